@@ -44,15 +44,15 @@ from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBat
 from cp_ref.spec import Problem, ScoreOptions, Sequence
 
 if __package__:
-    from benchmarks import timeline
-    from benchmarks.others import Other, others
-    from benchmarks.ranks import Commit, Schedules, connect, largest, seconds
-    from benchmarks.switches import passes_of, switched
+    from benchmarks.parts import timeline
+    from benchmarks.parts.others import Other, others
+    from benchmarks.parts.ranks import Commit, Schedules, connect, largest, seconds
+    from benchmarks.parts.switches import passes_of, switched
 else:
-    import timeline
-    from others import Other, others
-    from ranks import Commit, Schedules, connect, largest, seconds
-    from switches import passes_of, switched
+    from parts import timeline
+    from parts.others import Other, others
+    from parts.ranks import Commit, Schedules, connect, largest, seconds
+    from parts.switches import passes_of, switched
 
 
 @dataclass(frozen=True)

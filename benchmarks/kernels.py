@@ -21,13 +21,13 @@ import torch
 import typer
 
 if __package__:
-    from benchmarks.kernels_cases import Case, cases
-    from benchmarks.kernels_timing import medians, sets_for
-    from benchmarks.ranks import Commit, Device
+    from benchmarks.parts.kernels_cases import Case, cases
+    from benchmarks.parts.kernels_timing import medians, sets_for
+    from benchmarks.parts.ranks import Commit, Device
 else:
-    from kernels_cases import Case, cases
-    from kernels_timing import medians, sets_for
-    from ranks import Commit, Device
+    from parts.kernels_cases import Case, cases
+    from parts.kernels_timing import medians, sets_for
+    from parts.ranks import Commit, Device
 
 from cp_fast.movers import kernels, why_not
 

@@ -27,7 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-STEP = Path(__file__).with_name("long_context_step.py")
+STEP = Path(__file__).parent / "parts" / "long_context_step.py"
 LIBRARIES = "cp_fast,accelerate,ring_flash_attn,accelerate+own_loss"
 LENGTHS = "65536,131072,262144"
 MEMORY_LENGTHS = (32768, 65536)  # of --longest

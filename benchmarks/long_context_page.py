@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/long_context.md, from the record of `long_context.py`.
+"""The tables and the picture of docs/how_to/long_context.md, from the record of `long_context.py`.
 
     python benchmarks/long_context_page.py --write
 
@@ -16,7 +16,7 @@ __all__ = ["PAGE", "RECORD", "longest_table", "page_of", "picture", "speed_table
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "long_context_libraries_2x_h200.json"
-PAGE = ROOT / "docs" / "long_context.md"
+PAGE = ROOT / "docs" / "how_to" / "long_context.md"
 PICTURE = ROOT / "docs" / "pictures" / "long_context_memory.svg"
 PICTURE_LINE = "![The memory of a GPU over one step](pictures/long_context_memory.svg)\n"
 BEGIN, END = "<!-- by benchmarks/long_context_page.py -->", "<!-- end -->"

@@ -43,11 +43,11 @@ from cp_fast.backends import BackwardOperands, LaunchOptions, VarlenBatch, by_na
 from cp_ref.spec import ScoreOptions, areas_of_rows
 
 if __package__:
-    from benchmarks.ranks import connect, largest, seconds, seconds_alone
-    from benchmarks.switches import passes_of, switched
+    from benchmarks.parts.ranks import connect, largest, seconds, seconds_alone
+    from benchmarks.parts.switches import passes_of, switched
 else:
-    from ranks import connect, largest, seconds, seconds_alone
-    from switches import passes_of, switched
+    from parts.ranks import connect, largest, seconds, seconds_alone
+    from parts.switches import passes_of, switched
 
 Maker = Callable[[int], torch.Tensor]
 MaskMod = Callable[..., torch.Tensor]

@@ -34,11 +34,11 @@ from cp_fast.compile.instructions import Launch
 from cp_ref import SimGroup
 
 if __package__:
-    from benchmarks.ranks import Commit, Device, Schedules
-    from benchmarks.switches import passes_of, switched
+    from benchmarks.parts.ranks import Commit, Device, Schedules
+    from benchmarks.parts.switches import passes_of, switched
 else:
-    from ranks import Commit, Device, Schedules
-    from switches import passes_of, switched
+    from parts.ranks import Commit, Device, Schedules
+    from parts.switches import passes_of, switched
 
 _MOST = 1e-2  # Relative error.
 _SCHEDULES: tuple[str, ...] = ("p2p", "all_gather", "a2a")

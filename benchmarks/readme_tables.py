@@ -1,4 +1,4 @@
-"""The tables of features and of speed in docs/comparison.md, and the first lines of each in the README, from records.
+"""The tables of features and of speed in docs/conformance/comparison.md, and the README's lines of them, from records.
 
     python benchmarks/readme_tables.py --write
 
@@ -134,7 +134,7 @@ def tables_of(folder: Path = RESULTS) -> dict[str, list[str]]:
     """The tables of each document."""
     features, speeds = feature_table(), speed_table(folder)
     short = [part_of(features, README_FEATURES), part_of(speeds, README_SPEEDS)]
-    return {"README.md": short, "docs/comparison.md": [features.replace("](docs/", "]("), speeds]}
+    return {"README.md": short, "docs/conformance/comparison.md": [features.replace("](docs/", "](../"), speeds]}
 
 
 def replaced(text: str, table: str) -> str:

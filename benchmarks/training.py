@@ -35,9 +35,9 @@ from cp_ref import SimGroup
 from cp_ref.common.groups.collectives import all_reduce_sum
 
 if __package__:
-    from benchmarks.ranks import Commit, Device, Schedules, connect
+    from benchmarks.parts.ranks import Commit, Device, Schedules, connect
 else:
-    from ranks import Commit, Device, Schedules, connect
+    from parts.ranks import Commit, Device, Schedules, connect
 
 ALONE, AGAIN = "one device, PyTorch's attention", "one device, once more"
 

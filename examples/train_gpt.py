@@ -5,7 +5,7 @@
 Documents are the source files of your Python's own library, as bytes; every batch packs as many as fit, of whatever
 lengths, without padding. The batch is spread over all processes (context parallelism), equal rows and work for each.
 `--check` trains the same on one process and compares the losses. `python -m conformance step` compares one step of it,
-gradient by gradient (docs/training.md). The lines with a number are what context parallelism
+gradient by gradient (docs/how_to/training.md). The lines with a number are what context parallelism
 adds to a training script: nine of them.
 """
 

@@ -37,7 +37,8 @@ def smokes(path: Path) -> bool:
     return path.is_relative_to(HERE) and path.relative_to(HERE).as_posix() in SMOKE
 
 
-PROGRAMS = (HERE / "integrations" / "trainer_losses.py",)  # run by tests, and import what the tests' extra lacks
+# Run by tests; they import what the tests' extra lacks.
+PROGRAMS = (HERE / "integrations" / "hugging_face" / "trainer_losses.py",)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

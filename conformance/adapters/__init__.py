@@ -11,5 +11,5 @@ transformer_engine    DotProductAttention with set_context_parallel_group
 
 An adapter of a library says in a table what the library supports (`supported.SupportTable`), maps the suite's call
 to the library's, and refuses what the library refuses. No adapter catches what the library raises: a crash inside that
-table is a finding. Findings are in docs/findings.md.
+table is a finding. Findings are in docs/conformance/findings.md.
 """

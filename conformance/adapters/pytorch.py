@@ -8,7 +8,8 @@
     bshd [b, s, h, d]      [b, h, s, d] by views
 
 Objects: `flash`, `efficient`, `cudnn`, the kernels it has rings of (`torch.nn.attention.sdpa_kernel`), and the module
-itself, where PyTorch chooses. On the CPU it has no ring: what it does there is up to it (see docs/findings.md).
+itself, where PyTorch chooses. On the CPU it has no ring: what it does there is up to it
+(docs/conformance/findings.md).
 
 The forward and the backward pass each run inside `context_parallel`, as its tutorial says they must; between them an
 autograd.Function keeps PyTorch's own graph.

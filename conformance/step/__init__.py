@@ -11,7 +11,7 @@
 
     print(compare_step(build, batch, cp_size=4))
 
-docs/training.md has the mistakes that it knows by name.
+docs/how_to/training.md has the mistakes that it knows by name.
 """
 
 from conformance.step.compare_step import compare_step

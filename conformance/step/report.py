@@ -14,8 +14,8 @@ from conformance.judge.budgets import Row
 __all__ = ["CAUSES", "Finding", "StepReport"]
 
 _MOST_ROWS = 8
-_PAGE = "docs/training.md"
-CAUSES = {  # by name: the heading in docs/training.md
+_PAGE = "docs/how_to/training.md"
+CAUSES = {  # by name: the heading in docs/how_to/training.md
     "factor": "A loss or gradients off by one factor",
     "mean-per-rank": "Losses averaged per rank",
     "labels": "Labels shifted after the batch was cut",

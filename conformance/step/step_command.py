@@ -19,7 +19,7 @@ __all__ = ["app"]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-@app.command(epilog="Exit codes: 0 right, 1 differences, 2 usage, 3 could not run. docs/training.md goes on.")
+@app.command(epilog="Exit codes: 0 right, 1 differences, 2 usage, 3 could not run. docs/how_to/training.md goes on.")
 def step(
     build: Annotated[str, typer.Argument(help="module:function, build(cp) -> model, step[, optimizer].")],
     batch: Annotated[str, typer.Option(help="module:name, what step takes or makes it.")],

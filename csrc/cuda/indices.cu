@@ -1,6 +1,6 @@
 // The table of a row map, one number a row.
 #include "entry_points.h"
-#include "row_plan.cuh"
+#include "include/row_plan.cuh"
 
 namespace cp {
 namespace cuda {

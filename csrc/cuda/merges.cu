@@ -2,8 +2,8 @@
 // so that they are many and the last wave of them is short. Its threads first leave the weights in shared memory, one
 // thread a token and head, and then stream out and step with the elements side by side.
 #include "entry_points.h"
-#include "merge_bulk.cuh"
-#include "merger.cuh"
+#include "include/merge_bulk.cuh"
+#include "include/merger.cuh"
 
 namespace cp {
 namespace cuda {

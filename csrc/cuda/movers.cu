@@ -1,7 +1,7 @@
 // Gathers and scatters of bytes: a plan of rows and a list of tensors; one launch moves up to four of them.
-#include "bulk.cuh"
+#include "include/bulk.cuh"
 #include "entry_points.h"
-#include "words.cuh"
+#include "include/words.cuh"
 
 #include <type_traits>
 

@@ -1,8 +1,8 @@
 // Scatters of numbers: rows of one tensor added to, or converted into, rows of another of any float dtype; add_heads:
 // the sum over the parts from an all-to-all.
 #include "entry_points.h"
-#include "row_plan.cuh"
-#include "typed.cuh"
+#include "include/row_plan.cuh"
+#include "include/typed.cuh"
 
 namespace cp {
 namespace cuda {

@@ -27,7 +27,7 @@ from tests.dist.workers import run_program
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("csrc/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("csrc/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
 )
 APPS = {"cp_fast": cp_fast.tools.cli.app, "cp_ref": cp_ref.cli.app, "conformance": conformance.cli.app}
 STEP = conformance.step.step_command.app
@@ -53,7 +53,7 @@ def commands(path: Path) -> list[str]:
 )
 def test_the_blocks_of_a_page_are_a_program(tmp_path: Path, page: str, processes: int) -> None:
     program = tmp_path / "program.py"
-    program.write_text("\n\n".join([*blocks(f"docs/{page}.md"), "dist.destroy_process_group()\n"]))
+    program.write_text("\n\n".join([*blocks(f"docs/how_to/{page}.md"), "dist.destroy_process_group()\n"]))
     run_program(program, processes)
 
 
@@ -131,7 +131,7 @@ def test_the_pictures_are_what_plan_draws(tmp_path: Path, name: str) -> None:
 
 def test_the_bytes_in_the_choice_of_a_schedule_are_what_plan_says() -> None:
     """The rows of the table, each of the four schedules."""
-    text = (ROOT / "docs" / "choosing.md").read_text()
+    text = (ROOT / "docs" / "how_to" / "choosing.md").read_text()
     window = ["--window", "4096,0"]
     rows = {
         "one sequence": [],
@@ -148,7 +148,7 @@ def test_the_bytes_in_the_choice_of_a_schedule_are_what_plan_says() -> None:
 
 
 def test_the_work_and_the_bytes_in_the_choice_of_a_layout_are_what_plan_says() -> None:
-    text = (ROOT / "docs" / "choosing.md").read_text()
+    text = (ROOT / "docs" / "how_to" / "choosing.md").read_text()
     lengths = re.findall(r"`--seqlens ([\d,]+)`", text)[0]
     found = []
     for layout in ("dual_chunk", "contiguous", "balanced"):
@@ -183,7 +183,7 @@ def test_the_designs_tables_and_pictures_are_what_the_code_prints() -> None:
 
 def test_the_findings_can_be_replayed() -> None:
     """Texts read back, and name objects that their adapter exports; the libraries are not needed for that."""
-    text = (ROOT / "docs" / "findings.md").read_text()
+    text = (ROOT / "docs" / "conformance" / "findings.md").read_text()
     cases = re.findall(r"`(Case\([^`]*\))`", text)
     assert len(cases) > 10
     for case in cases:
@@ -200,7 +200,7 @@ def test_the_debugging_page_shows_what_is_printed(tmp_path: Path, monkeypatch: p
     runner.invoke(cp_ref.cli.app, ["record", "--plant", "lost-half", "--save", "bad.pt"])
     said += runner.invoke(cp_ref.cli.app, ["compare", "good.pt", "bad.pt"]).output
     printed = {line.rstrip() for line in said.splitlines()}
-    fences = (ROOT / "docs" / "debugging.md").read_text().split("\n```")
+    fences = (ROOT / "docs" / "how_to" / "debugging.md").read_text().split("\n```")
     shown = [line for block in fences[1::2] if not block.startswith("python") for line in block.splitlines()[1:]]
     assert len(shown) > 50
     for line in shown:
@@ -208,7 +208,7 @@ def test_the_debugging_page_shows_what_is_printed(tmp_path: Path, monkeypatch: p
 
 
 def test_the_debugging_page_compares_the_fast_path_with_the_oracle() -> None:
-    *_, program = blocks("docs/debugging.md")
+    *_, program = blocks("docs/how_to/debugging.md")
     exec(compile(program, "debugging", "exec"), {})
 
 

@@ -1,4 +1,4 @@
-"""The figures of the README, docs/performance.md and docs/choosing.md are those of the committed records."""
+"""The figures of the README, docs/performance.md and docs/how_to/choosing.md are those of the committed records."""
 
 from __future__ import annotations
 
@@ -123,11 +123,11 @@ def test_problems_that_were_right_on_a_gpu() -> None:
     assert all("did not finish within 20 s" in str(failure["findings"]) for failure in failures)
     problems = sum(backend["problems"] for backend in played)
     said = f"none found in {problems:,} random problems on an H200 ({len(failures)} ran into the time limit)"
-    for page in ("README.md", "docs/comparison.md"):
+    for page in ("README.md", "docs/conformance/comparison.md"):
         assert said in (ROOT / page).read_text()
 
 
-CHOOSING = " ".join((ROOT / "docs" / "choosing.md").read_text().split())
+CHOOSING = " ".join((ROOT / "docs" / "how_to" / "choosing.md").read_text().split())
 
 
 def test_how_many_predictions_are_near() -> None:
@@ -168,7 +168,7 @@ def test_what_each_compiler_pass_is_worth() -> None:
 def test_what_offload_costs() -> None:
     runs = json.loads((ROOT / "benchmarks" / "results" / "long_context_2x_h200.json").read_text())["runs"]
     offloaded, kept = runs[:2]
-    page = " ".join((ROOT / "docs" / "long_context.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "how_to" / "long_context.md").read_text().split())
     assert offloaded["losses"] == kept["losses"]
     fewer = f"{100 - 100 * offloaded['tokens_per_s'] / kept['tokens_per_s']:.1f} %"
     assert f"{offloaded['peak_gib']} GiB a GPU instead of {kept['peak_gib']}, at {fewer} fewer tokens" in page

@@ -19,7 +19,7 @@ from cp_ref.spec import CP_COMM_TYPES, MASKS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-COMPARISON = (ROOT / "docs" / "comparison.md").read_text()
+COMPARISON = (ROOT / "docs" / "conformance" / "comparison.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ORDER = ("Install", "Five lines", "Two commands", "Why", "Where you already are", "When a number is wrong")
 

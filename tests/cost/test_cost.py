@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks.predictions import FARTHER, compared, why_farther, write
-from benchmarks.records import RESULTS
+from benchmarks.cost_model.predictions import FARTHER, compared, why_farther, write
+from benchmarks.cost_model.records import RESULTS
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.tools.cli import app
 from cp_fast.tools.cost import Kernel, Machine, candidates, predict, read_machine, recommended
@@ -180,7 +180,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert all(said.output.count(layout) >= 4 for layout in LAYOUTS)
     assert "a2a+p2p 2 x 2" in said.output
     assert "take " in said.output
-    assert "fitted by benchmarks/fit_machine.py" in said.output
+    assert "fitted by benchmarks/cost_model/fit_machine.py" in said.output
     path = tmp_path / "mine.toml"
     path.write_text(str(replace(H200, name="abacus")))
     said = runner.invoke(

@@ -43,7 +43,7 @@ def test_saving_less_takes_less_and_more_ranks_too() -> None:
 
 
 def test_the_page_has_the_prediction() -> None:
-    page = (RESULTS.parents[1] / "docs" / "long_context.md").read_text()
+    page = (RESULTS.parents[1] / "docs" / "how_to" / "long_context.md").read_text()
     for tokens in (65536, 131072, 262144, 524288):
         assert f"| {tokens:,} | {' | '.join(f'{gib(tokens, 36, saved):.0f}' for saved in SAVED)} |" in page
 

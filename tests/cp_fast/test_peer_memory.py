@@ -29,7 +29,7 @@ from cp_ref import SimGroup
 from cp_ref.common.groups.process_groups import PeerError, during
 from cp_ref.spec import Parcel, Problem, make_rank_schedule, saved_kinds
 from cp_ref.spec import Sequence as Lengths
-from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, planned_at
+from tests.cp_fast.compile.passes.planned_at import ALWAYS_CHUNKS, planned_at
 from tests.marks import examples
 from tests.spec.problems import problems
 

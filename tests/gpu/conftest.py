@@ -7,7 +7,7 @@ import os
 import pytest
 
 from cp_fast.movers import why_not
-from tests.cp_fast.kernels.case import Where
+from tests.cp_fast.kernels.checks.case import Where
 
 os.environ.setdefault("CONFORMANCE_LIMIT_S", "300")
 

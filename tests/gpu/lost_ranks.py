@@ -29,7 +29,7 @@ import torch.distributed as dist
 import typer
 
 import cp_fast
-from benchmarks.ranks import Commit, Device, JsonOut, connect
+from benchmarks.parts.ranks import Commit, Device, JsonOut, connect
 
 FAULTS, PHASES = ("SIGKILL", "SIGSTOP", "exception"), ("forward", "backward")
 START_S = 100.0  # for importing, connecting and compiling, until the fault

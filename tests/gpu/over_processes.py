@@ -28,7 +28,7 @@ import torch.distributed as dist
 import typer
 
 import cp_fast
-from benchmarks.ranks import Commit, Device, JsonOut, connect
+from benchmarks.parts.ranks import Commit, Device, JsonOut, connect
 from cp_fast import masks
 from cp_fast.transport.crossed import Crossed
 from cp_fast.transport.peer_exchange import PeerMessages

@@ -21,8 +21,8 @@ from conformance.tiers import budget, logic, probes
 from cp_fast import masks
 from cp_fast.backends import by_name
 from cp_ref.spec import CP_COMM_TYPES, Problem, Sequence
-from tests.cp_fast.compile.planned_at import ALWAYS_WAIT, planned_at
-from tests.cp_fast.compile.test_split_queries import always as always_spread
+from tests.cp_fast.compile.passes.planned_at import ALWAYS_WAIT, planned_at
+from tests.cp_fast.compile.passes.test_split_queries import always as always_spread
 from tests.masks.problems import problems
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

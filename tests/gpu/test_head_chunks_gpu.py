@@ -11,7 +11,7 @@ from conformance.case import Case
 from conformance.tiers import budget, probes
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_ref.spec import Problem
-from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, planned_at
+from tests.cp_fast.compile.passes.planned_at import ALWAYS_CHUNKS, planned_at
 from tests.gpu.test_attention_gpu import BACKENDS, HEADS, implementation, packed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

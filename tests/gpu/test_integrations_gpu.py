@@ -59,7 +59,7 @@ class TestTransformers:
     @staticmethod
     def compare(name: str, kind: str, comm: Any, size: int) -> None:
         pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
-        from tests.integrations.test_transformers import batches, model_of, on_one_rank
+        from tests.integrations.hugging_face.test_transformers import batches, model_of, on_one_rank
 
         batch = {key: x.to(DEVICE) for key, x in batches()[kind].items()}
         start = model_of(name, hidden_size=128, head_dim=64, **EVERY_EXPERT.get(name, {}))

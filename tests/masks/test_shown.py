@@ -79,6 +79,6 @@ def test_calls_that_are_refused(call: str, words: str) -> None:
 
 
 def test_the_page_on_masks_is_a_program(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "masks.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how_to" / "masks.md").read_text()
     exec("\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)), {})
     assert indent(capsys.readouterr().out, "    ") in page

@@ -154,8 +154,8 @@ def test_the_command_line_says_that_a_library_is_missing() -> None:
 
 
 def test_the_adapter_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The complete example of docs/conformance.md: it is 30 lines at most, and it is right in what it claims."""
-    text = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text()
+    """The complete example of docs/conformance/conformance.md: it is 30 lines at most, and right in what it claims."""
+    text = (Path(__file__).parents[2] / "docs" / "conformance" / "conformance.md").read_text()
     code = text.partition("```python\n# my_attention.py\n")[2].partition("```")[0]
     assert 0 < len(code.splitlines()) <= 30
     (tmp_path / "my_attention.py").write_text(code)

@@ -49,7 +49,7 @@ def test_a_wrong_one_and_its_replay() -> None:
 
 def test_a_crash_in_a_worker_is_reported_with_its_problem(tmp_path: Path) -> None:
     """From the door to the record: it crashes, the run goes on, and the report has it."""
-    arguments = ("--impl", "tests.meta.samples:Exits", "--cp-size", "2", "--max-examples", "12")
+    arguments = ("--impl", "tests.meta.zoo.samples:Exits", "--cp-size", "2", "--max-examples", "12")
     code, output = _play(
         *arguments, "--max-failures", "1", "--shrink-time", "5", "--report", str(tmp_path), "--tier", "plan",
         "--tier", "probes", "--tier", "merge",
@@ -61,21 +61,21 @@ def test_a_crash_in_a_worker_is_reported_with_its_problem(tmp_path: Path) -> Non
     verdicts = {(p["tier"], p["verdict"]) for p in record["played"]}
     assert {("plan", "right"), ("probes", "crashed"), ("merge", "missing")} <= verdicts
     assert any(p.get("shrunk") and p["verdict"] == "crashed" for p in record["played"])
-    assert record["meta"]["impl"] == "tests.meta.samples:Exits"
+    assert record["meta"]["impl"] == "tests.meta.zoo.samples:Exits"
     assert record["meta"]["versions"]["torch"]
 
 
 def test_levels() -> None:
-    code, output = _play("--impl", "tests.meta.samples:Lower", "--level", "kernel", "--max-examples", "5")
+    code, output = _play("--impl", "tests.meta.zoo.samples:Lower", "--level", "kernel", "--max-examples", "5")
     assert code == 0, output
     assert "kernel-backward" in output
     assert "merge" not in output
-    code, output = _play("--impl", "tests.meta.samples:Lower", "--repro", "Tile(rows=2, columns=3, left=-1)")
+    code, output = _play("--impl", "tests.meta.zoo.samples:Lower", "--repro", "Tile(rows=2, columns=3, left=-1)")
     assert code == 0, output
 
 
 def test_nothing_to_test_is_no_success() -> None:
-    code, output = _play("--impl", "tests.meta.samples:Lower", "--level", "schedule")
+    code, output = _play("--impl", "tests.meta.zoo.samples:Lower", "--level", "schedule")
     assert code == 4
     assert "does not offer the level schedule" in output
     assert "nothing was computed" in output
@@ -96,7 +96,7 @@ def test_known_failures(tmp_path: Path) -> None:
         "--cp-size",
         "2",
     )
-    code, output = _play("--impl", "tests.meta.samples:Wrong", *options)
+    code, output = _play("--impl", "tests.meta.zoo.samples:Wrong", *options)
     assert code == 0, output
     code, output = _play("--impl", "cp_ref", *options)
     assert code == 1, output
@@ -130,7 +130,7 @@ def test_wrong_options_are_named(arguments: tuple[str, str]) -> None:
 
 
 def test_processes_need_processes() -> None:
-    code, output = _play("--impl", "tests.meta.samples:AllGather", "--in-process")
+    code, output = _play("--impl", "tests.meta.zoo.samples:AllGather", "--in-process")
     assert code == 2
     assert "--in-process" in output
 
@@ -148,7 +148,7 @@ def test_an_implementation_may_be_an_object_of_a_module(monkeypatch: pytest.Monk
     assert load("cp_ref.spec:mine").offered is load("cp_ref").offered
     with pytest.raises(LoadError, match=r"needs one of thd \(helpers\)"):
         load("cp_ref:spec")
-    assert load("tests.meta.samples:Lower").levels == ("helpers", "merge", "kernel")
+    assert load("tests.meta.zoo.samples:Lower").levels == ("helpers", "merge", "kernel")
 
 
 @pytest.mark.parametrize("module", ["cp_ref.api.reference_attention", "cp_fast.api.attention"])

@@ -18,7 +18,7 @@ from conformance.levels import HELPER_NAMES, LEVEL_TIERS
 from conformance.run.play_problem import Task, play_task
 from conformance.run.run_tiers import Profile, TierResult, run_tier
 from cp_ref import thd
-from tests.meta.samples import Lower
+from tests.meta.zoo.samples import Lower
 
 
 @pytest.fixture(autouse=True, scope="module")

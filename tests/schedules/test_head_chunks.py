@@ -19,10 +19,10 @@ from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_ref import SimGroup
 from cp_ref.simulator.sim_group import SimMember
 from cp_ref.spec import SOFTMAX_TYPES, Problem, make_schedule
-from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, planned_at
+from tests.cp_fast.compile.passes.planned_at import ALWAYS_CHUNKS, planned_at
 from tests.marks import examples
 from tests.schedules.test_schedules import check
-from tests.spec.chunked_problems import chunked_problems
+from tests.spec.planners.chunked_problems import chunked_problems
 
 DRAWN = given(chunked_problems(), st.sampled_from(SOFTMAX_TYPES), st.booleans())
 

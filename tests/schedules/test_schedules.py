@@ -21,8 +21,8 @@ from cp_ref import ContextParallel, SimGroup, make_plan, supports
 from cp_ref.simulator.sim_group import SimMember
 from cp_ref.spec import SOFTMAX_TYPES, InvalidSchedule, Problem, Schedule, Sequence, Workload, make_schedule
 from tests.marks import examples
-from tests.spec.other_rings import backward_ring, ring_of_rings
-from tests.spec.random_schedules import scheduled_problems
+from tests.spec.other_schedules.other_rings import backward_ring, ring_of_rings
+from tests.spec.other_schedules.random_schedules import scheduled_problems
 
 THREE = (Sequence(11, 7, 12, 12), Sequence(0, 0, 0, 0), Sequence(6, 6, 6, 6))
 PACKED = Problem(3, THREE, qkv_format="thd", heads_q=6, heads_kv=2, dtype="float64")

@@ -142,7 +142,7 @@ def target(device: str, archs: tuple[int, ...] | None = None) -> Target:
         device=device,
         folder=folder,
         sources=(*sorted(own.glob(f"*.{_SUFFIX[device]}"), key=_largest_first), common / "bindings.cpp"),
-        headers=tuple(sorted({*common.glob("*.h"), *own.glob("*.h"), *own.glob("*.cuh")})),
+        headers=tuple(sorted({*common.glob("*.h"), *own.glob("*.h"), *own.glob("include/*.cuh")})),
         flags=("-std=c++17", f"-DCP_DEVICE={device}", f"-I{common}"),
         cxx_flags=(*binding, "-O3", *_NATIVE.get(platform.machine(), ())),
         nvcc_flags=(),

@@ -40,4 +40,4 @@ def test_golden(comm: Any, lengths: tuple[int, ...]) -> None:
 
 def test_the_page_of_plans_shows_the_forward_pass_of_rank_0() -> None:
     forward, _, _ = (FOLDER / "p2p_cp2.txt").read_text().removeprefix("rank 0\n").partition("backward\n")
-    assert indent(forward, "    ") in (Path(__file__).parents[3] / "docs" / "plans.md").read_text()
+    assert indent(forward, "    ") in (Path(__file__).parents[3] / "docs" / "how_to" / "plans.md").read_text()

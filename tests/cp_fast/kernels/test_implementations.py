@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from cp_fast.movers import why_not
-from tests.cp_fast.kernels.suite import (
+from tests.cp_fast.kernels.checks.suite import (
     CHECKS,
     MERGED_SHAPES,
     ROW_SIZES,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cp_fast.movers import why_not
-from tests.cp_fast.kernels.case import bytes_of
-from tests.cp_fast.kernels.memory import Boxed
-from tests.cp_fast.kernels.suite import CHECKS, Case, Where
+from tests.cp_fast.kernels.checks.case import bytes_of
+from tests.cp_fast.kernels.checks.memory import Boxed
+from tests.cp_fast.kernels.checks.suite import CHECKS, Case, Where
 
 MOVERS = ("reorders", "partitions", "halves", "valid_tokens", "rows_and_heads")
 REAL = (3000, 1, 0, 9, 500)

@@ -34,7 +34,7 @@ def run(*command: str, **environment: str) -> str:
 @pytest.mark.thorough
 @needs_numba
 def test_the_suite_in_the_simulator() -> None:
-    report = run("-m", "pytest", "-q", "tests/cp_fast/kernels/simulated.py", NUMBA_ENABLE_CUDASIM="1")
+    report = run("-m", "pytest", "-q", "tests/cp_fast/kernels/checks/simulated.py", NUMBA_ENABLE_CUDASIM="1")
     assert "skipped" not in report, report
 
 

@@ -14,7 +14,7 @@ import cp_fast
 import cp_ref
 from cp_fast.thd.slices import _contiguous_rows
 from cp_ref import SimGroup
-from tests.cp_ref import test_thd_batches as reference
+from tests.cp_ref.thd import test_thd_batches as reference
 
 
 def cumulative(lengths: list[int]) -> torch.Tensor:

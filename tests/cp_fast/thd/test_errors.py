@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cp_fast import thd
-from tests.cp_ref import test_thd_errors as reference
-from tests.cp_ref.test_thd_errors import (  # noqa: F401  (played again, by the fast helpers)
+from tests.cp_ref.thd import test_thd_errors as reference
+from tests.cp_ref.thd.test_thd_errors import (  # noqa: F401  (played again, by the fast helpers)
     test_lengths_begin_at_zero,
     test_lengths_that_do_not_divide,
     test_odd_lengths_have_no_half,

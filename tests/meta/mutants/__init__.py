@@ -8,8 +8,8 @@ of_cp_ref   schedules    plans, messages, ownership            of_cp_fast   exec
             corners      what random small problems do not reach
             helpers      the THD helpers                                    helpers    the THD helpers
 
-Every mutant names the tier that has to see it within the quick profile; `docs/detection.md` has the measured table of
-which tier sees which. Plant one by hand:
+Every mutant names the tier that has to see it within the quick profile; `docs/conformance/detection.md` has the
+measured table of which tier sees which. Plant one by hand:
 
     with MUTANTS["lse-in-base-2"].planted():
         ...

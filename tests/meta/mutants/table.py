@@ -1,7 +1,7 @@
 """Which tier sees which mutant, measured: python -m tests.meta.mutants.table [OUT.json] [PROBLEMS PER TIER]
 
 Every mutant is played by every tier of its level until the first problem that fails. The table is in
-`docs/detection.md`.
+`docs/conformance/detection.md`.
 """
 
 from __future__ import annotations

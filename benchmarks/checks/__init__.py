@@ -1,0 +1,1 @@
+"""Right or wrong on GPUs: other libraries, a training step, the compute sanitizer, kernels that got slower."""

@@ -1,0 +1,1 @@
+"""The cost model: machines fitted to records, and its predictions beside them."""

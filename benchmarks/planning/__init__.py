@@ -1,0 +1,1 @@
+"""How long plans take to make, and what the layouts give on paper."""

@@ -1,0 +1,1 @@
+"""The scripts of benchmarks, as far as a CPU goes, and the pages that they write."""

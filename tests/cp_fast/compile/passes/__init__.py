@@ -1,0 +1,1 @@
+"""The compiler passes, each against brute force or the plan without it."""

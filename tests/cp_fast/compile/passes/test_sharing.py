@@ -1,0 +1,110 @@
+"""Attention slices that share rows: the same pairs in few segments and few launches, by brute force."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.planning.planning_areas import measured
+from conformance.draw.draw_areas import areas as drawn_areas
+from cp_fast import masks
+from cp_fast.compile.instructions import Launch
+from cp_fast.compile.pipeline import lowered
+from cp_fast.compile.tiles.joins import merge_dense
+from cp_fast.compile.tiles.launches import tile_launches
+from cp_fast.compile.tiles.segments import one_each
+from cp_fast.compile.tiles.shared_keys import factor_keys
+from cp_fast.compile.tiles.sharing import prepend_keys, split_disjoint
+from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
+from cp_fast.runtime.packed_tensors import Packing
+from cp_ref.spec import Problem, Sequence, Tiles, areas_of_rows, make_rank_schedule, saved_kinds
+from tests.cp_fast.compile.brute_force import band_pairs, disjoint, kernel_pairs, rows_twice, segments_of
+
+WINDOWS = [(-1, -1), (-1, 0), (2, 0), (0, -1), (1, 2)]
+
+
+@st.composite
+def tiles_of_areas(draw: st.DrawFn) -> BandTiles:
+    """Attention slices that share rows, all cut along the same rows and keys; some tiles are missing."""
+    areas = areas_of_rows(draw(drawn_areas((Sequence(16, 16, 16, 16),))))
+    cuts = [[(0, 16)], [(0, 8), (8, 16)], disjoint(draw, 16, 4)]
+    q, k = draw(st.sampled_from(cuts)), draw(st.sampled_from(cuts))
+    tiles = [
+        (n, max(q0, a), min(q1, b), max(k0, c), min(k1, d), 0, 1)
+        for n, (q0, q1, k0, k1, _, _) in enumerate(areas.rows())
+        for (a, b), (c, d) in product(q, k)
+        if max(q0, a) < min(q1, b) and max(k0, c) < min(k1, d) and draw(st.integers(0, 7))
+    ]
+    return band_tiles(areas, Tiles.of_rows(draw(st.permutations(tiles))))
+
+
+@given(tiles_of_areas(), st.sampled_from(WINDOWS), st.sampled_from([0, 3, 2048]))
+def test_launches(tiles: BandTiles, own: tuple[int, int], large: int) -> None:
+    launches = tile_launches(tiles, WindowRule(own, large))
+    pairs = [kernel_pairs(segments_of(launch)) for launch in launches]
+    assert sum(pairs, start=type(band_pairs(tiles))()) == band_pairs(tiles)
+    assert not any(list(rows_twice(launch)) for launch in launches)
+
+
+@given(tiles_of_areas())
+def test_passes(tiles: BandTiles) -> None:
+    """Each keeps the pairs."""
+    full = tiles.take(tiles.full)
+    if len(full):
+        found = factor_keys(merge_dense(full))
+        assert kernel_pairs(segments_of(found)) == band_pairs(full)
+    each = one_each(tiles)
+    for some in (prepend_keys(each), *([each] if len(each) else [])):
+        assert kernel_pairs(segments_of(some)) == band_pairs(tiles)
+        launches = split_disjoint(some)
+        assert launches is not None
+        assert sum(map(len, launches)) == len(some)
+
+
+def launches_of(areas: torch.Tensor, length: int) -> list[list[tuple[int, int | None, int | None]]]:
+    """The forward launches of one rank alone, by step: segments, and the window."""
+    problem = Problem(1, (Sequence(*[length] * 4),), qkv_format="thd", areas=tuple(map(tuple, areas.tolist())))
+    draft = lowered(Packing(problem), 0, make_rank_schedule(problem, 0), saved_kinds(problem))
+    forward = draft.plan.forward
+    batches = [(one.step, one.batch) for one in forward.of(Launch)]
+    return [
+        [(len(draft.tables.cumulative(x.cu_q)) - 1, x.left, x.right) for at, x in batches if at == step]
+        for step in range(forward.steps)
+    ]
+
+
+BLOCKS = torch.tensor([(i, i + 8, 0, i + 8, -1, -1) for i in range(0, 128, 8)])
+ANSWERS = [(i, i + 8, *x) for i in range(16, 64, 8) for x in ((0, 16, -1, -1), (i, i + 8, -1, 0))]
+BEHIND = [(8, 16, 0, 4, -1, -1), (8, 16, 6, 8, -1, -1), (8, 16, 8, 16, -1, 0), (0, 8, 0, 8, -1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("areas", "length", "expected"),
+    [
+        (masks.prefix_lm(16, 64), 64, [(1, None, 0), (1, 0, None)]),
+        (masks.shared_prefix(16, [8] * 6), 64, [(7, None, 0), (1, None, None)]),
+        (torch.tensor([(0, 16, 0, 16, -1, 0), *ANSWERS]), 64, [(7, None, 0), (1, None, None)]),
+        (masks.block_causal(64, 8), 64, [(1, None, 0), (8, 0, None)]),
+        (masks.chunked(64, 8), 64, [(8, None, 0)]),
+        (masks.first_tokens_and_window(64, 4, 16), 64, [(2, 16, 0), (1, None, None)]),
+        (torch.tensor(BEHIND), 16, [(2, None, 0)]),
+        (BLOCKS, 128, [(4, None, None), (7, None, None), (4, None, None), (1, None, None)]),
+    ],
+)  # fmt: skip
+def test_no_area_costs_a_launch_of_its_own(
+    areas: torch.Tensor, length: int, expected: list[tuple[int, int | None, int | None]]
+) -> None:
+    assert launches_of(areas, length) == [expected]
+
+
+@pytest.mark.parametrize("case", ["nested", "holes", "prefixes", "sparse"])
+def test_many_areas_that_share_rows_are_planned_in_time(case: str) -> None:
+    """10,000 in two seconds of an idle core, as recorded; here within what a busy machine takes."""
+    read, planned, launches = measured(case, 10_000, planned=True)
+    assert read < 1
+    assert planned < 8
+    assert launches < 40

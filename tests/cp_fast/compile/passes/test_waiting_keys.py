@@ -1,0 +1,112 @@
+"""Own keys that wait for the others: the rewrite is proven on trees and on any attention slices. It adds no launch and
+no row to one, and the messages that were hidden stay hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cp_fast
+from conformance.case import Case
+from conformance.tiers import logic
+from cp_fast.compile.instructions import Launch
+from cp_fast.compile.pipeline import compiled
+from cp_fast.compile.planning.chosen_schedule import chosen_schedule
+from cp_ref import masks
+from cp_ref.spec import Problem, Schedule, Sequence, Tiles, make_schedule, verify
+from tests.cp_fast.compile.passes.planned_at import ALWAYS_WAIT, NEVER_WAIT, planned_at
+from tests.marks import examples
+from tests.masks.problems import problems
+from tests.schedules.test_schedules import check
+
+
+def planned(problem: Problem) -> Schedule:
+    """Without head chunks."""
+    return chosen_schedule(problem, (), {})
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Problem:
+    """Prompts with answers, nested ones too, over several ranks."""
+    unit, number = draw(st.sampled_from([1, 4])), draw(st.integers(2, 8))
+    lengths = [unit * draw(st.integers(1, 12)) for _ in range(number)]
+    nested = [draw(st.integers(-1, n - 1)) for n in range(1, number)]
+    areas = masks.tree(lengths, [-1, *draw(st.sampled_from([nested, [0] * (number - 1)]))])
+    return Problem(
+        draw(st.sampled_from([2, 3, 4, 8])),
+        (Sequence(*[sum(lengths)] * 4),),
+        draw(st.sampled_from(["p2p", "all_gather"])),
+        layout=draw(st.sampled_from(["balanced", "contiguous", "dual_chunk"])),
+        qkv_format="thd",
+        areas=tuple(map(tuple, areas.tolist())),
+    )
+
+
+@settings(max_examples=examples(30))
+@given(trees())
+def test_no_launch_more_and_none_with_more_rows(problem: Problem) -> None:
+    found = []
+    for costs in (NEVER_WAIT, ALWAYS_WAIT):
+        with planned_at(costs):
+            schedule = planned(problem)
+            verify(problem, schedule)
+            plans = [compiled(problem, rank).plan.forward for rank in range(problem.cp_size)]
+            launches = [list(plan.of(Launch)) for plan in plans]
+            found.append([(len(some), sum(one.q_rows.total for one in some)) for some in launches])
+    for before, after in zip(*found, strict=True):
+        assert after <= before
+        assert after[1] <= before[1]
+
+
+@settings(max_examples=examples(50))
+@given(problems((2, 3, 4, 6)))
+def test_any_areas_verify_with_the_same_messages_and_tiles(problem: Problem) -> None:
+    with planned_at(NEVER_WAIT):
+        before = planned(problem)
+    with planned_at(ALWAYS_WAIT):
+        after = planned(problem)
+    assert before == make_schedule(problem)
+    assert verify(problem, before).sent_bytes == verify(problem, after).sent_bytes
+    for one, other in zip((*before.forward, *before.backward), (*after.forward, *after.backward), strict=True):
+        assert [step[:2] for step in one] == [step[:2] for step in other]
+        tiles = [sorted(Tiles.concat([step.tiles for step in steps]).rows()) for steps in (one, other)]
+        assert tiles[0] == tiles[1]
+
+
+@settings(max_examples=examples(20))
+@given(trees())
+def test_plans_meet_the_oracle(problem: Problem) -> None:
+    small = replace(problem, heads_q=2, d_qk=3, d_v=2, dtype="float64")
+    with planned_at(ALWAYS_WAIT):
+        case = Case(small, return_lse=True, return_max_logit=True, loss="out+lse")
+        assert logic.check(cp_fast, case) == []  # type: ignore[arg-type]
+
+
+@settings(max_examples=examples(10))
+@given(trees())
+def test_the_reference_plays_such_schedules_too(problem: Problem) -> None:
+    small = replace(problem, heads_q=2, d_qk=3, d_v=2, dtype="float64")
+    with planned_at(ALWAYS_WAIT):
+        schedule = planned(small)
+    check("cp_ref", small, schedule)
+
+
+def prompt(answers: int, answer: int, comm: str) -> Problem:
+    """A prompt of 4,096 tokens over two ranks."""
+    areas = masks.shared_prefix(4096, [answer] * answers)
+    sizes = {"heads_q": 32, "heads_kv": 8, "d_qk": 128, "d_v": 128, "dtype": "bfloat16"}
+    rows, one = tuple(map(tuple, areas.tolist())), Sequence(*[4096 + answers * answer] * 4)
+    return Problem(2, (one,), comm, layout="balanced", qkv_format="thd", areas=rows, **sizes)
+
+
+@pytest.mark.parametrize("comm", ["p2p", "all_gather"])
+@pytest.mark.parametrize(("answers", "answer", "wait"), [(28, 1024, True), (16, 32, False)])
+def test_keys_wait_where_the_rest_hides_the_messages(answers: int, answer: int, wait: bool, comm: str) -> None:
+    problem = prompt(answers, answer, comm)
+    for one, other in zip(make_schedule(problem).forward, planned(problem).forward, strict=True):
+        assert (one != other) == wait
+        assert (len(one[1].tiles) < len(other[1].tiles)) == wait

@@ -1,0 +1,1 @@
+"""The helpers for packed batches of `cp_ref.thd`."""

@@ -1,0 +1,1 @@
+"""Attacks on every public function, and on schedules: wrong values, random mutations."""

@@ -1,0 +1,167 @@
+"""Random changes of a schedule, as a careless or a clever user makes them: of its objects, and of its text.
+
+Some are of one line, so that nothing fits any more. Others are of both ends of a message, or of all messages, or leave
+what is computed as it is; many of these are right, and have to run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from cp_ref.spec import KINDS, Message, Schedule, Step, Tiles
+from tests.faults.attacks.message_changes import OF_MESSAGES, at_both_ends, at_one_end, of_all_messages
+from tests.faults.attacks.parts import Place, all_messages, all_steps, halves, other_number, other_table, with_steps
+
+__all__ = ["CHANGES", "changed_objects", "changed_text"]
+
+
+def _moved_message(rng: Random, schedule: Schedule) -> Schedule:
+    """A message to the step before or behind its own, or to a step of its own there."""
+    (name, rank, number, verb, n), message = rng.choice(all_messages(schedule))
+    steps = list(getattr(schedule, name)[rank])
+    left = getattr(steps[number], verb)
+    steps[number] = steps[number]._replace(**{verb: (*left[:n], *left[n + 1 :])})
+    if rng.random() < 0.5:
+        alone: dict[str, Any] = {verb: (message,)}
+        steps.insert(number + rng.choice((0, 1)), Step(**alone))
+    else:
+        to = min(max(0, number + rng.choice((-1, 1))), len(steps) - 1)
+        steps[to] = steps[to]._replace(**{verb: (*getattr(steps[to], verb), message)})
+    programs = list(getattr(schedule, name))
+    programs[rank] = tuple(steps)
+    return replace(schedule, **{name: tuple(programs)})
+
+
+def _messages_shuffled(rng: Random, schedule: Schedule) -> Schedule:
+    """The order of messages inside a step; sometimes on all ranks, by kind, which both ends see alike."""
+    if rng.random() < 0.5:
+        order = {kind: rng.random() for kind in KINDS}
+
+        def key(message: Message) -> tuple[float, int]:
+            return order.get(message.kind, 0.0), message.tag
+
+        new = {
+            place: (step._replace(sends=tuple(sorted(step.sends, key=key)), recvs=tuple(sorted(step.recvs, key=key))),)
+            for place, step in all_steps(schedule)
+        }
+        return with_steps(schedule, new)
+    place, step = rng.choice(all_steps(schedule))
+    sends, recvs = (tuple(rng.sample(some, len(some))) for some in (step.sends, step.recvs))
+    return with_steps(schedule, {place: (step._replace(sends=sends, recvs=recvs),)})
+
+
+def _of_steps(rng: Random, schedule: Schedule) -> Schedule:
+    """A step dropped, twice, exchanged with another, one with the next, or its parts as steps."""
+    place, step = rng.choice(all_steps(schedule))
+    name, rank, number = place
+    program = getattr(schedule, name)[rank]
+    other = (name, rank, rng.randrange(len(program)))
+    following = program[min(number + 1, len(program) - 1)]
+    parts = [step._replace(sends=(), recvs=()), Step(sends=step.sends), Step(recvs=step.recvs)]
+    one = Step(step.sends + following.sends, step.recvs + following.recvs, Tiles.concat([step.tiles, following.tiles]))
+    return with_steps(
+        schedule,
+        rng.choice(
+            [
+                {place: ()},
+                {place: (step, step)},
+                {place: (program[other[2]],), other: (step,)},
+                {place: (one,), (name, rank, number + 1): ()},
+                {place: rng.sample(parts, 3)},
+                {place: (step, Step())},
+            ]
+        ),
+    )
+
+
+def _of_tiles(rng: Random, schedule: Schedule) -> Schedule:
+    """A tile dropped, twice, cut, moved, or with another number; or all tiles of a step in another order."""
+    some = [(place, step) for place, step in all_steps(schedule) if len(step.tiles)]
+    place, step = rng.choice(some)
+    rows, n = list(step.tiles.rows()), rng.randrange(len(step.tiles))
+
+    def of(rows: list[Any]) -> Iterable[Step]:
+        return (step._replace(tiles=Tiles.of_rows(rows)),)
+
+    def moved() -> Mapping[Place, Iterable[Step]]:
+        there, other = rng.choice(all_steps(schedule))
+        tiles = Tiles.concat([other.tiles, step.tiles.take(slice(n, n + 1))])
+        return {place: of(rows[:n] + rows[n + 1 :]), there: (other._replace(tiles=tiles),)}
+
+    changes: list[Callable[[], Mapping[Place, Iterable[Step]]]] = [
+        lambda: {place: of(rows[:n] + rows[n + 1 :])},
+        lambda: {place: of([*rows, rows[n]])},
+        lambda: {place: of(rows[:n] + halves(rng, rows[n], (1, 3, 5)) + rows[n + 1 :])},
+        lambda: {place: of(rng.sample(rows, len(rows)))},
+        lambda: {place: (step._replace(tiles=other_table(rng, step.tiles, vars(step.tiles))),)},
+        moved,
+    ]
+    return with_steps(schedule, rng.choice(changes)())
+
+
+def _of_header(rng: Random, schedule: Schedule) -> Schedule:
+    """What is saved, how many heads there are, or whose program it is."""
+    swapped = list(range(schedule.cp_size))
+    rng.shuffle(swapped)
+    return rng.choice(
+        [
+            replace(schedule, saved=tuple(rng.sample((*KINDS, "v"), rng.randrange(3)))),
+            replace(schedule, saved=tuple(rng.sample(("q", "kv"), rng.randrange(3)))),
+            replace(schedule, heads=(schedule.heads[0], other_number(rng, schedule.heads[1]))),
+            replace(schedule, forward=tuple(schedule.forward[r] for r in swapped)),
+            replace(schedule, backward=schedule.backward[: rng.randrange(schedule.cp_size + 1)]),
+        ]
+    )
+
+
+CHANGES: dict[str, Callable[[Random, Schedule], Schedule]] = {
+    **{f"{name}, at one end": at_one_end(change) for name, change in OF_MESSAGES.items()},
+    **{f"{name}, at both ends": at_both_ends(change) for name, change in OF_MESSAGES.items()},
+    **{f"{name}, of all": of_all_messages(OF_MESSAGES[name]) for name in ("tags", "marks", "in two", "pieces cut")},
+    "message moved": _moved_message,
+    "messages shuffled": _messages_shuffled,
+    "steps": _of_steps,
+    "tiles": _of_tiles,
+    "header": _of_header,
+}
+
+
+def changed_objects(rng: Random, schedule: Schedule) -> tuple[str, Schedule]:
+    """One to three changes, and their names."""
+    names: list[str] = []
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        name = rng.choice(list(CHANGES))
+        try:
+            schedule = CHANGES[name](rng, schedule)
+        except IndexError:  # nothing is left to change
+            continue
+        names.append(name)
+    return " + ".join(names), schedule
+
+
+def changed_text(rng: Random, text: str) -> tuple[str, str]:
+    """A line dropped, twice, exchanged with another one, or with a number or a word changed."""
+    lines = text.splitlines()
+    n, m = rng.randrange(len(lines)), rng.randrange(len(lines))
+    how = rng.choice(["line dropped", "line twice", "lines exchanged", "number", "number", "word", "line moved"])
+    if how == "line dropped":
+        lines[n : n + 1] = []
+    elif how == "line twice":
+        lines.insert(n, lines[n])
+    elif how == "lines exchanged":
+        lines[n], lines[m] = lines[m], lines[n]
+    elif how == "line moved":
+        lines.insert(m, lines.pop(n))
+    elif how == "number" and (found := list(re.finditer(r"\d+", lines[n]))):
+        at = rng.choice(found)
+        new = rng.choice([str(other_number(rng, int(at[0]))), str(10 ** rng.randrange(40)), "", "x", "-1", "1.5"])
+        lines[n] = lines[n][: at.start()] + new + lines[n][at.end() :]
+    else:
+        words = lines[n].split(" ")
+        words[rng.randrange(len(words))] = rng.choice([*KINDS, "complete", "send", "recv", "step", "to", "from", ""])
+        lines[n] = " ".join(words)
+    return how, "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""The kernels and CUDA graphs on a GPU."""

@@ -1,0 +1,238 @@
+"""torchtitan's Llama 3 with varlen attention: over ranks as on one with the oracle, forward and backward."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import cp_fast
+from cp_fast.integrations import torchtitan as ours
+from cp_fast.integrations.loss import token_mean
+from cp_ref import SimGroup, dense_attention
+from tests.dist.workers import Processes
+
+attention = pytest.importorskip(
+    "torchtitan.models.common.attention", reason="needs torchtitan: pip install '.[test-integrations]'"
+)
+
+
+def model_of(layers: int = 2) -> Any:
+    from torchtitan.models.llama3 import _debugmodel
+
+    torch.manual_seed(0)
+    config = _debugmodel("varlen")
+    config.layers = config.layers[:layers]
+    model = config.build()
+    model.init_states()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.05)
+    return model
+
+
+def attentions(model: Any) -> list[Any]:
+    return [block.attention.inner_attention for block in model.layers.values()]
+
+
+def oracle(window_size: tuple[int, int]) -> Callable[..., torch.Tensor]:
+    def forward(q: Any, k: Any, v: Any, *, attention_masks: Any, scale: Any, **_: Any) -> torch.Tensor:
+        rows = (x.flatten(0, 1) for x in (q, k, v))
+        how: dict[str, Any] = {"qkv_format": "thd", "window_size": window_size, "softmax_scale": scale}
+        out = dense_attention(*rows, cu_seqlens_q=attention_masks.cu_seq_q, **how)[0]
+        return out.to(q.dtype).view(*q.shape[:2], *out.shape[1:])
+
+    return forward
+
+
+def documents(*lengths: int) -> dict[str, torch.Tensor]:
+    positions = torch.cat([torch.arange(n) for n in lengths]).view(2, -1)
+    ids = torch.randint(0, 2048, positions.shape, generator=torch.Generator().manual_seed(1))
+    return {"inputs": ids, "labels": ids.roll(-1, dims=1), "positions": positions}
+
+
+def losses_of(model: Any, ids: Any, labels: Any, extra: dict[str, Any]) -> torch.Tensor:
+    return F.cross_entropy(model(ids, **extra).flatten(0, 1), labels.flatten(), reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("comm", "layout", "lengths", "window_size"),
+    [
+        ("all_gather", "contiguous", (5, 19, 11, 13), (-1, 0)),
+        ("p2p", "contiguous", (5, 19, 11, 13), (4, 0)),
+        ("a2a", "dual_chunk", (8, 16, 24), (-1, 0)),
+        ("p2p", "dual_chunk", (5, 19, 11, 13), (4, 0)),
+        ("p2p", "balanced", (5, 19, 11, 13), (-1, 0)),
+        ("all_gather", "balanced", (5, 19, 21, 3), (4, 0)),
+    ],
+)
+def test_a_model_is_the_same_over_ranks(
+    comm: Any, layout: Any, lengths: tuple[int, ...], window_size: tuple[int, int]
+) -> None:
+    whole, batch = model_of(), documents(*lengths)
+    for module in attentions(whole):
+        module.window_size = window_size
+    masks = attention.create_varlen_metadata_for_document(batch["positions"])
+    alone = copy.deepcopy(whole)
+    for module in attentions(alone):
+        module.forward = oracle(window_size)
+    extra = {"positions": batch["positions"], "attention_masks": masks}
+    expected = losses_of(alone, batch["inputs"], batch["labels"], extra).mean()
+    expected.backward()
+
+    def one(member: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        cp, model = cp_fast.ContextParallel(member, comm, layout=layout), copy.deepcopy(whole)
+        ours.apply_cp_to_forward(attentions(model), cp)
+        local = ours.prepare_context_parallel_input(batch["inputs"], batch["labels"], extra, cp)
+        losses = losses_of(model, *local)
+        loss = token_mean(losses, torch.ones_like(losses, dtype=torch.bool), over=cp)
+        loss.backward()
+        return loss.detach(), [weight.grad for weight in model.parameters()]
+
+    parts = SimGroup(2).run(one)
+    torch.testing.assert_close(sum(loss for loss, _ in parts), expected.detach(), rtol=1e-6, atol=1e-6)
+    for n, weight in enumerate(alone.parameters()):
+        torch.testing.assert_close(sum(grads[n] for _, grads in parts), weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def over_gloo(comm: str) -> list[int]:
+    """Which gradients of a model over ranks are not those of one process; its layers have different windows."""
+    whole, batch = model_of(), documents(5, 19, 11, 13)
+    attentions(whole)[1].window_size = (4, 0)
+    masks = attention.create_varlen_metadata_for_document(batch["positions"])
+    extra, model = {"positions": batch["positions"], "attention_masks": masks}, copy.deepcopy(whole)
+    for module in attentions(whole):
+        module.forward = oracle(module.window_size)
+    losses_of(whole, batch["inputs"], batch["labels"], extra).mean().backward()
+    cp: Any = cp_fast.ContextParallel(dist.group.WORLD, comm, layout="balanced")  # type: ignore[arg-type]
+    ours.apply_cp_to_forward(attentions(model), cp)
+    losses = losses_of(model, *ours.prepare_context_parallel_input(batch["inputs"], batch["labels"], extra, cp))
+    token_mean(losses, torch.ones_like(losses, dtype=torch.bool), over=cp).backward()
+    wrong = []
+    for n, (mine, want) in enumerate(zip(model.parameters(), whole.parameters(), strict=True)):
+        dist.all_reduce(mine.grad)
+        if not torch.allclose(mine.grad, want.grad, rtol=1e-4, atol=1e-6):
+            wrong.append(n)
+    return wrong
+
+
+@pytest.mark.parametrize("comm", ["p2p", "all_gather"])
+def test_balanced_documents_over_processes(four: Processes, comm: str) -> None:
+    assert four.run(over_gloo, comm) == [[]] * 4
+
+
+WRONG: dict[str, tuple[Callable[[Any, dict[str, Any]], tuple[Any, ...]], str]] = {
+    "labels one short": (lambda x, extra: (x, x[:, 1:], extra), "labels has shape"),
+    "no positions": (lambda x, extra: (x, x, {"attention_masks": extra["attention_masks"]}), "has no 'positions'"),
+    "rows that do not divide": (
+        lambda x, extra: (x[:, :7], x[:, :7], extra | {"positions": extra["positions"][:, :7]}),
+        "attention_masks has documents of 16 tokens, and inputs has 7",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", WRONG)
+def test_a_wrong_batch_on_one_rank_raises_on_all(which: str) -> None:
+    spoiled, says = WRONG[which]
+    cu, x = torch.tensor([0, 5, 16], dtype=torch.int32), torch.zeros(1, 16, dtype=torch.int64)
+    extra = {"positions": x, "attention_masks": attention.VarlenMetadata(cu, cu, 11, 11)}
+
+    def one(member: Any) -> str:
+        cp = cp_fast.ContextParallel(member)
+        given: Any = spoiled(x, extra) if member.rank else (x, x, extra)
+        with pytest.raises(ValueError, match=says) as caught:
+            ours.prepare_context_parallel_input(given[0], given[1], given[2], cp)
+        return str(caught.value)
+
+    assert SimGroup(2).run(one)[0].startswith("rank 1 refused its arguments")
+
+
+def test_what_one_rank_of_a_layer_refuses_raises_on_all() -> None:
+    q, cu = torch.zeros(1, 8, 2, 8), torch.tensor([0, 16], dtype=torch.int32)
+    masks = attention.VarlenMetadata(cu, cu, 16, 16)
+
+    def one(member: Any) -> str:
+        odd = {"score_mod": len} if member.rank else {}
+        call: Any = ours.attention_forward
+        with pytest.raises((ValueError, NotImplementedError), match="score_mod is") as caught:
+            call(q, q, q, attention_masks=masks, cp=cp_fast.ContextParallel(member), window_size=(-1, 0), **odd)
+        return str(caught.value)
+
+    assert SimGroup(2).run(one)[0].startswith("rank 1 refused its arguments")
+
+
+def test_lse_goes_to_the_transform() -> None:
+    q = torch.randn(1, 16, 2, 8, dtype=torch.float64)
+    masks = attention.VarlenMetadata(*[torch.tensor([0, 6, 16], dtype=torch.int32)] * 2, 10, 10)
+    how: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": masks.cu_seq_q}
+    out, lse, _ = dense_attention(q[0], q[0], q[0], **how)
+
+    def one(member: Any) -> torch.Tensor:
+        cp = cp_fast.ContextParallel(member, layout="contiguous")
+        x = q[:, 8 * member.rank : 8 * member.rank + 8]
+        given: dict[str, Any] = {"attention_masks": masks, "out_transform": lambda o, s: o * s[..., None].sigmoid()}
+        return ours.attention_forward(x, x, x, cp=cp, window_size=(-1, 0), **given)
+
+    torch.testing.assert_close(torch.cat(SimGroup(2).run(one), dim=1)[0], out * lse.t()[..., None].sigmoid())
+
+
+def test_what_cannot_be_honoured_is_named() -> None:
+    q = torch.zeros(1, 16, 2, 8)
+    cu = torch.tensor([0, 16], dtype=torch.int32)
+    masks = attention.VarlenMetadata(cu, cu, 16, 16)
+
+    def one(member: Any) -> None:
+        cp = cp_fast.ContextParallel(member, layout="contiguous")
+        how: dict[str, Any] = {"cp": cp, "window_size": (-1, 0)}
+        with pytest.raises(ValueError, match="q has 2 rows"):
+            ours.attention_forward(*[q.view(2, 8, 2, 8)] * 3, attention_masks=masks, **how)  # type: ignore[misc]
+        with pytest.raises(ValueError, match="enable_gqa"):
+            ours.attention_forward(q, q[:, :, :1], q[:, :, :1], attention_masks=masks, **how)
+        with pytest.raises(ValueError, match="max_q is 8, but a sequence has 16 tokens"):
+            ours.attention_forward(q, q, q, attention_masks=masks._replace(max_q=8), **how)
+        other = torch.tensor([0, 8], dtype=torch.int32)
+        with pytest.raises(ValueError, match="other lengths for keys"):
+            ours.attention_forward(q, q, q, attention_masks=masks._replace(cu_seq_k=other), **how)
+        with pytest.raises(NotImplementedError, match="score_mod is"):
+            ours.attention_forward(q, q, q, attention_masks=masks, score_mod=len, **how)
+        with pytest.raises(TypeError, match="has a Linear"):
+            ours.apply_cp_to_forward([torch.nn.Linear(1, 1)], cp)
+
+    SimGroup(1).run(one)
+
+
+def switched_on() -> tuple[int, bool]:
+    """The lines of docs/how_to/frameworks.md, and what torchtitan calls with a degree of 2 (without its Trainer)."""
+    import re
+    from pathlib import Path
+    from textwrap import dedent
+    from types import SimpleNamespace
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.models.llama3 import _debugmodel, parallelize
+
+    page = (Path(__file__).parents[3] / "docs" / "how_to" / "frameworks.md").read_text()
+    [lines] = re.findall(r"^    import copy, dataclasses.*?(?=^\S)", page, re.DOTALL | re.MULTILINE)
+    trainer = importlib.import_module("torchtitan.trainer")
+    exec(dedent(lines), {"cp_fast": cp_fast, "cp_torchtitan": ours})
+    config = _debugmodel("varlen")
+    config.update_from_config(config=SimpleNamespace(parallelism=ParallelismConfig(context_parallel_degree=2)))
+    model, mesh, batch = model_of(), init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), documents(5, 19, 11, 13)
+    parallelize.apply_cp_to_forward(attentions(model), mesh)
+    masks = attention.create_varlen_metadata_for_document(batch["positions"])
+    extra = {"positions": batch["positions"], "attention_masks": masks}
+    given = batch["inputs"], batch["labels"], extra, mesh, torch.device("cpu"), "headtail", None
+    losses = losses_of(model, *trainer.prepare_context_parallel_input(*given))
+    return len(losses), bool(losses.isfinite().all())
+
+
+def test_the_degree_of_its_configuration_can_switch_it_on(four: Processes) -> None:
+    assert four.run(switched_on) == [(12, True)] * 4

@@ -1,0 +1,1 @@
+"""Transformers, its Trainer, and accelerate."""

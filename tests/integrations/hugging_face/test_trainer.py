@@ -1,0 +1,99 @@
+"""transformers' Trainer and accelerate: what they take, what they refuse and how to get around it."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import cp_fast
+from cp_fast.integrations.token_batches import shard_batch
+from cp_fast.integrations.trainer import ContextParallelMixin
+from cp_ref import SimGroup
+from tests.dist.workers import run_program
+from tests.integrations.hugging_face.families import tiny
+
+pytestmark = pytest.mark.thorough
+
+ROOT = Path(__file__).parents[3]
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
+pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[test-integrations]'")
+
+
+def test_a_fine_tune_has_the_losses_of_one_process() -> None:
+    def losses(processes: int) -> list[float]:
+        given = ["--steps", "3", "--tokens", "64"]
+        said = run_program(ROOT / "examples" / "finetune_transformers.py", processes, *given)
+        return [float(word) for word in re.findall(r"^losses (.*)$", said, re.MULTILINE)[0].split()]
+
+    one = losses(1)
+    assert len(one) == 4  # three steps and the evaluation
+    assert losses(2) == pytest.approx(one, abs=2e-4)
+
+
+def test_accelerate_prepares_the_model(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    [block] = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / "how_to" / "frameworks.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    program.write_text(block + "dist.destroy_process_group()\n")
+    run_program(program, 2)
+
+
+def test_loaders_that_give_every_rank_another_batch() -> None:
+    def one(member: Any) -> None:
+        ids = torch.full((1, 8), member.rank // 2)
+        with pytest.raises(ValueError, match=r"differs between rank \d and rank \d in input_ids; all ranks"):
+            shard_batch({"input_ids": ids}, cp=cp_fast.ContextParallel(member))
+
+    SimGroup(4).run(one)
+
+
+def test_what_trainer_refuses_and_what_is_refused_of_it() -> None:
+    parallelism = SimpleNamespace(cp_enabled=True, cp_backend="torch")
+    trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=parallelism))
+    model: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation="cp_fast"))
+    with pytest.raises(ValueError, match="supported only with SDPA attention, you are using cp_fast"):
+        transformers.Trainer._prepare_context_parallel_inputs(trainer, model, {})
+
+    class CpTrainer(ContextParallelMixin, transformers.Trainer):
+        pass
+
+    def said(member: Any, **odd: Any) -> str:
+        how = {name: odd.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in odd}
+        args = transformers.TrainingArguments(output_dir="nowhere", use_cpu=True, report_to=[], **odd)
+        with pytest.raises((NotImplementedError, ValueError)) as caught:
+            CpTrainer(tiny("LlamaForSequenceClassification"), args, cp=cp_fast.ContextParallel(member), **how)
+        return str(caught.value)
+
+    def one(member: Any) -> None:
+        assert "label_smoothing_factor is 0.1" in said(member, label_smoothing_factor=0.1)
+        assert "compute_metrics is" in said(member, compute_metrics=print)
+        assert "compute_loss_func is" in said(member, compute_loss_func=print)
+        assert "train_sampling_strategy is 'batch_rebalance'" in said(member, train_sampling_strategy="batch_rebalance")
+        assert "average_tokens_across_devices is False" in said(member, average_tokens_across_devices=False)
+        assert "LlamaForSequenceClassification pools over tokens" in said(member)
+
+    SimGroup(1).run(one)
+
+
+def losses(processes: int, *given: str) -> dict[str, list[float]]:
+    """Those of `trainer_losses`, by the case's name."""
+    said = run_program(ROOT / "tests" / "integrations" / "hugging_face" / "trainer_losses.py", processes, *given)
+    return json.loads(re.findall(r"^losses (.*)$", said, re.MULTILINE)[0])
+
+
+@pytest.mark.parametrize(("alone", "processes"), [(1, 2), (2, 4)], ids=["one context", "two contexts"])
+def test_losses_are_those_of_trainer_alone(alone: int, processes: int) -> None:
+    """Every epoch in its own order, lengths grouped, workers, streams, packed rows, the last batch dropped or not."""
+    expected, found = losses(alone, "--alone"), losses(processes, "--cp-size", "2")
+    assert expected.keys() == found.keys()
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, abs=1e-4), name

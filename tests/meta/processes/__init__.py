@@ -1,0 +1,1 @@
+"""The suite over processes: workers, entry points, replayed problems."""

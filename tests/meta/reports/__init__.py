@@ -1,0 +1,1 @@
+"""What the suite reports: its page, coverage, known failures."""

@@ -1,0 +1,1 @@
+"""`conformance.step`: planted mistakes, and training steps that are right."""

@@ -1,0 +1,1 @@
+"""Schedules that no planner makes."""
