@@ -27,6 +27,7 @@ import typer
 
 import cp_fast
 from cp_fast.api.implicit_plan import Call, on_host, plan_of_call
+from cp_fast.api.planned_call import CallFlags
 from cp_ref import SimGroup
 from cp_ref.common.attention_call import problem_arguments
 from cp_ref.simulator.sim_group import SimMember
@@ -75,7 +76,7 @@ def measure(member: SimMember, documents: int, rounds: int) -> Row:
     lengths: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": cu, "cu_seqlens_q_padded": cu.clone()}
     sizes: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": x.dtype, "device": "cpu"}
     plan = cp_fast.make_plan(cp=cp, **lengths, **sizes)
-    given, asked = {"q": x, "k": x, "v": x}, (False, False, False)
+    given, flags = {"q": x, "k": x, "v": x}, CallFlags(False, False, False)
     arguments = problem_arguments(lengths)
 
     def another(number: int) -> None:
@@ -85,7 +86,7 @@ def measure(member: SimMember, documents: int, rounds: int) -> Row:
     calls = {
         "planned": lambda: cp_fast.attention(x, x, x, cp=cp, plan=plan),
         "unplanned": lambda: cp_fast.attention(x, x, x, cp=cp, **lengths),
-        "lookup": lambda: plan_of_call(Call(cp, given, (x, x, x), None, *asked, on_host(arguments))),
+        "lookup": lambda: plan_of_call(Call(cp, given, (x, x, x), None, flags, on_host(arguments))),
     }
     calls["unplanned"]()
     spent = times([call for _ in range(rounds) for call in calls.values()])
