@@ -134,6 +134,9 @@ def _check_meaning(p: Problem) -> None:
     window = p.window_size
     if not isinstance(window, tuple) or len(window) != 2 or any(type(n) is not int or n < -1 for n in window):
         raise ValueError(f"window_size is {window!r}; it must be (left, right), integers of -1 and more")
+    for name in ("score_mod", "dropout_p"):
+        if value := getattr(p, name):
+            raise ValueError(f"{name} is {value!r}; cases do not have it")
     packed, padded = p.qkv_format == "thd", p.attn_mask_type.startswith("padding")
     for n, s in enumerate(p.sequences):
         numbers = (s.len_q, s.len_kv, s.slots_q, s.slots_kv)

@@ -6,11 +6,15 @@ It knows no rank, no schedule and no tile, so none of their mistakes can hide in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 
 from cp_ref.api.packed_formats import lse_from_packed, to_format, to_packed
+from cp_ref.common.scores.pair_scores import Pairs, PairScores
+from cp_ref.common.scores.score_inputs import read_score_inputs
+from cp_ref.common.scores.score_mod import ScoreMod, digest_of
 from cp_ref.spec import AttentionSliceRow, Problem, Sequence, check_offset, one_a_head, read_problem, read_sizes
 
 __all__ = ["dense_attention"]
@@ -33,6 +37,11 @@ def dense_attention(
     softcap: float = 0.0,
     softmax_type: str = "vanilla",
     softmax_offset: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    aux_tensors: Mapping[str, torch.Tensor] | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of whole (global) tensors, in float64.
 
@@ -73,10 +82,14 @@ def dense_attention(
         softmax_scale=softmax_scale,
         softcap=softcap,
         softmax_type=softmax_type,
+        score_mod=digest_of(score_mod),
+        dropout_p=dropout_p,
         sizes=read_sizes(q, k, v, qkv_format, 1),
     )
     softmax_offset = one_a_head(softmax_offset)
     check_offset(problem, softmax_offset, q)
+    of_call: dict[str, Any] = {"alibi_slopes": alibi_slopes, "aux_tensors": aux_tensors, "dropout_seed": dropout_seed}
+    inputs = read_score_inputs(problem, score_mod, q, **of_call)
     batch_size = len(problem.sequences)
     q, k, v = (to_packed(x, qkv_format).double() for x in (q, k, v))
     for name, tokens, slots in (("q", q.shape[0], problem.starts_q[-1]), ("k", k.shape[0], problem.starts_kv[-1])):
@@ -86,7 +99,9 @@ def dense_attention(
     lse = q.new_full((q.shape[0], problem.heads_q), float("-inf"))
     max_logit = q.new_full((problem.heads_q,), float("-inf"))
     for rows, columns, visible in _masks(problem, q.device):
-        out[rows], lse[rows], largest = _one_mask(problem, visible, q[rows], k[columns], v[columns], softmax_offset)
+        extra = PairScores(inputs, _pairs(problem, rows, columns)) if inputs.features else None
+        block = q[rows], k[columns], v[columns]
+        out[rows], lse[rows], largest = _one_mask(problem, visible, *block, softmax_offset, extra)
         max_logit = torch.maximum(max_logit, largest)
     return to_format(out, qkv_format, batch_size), lse_from_packed(lse, qkv_format, batch_size), max_logit
 
@@ -105,6 +120,29 @@ def _masks(problem: Problem, device: torch.device) -> Iterator[tuple[torch.Tenso
     elif tokens:
         rows, columns = (torch.cat(side) for side in list(zip(*tokens, strict=True))[:2])
         yield rows, columns, _inside(problem.areas, rows[:, None], columns[None, :])
+
+
+def _pairs(problem: Problem, rows: torch.Tensor, columns: torch.Tensor) -> Pairs:
+    """The places of scores [n, h, m], for query rows [n] and key rows [m] of the packed tensors. Pairs of two documents
+    have no place, and are hidden.
+    """
+    document, slot = _slots(problem.starts_q, rows)
+    lengths = torch.tensor([(s.len_q, s.len_kv) for s in problem.sequences], device=rows.device)
+    places = {
+        "document": document[:, None, None],
+        "head": torch.arange(problem.heads_q, device=rows.device)[None, :, None],
+        "q_idx": slot[:, None, None],
+        "kv_idx": _slots(problem.starts_kv, columns)[1][None, None, :],
+        "shift": (lengths[document, 1] - lengths[document, 0])[:, None, None],
+    }
+    return Pairs(**{name: x.to(torch.int32) for name, x in places.items()})
+
+
+def _slots(starts: tuple[int, ...], rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The document of each row [n], the last one that starts at or before it, and the row's slot in it."""
+    first = torch.tensor(starts[:-1], device=rows.device)
+    document = (first <= rows[:, None]).sum(dim=1) - 1
+    return document, rows - first[document]
 
 
 def _inside(areas: Iterable[AttentionSliceRow], i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
@@ -149,15 +187,18 @@ def _one_mask(
     k: torch.Tensor,
     v: torch.Tensor,
     softmax_offset: torch.Tensor | None,
+    extra: PairScores | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """visible bool [n, m], q [n, h_q, d_qk], k [m, h_kv, d_qk], v [m, h_kv, d_v] -> out [n, h_q, d_v], lse [n, h_q],
-    max_logit [h_q].
+    """visible bool [n, m], q [n, h_q, d_qk], k [m, h_kv, d_qk], v [m, h_kv, d_v], extra: ALiBi, score_mod and dropout
+    -> out [n, h_q, d_v], lse [n, h_q], max_logit [h_q].
     """
     k, v = (x.repeat_interleave(problem.group_size, dim=1) for x in (k, v))  # query head h uses kv head h // group_size
     scores = problem.scale * torch.einsum("nhd,mhd->nhm", q, k)
     if problem.softcap > 0:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     hidden = ~visible[:, None, :]
+    if extra is not None:  # of hidden pairs score_mod sees 0, and gives no gradient, whatever its derivative
+        scores = extra.modified(scores.masked_fill(hidden, 0.0))
     masked = scores.detach().masked_fill(hidden, float("-inf"))
     columns = [masked, masked.new_full((*masked.shape[:2], 1), float("-inf"))]  # A row may have no key at all.
     sink = None
@@ -172,7 +213,10 @@ def _one_mask(
         denominator = denominator + torch.exp(sink - shift)
     empty = denominator == 0
     denominator = denominator.masked_fill(empty, 1.0)
-    out = torch.einsum("nhm,mhd->nhd", weights / denominator[..., None], v)
+    probabilities = weights / denominator[..., None]
+    if extra is not None and (factors := extra.dropout(probabilities.dtype)) is not None:
+        probabilities = probabilities * factors
+    out = torch.einsum("nhm,mhd->nhd", probabilities, v)
     lse = (shift + torch.log(denominator)).masked_fill(empty, float("-inf"))
     largest = (
         torch.cat([*columns[:2]], dim=-1).amax(dim=(0, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,13 +17,14 @@ from cp_fast.dispatch.autograd_function import Attention
 from cp_fast.dispatch.library_operators import attention_in_graph
 from cp_fast.dispatch.selective_checkpointing import unseen
 from cp_ref.common import attention_call
-from cp_ref.common.attention_call import asked_for, problem_arguments
+from cp_ref.common.attention_call import asked_for, problem_arguments, with_digest
 from cp_ref.common.autocast import autocast
 from cp_ref.common.declared import implements
 from cp_ref.common.derivatives import refuse_transforms
 from cp_ref.common.dtensor_results import placed_like
 from cp_ref.common.refusals import told_to_all
-from cp_ref.spec import check_context, check_placements, check_settled, local_part, one_a_head
+from cp_ref.common.scores.score_inputs import asked_features
+from cp_ref.spec import Unsupported, check_context, check_placements, check_settled, local_part, one_a_head
 
 __all__ = ["attention"]
 
@@ -35,6 +37,9 @@ def attention(
     *,
     cp: ContextParallel,
     softmax_offset: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    aux_tensors: Mapping[str, torch.Tensor] | None,
+    dropout_seed: int | torch.Tensor | None,
     deterministic: bool,
     return_lse: bool,
     return_max_logit: bool,
@@ -43,15 +48,19 @@ def attention(
 ) -> Any:
     check_context(cp, ContextParallel)
     flags = CallFlags(deterministic, return_max_logit, return_lse)
-    known = None if arguments or softmax_offset is not None else known_call(plan, cp, flags, q, k, v)
+    plain = softmax_offset is alibi_slopes is aux_tensors is dropout_seed is None
+    known = known_call(plan, cp, flags, q, k, v) if plain and not arguments else None
     if known is not None:
         results = Attention.apply(plan, known, cp, flags, 0, q, k, v, None)
         return asked_for(results, return_lse, return_max_logit)
     given = {"q": q, "k": k, "v": v}
+    planned = isinstance(plan, Plan)
+    if asked := asked_features(alibi_slopes, aux_tensors, dropout_seed):
+        with nullcontext() if planned and not checking() else told_to_all(cp):
+            raise Unsupported("this call", {"cp_fast": asked})
     if torch.compiler.is_compiling():
         return _while_compiling(given, cp, flags, softmax_offset, plan, arguments)
     refuse_transforms()
-    planned = isinstance(plan, Plan)
     with nullcontext() if planned and not checking() else told_to_all(cp):  # with a plan the ranks do not agree
         problem = on_host(problem_arguments(arguments))
         q, k, v = (autocast(local_part(x)) for x in (q, k, v))
@@ -60,7 +69,7 @@ def attention(
         made = plan if planned else plan_of_call(Call(cp, given, (q, k, v), softmax_offset, flags, problem, plan))
 
     def look() -> None:
-        check_settled(made.problem, **(arguments if planned else {}))
+        check_settled(made.problem, **(with_digest(arguments) if planned else {}))
         check_placements(cp, made.problem.layout, made.problem.qkv_format, softmax_offset, **given)
         check_planned_call(made, cp, flags, q, k, v, softmax_offset)
 
@@ -88,6 +97,6 @@ def _while_compiling(
     problem_arguments(arguments)
     q, k, v = (autocast(x) for x in given.values())
     flags.check()
-    check_settled(plan.problem, **arguments)
+    check_settled(plan.problem, **with_digest(arguments))
     results = attention_in_graph(plan, cp, flags, q, k, v, one_a_head(softmax_offset))
     return asked_for(results, flags.return_lse, flags.return_max_logit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ from cp_ref.api.packed_formats import lse_from_packed, lse_to_packed, to_format,
 from cp_ref.api.reference_context import ContextParallel
 from cp_ref.api.reference_plan import Plan, plan_together
 from cp_ref.common import attention_call
-from cp_ref.common.attention_call import asked_for, problem_arguments, refuse_plan
+from cp_ref.common.attention_call import asked_for, problem_arguments, refuse_plan, with_digest
 from cp_ref.common.autocast import autocast, no_autocast
 from cp_ref.common.declared import implements
 from cp_ref.common.derivatives import differentiable_once, refuse_transforms
@@ -19,6 +20,7 @@ from cp_ref.common.dtensor_results import placed_like
 from cp_ref.common.groups.collectives import all_reduce_max, offset_grad
 from cp_ref.common.plan_arguments import read_call
 from cp_ref.common.refusals import told_to_all
+from cp_ref.common.scores.score_inputs import PLAIN, ScoreInputs, kinds, read_score_inputs
 from cp_ref.executor.merge_partials import add_sink
 from cp_ref.executor.play_schedule import run_backward, run_forward
 from cp_ref.executor.rank_tensors import own_fragments
@@ -52,6 +54,9 @@ def attention(
     *,
     cp: ContextParallel,
     softmax_offset: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    aux_tensors: Mapping[str, torch.Tensor] | None,
+    dropout_seed: int | torch.Tensor | None,
     deterministic: bool,
     return_lse: bool,
     return_max_logit: bool,
@@ -66,9 +71,12 @@ def attention(
         q, k, v = (autocast(local_part(x)) for x in (q, k, v))
         softmax_offset = one_a_head(softmax_offset)
     flags = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
+    of_call: dict[str, Any] = {"alibi_slopes": alibi_slopes, "aux_tensors": aux_tensors, "dropout_seed": dropout_seed}
+    inputs = PLAIN
     if not isinstance(plan, Plan):
 
         def read() -> tuple[Agreement, torch.device]:
+            nonlocal inputs
             refuse_plan(plan, Plan)
             for name, flag in flags.items():
                 check_flag(name, flag)
@@ -77,7 +85,9 @@ def attention(
             check_local_tensors(problem, cp.rank, q, k, v)
             check_global_lengths(problem, None, q, k)
             check_offset(problem, softmax_offset, q)
-            return Agreement(problem, extras=(("softmax_offset_grad", cp.softmax_offset_grad),)), q.device
+            inputs = read_score_inputs(problem, arguments["score_mod"], q, **of_call)
+            extras = ("softmax_offset_grad", cp.softmax_offset_grad), *kinds(**of_call)
+            return Agreement(problem, extras=extras), q.device
 
         made = plan_together(cp, read)
     else:
@@ -85,14 +95,15 @@ def attention(
         check_plan_owner(plan.problem, plan.rank, cp)
         for name, flag in flags.items():
             check_flag(name, flag)
-        check_settled(plan.problem, **arguments)
+        check_settled(plan.problem, **with_digest(arguments))
         check_placements(cp, plan.problem.layout, plan.problem.qkv_format, softmax_offset, **given)
         check_local_tensors(plan.problem, cp.rank, q, k, v)
         check_room_tensors(plan.room, q, k)
         check_global_lengths(plan.problem, plan.room, q, k)
         check_offset(plan.problem, softmax_offset, q)
+        inputs = read_score_inputs(plan.problem, plan.score_mod, q, room=plan.room, **of_call)
     with no_autocast(q.device):
-        results = cast(Any, _Attention).apply(made, cp, q, k, v, softmax_offset)  # torch leaves it untyped
+        results = cast(Any, _Attention).apply(made, cp, inputs, q, k, v, softmax_offset)  # torch leaves it untyped
     results = placed_like(given["q"], made.problem.qkv_format, results)
     return asked_for(results, return_lse, return_max_logit)
 
@@ -105,6 +116,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any,
         plan: Plan,
         cp: ContextParallel,
+        inputs: ScoreInputs,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -115,13 +127,16 @@ class _Attention(torch.autograd.Function):
         packed = [to_packed(x, fmt) for x in (q, k, v)]
         recorder = recording(problem, plan.schedule, cp.rank)
         recorder.own("given", softmax_offset=offset)
-        out, lse, max_logit, kept = run_forward(problem, plan.schedule, cp.comm, *packed, recorder=recorder)
+        out, lse, max_logit, kept = run_forward(
+            problem, plan.schedule, cp.comm, *packed, inputs=inputs, recorder=recorder
+        )
         if (sink := _sink(problem, offset, lse)) is not None:
             real = _real_rows(plan, q.device)
             out[real], lse[real] = add_sink(out[real], lse[real], sink)
         max_logit = all_reduce_max(cp.comm, max_logit)
-        ctx.save_for_backward(q, k, v, out, lse, offset)
-        ctx.plan, ctx.problem, ctx.cp, ctx.kept, ctx.recorder = plan, problem, cp, kept, recorder
+        ctx.save_for_backward(q, k, v, out, lse, offset, *inputs.tensors)
+        ctx.plan, ctx.problem, ctx.cp, ctx.inputs = plan, problem, cp, inputs
+        ctx.kept, ctx.recorder = kept, recorder
         ctx.mark_non_differentiable(max_logit)
         narrow = out.to(q.dtype)
         recorder.own("final", out=narrow, lse=lse, max_logit=max_logit)
@@ -136,7 +151,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def differentiate(ctx: Any, *grads: torch.Tensor) -> Any:
         """The backward pass."""
-        q, k, v, out, lse, offset = ctx.saved_tensors
+        q, k, v, out, lse, offset, *of_scores = ctx.saved_tensors
         plan, cp, problem = ctx.plan, ctx.cp, ctx.problem
         if plan.problem is not problem:
             raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
@@ -144,9 +159,9 @@ class _Attention(torch.autograd.Function):
         q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
         dout = to_packed(grads[0], fmt)
         delta = (dout.to(out.dtype) * out).sum(dim=-1) - lse_to_packed(grads[1], fmt)  # [t, h_q]
-        dq, dk, dv = run_backward(
-            problem, plan.schedule, cp.comm, q_rows, k_rows, v_rows, dout, lse, delta, ctx.kept, ctx.recorder
-        )
+        given = q_rows, k_rows, v_rows, dout, lse, delta
+        inputs = ctx.inputs.with_tensors(*of_scores)
+        dq, dk, dv = run_backward(problem, plan.schedule, cp.comm, *given, ctx.kept, inputs, ctx.recorder)
         doffset = None
         if offset is not None:
             real = _real_rows(plan, q.device)
@@ -157,7 +172,7 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv = (g.to(x.dtype) for g, x in ((dq, q), (dk, k), (dv, v)))
         ctx.recorder.own("final", dq=dq, dk=dk, dv=dv, dsoftmax_offset=doffset)
         dq, dk, dv = (to_format(g, fmt, batch_size) for g in (dq, dk, dv))
-        return None, None, dq, dk, dv, doffset
+        return None, None, None, dq, dk, dv, doffset
 
 
 def _sink(problem: Problem, offset: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor | None:

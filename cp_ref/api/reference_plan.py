@@ -14,6 +14,7 @@ from cp_ref.common import plan_arguments as plans
 from cp_ref.common.declared import bind, implements, same_parameters
 from cp_ref.common.named_device import check_usable
 from cp_ref.common.plan_arguments import read_plan_arguments
+from cp_ref.common.scores.score_mod import ScoreMod
 from cp_ref.common.sharding.cut_tensors import numbers
 from cp_ref.spec import (
     Agreement,
@@ -42,6 +43,7 @@ class Plan(plans.Plan):
         device: where `position_ids` lie.
         room: the largest sizes for `update`; None for a plan that is not updated.
         custom: the schedule that `make_plan` was given; None for the planner's.
+        score_mod: the function that `make_plan` was given.
     """
 
     problem: Problem
@@ -49,6 +51,7 @@ class Plan(plans.Plan):
     device: torch.device
     room: Room | None = None
     custom: Schedule | None = field(default=None, hash=False)  # tables have no hash
+    score_mod: ScoreMod | None = None
 
     @cached_property
     def schedule(self) -> Schedule:  # pyright: ignore[reportIncompatibleMethodOverride]  # a property too, kept
@@ -84,7 +87,7 @@ class Plan(plans.Plan):
 @same_parameters(plans.make_plan)
 def make_plan(**arguments: Any) -> Plan:
     plan = plan_together(arguments.get("cp"), lambda: _read_plan_arguments(bind(plans.make_plan, arguments)))
-    return replace(plan, custom=arguments.get("schedule"))
+    return replace(plan, custom=arguments.get("schedule"), score_mod=arguments.get("score_mod"))
 
 
 @implements(plans.supports)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.plan_arguments import OF_THE_PROBLEM, Plan
+from cp_ref.common.scores.score_mod import ScoreMod, digest_of
 from cp_ref.spec import AttnMaskType, QKVFormat, SoftmaxType
 from cp_ref.spec.arguments.single_values import kind_of
 
-__all__ = ["asked_for", "attention", "problem_arguments", "refuse_plan"]
+__all__ = ["asked_for", "attention", "problem_arguments", "refuse_plan", "with_digest"]
 
 
 class Options(TypedDict, total=False):
@@ -30,6 +32,11 @@ class Options(TypedDict, total=False):
     softcap: float
     softmax_type: SoftmaxType
     softmax_offset: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    score_mod: ScoreMod | None
+    aux_tensors: Mapping[str, torch.Tensor] | None
+    dropout_p: float
+    dropout_seed: int | torch.Tensor | None
     deterministic: bool
     plan: Plan | None
 
@@ -111,6 +118,11 @@ def attention(
     softcap: float = 0.0,
     softmax_type: SoftmaxType = "vanilla",
     softmax_offset: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    aux_tensors: Mapping[str, torch.Tensor] | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     return_max_logit: bool = False,
@@ -148,6 +160,21 @@ def attention(
         softmax_type: "vanilla"; "off-by-one": the denominator gains 1; "learnable": it gains exp(softmax_offset[h]).
         softmax_offset: [h_q] or [1, h_q, 1, 1], any float dtype, for "learnable" only. Its gradient is this rank's
             share of the total, or the total, as `cp.softmax_offset_grad` says.
+        alibi_slopes: float32 [h_q], or [b, h_q] with a row for each sequence, as flash-attn has them: query i and key j
+            of a sequence gain -slope * |i + len_kv - len_q - j|. No gradient flows to them.
+        score_mod: a function `score_mod(score, b, h, q_idx, kv_idx, **aux_tensors) -> score` with FlexAttention's
+            signature, element-wise in PyTorch on tensors that broadcast. It gets scores after softcap and ALiBi, before
+            the mask. b is the number of the sequence, h the global query head, q_idx and kv_idx are slots inside the
+            sequence, all int32. A score of -inf hides the pair. Its derivative is PyTorch's. It may capture plain
+            values; tensors come by `aux_tensors`.
+        aux_tensors: the tensors that score_mod takes by name, the same on all ranks, on q's device. No gradient flows
+            to them.
+        dropout_p: the probability that dropout drops a pair after the softmax; the others are divided by 1 - dropout_p.
+            0, or from 2**-32 to 1 - 2**-32. lse and max_logit are those without dropout. Philox-4x32 with 7 rounds
+            (Salmon et al., SC 2011) decides, from the seed, b, h, q_idx and kv_idx alone. So a seed gives the same mask
+            for any number of ranks, schedule, layout and backend.
+        dropout_seed: with dropout_p > 0, and only then: an int of 64 bits, or an int64 tensor of one element on q's
+            device, the same on all ranks. Give every layer and every step its own.
         deterministic: choose only kernel libraries that give the same bits in every run. `cp_ref` always does.
         return_lse, return_max_logit: return these too.
         plan: from `make_plan`; the problem's arguments are then left out. Without one the call makes a plan, and
@@ -183,6 +210,11 @@ def problem_arguments(given: dict[str, Any]) -> dict[str, Any]:
         if name not in _DEFAULTS:
             raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
     return {**_DEFAULTS, **given}
+
+
+def with_digest(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with score_mod's digest in the place of the function, as a `Problem` has it."""
+    return {**arguments, "score_mod": digest_of(arguments["score_mod"])} if "score_mod" in arguments else arguments
 
 
 def refuse_plan(plan: Any, kind: type) -> None:

@@ -11,6 +11,7 @@ import torch
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.declared import bind, same_parameters
 from cp_ref.common.named_device import read_device
+from cp_ref.common.scores.score_mod import ScoreMod, digest_of
 from cp_ref.spec import (
     SCORE_OPTIONS,
     Agreement,
@@ -56,6 +57,7 @@ class Plan:
     rank: int
     device: torch.device
     head_chunks: tuple[int, ...] = ()  # see `make_schedule`
+    score_mod: ScoreMod | None = None  # the function whose digest the problem has
 
     @property
     def schedule(self) -> Schedule:
@@ -96,6 +98,8 @@ def make_plan(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     softmax_type: SoftmaxType = "vanilla",
+    score_mod: ScoreMod | None = None,
+    dropout_p: float = 0.0,
     deterministic: bool = False,
     return_lse: bool = False,
     return_max_logit: bool = False,
@@ -216,7 +220,9 @@ def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, t
     return Agreement(problem, room, check_schedule(given["schedule"], problem, room, cp.comm)), device
 
 
-def read_call(cp: ContextParallel, sizes: Sizes, layout: Any = None, **arguments: Any) -> Problem:
+def read_call(
+    cp: ContextParallel, sizes: Sizes, layout: Any = None, score_mod: ScoreMod | None = None, **arguments: Any
+) -> Problem:
     """The problem of one call; raises ValueError or TypeError. Sends nothing."""
     return read_problem(
         cp_size=cp.size,
@@ -224,5 +230,6 @@ def read_call(cp: ContextParallel, sizes: Sizes, layout: Any = None, **arguments
         a2a_size=cp.a2a_size,
         layout=cp.layout if layout is None else layout,
         sizes=sizes,
+        score_mod=digest_of(score_mod),
         **arguments,
     )

@@ -21,8 +21,10 @@ from typing import NamedTuple
 import torch
 
 from cp_ref.common.groups.process_groups import during
+from cp_ref.common.scores.score_inputs import PLAIN, ScoreInputs
 from cp_ref.executor.rank_tensors import World, accumulator_dtype
 from cp_ref.executor.tile_attention import tile_backward, tile_forward, visible_pairs
+from cp_ref.executor.tile_pairs import pair_scores
 from cp_ref.spec import Group, Problem, RankSchedule, Schedule
 from cp_ref.tracing.recorder import SILENT, Recorder
 
@@ -73,12 +75,13 @@ def run_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    inputs: ScoreInputs = PLAIN,
     recorder: Recorder = SILENT,
 ) -> Results:
     """This rank's share of the forward pass.
 
     q [t_q, h_q, d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]: this rank's packed slices, a tail allowed.
-    recorder: sees every intermediate.
+    inputs: what scores depend on besides q and k. recorder: sees every intermediate.
     """
     recorder.begin("forward")
     recorder.own("given", q=q, k=k, v=v)
@@ -98,6 +101,7 @@ def run_forward(
             v_all[columns, kv_heads].to(wide),
             _visible(world, tile),
             problem.scores,
+            pair_scores(problem, inputs, tile, q.device),
         )
         recorder.tile(tile, out=part.out, lse=part.lse)
         world.add("out", rows, heads, part.out, part.lse)
@@ -122,12 +126,14 @@ def run_backward(
     lse: torch.Tensor,
     delta: torch.Tensor,
     kept: dict[str, tuple[torch.Tensor, ...]],
+    inputs: ScoreInputs = PLAIN,
     recorder: Recorder = SILENT,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's share of the backward pass.
 
     q, k, v as in `run_forward`; dout [t_q, h_q, d_v]; lse [t_q, h_q] final, sinks included; delta [t_q, h_q] is
-    sum(dout * out) - dlse; kept: from the forward pass; recorder: sees every intermediate. Returns dq, dk, dv in
+    sum(dout * out) - dlse; kept: from the forward pass; inputs: as in the forward pass; recorder: sees every
+    intermediate. Returns dq, dk, dv in
     float32 or float64, 0 in padding and tail.
     """
     recorder.begin("backward")
@@ -154,6 +160,7 @@ def run_backward(
             delta_all[rows, heads],
             _visible(world, tile),
             problem.scores,
+            pair_scores(problem, inputs, tile, q.device),
         )
         dk, dv = (_by_kv_head(x, kv_heads, problem.heads_kv) for x in (part.dk, part.dv))
         recorder.tile(tile, dq=part.dq, dk=dk, dv=dv)

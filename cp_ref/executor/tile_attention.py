@@ -3,6 +3,7 @@
     legend   n = query rows, m = key rows, h = query heads; every tensor has its rows first
 
 K and V come with one row of heads for every query head (grouped heads repeated), so that nothing below knows of groups.
+What ALiBi, score_mod and dropout do to scores is a `PairScores`, or None.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from cp_ref.common.scores.pair_scores import PairScores
 from cp_ref.spec import ScoreOptions
 
 __all__ = ["TileGradients", "TileResult", "tile_backward", "tile_forward", "visible_pairs"]
@@ -44,12 +46,20 @@ def visible_pairs(rows: slice, columns: slice, lo: int, hi: int, device: torch.d
 
 
 def tile_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, options: ScoreOptions
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    options: ScoreOptions,
+    extra: PairScores | None = None,
 ) -> TileResult:
-    """q [n, h, d_qk], k [m, h, d_qk], v [m, h, d_v], visible bool [n, m] -> the partial result."""
-    scores, _ = _scores(q, k, visible, options)
+    """q [n, h, d_qk], k [m, h, d_qk], v [m, h, d_v], visible bool [n, m] -> the partial result. Dropout changes out
+    alone.
+    """
+    capped, _ = _capped(q, k, options)
+    scores = _masked(capped, visible, extra)
     lse = torch.logsumexp(scores, dim=-1)
-    weights = _weights(scores, lse)
+    weights = _weights(scores, lse) * _dropout(q.dtype, extra)
     return TileResult(torch.einsum("nhm,mhd->nhd", weights, v), lse, scores.amax(dim=(0, 2)))
 
 
@@ -62,6 +72,7 @@ def tile_backward(
     delta: torch.Tensor,
     visible: torch.Tensor,
     options: ScoreOptions,
+    extra: PairScores | None = None,
 ) -> TileGradients:
     """The tile's gradients, from the final lse [n, h] of its rows (over all keys, not only the tile's).
 
@@ -69,27 +80,43 @@ def tile_backward(
 
         dv = p^T dout        dp = dout v^T        ds = p * (dp - delta)        delta = sum(dout * out) - dlse
         dq = scale * ds k    dk = scale * ds^T q  (ds times the slope of the softcap, 1 - tanh^2, where there is one)
+
+    Dropout multiplies p by its factors in dv, and dp by the same factors; score_mod's derivative comes before the
+    softcap's.
     """
-    scores, slope = _scores(q, k, visible, options)
-    weights = _weights(scores, lse)
-    dv = torch.einsum("nhm,nhd->mhd", weights, dout)
-    dweights = torch.einsum("nhd,mhd->nhm", dout, v)
-    dscores = weights * (dweights - delta[..., None]) * slope
+    capped, slope = _capped(q, k, options)
+    scores = _masked(capped, visible, extra)
+    weights, dropout = _weights(scores, lse), _dropout(q.dtype, extra)
+    dv = torch.einsum("nhm,nhd->mhd", weights * dropout, dout)
+    dweights = torch.einsum("nhd,mhd->nhm", dout, v) * dropout
+    dscores = weights * (dweights - delta[..., None])
+    if extra is not None:
+        dscores = extra.pulled_back(capped, dscores).masked_fill(scores == float("-inf"), 0.0)
+    dscores = dscores * slope
     dq = options.scale * torch.einsum("nhm,mhd->nhd", dscores, k)
     dk = options.scale * torch.einsum("nhm,nhd->mhd", dscores, q)
     return TileGradients(dq, dk, dv)
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, options: ScoreOptions
-) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Scores [n, h, m], -inf where hidden, and the softcap's slope."""
+def _capped(q: torch.Tensor, k: torch.Tensor, options: ScoreOptions) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Scores [n, h, m] after the softcap, and its slope."""
     scores = options.scale * torch.einsum("nhd,mhd->nhm", q, k)
-    slope: torch.Tensor | float = 1.0
-    if options.softcap > 0:
-        bent = torch.tanh(scores / options.softcap)
-        scores, slope = options.softcap * bent, 1.0 - bent * bent
-    return scores.masked_fill(~visible[:, None, :], float("-inf")), slope
+    if options.softcap <= 0:
+        return scores, 1.0
+    bent = torch.tanh(scores / options.softcap)
+    return options.softcap * bent, 1.0 - bent * bent
+
+
+def _masked(capped: torch.Tensor, visible: torch.Tensor, extra: PairScores | None) -> torch.Tensor:
+    """Scores after ALiBi and score_mod, -inf where hidden."""
+    scores = capped if extra is None else extra.modified(capped)
+    return scores.masked_fill(~visible[:, None, :], float("-inf"))
+
+
+def _dropout(dtype: torch.dtype, extra: PairScores | None) -> torch.Tensor | float:
+    """Dropout's factors of the weights [n, h, m], 0 or 1 / (1 - dropout_p); 1 without dropout."""
+    factors = None if extra is None else extra.dropout(dtype)
+    return 1.0 if factors is None else factors
 
 
 def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

@@ -63,6 +63,7 @@ from cp_ref.spec.tables.attention_slices import UNBOUNDED, AttentionSlices
 from cp_ref.spec.tables.diagonal_band import DiagonalBand
 from cp_ref.spec.tables.ownership import Fragments, Ownership, contiguous, dual_chunk
 from cp_ref.spec.tables.problem import Problem, Sequence, Sequences
+from cp_ref.spec.tables.row_positions import check_one_document, row_positions
 from cp_ref.spec.tables.schedule import (
     KINDS,
     OPERANDS,
@@ -148,6 +149,7 @@ __all__ = [
     "check_lengths",
     "check_local_tensors",
     "check_offset",
+    "check_one_document",
     "check_placements",
     "check_plan_owner",
     "check_room_tensors",
@@ -182,6 +184,7 @@ __all__ = [
     "read_window",
     "report",
     "roll_of",
+    "row_positions",
     "saved_kinds",
     "sequences_of",
     "slice_axis",

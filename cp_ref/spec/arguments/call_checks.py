@@ -27,6 +27,7 @@ _READ: dict[str, Callable[[str, Any], Any]] = {  # the arguments of `attention` 
     "qkv_format": lambda name, value: read_choice(name, value, QKV_FORMATS),
     "attn_mask_type": lambda name, value: None if value is None else read_choice(name, value, MASKS),
     "window_size": lambda _, value: read_window(value),
+    "score_mod": lambda _, value: value,  # a digest
     **SCORE_OPTIONS,
 }
 _DEFAULTS = {f.name: f.default for f in fields(Problem)} | {"attn_mask_type": None}

@@ -47,6 +47,9 @@ class Feature(StrEnum):
     HEAD_DIM_ODD = "head dim not a multiple of 8"
     # softmax
     SOFTCAP = "softcap"
+    ALIBI = "alibi_slopes"
+    SCORE_MOD = "score_mod"
+    DROPOUT = "dropout"
     OFF_BY_ONE = "softmax_type off-by-one"
     LEARNABLE = "softmax_type learnable"
     # results

@@ -17,6 +17,7 @@ from cp_ref.spec.arguments.single_values import (
     check_data,
     read_choice,
     read_count,
+    read_dropout,
     read_number,
     read_window,
 )
@@ -24,6 +25,7 @@ from cp_ref.spec.layouts.named_layouts import check_layout, read_layout
 from cp_ref.spec.masks.read_areas import read_areas
 from cp_ref.spec.tables.argument_words import CP_COMM_TYPES, MASKS, QKV_FORMATS, SOFTMAX_TYPES
 from cp_ref.spec.tables.problem import Problem, Sequences
+from cp_ref.spec.tables.row_positions import check_one_document
 
 __all__ = ["DTYPES", "SCORE_OPTIONS", "Sizes", "check_heads", "check_offset", "counted", "read_problem", "read_sizes"]
 
@@ -32,6 +34,7 @@ SCORE_OPTIONS: dict[str, Callable[[str, Any], Any]] = {  # an option of scores -
     "softmax_scale": lambda name, value: None if value is None else read_number(name, value, positive=True),
     "softcap": lambda name, value: read_number(name, value, positive=False),
     "softmax_type": lambda name, value: read_choice(name, value, SOFTMAX_TYPES),
+    "dropout_p": lambda name, value: read_dropout(name, value),
 }
 _NEEDED = ("heads_q", "heads_kv", "d_qk", "d_v")
 _LEAST = dict.fromkeys(_NEEDED, 1) | {"batch_size": 1, "seqlen_q": 0, "seqlen_kv": 0}
@@ -101,10 +104,11 @@ def read_problem(
     cu_seqlens_kv_padded: Any,
     sizes: Sizes,
     a2a_size: int = 1,
+    score_mod: str = "",
     **score_options: Any,
 ) -> Problem:
     """The problem of a call. See `cp_ref.attention` for the arguments; `sizes` comes from the tensors or from
-    `make_plan`, `score_options` are those of `SCORE_OPTIONS`.
+    `make_plan`, `score_options` are those of `SCORE_OPTIONS`. `score_mod` is the function's digest.
     """
     check_choice("cp_comm_type", cp_comm_type, CP_COMM_TYPES)
     layout = read_layout(layout)
@@ -140,10 +144,14 @@ def read_problem(
         heads_kv=sizes.heads_kv,
         d_qk=sizes.d_qk,
         d_v=sizes.d_v,
+        score_mod=score_mod,
         dtype=sizes.dtype,
         **scores,
     )
     check_layout(problem)
+    for name in ("score_mod", "dropout_p"):
+        if getattr(problem, name):
+            check_one_document(problem, name)
     return problem
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "kind_of",
     "read_choice",
     "read_count",
+    "read_dropout",
     "read_lengths",
     "read_number",
     "read_several",
@@ -124,6 +125,20 @@ def read_number(name: str, value: Any, *, positive: bool) -> float:
         sign = "positive" if positive else "at least 0"
         raise ValueError(f"{name} is {value!r}; it must be finite and {sign}, within the range of float32")
     return number
+
+
+def read_dropout(name: str, value: Any) -> float:
+    """A probability that a draw of 32 bits can have.
+
+    >>> read_dropout("dropout_p", 0.1)
+    0.1
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    number = float(value) if 0 <= cast(float, value) < 1 else math.inf  # float() fails for integers of 400 digits
+    if not (number == 0 or 2.0**-32 <= number <= 1 - 2.0**-32):
+        raise ValueError(f"{name} is {value!r}; it must be 0, or at least 2**-32 and at most 1 - 2**-32")
+    return abs(number)
 
 
 def read_window(window_size: Any) -> tuple[int, int]:

@@ -35,7 +35,7 @@ class Problem:
     of a sequence. `areas`, as the user gave them, replace mask and window, which then have their defaults and mean
     nothing. `a2a_size` is the size of the inner group of "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others.
     `layout` is one of `LAYOUTS` ("zigzag" becomes "dual_chunk"), or a table: rows (rank, sequence, start, stop), in the
-    order of each rank's buffer.
+    order of each rank's buffer. `score_mod` is the digest of a function (`cp_ref.common.scores`), "" for none.
 
     >>> p = Problem(cp_size=2, sequences=(Sequence(7, 7, 8, 8),), attn_mask_type="padding_causal")
     >>> p.band(p.sequences[0]), p.pairs
@@ -60,6 +60,8 @@ class Problem:
     softmax_scale: float | None = None
     softcap: float = 0.0
     softmax_type: str = "vanilla"
+    score_mod: str = ""
+    dropout_p: float = 0.0
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -90,7 +92,7 @@ class Problem:
     @property
     def scores(self) -> ScoreOptions:
         """The options of scores, for the place where scores are computed."""
-        return ScoreOptions(self.scale, self.softcap)
+        return ScoreOptions(self.scale, self.softcap, self.score_mod, self.dropout_p)
 
     @property
     def group_size(self) -> int:

@@ -1,0 +1,191 @@
+"""`score_mod`: a user's function of scores and their places, with FlexAttention's signature.
+
+    score_mod(score, b, h, q_idx, kv_idx, **aux_tensors) -> score
+
+All ranks must have the same function. It cannot travel, so its digest does: a short text of its name, its code, and
+what it captures.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from inspect import Parameter, signature
+from typing import Any, cast
+
+import torch
+
+from cp_ref.spec.arguments.single_values import kind_of
+
+__all__ = ["ScoreMod", "check_result", "digest_of", "modified_scores", "parameters_of"]
+
+ScoreMod = Callable[..., torch.Tensor]
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype)
+_LIBRARIES = {"torch", "math", "operator", "builtins"}
+_CAPTURE = "it may capture plain values, and functions and modules of torch and math; give tensors by aux_tensors"
+
+
+def digest_of(score_mod: Any) -> str:
+    """The digest of a function, equal where name, code and captured values are equal; "" for None.
+
+    Functions that it captures count with their own code. Plain values are None, bool, int, float, str, dtypes, and
+    tuples of these.
+
+    Raises:
+        TypeError: it is no plain Python function. ValueError: its parameters are others, or it captures a value whose
+        equality on all ranks cannot be checked, such as a tensor.
+
+    >>> def capped(width):
+    ...     return lambda score, b, h, q_idx, kv_idx: torch.where(q_idx - kv_idx < width, score, score / 2)
+    >>> digest_of(capped(3)) == digest_of(capped(3)), digest_of(capped(3)) == digest_of(capped(4)), digest_of(None)
+    (True, False, '')
+    """
+    if score_mod is None:
+        return ""
+    if not isinstance(score_mod, types.FunctionType):
+        raise TypeError(f"score_mod is {kind_of(score_mod)}; it must be a plain Python function, or None")
+    parameters_of(score_mod)
+    text = _function_text(score_mod, score_mod.__qualname__, ())
+    return f"{score_mod.__qualname__}:{blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+def parameters_of(score_mod: ScoreMod) -> dict[str, bool]:
+    """The names of a score_mod's aux tensors, and whether each must be given.
+
+    Raises:
+        ValueError: it does not have the five parameters of a score_mod, or has parameters without a name.
+
+    >>> def biased(score, b, h, q_idx, kv_idx, table, factor=None):
+    ...     return score + table[h]
+    >>> parameters_of(biased)
+    {'table': True, 'factor': False}
+    """
+    parameters = list(signature(score_mod).parameters.values())
+    five, others = parameters[:5], parameters[5:]
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    positional = all(one.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for one in five)
+    if len(five) < 5 or not positional or any(one.kind not in named for one in others):
+        raise ValueError(
+            f"score_mod is {_name(score_mod)}{signature(score_mod)}; its parameters must be (score, b, h, q_idx, "
+            "kv_idx), and then one by name for each of aux_tensors"
+        )
+    return {one.name: one.default is Parameter.empty for one in others}
+
+
+def check_result(
+    score_mod: ScoreMod, document: int, aux_tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> None:
+    """Try a score_mod on a few scores of one document's first pair.
+
+    Raises:
+        TypeError, ValueError: the result is no tensor of floats in the scores' shape; or, on the CPU, the result for a
+        score alone is another than in the block, so that the function is not element-wise. What score_mod raises.
+
+    >>> def normalized(score, b, h, q_idx, kv_idx):
+    ...     return score / score.sum()
+    >>> check_result(normalized, 0, {}, torch.device("cpu"))
+    Traceback (most recent call last):
+        ...
+    ValueError: score_mod normalized is not element-wise: it gives 0.25 for the last score of a block, and 1.0 alone
+    """
+    scores = torch.linspace(-1.0, 3.0, 12, device=device).view(2, 2, 3)
+    zeros = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((1, 2, 1), (2, 1, 1), (1, 1, 3))]
+    places = torch.full((1, 1, 1), document, dtype=torch.int32, device=device), *zeros
+    with torch.no_grad():
+        result: Any = modified_scores(score_mod, scores, places, aux_tensors)
+        if not isinstance(result, torch.Tensor) or not result.is_floating_point():
+            shown = f"a tensor of {result.dtype}" if isinstance(result, torch.Tensor) else kind_of(result)
+            raise TypeError(f"score_mod {_name(score_mod)} gave {shown}; it must give a tensor of floats")
+        if result.shape != scores.shape:
+            raise ValueError(
+                f"score_mod {_name(score_mod)} gave shape {list(result.shape)} for scores {list(scores.shape)}; it "
+                "must give one value for each score"
+            )
+        if device.type != "cpu":  # comparing values would wait for the device
+            return
+        last = (slice(-1, None),) * 3
+        whole, alone = result[last], modified_scores(score_mod, scores[last], [x[last] for x in places], aux_tensors)
+    if not torch.allclose(whole, alone, rtol=1e-3, equal_nan=True):
+        raise ValueError(
+            f"score_mod {_name(score_mod)} is not element-wise: it gives {whole.item()} for the last score of a "
+            f"block, and {alone.item()} alone"
+        )
+
+
+def modified_scores(
+    score_mod: ScoreMod, scores: torch.Tensor, places: Sequence[torch.Tensor], aux_tensors: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """The result of a score_mod that `check_result` has tried.
+
+    Args:
+        scores: a block of scores, of any shape; the function gets a copy.
+        places: b, h, q_idx, kv_idx: int32, each broadcasts against the scores. Copies too.
+
+    >>> zero = torch.zeros(1, 1, dtype=torch.int32)
+    >>> def halved(score, b, h, q_idx, kv_idx):
+    ...     return score / 2
+    >>> modified_scores(halved, torch.tensor([[2.0, 4.0]]), [zero] * 4, {}).tolist()
+    [[1.0, 2.0]]
+    """
+    return score_mod(scores.clone(), *(x.clone() for x in places), **aux_tensors)
+
+
+def _name(score_mod: ScoreMod) -> str:
+    return getattr(score_mod, "__qualname__", repr(score_mod))
+
+
+def _function_text(function: types.FunctionType, name: str, above: tuple[types.CodeType, ...]) -> str:
+    """All that decides what a function computes. above: the code of the functions that capture it."""
+    code = function.__code__
+    if code in above:
+        return "itself"
+    captured = [f"{key}={_value_text(name, key, value, (*above, code))}" for key, value in _captured(function)]
+    return f"{_code_text(code)}({', '.join(captured)})"
+
+
+def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The values that a function takes from outside, by name: defaults, cells of its closure, globals."""
+    defaults = function.__defaults__ or ()
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    yield from zip(names[len(names) - len(defaults) :], defaults, strict=True)
+    yield from sorted((function.__kwdefaults__ or {}).items())
+    for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield key, cell.cell_contents
+    for key in sorted(_globals_of(function.__code__)):
+        yield key, function.__globals__[key] if key in function.__globals__ else getattr(builtins, key, None)
+
+
+def _globals_of(code: types.CodeType) -> set[str]:
+    """The names of globals that code and the functions inside it read."""
+    names = {str(one.argval) for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+    return names.union(*(_globals_of(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
+
+
+def _code_text(code: types.CodeType) -> str:
+    constants = [_code_text(x) if isinstance(x, types.CodeType) else _constant_text(x) for x in code.co_consts]
+    return repr((code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars))
+
+
+def _constant_text(value: Any) -> str:
+    return repr(sorted(map(repr, cast("frozenset[Any]", value)))) if isinstance(value, frozenset) else repr(value)
+
+
+def _value_text(name: str, key: str, value: Any, above: tuple[types.CodeType, ...]) -> str:
+    """A captured value as text; raises ValueError for one that cannot be compared."""
+    if type(value) in _PLAIN:
+        return repr(value)
+    if type(value) is tuple:
+        parts = [_value_text(name, key, one, above) for one in cast("tuple[Any, ...]", value)]
+        return f"({', '.join(parts)})"
+    if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] in _LIBRARIES:
+        return value.__name__
+    home = str(getattr(value, "__module__", None) or "torch").partition(".")[0]
+    if isinstance(value, types.BuiltinFunctionType | types.FunctionType | type) and home in _LIBRARIES:
+        return f"{home}.{value.__name__}"
+    if isinstance(value, types.FunctionType):
+        return _function_text(value, name, above)
+    raise ValueError(f"score_mod {name} captures {key}, {kind_of(value)}; {_CAPTURE}")

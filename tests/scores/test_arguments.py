@@ -1,0 +1,280 @@
+"""alibi_slopes, score_mod, aux_tensors, dropout_p and dropout_seed: what is wrong with them is named, on every rank."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cp_fast
+import cp_ref
+from cp_ref import SimGroup
+from cp_ref.common.scores.score_mod import digest_of
+
+Q = torch.zeros(2, 4, 2, 8)  # one rank's slice: b 2, s 8/2, h 2, d 8
+SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
+DENSE: dict[str, Any] = {"batch_size": 2, "seqlen_q": 8}
+TABLE = torch.ones(2)
+
+
+def plain(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + 1
+
+
+def with_table(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
+    return score * table[h]
+
+
+def captures_a_tensor(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score * TABLE[h]
+
+
+def four(score: Any, b: Any, h: Any, q_idx: Any) -> Any:
+    return score
+
+
+def nameless(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **tables: Any) -> Any:
+    return score
+
+
+def too_small(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score[..., :1]
+
+
+def integers(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx - kv_idx
+
+
+def softmax(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score.exp() / score.exp().sum(-1, keepdim=True)
+
+
+OF_PLAN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a string": ({"score_mod": "alibi"}, TypeError, "score_mod is of type str; it must be a plain Python function"),
+    "a partial": ({"score_mod": functools.partial(with_table, table=TABLE)}, TypeError, "functools.partial; it must"),
+    "a captured tensor": (
+        {"score_mod": captures_a_tensor},
+        ValueError,
+        "captures_a_tensor captures TABLE, of type torch.Tensor; .* give tensors by aux_tensors",
+    ),
+    "four parameters": ({"score_mod": four}, ValueError, r"score_mod is four\(score.*must be \(score, b, h, q_idx"),
+    "nameless parameters": ({"score_mod": nameless}, ValueError, "one by name for each of aux_tensors"),
+    "a probability of 1": ({"dropout_p": 1.0}, ValueError, r"dropout_p is 1.0; it must be 0, or at least 2\*\*-32"),
+    "a negative one": ({"dropout_p": -0.1}, ValueError, "dropout_p is -0.1; it must be 0, or"),
+    "a tiny one": ({"dropout_p": 1e-12}, ValueError, "dropout_p is 1e-12; it must be 0, or"),
+    "NaN": ({"dropout_p": float("nan")}, ValueError, "dropout_p is nan; it must be 0, or"),
+    "a huge integer": ({"dropout_p": 10**400}, ValueError, "dropout_p is 1000"),
+    "no number": ({"dropout_p": "0.1"}, TypeError, "dropout_p is '0.1'; it must be a number"),
+    "a flag": ({"dropout_p": True}, TypeError, "dropout_p is True; it must be a number"),
+}
+P: dict[str, Any] = {"dropout_p": 0.5}
+OF_CALL: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "slopes in a list": ({"alibi_slopes": [0.5, 0.5]}, TypeError, "alibi_slopes is of type list; it must be a tensor"),
+    "slopes of other heads": (
+        {"alibi_slopes": torch.ones(3)},
+        ValueError,
+        r"alibi_slopes has shape \[3\]; it must be \[h_q\] = \[2\] or \[b, h_q\] = \[2, 2\]",
+    ),
+    "slopes of other sequences": ({"alibi_slopes": torch.ones(3, 2)}, ValueError, r"alibi_slopes has shape \[3, 2\]"),
+    "float64": ({"alibi_slopes": torch.ones(2).double()}, TypeError, "alibi_slopes has dtype torch.float64; it must"),
+    "slopes with a gradient": (
+        {"alibi_slopes": torch.ones(2, requires_grad=True)},
+        ValueError,
+        r"alibi_slopes requires a gradient, .* give alibi_slopes.detach\(\)",
+    ),
+    "slopes on meta": ({"alibi_slopes": torch.ones(2, device="meta")}, ValueError, "alibi_slopes is on meta"),
+    "aux tensors alone": ({"aux_tensors": {"table": TABLE}}, ValueError, "aux_tensors has 'table', but there is no"),
+    "aux tensors in a list": ({"score_mod": plain, "aux_tensors": [TABLE]}, TypeError, "aux_tensors is of type list"),
+    "too few": ({"score_mod": with_table}, ValueError, "has no tensors; score_mod with_table takes 'table' by name"),
+    "too many": (
+        {"score_mod": plain, "aux_tensors": {"table": TABLE}},
+        ValueError,
+        "aux_tensors has 'table'; score_mod plain takes no tensors by name",
+    ),
+    "an aux number": (
+        {"score_mod": with_table, "aux_tensors": {"table": 1.0}},
+        TypeError,
+        r"aux_tensors\['table'\] is",
+    ),
+    "an aux gradient": (
+        {"score_mod": with_table, "aux_tensors": {"table": torch.ones(2, requires_grad=True)}},
+        ValueError,
+        r"aux_tensors\['table'\] requires a gradient",
+    ),
+    "a shape of its own": ({"score_mod": too_small}, ValueError, r"score_mod too_small gave shape .* for scores"),
+    "integers": ({"score_mod": integers}, TypeError, "score_mod integers gave a tensor of torch.int32; it must give"),
+    "a sum over keys": ({"score_mod": softmax}, ValueError, "score_mod softmax is not element-wise"),
+    "no seed": (P, ValueError, "dropout_seed is None, but dropout_p is 0.5; they belong together"),
+    "a seed alone": ({"dropout_seed": 3}, ValueError, "dropout_seed is given, but dropout_p is 0.0; they belong"),
+    "a seed of a float": ({**P, "dropout_seed": 0.5}, TypeError, "dropout_seed is of type float; it must be an int"),
+    "a seed of 65 bits": ({**P, "dropout_seed": 2**63}, ValueError, "dropout_seed is 9223372036854775808; it must be"),
+    "two seeds": ({**P, "dropout_seed": torch.tensor([1, 2])}, ValueError, r"dropout_seed is a tensor \[2\] of"),
+    "a seed of int32": ({**P, "dropout_seed": torch.tensor(1).int()}, ValueError, r"a tensor \[\] of torch.int32"),
+}
+
+
+def raised(call: Any, *tensors: torch.Tensor, **arguments: Any) -> Exception:
+    with pytest.raises((ValueError, TypeError, cp_ref.Unsupported)) as caught:
+        call(*tensors, **arguments)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", OF_PLAN)
+def test_what_a_plan_refuses(name: str) -> None:
+    change, kind, text = OF_PLAN[name]
+
+    def one(member: Any) -> list[Exception]:
+        found: list[Exception] = []
+        for package in (cp_ref, cp_fast):
+            cp = package.ContextParallel(member)
+            found.append(raised(package.make_plan, cp=cp, **DENSE, **change, **SIZES))
+            found.append(raised(package.supports, cp=cp, **DENSE, **change, **SIZES))
+            found.append(raised(package.attention, Q, Q, Q, cp=cp, **change))
+        return found
+
+    for error in [error for rank in SimGroup(2).run(one) for error in rank] + [raised(dense, **change)]:
+        assert isinstance(error, kind), error
+        assert re.search(text, str(error)), error
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("name", OF_CALL)
+def test_what_a_call_refuses(name: str, planned: bool) -> None:
+    change, kind, text = OF_CALL[name]
+
+    def one(member: Any) -> Exception:
+        cp, plan = cp_ref.ContextParallel(member), None
+        if planned:
+            of_plan = {name: x for name, x in change.items() if name in ("score_mod", "dropout_p")}
+            plan = cp_ref.make_plan(cp=cp, **DENSE, **of_plan, **SIZES)
+        return raised(cp_ref.attention, Q, Q, Q, cp=cp, plan=plan, **change)
+
+    for error in [*SimGroup(2).run(one), raised(dense, **change)]:
+        assert isinstance(error, kind), error
+        assert re.search(text, str(error)), error
+
+
+def dense(**arguments: Any) -> Any:
+    return cp_ref.dense_attention(Q, Q, Q, **arguments)
+
+
+def doubled(factor: float) -> Callable[..., Any]:
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return factor * score
+
+    return score_mod
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_the_ranks_agree(planned: bool) -> None:
+    def one(member: Any) -> list[str]:
+        cp, found = cp_ref.ContextParallel(member), []
+        for change in ({"score_mod": doubled(1.0 + member.rank)}, {"dropout_p": 0.1 * (1 + member.rank)}):
+            if planned:
+                found.append(str(raised(cp_ref.make_plan, cp=cp, **DENSE, **change, **SIZES)))
+            else:
+                seed = {"dropout_seed": 3} if "dropout_p" in change else {}
+                found.append(str(raised(cp_ref.attention, Q, Q, Q, cp=cp, **change, **seed)))
+        return found
+
+    functions, probabilities = SimGroup(2).run(one)[0]
+    assert re.search(r"score_mod='doubled.<locals>.score_mod:\w{16}' where rank 1 has score_mod='doubled", functions)
+    assert "rank 0 has dropout_p=0.1 where rank 1 has dropout_p=0.2" in probabilities
+
+
+def test_the_ranks_agree_on_what_a_call_gives() -> None:
+    def one(member: Any) -> list[str]:
+        cp, odd = cp_ref.ContextParallel(member), member.rank == 1
+        changes: list[dict[str, Any]] = [
+            {"alibi_slopes": torch.ones(2) if odd else None},
+            {"score_mod": with_table, "aux_tensors": {"table": torch.ones(3 if odd else 2)}},
+            {**P, "dropout_seed": 3 + odd},
+            {**P, "dropout_seed": 2**63 if odd else 0},
+        ]
+        return [str(raised(cp_ref.attention, Q, Q, Q, cp=cp, **change)) for change in changes]
+
+    slopes, tables, seeds, refused = SimGroup(2).run(one)[0]
+    assert "rank 0 has nothing where rank 1 has alibi_slopes=float32[2]" in slopes
+    assert "rank 0 has aux_tensors.table=float32[2] where rank 1 has aux_tensors.table=float32[3]" in tables
+    assert "rank 0 has dropout_seed=3 where rank 1 has dropout_seed=4" in seeds
+    assert "rank 1 refused its arguments" in refused
+
+
+def test_a_plan_has_its_function_and_its_probability() -> None:
+    def one(member: Any) -> list[str]:
+        cp = cp_ref.ContextParallel(member)
+        plan = cp_ref.make_plan(cp=cp, **DENSE, score_mod=doubled(2.0), dropout_p=0.5, **SIZES)
+        given = {"plan": plan, "dropout_seed": 1}
+        out = cp_ref.attention(Q, Q, Q, cp=cp, **given)
+        assert torch.equal(out, cp_ref.attention(Q, Q, Q, cp=cp, score_mod=doubled(2.0), dropout_p=0.5, **given))
+        others = ({"score_mod": doubled(3.0)}, {"dropout_p": 0.25})
+        return [str(raised(cp_ref.attention, Q, Q, Q, cp=cp, **given, **other)) for other in others]
+
+    for function, probability in SimGroup(2).run(one):
+        assert re.match(r"score_mod is 'doubled.*, but the plan was made for 'doubled", function)
+        assert probability.startswith("dropout_p is 0.25, but the plan was made for 0.5")
+
+
+def test_areas_that_connect_documents() -> None:
+    given: dict[str, Any] = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": torch.tensor([0, 8, 12]),
+        "areas": torch.tensor([[0, 8, 0, 8, -1, 0], [8, 12, 4, 12, -1, -1]]),
+    }
+    q = torch.zeros(12, 2, 8)
+    changes: list[dict[str, Any]] = [{"alibi_slopes": torch.ones(2)}, {"score_mod": plain}, {**P, "dropout_seed": 1}]
+    for change in changes:
+        error = raised(cp_ref.dense_attention, q, q, q, **given, **change)
+        words = (
+            r"is given, and areas connect documents 0 and 1: area q\[8:12\] k\[4:12\] .* of one document, \[0, total\]"
+        )
+        assert re.search(words, str(error)), error
+        one = {**given, "cu_seqlens_q": torch.tensor([0, 12])}
+        assert cp_ref.dense_attention(q, q, q, **one, **change)[0].shape == (12, 2, 8)
+
+
+def test_cp_fast_refuses_them_by_name() -> None:
+    asked: dict[str, dict[str, Any]] = {
+        "alibi_slopes": {"alibi_slopes": torch.ones(2)},
+        "score_mod": {"score_mod": plain},
+        "dropout": {**P, "dropout_seed": 1},
+    }
+
+    def one(member: Any) -> list[str]:
+        cp, found = cp_fast.ContextParallel(member), []
+        for feature, change in asked.items():
+            refusal = raised(cp_fast.attention, Q, Q, Q, cp=cp, **change)
+            assert isinstance(refusal, cp_ref.Unsupported)
+            assert [feature] in [[one.value for one in missing] for missing in refusal.missing.values()]
+            of_plan = {name: x for name, x in change.items() if name in ("score_mod", "dropout_p")}
+            if of_plan:
+                ok, why = cp_fast.supports(cp=cp, **DENSE, **of_plan, **SIZES)
+                assert (ok, feature in why) == (False, True)
+            found.append(str(refusal))
+        return found
+
+    assert len(SimGroup(2).run(one)) == 2
+
+
+def test_digests() -> None:
+    def adds(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return plain(score, b, h, q_idx, kv_idx) + torch.nn.functional.relu(score) + max(1, 2)
+
+    def again(text: str) -> Callable[..., Any]:
+        found: dict[str, Any] = {"torch": torch}
+        exec(f"def f(score, b, h, q_idx, kv_idx):\n    return {text}", found)
+        return found["f"]
+
+    def itself(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score if score.dim() else itself(score, b, h, q_idx, kv_idx)
+
+    same = [digest_of(again("score + torch.where(kv_idx > 3, 1.0, 2.0)")) for _ in range(2)]
+    assert same[0] == same[1] != digest_of(again("score + torch.where(kv_idx > 4, 1.0, 2.0)"))
+    assert digest_of(again("score in {1, 2, 3}")) == digest_of(again("score in {3, 2, 1}"))
+    assert digest_of(again("torch.exp(score)")) != digest_of(again("torch.log(score)"))
+    assert digest_of(adds).startswith("test_digests.<locals>.adds:")
+    assert digest_of(itself).startswith("test_digests.<locals>.itself:")
