@@ -1,10 +1,9 @@
-"""Processes that run a step: one alone, or the ranks of a group. Each writes what it found into a file."""
+"""Processes that run a step: one alone, or the ranks of a group."""
 
 from __future__ import annotations
 
 import multiprocessing
 import pickle
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from conformance.run.processes import run_together
 
 __all__ = ["Job", "StepError", "run_jobs"]
 
@@ -27,7 +28,8 @@ class Job:
     """One process. `build` and `batch` are the user's, or their names, "module:name", which the process imports.
 
     Attributes:
-        name: of the file that it writes, and in what is said of it.
+        name: in errors.
+        folder: where `Runs` puts stores.
         store: a file that the processes of one group share, and no others.
         rank, world: the place in that group. world is dp_size * cp_size; 0 for the one process without a context.
         noise: 0, or the seed of the rounding errors that its weights are given.
@@ -52,11 +54,6 @@ class Job:
     threads: int = 1
     limit_s: float = 600.0
 
-    @property
-    def file(self) -> Path:
-        """Where its findings go."""
-        return self.folder / f"{self.name}.pt"
-
 
 def run_jobs(jobs: Sequence[Job]) -> list[Any]:
     """Run the processes at the same time.
@@ -70,18 +67,8 @@ def run_jobs(jobs: Sequence[Job]) -> list[Any]:
     context = _context_for(jobs)
     if context.get_start_method() == "fork":
         jobs = [replace(job, threads=1) for job in jobs]  # a copy of this process has none of OpenMP's threads
-    started = [context.Process(target=_main, args=(job,), daemon=False) for job in jobs]
-    try:
-        for process in started:
-            process.start()
-        _wait(started, jobs)
-    finally:
-        for process in started:
-            if process.is_alive():
-                process.kill()
-            if process.pid is not None:
-                process.join()
-    return [torch.load(job.file, weights_only=False, map_location="cpu") for job in jobs]
+    limit_s = max(job.limit_s for job in jobs)
+    return run_together(context, _run, {job.name: job for job in jobs}, StepError, limit_s)
 
 
 def _context_for(jobs: Sequence[Job]) -> Any:
@@ -104,35 +91,10 @@ def _context_for(jobs: Sequence[Job]) -> Any:
     return multiprocessing.get_context("fork")
 
 
-def _wait(started: list[Any], jobs: Sequence[Job]) -> None:
-    deadline = time.monotonic() + max(job.limit_s for job in jobs)
-    while any(process.is_alive() for process in started):
-        failed = [job for job, process in zip(jobs, started, strict=True) if process.exitcode not in (None, 0)]
-        if failed or time.monotonic() > deadline:
-            break
-        time.sleep(0.01)
-    said = [job.file.with_suffix(".error") for job in jobs]
-    time.sleep(0.1 * any(process.exitcode for process in started))  # the first to fail may not be the first to end
-    for job, process, error in sorted(zip(jobs, started, said, strict=True), key=lambda each: _when(each[2])):
-        if error.exists():
-            raise StepError(f"{job.name} raised:\n{error.read_text()}")
-        if process.exitcode not in (None, 0):
-            raise StepError(f"{job.name} died with exit code {process.exitcode}")
-    for job, process in zip(jobs, started, strict=True):
-        if process.is_alive():
-            raise StepError(f"{job.name} did not end within {job.limit_s:g} s; the ranks may wait for each other")
-
-
-def _when(error: Path) -> float:
-    return error.stat().st_mtime if error.exists() else float("inf")
-
-
-def _main(job: Job) -> None:
+def _run(job: Job) -> Any:
     from conformance.step.process import run
 
     try:
-        found = run(job)
-        torch.save(found, job.file)
+        return run(job)
     except BaseException:
-        job.file.with_suffix(".error").write_text(traceback.format_exc())
-        raise SystemExit(1) from None
+        raise StepError(f"{job.name} raised:\n{traceback.format_exc()}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,8 +75,7 @@ class Runs:
         alone = [self._alone(job, 0), *(self._alone(job, seed) for seed in _NOISES)]
         store = str(job.folder / f"{self._count}.ranks")
         ranks = [
-            replace(job, name=f"rank {rank}", rank=rank, world=self._world, store=store, folder=self._folder())
-            for rank in range(self._world)
+            replace(job, name=f"rank {rank}", rank=rank, world=self._world, store=store) for rank in range(self._world)
         ]
         waves = [[*alone, *ranks]] if job.device == "cpu" else [*_on_gpus(alone), ranks]
         one, *found = [each for wave in waves for each in run_jobs(wave)]
@@ -87,12 +85,7 @@ class Runs:
     def _alone(self, job: Job, noise: int) -> Job:
         name = "the one process" + f" (weights rounded, {noise})" * bool(noise)
         store = str(job.folder / f"{self._count}.{noise}")
-        return replace(job, name=name, noise=noise, store=store, folder=self._folder())
-
-    def _folder(self) -> Path:
-        folder = self._job.folder / str(self._count)
-        folder.mkdir(exist_ok=True)
-        return folder
+        return replace(job, name=name, noise=noise, store=store)
 
 
 def _on_gpus(alone: list[Job]) -> list[list[Job]]:

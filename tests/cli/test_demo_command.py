@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from cp_fast.tools.cli import app
-from cp_fast.tools.cli.demo import command, launch
+from cp_fast.tools.cli.demo import command, ranks
 from cp_fast.tools.cli.demo.job import Job
-from cp_fast.tools.cli.demo.rank import Measured
+from cp_fast.tools.cli.demo.ranks import Measured
 from tests.marks import HANGS_S
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})
@@ -70,7 +70,7 @@ def results() -> list[Measured]:
 def test_a_wrong_value_fails(what: str, monkeypatch: pytest.MonkeyPatch, results: list[Measured]) -> None:
     def run_once(job: Job) -> Measured:
         if not results:
-            results.append(launch.spawn(job))
+            results.append(ranks.spawn(job))
         return results[0]
 
     monkeypatch.setattr(command, "spawn", run_once)
@@ -110,6 +110,18 @@ def test_a_failing_rank_is_named_and_ends_all() -> None:
     assert result.exit_code == 1
     assert "error: rank 1 failed: RuntimeError: this rank was told to fail" in result.stderr
     assert "All results are right." not in result.output
+
+
+def test_a_rank_that_dies_is_named_and_ends_all() -> None:
+    result = runner.invoke(app, ["demo", *SMALL, "--spoil", "death of rank 1"])
+    assert result.exit_code == 1
+    assert result.stderr == "error: rank 1 died with exit code 7\n"
+
+
+def test_balanced_layout() -> None:
+    said = demo(*SMALL, "--layout", "balanced")
+    assert "2 ranks, p2p, balanced" in said
+    assert "All results are right." in said
 
 
 @pytest.mark.thorough

@@ -21,7 +21,7 @@ __all__ = ["CONTEXT", "Processes", "run_module", "run_program"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    [__name__, "cp_fast", "cp_fast.tools.cli.demo.launch", "conformance.cli", "torch._dynamo", "torch.distributed.fsdp", "pytest"]
+    [__name__, "cp_fast", "cp_fast.tools.cli.demo.ranks", "conformance.cli", "torch._dynamo", "torch.distributed.fsdp", "pytest"]
 )
 
 

@@ -1,16 +1,19 @@
-"""Output of commands about a problem: its picture, the ranks of its heads, sizes."""
+"""Output of commands about a problem: its picture, the ranks of its heads, each rank's cost, sizes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from rich.console import Console
 from rich.filesize import decimal
-from rich.text import Text
+from rich.table import Table
 
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
-from cp_ref.common.cli.terminal import coloured
-from cp_ref.spec import Problem, Schedule, head_ranges
+from cp_ref.common.cli.terminal import coloured, table
+from cp_ref.spec import Problem, Report, Schedule, head_ranges
 from cp_ref.spec.pictures.text_pictures import text_picture
 
-__all__ = ["heads_line", "picture", "size_text"]
+__all__ = ["cost_table", "heads_line", "show_picture", "size_text"]
 
 _FEW_SHARES = 4  # Up to this number of head ranges, all are named.
 
@@ -35,10 +38,24 @@ def heads_line(problem: Problem) -> str:
     return f"Query heads {'; '.join(shares)}{more}. The tiles of a rank are of its heads.{cut}"
 
 
-def picture(problem: Problem, schedule: Schedule, width: int, head: int) -> Text:
-    """The text picture of a query head, in colour."""
+def show_picture(console: Console, problem: Problem, schedule: Schedule, head: int) -> None:
+    """Print the text picture of a query head, in colour, and the ranks of all heads."""
     steps = 1 + max((n for program in schedule.forward for n, step in enumerate(program) if len(step.tiles)), default=0)
-    return coloured(text_picture(problem, schedule, width=width, head=head), steps)
+    console.print(coloured(text_picture(problem, schedule, width=console.width, head=head), steps))
+    if heads := heads_line(problem):
+        console.print(heads)
+    console.print()
+
+
+def cost_table(title: str, costs: Report, **more: Sequence[str]) -> Table:
+    """Each rank's rows, work and messages; `more` has further columns."""
+    columns = (">rank", ">tokens", ">tiles", ">work share", ">sent forward", ">sent backward")
+    made = table(title, *columns, *(">" + name.replace("_", " ") for name in more))
+    total = sum(r.pairs for r in costs.ranks) or 1
+    for rank, (cost, *others) in enumerate(zip(costs.ranks, *more.values(), strict=True)):
+        work = f"{cost.tokens:,}", f"{cost.tiles:,}", f"{cost.pairs / total:.1%}"
+        made.add_row(str(rank), *work, size_text(cost.forward_bytes), size_text(cost.backward_bytes), *others)
+    return made
 
 
 def size_text(count: int) -> str:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_fast.compile.planning.machine import built_in, read_machine
-from cp_fast.tools.cli.common import heads_line, picture, size_text
+from cp_fast.tools.cli.common import cost_table, show_picture, size_text
 from cp_fast.tools.cli.layouts_command import comparison
 from cp_fast.tools.cli.planned_problem import Request, plan_of
 from cp_ref.common.cli.options import check_number, with_options
@@ -103,10 +103,7 @@ def _refuse(by: str, **options: object) -> None:
 
 
 def _show(console: Console, problem: Problem, schedule: Schedule, costs: Report, rank: int | None, head: int) -> None:
-    console.print(picture(problem, schedule, console.width, head))
-    if heads := heads_line(problem):
-        console.print(heads)
-    console.print()
+    show_picture(console, problem, schedule, head)
     shown = range(problem.cp_size) if rank is None else [rank]
     if rank is None and problem.cp_size > _FEW_RANKS:
         shown = [0]
@@ -118,7 +115,8 @@ def _show(console: Console, problem: Problem, schedule: Schedule, costs: Report,
         for r in shown:
             _add_steps(steps_table, problem, r, programs[r])
         console.print(steps_table)
-    console.print(_cost_table(problem, costs))
+    held = [f"{cost.held_rows:,}" for cost in costs.ranks]
+    console.print(cost_table("cost of each rank", costs, most_kv_rows_held=held))
     console.print(
         f"balance {costs.balance:.3f} (the mean rank's work over the busiest's); "
         f"{size_text(costs.sent_bytes)} sent by all ranks, forward and backward"
@@ -147,17 +145,6 @@ def _add_steps(steps_table: Table, problem: Problem, rank: int, program: RankSch
 def _message(problem: Problem, message: Message, towards: str) -> str:
     rows, size = message.pieces.size, size_text(message_bytes(problem, message))
     return f"{message.kind} {rows:,} rows {towards} {message.peer} ({size})"
-
-
-def _cost_table(problem: Problem, costs: Report) -> Table:
-    columns = (">rank", ">tokens", ">tiles", ">work share", ">sent forward", ">sent backward", ">most kv rows held")
-    made = table("cost of each rank", *columns)
-    total = sum(r.pairs for r in costs.ranks) or 1
-    for r, cost in enumerate(costs.ranks):
-        sizes = size_text(cost.forward_bytes), size_text(cost.backward_bytes)
-        work = f"{cost.tokens:,}", f"{cost.tiles:,}", f"{cost.pairs / total:.1%}"
-        made.add_row(str(r), *work, *sizes, f"{cost.held_rows:,}")
-    return made
 
 
 def _canonical(schedule: Schedule, rank: int | None) -> str:

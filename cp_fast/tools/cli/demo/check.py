@@ -3,77 +3,69 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from cp_fast.tools.cli.demo.job import Job
-from cp_ref.common.cli.options import window
-from cp_ref.spec import Problem, Sequence
+from cp_fast.tools.cli.demo.ranks import Measured
+from cp_ref.spec import Sequence
 
-__all__ = ["check_exact", "check_results"]
+__all__ = ["checks"]
 
 _RESULTS = ("out", "lse", "dq", "dk", "dv")
-Tensors = dict[str, torch.Tensor]
 
 
-def check_exact(job: Job, got: Tensors) -> list[tuple[str, int, int]]:
-    """(condition, how many values break it, of how many): tokens and positions came back unchanged, and the padding,
-    with NaN inputs, reached no result.
-    """
-    ids = job.token_ids()
-    positions = torch.cat([torch.arange(n) for n in job.slots])
-    padding = [got[name][ids < 0] for name in ("out", "dq", "dk", "dv")] + [got["lse"][:, ids < 0].exp()]
-    return [
-        ("token ids", int((got["ids"] != ids).sum()), len(ids)),
-        ("RoPE positions", int((got["positions"] != positions).sum()), len(ids)),
-        ("padding is 0", sum(int((x != 0).sum()) for x in padding), sum(x.numel() for x in padding)),
-        ("free of NaN", sum(int(got[n].isnan().sum()) for n in _RESULTS), sum(got[n].numel() for n in _RESULTS)),
-    ]
-
-
-def check_results(job: Job, got: Tensors) -> list[Any]:
-    """The rows of `conformance.judge.budgets.compare`: each result's error and its bound, document by document.
-
-    The inputs are those of the ranks. The baseline is plain attention in the same dtype.
-    """
-    from conformance.judge.baseline import eager_attention
-    from conformance.judge.budgets import compare
-    from conformance.judge.reference import dense_attention
-
-    got = got | {"lse": got["lse"].transpose(0, 1)}
+def checks(job: Job, measured: Measured) -> list[tuple[str, tuple[str, ...], bool]]:
+    """(what is checked, its errors and bounds in words, whether it is right)."""
+    got, ids = dict(measured.tensors), job.token_ids()
     if job.spoil in _RESULTS:
-        got = got | {job.spoil: got[job.spoil].clone()}
-        got[job.spoil][(0,) * got[job.spoil].ndim] += 0.125
-    parts: list[dict[str, list[torch.Tensor]]] = [defaultdict(list) for _ in range(3)]  # got, exact, baseline
-    window_size, mask = window(job.window), job.mask.removeprefix("padding_").replace("padding", "no_mask")
-    heads, dtype = job.heads // job.heads_kv, str(job.torch_dtype).removeprefix("torch.")
-    any_length = Problem(1, (), layout="contiguous", attn_mask_type=mask, window_size=window_size, heads_q=heads)
-    any_length = replace(any_length, d_qk=job.head_dim, d_v=job.head_dim, dtype=dtype)
-    for start, length in zip(accumulate(job.slots, initial=0), job.lengths, strict=False):
+        got[job.spoil] = got[job.spoil].clone()
+        got[job.spoil].view(-1)[0] += 0.125
+    wrong = {
+        "token ids": [got["ids"] != ids],
+        "RoPE positions": [got["positions"] != torch.cat([torch.arange(n) for n in job.slots])],
+        "padding is 0": [(x.exp() if n == "lse" else x)[ids < 0] != 0 for n, x in got.items() if n in _RESULTS],
+        "free of NaN": [got[name].isnan() for name in _RESULTS],
+    }  # the padding's inputs are NaN, and reach no result
+    rows = [
+        (row.name, tuple(f"{x:.2e}" for x in (row.max_error, row.max_bound, row.mean_error, row.mean_bound)), row.ok)
+        for row in _errors(job, measured, got)
+    ]
+    for name, parts in wrong.items():
+        count = sum(int(part.sum()) for part in parts)
+        words = f"{count:,} wrong" if count else "none wrong", f"of {sum(x.numel() for x in parts):,}", "", ""
+        rows.append((name, words, not count))
+    return rows
+
+
+def _errors(job: Job, measured: Measured, got: dict[str, torch.Tensor]) -> list[Any]:
+    """The rows of `compare`: each result's error and its bound. The baseline is plain attention in the same dtype, on
+    the inputs of the ranks.
+    """
+    from conformance.case import Case
+    from conformance.judge.budgets import compare
+    from conformance.judge.reference import exact_results
+    from conformance.run.case_tensors import GlobalTensors
+    from conformance.tiers.budget import eager_results
+
+    problem, group = measured.problem, measured.problem.group_size
+    alone = replace(problem, cp_size=1, cp_comm_type="p2p", a2a_size=1, layout="contiguous")
+    alone = replace(alone, heads_q=group, heads_kv=1)
+    own, exact, baseline = (defaultdict[str, list[torch.Tensor]](list) for _ in range(3))
+    for start, document in zip(problem.starts_q, problem.sequences, strict=False):
         # One document alone, without padding; then kv head by kv head, to save memory.
-        problem = replace(any_length, sequences=(Sequence(length, length, length, length),))
-        exactly = partial(dense_attention, qkv_format="bshd", attn_mask_type=mask, window_size=window_size)
-        one = {name: x[start : start + length].to(job.where[1]) for name, x in got.items()}
-        wide = {name: x.double() for name, x in one.items()}  # a leaf's gradient has the leaf's dtype
-        for head in range(job.heads_kv):
-            baseline = _attend(job, one, head, partial(eager_attention, problem=problem))
-            found = [one[name].unflatten(1, (job.heads_kv, -1))[:, head] for name in _RESULTS]
-            for part, results in zip(parts, (found, _attend(job, wide, head, exactly), baseline), strict=True):
-                for name, x in zip(_RESULTS, results, strict=True):
-                    part[name].append(x.flatten(0, 1))
-    own, exact, baseline = ({name: torch.cat(xs) for name, xs in part.items()} for part in parts)
+        n = document.len_q
+        case, real = Case(replace(alone, sequences=(Sequence(n, n, n, n),))), torch.ones(n, dtype=torch.bool)
+        rows = {name: x[start : start + n].to(job.where[1]) for name, x in got.items() if x.ndim > 1}
+        for head in range(problem.heads_kv):
+            one = {name: x.unflatten(1, (problem.heads_kv, -1))[:, head] for name, x in rows.items()}
+            one["lse"] = one["lse"].t()
+            tensors = GlobalTensors(one["q"], one["k"], one["v"], one["dout"], one["lse"], None, real, real)
+            found = one, exact_results(case, tensors), eager_results(case, tensors)
+            for part, results in zip((own, exact, baseline), found, strict=True):
+                for name in _RESULTS:
+                    part[name].append(results[name].flatten(0, 1))
+    own, exact, baseline = ({name: torch.cat(xs) for name, xs in part.items()} for part in (own, exact, baseline))
     return list(compare(own, exact, baseline, job.torch_dtype))
-
-
-def _attend(job: Job, one: Tensors, head: int, attend: Callable[..., Any]) -> list[torch.Tensor]:
-    """One document and kv head through a dense attention and its autograd: out, lse, dq, dk, dv."""
-    cut = {name: one[name].unflatten(1, (job.heads_kv, -1))[None, :, head] for name in ("q", "k", "v", "dout")}
-    inputs = [cut[name].detach().requires_grad_() for name in ("q", "k", "v")]
-    out, lse, _ = attend(*inputs)
-    grads = torch.autograd.grad(out, inputs, cut["dout"].to(out.dtype))
-    return [x.detach() for x in (out[0], lse[0].transpose(0, 1), *(g[0] for g in grads))]

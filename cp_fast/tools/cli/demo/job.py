@@ -58,7 +58,7 @@ class Job:
             raise ValueError(f"{words}, and --head-dim {self.head_dim} even")
         check_number("--head", self.head, self.heads)
         window(self.window)
-        exchanging(self.cp_comm_type, self.a2a_size, self.where[0])
+        _ = self.exchanging
 
     @cached_property
     def where(self) -> tuple[int, str, str]:
@@ -79,36 +79,31 @@ class Job:
         why = "" if self.device == "cpu" else fewer if gpus else " (no GPU that NCCL can use)"
         return world, "cpu", f"{world} processes{started_by} over gloo on the CPU{why}"
 
+    @property
+    def exchanging(self) -> int:
+        """How many ranks exchange heads."""
+        return exchanging(self.cp_comm_type, self.a2a_size, self.where[0])
+
     @cached_property
     def documents(self) -> list[Document]:
         """The documents, in the order of the buffer."""
         return read_documents(self.text or [], self.tokens, self.longest, self.seed)
 
-    @property
-    def lengths(self) -> list[int]:
-        """Each document's length."""
-        return [len(d.data) for d in self.documents]
-
     @cached_property
     def slots(self) -> list[int]:
         """Each document's length, padded."""
         multiple = 2 * self.where[0]
-        return [-(-n // multiple) * multiple for n in self.lengths]
+        return [-(-len(d.data) // multiple) * multiple for d in self.documents]
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of q, k and v."""
         return getattr(torch, self.dtype or ("float32" if self.where[1] == "cpu" else "bfloat16"))
 
-    @property
-    def exchanging(self) -> int:
-        """How many ranks exchange heads."""
-        return exchanging(self.cp_comm_type, self.a2a_size, self.where[0])
-
     def problem(self) -> dict[str, Any]:
         """The arguments of `make_plan`, but for the context and the device."""
         sizes = {"heads_q": self.heads, "heads_kv": self.heads_kv, "d_qk": self.head_dim, "d_v": self.head_dim}
-        lengths = cumulative(self.lengths)
+        lengths = cumulative([len(d.data) for d in self.documents])
         cu_seqlens = {"cu_seqlens_q": lengths, "cu_seqlens_q_padded": cumulative(self.slots)}
         mask = {"attn_mask_type": self.mask, "window_size": window(self.window)}
         return {"qkv_format": "thd", "dtype": self.torch_dtype} | sizes | cu_seqlens | mask
