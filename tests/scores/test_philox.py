@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -53,12 +54,23 @@ def test_random_counters() -> None:
 @pytest.mark.parametrize("dropout_p", [2.0**-32, 0.1, 0.5, 1 - 2.0**-32])
 def test_pairs_are_kept_by_their_word(seed: int, dropout_p: float) -> None:
     """The mask of a block that begins anywhere is the definition, pair by pair."""
-    b, h, i, j = torch.tensor([[3]]), torch.tensor([[2]]), torch.tensor([[5], [2**31 - 1]]), torch.arange(6, 17)[None]
+    b, h = torch.tensor([[3]]), torch.tensor([[2]])
+    i, j = torch.tensor([[5], [14], [2**31 - 1]]), torch.arange(6, 27)[None]
     found = kept(b.int(), h.int(), i.int(), j.int(), torch.tensor(seed), dropout_p)
     for row, query in enumerate(i.flatten().tolist()):
         for column, key in enumerate(j.flatten().tolist()):
-            word = by_integers([key // 4, query, 2, 3], [seed % 2**32, seed // 2**32 % 2**32])[key % 4]
+            counter = [key // 16 * 8 + key % 8, query // 16 * 8 + query % 8, 2, 3]
+            words = by_integers(counter, [seed % 2**32, seed // 2**32 % 2**32])
+            word = words[2 * (query // 8 % 2) + key // 8 % 2]
             assert bool(found[row, column]) == (word >= threshold(dropout_p))
+
+
+def test_four_pairs_share_a_counter_and_no_others() -> None:
+    counters = Counter(
+        (j // 16 * 8 + j % 8, i // 16 * 8 + i % 8, 2 * (i // 8 % 2) + j // 8 % 2) for i in range(48) for j in range(48)
+    )
+    assert set(counters.values()) == {1}
+    assert set(Counter(number[:2] for number in counters).values()) == {4}
 
 
 def test_keys_may_come_in_any_order() -> None:

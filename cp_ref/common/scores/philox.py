@@ -5,15 +5,14 @@ SC 2011): a block cipher of a counter, four words of 32 bits, under a key of two
 tile and both passes draw the same numbers in any order. Seven rounds pass BigCrush.
 
     key       the seed's low and its high 32 bits
-    counter   (j // 4, i, h, b)
-    word      j % 4
+    counter   (j // 16 * 8 + j % 8, i // 16 * 8 + i % 8, h, b)
+    word      2 * (i // 8 % 2) + j // 8 % 2
 
-The pair is kept iff the word is at least round(dropout_p * 2**32).
+The pair is kept iff the word is at least round(dropout_p * 2**32). A counter serves queries i, i + 8 and keys j, j + 8:
+a thread of a GPU's matrix unit holds just these, in both passes, so it draws four words for four pairs.
 """
 
 from __future__ import annotations
-
-from typing import Any, cast
 
 import torch
 
@@ -61,25 +60,24 @@ def kept(
     """Which pairs dropout keeps.
 
     Args:
-        document, head, q_idx, kv_idx: int32 or int64 tensors that broadcast against a block of scores; kv_idx varies
-            along the last axis alone, and the others do not vary there.
+        document, head, q_idx, kv_idx: int32 or int64 tensors that broadcast against a block of scores.
         seed: int64, one element; its 64 bits are the key.
         dropout_p: the probability of dropping a pair.
 
     Returns:
         bool, of the broadcast shape.
 
-    >>> zero = torch.zeros(1, dtype=torch.int32)  # the words are those of the example above, and four more
-    >>> kept(zero, zero, zero, torch.arange(8, dtype=torch.int32), torch.tensor(0), 0.3).int().tolist()
-    [1, 0, 1, 1, 1, 1, 1, 1]
+    >>> zero = torch.zeros(1, dtype=torch.int32)  # keys 0 and 8 have the first two words of the example above
+    >>> kept(zero, zero, zero, torch.tensor([0, 8]), torch.tensor(0), 0.3).int().tolist()
+    [1, 0]
     """
     b, h, i, j = (x.long() for x in (document, head, q_idx, kv_idx))
     seed = seed.reshape(())
-    blocks, number = cast(Any, torch).unique(j >> 2, return_inverse=True)  # four neighbours share a counter
-    counter = blocks.reshape(*[1] * (j.dim() - 1), -1), i, h, b
-    words = cast(Any, torch).broadcast_tensors(*philox4x32(counter, (seed & _LOW, (seed >> 32) & _LOW)))
-    drawn = torch.stack(words, dim=-1).flatten(-2)
-    return drawn.index_select(-1, (4 * number + (j & 3)).flatten()) >= threshold(dropout_p)
+    counter = (j >> 4) * 8 + (j & 7), (i >> 4) * 8 + (i & 7), h, b
+    first, second, third, fourth = philox4x32(counter, (seed & _LOW, (seed >> 32) & _LOW))
+    high_i, high_j = (i & 8) != 0, (j & 8) != 0
+    word = torch.where(high_i, torch.where(high_j, fourth, third), torch.where(high_j, second, first))
+    return word >= threshold(dropout_p)
 
 
 def threshold(dropout_p: float) -> int:
