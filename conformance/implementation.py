@@ -50,7 +50,7 @@ import torch
 
 from conformance.judge.run_record import Level, readable
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, Problem, check_choice
-from cp_ref.spec.tables.argument_words import canonical_layout
+from cp_ref.spec.arguments.argument_words import canonical_layout
 
 __all__ = [
     "ENTRY_POINTS",

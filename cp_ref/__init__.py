@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from cp_ref.api.reference_context import ContextParallel
     from cp_ref.api.reference_plan import Plan, make_plan, supports
     from cp_ref.common.sharding.shard import position_ids, roll, shard, unshard
+    from cp_ref.linear.attention_layer import linear_attention
+    from cp_ref.linear.convolution_layer import causal_conv1d
     from cp_ref.oracle import dense_attention
     from cp_ref.simulator.sim_group import SimGroup
     from cp_ref.spec import Unsupported, compare_layouts
@@ -32,9 +34,11 @@ __all__ = [
     "Trace",
     "Unsupported",
     "attention",
+    "causal_conv1d",
     "compare",
     "compare_layouts",
     "dense_attention",
+    "linear_attention",
     "make_plan",
     "masks",
     "position_ids",
@@ -53,9 +57,11 @@ _WHERE = {
     "Trace": "tracing.trace_items",
     "Unsupported": "spec",
     "attention": "api.reference_attention",
+    "causal_conv1d": "linear.convolution_layer",
     "compare": "tracing.compare_traces",
     "compare_layouts": "spec",
     "dense_attention": "oracle",
+    "linear_attention": "linear.attention_layer",
     "make_plan": "api.reference_plan",
     "position_ids": "common.sharding.shard",
     "roll": "common.sharding.shard",

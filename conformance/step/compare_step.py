@@ -18,7 +18,7 @@ from conformance.step.judge import Row, judge, norm_of
 from conformance.step.report import StepReport
 from conformance.step.runs import Measured, Runs
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
-from cp_ref.spec.tables.argument_words import canonical_layout
+from cp_ref.spec.arguments.argument_words import canonical_layout
 
 __all__ = ["compare_step"]
 

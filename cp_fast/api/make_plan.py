@@ -297,6 +297,8 @@ def _together(
 
 def _read_plan_arguments(given: dict[str, Any]) -> tuple[Agreement, Backend, torch.device]:
     agreement, device = read_plan_arguments(given, ContextParallel)
+    if given["linear"]:
+        raise Unsupported("a plan with linear=True", {}, "cp_fast has no linear layers yet; cp_ref has")
     check_row_numbers(agreement.problem, agreement.room)
     how = {name: given[name] for name in ("deterministic", "return_max_logit")}
     in_place = agreement.room is not None

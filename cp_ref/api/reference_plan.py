@@ -44,6 +44,8 @@ class Plan(plans.Plan):
         room: the largest sizes for `update`; None for a plan that is not updated.
         custom: the schedule that `make_plan` was given; None for the planner's.
         score_mod: the function that `make_plan` was given.
+        linear: whether it serves linear layers.
+        agreed: see `cp_ref.common.plan_arguments.Plan`.
     """
 
     problem: Problem
@@ -52,6 +54,8 @@ class Plan(plans.Plan):
     room: Room | None = None
     custom: Schedule | None = field(default=None, hash=False)  # tables have no hash
     score_mod: ScoreMod | None = None
+    linear: bool = False
+    agreed: set[bytes] = field(default_factory=set[bytes], compare=False, repr=False)
 
     @cached_property
     def schedule(self) -> Schedule:  # pyright: ignore[reportIncompatibleMethodOverride]  # a property too, kept
@@ -87,7 +91,12 @@ class Plan(plans.Plan):
 @same_parameters(plans.make_plan)
 def make_plan(**arguments: Any) -> Plan:
     plan = plan_together(arguments.get("cp"), lambda: _read_plan_arguments(bind(plans.make_plan, arguments)))
-    return replace(plan, custom=arguments.get("schedule"), score_mod=arguments.get("score_mod"))
+    return replace(
+        plan,
+        custom=arguments.get("schedule"),
+        score_mod=arguments.get("score_mod"),
+        linear=arguments.get("linear", False),
+    )
 
 
 @implements(plans.supports)

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Self, cast
 
 from cp_ref.common.groups.process_groups import as_group, during
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, OFFSET_GRADS, CPCommType, Layout, OffsetGrad, check_choice
+from cp_ref.spec.arguments.argument_words import canonical_layout
 from cp_ref.spec.layouts.named_layouts import read_layout
-from cp_ref.spec.tables.argument_words import canonical_layout
 
 __all__ = ["ContextParallel"]
 

@@ -18,6 +18,7 @@ from cp_ref.spec import (
     AttnMaskType,
     Problem,
     QKVFormat,
+    Room,
     Schedule,
     Sizes,
     SoftmaxType,
@@ -25,6 +26,7 @@ from cp_ref.spec import (
     check_flag,
     check_schedule,
     kind_of,
+    make_states,
     read_problem,
     read_room,
     report,
@@ -56,6 +58,9 @@ class Plan:
     problem: Problem
     rank: int
     device: torch.device
+    room: Room | None = None
+    linear: bool = False  # whether it serves linear layers
+    agreed: set[bytes]  # calls of linear layers that the ranks have agreed on: see `agree_on_layer`
     head_chunks: tuple[int, ...] = ()  # see `make_schedule`
     score_mod: ScoreMod | None = None  # the function whose digest the problem has
 
@@ -63,6 +68,17 @@ class Plan:
     def schedule(self) -> Schedule:
         """The messages and tiles of every rank, step by step."""
         raise NotImplementedError
+
+    @property
+    def states(self) -> Schedule:
+        """The messages and scans of linear layers, of every rank: see `make_states`.
+
+        Raises:
+            ValueError: the plan was made without `linear=True`.
+        """
+        if not self.linear:
+            raise ValueError("plan was made without linear=True, so it has no states")
+        return make_states(self.problem)
 
     def __str__(self) -> str:
         p = self.problem
@@ -80,6 +96,7 @@ class Plan:
                 f"  {steps} steps forward{chunks}; balance {found.balance:.3f}; "
                 f"{found.sent_bytes:,} bytes sent by all ranks",
                 "  plan.schedule has every message and every tile",
+                *(["  linear layers too: plan.states has every message and every scan"] if self.linear else []),
             )
         )
 
@@ -117,6 +134,7 @@ def make_plan(
     max_tokens_kv: int | None = None,
     layout: torch.Tensor | Sequence[Sequence[int]] | None = None,
     schedule: Schedule | None = None,
+    linear: bool = False,
 ) -> Plan:
     """Plan one batch. Collective: every rank calls it, and all ranks raise if their problems differ.
 
@@ -135,6 +153,8 @@ def make_plan(
             plan to `shard`, `unshard` and `position_ids`. For self-attention; in bshd and sbhd with a padding mask.
         schedule: for all ranks; any that `cp_ref.spec.verify` accepts for this problem, such as `Schedule.parse(text)`.
             By default the one that `cp_comm_type` names. Not with max_sequences.
+        linear: plan `linear_attention` and `causal_conv1d` too, for layers of the same batch. They need queries and
+            keys of equal lengths, and no areas.
 
     Returns:
         The plan, for `attention(q, k, v, cp=cp, plan=plan)`, which in `cp_fast` then reads no device value on the host;
@@ -217,7 +237,21 @@ def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, t
         raise ValueError(f"layout is {given['layout']!r}; a layout's name belongs to the ContextParallel, a table here")
     problem = read_call(cp, sizes, **{name: value for name, value in given.items() if name in OF_THE_PROBLEM})
     room = read_room(problem, given)
-    return Agreement(problem, room, check_schedule(given["schedule"], problem, room, cp.comm)), device
+    extras = check_schedule(given["schedule"], problem, room, cp.comm) + _read_linear(given["linear"], problem)
+    return Agreement(problem, room, extras), device
+
+
+def _read_linear(linear: Any, problem: Problem) -> tuple[tuple[str, object], ...]:
+    """What the ranks have to agree on; raises where the problem has no documents that linear layers could follow."""
+    check_flag("linear", linear)
+    if linear and problem.areas is not None:
+        raise ValueError("linear is True, but areas are given; linear layers follow documents, from their first token")
+    lengths = problem.lengths
+    if linear and (lengths.len_q != lengths.len_kv or lengths.slots_q != lengths.slots_kv):
+        raise ValueError(
+            "linear is True, but the lengths of queries and keys differ; linear layers have one row for both"
+        )
+    return (("linear", True),) if linear else ()
 
 
 def read_call(

@@ -41,7 +41,7 @@ class World:
         """Start an operand: the rank's own packed rows [t, h, ...], real tokens only; NaN everywhere else."""
         rows = self._global_rows(kind)
         self.tensors[kind] = tuple(x.new_full((rows, *x.shape[1:]), float("nan")) for x in local)
-        for here, there in self._own_rows(kind):
+        for here, there in self.own_rows(kind):
             for x, mine in zip(self.tensors[kind], local, strict=True):
                 x[there] = mine[here]
 
@@ -54,7 +54,7 @@ class World:
 
     def own(self, kind: str, *local: torch.Tensor) -> None:
         """Copy a result's own rows into packed local tensors [t, h, ...]; padding and tail keep their values."""
-        for here, there in self._own_rows(kind):
+        for here, there in self.own_rows(kind):
             for x, mine in zip(self.tensors[kind], local, strict=True):
                 mine[here] = x[there].to(mine.dtype)
 
@@ -111,7 +111,7 @@ class World:
         """The rows of the global buffer up to the last real token."""
         return int(self.work.ownership.side(_side(kind)).stop.max(initial=0))
 
-    def _own_rows(self, kind: str) -> Iterator[tuple[slice, slice]]:
+    def own_rows(self, kind: str) -> Iterator[tuple[slice, slice]]:
         """The rank's real tokens: their rows in its buffer and in the global one."""
         for _, start, stop, row in own_fragments(self.work, self.rank, kind).rows():
             yield slice(row, row + stop - start), slice(start, stop)

@@ -2,6 +2,20 @@
 numpy alone.
 """
 
+from cp_ref.spec.arguments.argument_words import (
+    CP_COMM_TYPES,
+    LAYOUTS,
+    MASKS,
+    OFFSET_GRADS,
+    QKV_FORMATS,
+    SOFTMAX_TYPES,
+    AttnMaskType,
+    CPCommType,
+    Layout,
+    OffsetGrad,
+    QKVFormat,
+    SoftmaxType,
+)
 from cp_ref.spec.arguments.call_checks import (
     check_context,
     check_global_lengths,
@@ -40,42 +54,22 @@ from cp_ref.spec.layouts.slice_rows import (
     sequences_of,
     slice_axis,
 )
+from cp_ref.spec.linear.document_fragments import DocumentFragments, document_fragments
+from cp_ref.spec.linear.halos import halo_workload, make_halo, make_rank_halo
+from cp_ref.spec.linear.states import make_rank_states, make_states
+from cp_ref.spec.linear.verify_states import verify_states
 from cp_ref.spec.masks.read_areas import AttentionSliceRow, areas_of_rows
 from cp_ref.spec.planners.a2a import head_ranges
 from cp_ref.spec.planners.custom_schedule import check_schedule
 from cp_ref.spec.planners.make_schedule import make_rank_schedule, make_schedule, saved_kinds
 from cp_ref.spec.planners.ring_members import RingMembers
-from cp_ref.spec.tables.argument_words import (
-    CP_COMM_TYPES,
-    LAYOUTS,
-    MASKS,
-    OFFSET_GRADS,
-    QKV_FORMATS,
-    SOFTMAX_TYPES,
-    AttnMaskType,
-    CPCommType,
-    Layout,
-    OffsetGrad,
-    QKVFormat,
-    SoftmaxType,
-)
 from cp_ref.spec.tables.attention_slices import UNBOUNDED, AttentionSlices
 from cp_ref.spec.tables.diagonal_band import DiagonalBand
+from cp_ref.spec.tables.messages import KINDS, OPERANDS, RESULTS, STATES, Message, Pieces, tag
 from cp_ref.spec.tables.ownership import Fragments, Ownership, contiguous, dual_chunk
 from cp_ref.spec.tables.problem import Problem, Sequence, Sequences
 from cp_ref.spec.tables.row_positions import check_one_document, row_positions
-from cp_ref.spec.tables.schedule import (
-    KINDS,
-    OPERANDS,
-    RESULTS,
-    Message,
-    Pieces,
-    RankSchedule,
-    Schedule,
-    Step,
-    Tiles,
-    tag,
-)
+from cp_ref.spec.tables.schedule import RankSchedule, Scans, Schedule, Step, Tiles
 from cp_ref.spec.tables.score_options import ScoreOptions
 from cp_ref.spec.tables.table import Column, Table, joined, ranges
 from cp_ref.spec.tables.workload import Workload, areas_of, workload_of
@@ -94,6 +88,7 @@ __all__ = [
     "RESULTS",
     "SCORE_OPTIONS",
     "SOFTMAX_TYPES",
+    "STATES",
     "UNBOUNDED",
     "Agreement",
     "AttentionSliceRow",
@@ -104,6 +99,7 @@ __all__ = [
     "Column",
     "Cut",
     "DiagonalBand",
+    "DocumentFragments",
     "Feature",
     "Fragments",
     "Group",
@@ -125,6 +121,7 @@ __all__ = [
     "RingMembers",
     "Roll",
     "Room",
+    "Scans",
     "Schedule",
     "ScoreOptions",
     "Sequence",
@@ -159,14 +156,20 @@ __all__ = [
     "contiguous",
     "describe",
     "divisor",
+    "document_fragments",
     "dual_chunk",
+    "halo_workload",
     "head_ranges",
     "joined",
     "kind_of",
     "local_lengths",
     "local_part",
+    "make_halo",
+    "make_rank_halo",
     "make_rank_schedule",
+    "make_rank_states",
     "make_schedule",
+    "make_states",
     "message_bytes",
     "next_batch",
     "one_a_head",
@@ -194,6 +197,7 @@ __all__ = [
     "tell",
     "tile_pairs",
     "verify",
+    "verify_states",
     "verify_tables",
     "workload_of",
 ]

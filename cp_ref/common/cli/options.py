@@ -14,8 +14,8 @@ from typer import Option
 
 from cp_ref.common.cli.terminal import readable_errors
 from cp_ref.spec import CP_COMM_TYPES, check_choice, read_count
+from cp_ref.spec.arguments.argument_words import canonical_layout
 from cp_ref.spec.arguments.single_values import MOST_RANKS
-from cp_ref.spec.tables.argument_words import canonical_layout
 
 if TYPE_CHECKING:
     import torch

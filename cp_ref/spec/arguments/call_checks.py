@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from cp_ref.spec.arguments.argument_words import MASKS, QKV_FORMATS
 from cp_ref.spec.arguments.read_problem import SCORE_OPTIONS, Sizes, read_sizes
 from cp_ref.spec.arguments.single_values import kind_of, read_choice, read_window
 from cp_ref.spec.layouts.named_layouts import slice_rows
-from cp_ref.spec.tables.argument_words import MASKS, QKV_FORMATS
 from cp_ref.spec.tables.problem import Problem
 
 __all__ = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from cp_ref.spec.arguments.argument_words import QKV_FORMATS
 from cp_ref.spec.arguments.single_values import check_choice
 from cp_ref.spec.groups.pair_group import PairGroup
-from cp_ref.spec.tables.argument_words import QKV_FORMATS
 
 __all__ = ["AXES", "check_placements", "local_part", "one_a_head"]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cp_ref.spec.arguments.argument_words import CP_COMM_TYPES, MASKS, QKV_FORMATS, SOFTMAX_TYPES
 from cp_ref.spec.arguments.read_sequences import read_sequences
 from cp_ref.spec.arguments.single_values import (
     check_choice,
@@ -23,7 +24,6 @@ from cp_ref.spec.arguments.single_values import (
 )
 from cp_ref.spec.layouts.named_layouts import check_layout, read_layout
 from cp_ref.spec.masks.read_areas import read_areas
-from cp_ref.spec.tables.argument_words import CP_COMM_TYPES, MASKS, QKV_FORMATS, SOFTMAX_TYPES
 from cp_ref.spec.tables.problem import Problem, Sequences
 from cp_ref.spec.tables.row_positions import check_one_document
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from cp_ref.spec.arguments.read_problem import DTYPES, Sizes, check_heads, counted
-from cp_ref.spec.arguments.single_values import check_choice, read_count, read_several, read_window
-from cp_ref.spec.layouts.named_layouts import check_layout, slice_rows
-from cp_ref.spec.planners.make_schedule import make_schedule
-from cp_ref.spec.tables.argument_words import (
+from cp_ref.spec.arguments.argument_words import (
     CP_COMM_TYPES,
     LAYOUTS,
     MASKS,
@@ -18,6 +14,10 @@ from cp_ref.spec.tables.argument_words import (
     Layout,
     canonical_layout,
 )
+from cp_ref.spec.arguments.read_problem import DTYPES, Sizes, check_heads, counted
+from cp_ref.spec.arguments.single_values import check_choice, read_count, read_several, read_window
+from cp_ref.spec.layouts.named_layouts import check_layout, slice_rows
+from cp_ref.spec.planners.make_schedule import make_schedule
 from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.schedule import RankSchedule
 from cp_ref.spec.tables.sequences import Sequence

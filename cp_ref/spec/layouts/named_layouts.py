@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from cp_ref.spec.arguments.argument_words import LAYOUTS
 from cp_ref.spec.arguments.single_values import check_choice, check_data
 from cp_ref.spec.layouts.balanced import balanced
-from cp_ref.spec.tables.argument_words import LAYOUTS
 from cp_ref.spec.tables.ownership import Fragments, Ownership, contiguous, dual_chunk
 from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.table import Column

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from cp_ref.spec.arguments.argument_words import QKV_FORMATS
 from cp_ref.spec.arguments.call_checks import check_plan_owner, check_settled
 from cp_ref.spec.arguments.single_values import check_choice, check_data, kind_of, read_count, read_lengths
 from cp_ref.spec.layouts.named_layouts import padded_to_cut, slice_rows, slots_of_lengths, starts_of
-from cp_ref.spec.tables.argument_words import QKV_FORMATS
 from cp_ref.spec.tables.ownership import Fragments
 from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.table import Column, ranges

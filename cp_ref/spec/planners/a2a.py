@@ -28,8 +28,9 @@ import numpy as np
 
 from cp_ref.spec.planners.p2p import RingPlace, ring_schedules
 from cp_ref.spec.planners.ring_members import RingMembers, Spans, merged
+from cp_ref.spec.tables.messages import Heads, Message, Pieces, tag
 from cp_ref.spec.tables.ownership import Fragments
-from cp_ref.spec.tables.schedule import Heads, Message, Pieces, RankSchedule, Step, tag
+from cp_ref.spec.tables.schedule import RankSchedule, Step
 from cp_ref.spec.tables.workload import Workload
 
 __all__ = ["head_ranges", "plan_a2a_rank"]

@@ -16,7 +16,8 @@ import numpy as np
 
 from cp_ref.spec.planners.p2p import tiles_of
 from cp_ref.spec.planners.ring_members import RingMembers, Spans, merged, spans_by
-from cp_ref.spec.tables.schedule import Message, Pieces, RankSchedule, Step, tag
+from cp_ref.spec.tables.messages import Message, Pieces, tag
+from cp_ref.spec.tables.schedule import RankSchedule, Step
 
 __all__ = ["plan_all_gather_rank"]
 

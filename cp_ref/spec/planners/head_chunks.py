@@ -26,8 +26,9 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from cp_ref.spec.tables.messages import KINDS, Heads, Message, Pieces
 from cp_ref.spec.tables.problem import Problem
-from cp_ref.spec.tables.schedule import KINDS, Heads, Message, Pieces, RankSchedule, Step, Tiles
+from cp_ref.spec.tables.schedule import RankSchedule, Step, Tiles
 from cp_ref.spec.tables.table import constant
 
 __all__ = ["check_head_chunks", "in_head_chunks"]

@@ -30,7 +30,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_ref.spec.planners.ring_members import RingMembers, Sights, Spans, merged
-from cp_ref.spec.tables.schedule import Heads, Message, Pieces, RankSchedule, Step, Tiles, tag
+from cp_ref.spec.tables.messages import Heads, Message, Pieces, tag
+from cp_ref.spec.tables.schedule import RankSchedule, Step, Tiles
 from cp_ref.spec.tables.table import constant
 
 __all__ = ["RingPlace", "plan_p2p_rank", "ring_schedules", "tiles_of"]

@@ -14,8 +14,8 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from cp_ref.spec.arguments.argument_words import canonical_layout
 from cp_ref.spec.masks.read_areas import AttentionSliceRow
-from cp_ref.spec.tables.argument_words import canonical_layout
 from cp_ref.spec.tables.diagonal_band import DiagonalBand
 from cp_ref.spec.tables.score_options import ScoreOptions
 from cp_ref.spec.tables.sequences import Sequence, Sequences

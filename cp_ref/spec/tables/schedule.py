@@ -8,15 +8,9 @@ The meaning of a step:
 So the messages of a step travel while its tiles are computed, and a schedule shows which computation hides which
 messages.
 
-Kinds of rows in messages:
-    operands, copied to the receiver:    q     query rows                    kv    key and value rows
-                                         do    rows of the output's gradient, with the final lse and delta
-    results, sent once and added up:     out   partial output rows with their lse (the receiver merges them by lse)
-                                         dq    gradient of query rows        dkv   gradient of key and value rows
-
 A tile of the forward pass needs q and kv and adds to out; a tile of the backward pass needs q, kv and do, and adds to
 dq and dkv. Rows are those of the global packed buffers; a tile is a rectangle of one attention slice, whose diagonal
-band masks it.
+band masks it. A linear layer has scans in place of tiles: a scan needs the maps of the fragments that it names.
 
 The text form, one line each, reads back to an equal schedule (heads are shown where they are not all heads):
 
@@ -26,6 +20,8 @@ The text form, one line each, reads back to an equal schedule (heads are shown w
         send kv [0:2] [6:8] to 1 tag 0
         recv kv [2:6] from 1 tag 0
         tile 0 q[0:2] k[0:2]
+
+A scan, of document 0, reads `scan 0 [0:2] [2:6]`.
 """
 
 from __future__ import annotations
@@ -33,55 +29,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from itertools import groupby
 from typing import NamedTuple
 
-import numpy as np
-
 from cp_ref.spec.arguments.single_values import MOST_RANKS
-from cp_ref.spec.tables.table import Column, Table, constant, one_value
+from cp_ref.spec.tables.messages import KINDS, STATES, Heads, Message, Pieces
+from cp_ref.spec.tables.table import Column, Table
 
-__all__ = ["KINDS", "OPERANDS", "RESULTS", "Message", "Pieces", "RankSchedule", "Schedule", "Step", "Tiles", "tag"]
-
-OPERANDS = ("kv", "q", "do")
-RESULTS = ("out", "dq", "dkv")
-KINDS = OPERANDS + RESULTS
-
-
-Heads = tuple[int, int]
-
-
-def tag(step: int, kind: str) -> int:
-    """The tag of a step's messages of one kind.
-
-    >>> tag(0, "kv"), tag(1, "kv")
-    (0, 6)
-    """
-    return step * len(KINDS) + KINDS.index(kind)
-
-
-@dataclass(frozen=True, eq=False)
-class Pieces(Table):
-    """Pieces of messages: rows [start, stop) of a global buffer, for heads [head_start, head_stop).
-
-    Heads count query heads in q, do, out and dq, and kv heads in kv and dkv.
-    """
-
-    start: Column
-    stop: Column
-    head_start: Column
-    head_stop: Column
-
-    @staticmethod
-    def spans(start: Column, stop: Column, heads: Heads) -> Pieces:
-        """Pieces of the same heads."""
-        return Pieces(start, stop, *(constant(head, start) for head in heads))
-
-    @property
-    def size(self) -> int:
-        """The number of rows of all pieces; a row of some of the heads counts as one."""
-        return int((self.stop - self.start).sum())
+__all__ = ["RankSchedule", "Scans", "Schedule", "Step", "Tiles"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,47 +55,24 @@ class Tiles(Table):
 
 
 @dataclass(frozen=True, eq=False)
-class Message:
-    """Pieces of one kind to, or from, one peer. A send and its receive differ only in the peer.
+class Scans(Table):
+    """Maps of fragments [start, stop) of documents, in the order in which they are composed, document after document.
 
-    `complete`: these are the whole results of their rows and heads, on the way to their owner. They may be rounded to
-    the input's dtype before they travel, because nothing is added to them any more. `verify` proves it.
-
-    `tag`: the same at both ends. Messages are in the order of the steps, whatever their tags: between two ranks the
-    n-th message sent is the n-th received.
+    The state that enters a fragment of the rank's is the composition of the maps before it in its document's rows.
     """
 
-    kind: str
-    peer: int
-    tag: int
-    pieces: Pieces
-    complete: bool = False
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Message):
-            return NotImplemented
-        mine, theirs = ((m.kind, m.peer, m.tag, m.complete) for m in (self, other))
-        return mine == theirs and self.pieces == other.pieces
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]  # pieces are arrays
-
-    @cached_property
-    def by_heads(self) -> list[tuple[Heads, Column, Column]]:
-        """(heads, start, stop) of the pieces; neighbours of the same heads are one entry."""
-        p = self.pieces
-        if one_value(p.head_start) and one_value(p.head_stop):
-            return [((int(p.head_start[0]), int(p.head_stop[0])), p.start, p.stop)] if len(p) else []
-        new = (p.head_start[1:] != p.head_start[:-1]) | (p.head_stop[1:] != p.head_stop[:-1])
-        edges = [0, *(np.flatnonzero(new) + 1).tolist(), len(p)]
-        return [((int(p.head_start[a]), int(p.head_stop[a])), p.start[a:b], p.stop[a:b]) for a, b in pairwise(edges)]
+    document: Column
+    start: Column
+    stop: Column
 
 
 class Step(NamedTuple):
-    """Messages posted together, and the tiles computed while they travel."""
+    """Messages posted together, and the tiles, or the scans, computed while they travel."""
 
     sends: tuple[Message, ...] = ()
     recvs: tuple[Message, ...] = ()
     tiles: Tiles = Tiles.of_rows([])
+    scans: Scans = Scans.of_rows([])
 
 
 RankSchedule = tuple[Step, ...]
@@ -190,6 +122,8 @@ class Schedule:
         yield from (self.message_text(m, "recv") for m in step.recvs)
         for row in step.tiles.rows():
             yield self.tile_text(row)
+        for document, maps in groupby(step.scans.rows(), key=lambda row: row[0]):
+            yield f"scan {document} {' '.join(f'[{start}:{stop}]' for _, start, stop in maps)}"
 
     def message_text(self, message: Message, verb: str) -> str:
         """A message as a line; `verb` is "send" or "recv"."""
@@ -231,7 +165,7 @@ class Schedule:
             elif rank_schedule is None:
                 raise ValueError(f"{line!r} stands before any 'forward rank R'")
             elif line == "step":
-                rank_schedule.append(_StepText([], [], []))
+                rank_schedule.append(_StepText([], [], [], []))
             elif rank_schedule:
                 rank_schedule[-1].read(line, heads)
             else:
@@ -246,6 +180,7 @@ _LONG = re.compile(r"\d{19}")  # columns are integers of 64 bits
 _HEADS = r"(?:h(\d+):(\d+))?"
 _PIECE = re.compile(rf"\[(\d+):(\d+)\]{_HEADS}")
 _MESSAGE = re.compile(r"(send|recv)( complete)? (\S+) (.*?) ?(?:to|from) (\d+) tag (\d+)")
+_SCAN = re.compile(r"scan (\d+)((?: \[\d+:\d+\])+)")
 _TILE = re.compile(rf"tile (\d+){_HEADS} q\[(\d+):(\d+)\] k\[(\d+):(\d+)\]")
 
 
@@ -259,16 +194,20 @@ class _StepText(NamedTuple):
     sends: list[Message]
     recvs: list[Message]
     tiles: list[tuple[int, ...]]
+    scans: list[tuple[int, ...]]
 
     def step(self) -> Step:
-        return Step(tuple(self.sends), tuple(self.recvs), Tiles.of_rows(self.tiles))
+        return Step(tuple(self.sends), tuple(self.recvs), Tiles.of_rows(self.tiles), Scans.of_rows(self.scans))
 
     def read(self, line: str, heads: Heads) -> None:
         if found := _TILE.fullmatch(line):
             span = (0, heads[0]) if found[2] is None else (int(found[2]), int(found[3]))
             self.tiles.append((int(found[1]), *(int(found[n]) for n in (4, 5, 6, 7)), *span))
             return
-        if (found := _MESSAGE.fullmatch(line)) and found[3] in KINDS:
+        if found := _SCAN.fullmatch(line):
+            self.scans.extend((int(found[1]), int(w[1]), int(w[2])) for w in _PIECE.finditer(found[2]))
+            return
+        if (found := _MESSAGE.fullmatch(line)) and found[3] in KINDS + STATES:
             words = [_PIECE.fullmatch(word) for word in found[4].split()]
             if all(words):
                 whole = (0, heads[1] if found[3] in ("kv", "dkv") else heads[0])

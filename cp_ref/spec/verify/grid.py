@@ -78,6 +78,7 @@ def grids(ownership: Ownership, schedule: Schedule) -> dict[str, Grid]:
     rows = {side: [np.zeros(1, int), f.start, f.stop] for side in ("q", "kv") for f in (ownership.side(side),)}
     heads = {"q": [np.array([0, schedule.heads[0]])], "kv": [np.array([0, schedule.heads[1]])]}
     for step in (step for rank_schedule in schedule.forward + schedule.backward for step in rank_schedule):
+        rows["q"] += [step.scans.start, step.scans.stop]
         for message in (*step.sends, *step.recvs):
             side, pieces = side_of(message.kind), message.pieces
             rows[side] += [pieces.start, pieces.stop]

@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cp_ref.spec.tables.schedule import OPERANDS, RESULTS, Message, RankSchedule, Schedule, Tiles
+from cp_ref.spec.tables.messages import OPERANDS, RESULTS, STATES, Message
+from cp_ref.spec.tables.schedule import RankSchedule, Scans, Schedule, Tiles
 from cp_ref.spec.tables.table import Column
 from cp_ref.spec.verify.complete_results import Contributions
 from cp_ref.spec.verify.grid import Cells, Grid, boxes_of, side_of
@@ -71,7 +72,7 @@ class Play:
         self.name, self.schedule, self.grids, self.describe = name, schedule, grids, describe
         rank_schedules = schedule.forward if name == "forward" else schedule.backward
         self.ranks = [_Rank(rank_schedule) for rank_schedule in rank_schedules]
-        self.has = [{k: start.get(k, self._new(k, False)) for k in OPERANDS} for start in has]
+        self.has = [{k: start.get(k, self._new(k, False)) for k in OPERANDS + STATES} for start in has]
         self.results = [{k: self._new(k, -1) for k in RESULTS} for _ in rank_schedules]
         self.contributions = Contributions(grids, len(rank_schedules))
         self.errors: list[str] = []
@@ -124,6 +125,8 @@ class Play:
             self._awaited[message.peer, rank] += 1
         if len(step.tiles):
             self._compute(rank, step.tiles)
+        if len(step.scans):
+            self._compose(rank, step.scans)
 
     def _take(self, rank: int, message: Message) -> Sent:
         """The rows that the rank sends; results leave the rank."""
@@ -158,6 +161,15 @@ class Play:
             self.contributions.compute(rank, kind, of_kind)
         self._tiles.append((tiles, rank, self.ranks[rank].step))
         self._count += len(tiles)
+
+    def _compose(self, rank: int, scans: Scans) -> None:
+        """Check that the maps are there."""
+        kind = "state" if self.name == "forward" else "dstate"
+        all_heads = (np.full_like(scans.start, head) for head in self.schedule.all_heads(kind))
+        cells = self.grids[side_of(kind)].cells(scans.start, scans.stop, *all_heads)
+        for n in np.unique(cells.box[~self.has[rank][kind][cells.cell]]).tolist():
+            rows = self.describe(kind, int(scans.start[n]), int(scans.stop[n]))
+            self.errors.append(f"{self._where(rank)}: a scan needs {rows}, which is not there")
 
     def _finished_step(self, rank: int) -> bool:
         """End the rank's step if all its messages are matched, and begin the next."""

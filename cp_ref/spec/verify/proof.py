@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cp_ref.spec.tables.messages import Pieces
 from cp_ref.spec.tables.problem import Problem
-from cp_ref.spec.tables.schedule import Pieces, Schedule
+from cp_ref.spec.tables.schedule import Schedule
 from cp_ref.spec.tables.table import Column
 from cp_ref.spec.tables.workload import Workload
 from cp_ref.spec.verify.grid import Grid, grids, side_of

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_ref.spec.tables.attention_slices import AttentionSlices, pairs
+from cp_ref.spec.tables.messages import Message
 from cp_ref.spec.tables.problem import Problem
-from cp_ref.spec.tables.schedule import Message, RankSchedule, Schedule, Step, Tiles
+from cp_ref.spec.tables.schedule import RankSchedule, Schedule, Step, Tiles
 from cp_ref.spec.tables.table import Column
 
 __all__ = ["RankCost", "Report", "message_bytes", "report", "tile_pairs"]

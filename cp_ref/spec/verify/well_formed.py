@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from numbers import Integral
 from typing import TypeGuard, cast
 
 import numpy as np
 
 from cp_ref.spec.tables.attention_slices import AttentionSlices
-from cp_ref.spec.tables.schedule import KINDS, RESULTS, Message, Schedule, Tiles
+from cp_ref.spec.tables.messages import KINDS, RESULTS, Message
+from cp_ref.spec.tables.schedule import Schedule, Tiles
 from cp_ref.spec.tables.table import Column, Table
 from cp_ref.spec.tables.workload import Workload
 
@@ -18,8 +19,10 @@ __all__ = ["malformed"]
 _TAGS = 2**21  # Process groups take tags of 31 bits, and each tensor of a message has its tag.
 
 
-def malformed(work: Workload, schedule: Schedule) -> Iterator[str]:
-    """One sentence for each message and tile that means nothing, and for sizes that are not the workload's."""
+def malformed(work: Workload, schedule: Schedule, kinds: Collection[str] = KINDS) -> Iterator[str]:
+    """One sentence for each message and tile that means nothing, and for sizes that are not the workload's. `kinds`:
+    of messages; those of states go with scans.
+    """
     if {schedule.cp_size, len(schedule.backward)} != {work.cp_size}:
         sizes = f"{schedule.cp_size} forward and {len(schedule.backward)} backward"
         yield f"the schedule has rank schedules for {sizes} ranks, but cp_size is {work.cp_size}"
@@ -36,13 +39,18 @@ def malformed(work: Workload, schedule: Schedule) -> Iterator[str]:
                 if not _is_table(step.tiles):
                     yield f"{where}: the tiles are no columns of integers, equally long"
                     continue
+                if not _is_table(step.scans):
+                    yield f"{where}: the scans are no columns of integers, equally long"
+                    continue
+                if len(step.scans) and kinds is KINDS:
+                    yield f"{where}: a schedule of attention has no scans"
                 for verb, messages in (("send", step.sends), ("recv", step.recvs)):
                     for message in messages:
                         if not _is_table(message.pieces):
                             yield f"{where}: the pieces of a {verb} are no columns of integers, equally long"
                             continue
                         said = f"{where}: {schedule.message_text(message, verb)!r}"
-                        if message.kind not in KINDS:
+                        if message.kind not in kinds:
                             yield f"{said}: there is no kind {message.kind!r}"
                         elif not _is_one_of(message.peer, work.cp_size) or message.peer == rank:
                             yield f"{said}: rank {message.peer} is no peer"

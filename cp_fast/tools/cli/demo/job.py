@@ -15,8 +15,8 @@ from cp_fast.backends import BACKENDS
 from cp_fast.tools.cli.demo.documents import Document, read_documents
 from cp_ref.common.cli.options import check_number, cumulative, exchanging, window
 from cp_ref.spec import LAYOUTS, MASKS, check_choice
+from cp_ref.spec.arguments.argument_words import canonical_layout
 from cp_ref.spec.arguments.read_problem import DTYPES
-from cp_ref.spec.tables.argument_words import canonical_layout
 
 __all__ = ["Job", "under_torchrun"]
 

@@ -1,0 +1,1 @@
+"""Linear attention and causal convolutions in plain PyTorch: the oracle, and the schedules of `cp_ref.spec.linear`."""

@@ -1,0 +1,195 @@
+"""One problem of linear layers in a package, over the simulated group, against the oracle: results and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from conformance.run.case_tensors import plan_arguments
+from cp_ref import SimGroup
+from cp_ref.linear.oracle import dense_causal_conv1d, dense_linear_attention
+from cp_ref.simulator.sim_group import SimMember
+from cp_ref.spec import Problem
+
+__all__ = ["Convolution", "Layer", "check_convolution", "check_layer"]
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes and options of a linear attention."""
+
+    kind: str = "gated_delta_rule"
+    heads: int = 1
+    shared: int = 1  # value heads for each head
+    d_k: int = 3
+    d_v: int = 2
+    scale: float | None = None
+    initial_state: bool = False
+    output_final_state: bool = False
+    tail: int = 0  # rows of each rank's slice, thd alone
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """Sizes and options of a causal convolution."""
+
+    channels: int = 2
+    kernel_size: int = 4
+    bias: bool = True
+    activation: str | None = None
+    tail: int = 0
+
+
+def check_layer(package: Any, problem: Problem, layer: Layer, *, atol: float = 1e-9, seed: int = 0) -> None:
+    """Forward and backward of every rank, with NaN in padding and tail, meet the oracle."""
+    draw = torch.Generator().manual_seed(seed)
+    lead, heads_v = _leading(problem), layer.heads * layer.shared
+
+    def some(*last: int) -> torch.Tensor:
+        return torch.randn(*lead, *last, generator=draw, dtype=torch.float64)
+
+    tensors = {
+        "q": some(layer.heads, layer.d_k),
+        "k": torch.nn.functional.normalize(some(layer.heads, layer.d_k), dim=-1),
+        "v": some(heads_v, layer.d_v),
+        "g": -some(*((heads_v, layer.d_k) if layer.kind == "kda" else (heads_v,))).abs(),
+    }
+    if layer.kind != "mamba2":
+        tensors["beta"] = some(heads_v).sigmoid()
+    states = len(problem.sequences), heads_v, layer.d_k, layer.d_v
+    state = torch.randn(states, generator=draw, dtype=torch.float64) if layer.initial_state else None
+    dout = some(heads_v, layer.d_v)
+    dfinal = torch.randn(problem.cp_size, *states, generator=draw, dtype=torch.float64)
+
+    leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    whole = None if state is None else state.clone().requires_grad_()
+    options = {"kind": layer.kind, "scale": layer.scale}
+    out, final = dense_linear_attention(**leaves, **options, initial_state=whole, **_lengths(problem))  # type: ignore[arg-type]
+    loss = (out * _real(problem, dout)).sum()
+    loss = loss + (final * dfinal.sum(dim=0)).sum() if layer.output_final_state else loss
+    loss.backward() if loss.requires_grad else None
+    if state is not None:
+        options["initial_state"] = state
+
+    def one_rank(member: SimMember) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        cp, plan = _plan(package, problem, member)
+        mine = {n: _slice(package, problem, x, cp, plan, layer.tail).requires_grad_() for n, x in tensors.items()}
+        options = {"kind": layer.kind, "scale": layer.scale, "output_final_state": layer.output_final_state}
+        leaf = None if state is None else state.clone().requires_grad_()
+        got = package.linear_attention(**mine, cp=cp, plan=plan, initial_state=leaf, **options)
+        local, ending = got if layer.output_final_state else (got, None)
+        share = [local], [_slice(package, problem, dout, cp, plan, layer.tail)]
+        if ending is not None:
+            share[0].append(ending)
+            share[1].append(dfinal[member.rank])
+        inputs = [*mine.values(), *([] if leaf is None else [leaf])]
+        grads = torch.autograd.grad(share[0], inputs, share[1])
+        results = {"out": local.detach(), **{f"d{n}": x for n, x in zip(mine, grads, strict=False)}}
+        results = {name: _whole(package, problem, x, cp, plan, layer.tail) for name, x in results.items()}
+        if ending is not None:
+            results["final_state"] = ending.detach()
+        return results, grads[-1] if leaf is not None else torch.zeros(())
+
+    wanted = {"out": out.detach(), **{f"d{name}": _grad(x) for name, x in leaves.items()}}
+    wanted |= {"final_state": final.detach()} if layer.output_final_state else {}
+    ranks = SimGroup(problem.cp_size).run(one_rank)
+    for results, _ in ranks:
+        for name, x in wanted.items():
+            torch.testing.assert_close(results[name], x, atol=atol, rtol=atol, msg=lambda m, name=name: f"{name}: {m}")
+    if whole is not None:
+        total = torch.stack([share for _, share in ranks]).sum(dim=0)
+        torch.testing.assert_close(total, _grad(whole), atol=atol, rtol=atol)
+
+
+def check_convolution(package: Any, problem: Problem, layer: Convolution, *, atol: float = 1e-9, seed: int = 0) -> None:
+    """Forward and backward of every rank, with NaN in padding and tail, meet the oracle."""
+    draw = torch.Generator().manual_seed(seed)
+    x, dout = (torch.randn(*_leading(problem), layer.channels, generator=draw, dtype=torch.float64) for _ in range(2))
+    weight = torch.randn(layer.channels, layer.kernel_size, generator=draw, dtype=torch.float64)
+    bias = torch.randn(layer.channels, generator=draw, dtype=torch.float64) if layer.bias else None
+    leaves = [None if one is None else one.clone().requires_grad_() for one in (x, weight, bias)]
+    out = dense_causal_conv1d(*leaves, activation=layer.activation, **_lengths(problem))  # type: ignore[arg-type]
+    loss = (out * _real(problem, dout)).sum()
+    loss.backward() if loss.requires_grad else None
+
+    def one_rank(member: SimMember) -> tuple[torch.Tensor, ...]:
+        cp, plan = _plan(package, problem, member)
+        mine = _slice(package, problem, x, cp, plan, layer.tail).requires_grad_()
+        of_layer = [one.clone().requires_grad_() for one in (weight, bias) if one is not None]
+        local = package.causal_conv1d(mine, *of_layer, cp=cp, plan=plan, activation=layer.activation)
+        grads = torch.autograd.grad(local, [mine, *of_layer], _slice(package, problem, dout, cp, plan, layer.tail))
+        dx = _whole(package, problem, grads[0], cp, plan, layer.tail)
+        return _whole(package, problem, local.detach(), cp, plan, layer.tail), dx, *grads[1:]
+
+    ranks = SimGroup(problem.cp_size).run(one_rank)
+    for got in ranks:
+        for one, exact in zip(got[:2], (out.detach(), _grad(leaves[0])), strict=True):
+            torch.testing.assert_close(one, exact, atol=atol, rtol=atol)
+    for n, leaf in enumerate(one for one in leaves[1:] if one is not None):
+        total = torch.stack([got[2 + n] for got in ranks]).sum(dim=0)
+        torch.testing.assert_close(total, _grad(leaf), atol=atol, rtol=atol)
+
+
+def _leading(problem: Problem) -> tuple[int, ...]:
+    if problem.qkv_format == "thd":
+        return (problem.starts_q[-1],)
+    batch, longest = len(problem.sequences), max(problem.lengths.slots_q, default=0)
+    return (batch, longest) if problem.qkv_format == "bshd" else (longest, batch)
+
+
+def _lengths(problem: Problem) -> dict[str, Any]:
+    real, slots = ([0, *torch.tensor(list(x)).cumsum(0).tolist()] for x in problem.lengths.columns[::2])
+    found: dict[str, Any] = {"qkv_format": problem.qkv_format, "cu_seqlens": torch.tensor(real)}
+    return found | ({"cu_seqlens_padded": torch.tensor(slots)} if problem.qkv_format == "thd" else {})
+
+
+def _plan(package: Any, problem: Problem, member: SimMember) -> tuple[Any, Any]:
+    layout = problem.layout if isinstance(problem.layout, str) else "dual_chunk"
+    group = member.split(problem.a2a_size) if problem.cp_comm_type == "a2a+p2p" else member
+    cp = package.ContextParallel(group, problem.cp_comm_type, layout=layout)
+    table = {} if isinstance(problem.layout, str) else {"layout": problem.layout}
+    return cp, package.make_plan(cp=cp, **plan_arguments(problem) | table, linear=True)
+
+
+def _slice(package: Any, problem: Problem, x: torch.Tensor, cp: Any, plan: Any, tail: int) -> torch.Tensor:
+    """A rank's slice, with NaN in padding and tail."""
+    nothing = ~_mask(problem, x)
+    mine = package.shard(x.masked_fill(nothing, NAN), cp=cp, plan=plan)
+    here = package.shard((~nothing).to(x.dtype), cp=cp, plan=plan)
+    mine = mine.masked_fill(here == 0, NAN)
+    return torch.cat([mine, mine.new_full((tail, *mine.shape[1:]), NAN)]) if _has_tail(problem, tail) else mine
+
+
+def _whole(package: Any, problem: Problem, x: torch.Tensor, cp: Any, plan: Any, tail: int) -> torch.Tensor:
+    if _has_tail(problem, tail):
+        assert not x[len(x) - tail :].any()
+        x = x[: len(x) - tail]
+    return package.unshard(x.detach(), cp=cp, plan=plan)
+
+
+def _has_tail(problem: Problem, tail: int) -> bool:
+    return problem.qkv_format == "thd" and tail > 0
+
+
+def _mask(problem: Problem, x: torch.Tensor) -> torch.Tensor:
+    """Which rows of a global tensor are real tokens, in its shape."""
+    rows = torch.zeros(problem.starts_q[-1], dtype=torch.bool)
+    for start, length in zip(problem.starts_q, problem.lengths.len_q, strict=False):
+        rows[start : start + length] = True
+    if problem.qkv_format != "thd":
+        rows = rows.view(len(problem.sequences), -1)
+        rows = rows.T if problem.qkv_format == "sbhd" else rows
+    return rows.reshape(*rows.shape, *[1] * (x.dim() - rows.dim())).expand_as(x)
+
+
+def _real(problem: Problem, x: torch.Tensor) -> torch.Tensor:
+    """The tensor with zero in padding."""
+    return x.masked_fill(~_mask(problem, x), 0.0)
+
+
+def _grad(x: Any) -> torch.Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad
