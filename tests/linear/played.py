@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from cp_ref.linear.oracle import dense_causal_conv1d, dense_linear_attention
 from cp_ref.simulator.sim_group import SimMember
 from cp_ref.spec import Problem
 
-__all__ = ["Convolution", "Layer", "check_convolution", "check_layer"]
+__all__ = ["Convolution", "Layer", "check_convolution", "check_layer", "compare_layer", "exact_layer", "play_layer"]
 
 NAN = float("nan")
 
@@ -44,68 +45,96 @@ class Convolution:
     tail: int = 0
 
 
-def check_layer(package: Any, problem: Problem, layer: Layer, *, atol: float = 1e-9, seed: int = 0) -> None:
-    """Forward and backward of every rank, with NaN in padding and tail, meet the oracle."""
+@dataclass(frozen=True)
+class Tensors:
+    """Global tensors of a layer, the same for equal arguments."""
+
+    given: dict[str, torch.Tensor]  # q, k, v, g, beta
+    state: torch.Tensor | None
+    dout: torch.Tensor
+    dfinal: torch.Tensor  # of every rank, [cp_size, b, h_v, d_k, d_v]
+
+
+def layer_tensors(problem: Problem, layer: Layer, seed: int) -> Tensors:
+    """Random values; keys have length 1."""
     draw = torch.Generator().manual_seed(seed)
     lead, heads_v = _leading(problem), layer.heads * layer.shared
 
     def some(*last: int) -> torch.Tensor:
         return torch.randn(*lead, *last, generator=draw, dtype=torch.float64)
 
-    tensors = {
+    given = {
         "q": some(layer.heads, layer.d_k),
         "k": torch.nn.functional.normalize(some(layer.heads, layer.d_k), dim=-1),
         "v": some(heads_v, layer.d_v),
         "g": -some(*((heads_v, layer.d_k) if layer.kind == "kda" else (heads_v,))).abs(),
     }
     if layer.kind != "mamba2":
-        tensors["beta"] = some(heads_v).sigmoid()
+        given["beta"] = some(heads_v).sigmoid()
     states = len(problem.sequences), heads_v, layer.d_k, layer.d_v
     state = torch.randn(states, generator=draw, dtype=torch.float64) if layer.initial_state else None
-    dout = some(heads_v, layer.d_v)
     dfinal = torch.randn(problem.cp_size, *states, generator=draw, dtype=torch.float64)
+    return Tensors(given, state, some(heads_v, layer.d_v), dfinal)
 
-    leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
-    whole = None if state is None else state.clone().requires_grad_()
-    options = {"kind": layer.kind, "scale": layer.scale}
-    out, final = dense_linear_attention(**leaves, **options, initial_state=whole, **_lengths(problem))  # type: ignore[arg-type]
-    loss = (out * _real(problem, dout)).sum()
-    loss = loss + (final * dfinal.sum(dim=0)).sum() if layer.output_final_state else loss
-    loss.backward() if loss.requires_grad else None
-    if state is not None:
-        options["initial_state"] = state
 
-    def one_rank(member: SimMember) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        cp, plan = _plan(package, problem, member)
-        mine = {n: _slice(package, problem, x, cp, plan, layer.tail).requires_grad_() for n, x in tensors.items()}
-        options = {"kind": layer.kind, "scale": layer.scale, "output_final_state": layer.output_final_state}
-        leaf = None if state is None else state.clone().requires_grad_()
-        got = package.linear_attention(**mine, cp=cp, plan=plan, initial_state=leaf, **options)
-        local, ending = got if layer.output_final_state else (got, None)
-        share = [local], [_slice(package, problem, dout, cp, plan, layer.tail)]
-        if ending is not None:
-            share[0].append(ending)
-            share[1].append(dfinal[member.rank])
-        inputs = [*mine.values(), *([] if leaf is None else [leaf])]
-        grads = torch.autograd.grad(share[0], inputs, share[1])
-        results = {"out": local.detach(), **{f"d{n}": x for n, x in zip(mine, grads, strict=False)}}
-        results = {name: _whole(package, problem, x, cp, plan, layer.tail) for name, x in results.items()}
-        if ending is not None:
-            results["final_state"] = ending.detach()
-        return results, grads[-1] if leaf is not None else torch.zeros(())
+Found = tuple[dict[str, torch.Tensor], torch.Tensor]  # global results by name; the share of the gradient of the states
 
-    wanted = {"out": out.detach(), **{f"d{name}": _grad(x) for name, x in leaves.items()}}
-    wanted |= {"final_state": final.detach()} if layer.output_final_state else {}
-    ranks = SimGroup(problem.cp_size).run(one_rank)
+
+def play_layer(package: Any, problem: Problem, layer: Layer, seed: int, group: Any) -> Found:
+    """One rank's forward and backward pass, with NaN in padding and tail."""
+    tensors = layer_tensors(problem, layer, seed)
+    cp, plan = _plan(package, problem, group)
+    mine = {n: _slice(package, problem, x, cp, plan, layer.tail).requires_grad_() for n, x in tensors.given.items()}
+    options = {"kind": layer.kind, "scale": layer.scale, "output_final_state": layer.output_final_state}
+    leaf = None if tensors.state is None else tensors.state.clone().requires_grad_()
+    got = package.linear_attention(**mine, cp=cp, plan=plan, initial_state=leaf, **options)
+    local, ending = got if layer.output_final_state else (got, None)
+    roots, seeds = [local], [_slice(package, problem, tensors.dout, cp, plan, layer.tail)]
+    if ending is not None:
+        roots.append(ending)
+        seeds.append(tensors.dfinal[cp.rank])
+    grads = torch.autograd.grad(roots, [*mine.values(), *([] if leaf is None else [leaf])], seeds)
+    results = {"out": local.detach(), **{f"d{n}": x for n, x in zip(mine, grads, strict=False)}}
+    results = {name: _whole(package, problem, x, cp, plan, layer.tail) for name, x in results.items()}
+    if ending is not None:
+        results["final_state"] = ending.detach()
+    return results, grads[-1] if leaf is not None else torch.zeros(())
+
+
+def exact_layer(problem: Problem, layer: Layer, seed: int) -> Found:
+    """The oracle's results, and the whole gradient of the states."""
+    tensors = layer_tensors(problem, layer, seed)
+    leaves = {name: x.clone().requires_grad_() for name, x in tensors.given.items()}
+    whole = None if tensors.state is None else tensors.state.clone().requires_grad_()
+    options: dict[str, Any] = {"kind": layer.kind, "scale": layer.scale, "initial_state": whole}
+    out, final = dense_linear_attention(**leaves, **options, **_lengths(problem))
+    loss = (out * _real(problem, tensors.dout)).sum()
+    if layer.output_final_state:
+        loss = loss + (final * tensors.dfinal.sum(dim=0)).sum()
+    if loss.requires_grad:
+        loss.backward()
+    results = {"out": out.detach(), **{f"d{name}": _grad(x) for name, x in leaves.items()}}
+    results |= {"final_state": final.detach()} if layer.output_final_state else {}
+    return results, torch.zeros(()) if whole is None else _grad(whole)
+
+
+def compare_layer(ranks: list[Found], exact: Found, atol: float = 1e-9) -> None:
+    """Every rank has the exact results, and the shares of the states' gradient add up."""
     for results, _ in ranks:
-        for name, x in wanted.items():
+        assert results.keys() == exact[0].keys()
+        for name, x in exact[0].items():
             torch.testing.assert_close(results[name], x, atol=atol, rtol=atol, msg=lambda m, name=name: f"{name}: {m}")
-    if whole is not None:
-        total = torch.stack([share for _, share in ranks]).sum(dim=0)
-        torch.testing.assert_close(total, _grad(whole), atol=atol, rtol=atol)
+    total = torch.stack([share for _, share in ranks]).sum(dim=0)
+    torch.testing.assert_close(total, exact[1], atol=atol, rtol=atol)
 
 
-def check_convolution(package: Any, problem: Problem, layer: Convolution, *, atol: float = 1e-9, seed: int = 0) -> None:
+def check_layer(package: Any, problem: Problem, layer: Layer, seed: int = 0) -> None:
+    """A layer over the simulated group meets the oracle."""
+    ranks = SimGroup(problem.cp_size).run(partial(play_layer, package, problem, layer, seed))
+    compare_layer(ranks, exact_layer(problem, layer, seed))
+
+
+def check_convolution(package: Any, problem: Problem, layer: Convolution, seed: int = 0) -> None:
     """Forward and backward of every rank, with NaN in padding and tail, meet the oracle."""
     draw = torch.Generator().manual_seed(seed)
     x, dout = (torch.randn(*_leading(problem), layer.channels, generator=draw, dtype=torch.float64) for _ in range(2))
@@ -114,7 +143,8 @@ def check_convolution(package: Any, problem: Problem, layer: Convolution, *, ato
     leaves = [None if one is None else one.clone().requires_grad_() for one in (x, weight, bias)]
     out = dense_causal_conv1d(*leaves, activation=layer.activation, **_lengths(problem))  # type: ignore[arg-type]
     loss = (out * _real(problem, dout)).sum()
-    loss.backward() if loss.requires_grad else None
+    if loss.requires_grad:
+        loss.backward()
 
     def one_rank(member: SimMember) -> tuple[torch.Tensor, ...]:
         cp, plan = _plan(package, problem, member)
@@ -128,10 +158,10 @@ def check_convolution(package: Any, problem: Problem, layer: Convolution, *, ato
     ranks = SimGroup(problem.cp_size).run(one_rank)
     for got in ranks:
         for one, exact in zip(got[:2], (out.detach(), _grad(leaves[0])), strict=True):
-            torch.testing.assert_close(one, exact, atol=atol, rtol=atol)
+            torch.testing.assert_close(one, exact, atol=1e-9, rtol=1e-9)
     for n, leaf in enumerate(one for one in leaves[1:] if one is not None):
         total = torch.stack([got[2 + n] for got in ranks]).sum(dim=0)
-        torch.testing.assert_close(total, _grad(leaf), atol=atol, rtol=atol)
+        torch.testing.assert_close(total, _grad(leaf), atol=1e-9, rtol=1e-9)
 
 
 def _leading(problem: Problem) -> tuple[int, ...]:
@@ -147,9 +177,10 @@ def _lengths(problem: Problem) -> dict[str, Any]:
     return found | ({"cu_seqlens_padded": torch.tensor(slots)} if problem.qkv_format == "thd" else {})
 
 
-def _plan(package: Any, problem: Problem, member: SimMember) -> tuple[Any, Any]:
+def _plan(package: Any, problem: Problem, group: Any) -> tuple[Any, Any]:
     layout = problem.layout if isinstance(problem.layout, str) else "dual_chunk"
-    group = member.split(problem.a2a_size) if problem.cp_comm_type == "a2a+p2p" else member
+    if problem.cp_comm_type == "a2a+p2p" and isinstance(group, SimMember):
+        group = group.split(problem.a2a_size)
     cp = package.ContextParallel(group, problem.cp_comm_type, layout=layout)
     table = {} if isinstance(problem.layout, str) else {"layout": problem.layout}
     return cp, package.make_plan(cp=cp, **plan_arguments(problem) | table, linear=True)

@@ -41,8 +41,8 @@ DRAWN = given(problem=linear_problems(most=9), layer=LAYERS, convolution=CONVOLU
 
 
 def check(package: str, problem: Problem, layer: Layer, convolution: Convolution, seed: int) -> None:
-    check_layer(PACKAGES[package], problem, layer, seed=seed)
-    check_convolution(PACKAGES[package], problem, convolution, seed=seed)
+    check_layer(PACKAGES[package], problem, layer, seed)
+    check_convolution(PACKAGES[package], problem, convolution, seed)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
