@@ -46,6 +46,7 @@ class Plan(plans.Plan):
         score_mod: the function that `make_plan` was given.
         linear: whether it serves linear layers.
         agreed: see `cp_ref.common.plan_arguments.Plan`.
+        halos: the results of `halo`, by kernel_size.
     """
 
     problem: Problem
@@ -55,12 +56,24 @@ class Plan(plans.Plan):
     custom: Schedule | None = field(default=None, hash=False)  # tables have no hash
     score_mod: ScoreMod | None = None
     linear: bool = False
-    agreed: set[bytes] = field(default_factory=set[bytes], compare=False, repr=False)
+    agreed: set[bytes] = field(default_factory=set[bytes], init=False, compare=False, repr=False)
+    halos: dict[int, Schedule] = field(default_factory=dict[int, Schedule], init=False, compare=False, repr=False)
 
     @cached_property
     def schedule(self) -> Schedule:  # pyright: ignore[reportIncompatibleMethodOverride]  # a property too, kept
         """The messages and tiles of every rank, step by step."""
         return make_schedule(self.problem) if self.custom is None else self.custom
+
+    @cached_property
+    def states(self) -> Schedule:  # pyright: ignore[reportIncompatibleMethodOverride]  # a property too, kept
+        """The messages and scans of linear layers, of every rank."""
+        return super().states
+
+    def halo(self, kernel_size: int) -> Schedule:
+        """The messages and tiles of a causal convolution, of every rank."""
+        if kernel_size not in self.halos:
+            self.halos[kernel_size] = super().halo(kernel_size)
+        return self.halos[kernel_size]
 
     @cached_property
     def position_ids(self) -> torch.Tensor:
@@ -84,8 +97,9 @@ class Plan(plans.Plan):
 
         made = plan_together(cp, lambda: (read(), self.device))
         object.__setattr__(self, "problem", made.problem)
-        for name in ("schedule", "position_ids"):
+        for name in ("schedule", "states", "position_ids"):
             self.__dict__.pop(name, None)
+        self.halos.clear()
 
 
 @same_parameters(plans.make_plan)

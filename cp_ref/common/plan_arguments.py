@@ -26,7 +26,9 @@ from cp_ref.spec import (
     check_flag,
     check_schedule,
     kind_of,
+    make_halo,
     make_states,
+    read_count,
     read_problem,
     read_room,
     report,
@@ -76,9 +78,21 @@ class Plan:
         Raises:
             ValueError: the plan was made without `linear=True`.
         """
-        if not self.linear:
-            raise ValueError("plan was made without linear=True, so it has no states")
+        self._check_linear()
         return make_states(self.problem)
+
+    def halo(self, kernel_size: int) -> Schedule:
+        """The messages and tiles of a causal convolution, of every rank: see `make_halo`.
+
+        Raises:
+            ValueError: the plan was made without `linear=True`.
+        """
+        self._check_linear()
+        return make_halo(self.problem, read_count("kernel_size", kernel_size, at_least=1))
+
+    def _check_linear(self) -> None:
+        if not self.linear:
+            raise ValueError("plan was made without linear=True; it has schedules of attention alone")
 
     def __str__(self) -> str:
         p = self.problem

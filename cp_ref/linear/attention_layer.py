@@ -25,7 +25,7 @@ from cp_ref.common.linear.linear_checks import LinearCall, agree_on_layer, read_
 from cp_ref.executor.rank_tensors import accumulator_dtype
 from cp_ref.linear.play_states import Span, play_states
 from cp_ref.linear.recurrence import AffineMap, Tokens, map_of, run
-from cp_ref.spec import DocumentFragments, check_context, document_fragments, make_rank_states
+from cp_ref.spec import DocumentFragments, check_context, document_fragments
 
 __all__ = ["linear_attention"]
 
@@ -98,8 +98,7 @@ class _LinearAttention(torch.autograd.Function):
         if initial_state is not None:
             begin = initial_state.to(begin.dtype)
         maps = {span: partial(map_of, rank.tokens(rows)) for _, rows, span in rank.own}
-        forward, _ = make_rank_states(plan.problem, plan.rank)
-        entering = play_states("forward", forward, cp.comm, maps, begin)
+        entering = play_states("forward", plan.states.forward[cp.rank], cp.comm, maps, begin)
 
         out, final_state = torch.zeros_like(rank.packed.v), torch.zeros_like(begin)
         for document, rows, span in rank.own:
@@ -138,8 +137,7 @@ class _LinearAttention(torch.autograd.Function):
         for _, rows, span in rank.own:
             local[span] = leaves, out, _ = _recorded(rank.tokens(rows), call.scale, ctx.entering[span])
             maps[span] = partial(_map_back, rank.tokens(rows), out, leaves[-1], dout[rows])
-        _, backward = make_rank_states(problem, plan.rank)
-        dleaving = play_states("backward", backward, cp.comm, maps, dfinal)
+        dleaving = play_states("backward", plan.states.backward[cp.rank], cp.comm, maps, dfinal)
 
         dtokens = [None if x is None else torch.zeros_like(x) for x in rank.packed]
         for document, rows, span in rank.own:

@@ -22,7 +22,7 @@ from cp_ref.common.linear import linear_calls
 from cp_ref.common.linear.linear_checks import ConvolutionCall, agree_on_layer, read_convolution
 from cp_ref.executor.play_schedule import run_rank_schedule
 from cp_ref.executor.rank_tensors import World, accumulator_dtype
-from cp_ref.spec import check_context, halo_workload, make_rank_halo
+from cp_ref.spec import check_context, halo_workload
 
 __all__ = ["causal_conv1d"]
 
@@ -83,8 +83,7 @@ class _Convolution(torch.autograd.Function):
             for j, rows, columns in taps(tile, call.kernel_size):
                 sums[rows] += factors[:, j] * world.tensors["kv"][0][columns, 0].to(wide)
 
-        forward, _ = make_rank_halo(problem, call.kernel_size, cp.rank)
-        run_rank_schedule("forward", forward, world, cp.comm, compute)
+        run_rank_schedule("forward", plan.halo(call.kernel_size).forward[cp.rank], world, cp.comm, compute)
         if bias is not None:
             sums += bias.to(wide)
         out = torch.zeros_like(packed, dtype=wide)
@@ -119,8 +118,7 @@ class _Convolution(torch.autograd.Function):
                 dfactors[:, j] += (dsums[rows] * x_all[columns, 0].to(wide)).sum(dim=0)
                 world.add("dkv", columns, ALL, (factors[:, j] * dsums[rows])[:, None])
 
-        _, backward = make_rank_halo(problem, call.kernel_size, cp.rank)
-        run_rank_schedule("backward", backward, world, cp.comm, compute)
+        run_rank_schedule("backward", plan.halo(call.kernel_size).backward[cp.rank], world, cp.comm, compute)
         dx = torch.zeros(len(packed), 1, call.channels, dtype=wide, device=x.device)
         world.own("dkv", dx)
         dx = to_format(dx[:, 0].to(x.dtype), problem.qkv_format, len(problem.sequences))

@@ -177,6 +177,23 @@ def test_a_plan_that_is_updated(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+def test_the_ranks_agree_once_about_a_kind_of_call(package: str) -> None:
+    def one(member: SimMember) -> None:
+        module, cp, plan = made(package, member)
+        mine = {name: module.shard(x, cp=cp, plan=plan) for name, x in inputs("mamba2").items()}
+        asked, gather = [], cp.comm.all_gather_object
+        cp.comm.all_gather_object = lambda value: (asked.append(value), gather(value))[1]
+        counts = []
+        for scale in (None, None, 2.0, 0.5):  # the second is the first again, and so is the last: d_k ** -0.5
+            module.linear_attention(**mine, cp=cp, plan=plan, kind="mamba2", scale=scale)
+            module.causal_conv1d(mine["v"][:, 0], torch.ones(3, 2), cp=cp, plan=plan)
+            counts.append(len(asked))
+        assert counts == [2, 2, 3, 3]
+
+    SimGroup(2).run(one)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_derivatives_that_are_refused(package: str) -> None:
     def one(member: SimMember) -> None:
         module, cp, plan = made(package, member)

@@ -144,8 +144,9 @@ def test_a_plan_that_is_not_for_linear_layers(package: str) -> None:
         plan = PACKAGES[package].make_plan(cp=cp, **THD, **SIZES)
         with pytest.raises(ValueError, match="plan was made without linear=True, so it has no state messages"):
             PACKAGES[package].linear_attention(**tensors(), cp=cp, plan=plan)
-        with pytest.raises(ValueError, match="plan was made without linear=True, so it has no states"):
-            _ = plan.states
+        for schedule in (lambda: plan.states, lambda: plan.halo(4)):
+            with pytest.raises(ValueError, match="plan was made without linear=True; it has schedules of attention"):
+                schedule()
 
     SimGroup(2).run(one)
 

@@ -13,18 +13,9 @@ import torch
 
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.linear.linear_calls import ACTIVATIONS, KINDS
+from cp_ref.common.linear.slice_checks import check_dtype, check_last, check_plan, check_rows, check_tensor, name_of
 from cp_ref.common.plan_arguments import Plan
-from cp_ref.spec import (
-    check_choice,
-    check_data,
-    check_flag,
-    check_plan_owner,
-    kind_of,
-    local_lengths,
-    read_together,
-    slice_rows,
-)
-from cp_ref.spec.arguments.read_problem import DTYPES
+from cp_ref.spec import check_choice, check_flag, read_together
 
 __all__ = ["ConvolutionCall", "LinearCall", "agree_on_layer", "read_convolution", "read_linear_attention"]
 
@@ -100,7 +91,7 @@ def read_linear_attention(
     Raises:
         ValueError, TypeError: naming the argument, its value and the rule.
     """
-    _check_plan(cp, plan, package_plan)
+    check_plan(cp, plan, package_plan)
     check_choice("kind", kind, KINDS)
     check_flag("output_final_state", output_final_state)
     q, k, v, g, beta = (tensors[name] for name in ("q", "k", "v", "g", "beta"))
@@ -108,10 +99,10 @@ def read_linear_attention(
         raise ValueError("beta is given, but kind is 'mamba2', which has none; leave it out")
     if kind != "mamba2" and beta is None:
         raise ValueError(f"beta is None, but kind is {kind!r}, which needs it")
-    _check_rows(plan, "q", q, "h, d_k")
-    _check_rows(plan, "k", k, "h, d_k", q)
-    _check_rows(plan, "v", v, "h_v, d_v", q)
-    _check_rows(plan, "g", g, "h_v, d_k" if kind == "kda" else "h_v", q, wide=True)
+    check_rows(plan, "q", q, "h, d_k")
+    check_rows(plan, "k", k, "h, d_k", q)
+    check_rows(plan, "v", v, "h_v, d_v", q)
+    check_rows(plan, "g", g, "h_v, d_k" if kind == "kda" else "h_v", q, wide=True)
     heads, d_k, heads_v, d_v = *q.shape[-2:], *v.shape[-2:]
     for name, size in (("h", heads), ("d_k", d_k), ("h_v", heads_v), ("d_v", d_v)):
         if size < 1:
@@ -120,25 +111,25 @@ def read_linear_attention(
         raise ValueError(f"k has shape {list(k.shape)} and q {list(q.shape)}; they must be equal")
     if heads_v % heads:
         raise ValueError(f"h_v is {heads_v} and h is {heads}; h_v must be a multiple of h")
-    _check_last("g", g, (heads_v, d_k) if kind == "kda" else (heads_v,))
+    check_last("g", g, (heads_v, d_k) if kind == "kda" else (heads_v,))
     if beta is not None:
-        _check_rows(plan, "beta", beta, "h_v", q, wide=True)
-        _check_last("beta", beta, (heads_v,))
+        check_rows(plan, "beta", beta, "h_v", q, wide=True)
+        check_last("beta", beta, (heads_v,))
     if initial_state is not None:
-        _check_tensor("initial_state", initial_state, q)
+        check_tensor("initial_state", initial_state, q)
         wanted = [len(plan.problem.sequences), heads_v, d_k, d_v]
         if list(initial_state.shape) != wanted:
             raise ValueError(
                 f"initial_state has shape {list(initial_state.shape)}; it must be [b, h_v, d_k, d_v] = {wanted}"
             )
-        _check_dtype("initial_state", initial_state, q, wide=True, wider=True)
+        check_dtype("initial_state", initial_state, q, wide=True, wider=True)
     return LinearCall(
         kind,
         heads,
         heads_v,
         d_k,
         d_v,
-        _name(q.dtype),
+        name_of(q.dtype),
         _read_scale(scale, d_k),
         initial_state is not None,
         output_final_state,
@@ -154,16 +145,16 @@ def read_convolution(
     Raises:
         ValueError, TypeError: naming the argument, its value and the rule.
     """
-    _check_plan(cp, plan, package_plan)
+    check_plan(cp, plan, package_plan)
     if activation is not None:
         check_choice("activation", activation, ACTIVATIONS)
-    _check_rows(plan, "x", x, "channels")
+    check_rows(plan, "x", x, "channels")
     channels = x.shape[-1]
     for name, tensor, shape in (("weight", weight, "channels, kernel_size"), ("bias", bias, "channels")):
         if name == "bias" and tensor is None:
             continue
-        _check_tensor(name, tensor, x)
-        _check_dtype(name, tensor, x, wide=True)
+        check_tensor(name, tensor, x)
+        check_dtype(name, tensor, x, wide=True)
         if len(tensor.shape) != len(shape.split(", ")) or tensor.shape[0] != channels:
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)}, and x has {channels} channels; it must be [{shape}]"
@@ -174,89 +165,11 @@ def read_convolution(
     return ConvolutionCall(
         channels,
         weight.shape[1],
-        _name(x.dtype),
+        name_of(x.dtype),
         bias is not None,
         None if activation is None else "silu",
         _requires_grad(x, weight, bias),
     )
-
-
-def _check_plan(cp: ContextParallel, plan: Any, package_plan: type) -> None:
-    if not isinstance(plan, package_plan) or not isinstance(plan, Plan):
-        package = package_plan.__module__.split(".")[0]
-        raise TypeError(f"plan is {kind_of(plan)}; it must be a {package}.Plan, made with linear=True")
-    if not plan.linear:
-        raise ValueError("plan was made without linear=True, so it has no state messages; make it with linear=True")
-    check_plan_owner(plan.problem, plan.rank, cp)
-
-
-def _check_tensor(name: str, x: Any, like: Any = None) -> None:
-    """A plain tensor with values, on the device of another one."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is {kind_of(x)}; it must be a tensor")
-    if hasattr(x, "placements"):
-        raise TypeError(f"{name} is a DTensor; give its local tensor, this rank's slice")
-    check_data(name, x)
-    if like is not None and x.device != like.device:
-        raise ValueError(f"{name} is on {x.device}, and other tensors are on {like.device}; they must be on one device")
-
-
-def _check_dtype(name: str, x: torch.Tensor, like: torch.Tensor, *, wide: bool = False, wider: bool = False) -> None:
-    """The dtype of another tensor, or where that is allowed float32 (or float64)."""
-    allowed = [like.dtype, *([torch.float32] if wide else []), *([torch.float64] if wider else [])]
-    if x.dtype not in allowed:
-        words = " or ".join(dict.fromkeys(map(_name, allowed)))
-        raise TypeError(f"{name} has dtype {x.dtype}; it must be {words}")
-
-
-def _check_rows(plan: Plan, name: str, x: Any, last: str, first: Any = None, *, wide: bool = False) -> None:
-    """A slice of the plan's format with these last axes; of the same rows, device and dtype as the `first` tensor."""
-    problem, room = plan.problem, plan.room
-    fmt = problem.qkv_format
-    axes = {"thd": "t", "bshd": "b, s", "sbhd": "s, b"}[fmt]
-    _check_tensor(name, x, first)
-    leading = len(axes.split(", "))
-    if len(x.shape) != leading + len(last.split(", ")):
-        raise ValueError(f"{name} has shape {list(x.shape)}; qkv_format {fmt!r} needs [{axes}, {last}]")
-    if first is not None:
-        _check_dtype(name, x, first, wide=wide)
-        if x.shape[:leading] != first.shape[:leading]:
-            raise ValueError(f"{name} has shape {list(x.shape)}, and q {list(first.shape)}; [{axes}] must be equal")
-        return
-    if _name(x.dtype) not in DTYPES:
-        raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {', '.join(DTYPES)}")
-    device = plan.device
-    if x.device.type != device.type or device.index not in (None, x.device.index):
-        raise ValueError(f"{name} is on {x.device}, but the plan was made for {device}")
-    rows, wanted = x.shape[axes.split(", ").index("t" if fmt == "thd" else "s")], slice_rows(problem, "q")
-    if fmt != "thd":
-        batch = len(problem.sequences)
-        if rows != wanted or x.shape[axes.split(", ").index("b")] != batch:
-            raise ValueError(
-                f"{name} has shape {list(x.shape)}; rank {plan.rank} of a group of {problem.cp_size} needs batch size "
-                f"{batch} and local sequence length {wanted}"
-            )
-    elif room is not None:
-        if rows != room.rows_q:
-            raise ValueError(
-                f"{name} has {rows} tokens, but the plan was made with max_tokens_q = {room.rows_q} * {room.cp_size} "
-                "ranks; a plan that can be updated needs buffers of that size"
-            )
-    elif rows < wanted:
-        raise ValueError(
-            f"{name} has {rows} tokens; by the plan's lengths rank {plan.rank} of a group of {problem.cp_size} holds "
-            f"{wanted} (more is a tail, fewer is a mistake)"
-        )
-    elif local_lengths(problem, "q", rows):
-        raise ValueError(
-            f"{name} has {rows} rows on this rank alone, as many as the plan's lengths have on all {problem.cp_size} "
-            f"ranks; cu_seqlens are global. If {rows - wanted} rows are a tail, give {name} another row"
-        )
-
-
-def _check_last(name: str, x: torch.Tensor, wanted: tuple[int, ...]) -> None:
-    if tuple(x.shape[-len(wanted) :]) != wanted:
-        raise ValueError(f"{name} has shape {list(x.shape)}; its last sizes must be {list(wanted)}")
 
 
 def _read_scale(scale: Any, d_k: int) -> float:
@@ -271,10 +184,6 @@ def _read_scale(scale: Any, d_k: int) -> float:
     if not isfinite(number):
         raise ValueError(f"scale is {scale!r}; it must be finite")
     return number
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _requires_grad(*tensors: Any) -> bool:
