@@ -21,6 +21,7 @@ from cp_ref.common.groups.collectives import all_reduce_max, offset_grad
 from cp_ref.common.plan_arguments import read_call
 from cp_ref.common.refusals import told_to_all
 from cp_ref.common.scores.score_inputs import PLAIN, ScoreInputs, kinds, read_score_inputs
+from cp_ref.common.scores.score_mod import frozen
 from cp_ref.executor.merge_partials import add_sink
 from cp_ref.executor.play_schedule import run_backward, run_forward
 from cp_ref.executor.rank_tensors import own_fragments
@@ -85,7 +86,8 @@ def attention(
             check_local_tensors(problem, cp.rank, q, k, v)
             check_global_lengths(problem, None, q, k)
             check_offset(problem, softmax_offset, q)
-            inputs = read_score_inputs(problem, arguments["score_mod"], q, **of_call)
+            score_mod = arguments["score_mod"]
+            inputs = read_score_inputs(problem, score_mod and frozen(score_mod), q, **of_call)
             extras = ("softmax_offset_grad", cp.softmax_offset_grad), *kinds(**of_call)
             return Agreement(problem, extras=extras), q.device
 

@@ -14,7 +14,7 @@ from cp_ref.common import plan_arguments as plans
 from cp_ref.common.declared import bind, implements, same_parameters
 from cp_ref.common.named_device import check_usable
 from cp_ref.common.plan_arguments import read_plan_arguments
-from cp_ref.common.scores.score_mod import ScoreMod
+from cp_ref.common.scores.score_mod import ScoreMod, frozen
 from cp_ref.common.sharding.cut_tensors import numbers
 from cp_ref.spec import (
     Agreement,
@@ -105,10 +105,11 @@ class Plan(plans.Plan):
 @same_parameters(plans.make_plan)
 def make_plan(**arguments: Any) -> Plan:
     plan = plan_together(arguments.get("cp"), lambda: _read_plan_arguments(bind(plans.make_plan, arguments)))
+    score_mod: ScoreMod | None = arguments.get("score_mod")
     return replace(
         plan,
         custom=arguments.get("schedule"),
-        score_mod=arguments.get("score_mod"),
+        score_mod=score_mod and frozen(score_mod),
         linear=arguments.get("linear", False),
     )
 

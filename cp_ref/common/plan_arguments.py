@@ -64,7 +64,7 @@ class Plan:
     linear: bool = False  # whether it serves linear layers
     agreed: set[bytes]  # calls of linear layers that the ranks have agreed on: see `agree_on_layer`
     head_chunks: tuple[int, ...] = ()  # see `make_schedule`
-    score_mod: ScoreMod | None = None  # the function whose digest the problem has
+    score_mod: ScoreMod | None = None  # a frozen copy of the function whose digest the problem has
 
     @property
     def schedule(self) -> Schedule:

@@ -19,6 +19,7 @@ Q = torch.zeros(2, 4, 2, 8)  # one rank's slice: b 2, s 8/2, h 2, d 8
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
 DENSE: dict[str, Any] = {"batch_size": 2, "seqlen_q": 8}
 TABLE = torch.ones(2)
+EDGE = 0
 
 
 def plain(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -258,6 +259,45 @@ def test_cp_fast_refuses_them_by_name() -> None:
         return found
 
     assert len(SimGroup(2).run(one)) == 2
+
+
+def test_a_plan_keeps_the_captured_values_of_its_day() -> None:
+    factor, others = 2.0, (1.0, 5)
+
+    def helper(score: Any) -> Any:
+        return factor * score
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, power: int = 2) -> Any:
+        if score.dim() == 0:
+            return score_mod(score, b, h, q_idx, kv_idx)
+        return helper(score) ** power + others[1] + max(EDGE, 1)
+
+    digest, q = digest_of(score_mod), torch.rand(2, 4, 2, 8, generator=torch.Generator().manual_seed(0))
+    given: dict[str, Any] = {"score_mod": score_mod}
+
+    def one(member: Any) -> torch.Tensor:
+        cp, leaf = cp_ref.ContextParallel(member), q.clone().requires_grad_()
+        plan = cp_ref.make_plan(cp=cp, batch_size=2, seqlen_q=4, **given, **SIZES)
+        assert plan.score_mod is not None
+        change(plan.score_mod)
+        out = cp_ref.attention(leaf, q, q, cp=cp, plan=plan)
+        out.backward(q)
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def change(copy: Callable[..., Any]) -> None:
+        nonlocal factor, others
+        global EDGE
+        assert digest_of(copy) == digest_of(score_mod)
+        factor, others, EDGE = 3.0, (1.0, 6), 7
+        assert digest_of(copy) == digest != digest_of(score_mod)
+
+    found = SimGroup(1).run(one)[0]
+    leaf, q = q.double().requires_grad_(), q.double()
+    out, _, _ = cp_ref.dense_attention(leaf, q, q, score_mod=lambda score, b, h, i, j: (2.0 * score) ** 2 + 5 + 1)
+    out.backward(q)
+    assert leaf.grad is not None
+    assert (found - leaf.grad).abs().max() < 1e-5
 
 
 def test_digests() -> None:

@@ -20,7 +20,7 @@ import torch
 
 from cp_ref.spec.arguments.single_values import kind_of
 
-__all__ = ["ScoreMod", "check_result", "digest_of", "modified_scores", "parameters_of"]
+__all__ = ["ScoreMod", "check_result", "digest_of", "frozen", "modified_scores", "parameters_of"]
 
 ScoreMod = Callable[..., torch.Tensor]
 
@@ -51,6 +51,43 @@ def digest_of(score_mod: Any) -> str:
     parameters_of(score_mod)
     text = _function_text(score_mod, score_mod.__qualname__, ())
     return f"{score_mod.__qualname__}:{blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+def frozen(score_mod: ScoreMod) -> ScoreMod:
+    """A copy of a function that `digest_of` accepts, with the captured values of now. Its digest is the same.
+
+    >>> factor = 2.0
+    >>> def scaled(score, b, h, q_idx, kv_idx):
+    ...     return factor * score
+    >>> copy, factor = frozen(scaled), 3.0
+    >>> copy(1.0, 0, 0, 0, 0), scaled(1.0, 0, 0, 0, 0)
+    (2.0, 3.0)
+    """
+    return _frozen(score_mod, {})
+
+
+def _frozen(value: Any, copies: dict[int, types.FunctionType]) -> Any:
+    """A captured value of now. copies: those of functions so far, which may capture each other."""
+    if type(value) is tuple:
+        return tuple(_frozen(one, copies) for one in cast("tuple[Any, ...]", value))
+    if not isinstance(value, types.FunctionType) or _home(value) in _LIBRARIES:
+        return value
+    if (known := copies.get(id(value))) is not None:
+        return known
+    cells = tuple(types.CellType() for _ in value.__closure__ or ())
+    names: dict[str, Any] = {"__builtins__": builtins, "__name__": value.__module__}
+    copy = types.FunctionType(value.__code__, names, value.__name__, None, cells)
+    copies[id(value)] = copy
+    copy.__qualname__, copy.__module__ = value.__qualname__, value.__module__
+    copy.__dict__.update(value.__dict__)
+    copy.__defaults__ = _frozen(value.__defaults__, copies)
+    if value.__kwdefaults__ is not None:
+        copy.__kwdefaults__ = {key: _frozen(one, copies) for key, one in value.__kwdefaults__.items()}
+    for cell, old in zip(cells, value.__closure__ or (), strict=True):
+        cell.cell_contents = _frozen(old.cell_contents, copies)
+    read = _globals_of(value.__code__)
+    names.update({key: _frozen(value.__globals__[key], copies) for key in read if key in value.__globals__})
+    return copy
 
 
 def parameters_of(score_mod: ScoreMod) -> dict[str, bool]:
@@ -134,6 +171,11 @@ def modified_scores(
     return score_mod(scores.clone(), *(x.clone() for x in places), **aux_tensors)
 
 
+def _home(value: Any) -> str:
+    """The package that a function or a class is from; torch's own functions name none."""
+    return str(getattr(value, "__module__", None) or "torch").partition(".")[0]
+
+
 def _name(score_mod: ScoreMod) -> str:
     return getattr(score_mod, "__qualname__", repr(score_mod))
 
@@ -183,9 +225,8 @@ def _value_text(name: str, key: str, value: Any, above: tuple[types.CodeType, ..
         return f"({', '.join(parts)})"
     if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] in _LIBRARIES:
         return value.__name__
-    home = str(getattr(value, "__module__", None) or "torch").partition(".")[0]
-    if isinstance(value, types.BuiltinFunctionType | types.FunctionType | type) and home in _LIBRARIES:
-        return f"{home}.{value.__name__}"
+    if isinstance(value, types.BuiltinFunctionType | types.FunctionType | type) and _home(value) in _LIBRARIES:
+        return f"{_home(value)}.{value.__name__}"
     if isinstance(value, types.FunctionType):
         return _function_text(value, name, above)
     raise ValueError(f"score_mod {name} captures {key}, {kind_of(value)}; {_CAPTURE}")

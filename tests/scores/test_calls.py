@@ -1,0 +1,145 @@
+"""Calls with scores that depend on positions: seeds, recomputation, updated plans, traces, and nothing at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import cp_ref
+from cp_ref import SimGroup, dense_attention
+
+Q, K, V = (torch.randn(2, 16, 4, 8, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in range(3))
+SLOPES = torch.linspace(0.1, 0.9, 4)
+
+
+def squared(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
+    return score - 0.1 * table[h] * score**2
+
+
+EVERYTHING: dict[str, Any] = {
+    "alibi_slopes": SLOPES,
+    "score_mod": squared,
+    "aux_tensors": {"table": torch.linspace(-1.0, 1.0, 4)},
+    "dropout_p": 0.3,
+    "dropout_seed": 17,
+}
+
+
+def both_passes(member: Any, *, again: bool = False, **arguments: Any) -> list[torch.Tensor]:
+    cp = cp_ref.ContextParallel(member)
+    leaves = [cp_ref.shard(x, cp=cp).clone().requires_grad_() for x in (Q, K, V)]
+
+    def layer(*tensors: torch.Tensor) -> torch.Tensor:
+        return cp_ref.attention(*tensors, cp=cp, **arguments)
+
+    out = checkpoint(layer, *leaves, use_reentrant=False) if again else layer(*leaves)
+    out.square().sum().backward()
+    return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == 4 and all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def test_without_them_nothing_changes_by_a_bit() -> None:
+    plain = SimGroup(2).run(both_passes)
+    nothing: list[dict[str, Any]] = [
+        {"dropout_p": 0.0, "dropout_seed": None},
+        {"alibi_slopes": None, "score_mod": None, "aux_tensors": {}},
+    ]
+    for arguments in nothing:
+        assert all(map(same, plain, SimGroup(2).run(lambda member, given=arguments: both_passes(member, **given))))
+
+
+def test_a_seed_in_a_tensor() -> None:
+    seeds = 17, torch.tensor(17), torch.tensor([17])
+    runs = [
+        SimGroup(2).run(lambda member, seed=seed: both_passes(member, **{**EVERYTHING, "dropout_seed": seed}))
+        for seed in (*seeds, 18)
+    ]
+    assert all(same(x, y) for run in runs[1:3] for x, y in zip(runs[0], run, strict=True))
+    assert not same(runs[0][0], runs[3][0])
+
+
+@pytest.mark.parametrize("name", ["dropout_seed", "alibi_slopes", "table"])
+def test_a_tensor_must_stay_as_it_is_until_the_backward_pass(name: str) -> None:
+    given = {**EVERYTHING, "dropout_seed": torch.tensor(17), "alibi_slopes": SLOPES.clone()}
+    given["aux_tensors"] = {"table": torch.ones(4)}
+
+    def one(member: Any) -> str:
+        cp = cp_ref.ContextParallel(member)
+        q = Q.clone().requires_grad_()
+        out = cp_ref.attention(q, q, q, cp=cp, **given)
+        ({**given, **given["aux_tensors"]})[name].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+        return "refused"
+
+    assert SimGroup(1).run(one) == ["refused"]
+
+
+def test_recomputation_draws_the_same_mask() -> None:
+    once = SimGroup(2).run(lambda member: both_passes(member, **EVERYTHING))
+    twice = SimGroup(2).run(lambda member: both_passes(member, again=True, **EVERYTHING))
+    assert all(map(same, once, twice))
+
+
+def test_a_function_that_changes_its_arguments() -> None:
+    def in_place(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        q_idx += 1
+        score.mul_(0.5)
+        return score.add_(0.1 * q_idx)
+
+    def pure(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return 0.5 * score + 0.1 * (q_idx + 1)
+
+    runs = [
+        SimGroup(2).run(lambda member, f=f: both_passes(member, score_mod=f, dropout_p=0.5, dropout_seed=1))
+        for f in (in_place, pure)
+    ]
+    for x, y in zip(runs[0][0], runs[1][0], strict=True):
+        assert (x - y).abs().max() < 1e-14
+
+
+def test_a_plan_that_is_updated() -> None:
+    """Slopes have a row for each of max_sequences; positions and masks are those of the new batch."""
+    slopes = torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
+    sizes = {"heads_q": 4, "heads_kv": 4, "d_qk": 8, "d_v": 8, "dtype": torch.float64, "device": "cpu"}
+    rows = {n: x.flatten(0, 1) for n, x in {"q": Q, "k": K, "v": V}.items()}
+    batches = [torch.tensor(cu) for cu in ([0, 32], [0, 9, 20, 32], [0, 0, 16])]
+    of_call = {name: EVERYTHING[name] for name in ("aux_tensors", "dropout_seed")} | {"alibi_slopes": slopes}
+    of_plan: dict[str, Any] = {name: EVERYTHING[name] for name in ("score_mod", "dropout_p")}
+
+    def one(member: Any) -> list[torch.Tensor]:
+        cp, found = cp_ref.ContextParallel(member), []
+        room = {"max_sequences": 3, "max_tokens_q": 32}
+        plan = cp_ref.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=batches[0], **room, **of_plan, **sizes)
+        for cu in batches:
+            plan.update(cp=cp, cu_seqlens_q=cu)
+            local = [torch.zeros(16, 4, 8, dtype=torch.float64) for _ in range(3)]
+            for here, x in zip(local, rows.values(), strict=True):
+                part = cp_ref.shard(x[: int(cu[-1])], cp=cp, plan=plan)
+                here[: len(part)] = part
+            out = cp_ref.attention(*local, cp=cp, plan=plan, **of_call)
+            found.append(cp_ref.unshard(out, cp=cp, plan=plan))
+        return found
+
+    for found, cu in zip(SimGroup(2).run(one)[0], batches, strict=True):
+        total, documents = int(cu[-1]), len(cu) - 1
+        given = {**of_call, **of_plan, "alibi_slopes": slopes[:documents]}
+        q, k, v = (x[:total] for x in rows.values())
+        wanted, _, _ = dense_attention(q, k, v, qkv_format="thd", cu_seqlens_q=cu, **given)
+        assert (found[:total] - wanted).abs().max() < 1e-12
+
+
+def test_a_trace_sees_them() -> None:
+    with cp_ref.trace() as traced:
+        SimGroup(2).run(lambda member: both_passes(member, **EVERYTHING))
+    with cp_ref.trace() as other:
+        SimGroup(2).run(lambda member: both_passes(member, **{**EVERYTHING, "dropout_seed": 18}))
+    assert traced.select(name="dk")
+    assert "out" in str(cp_ref.compare(traced, other))
+    assert cp_ref.compare(traced, traced).differences == ()

@@ -1,0 +1,121 @@
+"""ALiBi, score_mod and dropout of random problems against the oracle, in float64 to 1e-10."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cp_ref
+from conformance.case import Case
+from cp_ref.spec import Problem, Schedule, Sequence
+from tests.marks import examples
+from tests.scores.scored_problems import KINDS, SCORE_MODS, Scores, check, in_one_document, scored_cases
+from tests.spec.other_schedules.other_rings import backward_ring, ring_of_rings
+from tests.spec.other_schedules.random_schedules import scheduled_problems
+
+PACKAGES = {"cp_ref": cp_ref}
+MANY = int(os.environ.get("CP_SCORES", "60"))  # problems of each kind; 3,000 once in a while
+PACKED = Problem(
+    4,
+    (Sequence(11, 7, 12, 12), Sequence(0, 0, 0, 0), Sequence(6, 6, 6, 6), Sequence(24, 30, 24, 32)),
+    qkv_format="thd",
+    heads_q=8,
+    heads_kv=4,
+    d_qk=4,
+    d_v=3,
+    dtype="float64",
+)
+BATCHED = replace(PACKED, qkv_format="sbhd", sequences=(Sequence(16, 16, 16, 16),) * 2, softcap=2.0)
+ALL = Scores("bh", "relative", 0.3, 5)
+
+
+def whole(problem: Problem, **fields: Any) -> Case:
+    return Case(replace(problem, **fields), return_lse=True, return_max_logit=True, loss="out+lse")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
+@pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
+def test_every_schedule(comm: str, layout: str, package: str) -> None:
+    sizes = {"cp_comm_type": comm, "a2a_size": {"a2a": 4, "a2a+p2p": 2}.get(comm, 1), "layout": layout}
+    for problem in (PACKED, BATCHED):
+        for mask in ("causal", "no_mask", "causal_bottom_right"):
+            case = whole(problem, attn_mask_type=mask, softmax_type="learnable", **sizes)
+            assert check(PACKAGES[package], case, ALL) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_every_score_mod(name: str, package: str) -> None:
+    for problem in (PACKED, BATCHED, replace(PACKED, window_size=(5, 2), attn_mask_type="no_mask", cp_size=3)):
+        assert check(PACKAGES[package], whole(problem), Scores(score_mod=name)) == []
+        assert check(PACKAGES[package], replace(whole(problem), use_plan=True), Scores("h", name, 0.5, 1)) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=examples(MANY))
+@given(data=st.data())
+def test_random_problems(kind: str, package: str, data: st.DataObject) -> None:
+    case, scores = data.draw(scored_cases(kind))
+    assert check(PACKAGES[package], case, scores) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_rings_that_no_planner_has(package: str) -> None:
+    for schedule in (backward_ring(PACKED.workload), ring_of_rings(PACKED.workload, 2)):
+        case = replace(whole(PACKED), use_plan=True)
+        assert check(PACKAGES[package], case, ALL, Schedule.parse(str(schedule))) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@settings(max_examples=examples(40))
+@given(drawn=scheduled_problems())
+def test_random_schedules(package: str, drawn: tuple[Problem, Schedule]) -> None:
+    problem, schedule = drawn
+    if in_one_document(problem) == problem:
+        case = replace(whole(problem, dtype="float64", d_qk=3, d_v=2), use_plan=True)
+        assert check(PACKAGES[package], case, ALL, schedule) == []
+
+
+def roots(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """NaN, with a derivative of NaN, where the key comes after its query."""
+    return score * torch.sqrt((q_idx - kv_idx).to(score.dtype))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_hidden_pair_may_be_nan(package: str) -> None:
+    with patch.dict(SCORE_MODS, {"roots": roots}):
+        for problem in (PACKED, BATCHED):
+            assert check(PACKAGES[package], whole(problem), Scores(score_mod="roots")) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_dtypes(dtype: str) -> None:
+    for problem in (PACKED, BATCHED):
+        assert check(cp_ref, whole(problem, dtype=dtype), ALL) == []
+
+
+def test_a_gradient_through_lse_where_score_mod_hides_everything() -> None:
+    """The gradient of an lse of -inf may be anything, infinity included; it reaches nothing."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 16, 2, 4, generator=generator, dtype=torch.float64)
+
+    def one(member: Any) -> list[torch.Tensor]:
+        cp = cp_ref.ContextParallel(member)
+        leaves = [cp_ref.shard(q, cp=cp).requires_grad_() for _ in range(3)]
+        out, lse = cp_ref.attention(*leaves, cp=cp, score_mod=SCORE_MODS["with_holes"], return_lse=True)
+        assert (lse == float("-inf")).any()
+        (out.sum() + (lse**2).sum()).backward()
+        return [x.grad for x in leaves if x.grad is not None]
+
+    for grads in cp_ref.SimGroup(2).run(one):
+        assert len(grads) == 3
+        assert all(grad.isfinite().all() for grad in grads)
