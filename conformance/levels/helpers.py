@@ -24,7 +24,7 @@ from conformance.levels.helper_definitions import DEFINITIONS, batch_of_rank
 from conformance.levels.helper_rules import broken_rule
 from conformance.levels.level_calls import Raised, call, shape_findings
 from conformance.levels.problem_text import LevelCase
-from conformance.run.gpu_context import ASSERTED, context_error
+from conformance.run.global_state import ASSERTED, context_error
 from conformance.run.play_case import UnsupportedCase
 from cp_ref.spec import Problem
 

@@ -1,6 +1,10 @@
-"""The state of a process that a call of attention must not change: PyTorch's settings, random numbers, its copies.
+"""The state of a process that a call of attention must not change: PyTorch's settings, random numbers, its copies; and
+whether its GPU still answers.
 
 Grad mode and default device belong to a thread, so what looks at them has to be in the thread that made the call.
+
+A device-side assertion, or a launch that reads where nothing is, ends a process's context on its GPU: every later call
+fails with the same error, whoever makes it. So a problem that did that is judged, and its process is not used again.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["changed", "forked", "forks_of", "kept", "state"]
+__all__ = ["ASSERTED", "changed", "context_error", "forked", "forks_of", "kept", "state"]
+
+ASSERTED = "device-side assert"  # in the error of what a kernel asserted
 
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # getter, setter
 
@@ -103,3 +109,18 @@ def forks_of(pid: int) -> set[int]:
     listed = Path("/proc", str(pid), "task").glob("*/children")
     children = {int(child) for file in listed for child in words(pid, str(file.relative_to(f"/proc/{pid}"))).split()}
     return {c for c in children if words(pid, f := "cmdline" if words(c, "cmdline") else "comm") == words(c, f)}
+
+
+def context_error(device: str) -> str:
+    """The error that ended this process's context on the GPU; empty while it works, and on a CPU. Waits for the GPU.
+
+    >>> context_error("cpu")
+    ''
+    """
+    if not device.startswith("cuda"):
+        return ""
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:  # torch.AcceleratorError, RuntimeError: by release
+        return str(error).partition("\n")[0] or type(error).__name__
+    return ""

@@ -20,8 +20,7 @@ from conformance.implementation import LEVEL_MEMBER, Implementation, Missing, as
 from conformance.judge.reference import Hang, Watch, describe_error, is_out_of_memory, run_ranks, watching
 from conformance.judge.run_record import FAILING, Judged, Level, Played, Verdict
 from conformance.levels import LEVEL_TIERS, Raised
-from conformance.run.global_state import forked, forks_of, kept
-from conformance.run.gpu_context import context_error
+from conformance.run.global_state import context_error, forked, forks_of, kept
 from conformance.run.play_case import UnsupportedCase
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of, table_entry
 from conformance.tiers.malformed_calls.malformed import ERRORS, call_of

@@ -12,7 +12,7 @@ from conformance.run.case_tensors import plan_arguments
 from cp_ref import SimGroup
 from cp_ref.linear.oracle import dense_causal_conv1d, dense_linear_attention
 from cp_ref.simulator.sim_group import SimMember
-from cp_ref.spec import Problem
+from cp_ref.spec import Problem, local_lengths, slice_rows
 
 __all__ = ["Convolution", "Layer", "check_convolution", "check_layer", "compare_layer", "exact_layer", "play_layer"]
 
@@ -192,18 +192,18 @@ def _slice(package: Any, problem: Problem, x: torch.Tensor, cp: Any, plan: Any, 
     mine = package.shard(x.masked_fill(nothing, NAN), cp=cp, plan=plan)
     here = package.shard((~nothing).to(x.dtype), cp=cp, plan=plan)
     mine = mine.masked_fill(here == 0, NAN)
-    return torch.cat([mine, mine.new_full((tail, *mine.shape[1:]), NAN)]) if _has_tail(problem, tail) else mine
+    if problem.qkv_format != "thd" or not tail:
+        return mine
+    tail += local_lengths(problem, "q", len(mine) + tail)  # would be refused: as long as all slices together
+    return torch.cat([mine, mine.new_full((tail, *mine.shape[1:]), NAN)])
 
 
 def _whole(package: Any, problem: Problem, x: torch.Tensor, cp: Any, plan: Any, tail: int) -> torch.Tensor:
-    if _has_tail(problem, tail):
-        assert not x[len(x) - tail :].any()
-        x = x[: len(x) - tail]
+    if problem.qkv_format == "thd" and tail:
+        rows = slice_rows(problem, "q")
+        assert not x[rows:].any()
+        x = x[:rows]
     return package.unshard(x.detach(), cp=cp, plan=plan)
-
-
-def _has_tail(problem: Problem, tail: int) -> bool:
-    return problem.qkv_format == "thd" and tail > 0
 
 
 def _mask(problem: Problem, x: torch.Tensor) -> torch.Tensor:

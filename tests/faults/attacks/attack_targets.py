@@ -87,6 +87,18 @@ def planned(cp: Any) -> Arguments:
     return {"cp": cp, "batch_size": 1, "seqlen_q": 16, **SIZES}
 
 
+def of_linear_attention(cp: Any) -> Arguments:
+    """The gated delta rule, with the plan."""
+    q, k, v = local(cp)
+    gates = {"g": -torch.ones(1, 8, 2), "beta": torch.full((1, 8, 2), 0.5)}
+    return {"q": q, "k": k / 8, "v": v, **gates, "cp": cp, "plan": cp_ref.make_plan(**planned(cp), linear=True)}
+
+
+def of_causal_conv1d(cp: Any) -> Arguments:
+    plan = cp_ref.make_plan(**planned(cp), linear=True)
+    return {"x": local(cp)[0].flatten(2), "weight": torch.ones(16, 4), "bias": torch.ones(16), "cp": cp, "plan": plan}
+
+
 def helper(name: str) -> Callable[[Any], Arguments]:
     """Right arguments of a helper for packed batches."""
     case = Helper(
@@ -213,6 +225,11 @@ TARGETS |= {
         cp_ref.dense_attention, lambda cp: qkv(list(WHOLE)), collective=False, oracle=None
     ),
 }  # fmt: skip
+
+TARGETS |= {
+    "linear_attention": Target(cp_ref.linear_attention, of_linear_attention, cp_ref),
+    "causal_conv1d": Target(cp_ref.causal_conv1d, of_causal_conv1d, cp_ref),
+}
 
 _MASKS: dict[str, Arguments] = {
     "block_causal": {"length": 8, "block": 2},

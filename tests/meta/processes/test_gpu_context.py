@@ -14,11 +14,11 @@ from conformance.draw.capabilities import EVERYTHING
 from conformance.implementation import as_implementation
 from conformance.judge.run_record import Played
 from conformance.levels import LEVEL_TIERS, helpers
-from conformance.run.gpu_context import ASSERTED, context_error
+from conformance.run.global_state import ASSERTED, context_error
 from conformance.run.play_problem import InProcess, Task
+from conformance.run.pool import Answer, Worker
 from conformance.run.run_tiers import PROFILES, run_tier
-from conformance.run.worker_process import Answer
-from conformance.run.workers import Worker, WorkerRunner
+from conformance.run.workers import WorkerRunner
 
 ASSERTION = f"CUDA error: {ASSERTED} triggered\nand much more"
 TASK = Task("helpers", "helpers-malformed", 'Malformed(name="thd_read_half_tensor", slots=(2,), real=(4,))')

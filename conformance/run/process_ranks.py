@@ -1,0 +1,124 @@
+"""Processes as the ranks of a group: `run_ranks` for an implementation whose `group_kind` is "process".
+
+Every process runs the same problem, and the first `cp_size` of them are its ranks. They send their outcomes to the
+driver, which sends all outcomes to each.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.implementation import Missing
+from conformance.judge.reference import Outcome, describe_error, running_ranks_by
+from conformance.run.play_case import UnsupportedCase
+
+__all__ = ["join_group"]
+
+_KINDS = Missing, UnsupportedCase, MemoryError, NotImplementedError, ValueError, TypeError, RuntimeError
+_groups: dict[tuple[int, ...], Any] = {}
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A process's rank in a group, the group's size, and the `process_group` for `Implementation.ContextParallel`."""
+
+    rank: int
+    size: int
+    process_group: Any
+
+    @staticmethod
+    def of(ranks: tuple[int, ...], rank: int) -> _Member:
+        return _Member(ranks.index(rank), len(ranks), _groups[ranks])
+
+    def split(self, a2a_size: int) -> tuple[_Member, _Member]:
+        """Return its members of its a2a group and of its p2p group: rank = p2p_rank * a2a_size + a2a_rank."""
+        if a2a_size < 1 or self.size % a2a_size:
+            raise ValueError(f"a2a_size is {a2a_size}; it must divide the group's size {self.size}")
+        first = self.rank - self.rank % a2a_size
+        inner = tuple(range(first, first + a2a_size))
+        outer = tuple(range(self.rank % a2a_size, self.size, a2a_size))
+        return _Member.of(inner, self.rank), _Member.of(outer, self.rank)
+
+
+def join_group(connection: Any, device: str, rank: int, size: int, store: str) -> None:
+    """Become one rank, and create every group that a problem may need: all ranks in one order, as `new_group` requires.
+
+    Args:
+        connection: to the driver.
+        store: the path of a file that the ranks share.
+    """
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.set_device(rank)
+    group: dict[str, Any] = {"init_method": f"file://{store}", "rank": rank, "world_size": size}
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=1), **group)  # the driver is quicker
+    wanted = []
+    for cp_size in range(1, size + 1):
+        wanted.append(tuple(range(cp_size)))
+        for inner in (n for n in range(1, cp_size + 1) if cp_size % n == 0):
+            wanted += [tuple(range(first, first + inner)) for first in range(0, cp_size, inner)]
+            wanted += [tuple(range(first, cp_size, inner)) for first in range(inner)]
+    for ranks in dict.fromkeys(wanted):
+        _groups[ranks] = dist.new_group(list(ranks))
+    running_ranks_by(_ProcessRanks(connection, rank, size, device))
+
+
+class _ProcessRanks:
+    """A `RankRunner`; processes that are no rank of a problem only receive the outcomes."""
+
+    def __init__(self, connection: Any, rank: int, size: int, device: str) -> None:
+        self._connection, self._rank, self._size, self._device = connection, rank, size, device
+        self._inside, self._pid = False, os.getpid()
+
+    def __call__(self, cp_size: int, fn: Callable[[Any], Any], limit_s: float) -> list[Outcome]:
+        """Like `conformance.judge.reference.run_ranks`; the driver enforces the time limit."""
+        if self._inside:
+            raise Missing("the suite cannot make a group of processes inside another one")
+        if cp_size > self._size:
+            raise Missing(f"a group of {cp_size} processes is more than the pool's {self._size}")
+        error, packed = "", None
+        if self._rank < cp_size:
+            self._inside = True
+            try:
+                packed = _packed(fn(_Member.of(tuple(range(cp_size)), self._rank)), None)
+            except (Exception, SystemExit) as raised:
+                error, packed = describe_error(raised), _packed(None, _portable(raised))
+            finally:
+                self._inside = False
+        if os.getpid() != self._pid:  # The implementation forked: the copy must not answer for this rank.
+            os._exit(0)
+        self._connection.send((error, packed))
+        load = {"map_location": self._device, "weights_only": False}
+        return [Outcome(*torch.load(io.BytesIO(x), **load)) for x in self._connection.recv()[:cp_size]]
+
+
+def _packed(value: Any, error: Exception | None) -> bytes:
+    """An outcome as bytes. A value that cannot be pickled becomes its type's name."""
+    buffer = io.BytesIO()
+    try:
+        torch.save((value, error), buffer)
+    except Exception:  # A plan with streams, for example; the receiver does not read it.
+        return _packed(f"<{type(value).__name__}>", error)
+    return buffer.getvalue()
+
+
+def _portable(error: BaseException) -> Exception:
+    """A copy that can be pickled, of the same kind at least, with the description: the traceback is not copied."""
+    described = describe_error(error)
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+        if not isinstance(copy, Exception) or str(copy) != str(error):
+            raise ValueError("the copy differs")
+    except Exception:
+        copy = next((kind for kind in _KINDS if isinstance(error, kind)), Exception)(described)
+    copy.described = described  # type: ignore[attr-defined]
+    return copy
