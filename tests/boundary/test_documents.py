@@ -20,7 +20,8 @@ import cp_ref.cli
 from conformance.case import Case
 from cp_fast.backends.required_features import backend_table
 from cp_fast.compile.pass_table import PASSES
-from cp_ref.spec import CP_COMM_TYPES, Problem, Sequence, make_schedule
+from cp_ref.spec import CP_COMM_TYPES, Problem, Sequence, make_schedule, make_states
+from cp_ref.spec.pictures.state_pictures import states_picture
 from cp_ref.spec.pictures.table_pictures import areas_picture, ownership_picture
 from cp_ref.spec.pictures.text_pictures import text_picture
 from tests.dist.workers import run_program
@@ -178,6 +179,13 @@ def test_the_designs_tables_and_pictures_are_what_the_code_prints() -> None:
     queries = "\n".join(ownership_picture(tables.ownership).splitlines()[:3])
     design = (ROOT / "DESIGN.md").read_text()
     for shown in (str(tables.areas), areas_picture(tables.areas), queries, program, picture.partition("\n")[2]):
+        assert indent(shown.strip("\n"), "    ") in design, shown
+
+
+def test_the_design_shows_the_messages_of_states() -> None:
+    problem = Problem(2, (Sequence(8, 8, 8, 8),), qkv_format="thd")
+    design = (ROOT / "DESIGN.md").read_text()
+    for shown in (str(make_states(problem)).partition("forward rank 1")[0], states_picture(problem)):
         assert indent(shown.strip("\n"), "    ") in design, shown
 
 

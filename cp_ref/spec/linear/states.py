@@ -21,7 +21,7 @@ from cp_ref.spec.linear.deliveries import HEADS, Deliveries, delivered
 from cp_ref.spec.linear.document_fragments import DocumentFragments, document_fragments
 from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.schedule import RankSchedule, Scans, Schedule, Step
-from cp_ref.spec.tables.table import ranges
+from cp_ref.spec.tables.table import Column, ranges
 
 __all__ = ["make_rank_states", "make_states"]
 
@@ -57,24 +57,33 @@ def make_rank_states(problem: Problem, rank: int) -> tuple[RankSchedule, RankSch
 
 
 def _of_rank(problem: Problem, fragments: DocumentFragments, rank: int) -> tuple[RankSchedule, RankSchedule]:
-    a2a_size = problem.a2a_size if problem.cp_comm_type == "a2a+p2p" else 1
+    forwards = problem.cp_comm_type == "a2a+p2p"  # what others send to others too
+    a2a_size, ranks = (problem.a2a_size, None) if forwards else (1, rank)
     back = fragments.take(slice(None, None, -1))
     return (
-        (*delivered(_readers(fragments), rank, "state", a2a_size), Step(scans=_scans(fragments, rank))),
-        (*delivered(_readers(back), rank, "dstate", a2a_size), Step(scans=_scans(back, rank))),
+        (*delivered(_readers(fragments, ranks), rank, "state", a2a_size), Step(scans=_scans(fragments, rank))),
+        (*delivered(_readers(back, ranks), rank, "dstate", a2a_size), Step(scans=_scans(back, rank))),
     )
 
 
-def _readers(fragments: DocumentFragments) -> Deliveries:
-    """The ranks that each fragment's map goes to. Later fragments are those behind it in the table's order."""
+def _readers(fragments: DocumentFragments, rank: int | None) -> Deliveries:
+    """The ranks that each fragment's map goes to: those with a fragment behind it in the table's order.
+
+    rank: of this rank's messages alone; None for all.
+    """
     if not len(fragments):
         return Deliveries.of_rows([])
     pair = fragments.document * (int(fragments.rank.max()) + 1) + fragments.rank
     _, from_end = np.unique(pair[::-1], return_index=True)
     last = np.sort(len(fragments) - 1 - from_end)  # the last fragment of each rank in each document
     document, begin, count = np.unique(fragments.document[last], return_index=True, return_counts=True)
-    here = np.searchsorted(document, fragments.document)
-    fragment, reader = np.repeat(np.arange(len(fragments)), count[here]), last[ranges(begin[here], count[here])]
+    sent = np.arange(len(fragments)) if rank is None else np.flatnonzero(fragments.rank == rank)
+    here = np.searchsorted(document, fragments.document[sent])
+    fragment, reader = np.repeat(sent, count[here]), last[ranges(begin[here], count[here])]
+    if rank is not None:
+        others = np.flatnonzero(fragments.rank != rank)
+        fragment = np.append(fragment, others)
+        reader = np.append(reader, _last_of(fragments, rank)[fragments.document[others]])
     later = reader > fragment
     fragment, reader = fragment[later], reader[later]
     return Deliveries(
@@ -84,8 +93,14 @@ def _readers(fragments: DocumentFragments) -> Deliveries:
 
 def _scans(fragments: DocumentFragments, rank: int) -> Scans:
     """The maps that a rank composes: of each document up to its own last fragment in the table's order."""
-    own = np.flatnonzero(fragments.rank == rank)
-    last = np.full(int(fragments.document.max(initial=-1)) + 1, -1)
-    last[fragments.document[own]] = own  # the last of equal documents counts
+    last = _last_of(fragments, rank)
     some = fragments.take(np.arange(len(fragments)) <= last[fragments.document])
     return Scans(some.document, some.start, some.stop)
+
+
+def _last_of(fragments: DocumentFragments, rank: int) -> Column:
+    """The place in the table of a rank's last fragment of each document; -1 where it has none."""
+    own = np.flatnonzero(fragments.rank == rank)
+    last = np.full(int(fragments.document.max(initial=-1)) + 1, -1)
+    last[fragments.document[own]] = own  # of equal documents the last counts
+    return last
