@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from cp_fast.api.fast_context import ContextParallel
     from cp_fast.api.fast_trace import trace
     from cp_fast.api.make_plan import Plan, make_plan, supports
-    from cp_fast.linear import causal_conv1d, linear_attention
+    from cp_fast.linear.convolution.causal_conv1d import causal_conv1d
+    from cp_fast.linear.linear_attention import linear_attention
     from cp_ref import SimGroup, Trace, compare, dense_attention
     from cp_ref.common.sharding.shard import position_ids, roll, shard, unshard
     from cp_ref.spec import Unsupported, compare_layouts
@@ -53,12 +54,12 @@ _WHERE = {
     "Trace": "cp_ref",
     "Unsupported": "cp_ref.spec",
     "attention": "cp_fast.api.attention",
-    "causal_conv1d": "cp_fast.linear",
+    "causal_conv1d": "cp_fast.linear.convolution.causal_conv1d",
     "checked": "cp_fast.api.checked_calls",
     "compare": "cp_ref",
     "compare_layouts": "cp_ref.spec",
     "dense_attention": "cp_ref",
-    "linear_attention": "cp_fast.linear",
+    "linear_attention": "cp_fast.linear.linear_attention",
     "make_plan": "cp_fast.api.make_plan",
     "position_ids": "cp_ref.common.sharding.shard",
     "roll": "cp_ref.common.sharding.shard",

@@ -25,6 +25,7 @@ from cp_fast.compile.pipeline import Schedules, lowered, optimized, upload
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.compile.planning.chosen_schedule import chosen_rank_schedule, chosen_schedule
 from cp_fast.dispatch.opaque import OfThisProcess, forget, opaque_for
+from cp_fast.linear.linear_plan import LinearPlan
 from cp_fast.movers.select_kernels import kernels
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions
@@ -77,6 +78,8 @@ class Plan(OfThisProcess, plans.Plan):
         custom: the schedule that `make_plan` was given; None for the planner's.
         room: the room for `update`; None for a plan that is not updated.
         messages: the transport: the memory of the group's ranks (`cp_fast.transport`), or None for the group itself.
+        linear: whether it serves linear layers.
+        agreed: see `cp_ref.common.plan_arguments.Plan`.
 
     A copy, deep or not, and the result of `dataclasses.replace` are separate plans that share the read-only tables. A
     plan updated in place can be neither copied nor replaced, and no plan can be pickled: TypeError.
@@ -94,6 +97,8 @@ class Plan(OfThisProcess, plans.Plan):
     room: Room | None = None
     fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # Its tables, if there is room.
     messages: Group | None = field(default=None, repr=False)
+    linear: bool = False
+    agreed: set[bytes] = field(default_factory=set[bytes], repr=False, compare=False)
     handle: torch.Tensor = field(init=False, repr=False, compare=False)  # See `cp_fast.dispatch.opaque`.
     kept: str = field(init=False, repr=False)  # see `RankSchedule.kept`
     needs_inputs: bool = field(init=False, repr=False)  # see `RankSchedule.needs_inputs`
@@ -138,6 +143,11 @@ class Plan(OfThisProcess, plans.Plan):
             return self.instructions.position_ids
         return numbers(planned_positions(self.problem, self.rank), self.device)
 
+    @cached_property
+    def linear_plan(self) -> LinearPlan:
+        """The tables of linear layers; `update` makes new ones."""
+        return LinearPlan(self.problem, self.rank, self.device)
+
     @implements(plans.update)
     def update(
         self,
@@ -154,7 +164,8 @@ class Plan(OfThisProcess, plans.Plan):
             assert self.fixed is not None
             steps = chosen_rank_schedule(problem, self.rank, self.head_chunks)
             draft = lowered(Packing(problem), self.rank, steps, saved_kinds(problem))
-            return Agreement(problem, self.room), steps, self.fixed.fitted(draft, problem)
+            extras = plans.read_linear(self.linear, problem)
+            return Agreement(problem, self.room, extras), steps, self.fixed.fitted(draft, problem)
 
         agreement, steps, fitted = _together(cp, read, lambda found: found[0])
         assert self.fixed is not None
@@ -171,7 +182,7 @@ class Plan(OfThisProcess, plans.Plan):
         }
         for name, value in changed.items():
             object.__setattr__(self, name, value)
-        for name in ("schedule", "position_ids"):
+        for name in ("schedule", "position_ids", "linear_plan"):
             self.__dict__.pop(name, None)
 
 
@@ -183,7 +194,7 @@ def make_plan(**arguments: Any) -> Plan:
     def make() -> Made:
         given = bind(plans.make_plan, arguments)
         agreement, backend, device = _read_plan_arguments(given)
-        return Made(agreement, prepared(cp, agreement, backend, device, custom))
+        return Made(agreement, prepared(cp, agreement, backend, device, custom, linear=given["linear"]))
 
     plan = agree_on_plan(cp, make).plan
     return plan if custom is not None else _with_messages(cp, plan)
@@ -239,6 +250,8 @@ def prepared(
     backend: Backend,
     device: torch.device,
     custom: Schedule | None = None,
+    *,
+    linear: bool = False,
 ) -> Plan:
     """This rank's plan, made before the ranks agree on it. An error on one rank (a failed build, no memory for the
     tables) is then raised on all. Sends nothing, and keeps no reference to the group.
@@ -254,10 +267,12 @@ def prepared(
     draft = lowered(packing, cp.rank, steps, saved)
     if room is None:
         instructions = upload(optimized(draft), device)
-        return Plan(problem, cp.rank, device, backend, packing, instructions, steps, head_chunks, custom)
+        return Plan(problem, cp.rank, device, backend, packing, instructions, steps, head_chunks, custom, linear=linear)
     fixed = FixedTables(Shape(optimized(draft, in_place=True).plan, draft.tables, problem, cp.rank, room), device)
     instructions = fixed.overwrite(fixed.fitted(draft, problem))
-    return Plan(problem, cp.rank, device, backend, packing, instructions, steps, head_chunks, custom, room, fixed)
+    return Plan(
+        problem, cp.rank, device, backend, packing, instructions, steps, head_chunks, custom, room, fixed, linear=linear
+    )
 
 
 def agree_on_plan(cp: ContextParallel, make: Callable[[], Made], known: Set[bytes] = frozenset()) -> Made:
@@ -297,8 +312,6 @@ def _together(
 
 def _read_plan_arguments(given: dict[str, Any]) -> tuple[Agreement, Backend, torch.device]:
     agreement, device = read_plan_arguments(given, ContextParallel)
-    if given["linear"]:
-        raise Unsupported("a plan with linear=True", {}, "cp_fast has no linear layers yet; cp_ref has")
     check_row_numbers(agreement.problem, agreement.room)
     how = {name: given[name] for name in ("deterministic", "return_max_logit")}
     in_place = agreement.room is not None

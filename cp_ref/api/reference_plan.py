@@ -93,7 +93,8 @@ class Plan(plans.Plan):
         def read() -> Agreement:
             given = plans.lengths_of_update(self, cp, lengths)
             check_plan_owner(self.problem, self.rank, cp)
-            return Agreement(next_batch(self.problem, self.room, **given), self.room)
+            problem = next_batch(self.problem, self.room, **given)
+            return Agreement(problem, self.room, plans.read_linear(self.linear, problem))
 
         made = plan_together(cp, lambda: (read(), self.device))
         object.__setattr__(self, "problem", made.problem)

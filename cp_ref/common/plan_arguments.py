@@ -41,6 +41,7 @@ __all__ = [
     "lengths_of_update",
     "make_plan",
     "read_call",
+    "read_linear",
     "read_plan_arguments",
     "supports",
     "update",
@@ -251,11 +252,11 @@ def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, t
         raise ValueError(f"layout is {given['layout']!r}; a layout's name belongs to the ContextParallel, a table here")
     problem = read_call(cp, sizes, **{name: value for name, value in given.items() if name in OF_THE_PROBLEM})
     room = read_room(problem, given)
-    extras = check_schedule(given["schedule"], problem, room, cp.comm) + _read_linear(given["linear"], problem)
+    extras = check_schedule(given["schedule"], problem, room, cp.comm) + read_linear(given["linear"], problem)
     return Agreement(problem, room, extras), device
 
 
-def _read_linear(linear: Any, problem: Problem) -> tuple[tuple[str, object], ...]:
+def read_linear(linear: Any, problem: Problem) -> tuple[tuple[str, object], ...]:
     """What the ranks have to agree on; raises where the problem has no documents that linear layers could follow."""
     check_flag("linear", linear)
     if linear and problem.areas is not None:

@@ -73,7 +73,7 @@ def test_what_registries_show(wheel: zipfile.ZipFile) -> None:
 def test_what_is_imported_on_import_is_declared() -> None:
     """Modules that are imported at the top of a file, where the package works without extras."""
     declared = {re.split(r"[<>=\[ ]", need)[0].lower() for need in PROJECT["dependencies"]}
-    extras = {"pytest", "hypothesis", "numba", "llvmlite"}  # of the suite, and of the kernels in Numba
+    extras = {"pytest", "hypothesis", "numba", "llvmlite", "triton", "fla"}  # of the suite, and of kernels
     of_module = importlib.metadata.packages_distributions()
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         if "adapters" in path.parts:  # of libraries that are not ours to install

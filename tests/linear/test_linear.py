@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cp_fast
 import cp_ref
 from cp_ref.common.linear.linear_calls import KINDS
 from cp_ref.spec import Problem
@@ -16,7 +17,7 @@ from tests.linear.played import Convolution, Layer, check_convolution, check_lay
 from tests.linear.random_problems import linear_problems
 from tests.marks import examples
 
-PACKAGES = {"cp_ref": cp_ref}
+PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 LAYERS = st.builds(
     Layer,
     kind=st.sampled_from(KINDS),

@@ -1,0 +1,318 @@
+"""Linear attention on GPUs: errors of every kind against the oracle, and times beside flash-linear-attention's own.
+
+    python -m benchmarks.linear check --kinds kda --out check.json            # all ranks of a simulated group, one GPU
+    python -m benchmarks.linear warm --part 0 --parts 8 &                     # of 8 processes: compile for `speed`
+    python -m benchmarks.linear speed --out speed.json                        # one rank of two, its messages left out
+    python -m benchmarks.linear speed --gpus 2 --out speed.json               # two ranks over NCCL
+
+`check` prints, for each problem, the errors of all results and gradients relative to the oracle's, as roots of mean
+squares, and beside them those of the same call on one rank: spreading may add a half to them. `speed` has gated delta
+rule layers of 16 heads of 128, 16,384 tokens a GPU, in turns in one run. Flash-linear-attention refuses its backward
+pass on Hopper GPUs with Triton 3.4 to 3.7.0, whose compiler makes a wrong gradient of it. Its time is not affected, so
+the refusal is lifted here, and no gradient of it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import typer
+
+import cp_fast
+from benchmarks.parts.ranks import Commit, Device, JsonOut, connect, largest, seconds_alone
+from cp_ref.spec import Problem
+from cp_ref.spec import Sequence as Lengths
+from tests.linear.errors import relative_errors
+from tests.linear.played import Layer
+
+app = typer.Typer(add_completion=False)
+HEADS, DIM, ROWS = 16, 128, 16_384
+DOCUMENTS = (9001, 6200, 4100, 3072, 2501, 2048, 1777, 1300, 1024, 700, 500, 300, 128, 64, 40, 13)  # 32,768
+SMALL = {
+    "one document, dual_chunk": Problem(2, (Lengths(300, 300, 300, 300),), qkv_format="thd"),
+    "four documents, contiguous": Problem(
+        4, tuple(Lengths(n, n, n, n) for n in (150, 1, 0, 217)), layout="contiguous", qkv_format="thd"
+    ),
+    "padding, bshd": Problem(4, tuple(Lengths(n, n, 160, 160) for n in (160, 33)), attn_mask_type="padding_causal"),
+}
+
+
+def tune_only(part: int, parts: int) -> None:
+    """Triton's tuners look at one of so many parts of their configurations, and at one configuration at least."""
+    from triton.runtime.autotuner import Autotuner  # pyright: ignore[reportMissingImports]
+
+    init = Autotuner.__init__
+
+    def first(self: Any, fn: Any, arg_names: Any, configs: Any, *rest: Any, **options: Any) -> None:
+        some = configs[part::parts] or configs[:1]
+        init(self, fn, arg_names, some, *rest, **options)
+
+    Autotuner.__init__ = first
+
+
+@app.command()
+def check(
+    kinds: Annotated[str, typer.Option(help="Some of the kinds, with commas.")] = "gated_delta_rule,kda,mamba2",
+    dtypes: Annotated[str, typer.Option(help="With commas.")] = "bfloat16,float16,float32",
+    tuned: Annotated[bool, typer.Option(help="Let Triton tune the kernels.")] = False,
+    device: Device = "cuda",
+    commit: Commit = "",
+    out: JsonOut = None,
+) -> None:
+    """Errors of each kind, forward and backward, over a simulated group."""
+    if not tuned and device == "cuda":
+        tune_only(0, 1000)
+    found: dict[str, Any] = {"commit": commit, "torch": torch.__version__}
+    wrong = 0
+    for kind in kinds.split(","):
+        for dtype in dtypes.split(","):
+            for name, problem in SMALL.items():
+                layer = Layer(
+                    kind=kind, heads=2, shared=2, d_k=64, d_v=128, initial_state=True, output_final_state=True
+                )
+                case = f"{kind}, {dtype}, {name}"
+                try:
+                    spread, alone = (
+                        relative_errors(cp_fast, problem, layer, getattr(torch, dtype), device, cp_size=size)
+                        for size in (problem.cp_size, 1)
+                    )
+                except Exception as error:
+                    wrong += 1
+                    found[case] = f"{type(error).__name__}: {error}"
+                    print(f"FAILED {case}: {found[case]}", flush=True)
+                    continue
+                limit = {"float32": 1e-4, "float64": 1e-9}.get(dtype, 2e-2)
+                bad = [x for x in spread if not spread[x] <= min(1.5 * alone[x] + limit / 100, limit)]
+                wrong += bool(bad)
+                found[case] = {"spread": spread, "alone": alone, "wrong": bad}
+                text = " ".join(f"{x} {spread[x]:.1e}/{alone[x]:.1e}" for x in spread)
+                print(f"{'WRONG ' + ','.join(bad) if bad else 'right'} {case}: {text}", flush=True)
+                _write(out, found)
+    print(f"{wrong} wrong")
+    raise typer.Exit(1 if wrong else 0)
+
+
+class Silent:
+    """A rank of a group whose messages bring nothing: for the time of what one rank computes."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def exchange(self, sends: Sequence[Any], recvs: Sequence[Any]) -> Silent:
+        for parcel in recvs:
+            parcel.tensor.zero_()
+        return self
+
+    def wait(self) -> None:
+        """Nothing is on its way."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
+@app.command()
+def speed(
+    gpus: Annotated[int, typer.Option(help="1: one rank of two without its messages; 2: over NCCL.")] = 1,
+    turns: Annotated[int, typer.Option(help="How often each is measured.")] = 3,
+    calls: Annotated[int, typer.Option(help="Calls in a row.")] = 10,
+    rows: Annotated[int, typer.Option(help="Tokens a GPU.")] = ROWS,
+    profile: Annotated[bool, typer.Option(help="Print the kernels of each.")] = True,
+    commit: Commit = "",
+    out: JsonOut = None,
+) -> None:
+    """Times of a layer, forward and both passes."""
+    options = Speed(gpus, turns, calls, rows, profile, commit, out)
+    if gpus == 1:
+        torch.cuda.set_device(0)
+        _speed(Silent(0, 2), options)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (options, folder), nprocs=gpus)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@app.command()
+def warm(
+    part: Annotated[int, typer.Option(help="Which part of all configurations, from 0.")] = 0,
+    parts: Annotated[int, typer.Option(help="Into how many parts they are divided.")] = 8,
+) -> None:
+    """Compile a part of what `speed` tunes, into Triton's cache on the disk."""
+    tune_only(part, parts)
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    options = Speed(1, 1, 1, 2048, False, "", None)
+    with lifted():
+        calls = _calls(Silent(0, 2), options, device)
+        for name in ("kernel alone", "cp_fast, one document, dual_chunk"):
+            call, rows = calls[name]
+            layer = _layer(rows, device)
+            torch.autograd.grad(call(**layer), list(layer.values()), torch.randn_like(layer["v"]))
+    torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What is measured, and how often."""
+
+    gpus: int
+    turns: int
+    calls: int
+    rows: int
+    profile: bool
+    commit: str
+    out: Path | None
+
+
+def _rank(rank: int, options: Speed, folder: str) -> None:
+    connect(rank, options.gpus, folder)
+    _speed(dist.group.WORLD, options)
+    dist.destroy_process_group()
+
+
+Call = Callable[..., torch.Tensor]
+
+
+def _speed(group: Any, options: Speed) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    with lifted():
+        found = {name: (call, _layer(rows, device)) for name, (call, rows) in _calls(group, options, device).items()}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in found}
+        for turn in range(options.turns + 1):
+            for name, (call, layer) in found.items():
+                dout = torch.randn_like(layer["v"])
+
+                def both(call: Call = call, layer: dict[str, torch.Tensor] = layer, dout: torch.Tensor = dout) -> None:
+                    torch.autograd.grad(call(**layer), list(layer.values()), dout)
+
+                began = time.monotonic()
+                if turn == 0:
+                    both()
+                    torch.cuda.synchronize()
+                    print(f"compiled and tuned in {time.monotonic() - began:.1f} s: {name}", flush=True)
+                    continue
+                pair = seconds_alone(partial(call, **layer), options.calls), seconds_alone(both, options.calls)
+                times[name].append((largest(pair[0]), largest(pair[1])) if options.gpus > 1 else pair)
+                print(f"{turn} {name}: forward {pair[0] * 1e3:.3f} ms, both {pair[1] * 1e3:.3f} ms", flush=True)
+        kernels = {name: _kernels(*pair) for name, pair in found.items()} if options.profile else {}
+    if options.gpus > 1 and dist.get_rank():
+        return
+    best = {name: [min(x) * 1e3 for x in zip(*pairs, strict=True)] for name, pairs in times.items()}
+    alone, documents = best["kernel alone"], best["kernel alone, documents"]
+    for name, pair in best.items():
+        base = documents if "documents" in name else alone
+        ratios = " ".join(f"{b / x:.3f}" for b, x in zip(base, pair, strict=True))
+        print(f"{name:44} forward {pair[0]:.3f} ms, both {pair[1]:.3f} ms; of the kernel alone {ratios}")
+    for name, lines in kernels.items():
+        print(f"\n{name}", *lines, sep="\n")
+    versions = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "gpus": options.gpus}
+    _write(options.out, {"commit": options.commit, **versions, "ms": best, "all": times, "kernels": kernels})
+
+
+def _calls(group: Any, options: Speed, device: torch.device) -> dict[str, tuple[Call, int]]:
+    """What is compared, and the rows of each."""
+    from fla.ops.cp import build_cp_context  # pyright: ignore[reportMissingImports]
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+
+    total = 2 * options.rows
+    documents = [n * total // sum(DOCUMENTS) for n in DOCUMENTS]
+    documents[0] += total - sum(documents)
+    halves = [n // 2 for n in documents]
+
+    def alone(lengths: Sequence[int]) -> Call:
+        cu = torch.tensor([0, *accumulate(lengths)], device=device)
+
+        def call(**layer: torch.Tensor) -> torch.Tensor:
+            return chunk_gated_delta_rule(**{n: x[None] for n, x in layer.items()}, cu_seqlens=cu)[0][0]
+
+        return call
+
+    def ours(lengths: Sequence[int], layout: Any) -> tuple[Call, int]:
+        cp = cp_fast.ContextParallel(group, layout=layout)
+        cu = torch.tensor([0, *accumulate(lengths)], device=device)
+        sizes = {"heads_q": 2, "heads_kv": 2, "d_qk": 64, "d_v": 64, "dtype": torch.bfloat16, "device": device}
+        plan = cp_fast.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, linear=True, **sizes)
+
+        def call(**layer: torch.Tensor) -> torch.Tensor:
+            return cp_fast.linear_attention(**layer, cp=cp, plan=plan)  # type: ignore[arg-type]
+
+        return call, cp_fast.shard(torch.zeros(sum(lengths), device=device), cp=cp, plan=plan).shape[0]
+
+    found: dict[str, tuple[Call, int]] = {
+        "kernel alone": (alone([options.rows]), options.rows),
+        "kernel alone, documents": (alone(halves), sum(halves)),
+        "cp_fast, one document, contiguous": ours([total], "contiguous"),
+        "cp_fast, one document, dual_chunk": ours([total], "dual_chunk"),
+        "cp_fast, documents, contiguous": ours(documents, "contiguous"),
+        "cp_fast, documents, dual_chunk": ours(documents, "dual_chunk"),
+        "cp_fast, documents, balanced": ours(documents, "balanced"),
+    }
+    if options.gpus > 1:
+        for layout in ("contiguous", "zigzag"):
+            context = build_cp_context(torch.tensor([0, total], device=device), group, layout=layout)
+
+            def call(context: Any = context, **layer: torch.Tensor) -> torch.Tensor:
+                return chunk_gated_delta_rule(**{n: x[None] for n, x in layer.items()}, cp_context=context)[0][0]
+
+            found[f"flash-linear-attention, one document, {layout}"] = call, options.rows
+    return found
+
+
+@contextmanager
+def lifted() -> Iterator[None]:
+    """Let flash-linear-attention run the backward pass that it refuses here, for its time."""
+    import fla.ops.common.chunk_o as kernels  # pyright: ignore[reportMissingImports]
+
+    before, kernels.IS_NVIDIA_HOPPER = kernels.IS_NVIDIA_HOPPER, False
+    try:
+        yield
+    finally:
+        kernels.IS_NVIDIA_HOPPER = before
+
+
+def _kernels(call: Call, layer: dict[str, torch.Tensor]) -> list[str]:
+    """The kernels of both passes, the longest first: ms, launches, name."""
+    dout = torch.randn_like(layer["v"])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(2):
+            torch.autograd.grad(call(**layer), list(layer.values()), dout)
+        torch.cuda.synchronize()
+    rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)
+    return [f"  {row.self_device_time_total / 2e3:8.3f} {row.count // 2:4d}  {row.key[:90]}" for row in rows[:22]]
+
+
+def _layer(rows: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of one rank."""
+    draw = torch.Generator(device=device).manual_seed(1)
+
+    def some(*last: int) -> torch.Tensor:
+        return torch.randn(rows, *last, generator=draw, device=device)
+
+    found = {
+        "q": torch.nn.functional.normalize(some(HEADS, DIM), dim=-1).bfloat16(),
+        "k": torch.nn.functional.normalize(some(HEADS, DIM), dim=-1).bfloat16(),
+        "v": some(HEADS, DIM).bfloat16(),
+        "g": -0.1 * some(HEADS).abs(),
+        "beta": some(HEADS).sigmoid().bfloat16(),
+    }
+    return {name: x.requires_grad_() for name, x in found.items()}
+
+
+def _write(out: Path | None, found: Any) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    app()

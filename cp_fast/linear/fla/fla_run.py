@@ -1,0 +1,69 @@
+"""What all passes on flash-linear-attention share: the fragments as its kernels take them, and sums of decays.
+
+Its tensors have a batch of one in front. Its sums of g are in powers of 2, and start anew in every chunk of 64 rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from fla.ops.utils import chunk_local_cumsum, prepare_chunk_indices  # pyright: ignore[reportMissingImports]
+
+from cp_fast.linear.linear_kernels import FragmentRows, LinearInputs
+
+__all__ = ["CHUNK", "FlaRun", "sums", "sums_back"]
+
+
+CHUNK = 64
+_LOG2_E = 1.4426950216293335  # in float32, as flash-linear-attention has it
+
+
+class _Rows(NamedTuple):
+    """What its kernels take to know the fragments."""
+
+    cu_seqlens: torch.Tensor
+    chunk_indices: torch.Tensor
+
+    @property
+    def given(self) -> dict[str, torch.Tensor]:
+        return {"cu_seqlens": self.cu_seqlens, "chunk_indices": self.chunk_indices}
+
+
+def _rows(fragments: FragmentRows) -> _Rows:
+    if (known := fragments.kept.get("fla")) is None:
+        on_host = torch.tensor(fragments.cu, device="cpu")
+        made = prepare_chunk_indices(on_host, CHUNK).to(fragments.device)
+        known = fragments.kept["fla"] = _Rows(fragments.device_cu, made)
+    return known
+
+
+def _spans(fragments: FragmentRows, chosen: Sequence[int]) -> torch.Tensor:
+    """The rows of the chosen fragments, int64 [c, 2]."""
+    key = "spans", tuple(chosen)
+    if (known := fragments.kept.get(key)) is None:
+        rows = [fragments.cu[i : i + 2] for i in chosen]
+        known = fragments.kept[key] = torch.tensor(rows, dtype=torch.int64, device=fragments.device).view(-1, 2)
+    return known
+
+
+def sums(g: torch.Tensor, rows: _Rows) -> torch.Tensor:
+    return chunk_local_cumsum(g, chunk_size=CHUNK, scale=_LOG2_E, **rows.given)
+
+
+def sums_back(dg: torch.Tensor, rows: _Rows) -> torch.Tensor:
+    return chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **rows.given)[0]
+
+
+class FlaRun:
+    """What all passes read: the inputs with a batch of one in front."""
+
+    def __init__(self, inputs: LinearInputs, fragments: FragmentRows) -> None:
+        self.fragments, self.rows, self.scale = fragments, _rows(fragments), inputs.scale
+        self.q, self.k, self.v, self.g_in = (x[None] for x in inputs[:4])
+        self.beta = None if inputs.beta is None else inputs.beta[None]
+        self.how: dict[str, Any] = {"chunk_size": CHUNK, **self.rows.given}
+
+    def spans(self, chosen: Sequence[int]) -> torch.Tensor:
+        return _spans(self.fragments, chosen)

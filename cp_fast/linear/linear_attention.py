@@ -1,0 +1,127 @@
+"""`linear_attention`: a linear layer of a hybrid model, on the slices of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.api.make_plan import Plan
+from cp_fast.dispatch.selective_checkpointing import unseen
+from cp_fast.linear.choose_kernels import choose_kernels, features_of_call
+from cp_fast.linear.linear_kernels import Kind, LinearInputs, LinearKernels
+from cp_fast.linear.linear_passes import Saved, backward_pass, forward_pass
+from cp_fast.linear.linear_plan import LinearPlan, check_not_captured, check_same_batch
+from cp_ref.common.autocast import autocast, no_autocast
+from cp_ref.common.declared import implements
+from cp_ref.common.derivatives import differentiable_once, refuse_transforms
+from cp_ref.common.linear import linear_calls
+from cp_ref.common.linear.linear_checks import LinearCall, agree_on_layer, read_linear_attention
+from cp_ref.spec import check_context
+
+__all__ = ["linear_attention"]
+
+
+@implements(linear_calls.linear_attention)
+def linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor | None,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    kind: str,
+    scale: float | None,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool,
+) -> Any:
+    check_context(cp, ContextParallel)
+    options = {"kind": kind, "scale": scale, "initial_state": initial_state, "output_final_state": output_final_state}
+    if torch.compiler.is_compiling():
+        from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as slow as importing PyTorch
+
+        return graph_break(linear_attention, q, k, v, g, beta, cp=cp, plan=plan, **options)
+    refuse_transforms()
+
+    def read() -> LinearCall:
+        check_not_captured(plan)
+        call = read_linear_attention(cp, plan, Plan, tensors, **options)
+        kernels_for(call, cp, tensors["q"].device)
+        return call
+
+    tensors = {"q": autocast(q), "k": autocast(k), "v": autocast(v), "g": g, "beta": beta}
+    with unseen():
+        call = agree_on_layer(cp, plan, read)
+    kernels = kernels_for(call, cp, tensors["q"].device)
+    out, final = LinearAttention.apply(plan, kernels, cp, call, *tensors.values(), initial_state)
+    return (out, final) if output_final_state else out
+
+
+def kernels_for(call: LinearCall, cp: ContextParallel, device: torch.device) -> LinearKernels:
+    """The library of a call. Raises Unsupported."""
+    return choose_kernels(features_of_call(device.type, call.dtype, call.d_k, call.d_v), cp.backend)
+
+
+class LinearAttention(torch.autograd.Function):
+    """From q, k, v, g, beta and initial_state to out and final_state (or None)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        owner: Plan,
+        kernels: LinearKernels,
+        cp: ContextParallel,
+        call: LinearCall,
+        *given: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        plan = owner.linear_plan
+        *tensors, initial = (None if x is None else x.detach() for x in given)
+        first = cast(torch.Tensor, tensors[0])
+        with unseen(), cp.alone("linear_attention, forward"), no_autocast(first.device):
+            inputs = _packed(plan, call, tensors)
+            if initial is not None:
+                initial = initial.to(_state_dtype(call.dtype))
+            out, final, saved = forward_pass(plan, kernels, cp.comm, inputs, initial, final=call.output_final_state)
+            out = plan.rows.put(out.to(first.dtype), first)
+        kept, maps, entering = saved
+        ctx.save_for_backward(*given, maps, entering, *kept)
+        ctx.owner, ctx.plan, ctx.kernels, ctx.cp, ctx.call = owner, plan, kernels, cp, call
+        ctx.set_materialize_grads(False)
+        return out, final
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dout: torch.Tensor | None, dfinal: torch.Tensor | None) -> Any:
+        plan, call = ctx.plan, ctx.call
+        check_same_batch(ctx.owner, plan)
+        *tensors, initial, maps, entering = (everything := ctx.saved_tensors)[:8]
+        device = tensors[0].device
+        with unseen(), ctx.cp.alone("linear_attention, backward"), no_autocast(device):
+            inputs = _packed(plan, call, tensors)
+            dpacked = torch.zeros_like(inputs.v) if dout is None else plan.rows.take(dout).to(inputs.v.dtype)
+            if call.output_final_state and dfinal is None:
+                shape = len(plan.problem.lengths.len_q), call.heads_v, call.d_k, call.d_v
+                dfinal = dpacked.new_zeros(shape, dtype=_state_dtype(call.dtype))
+            saved = Saved(everything[8:], maps, entering)
+            found = backward_pass(plan, ctx.kernels, ctx.cp.comm, inputs, saved, dpacked, dfinal)
+            grads = [
+                None if x is None or grad is None else plan.rows.put(grad.to(x.dtype), x)
+                for x, grad in zip(tensors, found[:5], strict=True)
+            ]
+        dinitial = None if initial is None or found.dinitial is None else found.dinitial.to(initial.dtype)
+        return None, None, None, None, *grads, dinitial
+
+
+def _packed(plan: LinearPlan, call: LinearCall, tensors: Sequence[Any]) -> LinearInputs:
+    q, k, v, g = (plan.rows.take(x) for x in tensors[:4])
+    beta = None if tensors[4] is None else plan.rows.take(tensors[4])
+    return LinearInputs(q, k, v, g, beta, call.scale, cast(Kind, call.kind))
+
+
+def _state_dtype(dtype: str) -> torch.dtype:
+    """Of states: float64 for float64, else float32."""
+    return torch.float64 if dtype == "float64" else torch.float32

@@ -1,0 +1,93 @@
+"""A rank's tables for the linear layers of one batch, which all layers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from cp_fast.linear.convolution.halo_tables import HaloTables, halo_tables
+from cp_fast.linear.local_rows import LocalRows
+from cp_fast.linear.state_tables import StateTables, state_tables
+from cp_ref.spec import Problem
+from cp_ref.spec.linear.document_fragments import document_fragments
+from cp_ref.spec.linear.states import make_rank_states
+
+__all__ = ["LinearPlan", "check_not_captured", "check_same_batch"]
+
+
+@dataclass(frozen=True, eq=False)
+class LinearPlan:
+    """A rank's tables for the linear layers of one batch, made when the first of them is called."""
+
+    problem: Problem
+    rank: int
+    device: torch.device
+    halos: dict[int, HaloTables] = field(default_factory=dict[int, HaloTables], repr=False)
+
+    @cached_property
+    def rows(self) -> LocalRows:
+        """The rank's rows."""
+        own = document_fragments(self.problem).of(self.rank)
+        return LocalRows(self.problem, own.take(own.row.argsort(kind="stable")), self.device)
+
+    @cached_property
+    def passes(self) -> tuple[StateTables, StateTables]:
+        """Forward and backward."""
+        forward, backward = make_rank_states(self.problem, self.rank)
+        own = self.rows.fragments
+        return state_tables(forward, own, self.device), state_tables(backward, own, self.device)
+
+    @cached_property
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Int64 tables: own fragments that begin a document, and these documents; those that end one, likewise."""
+        own, everywhere = self.rows.fragments, document_fragments(self.problem)
+        last = {int(document): int(place) for document, place, *_ in everywhere.rows()}
+        begins = [(i, d) for i, (d, place, *_) in enumerate(own.rows()) if place == 0]
+        ends = [(i, d) for i, (d, place, *_) in enumerate(own.rows()) if place == last[d]]
+        columns = [[pair[n] for pair in pairs] for pairs in (begins, ends) for n in (0, 1)]
+        a, b, c, d = (torch.tensor(column, dtype=torch.int64, device=self.device) for column in columns)
+        return a, b, c, d
+
+    @cached_property
+    def forward_maps(self) -> torch.Tensor:
+        """The forward map of each fragment that the backward pass chooses, int64. The last fragment of a document may
+        have none, as its map acts on nothing: it has the number behind all.
+        """
+        forward, backward = (tables.chosen for tables in self.passes)
+        place = {fragment: i for i, fragment in enumerate(forward)}
+        numbers = [place.get(fragment, len(forward)) for fragment in backward]
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def empty(self) -> torch.Tensor:
+        """The documents without tokens, int64."""
+        found = [i for i, length in enumerate(self.problem.lengths.len_q) if not length]
+        return torch.tensor(found, dtype=torch.int64, device=self.device)
+
+    def halo(self, kernel_size: int) -> HaloTables:
+        """The tables of convolutions with this kernel size."""
+        if kernel_size not in self.halos:
+            own = self.rows.fragments
+            self.halos[kernel_size] = halo_tables(self.problem, self.rank, own, kernel_size, self.device)
+        return self.halos[kernel_size]
+
+
+def check_same_batch(owner: Any, plan: LinearPlan) -> None:
+    """Raise where a `cp_fast.Plan` was updated since it gave `plan`."""
+    if owner.linear_plan is not plan:
+        raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
+
+
+def check_not_captured(owner: Any) -> None:
+    """Raise while a CUDA graph is captured with a `cp_fast.Plan` that can be updated: the graph would keep the sizes of
+    this batch's fragments.
+    """
+    captured = getattr(owner, "room", None) is not None and torch.cuda.is_available()
+    if captured and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "a linear layer is captured in a CUDA graph with a plan that can be updated, but its launches have sizes "
+            "of this batch; make a plan for each batch, without max_sequences"
+        )

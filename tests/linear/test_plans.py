@@ -1,0 +1,152 @@
+"""Plans of linear layers: several layers, plans that are updated, checkpointing, torch.compile, autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import cp_fast
+import cp_ref
+from cp_ref import SimGroup
+from cp_ref.linear.oracle import dense_causal_conv1d, dense_linear_attention
+from cp_ref.simulator.sim_group import SimMember
+
+PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
+SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 4, "d_v": 4, "dtype": torch.float64, "device": "cpu"}
+TOTAL = 24
+
+
+def layer(seed: int, rows: int = TOTAL) -> dict[str, torch.Tensor]:
+    """Tensors of all tokens: h 1, h_v 2, d_k 3, d_v 2."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def some(*last: int) -> torch.Tensor:
+        return torch.randn(rows, *last, generator=draw, dtype=torch.float64)
+
+    k = torch.nn.functional.normalize(some(1, 3), dim=-1)
+    return {"q": some(1, 3), "k": k, "v": some(2, 2), "g": -some(2).abs(), "beta": some(2).sigmoid()}
+
+
+def two_layers(package: Any, member: SimMember, call: Callable[..., torch.Tensor]) -> None:
+    """A convolution, a linear layer, and another one after it: results and gradients are those of one rank."""
+    cp, cu = package.ContextParallel(member), torch.tensor([0, 9, 9, 20])
+    plan = package.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, linear=True, **SIZES)
+    tensors, weight = layer(1, 20), torch.linspace(-1, 1, 4, dtype=torch.float64).expand(2, 4).clone()
+    mine = {name: package.shard(x, cp=cp, plan=plan).requires_grad_() for name, x in tensors.items()}
+    factors = weight.clone().requires_grad_()
+
+    def model(v: torch.Tensor) -> torch.Tensor:
+        rest = {name: x for name, x in mine.items() if name != "v"}
+        mixed = package.causal_conv1d(v.flatten(1)[:, :2], factors, cp=cp, plan=plan, activation="silu")
+        once = package.linear_attention(**rest, v=v * mixed[..., None], cp=cp, plan=plan)
+        return package.linear_attention(**rest, v=once, cp=cp, plan=plan, kind="gated_delta_rule")
+
+    out = call(model, mine["v"])
+    out.square().sum().backward()
+
+    leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    whole = weight.clone().requires_grad_()
+    rest = {name: x for name, x in leaves.items() if name != "v"}
+    lengths: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens": cu}
+    mixed = dense_causal_conv1d(leaves["v"].flatten(1)[:, :2], whole, activation="silu", **lengths)
+    once, _ = dense_linear_attention(**rest, v=leaves["v"] * mixed[..., None], **lengths)  # type: ignore[arg-type]
+    wanted, _ = dense_linear_attention(**rest, v=once, **lengths)  # type: ignore[arg-type]
+    wanted.square().sum().backward()
+    torch.testing.assert_close(package.unshard(out.detach(), cp=cp, plan=plan), wanted.detach())
+    for name, x in mine.items():
+        torch.testing.assert_close(package.unshard(_grad(x), cp=cp, plan=plan), _grad(leaves[name]))
+    shares = torch.stack(member.all_gather_object(_grad(factors)))
+    torch.testing.assert_close(shares.sum(0), _grad(whole))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_layers_after_each_other(package: str) -> None:
+    SimGroup(2).run(lambda member: two_layers(PACKAGES[package], member, lambda model, v: model(v)))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_activation_checkpointing(package: str) -> None:
+    def call(model: Any, v: torch.Tensor) -> torch.Tensor:
+        found = checkpoint(model, v, use_reentrant=False)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    SimGroup(2).run(lambda member: two_layers(PACKAGES[package], member, call))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_plan_that_is_updated(package: str) -> None:
+    made = PACKAGES[package]
+
+    def one(member: SimMember) -> None:
+        cp = made.ContextParallel(member, layout="contiguous")
+        room = {"max_sequences": 3, "max_tokens_q": TOTAL}
+        first = torch.tensor([0, 10, 24])
+        plan = made.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=first, linear=True, **room, **SIZES)
+        for cu in (first, torch.tensor([0, 3, 5, 20]), torch.tensor([0, 24])):
+            plan.update(cp=cp, cu_seqlens_q=cu)
+            tensors = layer(int(cu[1]), TOTAL)
+            mine = {name: made.shard(x[: cu[-1]], cp=cp, plan=plan) for name, x in tensors.items()}
+            rows = TOTAL // 2
+            mine = {n: torch.cat([x, x.new_full((rows - len(x), *x.shape[1:]), torch.nan)]) for n, x in mine.items()}
+            mine = {n: x.requires_grad_() for n, x in mine.items()}
+            out = made.linear_attention(**mine, cp=cp, plan=plan)
+            wanted, _ = dense_linear_attention(**tensors, qkv_format="thd", cu_seqlens=cu)  # type: ignore[arg-type]
+            own = made.shard(wanted[: cu[-1]], cp=cp, plan=plan)
+            torch.testing.assert_close(out[: len(own)], own)
+            assert not out[len(own) :].any()
+            out.sum().backward()
+        kept = made.linear_attention(**mine, cp=cp, plan=plan)
+        plan.update(cp=cp, cu_seqlens_q=first)
+        with pytest.raises(RuntimeError, match="the plan was updated between the forward and the backward pass"):
+            kept.sum().backward()
+        with pytest.raises(ValueError, match="the lengths of queries and keys differ"):
+            plan.update(cp=cp, cu_seqlens_q=first, cu_seqlens_kv=torch.tensor([0, 9, 24]))
+
+    SimGroup(2).run(one)
+
+
+def test_a_graph_break_under_compile() -> None:
+    def one(member: SimMember) -> None:
+        cp, cu = cp_fast.ContextParallel(member), torch.tensor([0, 8])
+        plan = cp_fast.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, linear=True, **SIZES)
+        mine = {name: cp_fast.shard(x, cp=cp, plan=plan) for name, x in layer(2, 8).items()}
+        weight = torch.ones(3, 2, dtype=torch.float64)
+
+        def model(q: torch.Tensor) -> torch.Tensor:
+            q = cp_fast.causal_conv1d(2 * q.flatten(1), weight, cp=cp, plan=plan).view_as(q)
+            return cp_fast.linear_attention(q, *list(mine.values())[1:], cp=cp, plan=plan) + 1  # type: ignore[misc]
+
+        compiled = torch.compile(model, backend="eager")
+        torch.testing.assert_close(compiled(mine["q"]), model(mine["q"]))
+
+    SimGroup(1).run(one)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_autocast_and_mixed_dtypes(package: str) -> None:
+    made = PACKAGES[package]
+
+    def one(member: SimMember) -> None:
+        cp, cu = made.ContextParallel(member), torch.tensor([0, 7, 12])
+        plan = made.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, linear=True, **SIZES)
+        tensors = {name: x.float() for name, x in layer(3, 12).items()}
+        mine = {name: made.shard(x, cp=cp, plan=plan).requires_grad_() for name, x in tensors.items()}
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = made.linear_attention(**mine, cp=cp, plan=plan)
+        assert out.dtype == torch.bfloat16
+        out.float().sum().backward()
+        assert all(_grad(x).dtype == torch.float32 for x in mine.values())
+        low = {name: x.to(torch.bfloat16) if name in "qkv" else x for name, x in mine.items()}
+        torch.testing.assert_close(made.linear_attention(**low, cp=cp, plan=plan), out)
+
+    SimGroup(2).run(one)
+
+
+def _grad(x: torch.Tensor) -> torch.Tensor:
+    assert x.grad is not None
+    return x.grad
