@@ -94,7 +94,7 @@ def _why_nothing(result: TierResult) -> str:
 
 def print_coverage(console: Console, found: Coverage) -> None:
     """How many of the possible pairs of features ran, and those whose absence is the most surprising."""
-    totals = found.totals()
+    totals = found.totals
     possible = sum(totals.values()) - totals["impossible"]
     if not found.problems:
         return

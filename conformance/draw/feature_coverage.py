@@ -7,9 +7,10 @@ problem. A pair that can occur and never did is a hole in the run. Features are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -58,45 +59,41 @@ class Coverage:
             return "refused"
         return "impossible" if why_impossible(a, b) else "never"
 
-    @staticmethod
-    def pairs() -> Iterator[tuple[Choice, Choice]]:
-        """Every pair of features of different axes, once."""
-        return ((a, b) for n, a in enumerate(CHOICES) for b in CHOICES[n + 1 :] if a.axis != b.axis)
+    @cached_property
+    def pairs(self) -> dict[tuple[Choice, Choice], str]:
+        """The state of every pair of features of different axes."""
+        found = ((a, b) for n, a in enumerate(CHOICES) for b in CHOICES[n + 1 :] if a.axis != b.axis)
+        return {(a, b): self.state(a, b) for a, b in found}
 
+    @property
     def totals(self) -> dict[str, int]:
         """How many pairs have each state."""
-        totals: dict[str, int] = dict.fromkeys(STATES, 0)
-        for a, b in self.pairs():
-            totals[self.state(a, b)] += 1
-        return totals
+        counts = Counter(self.pairs.values())
+        return {state: counts[state] for state in STATES}
 
-    def never(self) -> dict[tuple[str, str], list[tuple[str, str]]]:
-        """The possible pairs that no problem had, by their axes."""
-        found: dict[tuple[str, str], list[tuple[str, str]]] = {}
-        for a, b in self.pairs():
-            if self.state(a, b) == "never":
-                found.setdefault((a.axis, b.axis), []).append((a.name, b.name))
-        return found
+    @property
+    def never(self) -> list[tuple[Choice, Choice]]:
+        """The possible pairs that no problem had."""
+        return [pair for pair, state in self.pairs.items() if state == "never"]
 
     def missed(self, most: int) -> list[tuple[Choice, Choice, float]]:
         """The possible pairs that never came, the most surprising first: how many problems would have had both, had
         their features been drawn independently.
         """
-        found = [(a, b) for a, b in self.pairs() if self.state(a, b) == "never"]
-        expected = [(a, b, self.count(a, a) * self.count(b, b) / max(1, self.problems)) for a, b in found]
+        expected = [(a, b, self.count(a, a) * self.count(b, b) / max(1, self.problems)) for a, b in self.never]
         return sorted(expected, key=lambda pair: -pair[2])[:most]
 
     def to_json(self) -> dict[str, Any]:
         """Counts by name; of the pairs only those that did not run, and why."""
-        others = [(a, b, self.state(a, b)) for a, b in self.pairs() if not self.count(a, b)]
         return {
             "problems": self.problems,
             "refused problems": self.refusals,
-            "pairs": self.totals(),
+            "pairs": self.totals,
             "choices": {str(c): self.count(c, c) for c in CHOICES},
             "pairs that did not run": [
                 [str(a), str(b), state, *([why_impossible(a, b)] if state == "impossible" else [])]
-                for a, b, state in others
+                for (a, b), state in self.pairs.items()
+                if state != "played"
             ],
         }
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from conformance.case import Case
@@ -61,37 +61,25 @@ class Failure:
 
 def failures(record: RunRecord) -> tuple[Failure, ...]:
     """Every failing problem once: the shrunk ones first, then by tokens and ranks; named entries last."""
-    found: dict[str, dict[str, Played]] = {}
+    groups: dict[str, dict[str, Played]] = defaultdict(dict)
     for played in record.played:
         if played.verdict in FAILING:  # the smallest problem was also drawn; the later findings are more complete
-            found.setdefault(played.text, {})[played.tier] = played
-    groups = {text: tuple(by_tier.values()) for text, by_tier in found.items()}
-    cases = {text: _failing_case(group) for text, group in groups.items()}
+            groups[played.text][played.tier] = played
+    found = []
+    for group in groups.values():
+        cases = (case for played in group.values() for case, verdict in played_cases(played) if verdict in FAILING)
+        plays = (p for tier, p in group.items() if tier != "known failures")  # what passes is no problem
+        commands = dict.fromkeys(replay_command(record.meta, played) for played in plays)
+        found.append(Failure(0, next(cases, None), tuple(group.values()), tuple(commands)))
 
-    def place(text: str) -> tuple[object, ...]:
-        named = not text.startswith("Case(")
-        return not any(p.shrunk for p in groups[text]), named, _size(cases[text]), len(text), text
+    def place(failure: Failure) -> tuple[object, ...]:
+        text, size = failure.text, (float("inf"), 0)
+        if failure.case is not None:
+            p = failure.case.problem
+            size = sum(s.len_q + s.len_kv for s in p.sequences), p.cp_size
+        return not failure.shrunk, not text.startswith("Case("), size, len(text), text
 
-    return tuple(
-        Failure(n, cases[text], groups[text], _commands(record, groups[text]))
-        for n, text in enumerate(sorted(groups, key=place), 1)
-    )
-
-
-def _commands(record: RunRecord, group: Sequence[Played]) -> tuple[str, ...]:
-    """The replay commands; none for a known failure that passes, which is no problem."""
-    commands = (replay_command(record.meta, played) for played in group if played.tier != "known failures")
-    return tuple(dict.fromkeys(commands))
-
-
-def _failing_case(group: Sequence[Played]) -> Case | None:
-    return next((case for played in group for case, verdict in played_cases(played) if verdict in FAILING), None)
-
-
-def _size(case: Case | None) -> tuple[float, int]:
-    if case is None:
-        return float("inf"), 0
-    return sum(s.len_q + s.len_kv for s in case.problem.sequences), case.problem.cp_size
+    return tuple(replace(failure, number=n) for n, failure in enumerate(sorted(found, key=place), 1))
 
 
 @dataclass(frozen=True)
@@ -107,19 +95,14 @@ class Refusal:
 
 def refusals(record: RunRecord) -> tuple[Refusal, ...]:
     """Every reason, the most frequent first."""
-    groups: dict[tuple[str, str], list[Played]] = {}
+    groups: dict[tuple[str, str], list[Played]] = defaultdict(list)
     for played in record.played:
         if played.verdict in ("unsupported", "missing"):
             reason = "\n".join(played.findings) or "no reason given"
-            groups.setdefault((played.verdict, reason), []).append(played)
-    found = [
-        Refusal(
-            verdict,
-            reason,
-            len(group),
-            tuple(dict.fromkeys(f"{p.level} {p.tier}" for p in group)),
-            min((p.text for p in group), key=lambda text: (len(text), text)),
-        )
-        for (verdict, reason), group in groups.items()
-    ]
+            groups[played.verdict, reason].append(played)
+    found = []
+    for (verdict, reason), group in groups.items():
+        where = tuple(dict.fromkeys(f"{p.level} {p.tier}" for p in group))
+        example = min((p.text for p in group), key=lambda text: (len(text), text))
+        found.append(Refusal(verdict, reason, len(group), where, example))
     return tuple(sorted(found, key=lambda r: (-r.count, r.verdict, r.reason)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 from conformance.case import Case
 from conformance.judge.visibility import seen
@@ -23,17 +24,18 @@ and sbhd, batch after batch.
 class Difference:
     """A part of a problem's score matrix, at most `MOST` x `MOST`.
 
-    `rows` are packed query rows, `columns` packed key rows. `expected`, `missing` (expected and not seen) and `extra`
-    (seen and not expected) are the pairs inside; `wrong` counts missing and extra pairs over the whole problem, None
-    where nobody knows what was seen.
+    Attributes:
+        rows, columns: its packed query rows and packed key rows; `whole` if they are all of them.
+        expected, seen: the pairs inside.
+        wrong: the missing (expected and not seen) and the extra pairs (seen and not expected), counted over the whole
+            problem; None where nobody knows what was seen.
     """
 
-    case: Case
     rows: range
     columns: range
+    whole: bool
     expected: frozenset[Pair]
-    missing: frozenset[Pair]
-    extra: frozenset[Pair]
+    seen: frozenset[Pair]
     wrong: tuple[int, int] | None
 
     @property
@@ -41,11 +43,11 @@ class Difference:
         """The difference in words."""
         if self.wrong is None:
             return f"The observed pairs are not known; {SEEN} should be seen, {HIDDEN} should be hidden."
-        missing, extra = self.wrong
-        if not missing and not extra:
+        if not any(self.wrong):
             return f"Every query saw the keys that it should see ({SEEN}): the error is not in the mask."
-        parts = [f"{extra:,} {_pairs(extra)} seen that should be hidden ({EXTRA})"] if extra else []
-        parts += [f"{missing:,} {_pairs(missing)} not seen that should be visible ({MISSING})"] if missing else []
+        missing, extra = (f"{count:,} {'pair is' if count == 1 else 'pairs are'}" for count in self.wrong)
+        parts = [f"{extra} seen that should be hidden ({EXTRA})"] if self.wrong[1] else []
+        parts += [f"{missing} not seen that should be visible ({MISSING})"] if self.wrong[0] else []
         return f"{', '.join(parts)}; {SEEN} is seen, {HIDDEN} is hidden, as they should be."
 
     @property
@@ -57,14 +59,9 @@ class Difference:
         #+
         -#
         """
-        marks = dict.fromkeys(self.expected, SEEN) | dict.fromkeys(self.extra, EXTRA)
-        marks |= dict.fromkeys(self.missing, MISSING)
-        return "\n".join("".join(marks.get((q, k), HIDDEN) for k in self.columns) for q in self.rows)
-
-    @property
-    def whole(self) -> bool:
-        """Whether this is all of the score matrix."""
-        return (self.rows, self.columns) == tuple(map(range, _sizes(self.case)))
+        marks = {(True, True): SEEN, (False, False): HIDDEN, (False, True): EXTRA, (True, False): MISSING}
+        lines = [[((q, k) in self.expected, (q, k) in self.seen) for k in self.columns] for q in self.rows]
+        return "\n".join("".join(marks[pair] for pair in line) for line in lines)
 
 
 def visible(case: Case) -> frozenset[Pair]:
@@ -85,13 +82,13 @@ def visibility_difference(case: Case, got_pairs: Iterable[Pair] | None) -> Diffe
 
     >>> from cp_ref.spec import Problem, Sequence
     >>> found = visibility_difference(Case(Problem(1, (Sequence(2, 2, 2, 2),))), [(0, 0), (0, 1), (1, 1)])
-    >>> sorted(found.missing), sorted(found.extra), found.wrong
+    >>> sorted(found.expected - found.seen), sorted(found.seen - found.expected), found.wrong
     ([(1, 0)], [(0, 1)], (1, 1))
 
     Raises:
         ValueError: a pair lies outside the buffers.
     """
-    expected, (n, m) = visible(case), _sizes(case)
+    expected, n, m = visible(case), case.problem.starts_q[-1] + case.tail_q, case.problem.starts_kv[-1] + case.tail_kv
     got = expected if got_pairs is None else frozenset((q, k) for q, k in got_pairs)
     for q, k in got - expected:
         if not (0 <= q < n and 0 <= k < m):
@@ -99,20 +96,9 @@ def visibility_difference(case: Case, got_pairs: Iterable[Pair] | None) -> Diffe
     missing, extra = expected - got, got - expected
     q, k = min(missing | extra, default=(0, 0))
     rows, columns = _around(q, n), _around(k, m)
-
-    def inside(pairs: frozenset[Pair]) -> frozenset[Pair]:
-        return frozenset((q, k) for q, k in pairs if q in rows and k in columns)
-
+    inside = frozenset(product(rows, columns))
     wrong = None if got_pairs is None else (len(missing), len(extra))
-    return Difference(case, rows, columns, inside(expected), inside(missing), inside(extra), wrong)
-
-
-def _pairs(count: int) -> str:
-    return "pair is" if count == 1 else "pairs are"
-
-
-def _sizes(case: Case) -> tuple[int, int]:
-    return case.problem.starts_q[-1] + case.tail_q, case.problem.starts_kv[-1] + case.tail_kv
+    return Difference(rows, columns, len(inside) == n * m, expected & inside, got & inside, wrong)
 
 
 def _around(at: int, size: int) -> range:

@@ -41,27 +41,21 @@ class Summary:
         """How many plays failed, known failures left out."""
         return sum(self.counts[v] for v in FAILING)
 
-    @property
-    def by_level(self) -> dict[str, Counter[str]]:
-        """The verdicts of each level."""
-        return {level: Counter(p.verdict for p in self.drawn if p.level == level) for level in LEVELS}
-
-    @property
-    def by_tier(self) -> dict[str, tuple[Counter[str], float]]:
-        """The verdicts of each tier, and its seconds; in the order of the run."""
-        found: dict[str, tuple[Counter[str], float]] = {}
+    def by(self, what: str) -> dict[str, tuple[Counter[str], float]]:
+        """The verdicts of each "level" or each "tier", and its seconds; tiers in the order of the run."""
+        found = {level: (Counter[str](), 0.0) for level in LEVELS if what == "level"}
         for p in self.drawn:
-            counts, seconds = found.get(p.tier, (Counter(), 0.0))
+            counts, seconds = found.get(name := getattr(p, what), (Counter[str](), 0.0))
             counts[p.verdict] += 1
-            found[p.tier] = counts, seconds + p.seconds
+            found[name] = counts, seconds + p.seconds
         return found
 
     def to_json(self) -> dict[str, Any]:
         """For programs: the same numbers as on the page."""
         return {
             "counts": {v: self.counts[v] for v in VERDICTS},
-            "levels": {level: dict(counts) for level, counts in self.by_level.items()},
-            "tiers": {tier: dict(counts) | {"seconds": s} for tier, (counts, s) in self.by_tier.items()},
+            "levels": {level: dict(counts) for level, (counts, _) in self.by("level").items()},
+            "tiers": {tier: dict(counts) | {"seconds": s} for tier, (counts, s) in self.by("tier").items()},
             "failures": [
                 {"text": f.text, "tiers": [p.tier for p in f.played], "commands": f.commands} for f in self.failures
             ],

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
-from math import isfinite
+from math import isfinite, isnan
 from typing import Any
 
 from conformance.judge.run_record import Played, RunRecord
@@ -48,16 +49,14 @@ class Ratios:
 
 def ratios(record: RunRecord) -> tuple[Ratios, ...]:
     """By result, and max before mean."""
-    found: dict[str, list[tuple[float, int]]] = {}
+    found: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for n, played in enumerate(record.played):
         for name, value in played.ratios.items():
-            found.setdefault(name, []).append((float(value), n))
-    return tuple(_ratios(record, name, found[name]) for name in sorted(found, key=_place))
-
-
-def _ratios(record: RunRecord, name: str, found: list[tuple[float, int]]) -> Ratios:
-    found = sorted(found, key=lambda pair: (pair[0] != pair[0], pair[0], -pair[1]))
-    return Ratios(name, tuple(value for value, _ in found), record.played[found[-1][1]])
+            found[name].append((float(value), n))
+    for pairs in found.values():
+        pairs.sort(key=lambda pair: (isnan(pair[0]), pair[0], -pair[1]))
+    worst = {name: record.played[pairs[-1][1]] for name, pairs in found.items()}
+    return tuple(Ratios(name, tuple(v for v, _ in found[name]), worst[name]) for name in sorted(found, key=_place))
 
 
 def _place(name: str) -> tuple[int, str]:

@@ -50,13 +50,14 @@ def test_the_picture_has_the_pairs() -> None:
     expected = visible(THD)
     got = (expected - {(0, 0), (5, 4)}) | {(0, 3), (8, 7), (4, 0)}
     found = visibility_difference(THD, got)
-    assert (found.missing, found.extra) == ({(0, 0), (5, 4)}, {(0, 3), (8, 7), (4, 0)})
+    missing, extra = found.expected - found.seen, found.seen - found.expected
+    assert (missing, extra) == ({(0, 0), (5, 4)}, {(0, 3), (8, 7), (4, 0)})
     assert found.wrong == (2, 3)
     assert found.whole
     assert [len(line) for line in found.picture.splitlines()] == [8] * 10
     assert _marked(found.picture, SEEN) == expected & got
-    assert _marked(found.picture, EXTRA) == found.extra
-    assert _marked(found.picture, MISSING) == found.missing
+    assert _marked(found.picture, EXTRA) == extra
+    assert _marked(found.picture, MISSING) == missing
     assert (
         "3 pairs are seen that should be hidden (+), 2 pairs are not seen that should be visible (-)" in found.sentence
     )
@@ -75,7 +76,7 @@ def test_a_large_mask_is_cut_around_the_first_wrong_pair() -> None:
     assert (300 in found.rows, 190 in found.columns) == (True, True)
     assert (len(found.rows), len(found.columns)) == (MOST, MOST)
     assert found.columns.stop == 200
-    assert found.missing == {(300, 190), (310, 191)}
+    assert found.expected - found.seen == {(300, 190), (310, 191)}
     assert found.wrong == (3, 0)
     assert not found.whole
 
@@ -148,12 +149,14 @@ def test_a_real_run_of_a_broken_implementation(tmp_path: Path) -> None:
     files = write_report(RunRecord({"impl": "cp_ref", "device": "cpu"}, tuple(played)), tmp_path)
     found = summary(read_record(files[0]))
     assert {f.text for f in found.failures} == {p.text for p in wrong}
-    differing = [f for f in found.failures if f.difference and f.difference.extra]
+    differing = [f for f in found.failures if f.difference and f.difference.wrong]
     assert differing
     for failure in differing:
         assert failure.case is not None
         assert failure.case.problem.window_size[0] >= 0
-        assert not failure.difference or not failure.difference.missing
+        assert failure.difference is not None
+        assert failure.difference.wrong is not None
+        assert failure.difference.wrong[0] == 0 < failure.difference.wrong[1]
     windows = [panel for panel in found.panels if str(panel.choice) in ("window: left", "window: both")]
     assert sum(panel.counts["wrong"] for panel in windows) == len(wrong)
     assert "wrong" in files[1].read_text(encoding="utf-8")
