@@ -165,8 +165,8 @@ def attention(
         score_mod: a function `score_mod(score, b, h, q_idx, kv_idx, **aux_tensors) -> score` with FlexAttention's
             signature, element-wise in PyTorch on tensors that broadcast. It gets scores after softcap and ALiBi, before
             the mask. b is the number of the sequence, h the global query head, q_idx and kv_idx are slots inside the
-            sequence, all int32. A score of -inf hides the pair. Its derivative is PyTorch's. It may capture plain
-            values; tensors come by `aux_tensors`.
+            sequence, all int32. It must take every pair of a sequence, hidden ones too; a result of -inf hides a pair.
+            Its derivative is PyTorch's. It may capture plain values; tensors come by `aux_tensors`.
         aux_tensors: the tensors that score_mod takes by name, the same on all ranks, on q's device. No gradient flows
             to them.
         dropout_p: the probability that dropout drops a pair after the softmax; the others are divided by 1 - dropout_p.

@@ -24,7 +24,7 @@ from cp_ref.common.groups.process_groups import during
 from cp_ref.common.scores.score_inputs import PLAIN, ScoreInputs
 from cp_ref.executor.rank_tensors import World, accumulator_dtype
 from cp_ref.executor.tile_attention import tile_backward, tile_forward, visible_pairs
-from cp_ref.executor.tile_pairs import pair_scores
+from cp_ref.executor.tile_places import pair_scores
 from cp_ref.spec import Group, Problem, RankSchedule, Schedule
 from cp_ref.tracing.recorder import SILENT, Recorder
 

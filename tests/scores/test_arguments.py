@@ -50,6 +50,18 @@ def integers(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx - kv_idx
 
 
+def by_query(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
+    return score + table[q_idx]
+
+
+def raises(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score.no_name
+
+
+def a_number(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return 1.0
+
+
 def softmax(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score.exp() / score.exp().sum(-1, keepdim=True)
 
@@ -107,6 +119,13 @@ OF_CALL: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"aux_tensors\['table'\] requires a gradient",
     ),
     "a shape of its own": ({"score_mod": too_small}, ValueError, r"score_mod too_small gave shape .* for scores"),
+    "a table that is too short": (
+        {"score_mod": by_query, "aux_tensors": {"table": torch.ones(3)}},
+        ValueError,
+        "score_mod by_query raised IndexError: .* It must take every pair of a sequence's queries and keys",
+    ),
+    "a function that raises": ({"score_mod": raises}, ValueError, "score_mod raises raised AttributeError: .*no_name"),
+    "a number": ({"score_mod": a_number}, TypeError, "score_mod a_number gave of type float; it must give a tensor"),
     "integers": ({"score_mod": integers}, TypeError, "score_mod integers gave a tensor of torch.int32; it must give"),
     "a sum over keys": ({"score_mod": softmax}, ValueError, "score_mod softmax is not element-wise"),
     "no seed": (P, ValueError, "dropout_seed is None, but dropout_p is 0.5; they belong together"),

@@ -20,7 +20,7 @@ def alibi_bias(
     shift: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """What ALiBi adds to scores: -slope * |i + shift - j|.
+    """The addition of ALiBi to scores: -slope * |i + shift - j|.
 
     Args:
         slopes: float32 [h_q], or [b, h_q] with a row for each document.

@@ -1,8 +1,10 @@
-"""What a call's scores depend on besides q and k, as one record from the call to the kernels."""
+"""The inputs of scores besides q and k, as one record from a call to the kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -116,14 +118,35 @@ def read_score_inputs(
     if slopes is not None:
         check_one_document(problem, "alibi_slopes")
     aux = _read_aux_tensors(score_mod, aux_tensors, q)
-    pairs = zip(problem.lengths.len_q, problem.lengths.len_kv, strict=True)
-    document = next((n for n, (len_q, len_kv) in enumerate(pairs) if len_q and len_kv), None)
-    if score_mod is not None and document is not None:
-        check_result(score_mod, document, aux, q.device)
+    if score_mod is not None and (places := _some_places(problem, q.device)):
+        rows = places[0].shape[0]
+        scores = torch.linspace(-1.0, 3.0, 4 * rows, device=q.device).view(rows, 2, 2)
+        check_result(score_mod, places, aux, scores)
     if (dropout_seed is None) != (problem.dropout_p == 0):
         given = "is None" if dropout_seed is None else "is given"
         raise ValueError(f"dropout_seed {given}, but dropout_p is {problem.dropout_p}; they belong together")
     return ScoreInputs(slopes, score_mod, aux, problem.dropout_p, _read_seed(dropout_seed, q))
+
+
+def _some_places(problem: Problem, device: torch.device) -> list[torch.Tensor]:
+    """b, h, q_idx and kv_idx of some pairs, int32 tensors that broadcast to [rows, 2, 2]: of the first and last heads,
+    queries and keys of every document. On a GPU of a document's first pair alone, as no value may travel there.
+    Nothing if no document has a pair.
+    """
+    lengths = enumerate(zip(problem.lengths.len_q, problem.lengths.len_kv, strict=True))
+    there = ((number, len_q - 1, len_kv - 1) for number, (len_q, len_kv) in lengths if len_q and len_kv)
+    documents = list(there) if device.type == "cpu" else [*islice(there, 1)]
+    if not documents:
+        return []
+    if device.type != "cpu":
+        shapes, values = ((2, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2)), (documents[0][0], 0, 0, 0)
+        return [torch.full(x, n, dtype=torch.int32, device=device) for x, n in zip(shapes, values, strict=True)]
+    b = [n for n, *_ in documents for _ in range(2)]
+    h = [0, problem.heads_q - 1]
+    i = [row for _, last, _ in documents for row in (0, last)]
+    j = [[0, last] for *_, last in documents for _ in range(2)]
+    shaped = ((b, (-1, 1, 1)), (h, (1, -1, 1)), (i, (-1, 1, 1)), (j, (-1, 1, 2)))
+    return [torch.tensor(values, dtype=torch.int32).view(shape) for values, shape in shaped]
 
 
 def _read_slopes(problem: Problem, slopes: Any, q: torch.Tensor, room: Room | None) -> torch.Tensor | None:
@@ -164,7 +187,8 @@ def _read_aux_tensors(score_mod: ScoreMod | None, given: Any, q: torch.Tensor) -
 def _read_seed(seed: Any, q: torch.Tensor) -> torch.Tensor | None:
     if seed is None:
         return None
-    if isinstance(seed, int) and not isinstance(seed, bool):
+    if not isinstance(seed, bool) and isinstance(seed, Integral):
+        seed = int(seed)
         if not -(2**63) <= seed < 2**63:
             raise ValueError(f"dropout_seed is {seed}; it must be from -2**63 to 2**63 - 1")
         return torch.full((), seed, dtype=torch.int64, device=q.device)  # a fill, which waits for nothing

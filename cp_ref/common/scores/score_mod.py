@@ -114,42 +114,52 @@ def parameters_of(score_mod: ScoreMod) -> dict[str, bool]:
 
 
 def check_result(
-    score_mod: ScoreMod, document: int, aux_tensors: Mapping[str, torch.Tensor], device: torch.device
+    score_mod: ScoreMod, places: Sequence[torch.Tensor], aux_tensors: Mapping[str, torch.Tensor], scores: torch.Tensor
 ) -> None:
-    """Try a score_mod on a few scores of one document's first pair.
+    """Try a score_mod on some scores.
+
+    Args:
+        places: b, h, q_idx, kv_idx of the scores; see `modified_scores`.
 
     Raises:
-        TypeError, ValueError: the result is no tensor of floats in the scores' shape; or, on the CPU, the result for a
-        score alone is another than in the block, so that the function is not element-wise. What score_mod raises.
+        TypeError, ValueError: score_mod raises, or its result is no tensor of floats in the scores' shape. On the CPU
+        also: the last score alone has another result, so that the function is not element-wise.
 
     >>> def normalized(score, b, h, q_idx, kv_idx):
     ...     return score / score.sum()
-    >>> check_result(normalized, 0, {}, torch.device("cpu"))
+    >>> check_result(normalized, [torch.zeros(1, dtype=torch.int32)] * 4, {}, torch.tensor([3.0, 1.0]))
     Traceback (most recent call last):
         ...
     ValueError: score_mod normalized is not element-wise: it gives 0.25 for the last score of a block, and 1.0 alone
     """
-    scores = torch.linspace(-1.0, 3.0, 12, device=device).view(2, 2, 3)
-    zeros = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((1, 2, 1), (2, 1, 1), (1, 1, 3))]
-    places = torch.full((1, 1, 1), document, dtype=torch.int32, device=device), *zeros
+    name, last = _name(score_mod), (slice(-1, None),) * scores.dim()
+
+    def result_of(scores: torch.Tensor, places: Sequence[torch.Tensor]) -> Any:
+        try:
+            return modified_scores(score_mod, scores, places, aux_tensors)
+        except Exception as error:
+            raise ValueError(
+                f"score_mod {name} raised {type(error).__name__}: {error}. It must take every pair of a sequence's "
+                "queries and keys, hidden ones too"
+            ) from error
+
     with torch.no_grad():
-        result: Any = modified_scores(score_mod, scores, places, aux_tensors)
+        result = result_of(scores, places)
         if not isinstance(result, torch.Tensor) or not result.is_floating_point():
             shown = f"a tensor of {result.dtype}" if isinstance(result, torch.Tensor) else kind_of(result)
-            raise TypeError(f"score_mod {_name(score_mod)} gave {shown}; it must give a tensor of floats")
+            raise TypeError(f"score_mod {name} gave {shown}; it must give a tensor of floats")
         if result.shape != scores.shape:
             raise ValueError(
-                f"score_mod {_name(score_mod)} gave shape {list(result.shape)} for scores {list(scores.shape)}; it "
-                "must give one value for each score"
+                f"score_mod {name} gave shape {list(result.shape)} for scores {list(scores.shape)}; it must give one "
+                "value for each score"
             )
-        if device.type != "cpu":  # comparing values would wait for the device
+        if scores.device.type != "cpu":  # comparing values would wait for the device
             return
-        last = (slice(-1, None),) * 3
-        whole, alone = result[last], modified_scores(score_mod, scores[last], [x[last] for x in places], aux_tensors)
+        whole, alone = result[last], result_of(scores[last], [x[last[: x.dim()]] for x in places])
     if not torch.allclose(whole, alone, rtol=1e-3, equal_nan=True):
         raise ValueError(
-            f"score_mod {_name(score_mod)} is not element-wise: it gives {whole.item()} for the last score of a "
-            f"block, and {alone.item()} alone"
+            f"score_mod {name} is not element-wise: it gives {whole.item()} for the last score of a block, and "
+            f"{alone.item()} alone"
         )
 
 
@@ -181,7 +191,7 @@ def _name(score_mod: ScoreMod) -> str:
 
 
 def _function_text(function: types.FunctionType, name: str, above: tuple[types.CodeType, ...]) -> str:
-    """All that decides what a function computes. above: the code of the functions that capture it."""
+    """A function's code and captured values. above: the code of the functions around it."""
     code = function.__code__
     if code in above:
         return "itself"

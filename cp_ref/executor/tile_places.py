@@ -11,20 +11,20 @@ from cp_ref.common.scores.pair_scores import Pairs, PairScores
 from cp_ref.common.scores.score_inputs import ScoreInputs
 from cp_ref.spec import Problem, row_positions
 
-__all__ = ["pair_scores", "tile_pairs"]
+__all__ = ["pair_scores", "tile_places"]
 
 
 def pair_scores(problem: Problem, inputs: ScoreInputs, tile: Sequence[int], device: torch.device) -> PairScores | None:
     """The inputs with the pairs of one tile, a row of `Tiles`; None if scores depend on q and k alone."""
-    return PairScores(inputs, tile_pairs(problem, tile, device)) if inputs.features else None
+    return PairScores(inputs, tile_places(problem, tile, device)) if inputs.features else None
 
 
-def tile_pairs(problem: Problem, tile: Sequence[int], device: torch.device) -> Pairs:
+def tile_places(problem: Problem, tile: Sequence[int], device: torch.device) -> Pairs:
     """The places of a tile's scores [n, h, m]. A tile lies in one attention slice, and so in one document.
 
     >>> from cp_ref.spec import Sequence
     >>> p = Problem(2, (Sequence(3, 3, 4, 4), Sequence(4, 6, 4, 6)), qkv_format="thd", heads_q=4)
-    >>> pairs = tile_pairs(p, (1, 6, 8, 5, 8, 2, 4), torch.device("cpu"))  # queries 6 and 7, keys 5 to 7, heads 2 and 3
+    >>> pairs = tile_places(p, (1, 6, 8, 5, 8, 2, 4), torch.device("cpu"))  # q[6:8] k[5:8] h2:4
     >>> [x.flatten().tolist() for x in pairs]
     [[1], [2, 3], [2, 3], [1, 2, 3], [2]]
     """
