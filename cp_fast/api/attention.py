@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +12,7 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.implicit_plan import Call, on_host, plan_of_call
 from cp_fast.api.make_plan import Plan
 from cp_fast.api.planned_call import CallFlags, agree_on_forward, check_planned_call, compiled_call, known_call
+from cp_fast.api.score_arguments import ScoreArguments
 from cp_fast.dispatch.autograd_function import Attention
 from cp_fast.dispatch.library_operators import attention_in_graph
 from cp_fast.dispatch.selective_checkpointing import unseen
@@ -23,8 +23,8 @@ from cp_ref.common.declared import implements
 from cp_ref.common.derivatives import refuse_transforms
 from cp_ref.common.dtensor_results import placed_like
 from cp_ref.common.refusals import told_to_all
-from cp_ref.common.scores.score_inputs import asked_features
-from cp_ref.spec import Unsupported, check_context, check_placements, check_settled, local_part, one_a_head
+from cp_ref.common.scores.score_inputs import ScoreInputs
+from cp_ref.spec import check_context, check_placements, check_settled, local_part, one_a_head
 
 __all__ = ["attention"]
 
@@ -37,9 +37,6 @@ def attention(
     *,
     cp: ContextParallel,
     softmax_offset: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    aux_tensors: Mapping[str, torch.Tensor] | None,
-    dropout_seed: int | torch.Tensor | None,
     deterministic: bool,
     return_lse: bool,
     return_max_logit: bool,
@@ -48,34 +45,32 @@ def attention(
 ) -> Any:
     check_context(cp, ContextParallel)
     flags = CallFlags(deterministic, return_max_logit, return_lse)
-    plain = softmax_offset is alibi_slopes is aux_tensors is dropout_seed is None
-    known = known_call(plan, cp, flags, q, k, v) if plain and not arguments else None
+    known = None if arguments or softmax_offset is not None else known_call(plan, cp, flags, q, k, v)
     if known is not None:
-        results = Attention.apply(plan, known, cp, flags, 0, q, k, v, None)
+        results = Attention.apply(plan, known, cp, flags, 0, None, q, k, v, None)
         return asked_for(results, return_lse, return_max_logit)
-    given = {"q": q, "k": k, "v": v}
-    planned = isinstance(plan, Plan)
-    if asked := asked_features(alibi_slopes, aux_tensors, dropout_seed):
-        with nullcontext() if planned and not checking() else told_to_all(cp):
-            raise Unsupported("this call", {"cp_fast": asked})
+    given, scores = {"q": q, "k": k, "v": v}, ScoreArguments.taken_from(arguments)
     if torch.compiler.is_compiling():
-        return _while_compiling(given, cp, flags, softmax_offset, plan, arguments)
+        return _while_compiling(given, cp, flags, scores, softmax_offset, plan, arguments)
     refuse_transforms()
+    planned = isinstance(plan, Plan)
     with nullcontext() if planned and not checking() else told_to_all(cp):  # with a plan the ranks do not agree
         problem = on_host(problem_arguments(arguments))
         q, k, v = (autocast(local_part(x)) for x in (q, k, v))
         softmax_offset = one_a_head(softmax_offset)
     with unseen():
-        made = plan if planned else plan_of_call(Call(cp, given, (q, k, v), softmax_offset, flags, problem, plan))
+        asked = Call(cp, given, (q, k, v), softmax_offset, scores, flags, problem, plan)
+        made = plan if planned else plan_of_call(asked)
 
-    def look() -> None:
+    def look() -> ScoreInputs | None:
         check_settled(made.problem, **(with_digest(arguments) if planned else {}))
         check_placements(cp, made.problem.layout, made.problem.qkv_format, softmax_offset, **given)
-        check_planned_call(made, cp, flags, q, k, v, softmax_offset)
+        return check_planned_call(made, cp, flags, scores, q, k, v, softmax_offset)
 
     with unseen():
-        call = agree_on_forward(made, cp, flags, look, q, k, v, softmax_offset)
-    results = Attention.apply(made, compiled_call(made, cp, q, k, v), cp, flags, call, q, k, v, softmax_offset)
+        call, inputs = agree_on_forward(made, cp, flags, look, scores, q, k, v, softmax_offset)
+    compiled = compiled_call(made, cp, q, k, v)
+    results = Attention.apply(made, compiled, cp, flags, call, inputs, q, k, v, softmax_offset)
     results = placed_like(given["q"], made.problem.qkv_format, results)
     return asked_for(results, return_lse, return_max_logit)
 
@@ -84,19 +79,20 @@ def _while_compiling(
     given: dict[str, Any],
     cp: ContextParallel,
     flags: CallFlags,
+    scores: ScoreArguments,
     softmax_offset: Any,
     plan: Plan | None,
     arguments: dict[str, Any],
 ) -> Any:
     """A call under torch.compile: an operator of the graph if there is a plan, else a graph break."""
-    if not isinstance(plan, Plan) or any(hasattr(x, "placements") for x in given.values()):
+    if not isinstance(plan, Plan) or any(hasattr(x, "placements") for x in given.values()) or not scores.travel:
         from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as slow as importing PyTorch
 
-        arguments = {**given, "cp": cp, "softmax_offset": softmax_offset, "plan": plan, **arguments}
+        arguments = {**given, "cp": cp, "softmax_offset": softmax_offset, "plan": plan, **arguments, **scores._asdict()}
         return graph_break(attention, **arguments, **dict(zip(CallFlags._fields, flags, strict=True)))
     problem_arguments(arguments)
     q, k, v = (autocast(x) for x in given.values())
     flags.check()
     check_settled(plan.problem, **with_digest(arguments))
-    results = attention_in_graph(plan, cp, flags, q, k, v, one_a_head(softmax_offset))
+    results = attention_in_graph(plan, cp, flags, scores, q, k, v, one_a_head(softmax_offset))
     return asked_for(results, flags.return_lse, flags.return_max_logit)

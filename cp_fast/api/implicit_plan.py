@@ -16,10 +16,12 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.make_plan import Made, Plan, agree_on_plan, backend_for, prepared
 from cp_fast.api.plan_cache import Signature
 from cp_fast.api.planned_call import PLAIN_TENSORS, CallFlags, requires_grad
+from cp_fast.api.score_arguments import ScoreArguments
 from cp_fast.backends import Backend
 from cp_fast.runtime.row_selection import check_row_numbers
-from cp_ref.common.attention_call import refuse_plan
+from cp_ref.common.attention_call import refuse_plan, with_digest
 from cp_ref.common.plan_arguments import read_call
+from cp_ref.common.scores.score_inputs import read_score_inputs
 from cp_ref.spec import (
     Agreement,
     check_global_lengths,
@@ -61,6 +63,7 @@ class Call(NamedTuple):
         given: q, k, v, by name, as the caller gave them; DTensors are possible.
         tensors: q, k, v: their local parts.
         offset: softmax_offset, one a head.
+        scores: the arguments of scores that depend on places.
         problem: the arguments that make the problem, by name; lengths on the host.
         plan: the caller's argument `plan`.
     """
@@ -69,6 +72,7 @@ class Call(NamedTuple):
     given: dict[str, Any]
     tensors: tuple[Any, Any, Any]
     offset: Any
+    scores: ScoreArguments
     flags: CallFlags
     problem: dict[str, Any]
     plan: Any = None
@@ -88,10 +92,11 @@ class Call(NamedTuple):
         check_row_numbers(problem)
         deterministic, return_max_logit, _ = self.flags
         how = {"deterministic": deterministic, "return_max_logit": return_max_logit}
-        backend = backend_for(cp, problem, q.device.type, **how)
+        backend = backend_for(cp, problem, q.device.type, **how, more=self.scores.features)
         check_local_tensors(problem, cp.rank, *self.tensors)
         check_global_lengths(problem, None, *self.tensors[:2])
         check_offset(problem, self.offset, q)
+        read_score_inputs(problem, self.problem["score_mod"], q, **self.scores._asdict())
         return Agreement(problem, extras=self._extras()), backend, q.device
 
     def made(self, earlier: Iterable[Plan]) -> Made:
@@ -99,7 +104,8 @@ class Call(NamedTuple):
         agreement, backend, device = self.read()
         wanted = agreement.problem.fingerprint, backend, device
         equal = (p for p in earlier if (p.problem.fingerprint, p.backend, p.device) == wanted)
-        return Made(agreement, next(equal, None) or prepared(self.cp, agreement, backend, device))
+        how = agreement, backend, device
+        return Made(agreement, next(equal, None) or prepared(self.cp, *how, None, self.problem["score_mod"]))
 
     def _extras(self) -> tuple[tuple[str, object], ...]:
         """Other values that decide the messages. In the backward pass: whether the sinks' gradients are summed over all
@@ -115,7 +121,7 @@ class Call(NamedTuple):
             extras["softmax_offset.requires_grad"] = requires_grad(self.offset)
         if cp.a2a_size > 1:
             extras["return_lse"] = self.flags.return_lse
-        return tuple(extras.items())
+        return *extras.items(), *self.scores.kinds()
 
     def signature(self) -> Signature:
         """Everything that determines the agreement and the plan; if it cannot be compared, a signature unlike any
@@ -123,8 +129,12 @@ class Call(NamedTuple):
         """
         (q, k, v), cp = self.tensors, self.cp
         stream = torch.cuda.current_stream(q.device).cuda_stream if self.on_gpu else 0
-        lengths = {name: x for name, x in self.problem.items() if isinstance(x, torch.Tensor)}
-        settings = [x for name, x in self.problem.items() if name not in lengths]
+        try:
+            problem = with_digest(self.problem)
+        except (TypeError, ValueError):  # `read` will say what is wrong, to all ranks.
+            return Signature((object(),), stream, ())
+        lengths = {name: x for name, x in problem.items() if isinstance(x, torch.Tensor)}
+        settings = [x for name, x in problem.items() if name not in lengths]
         settings += [self.plan, *self.flags]
         items = (*(item for x in settings for item in (x if type(x) in (tuple, list) else (x,))),)
         types = *map(type, settings), *map(type, items)  # Since True == 1 == 1.0.
@@ -137,7 +147,8 @@ class Call(NamedTuple):
                 return Signature((object(),), stream, ())
             grads = requires_grad(q, k, v), isinstance(self.offset, torch.Tensor) and requires_grad(self.offset)
             context = cp.cp_comm_type, cp.a2a_size, cp.layout, cp.backend, cp.softmax_offset_grad
-            return Signature((types, items, sizes, q.dtype, q.device, grads, context), stream, values)
+            words = types, items, sizes, q.dtype, q.device, grads, context, self.scores.signature()
+            return Signature(words, stream, values)
         return Signature((object(),), stream, ())
 
 

@@ -35,9 +35,11 @@ from cp_fast.transport import messages_for
 from cp_ref.common import plan_arguments as plans
 from cp_ref.common.declared import bind, implements, same_parameters
 from cp_ref.common.plan_arguments import read_plan_arguments
+from cp_ref.common.scores.score_mod import ScoreMod, frozen
 from cp_ref.common.sharding.cut_tensors import numbers
 from cp_ref.spec import (
     Agreement,
+    Feature,
     Group,
     Problem,
     Room,
@@ -71,11 +73,13 @@ class Plan(OfThisProcess, plans.Plan):
         packing: how the user's tensors are seen as packed rows.
         instructions: the instructions of this rank's runtime in both passes, in order. Printed, one line an
             instruction.
+        positions: the documents and positions of the rows of its launches.
         steps: this rank's part of `schedule`, the source of `instructions`. In a custom one the tags give the order of
             the messages.
         head_chunks: the kv heads of each rank that an a2a schedule exchanges at a time; () for all at once. A plan that
             is updated in place keeps those of its first batch.
         custom: the schedule that `make_plan` was given; None for the planner's.
+        score_mod: a frozen copy of the function whose digest the problem has.
         room: the room for `update`; None for a plan that is not updated.
         messages: the transport: the memory of the group's ranks (`cp_fast.transport`), or None for the group itself.
         linear: whether it serves linear layers.
@@ -91,9 +95,11 @@ class Plan(OfThisProcess, plans.Plan):
     backend: Backend
     packing: Packing
     instructions: ExecutablePlan[Rows]
+    positions: RowPositions = field(repr=False)
     steps: Schedules = field(repr=False)
     head_chunks: tuple[int, ...] = ()
     custom: Schedule | None = field(default=None, repr=False)
+    score_mod: ScoreMod | None = None
     room: Room | None = None
     fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # Its tables, if there is room.
     messages: Group | None = field(default=None, repr=False)
@@ -103,7 +109,7 @@ class Plan(OfThisProcess, plans.Plan):
     kept: str = field(init=False, repr=False)  # see `RankSchedule.kept`
     needs_inputs: bool = field(init=False, repr=False)  # see `RankSchedule.needs_inputs`
     calls: PlanCache[Any, CompiledCall] = field(init=False, repr=False, compare=False)  # By shape.
-    positions: RowPositions = field(init=False, repr=False, compare=False)  # of the launches' rows
+    plain: bool = field(init=False, repr=False)  # Whether a call needs no tensors but q, k and v.
 
     def __post_init__(self) -> None:
         in_place = self.instructions.spare_rows > 0
@@ -120,8 +126,8 @@ class Plan(OfThisProcess, plans.Plan):
         )
         object.__setattr__(self, "needs_inputs", self.instructions.needs_inputs)
         object.__setattr__(self, "calls", PlanCache(_CALLS))
-        positions = RowPositions(self.instructions, self.packing.packed_problem, self.device)
-        object.__setattr__(self, "positions", positions)
+        plain = self.problem.softmax_type != "learnable" and self.problem.position_free_scores
+        object.__setattr__(self, "plain", plain)
 
     def __copy__(self) -> Plan:
         return replace(self)
@@ -194,7 +200,8 @@ def make_plan(**arguments: Any) -> Plan:
     def make() -> Made:
         given = bind(plans.make_plan, arguments)
         agreement, backend, device = _read_plan_arguments(given)
-        return Made(agreement, prepared(cp, agreement, backend, device, custom, linear=given["linear"]))
+        how = agreement, backend, device, custom, given["score_mod"]
+        return Made(agreement, prepared(cp, *how, linear=given["linear"]))
 
     plan = agree_on_plan(cp, make).plan
     return plan if custom is not None else _with_messages(cp, plan)
@@ -217,11 +224,14 @@ def backend_for(
     deterministic: bool,
     return_max_logit: bool,
     in_place: bool = False,
+    more: Set[Feature] = frozenset(),
 ) -> Backend:
-    """The library for the problem by this choice; raises ValueError, TypeError or Unsupported."""
+    """The library for the problem by this choice, with the features `more` of a call too; raises ValueError, TypeError
+    or Unsupported.
+    """
     check_flag("deterministic", deterministic)
     check_flag("return_max_logit", return_max_logit)
-    needs = required(problem, device, deterministic=deterministic, max_logit=return_max_logit, in_place=in_place)
+    needs = required(problem, device, deterministic=deterministic, max_logit=return_max_logit, in_place=in_place) | more
     if missing := needs - KERNEL_FEATURES - EXECUTOR:
         raise Unsupported("this problem", {"cp_fast": missing}, f"cp_fast has {describe(EXECUTOR)}")
     return choose(needs, cp.backend)
@@ -250,6 +260,7 @@ def prepared(
     backend: Backend,
     device: torch.device,
     custom: Schedule | None = None,
+    score_mod: ScoreMod | None = None,
     *,
     linear: bool = False,
 ) -> Plan:
@@ -265,14 +276,18 @@ def prepared(
     else:
         steps, saved = (in_order(custom.forward[cp.rank]), in_order(custom.backward[cp.rank])), custom.saved
     draft = lowered(packing, cp.rank, steps, saved)
+    fixed = None
     if room is None:
         instructions = upload(optimized(draft), device)
-        return Plan(problem, cp.rank, device, backend, packing, instructions, steps, head_chunks, custom, linear=linear)
-    fixed = FixedTables(Shape(optimized(draft, in_place=True).plan, draft.tables, problem, cp.rank, room), device)
-    instructions = fixed.overwrite(fixed.fitted(draft, problem))
-    return Plan(
-        problem, cp.rank, device, backend, packing, instructions, steps, head_chunks, custom, room, fixed, linear=linear
-    )
+    else:
+        fixed = FixedTables(Shape(optimized(draft, in_place=True).plan, draft.tables, problem, cp.rank, room), device)
+        instructions = fixed.overwrite(fixed.fitted(draft, problem))
+    positions = RowPositions(instructions, packing.packed_problem, device)
+    if not problem.position_free_scores:
+        positions.make()
+    more = {"custom": custom, "score_mod": score_mod and frozen(score_mod), "room": room, "fixed": fixed}
+    steps_of = instructions, positions, steps, head_chunks
+    return Plan(problem, cp.rank, device, backend, packing, *steps_of, **more, linear=linear)
 
 
 def agree_on_plan(cp: ContextParallel, make: Callable[[], Made], known: Set[bytes] = frozenset()) -> Made:

@@ -10,10 +10,12 @@ import torch
 from cp_fast.api.checked_calls import agree_on_call, checking, describe
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.make_plan import Plan
+from cp_fast.api.score_arguments import ScoreArguments
 from cp_fast.runtime.prepared_exchange import prepares
 from cp_fast.runtime.run import CompiledCall
 from cp_fast.transport import carries
 from cp_ref.common.derivatives import refuse_transforms
+from cp_ref.common.scores.score_inputs import ScoreInputs
 from cp_ref.spec import (
     Feature,
     Unsupported,
@@ -57,27 +59,41 @@ def requires_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def agree_on_forward(plan: Plan, cp: ContextParallel, flags: CallFlags, look: Callable[[], None], *tensors: Any) -> int:
+def agree_on_forward(
+    plan: Plan,
+    cp: ContextParallel,
+    flags: CallFlags,
+    look: Callable[[], ScoreInputs | None],
+    scores: ScoreArguments,
+    *tensors: Any,
+) -> tuple[int, ScoreInputs | None]:
     """Look at a call's arguments; under `cp_fast.checked` agree on the call with all ranks.
 
     Args:
-        look: raises what is wrong with the arguments here.
+        look: raises what is wrong with the arguments here; returns the inputs of scores.
+        scores: the arguments of scores that depend on places.
         tensors: q, k, v, softmax_offset.
 
     Returns:
-        The call's number; 0 where it is not checked.
+        The call's number, 0 where it is not checked; and the inputs of its scores.
     """
     if not checking():
-        look()
-        return 0
+        return 0, look()
+    found: list[ScoreInputs | None] = []
     shapes = (describe(name, x) for name, x in zip(("q", "k", "v", "softmax_offset"), tensors, strict=True))
     how = zip(CallFlags._fields, flags, strict=True)
     grads = (x for x in tensors if isinstance(x, torch.Tensor))
-    return agree_on_call(cp, plan, "forward", look, *shapes, *how, ("requires_grad", requires_grad(*grads)))
+    details = (*shapes, *how, *scores.values(), ("requires_grad", requires_grad(*grads)))
+    return agree_on_call(cp, plan, "forward", lambda: found.append(look()), *details), found[0]
 
 
-def check_planned_call(plan: Plan, cp: ContextParallel, flags: CallFlags, q: Any, k: Any, v: Any, offset: Any) -> None:
+def check_planned_call(
+    plan: Plan, cp: ContextParallel, flags: CallFlags, scores: ScoreArguments, q: Any, k: Any, v: Any, offset: Any
+) -> ScoreInputs | None:
     """Check that the tensors fit the plan, lie on its device, and that its kernel library has the features of the call.
+
+    Returns:
+        What scores depend on besides q and k; None for nothing.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and the rule. Unsupported: naming what is missing.
@@ -93,6 +109,7 @@ def check_planned_call(plan: Plan, cp: ContextParallel, flags: CallFlags, q: Any
     check_offset(plan.problem, offset, q)
     if missing := _missing(plan, flags):
         raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, "say so in make_plan")
+    return scores.read(plan, q)
 
 
 def known_call(plan: Any, cp: ContextParallel, flags: CallFlags, q: Any, k: Any, v: Any) -> CompiledCall | None:
@@ -106,7 +123,7 @@ def known_call(plan: Any, cp: ContextParallel, flags: CallFlags, q: Any, k: Any,
         return None
     if {*map(type, flags)} != {bool} or not _are_plain(q, k, v):
         return None
-    if plan.problem.softmax_type == "learnable" or torch.is_autocast_enabled(plan.device.type):
+    if not plan.plain or torch.is_autocast_enabled(plan.device.type):
         return None
     found = plan.calls.get(_key(plan, cp, *_kinds(q, k, v)))
     if found is None or _missing(plan, flags):
@@ -128,7 +145,7 @@ def call_of_kinds(plan: Plan, cp: ContextParallel, q: Kind, k: Kind, v: Kind) ->
     def make() -> CompiledCall:
         packing, (_, dtype, device, _) = plan.packing, q
         sizes = packing.rows(q[0]), packing.rows(k[0])
-        return CompiledCall(packing, plan.instructions, plan.backend, key[0], sizes, dtype, device)
+        return CompiledCall(packing, plan.instructions, plan.positions, plan.backend, key[0], sizes, dtype, device)
 
     return plan.calls.find(key, make)
 

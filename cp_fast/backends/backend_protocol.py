@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol, TypeGuard
 import torch
 
 from cp_fast.backends.host_lengths import Cumulative, longest
+from cp_fast.backends.launch_scores import LaunchScores
 from cp_ref.spec import Feature, ScoreOptions
 
 __all__ = [
@@ -115,10 +116,17 @@ class VarlenBatch:
 
 
 class LaunchOptions(NamedTuple):
-    """The options that all launches of a pass share, made once."""
+    """The options of launches. All launches of a pass share them, except `score_inputs`."""
 
     scores: ScoreOptions
     deterministic: bool = False  # equal bits from equal backward launches; only a backend with DETERMINISTIC takes True
+    score_inputs: LaunchScores | None = None  # where scores depend on the places of their rows and heads
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features that the scores require."""
+        more = frozenset[Feature]() if self.score_inputs is None else self.score_inputs.inputs.features
+        return self.scores.features | more
 
 
 class BackwardOperands(NamedTuple):
@@ -140,9 +148,9 @@ class BackwardOperands(NamedTuple):
 class Partial(NamedTuple):
     """The result of one launch for its q rows, contiguous."""
 
-    out: torch.Tensor  # [n, h_q, d_v], normalised over the launch's own columns; any float dtype
+    out: torch.Tensor  # [n, h_q, d_v], normalised over the launch's own columns, with dropout; any float dtype
     lse: torch.Tensor  # [h_q, n], natural logarithm; float32, or float64 for float64 inputs
-    max_logit: torch.Tensor | None  # [h_q], largest visible score; None without Feature.MAX_LOGIT
+    max_logit: torch.Tensor | None  # [h_q], largest visible score after score_mod; None without Feature.MAX_LOGIT
 
 
 class Gradients(NamedTuple):
@@ -181,6 +189,7 @@ class Backend(Protocol):
             ds = p * (dp - delta), times the slope of s in scale * q.k
             dq = scale * ds @ k, dk = scale * ds^T @ q, dv = p^T @ dout
 
+        With dropout p is multiplied by its factors in dv, and dp by the same factors.
         Every library computes delta itself, so it is not passed.
         """
         ...
@@ -206,7 +215,7 @@ class StatefulBackend(Backend, Protocol):
 
 def check_scores(backend: Backend, options: LaunchOptions) -> None:
     """Raise ValueError for scores that the backend's features already exclude, rather than compute something else."""
-    for feature in options.scores.features - backend.features:
+    for feature in options.features - backend.features:
         raise ValueError(f"backend {backend.name!r} has no {feature}: choose by Feature.{feature.name}")
 
 

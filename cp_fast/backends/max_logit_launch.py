@@ -2,7 +2,8 @@
 
 Block by block, the products of half precisions come out in float32 from the matrix units, as they do inside the
 kernels, and only their maximum is kept: memory for one block of scores. Multiplying by a positive scale and softcap
-keep the order of scores, so both are applied to the maxima; a negative scale is one of -q.
+keep the order of scores, so both are applied to the maxima; a negative scale is one of -q. ALiBi and score_mod do not
+keep it, so where there is one of them, all scores are computed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from cp_fast.backends.backend_protocol import (
     VarlenBatch,
     backward_letting_go,
 )
+from cp_fast.backends.blockwise.placed_scores import modify, placed_scores
 from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize, fold, mask, score_blocks, size_of
 from cp_ref.spec import Feature
 
@@ -71,6 +73,8 @@ def largest_logit(
     tensor([5.])
     """
     scale, softcap = options.scores.scale, options.scores.softcap
+    places = options.score_inputs
+    places = None if places is None or not places.inputs.without_dropout().features else places
     largest = torch.full((q.shape[1],), -torch.inf, dtype=torch.float32, device=q.device)
     for block in score_blocks(segments, q, k, size):
         queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), q.dtype)
@@ -79,12 +83,21 @@ def largest_logit(
         here = largest[block.heads_q]
         for columns, seen in block.columns:
             s = _products(queries, k[columns, block.heads_kv].transpose(0, 1))
+            if places is not None:
+                _finish(s, abs(scale), softcap)
+                modify(s, placed_scores(places, block, columns), block)
             mask(s, seen, -torch.inf)
             torch.maximum(here, s.view(here.shape[0], -1).amax(-1), out=here)
-    largest.mul_(abs(scale))
+    return largest if places is not None else _finish(largest, abs(scale), softcap)
+
+
+def _finish(products: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
+    """Products of q and k as scores, in place; -inf stays."""
+    products.mul_(scale)
     if softcap <= 0:
-        return largest
-    return (softcap * torch.tanh(largest / softcap)).masked_fill(largest == -torch.inf, -torch.inf)
+        return products
+    nothing = products == -torch.inf
+    return products.div_(softcap).tanh_().mul_(softcap).masked_fill_(nothing, -torch.inf)
 
 
 def _products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from cp_fast.runtime.forward_backward import backward_pass, forward_pass
 from cp_fast.runtime.run import CompiledCall
 from cp_ref.common.autocast import no_autocast
 from cp_ref.common.derivatives import differentiable_once
+from cp_ref.common.scores.score_inputs import ScoreInputs
 
 __all__ = ["Attention"]
 
@@ -24,7 +25,7 @@ class Attention(torch.autograd.Function):
     """From q, k, v and offset to out, lse and max_logit (or None). All but max_logit are differentiable.
 
     compiled: the plan compiled for the tensors' shapes. call: the number of a checked call, whose backward pass is
-        checked too; 0 for one that is not.
+        checked too; 0 for one that is not. scores: what scores depend on besides q and k; None for nothing.
     """
 
     @staticmethod
@@ -35,6 +36,7 @@ class Attention(torch.autograd.Function):
         cp: ContextParallel,
         flags: CallFlags,
         call: int,
+        scores: ScoreInputs | None,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -43,12 +45,14 @@ class Attention(torch.autograd.Function):
         # saved like this, the backward pass need not do it again
         q, k, v = q.detach(), k.detach(), v.detach()
         if is_selective():
-            out, lse, max_logit, kept = forward_as_operator(plan, cp, flags, q, k, v, offset)
+            out, lse, max_logit, kept = forward_as_operator(plan, cp, flags, scores, q, k, v, offset)
         else:
             with cp.alone("attention, forward"), no_autocast(q.device):
                 how = {"return_max_logit": flags.return_max_logit}
-                out, lse, max_logit, kept = forward_pass(compiled, cp, q, k, v, offset, **how)
-        ctx.save_for_backward(out.detach(), lse.detach(), offset, *kept, *((q, k, v) if plan.needs_inputs else ()))
+                out, lse, max_logit, kept = forward_pass(compiled, cp, q, k, v, offset, scores, **how)
+        given, of_scores = (q, k, v) if plan.needs_inputs else (), () if scores is None else scores.tensors
+        ctx.save_for_backward(out.detach(), lse.detach(), offset, *kept, *given, *of_scores)
+        ctx.scores, ctx.saved = scores, len(kept) + len(given)
         ctx.plan, ctx.handle, ctx.compiled, ctx.cp, ctx.call = plan, plan.handle, compiled, cp, call
         ctx.kept, ctx.deterministic, ctx.lse_given = len(kept), flags.deterministic, flags.return_lse
         ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
@@ -64,10 +68,11 @@ class Attention(torch.autograd.Function):
                 raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
 
         if ctx.call:
-            details = ("of_call", ctx.call), ("deterministic", ctx.deterministic), ("wants", ctx.needs_input_grad[8])
+            details = ("of_call", ctx.call), ("deterministic", ctx.deterministic), ("wants", ctx.needs_input_grad[9])
             agree_on_call(ctx.cp, ctx.plan, "backward", look, *details)
         look()
         out, lse, offset, *tensors = ctx.saved_tensors
+        tensors, of_scores = tensors[: ctx.saved], tensors[ctx.saved :]
         with ctx.cp.alone("attention, backward"), no_autocast(out.device):
             dq, dk, dv, doffset = backward_pass(
                 ctx.compiled,
@@ -79,8 +84,9 @@ class Attention(torch.autograd.Function):
                 offset,
                 grads[0],
                 grads[1],
+                None if ctx.scores is None else ctx.scores.with_tensors(*of_scores),
                 deterministic=ctx.deterministic,
-                wants_offset=ctx.needs_input_grad[8],
+                wants_offset=ctx.needs_input_grad[9],
                 lse_given=ctx.lse_given,
             )
-        return *(None,) * 5, dq, dk, dv, doffset
+        return *(None,) * 6, dq, dk, dv, doffset

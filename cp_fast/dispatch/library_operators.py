@@ -1,7 +1,7 @@
 """Both passes as operators of torch.library, for torch.compile: a layer that calls `attention` with a plan is one
 graph.
 
-    attention_forward    (q, k, v, offset, plan, cp) -> (out, lse, max_logit, what only the backward pass needs)
+    attention_forward    (q, k, v, offset, scores, plan, cp) -> (out, lse, max_logit, what only the backward pass needs)
     attention_backward   (that, dout, dlse) -> (dq, dk, dv, doffset)
 
 Both are opaque to the compiler, which sees shapes alone. In eager mode `autograd.Attention` does the same with less
@@ -22,11 +22,13 @@ from cp_fast.api.checked_calls import agree_on_call, checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.make_plan import Plan
 from cp_fast.api.planned_call import CallFlags, agree_on_forward, call_of_kinds, check_planned_call, compiled_call
+from cp_fast.api.score_arguments import ScoreArguments
 from cp_fast.dispatch.opaque import object_of
 from cp_fast.runtime.forward_backward import backward_pass, forward_pass
 from cp_fast.runtime.run import Results
 from cp_fast.runtime.tensors import wide_dtype
 from cp_ref.common.autocast import no_autocast
+from cp_ref.common.scores.score_inputs import ScoreInputs
 
 __all__ = ["FORWARD", "attention_in_graph", "forward_as_operator"]
 
@@ -37,6 +39,7 @@ def attention_in_graph(
     plan: Plan,
     cp: ContextParallel,
     flags: CallFlags,
+    scores: ScoreArguments,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -44,7 +47,7 @@ def attention_in_graph(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`Attention.apply` as one operator. The call's arguments are checked when it runs."""
     how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, *flags
-    out, lse, max_logit, *_ = _forward(q, k, v, offset, plan.handle, cp.handle, *how)
+    out, lse, max_logit, *_ = _forward(q, k, v, offset, *scores.packed(q.device), plan.handle, cp.handle, *how)
     return out, lse, max_logit
 
 
@@ -52,6 +55,7 @@ def forward_as_operator(
     plan: Plan,
     cp: ContextParallel,
     flags: CallFlags,
+    scores: ScoreInputs | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -59,7 +63,8 @@ def forward_as_operator(
 ) -> Results:
     """`forward_pass` as the one operator that selective checkpointing sees."""
     how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, *flags
-    out, lse, max_logit, *kept = _forward(q, k, v, offset, plan.handle, cp.handle, *how)
+    given = ScoreArguments.of_inputs(scores).packed(q.device)
+    out, lse, max_logit, *kept = _forward(q, k, v, offset, *given, plan.handle, cp.handle, *how)
     return Results(out, lse, max_logit if max_logit.numel() else None, kept)
 
 
@@ -69,6 +74,8 @@ def _forward(
     k: Tensor,
     v: Tensor,
     offset: Tensor | None,
+    scores: list[Tensor],
+    of_scores: str,
     plan: Tensor,
     cp: Tensor,
     qkv_format: str,
@@ -80,18 +87,23 @@ def _forward(
 ) -> list[Tensor]:
     the_plan, context = object_of(plan), object_of(cp)
     flags, tensors = CallFlags(deterministic, return_max_logit, return_lse), (q, k, v, offset)
-    agree_on_forward(the_plan, context, flags, lambda: check_planned_call(the_plan, context, flags, *tensors), *tensors)
+    given = ScoreArguments.unpacked(scores, of_scores)
+
+    def look() -> ScoreInputs | None:
+        return check_planned_call(the_plan, context, flags, given, *tensors)
+
+    _, inputs = agree_on_forward(the_plan, context, flags, look, given, *tensors)
     q, k, v = q.detach(), k.detach(), v.detach()
     call = compiled_call(the_plan, context, q, k, v)
     with context.alone("attention, forward"), no_autocast(q.device):
-        done = forward_pass(call, context, q, k, v, offset, return_max_logit=return_max_logit)
+        done = forward_pass(call, context, q, k, v, offset, inputs, return_max_logit=return_max_logit)
     max_logit = q.new_empty(0) if done.max_logit is None else done.max_logit
     return [done.out.contiguous(), done.lse.contiguous(), max_logit, *done.kept]
 
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
-    _, _, _, qkv_format, kept, _, _, return_max_logit, _ = others
+    qkv_format, kept, _, _, return_max_logit, _ = others[-6:]
     wide, (*tokens, heads, _) = wide_dtype(q.dtype), q.shape
     lse_shape = {"bshd": (*tokens[:1], heads, *tokens[1:]), "sbhd": (*tokens[1:], heads, *tokens[:1])}
     out, lse = q.new_empty(*tokens, heads, v.shape[-1]), lse_shape.get(qkv_format, (heads, *tokens))
@@ -112,6 +124,8 @@ def _backward(
     offset: Tensor | None,
     dout: Tensor | None,
     dlse: Tensor | None,
+    scores: list[Tensor],
+    of_scores: str,
     plan: Tensor,
     cp: Tensor,
     q_shape: list[int],
@@ -138,6 +152,7 @@ def _backward(
             offset,
             dout,
             dlse,
+            ScoreArguments.unpacked(scores, of_scores).read(the_plan, out),
             deterministic=deterministic,
             wants_offset=wants_offset,
             lse_given=lse_given,
@@ -147,16 +162,16 @@ def _backward(
 
 @_backward.register_fake
 def _(inputs: list[Tensor], kept: list[Tensor], out: Tensor, lse: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    offset, _, _, _, _, q_shape, k_shape, v_shape, _, wants_offset, _ = others
+    offset, *_, q_shape, k_shape, v_shape, _, wants_offset, _ = others
     doffset = out.new_empty(0) if offset is None or not wants_offset else torch.empty_like(offset)
     return out.new_empty(q_shape), out.new_empty(k_shape), out.new_empty(v_shape), doffset
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    q, k, v, offset, plan, cp, _, kept_kinds, needs_inputs, deterministic, _, lse_given = inputs
+    q, k, v, offset, scores, ctx.of_scores, plan, cp, _, kept_kinds, needs_inputs, deterministic, _, lse_given = inputs
     out, lse, max_logit, *kept = output
-    ctx.save_for_backward(out, lse, offset, plan, cp, *kept, *((q, k, v) if needs_inputs else ()))
-    ctx.shapes = [list(x.shape) for x in (q, k, v)]
+    ctx.save_for_backward(out, lse, offset, plan, cp, *scores, *kept, *((q, k, v) if needs_inputs else ()))
+    ctx.shapes, ctx.scores = [list(x.shape) for x in (q, k, v)], len(scores)
     ctx.kept, ctx.deterministic, ctx.lse_given = len(kept_kinds), deterministic, lse_given
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(max_logit, *kept)
@@ -164,12 +179,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> Any:
     out, lse, offset, plan, cp, *rest = ctx.saved_tensors
+    scores, rest = rest[: ctx.scores], rest[ctx.scores :]
     kept, inputs = rest[: ctx.kept], rest[ctx.kept :]
     dout, dlse = grads[:2]
     wants_offset = offset is not None and ctx.needs_input_grad[3]
     how = ctx.deterministic, wants_offset, ctx.lse_given
-    dq, dk, dv, doffset = _backward(inputs, kept, out, lse, offset, dout, dlse, plan, cp, *ctx.shapes, *how)
-    return dq, dk, dv, doffset if wants_offset else None, *(None,) * 8
+    given = inputs, kept, out, lse, offset, dout, dlse, scores, ctx.of_scores
+    dq, dk, dv, doffset = _backward(*given, plan, cp, *ctx.shapes, *how)
+    return dq, dk, dv, doffset if wants_offset else None, [None] * ctx.scores, *(None,) * 9
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)

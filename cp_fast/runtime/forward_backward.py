@@ -15,6 +15,7 @@ from cp_fast.runtime.row_selection import is_mask, take
 from cp_fast.runtime.run import CompiledCall, Results
 from cp_fast.runtime.tensors import wide_dtype
 from cp_ref.common.groups.collectives import all_reduce_max, offset_grad
+from cp_ref.common.scores.score_inputs import ScoreInputs
 from cp_ref.spec import Feature, Unsupported
 
 __all__ = ["backward_pass", "forward_pass"]
@@ -27,16 +28,18 @@ def forward_pass(
     k: torch.Tensor,
     v: torch.Tensor,
     offset: torch.Tensor | None,
+    scores: ScoreInputs | None = None,
     *,
     return_max_logit: bool,
 ) -> Results:
     """Compute this rank's results from its slices, both in the user's format. Collective. The tensors here and in
     `backward_pass`, except dout and dlse, are detached: kernel libraries that take addresses refuse tensors that
-    require a gradient.
+    require a gradient. scores: what scores depend on besides q and k; None for nothing.
     """
     packing = call.packing
+    scores = None if scores is None else packing.scores_in(scores)
     sink = _sink(packing, offset, wide_dtype(q.dtype), q.device)
-    done = call.forward(cp.comm, packing.pack(q), packing.pack(k), packing.pack(v), sink)
+    done = call.forward(cp.comm, packing.pack(q), packing.pack(k), packing.pack(v), sink, scores)
     largest = None
     if return_max_logit and done.max_logit is not None:
         largest = all_reduce_max(cp.comm, packing.heads_out(done.max_logit).amax(dim=0))
@@ -53,6 +56,7 @@ def backward_pass(
     offset: torch.Tensor | None,
     dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
+    scores: ScoreInputs | None = None,
     *,
     deterministic: bool,
     wants_offset: bool,
@@ -61,10 +65,11 @@ def backward_pass(
     """Gradients of q, k, v in the user's format, and of offset [h_q], as the context says. Collective.
 
     inputs: q, k, v if `Plan.needs_inputs`. out, lse, kept: the forward pass's results. dout, dlse: their gradients,
-    None for zero. lse_given: whether the caller has lse. Then some rank may have its gradient, and if its rows are
-    sent, all ranks send one.
+    None for zero. scores: as in the forward pass. lse_given: whether the caller has lse. Then some rank may have its
+    gradient, and if its rows are sent, all ranks send one.
     """
     packing = call.packing
+    scores = None if scores is None else packing.scores_in(scores)
     if dlse is not None and Feature.LSE_GRADIENT not in call.backend.features:
         raise Unsupported("a gradient through lse", {f"backend {call.backend.name!r}": {Feature.LSE_GRADIENT}})
     packed_out, packed_lse = packing.pack(out), packing.pack_lse(lse).contiguous()
@@ -80,7 +85,8 @@ def backward_pass(
     if inputs is not None:
         q, k, v = inputs
         given = packing.pack(q), packing.pack(k), packing.pack(v)
-    results = call.backward(cp.comm, given, dout, dlse, packed_out, packed_lse, kept, deterministic=deterministic)
+    grads = dout, dlse, packed_out, packed_lse
+    results = call.backward(cp.comm, given, *grads, kept, scores, deterministic=deterministic)
     dq, dk, dv = (packing.unpack(x) for x in results)
     return dq, dk, dv, doffset
 

@@ -17,6 +17,7 @@ from functools import cached_property
 
 import torch
 
+from cp_ref.common.scores.score_inputs import ScoreInputs
 from cp_ref.spec import Problem
 
 __all__ = ["Packing"]
@@ -94,6 +95,13 @@ class Packing:
     def heads_in(self, per_head: torch.Tensor) -> torch.Tensor:
         """Repeat one value a head [h_q] as one a packed head."""
         return per_head.repeat(self.batch) if self.folded else per_head
+
+    def scores_in(self, inputs: ScoreInputs) -> ScoreInputs:
+        """The inputs of scores with slopes of packed heads. Scores of a folded batch depend on no other place."""
+        slopes = inputs.alibi_slopes
+        if not self.folded or slopes is None:
+            return inputs
+        return inputs._replace(alibi_slopes=slopes.expand(self.batch, -1).flatten())
 
     def heads_out(self, per_packed_head: torch.Tensor) -> torch.Tensor:
         """View one value a packed head as [copies, h_q], to be reduced over the copies."""

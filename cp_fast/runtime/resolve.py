@@ -13,6 +13,7 @@ from cp_fast.runtime.operations.exchange_operations import exchange, wait
 from cp_fast.runtime.operations.launch_operations import backward_launch, forward_launch
 from cp_fast.runtime.operations.sum_operations import accumulate, free
 from cp_fast.runtime.pass_buffers import PassBuffers
+from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.runtime.row_selection import Rows
 from cp_fast.runtime.tensors import Operation, Shapes
 from cp_ref.spec import Group
@@ -20,7 +21,9 @@ from cp_ref.spec import Group
 __all__ = ["resolve"]
 
 
-def resolve(plan: PassPlan[Rows], shapes: Shapes, backend: Backend, group: Group) -> list[Operation]:
+def resolve(
+    plan: PassPlan[Rows], shapes: Shapes, backend: Backend, positions: RowPositions, group: Group
+) -> list[Operation]:
     """Each instruction as an operation; messages that are posted together form one."""
     buffers, instructions = PassBuffers.of(plan, shapes, kernels(shapes.device.type)), plan.instructions
     last = plan.last_accumulations
@@ -37,10 +40,10 @@ def resolve(plan: PassPlan[Rows], shapes: Shapes, backend: Backend, group: Group
         elif isinstance(one, Copy):
             found.append(copy(buffers, one))
         elif isinstance(one, Launch) and plan.direction == "forward":
-            found.append(forward_launch(buffers, backend, one))
+            found.append(forward_launch(buffers, backend, positions, one))
         elif isinstance(one, Launch):
             freed = following.buffers if isinstance(following, Free) else ()
-            found.append(backward_launch(buffers, backend, one, freed))
+            found.append(backward_launch(buffers, backend, positions, one, freed))
         elif isinstance(one, Accumulate):
             found.append(accumulate(buffers, one, last=last.get(one.target.buffer) is one))
         else:

@@ -1,8 +1,8 @@
 """The documents and positions of the rows of a plan's launches, for scores that depend on them.
 
 A launch has rows from anywhere, keys in any order, and several documents. So it gets tables with an entry for each of
-its rows, in the order in which it reads them. The host computes a few numbers for each span of rows, and uploads them
-at once; the device expands them. Launches with the same rows share a table.
+its rows, in the order in which it reads them. The host computes a few numbers for each span of rows, and uploads those
+of all launches at once; the device expands them. Launches with the same rows share a table.
 
     documents of 4 and 3 tokens; a launch with rows 5 to 6, and then 0 to 2
     global row   5 6 0 1 2
@@ -17,43 +17,18 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from cp_fast.backends.launch_positions import LaunchPositions
+from cp_fast.backends.launch_scores import LaunchPositions
 from cp_fast.compile.executable_plan import ExecutablePlan
 from cp_fast.compile.index_tables import spread
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.row_maps import Spans
 from cp_fast.runtime.row_selection import Rows
-from cp_ref.spec import Problem, joined
+from cp_ref.spec import Problem, row_positions
 
-__all__ = ["Documents", "RowPositions"]
+__all__ = ["RowPositions", "segment_places", "span_places"]
 
 Side = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # documents, positions, diagonals: int32 [rows]
-
-
-class Documents:
-    """Where the documents of one side, "q" or "kv", lie in the global buffer.
-
-    >>> from cp_ref.spec import Sequence
-    >>> documents = Documents(Problem(2, (Sequence(4, 4, 4, 4), Sequence(3, 5, 4, 8))), "q")
-    >>> documents.pieces(Spans(np.array([5, 0]), np.array([7, 6]))).tolist()
-    [[2, 1, 1, 3], [4, 0, 0, 0], [2, 1, 0, 2]]
-    """
-
-    def __init__(self, problem: Problem, side: str) -> None:
-        starts = np.array(problem.starts_q if side == "q" else problem.starts_kv, dtype=np.int64)
-        self._number = np.flatnonzero(starts[1:] > starts[:-1])
-        self._start, self._stop = starts[self._number], starts[self._number + 1]
-        len_q, len_kv = (np.array(x, dtype=np.int64) for x in (problem.lengths.len_q, problem.lengths.len_kv))
-        self._shift = (len_kv - len_q)[self._number]
-
-    def pieces(self, spans: Spans) -> np.ndarray:
-        """The spans in pieces of one document each, in their order. Int64 [pieces, 4]: the number of rows, the
-        document, and the position and the diagonal of the first row.
-        """
-        span, here = joined(spans.start, spans.stop, self._start, self._stop)
-        first, last = np.maximum(spans.start[span], self._start[here]), np.minimum(spans.stop[span], self._stop[here])
-        position = first - self._start[here]
-        return np.stack([last - first, self._number[here], position, position + self._shift[here]], axis=1)
+_ALIGNED = 16  # Rows of a block for which a kernel draws random numbers together.
 
 
 class RowPositions:
@@ -71,56 +46,109 @@ class RowPositions:
     def of(self, launch: Launch[Rows]) -> LaunchPositions:
         """The tables of a launch of the plan."""
         if not self._tables:
-            self._tables = dict(zip(map(id, self._launches), self._made(), strict=True))
+            self.make()
         return self._tables[id(launch)]
+
+    def make(self) -> None:
+        """Make the tables of all launches."""
+        self._tables = dict(zip(map(id, self._launches), self._made(), strict=True))
 
     def updated(self, instructions: ExecutablePlan[Rows], problem: Problem) -> RowPositions:
         """Those of the next batch of a plan that is updated in place: in the same memory, if there are any."""
         later = RowPositions(instructions, problem, self._device)
         if self._tables:
-            for old, new in zip(map(self.of, self._launches), later._made(), strict=True):
-                for table, values in zip(old, new, strict=True):
+            same = list(map(self.of, self._launches))
+            for old, new in zip(same, later._made(), strict=True):
+                for table, values in zip(old[:4], new[:4], strict=True):
                     table.copy_(values)
-            later._tables = dict(zip(map(id, later._launches), map(self.of, self._launches), strict=True))
+            later._tables = dict(zip(map(id, later._launches), same, strict=True))
         return later
 
     def _made(self) -> list[LaunchPositions]:
         """The tables of each launch."""
-        q = self._side("q", [(one.q_rows, _padded(one, one.batch.max_q)) for one in self._launches])
-        kv = self._side("kv", [(one.kv_rows, _padded(one, one.batch.max_kv)) for one in self._launches])
-        return [LaunchPositions(*queries, keys[1]) for queries, keys in zip(q, kv, strict=True)]
+        q = self._places("q", [one.q_rows for one in self._launches])
+        kv = self._places("kv", [one.kv_rows for one in self._launches])
+        segments = [segment_places(*three) for three in zip(self._launches, q, kv, strict=True)]
+        of_segments = self._uploaded([np.zeros((4, 0), np.int32) if x is None else x for x in segments])
+        of_q, of_kv = self._side(q, "max_q"), self._side(kv, "max_kv")
+        return [
+            LaunchPositions(*queries, keys[1], None if x is None else table, _is_aligned(x))
+            for queries, keys, x, table in zip(of_q, of_kv, segments, of_segments, strict=True)
+        ]
 
-    def _side(self, side: str, rows: Sequence[tuple[Spans, int]]) -> list[Side]:
-        """The tables of one side, of each launch. Rows: its spans, and the size of its tables in a plan that is updated
-        in place (in which no table is shared, as the next batch may have different rows where these are equal); else 0.
+    def _places(self, side: str, rows: Sequence[Spans]) -> list[np.ndarray]:
+        """See `span_places`, for each of these; the same ones for the same spans."""
+        found = {id(spans): span_places(self._problem, side, spans) for spans in {id(x): x for x in rows}.values()}
+        return [found[id(spans)] for spans in rows]
+
+    def _side(self, places: Sequence[np.ndarray], longest: str) -> list[Side]:
+        """The tables of one side, of each launch. In a plan that is updated in place they are as long as the tensors,
+        and no two launches share one: the next batch may have other rows where these are equal.
         """
-        documents = Documents(self._problem, side)
-        keys = [(id(spans), n * bool(size)) for n, (spans, size) in enumerate(rows)]
-        each = dict(zip(keys, rows, strict=True))
-        pieces = [documents.pieces(spans) for spans, _ in each.values()]
-        host = torch.from_numpy(np.concatenate([np.zeros((0, 4), dtype=np.int64), *pieces]).astype(np.int32))
-        host = host.pin_memory() if self._device.type == "cuda" else host
-        parts = host.to(self._device, non_blocking=True).split([len(some) for some in pieces])
-        made = [_expanded(part, spans.total, size) for part, (spans, size) in zip(parts, each.values(), strict=True)]
-        tables = dict(zip(each, made, strict=True))
+        sizes = [getattr(x.batch, longest) if x.batch.updated_in_place else 0 for x in self._launches]
+        keys = [(id(some), n * bool(size)) for n, (some, size) in enumerate(zip(places, sizes, strict=True))]
+        host = dict(zip(keys, zip(places, sizes, strict=True), strict=True))
+        device = self._uploaded([some for some, _ in host.values()])
+        made = [_expanded(x, int(some[0].sum()), size) for x, (some, size) in zip(device, host.values(), strict=True)]
+        tables = dict(zip(host, made, strict=True))
         return [tables[key] for key in keys]
 
+    def _uploaded(self, some: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """Arrays int32 [4, n] on the device, by one copy."""
+        host = torch.from_numpy(np.concatenate([np.zeros((4, 0), np.int32), *some], axis=1))
+        host = host.pin_memory() if self._device.type == "cuda" else host
+        return list(host.to(self._device, non_blocking=True).split([x.shape[1] for x in some], dim=1))
 
-def _padded(launch: Launch[Rows], rows: int) -> int:
-    """The size of a launch's tables in a plan that is updated in place; else 0."""
-    return rows if launch.batch.updated_in_place else 0
+
+def span_places(problem: Problem, side: str, spans: Spans) -> np.ndarray:
+    """Int32 [4, spans]: the number of rows of each span, its document, and the position and diagonal of its first row.
+    Each lies in one document.
+
+    >>> from cp_ref.spec import Sequence
+    >>> problem = Problem(2, (Sequence(4, 4, 4, 4), Sequence(3, 5, 4, 8)))
+    >>> span_places(problem, "q", Spans(np.array([5, 0]), np.array([7, 3]))).T.tolist()
+    [[2, 1, 1, 3], [3, 0, 0, 0]]
+    """
+    document, position = row_positions(problem, side, spans.start)
+    shift = np.subtract(problem.lengths.len_kv, problem.lengths.len_q)[document]
+    return np.stack([spans.size, document, position, position + shift]).astype(np.int32)
 
 
-def _expanded(pieces: torch.Tensor, total: int, size: int) -> Side:
-    """Pieces as tables with a number for each row, followed by zeros up to `size`."""
-    count, document, position, diagonal = pieces.unbind(1)
+def segment_places(launch: Launch[Rows], q: np.ndarray, kv: np.ndarray) -> np.ndarray | None:
+    """Int32 [4, segments]: the document of each segment, the position and the diagonal of its first query, and the
+    position of its first key. None unless the positions of each segment's queries, and of its keys, are consecutive.
+
+    Args:
+        q, kv: the result of `span_places` for its rows.
+    """
+    if launch.batch.updated_in_place:
+        return None
+    found: list[np.ndarray] = []
+    for (count, document, position, diagonal), cumulative in ((q, launch.batch.cu_q), (kv, launch.batch.cu_kv)):
+        begin = np.cumsum(count) - count
+        first = np.searchsorted(begin, np.asarray(cumulative)[:-1])
+        follows = np.append(False, position[1:] == position[:-1] + count[:-1])
+        follows[first] = True
+        if not follows.all():
+            return None
+        found += [document[first], position[first], diagonal[first]]
+    return np.stack([*found[:3], found[4]])
+
+
+def _is_aligned(places: np.ndarray | None) -> bool:
+    return places is not None and not (places[1:] % _ALIGNED).any()
+
+
+def _expanded(places: torch.Tensor, total: int, size: int) -> Side:
+    """The places of spans as tables with a number for each row, followed by zeros up to `size`."""
+    count, document, position, diagonal = (x.contiguous() for x in places)
     found = (document, position, diagonal)
     if total:
         each = torch.repeat_interleave(document, count, output_size=total)
         found = each, spread(count, position, total), spread(count, diagonal, total)
     if not size:
         return found
-    tables = torch.zeros(3, size, dtype=torch.int32, device=pieces.device)
+    tables = torch.zeros(3, size, dtype=torch.int32, device=places.device)
     for table, values in zip(tables, found, strict=True):
         table[:total] = values
     return tables[0], tables[1], tables[2]

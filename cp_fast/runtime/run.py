@@ -18,8 +18,10 @@ from cp_fast.compile.instructions import OWN
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.prepared_exchange import Prepares
 from cp_fast.runtime.resolve import resolve
+from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.runtime.row_selection import Rows
 from cp_fast.runtime.tensors import Operation, Shapes, State, Tensors, wide_dtype
+from cp_ref.common.scores.score_inputs import ScoreInputs
 from cp_ref.spec import Group
 
 __all__ = ["CompiledCall", "Results"]
@@ -38,23 +40,26 @@ class CompiledCall:
     """A plan's two passes, compiled for tensors of one shape, dtype and device.
 
     Args:
+        positions: of the rows of the launches.
         transport: the group of the messages, if it prepares exchanges. Any other group is given with each call, so that
             a plan does not keep it alive.
         sizes: the packed rows of q, and of k and v.
     """
 
-    __slots__ = ("_operations", "_shapes", "backend", "instructions", "packing", "transport")
+    __slots__ = ("_operations", "_positions", "_shapes", "backend", "instructions", "packing", "transport")
 
     def __init__(
         self,
         packing: Packing,
         instructions: ExecutablePlan[Rows],
+        positions: RowPositions,
         backend: Backend,
         transport: Prepares | None,
         sizes: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self._positions = positions
         self.packing, self.instructions, self.backend, self.transport = packing, instructions, backend, transport
         d_qk, d_v = packing.problem.d_qk, packing.problem.d_v
         dims = {"q": (d_qk,), "kv": (d_qk, d_v), "do": (d_v,), "res": (d_v,), "out": (d_v,), "sink": ()}
@@ -64,13 +69,20 @@ class CompiledCall:
         self._operations: dict[tuple[str, bool], list[Operation]] = {}
 
     def forward(
-        self, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
+        self,
+        group: Group,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        scores: ScoreInputs | None = None,
     ) -> Results:
         """Run the forward pass. Its inputs are this rank's packed slices, contiguous, a tail allowed: `q` [t_q, h_q,
-        d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]. The argument sink [h_q] has each head's sink logit.
+        d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]. The argument sink [h_q] has each head's sink logit. scores:
+        what scores depend on besides q and k, if there is any; slopes are of packed heads.
         """
         plan = self.instructions.forward
-        state = self._state(plan, group)
+        state = self._state(plan, group, scores=scores)
         state.buffers[OWN["q"]], state.buffers[OWN["kv"]] = Tensors((q,), ()), Tensors((k, v), ())
         state.buffers[OWN["sink"]] = sink
         for operation in self._pass(plan, group):
@@ -90,6 +102,7 @@ class CompiledCall:
         out: torch.Tensor,
         lse: torch.Tensor,
         kept: Sequence[torch.Tensor],
+        scores: ScoreInputs | None = None,
         *,
         deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -100,9 +113,10 @@ class CompiledCall:
             dout, out: [t_q, h_q, d_v], all own rows; out is final.
             dlse, lse: [h_q, t_q]; dlse is None for zero on every rank.
             kept: see `Results`.
+            scores: as in `forward`.
         """
         plan = self.instructions.backward
-        state = self._state(plan, group, deterministic=deterministic)
+        state = self._state(plan, group, deterministic=deterministic, scores=scores)
         if inputs is not None:
             state.buffers[OWN["q"]], state.buffers[OWN["kv"]] = Tensors(inputs[:1], ()), Tensors(inputs[1:], ())
         state.buffers[OWN["do"]] = Tensors((dout,), () if dlse is None else (dlse,))
@@ -119,17 +133,19 @@ class CompiledCall:
         (dk, dv), _ = self._result(state, plan, "dkv")
         return dq, dk, dv
 
-    def _state(self, plan: PassPlan[Rows], group: Group, *, deterministic: bool = False) -> State:
-        problem = self.packing.problem
-        options = LaunchOptions(problem.scores, deterministic)
-        return State(len(plan.buffers), self.transport or group, options)
+    def _state(
+        self, plan: PassPlan[Rows], group: Group, *, deterministic: bool = False, scores: ScoreInputs | None
+    ) -> State:
+        options = LaunchOptions(self.packing.problem.scores, deterministic)
+        return State(len(plan.buffers), self.transport or group, options, scores)
 
     def _pass(self, plan: PassPlan[Rows], group: Group, *, has_dlse: bool = False) -> list[Operation]:
         """A pass as operations: those of an earlier call, or new ones."""
         key = plan.direction, has_dlse
         found = self._operations.get(key)
         if found is None:
-            found = self._operations[key] = resolve(plan, self._shapes[has_dlse], self.backend, self.transport or group)
+            shapes, comm = self._shapes[has_dlse], self.transport or group
+            found = self._operations[key] = resolve(plan, shapes, self.backend, self._positions, comm)
         return found
 
     def _result(self, state: State, plan: PassPlan[Rows], kind: str) -> Tensors:

@@ -10,6 +10,7 @@ import torch
 
 from cp_fast.backends import LaunchOptions
 from cp_fast.compile.instructions import BufferSpec
+from cp_ref.common.scores.score_inputs import ScoreInputs
 from cp_ref.spec import Group, Pending
 
 __all__ = ["Allocation", "Operation", "Shapes", "State", "Tensors", "wide_dtype"]
@@ -25,9 +26,9 @@ class Tensors(NamedTuple):
 class State:
     """One call of a pass: the tensors of its buffers, and the messages in flight."""
 
-    __slots__ = ("arrived", "buffers", "gathered", "group", "max_logit", "opaque", "options", "pending")
+    __slots__ = ("arrived", "buffers", "gathered", "group", "inputs", "max_logit", "opaque", "options", "pending")
 
-    def __init__(self, buffers: int, group: Group, options: LaunchOptions) -> None:
+    def __init__(self, buffers: int, group: Group, options: LaunchOptions, inputs: ScoreInputs | None = None) -> None:
         self.buffers: list[Any] = [None] * buffers  # Tensors, or None before and after their use.
         self.gathered: dict[int, tuple[Any, Tensors]] = {}  # the last rows gathered from each own buffer
         self.pending: Pending | None = None
@@ -35,6 +36,7 @@ class State:
         self.max_logit: list[tuple[int, torch.Tensor | None]] = []  # First head, and the logit of a launch.
         self.opaque: dict[int | None, torch.Tensor] = {}  # States of launches, by slot.
         self.group, self.options = group, options
+        self.inputs = inputs  # Of scores that depend on the places of their rows and heads.
 
 
 Operation = Callable[[State], None]

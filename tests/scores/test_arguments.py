@@ -20,6 +20,7 @@ SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtyp
 DENSE: dict[str, Any] = {"batch_size": 2, "seqlen_q": 8}
 TABLE = torch.ones(2)
 EDGE = 0
+PACKAGES: dict[str, Any] = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 
 
 def plain(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -161,17 +162,18 @@ def test_what_a_plan_refuses(name: str) -> None:
         assert re.search(text, str(error)), error
 
 
+@pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("name", OF_CALL)
-def test_what_a_call_refuses(name: str, planned: bool) -> None:
-    change, kind, text = OF_CALL[name]
+def test_what_a_call_refuses(name: str, planned: bool, package: str) -> None:
+    (change, kind, text), side = OF_CALL[name], PACKAGES[package]
 
     def one(member: Any) -> Exception:
-        cp, plan = cp_ref.ContextParallel(member), None
+        cp, plan = side.ContextParallel(member), None
         if planned:
             of_plan = {name: x for name, x in change.items() if name in ("score_mod", "dropout_p")}
-            plan = cp_ref.make_plan(cp=cp, **DENSE, **of_plan, **SIZES)
-        return raised(cp_ref.attention, Q, Q, Q, cp=cp, plan=plan, **change)
+            plan = side.make_plan(cp=cp, **DENSE, **of_plan, **SIZES)
+        return raised(side.attention, Q, Q, Q, cp=cp, plan=plan, **change)
 
     for error in [*SimGroup(2).run(one), raised(dense, **change)]:
         assert isinstance(error, kind), error
@@ -189,16 +191,19 @@ def doubled(factor: float) -> Callable[..., Any]:
     return score_mod
 
 
+@pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("planned", [False, True])
-def test_the_ranks_agree(planned: bool) -> None:
+def test_the_ranks_agree(planned: bool, package: str) -> None:
+    side = PACKAGES[package]
+
     def one(member: Any) -> list[str]:
-        cp, found = cp_ref.ContextParallel(member), []
+        cp, found = side.ContextParallel(member), []
         for change in ({"score_mod": doubled(1.0 + member.rank)}, {"dropout_p": 0.1 * (1 + member.rank)}):
             if planned:
-                found.append(str(raised(cp_ref.make_plan, cp=cp, **DENSE, **change, **SIZES)))
+                found.append(str(raised(side.make_plan, cp=cp, **DENSE, **change, **SIZES)))
             else:
                 seed = {"dropout_seed": 3} if "dropout_p" in change else {}
-                found.append(str(raised(cp_ref.attention, Q, Q, Q, cp=cp, **change, **seed)))
+                found.append(str(raised(side.attention, Q, Q, Q, cp=cp, **change, **seed)))
         return found
 
     functions, probabilities = SimGroup(2).run(one)[0]
@@ -206,33 +211,41 @@ def test_the_ranks_agree(planned: bool) -> None:
     assert "rank 0 has dropout_p=0.1 where rank 1 has dropout_p=0.2" in probabilities
 
 
-def test_the_ranks_agree_on_what_a_call_gives() -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_ranks_agree_on_what_a_call_gives(package: str) -> None:
+    """`cp_fast` compares values of tensors and seeds only under `checked`, where it agrees on every call."""
+    side = PACKAGES[package]
+
     def one(member: Any) -> list[str]:
-        cp, odd = cp_ref.ContextParallel(member), member.rank == 1
+        cp, odd = side.ContextParallel(member), member.rank == 1
         changes: list[dict[str, Any]] = [
             {"alibi_slopes": torch.ones(2) if odd else None},
             {"score_mod": with_table, "aux_tensors": {"table": torch.ones(3 if odd else 2)}},
             {**P, "dropout_seed": 3 + odd},
             {**P, "dropout_seed": 2**63 if odd else 0},
         ]
-        return [str(raised(cp_ref.attention, Q, Q, Q, cp=cp, **change)) for change in changes]
+        return [str(raised(side.attention, Q, Q, Q, cp=cp, **change)) for change in changes]
 
-    slopes, tables, seeds, refused = SimGroup(2).run(one)[0]
+    with cp_fast.checked():
+        slopes, tables, seeds, refused = SimGroup(2).run(one)[0]
     assert "rank 0 has nothing where rank 1 has alibi_slopes=float32[2]" in slopes
     assert "rank 0 has aux_tensors.table=float32[2] where rank 1 has aux_tensors.table=float32[3]" in tables
     assert "rank 0 has dropout_seed=3 where rank 1 has dropout_seed=4" in seeds
     assert "rank 1 refused its arguments" in refused
 
 
-def test_a_plan_has_its_function_and_its_probability() -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_plan_has_its_function_and_its_probability(package: str) -> None:
+    side = PACKAGES[package]
+
     def one(member: Any) -> list[str]:
-        cp = cp_ref.ContextParallel(member)
-        plan = cp_ref.make_plan(cp=cp, **DENSE, score_mod=doubled(2.0), dropout_p=0.5, **SIZES)
+        cp = side.ContextParallel(member)
+        plan = side.make_plan(cp=cp, **DENSE, score_mod=doubled(2.0), dropout_p=0.5, **SIZES)
         given = {"plan": plan, "dropout_seed": 1}
-        out = cp_ref.attention(Q, Q, Q, cp=cp, **given)
-        assert torch.equal(out, cp_ref.attention(Q, Q, Q, cp=cp, score_mod=doubled(2.0), dropout_p=0.5, **given))
+        out = side.attention(Q, Q, Q, cp=cp, **given)
+        assert torch.equal(out, side.attention(Q, Q, Q, cp=cp, score_mod=doubled(2.0), dropout_p=0.5, **given))
         others = ({"score_mod": doubled(3.0)}, {"dropout_p": 0.25})
-        return [str(raised(cp_ref.attention, Q, Q, Q, cp=cp, **given, **other)) for other in others]
+        return [str(raised(side.attention, Q, Q, Q, cp=cp, **given, **other)) for other in others]
 
     for function, probability in SimGroup(2).run(one):
         assert re.match(r"score_mod is 'doubled.*, but the plan was made for 'doubled", function)
@@ -257,31 +270,10 @@ def test_areas_that_connect_documents() -> None:
         assert cp_ref.dense_attention(q, q, q, **one, **change)[0].shape == (12, 2, 8)
 
 
-def test_cp_fast_refuses_them_by_name() -> None:
-    asked: dict[str, dict[str, Any]] = {
-        "alibi_slopes": {"alibi_slopes": torch.ones(2)},
-        "score_mod": {"score_mod": plain},
-        "dropout": {**P, "dropout_seed": 1},
-    }
-
-    def one(member: Any) -> list[str]:
-        cp, found = cp_fast.ContextParallel(member), []
-        for feature, change in asked.items():
-            refusal = raised(cp_fast.attention, Q, Q, Q, cp=cp, **change)
-            assert isinstance(refusal, cp_ref.Unsupported)
-            assert [feature] in [[one.value for one in missing] for missing in refusal.missing.values()]
-            of_plan = {name: x for name, x in change.items() if name in ("score_mod", "dropout_p")}
-            if of_plan:
-                ok, why = cp_fast.supports(cp=cp, **DENSE, **of_plan, **SIZES)
-                assert (ok, feature in why) == (False, True)
-            found.append(str(refusal))
-        return found
-
-    assert len(SimGroup(2).run(one)) == 2
-
-
-def test_a_plan_keeps_the_captured_values_of_its_day() -> None:
-    factor, others = 2.0, (1.0, 5)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_plan_keeps_the_captured_values_of_its_day(package: str) -> None:
+    global EDGE
+    side, factor, others, EDGE = PACKAGES[package], 2.0, (1.0, 5), 0
 
     def helper(score: Any) -> Any:
         return factor * score
@@ -295,11 +287,11 @@ def test_a_plan_keeps_the_captured_values_of_its_day() -> None:
     given: dict[str, Any] = {"score_mod": score_mod}
 
     def one(member: Any) -> torch.Tensor:
-        cp, leaf = cp_ref.ContextParallel(member), q.clone().requires_grad_()
-        plan = cp_ref.make_plan(cp=cp, batch_size=2, seqlen_q=4, **given, **SIZES)
+        cp, leaf = side.ContextParallel(member), q.clone().requires_grad_()
+        plan = side.make_plan(cp=cp, batch_size=2, seqlen_q=4, **given, **SIZES)
         assert plan.score_mod is not None
         change(plan.score_mod)
-        out = cp_ref.attention(leaf, q, q, cp=cp, plan=plan)
+        out = side.attention(leaf, q, q, cp=cp, plan=plan)
         out.backward(q)
         assert leaf.grad is not None
         return leaf.grad

@@ -19,6 +19,7 @@ import torch
 
 from cp_fast.backends.aligned_matrices import aligned, aligned_view
 from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
+from cp_fast.backends.blockwise.placed_scores import dropped, modify, placed_scores, pulled_back
 from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize, fold, mask, score_blocks, size_of, unfold
 from cp_ref.spec import Feature, ScoreOptions
 
@@ -41,6 +42,9 @@ class BlockwiseBackend:
                 Feature.HEAD_DIM_OVER_256,
                 Feature.HEAD_DIM_ODD,
                 Feature.SOFTCAP,
+                Feature.ALIBI,
+                Feature.SCORE_MOD,
+                Feature.DROPOUT,
                 Feature.LSE_GRADIENT,
                 Feature.MAX_LOGIT,
                 Feature.DETERMINISTIC,
@@ -76,18 +80,22 @@ class BlockwiseBackend:
             top = total = mix = None  # [H, g * R, 1] twice, [H, g * R, d_v]: online softmax over the column blocks
             for columns, seen in block.columns:
                 s = _scores(queries, keys[block.heads_kv, columns], scores, scratch)
+                placed = placed_scores(options.score_inputs, block, columns)
+                modify(s, placed, block)
                 mask(s, seen, -torch.inf)
                 here = s.amax(-1, keepdim=True)
                 new = here if top is None else torch.maximum(top, here)
                 # A row that sees nothing yet has new = -inf. With a finite base its exp(-inf - base) is 0, not NaN.
                 base = new.clamp_min(torch.finfo(dtype).min)
                 p = s.sub_(base).exp_()
+                mass = p.sum(-1, keepdim=True)
+                if (factors := dropped(p, placed, block)) is not None:
+                    p.mul_(factors)
                 if top is None or total is None or mix is None:
-                    total = p.sum(-1, keepdim=True)
-                    mix = _product(p, values[block.heads_kv, columns])
+                    total, mix = mass, _product(p, values[block.heads_kv, columns])
                 else:
                     shrink = top.sub_(base).exp_()
-                    total.mul_(shrink).add_(p.sum(-1, keepdim=True))
+                    total.mul_(shrink).add_(mass)
                     mix.mul_(shrink).baddbmm_(p, values[block.heads_kv, columns])
                 top = new
             if top is None or total is None or mix is None:
@@ -122,10 +130,17 @@ class BlockwiseBackend:
                 key, value = keys[block.heads_kv, columns], values[block.heads_kv, columns]
                 s = _scores(queries, key, scores, scratch)
                 slope = _slope(s, scores, scratch)
+                placed = placed_scores(options.score_inputs, block, columns)
+                before = modify(s, placed, block)
                 p = s.sub_(norm).exp_()
                 mask(p, seen, 0)
+                dp = torch.bmm(douts, value.mT, out=scratch.buffer(1, s.shape))
+                if (factors := dropped(p, placed, block)) is not None:
+                    dp.mul_(factors)
+                ds = pulled_back(before, dp.sub_(delta).mul_(p), placed, p)
+                if factors is not None:
+                    p.mul_(factors)
                 dvalues[block.heads_kv, columns].baddbmm_(p.mT, douts)
-                ds = torch.bmm(douts, value.mT, out=scratch.buffer(1, s.shape)).sub_(delta).mul_(p)
                 if slope is not None:
                     ds.mul_(slope)
                 dkeys[block.heads_kv, columns].baddbmm_(ds.mT, queries)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cp_fast.backends import Backend, BackwardOperands
+from cp_fast.backends import Backend, BackwardOperands, LaunchOptions
 from cp_fast.backends.backend_protocol import backward_letting_go, keeps_state
+from cp_fast.backends.launch_scores import LaunchScores
 from cp_fast.compile.instructions import Launch
 from cp_fast.runtime.pass_buffers import PassBuffers
+from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.runtime.row_selection import Rows
 from cp_fast.runtime.tensors import Operation, State, Tensors
 
 __all__ = ["backward_launch", "forward_launch"]
 
 
-def forward_launch(buffers: PassBuffers, backend: Backend, one: Launch[Rows]) -> Operation:
+def forward_launch(buffers: PassBuffers, backend: Backend, positions: RowPositions, one: Launch[Rows]) -> Operation:
     """One forward call of the kernel library."""
     take_q, take_kv = map(buffers.taker, one.operands)
     batch, (result,), first_head, slot = one.batch, one.results, one.first_head, one.state
@@ -23,17 +25,20 @@ def forward_launch(buffers: PassBuffers, backend: Backend, one: Launch[Rows]) ->
     def launch(state: State) -> None:
         (q,), _ = take_q(state)
         (k, v), _ = take_kv(state)
+        options = state.options if state.inputs is None else _with_places(state, positions, one)
         if stateful is None:
-            out, lse, max_logit = backend.forward(q, k, v, batch, state.options)
+            out, lse, max_logit = backend.forward(q, k, v, batch, options)
         else:
-            (out, lse, max_logit), state.opaque[slot] = stateful.forward_with_state(q, k, v, batch, state.options)
+            (out, lse, max_logit), state.opaque[slot] = stateful.forward_with_state(q, k, v, batch, options)
         state.buffers[result] = Tensors((out,), (lse,))
         state.max_logit.append((first_head, max_logit))
 
     return launch
 
 
-def backward_launch(buffers: PassBuffers, backend: Backend, one: Launch[Rows], free: Sequence[int]) -> Operation:
+def backward_launch(
+    buffers: PassBuffers, backend: Backend, positions: RowPositions, one: Launch[Rows], free: Sequence[int]
+) -> Operation:
     """One backward call. `free`: operands without a later use. If the library can, they are freed once the kernels
     have read them, before the gradients are allocated.
     """
@@ -51,10 +56,17 @@ def backward_launch(buffers: PassBuffers, backend: Backend, one: Launch[Rows], f
         return BackwardOperands(dout, q, k, v, out, lse, dlse[0] if dlse else None)
 
     def launch(state: State) -> None:
+        options = state.options if state.inputs is None else _with_places(state, positions, one)
         if stateful is None:
-            part = backward_letting_go(backend, [operands(state)], batch, state.options)
+            part = backward_letting_go(backend, [operands(state)], batch, options)
         else:
-            part = stateful.backward_with_state(operands(state), batch, state.options, state.opaque[slot])
+            part = stateful.backward_with_state(operands(state), batch, options, state.opaque[slot])
         state.buffers[dq], state.buffers[dkv] = Tensors((part.dq,), ()), Tensors((part.dk, part.dv), ())
 
     return launch
+
+
+def _with_places(state: State, positions: RowPositions, one: Launch[Rows]) -> LaunchOptions:
+    """The options of a launch whose scores depend on the places of its rows and heads."""
+    assert state.inputs is not None
+    return state.options._replace(score_inputs=LaunchScores(positions.of(one), one.first_head, state.inputs))

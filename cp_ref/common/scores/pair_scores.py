@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -56,7 +57,7 @@ class PairScores(NamedTuple):
         """
         if self.inputs.score_mod is None:
             return grad
-        with torch.enable_grad():
+        with torch.enable_grad(), _recording():
             leaf = scores.detach().requires_grad_()
             result = self.modified(leaf)
             if not result.requires_grad:  # it does not depend on the scores
@@ -73,3 +74,9 @@ class PairScores(NamedTuple):
     def _with_alibi(self, scores: torch.Tensor) -> torch.Tensor:
         slopes = self.inputs.alibi_slopes
         return scores if slopes is None else scores + alibi_bias(slopes, *self.pairs, scores.dtype)
+
+
+def _recording() -> AbstractContextManager[None]:
+    """Autograd also inside an operator of torch.library, whose body PyTorch runs without it."""
+    core = cast(Any, torch)._C
+    return core._SetExcludeDispatchKeyGuard(core.DispatchKey.AutogradFunctionality, False)

@@ -74,10 +74,10 @@ class Problem:
 
     @property
     def position_free_scores(self) -> bool:
-        """Whether a score depends on its query and its key alone, not on their positions; the mask does not count. Then
-        a kernel may see keys in any order.
+        """Whether a score depends on its query, its key and a slope of its head alone, and no pair is dropped. If not,
+        a kernel needs the number of each row's document and of each head.
         """
-        return True
+        return not self.score_mod and self.dropout_p == 0
 
     @property
     def bottom_right(self) -> bool:

@@ -1,0 +1,132 @@
+"""The tensors that a call gives for scores which depend on places: alibi_slopes, aux_tensors, dropout_seed."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+
+from cp_fast.api.make_plan import Plan
+from cp_fast.backends import BACKENDS, features_of
+from cp_ref.common.scores.score_inputs import ScoreInputs, kinds, read_score_inputs
+from cp_ref.spec import Feature, Unsupported
+
+__all__ = ["ScoreArguments"]
+
+_AUX = "aux."  # In front of the names of aux tensors.
+
+
+class ScoreArguments(NamedTuple):
+    """These arguments of `attention`, as the caller gave them. Nothing in them has been checked."""
+
+    alibi_slopes: Any = None
+    aux_tensors: Any = None
+    dropout_seed: Any = None
+
+    @staticmethod
+    def taken_from(arguments: dict[str, Any]) -> ScoreArguments:
+        """Those among the arguments of a call, which are removed there.
+
+        >>> ScoreArguments.taken_from({"dropout_seed": 3, "softcap": 2.0}).dropout_seed
+        3
+        """
+        return ScoreArguments(*(arguments.pop(name, None) for name in ScoreArguments._fields))
+
+    @staticmethod
+    def of_inputs(inputs: ScoreInputs | None) -> ScoreArguments:
+        """Those that checked inputs were read from."""
+        if inputs is None:
+            return ScoreArguments()
+        return ScoreArguments(inputs.alibi_slopes, dict(inputs.aux_tensors), inputs.dropout_seed)
+
+    def read(self, plan: Plan, q: torch.Tensor) -> ScoreInputs | None:
+        """The inputs of a call's scores with a plan; None where scores depend on q and k alone.
+
+        Raises:
+            ValueError, TypeError: naming the argument, its value and the rule. Unsupported: the plan's kernel library
+            lacks alibi_slopes.
+        """
+        if plan.problem.position_free_scores and not any(x is not None for x in self):
+            return None
+        inputs = read_score_inputs(plan.problem, plan.score_mod, q, room=plan.room, **self._asdict())
+        if missing := inputs.features - plan.backend.features:
+            able = " or ".join(f"backend={b.name!r}" for b in BACKENDS if missing <= features_of(b))
+            hint = f"make the plan with a ContextParallel of {able}"
+            raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, hint)
+        return inputs if inputs.features else None
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features that no plan knows of."""
+        return frozenset() if self.alibi_slopes is None else frozenset({Feature.ALIBI})
+
+    # ---- for caches, and for other ranks
+
+    def signature(self) -> tuple[object, ...]:
+        """All that their checks read; if it cannot be compared, unlike any other."""
+        if not self.travel:
+            return (object(),)
+        tensors, names = self._replace(dropout_seed=None).packed()
+        kinds = [(type(x), x.dtype, x.shape, x.device, x.requires_grad, x.layout) for x in tensors]
+        seed = self.dropout_seed
+        more = (seed.dtype, seed.shape, seed.device) if isinstance(seed, torch.Tensor) else ()
+        return names, *kinds, type(seed), *more
+
+    def kinds(self) -> tuple[tuple[str, object], ...]:
+        """What the ranks agree on before a new plan: names, dtypes and shapes, but no value. Only of checked ones."""
+        found = dict(kinds(**self._asdict()))
+        if isinstance(self.dropout_seed, int):
+            found["dropout_seed"] = "int"  # every step has another
+        return tuple(sorted(found.items()))
+
+    def values(self) -> tuple[tuple[str, object], ...]:
+        """What the ranks agree on before each call: the values too, which are read on the host."""
+        if not self.travel:
+            return ()  # Their check says what is wrong.
+        given: dict[str, Any] = {"alibi_slopes": self.alibi_slopes, "dropout_seed": self.dropout_seed}
+        given |= {f"aux_tensors.{name}": x for name, x in (self.aux_tensors or {}).items()}
+        digests = {f"values of {name}": _digest(x) for name, x in given.items() if isinstance(x, torch.Tensor)}
+        return *kinds(**self._asdict()), *sorted(digests.items())
+
+    # ---- for operators of torch.library, which take tensors and text
+
+    @property
+    def travel(self) -> bool:
+        """Whether they are tensors with names, which need no look at their types."""
+        aux, seed = self.aux_tensors, self.dropout_seed
+        named = {} if aux is None else aux
+        return (
+            isinstance(named, dict)
+            and all(isinstance(name, str) and " " not in name for name in named)
+            and all(x is None or isinstance(x, torch.Tensor) for x in (self.alibi_slopes, *named.values()))
+            and (seed is None or isinstance(seed, torch.Tensor) or (type(seed) is int and -(2**63) <= seed < 2**63))
+        )
+
+    def packed(self, device: torch.device | None = None) -> tuple[list[torch.Tensor], str]:
+        """The tensors, and their names."""
+        seed = self.dropout_seed
+        if isinstance(seed, int):
+            seed = torch.full((), seed, dtype=torch.int64, device=device)
+        named = {"alibi_slopes": self.alibi_slopes, "dropout_seed": seed}
+        named |= {f"{_AUX}{name}": x for name, x in (self.aux_tensors or {}).items()}
+        there = {name: x for name, x in named.items() if x is not None}
+        return list(there.values()), " ".join(there)
+
+    @staticmethod
+    def unpacked(tensors: list[torch.Tensor], names: str) -> ScoreArguments:
+        """The inverse of `packed`.
+
+        >>> tensors, names = ScoreArguments(aux_tensors={"table": torch.ones(2)}, dropout_seed=5).packed()
+        >>> names, ScoreArguments.unpacked(tensors, names).aux_tensors
+        ('dropout_seed aux.table', {'table': tensor([1., 1.])})
+        """
+        named = dict(zip(names.split(" "), tensors, strict=False))
+        aux = {name.removeprefix(_AUX): x for name, x in named.items() if name.startswith(_AUX)}
+        return ScoreArguments(named.get("alibi_slopes"), aux or None, named.get("dropout_seed"))
+
+
+def _digest(x: torch.Tensor) -> str:
+    """A tensor's values, in a word."""
+    values = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return blake2b(values, digest_size=8).hexdigest()
