@@ -14,9 +14,9 @@ from rich.markup import escape
 from cp_fast.tools.cli.common import cost_table, show_picture
 from cp_fast.tools.cli.demo.check import checks
 from cp_fast.tools.cli.demo.job import Job, under_torchrun
-from cp_fast.tools.cli.demo.ranks import Measured, RankFailed, RankRefused, run_rank, spawn
+from cp_fast.tools.cli.demo.ranks import Measured, RankFailed, run_rank, spawn
 from cp_ref.common.cli.options import with_options
-from cp_ref.common.cli.terminal import BAD_INPUT, CHECK_FAILED, check_svg, complain, table
+from cp_ref.common.cli.terminal import CHECK_FAILED, check_svg, complain, table
 from cp_ref.spec import verify
 from cp_ref.spec.pictures.schedule_svg import svg_picture
 
@@ -63,7 +63,7 @@ def demo(
 
 
 def _run(job: Job) -> Measured | None:
-    """The results, on rank 0; a failure is told in one line, with its traceback where it is not about the options."""
+    """The results, on rank 0; a failure is told in one line behind its traceback."""
     try:
         if not under_torchrun():
             return spawn(job)
@@ -73,7 +73,7 @@ def _run(job: Job) -> Measured | None:
         for trace in details:
             Console(stderr=True, highlight=False).print(trace, style="dim", markup=False, soft_wrap=True)
         complain(message)
-        raise typer.Exit(BAD_INPUT if isinstance(error, RankRefused) else CHECK_FAILED) from None
+        raise typer.Exit(CHECK_FAILED) from None
 
 
 def _show_documents(console: Console, job: Job) -> None:

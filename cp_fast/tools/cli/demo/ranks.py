@@ -24,7 +24,7 @@ from cp_fast.tools.cli.demo.job import Job
 from cp_ref.common.cli.terminal import one_line
 from cp_ref.spec import Problem, Schedule, Unsupported
 
-__all__ = ["Measured", "RankFailed", "RankRefused", "run_rank", "spawn"]
+__all__ = ["Measured", "RankFailed", "run_rank", "spawn"]
 
 _LIMIT = timedelta(minutes=5)  # For any one message: a rank that hangs is an error.
 
@@ -43,12 +43,8 @@ class RankFailed(RuntimeError):
     """A rank raised or died. args: the rank and its error, and the traceback if there is one."""
 
 
-class RankRefused(RankFailed):
-    """A rank's error is about the options: no traceback is needed."""
-
-
 def spawn(job: Job) -> Measured:
-    """Run every rank in a process of its own. RankFailed: a rank raised or died; the others have been ended."""
+    """Run every rank in a process of its own. Raises what the first one raised; then the others have been ended."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # PyTorch is imported once, not in every rank.
     with tempfile.TemporaryDirectory(prefix="cp_fast_demo_") as folder:
@@ -57,9 +53,12 @@ def spawn(job: Job) -> Measured:
 
 
 def run_rank(place: tuple[Job, int, int, str]) -> Measured | None:
-    """This rank, from start to end; rank 0 has the results. RankFailed, RankRefused: it raised an error.
+    """This rank, from start to end; rank 0 has the results.
 
     place: the job, the rank, its number on this machine, and the process group's `init_method`.
+
+    Raises:
+        ValueError: the rank refused the options. RankFailed: it raised another error.
     """
     job, rank, local_rank, init_method = place
     world, kind, _ = job.where
@@ -79,8 +78,8 @@ def run_rank(place: tuple[Job, int, int, str]) -> Measured | None:
         return measured
     except Exception as error:
         message = f"rank {rank} failed: {type(error).__name__}: {one_line(error)}"
-        if isinstance(error, ValueError | Unsupported):
-            raise RankRefused(message) from error
+        if isinstance(error, ValueError | Unsupported):  # about the options: the message is enough
+            raise ValueError(message) from error
         raise RankFailed(message, traceback.format_exc()) from error
 
 
