@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,6 +135,12 @@ def test_a_plan_that_is_updated() -> None:
         q, k, v = (x[:total] for x in rows.values())
         wanted, _, _ = dense_attention(q, k, v, qkv_format="thd", cu_seqlens_q=cu, **given)
         assert (found[:total] - wanted).abs().max() < 1e-12
+
+
+def test_the_page_is_a_program() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how_to" / "scores.md").read_text()
+    program = "\n\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+    exec(compile(program, "scores.md", "exec"), {})
 
 
 def test_a_trace_sees_them() -> None:
