@@ -126,7 +126,7 @@ def known_call(plan: Any, cp: ContextParallel, flags: CallFlags, q: Any, k: Any,
     if not plan.plain or torch.is_autocast_enabled(plan.device.type):
         return None
     found = plan.calls.get(_key(plan, cp, *_kinds(q, k, v)))
-    if found is None or _missing(plan, flags):
+    if found is None or ((flags.deterministic or flags.return_max_logit) and _missing(plan, flags)):
         return None
     refuse_transforms()
     check_plan_owner(plan.problem, plan.rank, cp)
