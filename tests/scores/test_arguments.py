@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 
 import cp_fast
 import cp_ref
+from conformance.case import Case
 from cp_ref import SimGroup
 from cp_ref.common.scores.score_mod import digest_of
+from cp_ref.spec import Problem
 
 Q = torch.zeros(2, 4, 2, 8)  # one rank's slice: b 2, s 8/2, h 2, d 8
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
@@ -309,6 +312,17 @@ def test_a_plan_keeps_the_captured_values_of_its_day(package: str) -> None:
     out.backward(q)
     assert leaf.grad is not None
     assert (found - leaf.grad).abs().max() < 1e-5
+
+
+def test_texts_of_before_still_read() -> None:
+    """Replays have neither field; a case does not take them yet, rather than play something else."""
+    text = 'Case(Problem(cp_size=2, sequences=[(8, 8, 8, 8)], qkv_format="thd"), tail_q=4, seed=3)'
+    problem = Case.parse(text).problem
+    assert (str(Case.parse(text)), problem.score_mod, problem.dropout_p) == (text, "", 0.0)
+    changed = replace(problem, score_mod=digest_of(doubled(2.0)), dropout_p=0.5)
+    assert Problem.parse(str(changed)) == changed
+    with pytest.raises(ValueError, match="score_mod is 'doubled"):
+        Case(changed)
 
 
 def test_digests() -> None:

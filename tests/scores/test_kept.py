@@ -44,6 +44,17 @@ def expected(lengths: tuple[int, ...]) -> torch.Tensor:
     return found
 
 
+def table(size: int) -> list[tuple[int, int, int, int]]:
+    """A layout as a user gives it: three uneven parts of every document, on any ranks, the last part first."""
+    rows = [
+        ((7 * number + part) % size, number, start, stop)
+        for number, length in enumerate(LENGTHS)
+        for part, (start, stop) in enumerate([(length // 2, length), (length // 5, length // 2), (0, length // 5)])
+        if start < stop
+    ]
+    return sorted(rows, key=lambda row: row[0])
+
+
 def masks(package: Any, qkv_format: str, layout: str, comm: str, size: int, inner: int) -> tuple[torch.Tensor, ...]:
     """What the probes of both passes saw: bool [rows of queries, h, rows of keys], over all documents."""
     packed = qkv_format == "thd"
@@ -64,8 +75,9 @@ def masks(package: Any, qkv_format: str, layout: str, comm: str, size: int, inne
 
     def one(member: Any) -> tuple[torch.Tensor, torch.Tensor]:
         group = member.split(inner) if comm == "a2a+p2p" else member
-        cp = package.ContextParallel(group, comm, layout=layout)
+        cp = package.ContextParallel(group, comm, layout="contiguous" if layout == "table" else layout)
         how: dict[str, Any] = {"qkv_format": qkv_format, **cu, "dropout_p": DROPOUT}
+        how |= {"layout": table(size)} if layout == "table" else {}
         plan = package.make_plan(cp=cp, **how, **more, **sizes)
         q, v = (package.shard(shaped(x), cp=cp, plan=plan) for x in (nothing, units))
         v = v.clone().requires_grad_()
@@ -85,7 +97,7 @@ def masks(package: Any, qkv_format: str, layout: str, comm: str, size: int, inne
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize(("comm", "size", "inner"), SCHEDULES)
 def test_packed_documents(comm: str, size: int, inner: int, package: str) -> None:
-    for layout in ("dual_chunk", "contiguous", "balanced"):
+    for layout in ("dual_chunk", "contiguous", "balanced", "table"):
         for mask in masks(PACKAGES[package], "thd", layout, comm, size, inner):
             assert torch.equal(mask, expected(LENGTHS)), layout
 
