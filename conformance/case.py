@@ -5,10 +5,22 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, fields
 
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, check_choice, local_lengths
+from conformance.scores.score_mods import SCORE_MODS
+from cp_ref.spec import (
+    CP_COMM_TYPES,
+    LAYOUTS,
+    MASKS,
+    QKV_FORMATS,
+    SCORE_OPTIONS,
+    SOFTMAX_TYPES,
+    Problem,
+    check_choice,
+    check_one_document,
+    local_lengths,
+)  # fmt: skip
 from cp_ref.spec.layouts.named_layouts import slice_rows
 
-__all__ = ["GRADS", "LOSSES", "Case"]
+__all__ = ["ALIBI", "GRADS", "LOSSES", "Case"]
 
 _CHOICES = {
     "cp_comm_type": CP_COMM_TYPES,
@@ -21,6 +33,7 @@ _CHOICES = {
 _POSITIVE = ("cp_size", "a2a_size", "heads_q", "heads_kv", "d_qk", "d_v")
 
 LOSSES = ("out", "lse", "out+lse")
+ALIBI = ("", "head", "document")
 GRADS = ("qkvo", "q", "k", "v", "kv", "qo", "o", "")
 
 
@@ -29,7 +42,7 @@ class Case:
     """A problem, and everything else that a call of `attention` and its backward pass depend on.
 
     `seed` and `magnitude` make the tensors (see `conformance.run.case_tensors`): standard normal values, q and k times
-    `magnitude`.
+    `magnitude`. The problem's `score_mod` is a name in `conformance.scores.score_mods.SCORE_MODS`, not a digest.
 
     A tail that makes each slice as long as all sequences together becomes one row a slice longer, since `attention`
     refuses it: such lengths are nearly always those of one rank's slices, given by mistake.
@@ -54,6 +67,7 @@ class Case:
     strided: bool = False  # Make q, k, v and dout views with odd strides into larger, NaN-filled buffers.
     use_plan: bool = False  # First make_plan, then attention(..., plan=plan).
     deterministic: bool = False
+    alibi: str = ""  # One of ALIBI: slopes [h_q], or [b, h_q].
 
     def __post_init__(self) -> None:
         """Refuse what no call can mean, so that a mistyped text does not replay something else."""
@@ -74,6 +88,9 @@ class Case:
             raise ValueError(f"loss is {self.loss!r}; it must be one of {LOSSES}")
         if "lse" in self.loss and not self.return_lse:
             raise ValueError(f"loss is {self.loss!r}, which needs return_lse=True")
+        check_choice("alibi", self.alibi, ALIBI)
+        if self.alibi:
+            check_one_document(self.problem, "alibi")
         if not set(self.grads) <= set("qkvo"):
             raise ValueError(f"grads is {self.grads!r}; it must be some of the letters q, k, v and o")
 
@@ -134,9 +151,8 @@ def _check_meaning(p: Problem) -> None:
     window = p.window_size
     if not isinstance(window, tuple) or len(window) != 2 or any(type(n) is not int or n < -1 for n in window):
         raise ValueError(f"window_size is {window!r}; it must be (left, right), integers of -1 and more")
-    for name in ("score_mod", "dropout_p"):
-        if value := getattr(p, name):
-            raise ValueError(f"{name} is {value!r}; cases do not have it")
+    check_choice("score_mod", p.score_mod, ("", *SCORE_MODS))
+    SCORE_OPTIONS["dropout_p"]("dropout_p", p.dropout_p)
     packed, padded = p.qkv_format == "thd", p.attn_mask_type.startswith("padding")
     for n, s in enumerate(p.sequences):
         numbers = (s.len_q, s.len_kv, s.slots_q, s.slots_kv)
@@ -146,3 +162,6 @@ def _check_meaning(p: Problem) -> None:
             raise ValueError(f"sequence {n} is {numbers}: it has padding, which {p.qkv_format} has in padding masks")
         if not packed and numbers[2:] != (p.sequences[0].slots_q, p.sequences[0].slots_kv):
             raise ValueError(f"sequence {n} is {numbers}; all of {p.qkv_format} must have as many slots as the first")
+    for name in ("score_mod", "dropout_p"):
+        if getattr(p, name):
+            check_one_document(p, name)

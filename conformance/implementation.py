@@ -22,7 +22,8 @@ kernel     `tile(q, k, v, *, left, right, scale, softcap) -> (out, lse)`: one di
            differentiable by autograd in q, k and v, or neither.
 
 schedule   `attention`, with the signature and meaning of `cp_ref.attention`, on every rank; without a parameter called
-           `areas` it is played without attention slices. Beside it, any of
+           `areas` it is played without attention slices, and without `alibi_slopes`, `score_mod` or `dropout_p` without
+           what these ask for. Beside it, any of
            ContextParallel  without it `cp` is a `Context`, below
            supports         without it a problem is unsupported when `attention` raises Unsupported on every rank
            Unsupported      without it NotImplementedError
@@ -49,6 +50,7 @@ from typing import Any, cast
 import torch
 
 from conformance.judge.run_record import Level, readable
+from conformance.scores.score_mods import score_features
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, Problem, check_choice
 from cp_ref.spec.arguments.argument_words import canonical_layout
 
@@ -145,10 +147,13 @@ class Implementation:
         members = (*LEVEL_MEMBER.values(), *_SCHEDULE_MEMBERS)
         return tuple(member for member in members if not self.offers(member))
 
-    @property
-    def takes_areas(self) -> bool:
-        """Whether its `attention` takes attention slices: it has a parameter of that name."""
-        return "areas" in inspect.signature(self.attention).parameters
+    def why_not(self, problem: Problem, alibi: str = "") -> str:
+        """Which parameter its `attention` lacks that the problem needs; "" if it has all."""
+        needed = (*(["areas"] if problem.areas is not None else []), *score_features(problem, alibi))
+        if not needed:
+            return ""
+        there = inspect.signature(self.attention).parameters
+        return next((f"its attention has no parameter called {name}" for name in needed if name not in there), "")
 
     @property
     def group_kind(self) -> str:

@@ -11,6 +11,7 @@ backend, cut to the rows and columns that see anything, as in the program.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch as pytorch
 
@@ -62,7 +63,7 @@ class OneBackend:
         return out, lse
 
     def tile(
-        self, q: Tensor, k: Tensor, v: Tensor, *, left: int | None, right: int | None, **scores: float
+        self, q: Tensor, k: Tensor, v: Tensor, *, left: int | None, right: int | None, **scores: Any
     ) -> tuple[Tensor, Tensor]:
         """By the backend's `forward`, of one segment."""
         options = LaunchOptions(ScoreOptions(**scores))
@@ -78,7 +79,7 @@ class OneBackend:
 
     def tile_backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *, left: int | None,
-        right: int | None, **scores: float,
+        right: int | None, **scores: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """By the backend's `backward`."""
         options = LaunchOptions(ScoreOptions(**scores))

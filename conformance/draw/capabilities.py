@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any
 
@@ -62,7 +62,11 @@ WISHES: dict[str, dict[str, Any]] = {
     "lse gradient": {"return_lse": True, "loss": "out+lse"},
     "return_max_logit": {"return_max_logit": True},
     "deterministic": {"deterministic": True},
+    "alibi": {"alibi": "head"},
 }
+
+
+_DEFAULTS = {f.name: f.default for f in fields(Case)}
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,8 @@ def ask(impl: Any, problem: Problem, device: str = "cpu") -> tuple[bool, str]:
         ValueError: `supports` raised something itself, or its ranks disagree.
     """
     impl = as_implementation(impl)
-    if problem.areas is not None and not impl.takes_areas:
-        return False, "its attention has no parameter called areas"
+    if reason := impl.why_not(problem):
+        return False, reason
     if not impl.offers("supports"):
         return try_case(impl, Case(problem), device)
 
@@ -205,7 +209,7 @@ def capabilities_of(impl: Any, device: str = "cpu") -> Capabilities:
 def narrowed(case: Case, capabilities: Capabilities) -> Case:
     """The case without the wishes that the implementation refuses of a plain problem."""
     missing = [wish for wish in ("use_plan", *WISHES) if wish not in capabilities.wishes]
-    changes: dict[str, Any] = {wish: False for wish in missing if wish != "lse gradient"}
+    changes: dict[str, Any] = {wish: _DEFAULTS[wish] for wish in missing if wish != "lse gradient"}
     if "return_lse" in missing or "lse gradient" in missing:
         changes["loss"] = "out"
     return replace(case, **changes)

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from conformance.case import LOSSES, Case
+from conformance.scores.score_mods import SCORE_MODS
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, divisor
 
 __all__ = ["AXES", "CHOICES", "IMPOSSIBLE", "SCORE_AXES", "Choice", "Impossible", "choices_of", "why_impossible"]
@@ -51,6 +52,8 @@ class ScoreAxis(NamedTuple):
 SCORE_AXES = (
     ScoreAxis("softcap", "softcap", {"off": 0.0, "on": 2.5}, (0.0, 0.0, 2.5, 30.0)),
     ScoreAxis("softmax", "softmax_type", {name: name for name in SOFTMAX_TYPES}, SOFTMAX_TYPES),
+    ScoreAxis("score_mod", "score_mod", {"none": "", "some": "near"}, ("", *SCORE_MODS)),
+    ScoreAxis("dropout", "dropout_p", {"none": 0.0, "some": 0.25}, (0.0, 0.0, 0.5, 0.9)),
 )
 
 
@@ -128,6 +131,7 @@ def _results(case: Case) -> Iterator[str]:
         yield "out alone"
 
 
+_SLOPES = {"": "none", "head": "per head", "document": "per document"}
 _SIZES = ("1", "2", "3", "4", "5", "6", "8")
 _OF_MODELS = ("64/64", "96/96", "128/128", "256/256", "192/128", "128/192")  # d_qk/d_v
 _LENGTHS = (
@@ -151,6 +155,7 @@ AXES: dict[str, tuple[tuple[str, ...], Callable[[Case], str | Iterable[str]]]] =
         lambda c: _dims(c.problem),
     ),
     **{axis.name: (tuple(axis.choices), axis.read) for axis in SCORE_AXES},
+    "ALiBi": (("none", "per head", "per document"), lambda c: _SLOPES[c.alibi]),
     "dtype": (("float64", "float32", "bfloat16", "float16"), lambda c: c.problem.dtype),
     "strides": (("plain", "odd"), lambda c: "odd" if c.strided else "plain"),
     "results": (("out alone", "lse", "max_logit"), _results),

@@ -93,6 +93,7 @@ def _choices(capabilities: Capabilities, cp_sizes: Sequence[int]) -> dict[str, l
                  if not has("dims", needs)},
         "results": {name for name in ("lse", "max_logit") if f"return_{name}" not in wishes},
         "loss": set() if "lse gradient" in wishes else {"lse", "out+lse"},
+        "ALiBi": set() if "alibi" in wishes else {"per head", "per document"},
         "plan": set() if "use_plan" in wishes else {"with"},
         "deterministic": set() if "deterministic" in wishes else {"yes"},
         "cp_size": {name for name in wished["cp_size"] if int(name) not in cp_sizes},
@@ -157,6 +158,7 @@ def _case(a: Assignment, capabilities: Capabilities) -> Case | None:
             strided=a["strides"] == "odd",
             use_plan=a["plan"] == "with",
             deterministic=a["deterministic"] == "yes",
+            alibi={"per head": "head", "per document": "document"}.get(a["ALiBi"], ""),
         )
     except ValueError:
         return None

@@ -15,12 +15,12 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from conformance.case import GRADS, Case
+from conformance.case import ALIBI, GRADS, Case
 from conformance.draw.capabilities import EVERYTHING, Capabilities
 from conformance.draw.case_features import SCORE_AXES
 from conformance.draw.draw_areas import areas
 from conformance.draw.draw_lengths import Units, batched, packed
-from cp_ref.spec import Problem, Sequence, divisor
+from cp_ref.spec import Problem, Sequence, check_one_document, divisor
 
 __all__ = ["CP_SIZES", "cases", "problems", "tables"]
 
@@ -30,6 +30,7 @@ _FEW_HEADS = ((1, 1), (2, 1), (2, 2))
 _FEW_ROWS = 250  # Attention slices are drawn for at most this many queries and keys.
 _DIMS = ((8, 8), (8, 16), (16, 8), (24, 16), (5, 5), (1, 3))  # (d_qk, d_v): cheap, and enough for most bugs.
 _REAL_DIMS = ((64, 64), (128, 128), (96, 96), (192, 128), (128, 192), (256, 256), (128, 64))  # Those of models.
+_OF_PLACES: dict[str, Any] = {"score_mod": "", "dropout_p": 0.0}  # Options of scores of places, and none of them.
 _ODD_DIMS = ((24, 24), (40, 40), (72, 72), (88, 56), (104, 104), (33, 17), (20, 12), (248, 8))  # Those of no model.
 
 
@@ -63,6 +64,7 @@ def problems(
     big = shape in ("huge", "many")
     heads_q, heads_kv = draw(_heads(a2a_size, has("heads", "grouped"), _FEW_HEADS if big else _HEADS))
     d_qk, d_v = draw(_dims(capabilities, big))
+    of_places = any(len(capabilities.choices[name]) > 1 for name in _OF_PLACES) and draw(st.booleans())
     problem = Problem(
         cp_size=cp_size,
         sequences=sequences,
@@ -81,12 +83,24 @@ def problems(
         **{
             axis.option: draw(st.sampled_from([x for x in axis.drawn if has(axis.option, axis.choice_of(x))]))
             for axis in SCORE_AXES
+            if of_places or axis.option not in _OF_PLACES
         },
     )
     few = sum(s.slots_q + s.slots_kv for s in sequences) <= _FEW_ROWS
     if qkv_format == "thd" and few and has("areas", "areas") and draw(st.integers(0, 7)) == 7:
         problem = replace(problem, areas=draw(areas(sequences)), attn_mask_type="causal", window_size=(-1, -1))
+        if not _in_documents(problem):
+            problem = replace(problem, **_OF_PLACES)
     return problem
+
+
+def _in_documents(problem: Problem) -> bool:
+    """Whether no attention slice connects two documents, so that pairs have places."""
+    try:
+        check_one_document(problem, "a score of places")
+    except ValueError:
+        return False
+    return True
 
 
 @st.composite
@@ -95,6 +109,7 @@ def cases(draw: DrawFn, capabilities: Capabilities = EVERYTHING, **narrowed: Any
     problem = draw(problems(capabilities, **narrowed))
     tails = st.integers(0, 3).map(lambda part: part * problem.cp_size) if problem.qkv_format == "thd" else st.just(0)
     return_lse = draw(st.booleans())
+    has_slopes = "alibi" in capabilities.wishes and _in_documents(problem) and draw(st.booleans())
     return Case(
         problem,
         tail_q=draw(tails),
@@ -108,6 +123,7 @@ def cases(draw: DrawFn, capabilities: Capabilities = EVERYTHING, **narrowed: Any
         strided=draw(st.booleans()),
         use_plan=draw(st.booleans()),
         deterministic=draw(st.booleans()),
+        alibi=draw(st.sampled_from(ALIBI)) if has_slopes else "",
     )
 
 

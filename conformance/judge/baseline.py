@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from conformance.judge.score_formula import scores_of
 from conformance.judge.visibility import scopes
+from conformance.scores.score_formula import PLAIN, CaseScores, Places, scores_of
 from cp_ref.spec import Problem
 
 __all__ = ["eager_attention"]
+
+_Extra = tuple[CaseScores, Places]
 
 
 def eager_attention(
@@ -22,6 +24,7 @@ def eager_attention(
     *,
     problem: Problem,
     softmax_offset: torch.Tensor | None = None,
+    case_scores: CaseScores = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of global tensors, eagerly, in their own dtype; differentiable in q, k, v and softmax_offset, and
     through lse.
@@ -31,6 +34,7 @@ def eager_attention(
             What stands in padding is not read.
         problem: masks, lengths and the options of scores; its cp_size and layout play no part.
         softmax_offset: [h_q], for softmax_type "learnable".
+        case_scores: what scores depend on besides.
 
     Returns:
         out like q with d_v; lse [b, h_q, s_q] or [h_q, t_q], float32 (float64 for float64); max_logit [h_q], in lse's
@@ -40,8 +44,8 @@ def eager_attention(
     max_logit = torch.full((problem.heads_q,), -torch.inf, dtype=wide, device=q.device)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = torch.full(_lse_shape(q, problem.qkv_format), -torch.inf, dtype=wide, device=q.device)
-    for rows, keys, lse_rows, visible in scopes(problem, q.device):
-        part = _one_scope(q[rows], k[keys], v[keys], problem, visible, softmax_offset, wide)
+    for rows, keys, lse_rows, visible, places in scopes(problem, q.device):
+        part = _one_scope(q[rows], k[keys], v[keys], problem, visible, softmax_offset, wide, (case_scores, places))
         out[rows], lse[lse_rows] = part[:2]
         max_logit = torch.maximum(max_logit, part[2])
     return out, lse, max_logit
@@ -60,14 +64,16 @@ def _one_scope(
     visible: torch.Tensor,
     softmax_offset: torch.Tensor | None,
     wide: torch.dtype,
+    extra: _Extra,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """visible [n, m], q [n, h_q, d], k, v [m, h_kv, d] -> out [n, h_q, d_v], lse [h_q, n], max_logit [h_q]."""
     hidden = ~visible
     k, v = (x.repeat_interleave(problem.group_size, dim=1) for x in (k, v))
-    scores = _scores(q, k, hidden, problem)
-    weights = _softmax(scores, problem, softmax_offset)
+    scores = _scores(q, k, hidden, problem, extra)
+    case_scores, places = extra
+    weights = _softmax(scores, problem, softmax_offset) * case_scores.dropout(problem.heads_q, places, q.dtype)
     out = torch.einsum("hnm,mhd->nhd", weights, v)
-    columns = _with_sink(_scores(q.to(wide), k.to(wide), hidden, problem), problem, softmax_offset)
+    columns = _with_sink(_scores(q.to(wide), k.to(wide), hidden, problem, extra), problem, softmax_offset)
     if columns.shape[-1] == 0:
         lse = columns.new_full(columns.shape[:2], -torch.inf)
     else:
@@ -78,10 +84,11 @@ def _one_scope(
     return out, lse, torch.cat([largest, none], dim=1).amax(dim=1)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, problem: Problem) -> torch.Tensor:
+def _scores(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, problem: Problem, extra: _Extra) -> torch.Tensor:
     """[h, n, m], -inf where hidden."""
     scores, _ = scores_of(torch.einsum("nhd,mhd->hnm", q, k), problem.scores)
-    return scores.masked_fill(hidden, -torch.inf)
+    case_scores, places = extra
+    return case_scores.modified(scores, places).masked_fill(hidden, -torch.inf)
 
 
 def _with_sink(scores: torch.Tensor, problem: Problem, softmax_offset: torch.Tensor | None) -> torch.Tensor:

@@ -16,7 +16,9 @@ from conformance.case import Case
 from conformance.implementation import Missing
 from conformance.judge.run_record import readable
 from conformance.run.case_tensors import GlobalTensors, attention_arguments
+from conformance.scores.score_arguments import score_arguments
 from cp_ref import SimGroup, dense_attention, masks
+from cp_ref.common.scores.score_mod import digest_of
 
 __all__ = [
     "Hang",
@@ -24,6 +26,7 @@ __all__ = [
     "RankRunner",
     "Watch",
     "describe_error",
+    "digest_of",
     "exact_results",
     "is_out_of_memory",
     "masks",
@@ -170,7 +173,8 @@ def _where_they_are(ranks: list[int], threads: list[int | None]) -> str:
 
 def exact_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]:
     """The oracle's results, float64."""
-    arguments = attention_arguments(case.problem, str(tensors.q.device))
+    device = str(tensors.q.device)
+    arguments = attention_arguments(case.problem, device) | score_arguments(case, device)
     return results_of(partial(dense_attention, **arguments), case, tensors, torch.float64)
 
 

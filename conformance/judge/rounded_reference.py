@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 
 from conformance.case import Case
-from conformance.judge.score_formula import scores_of
 from conformance.judge.visibility import scopes
 from conformance.run.case_tensors import GlobalTensors
+from conformance.scores.score_formula import PLAIN, CaseScores, Places, scores_of
 from cp_ref.spec import Problem, ScoreOptions
 
 __all__ = ["RoundedScope", "rounded_results"]
@@ -41,8 +41,10 @@ def rounded_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tenso
     results |= {f"d{n}": torch.zeros_like(clean[n]) for n in ("q", "k", "v")}
     sink = _sink(p, tensors)
     d_offset = torch.zeros(p.heads_q, dtype=wide, device=dout.device)
-    for rows, keys, lse_rows, visible in scopes(p, dout.device):
-        one = RoundedScope(p.scores, visible, clean["q"][rows], clean["k"][keys], clean["v"][keys], wide)
+    case_scores = CaseScores.of(case, dout.device)
+    for rows, keys, lse_rows, visible, places in scopes(p, dout.device):
+        block = clean["q"][rows], clean["k"][keys], clean["v"][keys]
+        one = RoundedScope(p.scores, visible, *block, wide, case_scores, places)
         out, lse, largest = one.forward(sink)
         results["out"][rows], results["lse"][lse_rows] = out, lse
         results["max_logit"] = torch.maximum(results["max_logit"], largest)
@@ -73,15 +75,27 @@ class RoundedScope:
         k: torch.Tensor,
         v: torch.Tensor,
         wide: torch.dtype,
+        case_scores: CaseScores = PLAIN,
+        places: Places | None = None,
     ):
         self.options, self.seen, self.dtype, self.group = options, visible, q.dtype, q.shape[1] // k.shape[1]
         self.q, self.k, self.v = (x.to(wide).transpose(0, 1) for x in (q, k, v))
         self.k, self.v = (x.repeat_interleave(self.group, dim=0) for x in (self.k, self.v))
+        self.case_scores, self.places, heads = case_scores, places, q.shape[1]
+        self.kept = 1.0 if places is None else case_scores.dropout(heads, places, wide)
         self.blocks = [slice(n, min(n + _BLOCK, len(k))) for n in range(0, len(k), _BLOCK)]
 
     def scores(self, block: slice) -> tuple[torch.Tensor, torch.Tensor | float]:
         s, slope = scores_of(self.q @ self.k[:, block].mT, self.options)
+        if self.places is not None:
+            places = self.places._replace(kv_idx=self.places.kv_idx[block])
+            s, more = self.case_scores.with_slope(s, places)
+            slope = slope * more
         return s.masked_fill(~self.seen[:, block], -torch.inf), slope
+
+    def dropped(self, x: torch.Tensor, block: slice) -> torch.Tensor:
+        """Probabilities of a block, or their gradients, after dropout."""
+        return x * self.kept[:, :, block] if isinstance(self.kept, torch.Tensor) else x
 
     def narrow(self, x: torch.Tensor) -> torch.Tensor:
         """Round as a matrix unit does."""
@@ -98,7 +112,7 @@ class RoundedScope:
             base = new.clamp_min(torch.finfo(s.dtype).min)
             weights, shrink = torch.exp(s - base), torch.exp(top - base)
             total = total * shrink + weights.sum(-1, keepdim=True)
-            mix = mix * shrink + self.narrow(weights) @ self.v[:, block]
+            mix = mix * shrink + self.narrow(self.dropped(weights, block)) @ self.v[:, block]
             top = new
             largest = torch.maximum(largest, s.flatten(1).amax(1)) if s.numel() else largest
         if sink is not None:
@@ -120,8 +134,9 @@ class RoundedScope:
         for block in self.blocks:
             s, slope = self.scores(block)
             weights = torch.exp(s - norm)
-            dv[:, block] = self.narrow(weights).mT @ dout
-            ds = self.narrow(weights * (dout @ self.v[:, block].mT - delta[..., None]) * slope)
+            dv[:, block] = self.narrow(self.dropped(weights, block)).mT @ dout
+            dp = self.dropped(dout @ self.v[:, block].mT, block)
+            ds = self.narrow((weights * (dp - delta[..., None]) * slope).masked_fill(weights == 0, 0.0))
             dq += ds @ self.k[:, block] * self.options.scale
             dk[:, block] = ds.mT @ self.q * self.options.scale
         d_sink = delta.new_zeros(delta.shape[0])

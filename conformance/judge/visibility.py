@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from conformance.scores.score_formula import Places
 from cp_ref.spec import Problem
 
 __all__ = ["Scope", "scopes", "seen"]
@@ -19,6 +20,7 @@ class Scope(NamedTuple):
     keys: Any  # from k and v
     lse_rows: Any  # from lse
     visible: torch.Tensor  # bool [queries, keys]
+    places: Places
 
 
 def seen(problem: Problem) -> Iterator[tuple[int, Sequence[int]]]:
@@ -54,7 +56,8 @@ def scopes(problem: Problem, device: torch.device | str = "cpu") -> Iterator[Sco
         visible = torch.zeros(problem.starts_q[-1], problem.starts_kv[-1], dtype=torch.bool)
         for i, its in seen(problem):
             visible[i, its] = True
-        yield Scope((rows,), (keys,), (slice(None), rows), visible.to(device)[rows][:, keys])
+        places = Places(*(x.to(device) for x in _places(problem)))
+        yield Scope((rows,), (keys,), (slice(None), rows), visible.to(device)[rows][:, keys], places)
         return
     for n, (s, q, k) in enumerate(zip(problem.sequences, problem.starts_q, problem.starts_kv, strict=False)):
         band = problem.band(s)
@@ -66,7 +69,18 @@ def scopes(problem: Problem, device: torch.device | str = "cpu") -> Iterator[Sco
             visible &= offset <= band.hi
         rows, keys = _index(problem, n, q, s.len_q), _index(problem, n, k, s.len_kv)
         lse_rows = (slice(None), *rows) if problem.qkv_format == "thd" else (n, slice(None), slice(0, s.len_q))
-        yield Scope(rows, keys, lse_rows, visible)
+        positions = (torch.arange(length, device=device) for length in (s.len_q, s.len_kv))
+        document, shift = (torch.full((1, 1), x, device=device) for x in (n, s.len_kv - s.len_q))
+        q_idx, kv_idx = positions
+        yield Scope(rows, keys, lse_rows, visible, Places(document, q_idx[:, None], kv_idx, shift))
+
+
+def _places(problem: Problem) -> Places:
+    """Those of all real tokens. A pair of two documents has none, and is hidden."""
+    rows = [(n, i, s.len_kv - s.len_q) for n, s in enumerate(problem.sequences) for i in range(s.len_q)]
+    columns = [j for s in problem.sequences for j in range(s.len_kv)]
+    document, q_idx, shift = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).unbind(1)
+    return Places(document[:, None], q_idx[:, None], torch.tensor(columns, dtype=torch.int64), shift[:, None])
 
 
 def _index(problem: Problem, n: int, start: int, length: int) -> Any:

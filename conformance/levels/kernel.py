@@ -23,11 +23,11 @@ from conformance.judge.budgets import compare
 from conformance.judge.compare_tensors import same_bytes, worst
 from conformance.judge.rounded_reference import RoundedScope
 from conformance.judge.run_record import Judged
-from conformance.judge.score_formula import scores_of
 from conformance.levels.level_calls import call, dtype_of, parts_of, shape_findings
 from conformance.levels.problem_text import LevelCase
 from conformance.levels.tile_definition import exact_tile, visible
 from conformance.levels.tile_rounding import UNITS, rounding
+from conformance.scores.score_formula import scores_of
 from cp_ref.spec import ScoreOptions
 
 __all__ = ["Tile", "TileGradients", "check", "gradients_strategy", "strategy"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from conformance.judge.score_formula import scores_of
+from conformance.scores.score_formula import scores_of
 from cp_ref.spec import ScoreOptions
 
 __all__ = ["exact_tile", "visible"]

@@ -16,6 +16,7 @@ import torch
 
 from conformance.case import Case
 from conformance.judge.visibility import seen
+from conformance.scores.score_mods import score_mod_of
 from cp_ref.spec import SCORE_OPTIONS, Problem
 
 __all__ = [
@@ -105,11 +106,16 @@ def rows_to_lse(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
 
 
 def attention_arguments(problem: Problem, device: str = "cpu") -> dict[str, Any]:
-    """The problem arguments of `attention` (no tensors, no offset). Lengths equal to their default are left out."""
+    """The problem arguments of `attention` (no tensors, no offset). Lengths equal to their default are left
+    out, and so are score_mod and dropout_p, which others may not have."""
     arguments: dict[str, Any] = {
         "qkv_format": problem.qkv_format,
-        **{name: getattr(problem, name) for name in SCORE_OPTIONS if name != "dropout_p"},  # see `Case`
+        **{name: getattr(problem, name) for name in SCORE_OPTIONS if name != "dropout_p"},
     }
+    if problem.dropout_p:
+        arguments["dropout_p"] = problem.dropout_p
+    if problem.score_mod:
+        arguments["score_mod"] = score_mod_of(problem)
     if problem.areas is None:
         arguments |= {"attn_mask_type": problem.attn_mask_type, "window_size": problem.window_size}
     else:

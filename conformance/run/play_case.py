@@ -13,6 +13,7 @@ from conformance.implementation import Implementation, as_implementation, contex
 from conformance.judge.reference import Hang, Outcome, describe_error, run_ranks
 from conformance.run.case_tensors import GlobalTensors, attention_arguments, plan_arguments, sequence_axis
 from conformance.run.placement import assemble, slice_rows_of, take_slice
+from conformance.scores.score_arguments import score_arguments
 from cp_ref.spec import Problem, divisor
 
 __all__ = ["Gathered", "UnsupportedCase", "lengths_to_cut", "local_slice", "named_results", "needs_plan", "play"]
@@ -52,12 +53,12 @@ def play(impl: Any, case: Case, tensors: GlobalTensors, limit_s: float | None = 
 
     Raises:
         UnsupportedCase: `supports` is false and `attention` raised `Unsupported`, on every rank. (A gradient through
-            lse, which `supports` is not told of, may be refused by the backward pass alone; and without a `supports`
-            raising `Unsupported` on every rank is enough.)
+            lse, which `supports` is not told of, may be refused by the backward pass alone, and ALiBi, of which it is
+            not told either, by the call; and without a `supports` raising `Unsupported` on every rank is enough.)
     """
     impl = as_implementation(impl)
-    if case.problem.areas is not None and not impl.takes_areas:
-        raise UnsupportedCase("its attention has no parameter called areas")
+    if reason := impl.why_not(case.problem, case.alibi):
+        raise UnsupportedCase(reason)
     limit = _limit_s(tensors.q.device.type) if limit_s is None else limit_s
     try:
         outcomes = run_ranks(case.problem.cp_size, lambda member: _one_rank(impl, case, tensors, member), limit)
@@ -85,7 +86,7 @@ def _raise_if_unsupported(impl: Implementation, case: Case, outcomes: list[Outco
     errors = [o.error for o in outcomes]
     if all(isinstance(e, _Refused) for e in errors):
         raise UnsupportedCase(str(errors[0]))
-    may_refuse = "lse" in case.loss or not impl.offers("supports")
+    may_refuse = "lse" in case.loss or case.alibi or not impl.offers("supports")
     if may_refuse and all(isinstance(e, impl.Unsupported) for e in errors):
         raise UnsupportedCase(str(errors[0]))
 
@@ -202,6 +203,7 @@ def _attend(
         softmax_offset=inputs.offset,
         **case.wishes,
         **arguments,
+        **score_arguments(case, device),
     )
     return dict(named_results(case, results))
 

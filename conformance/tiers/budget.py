@@ -16,6 +16,7 @@ from conformance.judge.rounded_reference import rounded_results
 from conformance.judge.run_record import Judged
 from conformance.run.case_tensors import GlobalTensors, build
 from conformance.run.play_case import play
+from conformance.scores.score_formula import CaseScores
 
 __all__ = ["check", "eager_results"]
 
@@ -40,4 +41,5 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> Judged:
 
 def eager_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]:
     """The baseline's results, under the oracle's names, and with its upstream gradients."""
-    return results_of(partial(eager_attention, problem=case.problem), case, tensors, None)
+    more = {"problem": case.problem, "case_scores": CaseScores.of(case, tensors.q.device)}
+    return results_of(partial(eager_attention, **more), case, tensors, None)

@@ -71,7 +71,11 @@ def poisoned_memory() -> Iterator[None]:
 def _check_rank(call: Call) -> list[str]:
     leaves, settings = call.leaves(), state()
     watched = {**leaves, "dout": call.dout, "dlse": call.dlse} | {
-        name: x for name, x in call.problem_arguments.items() if isinstance(x, torch.Tensor)
+        name: x
+        for name, x in (
+            call.problem_arguments | call.score_arguments | call.score_arguments.get("aux_tensors", {})
+        ).items()
+        if isinstance(x, torch.Tensor)
     }
     before = {name: x.detach().clone() for name, x in watched.items()}
     results = call.both(leaves)

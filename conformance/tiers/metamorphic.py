@@ -25,6 +25,7 @@ from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.run.case_tensors import GlobalTensors, build, real_tokens
 from conformance.run.play_case import UnsupportedCase, play
+from conformance.scores.score_arguments import depends_on_number
 from conformance.tiers.malformed_calls.local import Tensors, close, same_bits
 from cp_ref.spec import Problem, divisor
 from cp_ref.spec import Sequence as OneSequence
@@ -104,12 +105,16 @@ def _up_to_underflow(want: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
 
 
 def _regrouped(order: Callable[[int], Sequence[int]], extra: int = 0) -> Callable[[Case, GlobalTensors], Related]:
-    """Other sequences of the batch, by number, in the order given; then `extra` sequences of padding alone."""
+    """Other sequences of the batch, by number, in the order given; then `extra` sequences of padding alone. Where
+    scores depend on the number of a sequence, the numbers stay.
+    """
 
     def relation(case: Case, tensors: GlobalTensors) -> Related:
         count = len(case.problem.sequences)
         chosen = list(order(count))
         if count == 0 or not chosen or (chosen == list(range(count)) and not extra):
+            return
+        if depends_on_number(case) and chosen != list(range(len(chosen))):
             return
         problem = _with_sequences(case.problem, chosen, extra)
         if problem is None:

@@ -6,16 +6,18 @@ deadlock.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from conformance.case import Case
 from conformance.implementation import Implementation, context
-from conformance.judge.reference import Hang, describe_error, run_ranks
+from conformance.judge.reference import Hang, describe_error, digest_of, run_ranks
 from conformance.run.case_tensors import plan_arguments, sequence_axis
 from conformance.run.placement import positions, take_slice, unsharded
 from conformance.run.play_case import UnsupportedCase, lengths_to_cut, needs_plan
+from conformance.scores.score_mods import score_mod_of
 from cp_ref.spec import InvalidSchedule, Problem, Schedule, verify
 
 __all__ = ["check"]
@@ -28,6 +30,8 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
         UnsupportedCase: the implementation does not have this, and says so on every rank.
     """
     p = case.problem
+    if reason := impl.why_not(p):
+        raise UnsupportedCase(reason)
     try:
         outcomes = run_ranks(p.cp_size, lambda member: _one_rank(impl, case, member, device))
     except Hang as hang:
@@ -47,9 +51,10 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
 def _plans(p: Problem, plans: list[tuple[str, str, Schedule]]) -> list[str]:
     """Findings about the ranks' plans: (problem, schedule's text, schedule)."""
     found, texts = [], [text for _, text, _ in plans]
+    digested = replace(p, score_mod=digest_of(score_mod_of(p)))
     for rank, (problem_text, text, schedule) in enumerate(plans):
-        if problem_text != str(p):
-            found.append(f"rank {rank}: plan.problem is {problem_text}, but should be {p}")
+        if problem_text != str(digested):
+            found.append(f"rank {rank}: plan.problem is {problem_text}, but should be {digested}")
         if text != texts[0]:
             found.append(f"the schedules of rank 0 and rank {rank} differ: {_first_difference(texts[0], text)}")
         if Schedule.parse(text) != schedule:

@@ -8,12 +8,18 @@ more with a sink of logit 0):
     n * out  = sum of v                v spells each key's number in digits, one per head dim: which keys it sees
     dv       = sum of dout / n         dout is n times each query's number in digits: which queries saw the key
 
-The right answers are integers, counted by the definition (`conformance.judge.visibility`), with no oracle.
+The right answers are integers, counted by the definition (`conformance.judge.visibility`), with no oracle. Scores of
+places are seen as exactly:
+
+    score_mod    becomes one that hides pairs by document, head and both positions (`hidden`)
+    dropout      n * out and dv count what is kept, times 1 / (1 - p); by an implementation of the documented hash in
+                 numpy. Where d_v has room, v and dout are indicators: then every bit of the mask is one number
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
@@ -23,6 +29,9 @@ from conformance.judge.visibility import seen
 from conformance.run.case_tensors import GlobalTensors, build
 from conformance.run.placement import where
 from conformance.run.play_case import UnsupportedCase, play
+from conformance.scores.dropout_hash import kept_pairs
+from conformance.scores.score_arguments import dropout_seed
+from conformance.scores.score_mods import aux_tensors, hidden
 
 __all__ = ["check", "digits", "visible_pairs"]
 
@@ -35,12 +44,13 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     Raises:
         UnsupportedCase: the implementation does not have this, and says so on every rank.
     """
-    case = replace(case, return_lse=True, return_max_logit=False, loss="out", grads="v", magnitude=1.0)
+    case = _plain_but_for_counts(case)
     plain = build(case, device)
     visible = visible_pairs(case).to(device)  # [rows of q, rows of kv], bool.
-    blocks = visible.split(_BLOCK)  # Each may be as wide as float64.
+    if case.problem.score_mod:
+        visible = visible & shown_pairs(case).to(device)  # [h, rows of q, rows of kv]
     sink = 0.0 if case.problem.softmax_type == "vanilla" else 1.0
-    count = visible.sum(1).double()
+    count = visible.sum(-1).double()  # [rows] or [h, rows]
     tensors = _counting(case, plain, count + sink)
     try:
         played = play(impl, case, tensors)
@@ -51,16 +61,38 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     found: list[str] = []
     if "lse" in played.results:
         found = _check_counts(case, played.results["lse"].double().exp(), count, sink, tensors)
+    weights = visible
+    if case.problem.dropout_p:
+        weights = visible * dropout_factors(case).to(device)
     out = _packed(case, played.results["out"].double())
     values = _packed(case, tensors.v.double()).nan_to_num(0.0).repeat_interleave(case.problem.group_size, dim=1)
-    want = torch.cat([torch.einsum("nm,mhd->nhd", block.double(), values) for block in blocks])
-    found += _check_digits(case, "q", "n * out", out * (count + sink)[:, None, None], want)
-    upstream = _packed(case, tensors.dout.double()).nan_to_num(0.0) / (count + sink).clamp(min=1)[:, None, None]
-    want = torch.zeros(visible.shape[1], *upstream.shape[1:], dtype=torch.float64, device=upstream.device)
-    for block, rows in zip(blocks, upstream.split(_BLOCK), strict=True):
-        want += torch.einsum("nm,nhd->mhd", block.double(), rows)
+    want = torch.cat(
+        [_sums(block, values) for block in weights.split(_BLOCK, dim=-2)]
+    )  # Each may be as wide as float64.
+    found += _check_digits(case, "q", "n * out", out * _by_head(count + sink), want)
+    upstream = _packed(case, tensors.dout.double()).nan_to_num(0.0) / _by_head((count + sink).clamp(min=1))
+    want = torch.zeros(visible.shape[-1], *upstream.shape[1:], dtype=torch.float64, device=upstream.device)
+    for block, rows in zip(weights.split(_BLOCK, dim=-2), upstream.split(_BLOCK), strict=True):
+        want += _sums(block.mT, rows)
     want = want.unflatten(1, (case.problem.heads_kv, case.problem.group_size)).sum(2)
     return found + _check_digits(case, "kv", "dv", _packed(case, played.results["dv"].double()), want)
+
+
+def _plain_but_for_counts(case: Case) -> Case:
+    """Without ALiBi; a score_mod becomes the one that hides pairs: then every weight of a row is the same."""
+    problem = replace(case.problem, score_mod="hidden" if case.problem.score_mod else "")
+    plain = {"return_lse": True, "return_max_logit": False, "loss": "out", "grads": "v", "magnitude": 1.0, "alibi": ""}
+    return replace(case, problem=problem, **plain)
+
+
+def _sums(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Weights [n, m], or of each head, [h, n, m], times rows [m, h, d]: [n, h, d]."""
+    return torch.einsum("nm,mhd->nhd" if weights.dim() == 2 else "hnm,mhd->nhd", weights.double(), rows)
+
+
+def _by_head(numbers: torch.Tensor) -> torch.Tensor:
+    """[rows], or [h, rows], as they broadcast against [rows, h, d]."""
+    return numbers[:, None, None] if numbers.dim() == 1 else numbers.t()[..., None]
 
 
 def visible_pairs(case: Case) -> torch.Tensor:
@@ -87,13 +119,59 @@ def digits(rows: int, dims: int) -> torch.Tensor:
     return torch.stack([numbers // power % base for power in powers], dim=1).double()
 
 
+def indicators(rows: int, dims: int) -> torch.Tensor:
+    """Row n is 1 in dimension n and 0 in the others, so that a result has each pair by itself: float64 [rows, dims]."""
+    return torch.eye(rows, dims, dtype=torch.float64)
+
+
+def shown_pairs(case: Case) -> torch.Tensor:
+    """Which pairs the score_mod `hidden` leaves, of every head: bool [h, rows of q, rows of kv]."""
+    p = case.problem
+    assert p.score_mod == "hidden"
+    b, i, j = _places(case)
+    h = torch.arange(p.heads_q)[:, None, None]
+    aux = aux_tensors(p) or {}
+    return hidden(torch.zeros(()), b[:, None], h, i[:, None], j, **aux) == 0.0
+
+
+def dropout_factors(case: Case) -> torch.Tensor:
+    """What dropout multiplies each pair's probability by, of every head: float64 [h, rows of q, rows of kv]. It is 0 in
+    tails, and for pairs of two documents.
+    """
+    p = case.problem
+    b, i, j = (x.numpy() for x in _places(case))
+    kept = torch.zeros(p.heads_q, len(i), len(j), dtype=torch.bool)
+    edges = zip(pairwise(p.starts_q), pairwise(p.starts_kv), strict=True)
+    for (q0, q1), (k0, k1) in edges:
+        for head in range(p.heads_q if q1 > q0 else 0):
+            pairs = kept_pairs(int(b[q0]), head, i[q0:q1], j[k0:k1], dropout_seed(case), p.dropout_p)
+            kept[head, q0:q1, k0:k1] = torch.from_numpy(pairs)
+    return kept.double() / (1 - p.dropout_p)
+
+
+def _places(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of packed rows: the document and the position of queries, and the position of keys; 0 in tails. int64 [rows]."""
+    p = case.problem
+    documents = [n for n, (a, b) in enumerate(pairwise(p.starts_q)) for _ in range(b - a)]
+    rows = [[i for a, b in pairwise(starts) for i in range(b - a)] for starts in (p.starts_q, p.starts_kv)]
+    tails = (case.tail_q, case.tail_q, case.tail_kv)
+    columns = zip((documents, *rows), tails, strict=True)
+    document, q_idx, kv_idx = (torch.tensor(x + [0] * tail, dtype=torch.int64) for x, tail in columns)
+    return document, q_idx, kv_idx
+
+
 def _counting(case: Case, plain: GlobalTensors, denominators: torch.Tensor) -> GlobalTensors:
     """The case's tensors with q = 0, v and dout as described above, the sink's logit 0; NaN in padding as before."""
     p = case.problem
-    v = digits(p.starts_kv[-1] + case.tail_kv, p.d_v)[:, None].repeat(1, p.heads_kv, 1)
+    spelled = (
+        indicators
+        if p.dropout_p and p.d_v >= max(p.starts_q[-1] + case.tail_q, p.starts_kv[-1] + case.tail_kv)
+        else digits
+    )
+    v = spelled(p.starts_kv[-1] + case.tail_kv, p.d_v)[:, None].repeat(1, p.heads_kv, 1)
     v *= torch.arange(1, p.heads_kv + 1)[None, :, None]  # A wrong kv head is seen too.
-    dout = digits(p.starts_q[-1] + case.tail_q, p.d_v)[:, None].repeat(1, p.heads_q, 1)
-    dout = dout.to(denominators.device) * denominators[:, None, None]
+    dout = spelled(p.starts_q[-1] + case.tail_q, p.d_v)[:, None].repeat(1, p.heads_q, 1)
+    dout = dout.to(denominators.device) * _by_head(denominators)
     return replace(
         plain,
         q=plain.q * 0.0,  # NaN stays.
@@ -126,7 +204,8 @@ def _check_counts(case: Case, got: torch.Tensor, count: torch.Tensor, sink: floa
     fmt = case.problem.qkv_format
     got = got.t() if fmt == "thd" else got.transpose(1, 2).flatten(0, 1)  # [rows, h]
     real = (tensors.real_q.t() if fmt == "sbhd" else tensors.real_q).flatten()
-    want = torch.where(real, count + sink, 0.0)[:, None].expand(got.shape)
+    want = torch.where(real, count + sink, 0.0)
+    want = (want[:, None] if want.dim() == 1 else want.t()).expand(got.shape)
     wrong = ((got - want).abs() > (1e-3 * want.clamp(min=1)).clamp(max=0.25)).logical_or(got.isnan())
     if not wrong.any():
         return []

@@ -219,9 +219,9 @@ class _Layer(torch.nn.Module):
         self.call, self.plan = call, plan
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: torch.Tensor | None) -> Any:
-        sink = {} if offset is None else {"softmax_offset": offset}
+        more = self.call.score_arguments | ({} if offset is None else {"softmax_offset": offset})
         attention, wishes = self.call.impl.attention, self.call.case.wishes
-        results = attention(q * 1.5, k, v, cp=self.call.cp, plan=self.plan, **sink, **wishes)
+        results = attention(q * 1.5, k, v, cp=self.call.cp, plan=self.plan, **more, **wishes)
         return (results[0] * 2.0, results[1]) if self.call.case.return_lse else (results * 2.0,)
 
 

@@ -119,7 +119,8 @@ def scored_cases(draw: st.DrawFn, kind: str, **narrowed: Any) -> tuple[Case, Sco
         draw(st.sampled_from([0, 1, -7, 2**40 + 5])),
         draw(st.booleans()),
     )
-    return replace(case, problem=in_one_document(case.problem)), scores
+    plain = replace(case.problem, score_mod="", dropout_p=0.0)  # a case has scores of its own, which these replace
+    return replace(case, problem=in_one_document(plain), alibi=""), scores
 
 
 def in_one_document(problem: Problem) -> Problem:

@@ -25,6 +25,11 @@ from cp_ref.spec import Problem, Sequence
 __all__ = ["cases", "check", "ids"]
 
 _LIMIT_S = 20.0
+_HAS: dict[str, Callable[[Capabilities], bool]] = {
+    "alibi_slopes": lambda has: "alibi" in has.wishes,
+    "score_mod": lambda has: has.has("score_mod", "some"),
+    "dropout_p": lambda has: has.has("dropout_p", "some"),
+}
 
 
 def ids(capabilities: Capabilities) -> list[str]:
@@ -58,6 +63,8 @@ def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]
     if entry_id not in ERRORS:
         raise ValueError(f"there is no error case {entry_id!r}; there are: {', '.join(ERRORS)}")
     entry = ERRORS[entry_id]
+    if entry.needs and not _HAS[entry.needs](capabilities_of(impl, device)):
+        raise UnsupportedCase(f"{entry.needs} is unsupported")
     layout = call_of(impl, entry.base, device).context.get("layout", "dual_chunk")
     if entry.layout not in ("", layout):
         raise UnsupportedCase(f"it is malformed in the layout {entry.layout} alone, which is unsupported")

@@ -17,6 +17,7 @@ from conformance.judge.reference import Hang, describe_error, run_ranks
 from conformance.run.case_tensors import GlobalTensors, attention_arguments, plan_arguments
 from conformance.run.placement import take_slice
 from conformance.run.play_case import UnsupportedCase, lengths_to_cut, local_slice, named_results, needs_plan
+from conformance.scores.score_arguments import score_arguments
 from conformance.tiers.logic import tolerance
 
 __all__ = ["Call", "close", "on_every_rank", "same_bits"]
@@ -38,6 +39,7 @@ class Call:
     dout: torch.Tensor
     dlse: torch.Tensor
     problem_arguments: dict[str, Any]
+    score_arguments: dict[str, Any]
 
     def plan(self, other: dict[str, Any] | None = None) -> Any:
         """`make_plan` for the case's problem, or for `other` words for it in place of `problem_arguments`."""
@@ -57,7 +59,14 @@ class Call:
         arguments = self.problem_arguments if plan is None else {"plan": plan}
         offset = {"softmax_offset": leaves["offset"]} if "offset" in leaves else {}
         results = self.impl.attention(
-            leaves["q"], leaves["k"], leaves["v"], cp=self.cp, **arguments, **offset, **self.case.wishes
+            leaves["q"],
+            leaves["k"],
+            leaves["v"],
+            cp=self.cp,
+            **arguments,
+            **offset,
+            **self.case.wishes,
+            **self.score_arguments,
         )
         return named_results(self.case, results)
 
@@ -93,6 +102,8 @@ def on_every_rank(
     """
 
     impl = as_implementation(impl)
+    if reason := impl.why_not(case.problem, case.alibi):
+        raise UnsupportedCase(reason)
 
     def one_rank(member: Any) -> list[str]:
         p, device = case.problem, str(tensors.q.device)
@@ -110,7 +121,8 @@ def on_every_rank(
     except Hang as hang:
         return [str(hang)]
     errors = [o.error for o in outcomes]
-    refusals = UnsupportedCase if impl.offers("supports") else (UnsupportedCase, impl.Unsupported)
+    told = impl.offers("supports") and not case.alibi
+    refusals = UnsupportedCase if told else (UnsupportedCase, impl.Unsupported)
     if all(isinstance(e, refusals) for e in errors):
         raise UnsupportedCase(str(errors[0]))
     found = [f"rank {rank} raised {describe_error(e)}" for rank, e in enumerate(errors) if e is not None]
@@ -128,7 +140,8 @@ def _call(impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any, ran
     if tensors.softmax_offset is not None:
         local["offset"] = tensors.softmax_offset.detach().clone()
     dlse = take_slice(p, tensors.dlse, "q", case.tail_q, rank, lse=True)
-    return Call(impl, case, cp, rank, local, dout, dlse, attention_arguments(p, str(device)))
+    arguments = attention_arguments(p, str(device)), score_arguments(case, device)
+    return Call(impl, case, cp, rank, local, dout, dlse, *arguments)
 
 
 def same_bits(what: str, one: Tensors, other: Tensors) -> list[str]:

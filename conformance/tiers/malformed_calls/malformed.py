@@ -12,6 +12,7 @@ from conformance.draw.adapted import first_of
 from conformance.draw.capabilities import capabilities_of
 from conformance.implementation import Implementation
 from conformance.judge.reference import run_ranks
+from conformance.scores.score_mods import SCORE_MODS
 
 __all__ = ["ERRORS", "Call", "ErrorCase", "call_of", "good_call"]
 
@@ -73,7 +74,7 @@ def call_of(impl: Implementation, base: str, device: str = "cpu") -> Call:
 
 
 def good_call(base: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Call:
-    """A well-formed call, "bshd" (attention), "thd" (attention) or "plan" (make_plan, bshd)."""
+    """A well-formed call: "bshd" or "thd" (attention), "dropout" (the first with dropout), "plan" (make_plan, bshd)."""
     if base == "plan":
         sizes = {
             "heads_q": 4,
@@ -88,8 +89,8 @@ def good_call(base: str, device: str = "cpu", dtype: torch.dtype = torch.float32
     tensors = {
         name: torch.ones(*shape, 4 if name == "q" else 2, 8, dtype=dtype, device=device) for name in ("q", "k", "v")
     }
-    if base == "bshd":
-        return Call(tensors)
+    if base in ("bshd", "dropout"):
+        return Call(tensors | ({"dropout_p": 0.5, "dropout_seed": 3} if base == "dropout" else {}))
     lengths = {"cu_seqlens_q": cu(0, 5, 9, device=device), "cu_seqlens_q_padded": cu(0, 8, 12, device=device)}
     return Call({**tensors, "qkv_format": "thd", **lengths})
 
@@ -118,6 +119,7 @@ class ErrorCase:
     alone: bool = True  # Also change it on one rank alone.
     one_rank_only: bool = False  # Well-formed by itself, but another problem than the other ranks'.
     layout: str = ""  # The only layout in which it is malformed.
+    needs: str = ""  # A parameter of `attention` that others need not have.
 
 
 def _lengths(name: str, *values: int, names: str = "", **more: torch.Tensor) -> ErrorCase:
@@ -146,6 +148,17 @@ def _function(what: str, names: str, **arguments: Any) -> ErrorCase:
 
 def _other_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(torch.float32 if x.dtype == dtype else dtype)
+
+
+def _needing(needs: str, case: ErrorCase) -> ErrorCase:
+    return replace(case, needs=needs)
+
+
+_TABLE = torch.ones(4)
+
+
+def _captures(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score * _TABLE[h]
 
 
 _PADDED = cu(0, 8, 12)
@@ -219,6 +232,18 @@ ERRORS: dict[str, ErrorCase] = {
     "offset-missing": _with("softmax_offset", None, softmax_type="learnable"),
     "offset-shape": _with("softmax_offset", torch.zeros(3), softmax_type="learnable"),
     "offset-unasked": _with("softmax_offset", torch.zeros(4)),
+    # scores of places
+    "alibi-shape": _needing("alibi_slopes", _with("alibi_slopes", torch.ones(3))),
+    "alibi-dtype": _needing("alibi_slopes", _with("alibi_slopes", torch.ones(4, dtype=torch.float64))),
+    "alibi-gradient": _needing("alibi_slopes", _with("alibi_slopes", torch.ones(4, requires_grad=True))),
+    "score-mod-no-function": _needing("score_mod", _with("score_mod", "alibi")),
+    "score-mod-captures-a-tensor": _needing("score_mod", _with("score_mod", _captures, "score_mod.*_TABLE")),
+    "aux-tensors-unasked": _needing("score_mod", _with("aux_tensors", {"bias": torch.ones(4)})),
+    "aux-tensors-missing": _needing("score_mod", _with("score_mod", SCORE_MODS["by_key"], "aux_tensors")),
+    "dropout-of-everything": _needing("dropout_p", _with("dropout_p", 1.0, base="dropout")),
+    "dropout-negative": _needing("dropout_p", _with("dropout_p", -0.5, base="dropout")),
+    "dropout-without-a-seed": _needing("dropout_p", _with("dropout_seed", None, base="dropout")),
+    "dropout-seed-float": _needing("dropout_p", _with("dropout_seed", 3.0, base="dropout")),
     # plans
     "plan-heads": _with("heads_q", 0, "heads_q|h_q", "plan"),
     "plan-heads-not-a-multiple": _with("heads_q", 3, r"(heads_q|h_q).*\b3\b", "plan"),
@@ -265,6 +290,10 @@ ERRORS: dict[str, ErrorCase] = {
     "ranks-differ-in-scale": _different("softmax_scale", 0.5, names="scale"),
     "ranks-differ-in-softmax": _different("softmax_type", "off-by-one", names="softmax"),
     "ranks-differ-in-lengths": _different("cu_seqlens_q", cu(0, 4, 8), "thd", names="sequence|cu_seqlens|length"),
+    "ranks-differ-in-alibi": _needing("alibi_slopes", _different("alibi_slopes", torch.ones(4))),
+    "ranks-differ-in-score-mod": _needing("score_mod", _different("score_mod", SCORE_MODS["capped"])),
+    "ranks-differ-in-dropout": _needing("dropout_p", _different("dropout_p", 0.25, "dropout")),
+    "ranks-differ-in-seed": _needing("dropout_p", _different("dropout_seed", 4, "dropout")),
     "ranks-differ-in-plans": ErrorCase("plan", "softcap", lambda call: call.having(softcap=3.0), one_rank_only=True),
     "ranks-differ-in-layout": ErrorCase(
         "bshd", "layout", lambda call: call.using(layout="contiguous"), one_rank_only=True, layout="dual_chunk"

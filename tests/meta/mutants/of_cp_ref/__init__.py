@@ -1,7 +1,7 @@
 """Mutants of `cp_ref`."""
 
 from tests.meta.mutants.model import Mutant
-from tests.meta.mutants.of_cp_ref import arithmetic, backward, corners, helpers, masks, memory, schedules
+from tests.meta.mutants.of_cp_ref import arithmetic, backward, corners, helpers, masks, memory, schedules, scores
 
 __all__ = ["MUTANTS"]
 
@@ -13,4 +13,5 @@ MUTANTS: dict[str, Mutant] = {
     **masks.MUTANTS,
     **memory.MUTANTS,
     **schedules.MUTANTS,
+    **scores.MUTANTS,
 }

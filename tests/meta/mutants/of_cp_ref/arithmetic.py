@@ -61,23 +61,29 @@ def _bf16_dq(run_backward: Any, problem: Any, *arguments: Any) -> Any:
     return (dq.bfloat16().to(dq.dtype) if problem.dtype == "float16" else dq), dk, dv
 
 
-def _mask_before_softcap(scores: Any, q: Any, k: Any, visible: Any, options: ScoreOptions) -> Any:
+def _mask_before_softcap(tile: Any, *arguments: Any) -> Any:
     """tanh(-inf) is -1: hidden keys get the score -softcap."""
+    options = next(x for x in arguments if isinstance(x, ScoreOptions))
     if options.softcap <= 0:
-        return scores(q, k, visible, options)
-    s, slope = scores(q, k, torch.ones_like(visible), options)
-    return s.masked_fill(~visible[:, None, :], -options.softcap), slope
+        return tile(*arguments)
+
+    def masked(capped: torch.Tensor, visible: torch.Tensor, extra: Any) -> torch.Tensor:
+        scores = capped if extra is None else extra.modified(capped)
+        return scores.masked_fill(~visible[:, None, :], -options.softcap)
+
+    with mock.patch("cp_ref.executor.tile_attention._masked", masked):
+        return tile(*arguments)
 
 
-def _softcap_without_dividing(scores: Any, q: Any, k: Any, visible: Any, options: ScoreOptions) -> Any:
-    return scores(q, k, visible, options._replace(scale=options.scale / max(options.softcap, 1.0)))
+def _softcap_without_dividing(capped: Any, q: Any, k: Any, options: ScoreOptions) -> Any:
+    return capped(q, k, options._replace(scale=options.scale / max(options.softcap, 1.0)))
 
 
 def _scale_of_v(tile: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
-    *others, options = rest
-    if options.scale == q.shape[-1] ** -0.5:
-        options = options._replace(scale=v.shape[-1] ** -0.5)
-    return tile(q, k, v, *others, options)
+    def scaled(options: ScoreOptions) -> ScoreOptions:
+        return options._replace(scale=v.shape[-1] ** -0.5) if options.scale == q.shape[-1] ** -0.5 else options
+
+    return tile(q, k, v, *(scaled(x) if isinstance(x, ScoreOptions) else x for x in rest))
 
 
 def _nan_for_nothing(run_forward: Any, *arguments: Any, **named: Any) -> Any:
@@ -109,7 +115,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "scores-in-bf16": Mutant(
         "scores are rounded before the softmax",
-        "cp_ref.executor.tile_attention._scores",
+        "cp_ref.executor.tile_attention._capped",
         wrap(_rounded_scores),
         "budget",
     ),
@@ -122,13 +128,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "mask-before-softcap": Mutant(
         "hidden keys get the score -softcap",
-        "cp_ref.executor.tile_attention._scores",
+        "cp_ref.executor.play_schedule.tile_forward cp_ref.executor.play_schedule.tile_backward",
         wrap(_mask_before_softcap),
         "logic",
     ),
     "softcap-divides-twice": Mutant(
         "scores are divided by the softcap once more",
-        "cp_ref.executor.tile_attention._scores",
+        "cp_ref.executor.tile_attention._capped",
         wrap(_softcap_without_dividing),
         "logic",
     ),

@@ -23,13 +23,13 @@ def _no_delta(tile_backward: Any, q: Any, k: Any, v: Any, dout: Any, lse: Any, d
 
 def _no_scale(tile_backward: Any, *arguments: Any) -> Any:
     part = tile_backward(*arguments)
-    return part._replace(dk=part.dk / arguments[-1].scale)
+    return part._replace(dk=part.dk / arguments[7].scale)
 
 
 def _own_lse(tile_backward: Any, q: Any, k: Any, v: Any, dout: Any, lse: Any, *rest: Any) -> Any:
     """Weights normalised over the tile's own keys, and not over all of them."""
     visible = rest[1]
-    scores = rest[-1].scale * torch.einsum("nhd,mhd->nhm", q, k)
+    scores = rest[2].scale * torch.einsum("nhd,mhd->nhm", q, k)
     own = scores.masked_fill(~visible[:, None, :], -torch.inf).logsumexp(-1)
     return tile_backward(q, k, v, dout, own, *rest)
 
@@ -101,7 +101,7 @@ _HEADS = "cp_ref.executor.play_schedule._by_kv_head"
 
 MUTANTS: dict[str, Mutant] = {
     "softcap-slope-lost": Mutant(
-        "the softcap has slope 1", "cp_ref.executor.tile_attention._scores", wrap(_no_slope), "logic"
+        "the softcap has slope 1", "cp_ref.executor.tile_attention._capped", wrap(_no_slope), "logic"
     ),
     "delta-lost": Mutant("ds is p * dp", _TILE, wrap(_no_delta), "logic"),
     "scale-of-dk-lost": Mutant("dk is not scaled", _TILE, wrap(_no_scale), "logic"),
