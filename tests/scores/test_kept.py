@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import cp_fast
 import cp_ref
 from cp_ref import SimGroup
 from cp_ref.common.scores.philox import kept
@@ -20,7 +21,7 @@ from cp_ref.common.scores.philox import kept
 LENGTHS = (19, 0, 8, 13)  # of documents; the batched formats have two of the first length
 HEADS = 24  # one number for all group sizes of an a2a
 DROPOUT, SEED = 0.4, -(2**50) - 3
-PACKAGES = {"cp_ref": cp_ref}
+PACKAGES: dict[str, Any] = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 SCHEDULES = [
     (comm, size, inner)
     for comm in ("p2p", "all_gather", "a2a", "a2a+p2p")

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cp_fast
 import cp_ref
 from conformance.case import Case
 from cp_ref.spec import Problem, Schedule, Sequence
@@ -20,7 +21,7 @@ from tests.scores.scored_problems import KINDS, SCORE_MODS, Scores, check, in_on
 from tests.spec.other_schedules.other_rings import backward_ring, ring_of_rings
 from tests.spec.other_schedules.random_schedules import scheduled_problems
 
-PACKAGES = {"cp_ref": cp_ref}
+PACKAGES: dict[str, Any] = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 MANY = int(os.environ.get("CP_SCORES", "60"))  # problems of each kind; 3,000 once in a while
 PACKED = Problem(
     4,
