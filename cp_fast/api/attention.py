@@ -12,7 +12,7 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.implicit_plan import Call, on_host, plan_of_call
 from cp_fast.api.make_plan import Plan
 from cp_fast.api.planned_call import CallFlags, agree_on_forward, check_planned_call, compiled_call, known_call
-from cp_fast.api.score_arguments import ScoreArguments
+from cp_fast.api.score_arguments import NOTHING, ScoreArguments
 from cp_fast.dispatch.autograd_function import Attention
 from cp_fast.dispatch.library_operators import attention_in_graph
 from cp_fast.dispatch.selective_checkpointing import unseen
@@ -45,11 +45,12 @@ def attention(
 ) -> Any:
     check_context(cp, ContextParallel)
     flags = CallFlags(deterministic, return_max_logit, return_lse)
-    known = None if arguments or softmax_offset is not None else known_call(plan, cp, flags, q, k, v)
+    scores = ScoreArguments.taken_from(arguments) if arguments else NOTHING
+    known = None if arguments or softmax_offset is not None else known_call(plan, cp, flags, scores, q, k, v)
     if known is not None:
-        results = Attention.apply(plan, known, cp, flags, 0, None, q, k, v, None)
+        results = Attention.apply(plan, known[0], cp, flags, 0, known[1], q, k, v, None)
         return asked_for(results, return_lse, return_max_logit)
-    given, scores = {"q": q, "k": k, "v": v}, ScoreArguments.taken_from(arguments)
+    given = {"q": q, "k": k, "v": v}
     if torch.compiler.is_compiling():
         return _while_compiling(given, cp, flags, scores, softmax_offset, plan, arguments)
     refuse_transforms()

@@ -130,7 +130,7 @@ class Call(NamedTuple):
         (q, k, v), cp = self.tensors, self.cp
         stream = torch.cuda.current_stream(q.device).cuda_stream if self.on_gpu else 0
         try:
-            problem = with_digest(self.problem)
+            problem = self.problem if self.problem["score_mod"] is None else with_digest(self.problem)
         except (TypeError, ValueError):  # `read` will say what is wrong, to all ranks.
             return Signature((object(),), stream, ())
         lengths = {name: x for name, x in problem.items() if isinstance(x, torch.Tensor)}
@@ -147,7 +147,7 @@ class Call(NamedTuple):
                 return Signature((object(),), stream, ())
             grads = requires_grad(q, k, v), isinstance(self.offset, torch.Tensor) and requires_grad(self.offset)
             context = cp.cp_comm_type, cp.a2a_size, cp.layout, cp.backend, cp.softmax_offset_grad
-            words = types, items, sizes, q.dtype, q.device, grads, context, self.scores.signature()
+            words = types, items, sizes, q.dtype, q.device, grads, context, self.scores.signature(q.device)
             return Signature(words, stream, values)
         return Signature((object(),), stream, ())
 

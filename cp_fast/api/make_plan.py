@@ -109,7 +109,10 @@ class Plan(OfThisProcess, plans.Plan):
     kept: str = field(init=False, repr=False)  # see `RankSchedule.kept`
     needs_inputs: bool = field(init=False, repr=False)  # see `RankSchedule.needs_inputs`
     calls: PlanCache[Any, CompiledCall] = field(init=False, repr=False, compare=False)  # By shape.
-    plain: bool = field(init=False, repr=False)  # Whether a call needs no tensors but q, k and v.
+    scores: PlanCache[Any, tuple[str, ...]] = field(
+        init=False, repr=False, compare=False
+    )  # See `ScoreArguments.known`.
+    plain: bool = field(init=False, repr=False)  # `Problem.position_free_scores`.
 
     def __post_init__(self) -> None:
         in_place = self.instructions.spare_rows > 0
@@ -126,8 +129,8 @@ class Plan(OfThisProcess, plans.Plan):
         )
         object.__setattr__(self, "needs_inputs", self.instructions.needs_inputs)
         object.__setattr__(self, "calls", PlanCache(_CALLS))
-        plain = self.problem.softmax_type != "learnable" and self.problem.position_free_scores
-        object.__setattr__(self, "plain", plain)
+        object.__setattr__(self, "scores", PlanCache(_CALLS))
+        object.__setattr__(self, "plain", self.problem.position_free_scores)
 
     def __copy__(self) -> Plan:
         return replace(self)
@@ -185,6 +188,7 @@ class Plan(OfThisProcess, plans.Plan):
             "positions": self.positions.updated(instructions, agreement.problem),
             "handle": opaque_for(self),
             "calls": PlanCache(_CALLS),
+            "scores": PlanCache(_CALLS),
         }
         for name, value in changed.items():
             object.__setattr__(self, name, value)

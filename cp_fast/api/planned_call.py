@@ -10,7 +10,7 @@ import torch
 from cp_fast.api.checked_calls import agree_on_call, checking, describe
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.make_plan import Plan
-from cp_fast.api.score_arguments import ScoreArguments
+from cp_fast.api.score_arguments import NOTHING, ScoreArguments
 from cp_fast.runtime.prepared_exchange import prepares
 from cp_fast.runtime.run import CompiledCall
 from cp_fast.transport import carries
@@ -112,9 +112,11 @@ def check_planned_call(
     return scores.read(plan, q)
 
 
-def known_call(plan: Any, cp: ContextParallel, flags: CallFlags, q: Any, k: Any, v: Any) -> CompiledCall | None:
-    """The compiled call of an equal call before, of another layer or step, if this one needs no more checks. Only for
-    plain tensors in plain eager mode, without an offset.
+def known_call(
+    plan: Any, cp: ContextParallel, flags: CallFlags, scores: ScoreArguments, q: Any, k: Any, v: Any
+) -> tuple[CompiledCall, ScoreInputs | None] | None:
+    """The compiled call of an equal call before, of another layer or step, and the inputs of its scores, if this one
+    needs no more checks. Only for plain tensors in plain eager mode, without an offset.
 
     Raises:
         ValueError: the plan is another context's. NotImplementedError: inside a transform of torch.func.
@@ -123,14 +125,17 @@ def known_call(plan: Any, cp: ContextParallel, flags: CallFlags, q: Any, k: Any,
         return None
     if {*map(type, flags)} != {bool} or not _are_plain(q, k, v):
         return None
-    if not plan.plain or torch.is_autocast_enabled(plan.device.type):
+    if plan.problem.softmax_type == "learnable" or torch.is_autocast_enabled(plan.device.type):
         return None
     found = plan.calls.get(_key(plan, cp, *_kinds(q, k, v)))
     if found is None or ((flags.deterministic or flags.return_max_logit) and _missing(plan, flags)):
         return None
+    inputs = None
+    if not (scores is NOTHING and plan.plain) and (inputs := scores.known(plan, q)) is None:
+        return None
     refuse_transforms()
     check_plan_owner(plan.problem, plan.rank, cp)
-    return found
+    return found, inputs
 
 
 def compiled_call(plan: Plan, cp: ContextParallel, q: Any, k: Any, v: Any) -> CompiledCall:

@@ -9,10 +9,11 @@ import torch
 
 from cp_fast.api.make_plan import Plan
 from cp_fast.backends import BACKENDS, features_of
+from cp_fast.dispatch.selective_checkpointing import unseen
 from cp_ref.common.scores.score_inputs import ScoreInputs, kinds, read_score_inputs
 from cp_ref.spec import Feature, Unsupported
 
-__all__ = ["ScoreArguments"]
+__all__ = ["NOTHING", "ScoreArguments"]
 
 _AUX = "aux."  # In front of the names of aux tensors.
 
@@ -31,13 +32,14 @@ class ScoreArguments(NamedTuple):
         >>> ScoreArguments.taken_from({"dropout_seed": 3, "softcap": 2.0}).dropout_seed
         3
         """
-        return ScoreArguments(*(arguments.pop(name, None) for name in ScoreArguments._fields))
+        given = ScoreArguments(*(arguments.pop(name, None) for name in ScoreArguments._fields))
+        return given if any(x is not None for x in given) else NOTHING
 
     @staticmethod
     def of_inputs(inputs: ScoreInputs | None) -> ScoreArguments:
         """Those that checked inputs were read from."""
         if inputs is None:
-            return ScoreArguments()
+            return NOTHING
         return ScoreArguments(inputs.alibi_slopes, dict(inputs.aux_tensors), inputs.dropout_seed)
 
     def read(self, plan: Plan, q: torch.Tensor) -> ScoreInputs | None:
@@ -47,14 +49,34 @@ class ScoreArguments(NamedTuple):
             ValueError, TypeError: naming the argument, its value and the rule. Unsupported: the plan's kernel library
             lacks alibi_slopes.
         """
-        if plan.problem.position_free_scores and not any(x is not None for x in self):
+        if self is NOTHING and plan.problem.position_free_scores:
             return None
+        if (known := self.known(plan, q)) is not None:
+            return known
         inputs = read_score_inputs(plan.problem, plan.score_mod, q, room=plan.room, **self._asdict())
         if missing := inputs.features - plan.backend.features:
             able = " or ".join(f"backend={b.name!r}" for b in BACKENDS if missing <= features_of(b))
             hint = f"make the plan with a ContextParallel of {able}"
             raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, hint)
+        if self.travel:
+            plan.scores.find(self.signature(q.device), lambda: tuple(inputs.aux_tensors))
         return inputs if inputs.features else None
+
+    def known(self, plan: Plan, q: torch.Tensor) -> ScoreInputs | None:
+        """The inputs, if the plan's last calls had equal kinds of arguments: then their checks are made, and score_mod
+        was tried. None if not.
+        """
+        if (names := plan.scores.get(self.signature(q.device))) is None:
+            return None
+        aux, seed = {name: self.aux_tensors[name] for name in names}, self.dropout_seed
+        with unseen():
+            seed = seed.reshape(()) if isinstance(seed, torch.Tensor) else self._seed(q.device)
+        return ScoreInputs(self.alibi_slopes, plan.score_mod, aux, plan.problem.dropout_p, seed)
+
+    def _seed(self, device: torch.device | None) -> torch.Tensor | None:
+        """The seed as a tensor. A fill, which waits for nothing."""
+        seed = self.dropout_seed
+        return torch.full((), seed, dtype=torch.int64, device=device) if isinstance(seed, int) else seed
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -63,15 +85,17 @@ class ScoreArguments(NamedTuple):
 
     # ---- for caches, and for other ranks
 
-    def signature(self) -> tuple[object, ...]:
-        """All that their checks read; if it cannot be compared, unlike any other."""
+    def signature(self, device: torch.device) -> tuple[object, ...]:
+        """All that their checks for tensors on a device read; if it cannot be compared, unlike any other."""
+        if self is NOTHING:
+            return ()
         if not self.travel:
             return (object(),)
         tensors, names = self._replace(dropout_seed=None).packed()
         kinds = [(type(x), x.dtype, x.shape, x.device, x.requires_grad, x.layout) for x in tensors]
         seed = self.dropout_seed
         more = (seed.dtype, seed.shape, seed.device) if isinstance(seed, torch.Tensor) else ()
-        return names, *kinds, type(seed), *more
+        return device, names, *kinds, type(seed), *more
 
     def kinds(self) -> tuple[tuple[str, object], ...]:
         """What the ranks agree on before a new plan: names, dtypes and shapes, but no value. Only of checked ones."""
@@ -105,10 +129,7 @@ class ScoreArguments(NamedTuple):
 
     def packed(self, device: torch.device | None = None) -> tuple[list[torch.Tensor], str]:
         """The tensors, and their names."""
-        seed = self.dropout_seed
-        if isinstance(seed, int):
-            seed = torch.full((), seed, dtype=torch.int64, device=device)
-        named = {"alibi_slopes": self.alibi_slopes, "dropout_seed": seed}
+        named = {"alibi_slopes": self.alibi_slopes, "dropout_seed": self._seed(device)}
         named |= {f"{_AUX}{name}": x for name, x in (self.aux_tensors or {}).items()}
         there = {name: x for name, x in named.items() if x is not None}
         return list(there.values()), " ".join(there)
@@ -124,6 +145,9 @@ class ScoreArguments(NamedTuple):
         named = dict(zip(names.split(" "), tensors, strict=False))
         aux = {name.removeprefix(_AUX): x for name, x in named.items() if name.startswith(_AUX)}
         return ScoreArguments(named.get("alibi_slopes"), aux or None, named.get("dropout_seed"))
+
+
+NOTHING = ScoreArguments()
 
 
 def _digest(x: torch.Tensor) -> str:

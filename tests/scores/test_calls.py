@@ -10,8 +10,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import cp_fast
 import cp_ref
 from cp_ref import SimGroup, dense_attention
+
+PACKAGES: dict[str, Any] = {"cp_ref": cp_ref, "cp_fast": cp_fast}
+both_packages = pytest.mark.parametrize("package", PACKAGES)
 
 Q, K, V = (torch.randn(2, 16, 4, 8, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in range(3))
 SLOPES = torch.linspace(0.1, 0.9, 4)
@@ -30,12 +34,13 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-def both_passes(member: Any, *, again: bool = False, **arguments: Any) -> list[torch.Tensor]:
-    cp = cp_ref.ContextParallel(member)
-    leaves = [cp_ref.shard(x, cp=cp).clone().requires_grad_() for x in (Q, K, V)]
+def both_passes(package: str, member: Any, *, again: bool = False, **arguments: Any) -> list[torch.Tensor]:
+    side = PACKAGES[package]
+    cp = side.ContextParallel(member)
+    leaves = [side.shard(x, cp=cp).clone().requires_grad_() for x in (Q, K, V)]
 
     def layer(*tensors: torch.Tensor) -> torch.Tensor:
-        return cp_ref.attention(*tensors, cp=cp, **arguments)
+        return side.attention(*tensors, cp=cp, **arguments)
 
     out = checkpoint(layer, *leaves, use_reentrant=False) if again else layer(*leaves)
     out.square().sum().backward()
@@ -46,35 +51,39 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == 4 and all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
-def test_without_them_nothing_changes_by_a_bit() -> None:
-    plain = SimGroup(2).run(both_passes)
+@both_packages
+def test_without_them_nothing_changes_by_a_bit(package: str) -> None:
+    plain = SimGroup(2).run(lambda member: both_passes(package, member))
     nothing: list[dict[str, Any]] = [
         {"dropout_p": 0.0, "dropout_seed": None},
         {"alibi_slopes": None, "score_mod": None, "aux_tensors": {}},
     ]
     for arguments in nothing:
-        assert all(map(same, plain, SimGroup(2).run(lambda member, given=arguments: both_passes(member, **given))))
+        found = SimGroup(2).run(lambda member, given=arguments: both_passes(package, member, **given))
+        assert all(map(same, plain, found))
 
 
-def test_a_seed_in_a_tensor() -> None:
+@both_packages
+def test_a_seed_in_a_tensor(package: str) -> None:
     seeds = 17, torch.tensor(17), torch.tensor([17])
     runs = [
-        SimGroup(2).run(lambda member, seed=seed: both_passes(member, **{**EVERYTHING, "dropout_seed": seed}))
+        SimGroup(2).run(lambda member, seed=seed: both_passes(package, member, **{**EVERYTHING, "dropout_seed": seed}))
         for seed in (*seeds, 18)
     ]
     assert all(same(x, y) for run in runs[1:3] for x, y in zip(runs[0], run, strict=True))
     assert not same(runs[0][0], runs[3][0])
 
 
+@both_packages
 @pytest.mark.parametrize("name", ["dropout_seed", "alibi_slopes", "table"])
-def test_a_tensor_must_stay_as_it_is_until_the_backward_pass(name: str) -> None:
+def test_a_tensor_must_stay_as_it_is_until_the_backward_pass(name: str, package: str) -> None:
     given = {**EVERYTHING, "dropout_seed": torch.tensor(17), "alibi_slopes": SLOPES.clone()}
     given["aux_tensors"] = {"table": torch.ones(4)}
 
     def one(member: Any) -> str:
-        cp = cp_ref.ContextParallel(member)
+        cp = PACKAGES[package].ContextParallel(member)
         q = Q.clone().requires_grad_()
-        out = cp_ref.attention(q, q, q, cp=cp, **given)
+        out = PACKAGES[package].attention(q, q, q, cp=cp, **given)
         ({**given, **given["aux_tensors"]})[name].add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
@@ -83,13 +92,15 @@ def test_a_tensor_must_stay_as_it_is_until_the_backward_pass(name: str) -> None:
     assert SimGroup(1).run(one) == ["refused"]
 
 
-def test_recomputation_draws_the_same_mask() -> None:
-    once = SimGroup(2).run(lambda member: both_passes(member, **EVERYTHING))
-    twice = SimGroup(2).run(lambda member: both_passes(member, again=True, **EVERYTHING))
+@both_packages
+def test_recomputation_draws_the_same_mask(package: str) -> None:
+    once = SimGroup(2).run(lambda member: both_passes(package, member, **EVERYTHING))
+    twice = SimGroup(2).run(lambda member: both_passes(package, member, again=True, **EVERYTHING))
     assert all(map(same, once, twice))
 
 
-def test_a_function_that_changes_its_arguments() -> None:
+@both_packages
+def test_a_function_that_changes_its_arguments(package: str) -> None:
     def in_place(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         q_idx += 1
         score.mul_(0.5)
@@ -99,14 +110,15 @@ def test_a_function_that_changes_its_arguments() -> None:
         return 0.5 * score + 0.1 * (q_idx + 1)
 
     runs = [
-        SimGroup(2).run(lambda member, f=f: both_passes(member, score_mod=f, dropout_p=0.5, dropout_seed=1))
+        SimGroup(2).run(lambda member, f=f: both_passes(package, member, score_mod=f, dropout_p=0.5, dropout_seed=1))
         for f in (in_place, pure)
     ]
     for x, y in zip(runs[0][0], runs[1][0], strict=True):
         assert (x - y).abs().max() < 1e-14
 
 
-def test_a_plan_that_is_updated() -> None:
+@both_packages
+def test_a_plan_that_is_updated(package: str) -> None:
     """Slopes have a row for each of max_sequences; positions and masks are those of the new batch."""
     slopes = torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
     sizes = {"heads_q": 4, "heads_kv": 4, "d_qk": 8, "d_v": 8, "dtype": torch.float64, "device": "cpu"}
@@ -116,17 +128,17 @@ def test_a_plan_that_is_updated() -> None:
     of_plan: dict[str, Any] = {name: EVERYTHING[name] for name in ("score_mod", "dropout_p")}
 
     def one(member: Any) -> list[torch.Tensor]:
-        cp, found = cp_ref.ContextParallel(member), []
+        cp, found = PACKAGES[package].ContextParallel(member), []
         room = {"max_sequences": 3, "max_tokens_q": 32}
-        plan = cp_ref.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=batches[0], **room, **of_plan, **sizes)
+        plan = PACKAGES[package].make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=batches[0], **room, **of_plan, **sizes)
         for cu in batches:
             plan.update(cp=cp, cu_seqlens_q=cu)
             local = [torch.zeros(16, 4, 8, dtype=torch.float64) for _ in range(3)]
             for here, x in zip(local, rows.values(), strict=True):
-                part = cp_ref.shard(x[: int(cu[-1])], cp=cp, plan=plan)
+                part = PACKAGES[package].shard(x[: int(cu[-1])], cp=cp, plan=plan)
                 here[: len(part)] = part
-            out = cp_ref.attention(*local, cp=cp, plan=plan, **of_call)
-            found.append(cp_ref.unshard(out, cp=cp, plan=plan))
+            out = PACKAGES[package].attention(*local, cp=cp, plan=plan, **of_call)
+            found.append(PACKAGES[package].unshard(out, cp=cp, plan=plan))
         return found
 
     for found, cu in zip(SimGroup(2).run(one)[0], batches, strict=True):
@@ -145,9 +157,9 @@ def test_the_page_is_a_program() -> None:
 
 def test_a_trace_sees_them() -> None:
     with cp_ref.trace() as traced:
-        SimGroup(2).run(lambda member: both_passes(member, **EVERYTHING))
+        SimGroup(2).run(lambda member: both_passes("cp_ref", member, **EVERYTHING))
     with cp_ref.trace() as other:
-        SimGroup(2).run(lambda member: both_passes(member, **{**EVERYTHING, "dropout_seed": 18}))
+        SimGroup(2).run(lambda member: both_passes("cp_ref", member, **{**EVERYTHING, "dropout_seed": 18}))
     assert traced.select(name="dk")
     assert "out" in str(cp_ref.compare(traced, other))
     assert cp_ref.compare(traced, traced).differences == ()

@@ -1,0 +1,150 @@
+"""Calls of `cp_fast` with scores that depend on places: its other ways to call, its caches, and what it refuses."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import cp_fast
+from cp_fast.api import score_arguments
+from cp_fast.backends import by_name
+from cp_fast.backends.backend_protocol import LaunchOptions
+from cp_fast.checkpoint import save_attention
+from cp_ref import SimGroup, Unsupported
+from cp_ref.common.scores.score_inputs import read_score_inputs
+from cp_ref.simulator.sim_group import SimMember
+from cp_ref.spec import Feature
+
+SIZES: dict[str, Any] = {"batch_size": 2, "seqlen_q": 16, "heads_q": 4, "heads_kv": 2, "d_qk": 4, "d_v": 4}
+SIZES |= {"dtype": torch.float64, "device": "cpu"}
+SLOPES, TABLE = torch.linspace(0.1, 0.9, 4), torch.linspace(-1.0, 1.0, 4)
+
+
+def squared(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
+    return score - 0.1 * table[h] * score**2 + 0.01 * b * kv_idx
+
+
+OF_PLAN: dict[str, Any] = {"score_mod": squared, "dropout_p": 0.3}
+OF_CALL: dict[str, Any] = {"alibi_slopes": SLOPES, "aux_tensors": {"table": TABLE}, "dropout_seed": torch.tensor(7)}
+
+
+def leaves(member: SimMember, local: int = 8) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(member.rank)
+    return [torch.randn(2, local, h, 4, generator=draw, dtype=torch.float64).requires_grad_() for h in (4, 2, 2)]
+
+
+def saves_all(*_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+SELECTIVE = partial(create_selective_checkpoint_contexts, saves_all)
+WAYS: dict[str, Any] = {
+    "compiled": lambda f, *x: torch.compile(f, backend="aot_eager", fullgraph=True)(*x),
+    "recomputed": lambda f, *x: checkpoint(f, *x, use_reentrant=False),
+    "selective": lambda f, *x: checkpoint(f, *x, use_reentrant=False, context_fn=SELECTIVE),
+    "saved": lambda f, *x: checkpoint(f, *x, use_reentrant=False, context_fn=save_attention()),
+    "offloaded": lambda f, *x: checkpoint(f, *x, use_reentrant=False, context_fn=save_attention(offload=True)),
+    "known": lambda f, *x: (f(*x), f(*x))[1],
+}
+
+
+@pytest.mark.parametrize("comm", ["p2p", "a2a"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_call_gives_the_same_bits(way: str, comm: Any) -> None:
+    def one(member: SimMember, way: str = "") -> list[torch.Tensor]:
+        cp = cp_fast.ContextParallel(member, comm)
+        plan, given = cp_fast.make_plan(cp=cp, **OF_PLAN, **SIZES), leaves(member)
+        call = partial(cp_fast.attention, cp=cp, plan=plan, return_lse=True, return_max_logit=True, **OF_CALL)
+        out, lse, largest = WAYS[way](call, *given) if way else call(*given)
+        (out.sin().sum() + (lse * lse).sum()).backward()
+        return [out.detach(), lse.detach(), largest, *(x.grad for x in given if x.grad is not None)]
+
+    with torch.autograd.set_multithreading_enabled(False):
+        wanted, found = SimGroup(2).run(one), SimGroup(2).run(partial(one, way=way))
+    for x, y in zip(wanted, found, strict=True):
+        assert len(x) == 6
+        assert all(map(torch.equal, x, y))
+
+
+def test_a_seed_is_no_new_plan_and_no_new_graph() -> None:
+    """Only the first call is checked, tries score_mod, and agrees on a plan."""
+
+    def one(member: SimMember) -> list[int]:
+        cp, found = cp_fast.ContextParallel(member), []
+        q, k, v = leaves(member, 16)
+        plan = cp_fast.make_plan(cp=cp, **OF_PLAN, **SIZES)
+        hows: list[dict[str, Any]] = [{"plan": plan}, OF_PLAN]
+        for how in hows:
+            for seed in (1, 2, 3):
+                call: dict[str, Any] = {**OF_CALL, "dropout_seed": seed}
+                with patch.object(score_arguments, "read_score_inputs", wraps=read_score_inputs) as read:
+                    cp_fast.attention(q, k, v, cp=cp, **how, **call)
+                found.append(read.call_count)
+        return found
+
+    assert SimGroup(1).run(one)[0] == [1, 0, 0, 1, 0, 0]
+
+
+def test_a_call_without_its_tensors_is_refused_after_one_with_them() -> None:
+    def one(member: SimMember) -> None:
+        cp = cp_fast.ContextParallel(member)
+        q, k, v = leaves(member)
+        plan = cp_fast.make_plan(cp=cp, **OF_PLAN, **SIZES)
+        cp_fast.attention(q, k, v, cp=cp, plan=plan, **OF_CALL)
+        for name in ("aux_tensors", "dropout_seed"):
+            rest: dict[str, Any] = {key: x for key, x in OF_CALL.items() if key != name}
+            with pytest.raises(ValueError, match=name):
+                cp_fast.attention(q, k, v, cp=cp, plan=plan, **rest)
+        two: dict[str, Any] = {**OF_CALL, "dropout_seed": torch.tensor([1, 2])}
+        with pytest.raises(ValueError, match=r"dropout_seed is a tensor \[2\]"):
+            cp_fast.attention(q, k, v, cp=cp, plan=plan, **two)
+
+    SimGroup(2).run(one)
+
+
+class WithoutPlaces:
+    """The library "cpu" without these features."""
+
+    def __init__(self) -> None:
+        self.library = by_name("cpu")
+        self.name, self.features = "plain", self.library.features - {Feature.ALIBI, Feature.SCORE_MOD, Feature.DROPOUT}
+
+    def why_not(self) -> str | None:
+        return None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Any, options: LaunchOptions) -> Any:
+        assert options.score_inputs is None
+        return self.library.forward(q, k, v, segments, options)
+
+
+def test_a_library_without_them_is_never_asked() -> None:
+    seed = {"dropout_p": 0.5, "dropout_seed": 1}
+
+    def one(member: SimMember) -> list[str]:
+        cp, found = cp_fast.ContextParallel(member), []
+        q, k, v = leaves(member)
+        plan = cp_fast.make_plan(cp=cp, **SIZES)
+        cp_fast.attention(q, k, v, cp=cp, plan=plan)
+        calls: list[dict[str, Any]] = [{"plan": plan, "alibi_slopes": SLOPES}, {"alibi_slopes": SLOPES}, seed]
+        for given in calls:
+            with pytest.raises(Unsupported) as caught:
+                cp_fast.attention(q, k, v, cp=cp, **given)
+            found.append(str(caught.value))
+        plans: list[dict[str, Any]] = [{"dropout_p": 0.5}, {"score_mod": squared}]
+        for more in plans:
+            supported, why = cp_fast.supports(cp=cp, **SIZES, **more)
+            assert not supported
+            found.append(why)
+        return found
+
+    with patch("cp_fast.backends.BACKENDS", (WithoutPlaces(),)):
+        planned, *others = SimGroup(2).run(one)[0]
+    assert "the plan's backend 'plain'" in planned
+    assert "make the plan with a ContextParallel of backend='cpu' or backend='torch'" in planned
+    for name, text in zip(("alibi_slopes", "dropout", "dropout", "score_mod"), others, strict=True):
+        assert name in text
