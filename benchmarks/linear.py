@@ -1,13 +1,15 @@
 """Linear attention on GPUs: errors of every kind against the oracle, and times beside flash-linear-attention's own.
 
     python -m benchmarks.linear check --kinds kda --out check.json            # all ranks of a simulated group, one GPU
+    python -m benchmarks.linear random -j 16 --seconds 100 --out random.json  # random problems in bfloat16
     python -m benchmarks.linear warm --part 0 --parts 8 &                     # of 8 processes: compile for `speed`
     python -m benchmarks.linear speed --out speed.json                        # one rank of two, its messages left out
     python -m benchmarks.linear speed --gpus 2 --out speed.json               # two ranks over NCCL
 
 `check` prints, for each problem, the errors of all results and gradients relative to the oracle's, as roots of mean
 squares, and beside them those of the same call on one rank: spreading may add a half to them. `speed` has gated delta
-rule layers of 16 heads of 128, 16,384 tokens a GPU, in turns in one run. Flash-linear-attention refuses its backward
+rule layers of 16 heads of 128, 16,384 tokens a GPU, in turns in one run: times of calls in a row, which a slow host
+makes longer, and times of the GPU alone, whose launches wait in its queue. Flash-linear-attention refuses its backward
 pass on Hopper GPUs with Triton 3.4 to 3.7.0, whose compiler makes a wrong gradient of it. Its time is not affected, so
 the refusal is lifted here, and no gradient of it is read.
 """
@@ -19,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -31,6 +33,7 @@ import torch.multiprocessing as mp
 import typer
 
 import cp_fast
+from benchmarks.parts.random_layers import RandomRun, play_random, use_pieces
 from benchmarks.parts.ranks import Commit, Device, JsonOut, connect, largest, seconds_alone
 from cp_ref.spec import Problem
 from cp_ref.spec import Sequence as Lengths
@@ -104,6 +107,34 @@ def check(
     raise typer.Exit(1 if wrong else 0)
 
 
+@app.command()
+def random(
+    problems: Annotated[int, typer.Option(help="How many.")] = 300,
+    workers: Annotated[int, typer.Option("--workers", "-j", help="Processes that share the device.")] = 14,
+    seconds: Annotated[float, typer.Option(help="Stop drawing after so long.")] = 120.0,
+    seed: Annotated[int, typer.Option(help="Of the first worker; the next one has the next.")] = 1000,
+    device: Device = "cuda",
+    commit: Commit = "",
+    out: JsonOut = None,
+) -> None:
+    """Random problems over the simulated group: every layout, tables, padding, kinds. Exit code 1 if one is wrong or a
+    worker died, 2 if the time was up before all were played.
+    """
+    run = RandomRun(problems, workers, seconds, seed, device)
+    found = {"commit": commit, "torch": torch.__version__, "run": asdict(run)} | play_random(run)
+    _write(out, found)
+    print(f"played {found['played']} of {problems}, right {found['right']}; {found['counts']}")
+    print(f"largest errors: { {name: f'{x:.1e}' for name, x in found['largest errors'].items()} }")
+    for one in found["failures"][:5]:
+        print("WRONG", one["wrong"], one.get("spread"), one.get("alone"), one["case"], sep="\n    ")
+    print(*found["ended early"], sep="\n")
+    if found["failures"] or found["ended early"]:
+        print("FAILED")
+        raise typer.Exit(1)
+    print("ALL RIGHT" if found["played"] >= problems else "NOT REACHED")
+    raise typer.Exit(0 if found["played"] >= problems else 2)
+
+
 class Silent:
     """A rank of a group whose messages bring nothing: for the time of what one rank computes."""
 
@@ -152,9 +183,10 @@ def warm(
     torch.cuda.set_device(0)
     device = torch.device("cuda", 0)
     options = Speed(1, 1, 1, 2048, False, "", None)
+    use_pieces(small=True)  # as the fragments are
     with lifted():
         calls = _calls(Silent(0, 2), options, device)
-        for name in ("kernel alone", "cp_fast, one document, dual_chunk"):
+        for name in ("kernel alone", "cp_fast, one document, contiguous", "cp_fast, one document, dual_chunk"):
             call, rows = calls[name]
             layer = _layer(rows, device)
             torch.autograd.grad(call(**layer), list(layer.values()), torch.randn_like(layer["v"]))
@@ -183,14 +215,28 @@ def _rank(rank: int, options: Speed, folder: str) -> None:
 Call = Callable[..., torch.Tensor]
 
 
+def seconds_queued(fn: Callable[[], Any], calls: int) -> float:
+    """One call's time on the GPU, whose launches wait in its queue: those of a model, whose host runs ahead, do too."""
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    calls = min(calls, 6)  # the queue has room for about a thousand launches
+    torch.cuda._sleep(12_000_000 * calls)  # pyright: ignore[reportPrivateUsage]  # 6 ms a call
+    begin.record()
+    for _ in range(calls):
+        fn()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / calls
+
+
 def _speed(group: Any, options: Speed) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with lifted():
         found = {name: (call, _layer(rows, device)) for name, (call, rows) in _calls(group, options, device).items()}
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in found}
+        times: dict[str, list[list[float]]] = {name: [] for name in found}
         for turn in range(options.turns + 1):
             for name, (call, layer) in found.items():
-                dout = torch.randn_like(layer["v"])
+                dout, forward = torch.randn_like(layer["v"]), partial(call, **layer)
 
                 def both(call: Call = call, layer: dict[str, torch.Tensor] = layer, dout: torch.Tensor = dout) -> None:
                     torch.autograd.grad(call(**layer), list(layer.values()), dout)
@@ -201,18 +247,22 @@ def _speed(group: Any, options: Speed) -> None:
                     torch.cuda.synchronize()
                     print(f"compiled and tuned in {time.monotonic() - began:.1f} s: {name}", flush=True)
                     continue
-                pair = seconds_alone(partial(call, **layer), options.calls), seconds_alone(both, options.calls)
-                times[name].append((largest(pair[0]), largest(pair[1])) if options.gpus > 1 else pair)
-                print(f"{turn} {name}: forward {pair[0] * 1e3:.3f} ms, both {pair[1] * 1e3:.3f} ms", flush=True)
+                found_now = [
+                    measure(one, options.calls)
+                    for measure in (seconds_alone, seconds_queued)
+                    for one in (forward, both)
+                ]
+                times[name].append([largest(x) for x in found_now] if options.gpus > 1 else found_now)
+                print(turn, name, *(f"{x * 1e3:.3f}" for x in found_now), flush=True)
         kernels = {name: _kernels(*pair) for name, pair in found.items()} if options.profile else {}
     if options.gpus > 1 and dist.get_rank():
         return
-    best = {name: [min(x) * 1e3 for x in zip(*pairs, strict=True)] for name, pairs in times.items()}
-    alone, documents = best["kernel alone"], best["kernel alone, documents"]
-    for name, pair in best.items():
-        base = documents if "documents" in name else alone
-        ratios = " ".join(f"{b / x:.3f}" for b, x in zip(base, pair, strict=True))
-        print(f"{name:44} forward {pair[0]:.3f} ms, both {pair[1]:.3f} ms; of the kernel alone {ratios}")
+    best = {name: [min(x) * 1e3 for x in zip(*turns, strict=True)] for name, turns in times.items()}
+    print("ms of forward, both; of the GPU alone: forward, both; each as a part of the kernel alone")
+    for name, found_now in best.items():
+        base = best["kernel alone, documents" if "documents" in name else "kernel alone"]
+        ratios = " ".join(f"{b / x:.3f}" for b, x in zip(base, found_now, strict=True))
+        print(f"{name:44} {' '.join(f'{x:.3f}' for x in found_now)}   {ratios}")
     for name, lines in kernels.items():
         print(f"\n{name}", *lines, sep="\n")
     versions = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "gpus": options.gpus}

@@ -30,10 +30,10 @@ def relative_errors(
     """Of every result and gradient, the root of the mean square of the error over that of the oracle's value.
 
     The oracle has the same inputs, rounded to `dtype` (g to float32), in float64. cp_size: instead of the problem's,
-    with the schedule p2p. Gradients of initial states are summed over the ranks.
+    with the schedule p2p and rows in order. Gradients of initial states are summed over the ranks.
     """
     size = problem.cp_size if cp_size is None else cp_size
-    words = {"cp_comm_type": "p2p", "a2a_size": 1} if cp_size is not None else {}
+    words = {"cp_comm_type": "p2p", "a2a_size": 1, "layout": "contiguous"} if cp_size is not None else {}
     problem = replace(problem, cp_size=size, dtype=str(dtype).removeprefix("torch."), **words)  # type: ignore[arg-type]
     draw = torch.Generator().manual_seed(seed)
     fmt, heads_v = problem.qkv_format, layer.heads * layer.shared
