@@ -20,6 +20,7 @@ import torch
 
 from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
+from cp_fast.integrations.hugging_face.alibi_models import SequencesAsMask, has_alibi, sequences_as_mask, with_alibi
 from cp_fast.integrations.hugging_face.model_batches import shard_batch
 from cp_fast.integrations.hugging_face.model_edge import ALONE, Edge, Labelled, put_around, take_off
 from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over
@@ -65,10 +66,13 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     before: Any = model.config
     before = before._attn_implementation
     take_off(model)
+    alibi = has_alibi(model)
+    if alibi:
+        with_alibi(model, attention_forward)
     switch(NAME)
     try:
         with at_rest(model):
-            seen = look_over(model)
+            seen = look_over(model, numbered=not alibi)
             head = head_of(model, seen)
     except BaseException as error:
         switch(before)
@@ -103,12 +107,14 @@ def attention_forward(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     cp_batch: CpBatch | Labelled | Probe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention, as transformers calls it: [b, h, s/cp, d] -> ([b, s/cp, h, d], None).
 
     `sliding_window` counts the query itself, so it is one more than the left side of a window here; `s_aux` are sinks.
+    `alibi_slopes` float32 [h] are of `cp_fast.attention`.
 
     Raises:
         RuntimeError: the model was not prepared. NotImplementedError, TypeError: an argument that cannot be honoured.
@@ -147,19 +153,23 @@ def attention_forward(
         softcap=softcap or 0.0,
         softmax_type="vanilla" if s_aux is None else "learnable",
         softmax_offset=s_aux,
+        alibi_slopes=alibi_slopes,
         cu_seqlens_q=sequences.cu_seqlens,
         cu_seqlens_q_padded=sequences.cu_seqlens_padded,
     )
     return out[None] if packed else out, None
 
 
-def refuse_masks(*_: Any, attention_mask: Any = None, mask_function: Callable[..., Any], **given: Any) -> None:
+def refuse_masks(
+    *_: Any, attention_mask: Any = None, mask_function: Callable[..., Any], **given: Any
+) -> SequencesAsMask | None:
     """Build no mask: `attention_forward` knows causal masks and windows. Raises for any other mask."""
     refuse("cp_fast", attention_mask=attention_mask)
     if given.get("use_vmap") or "or_mask" in mask_function.__qualname__:
         raise NotImplementedError(
             f"mask_function is {mask_function.__qualname__}; cp_fast has causal masks and windows"
         )
+    return sequences_as_mask()
 
 
 def _window(module: torch.nn.Module, sliding_window: Any, causal: bool) -> tuple[int, int]:

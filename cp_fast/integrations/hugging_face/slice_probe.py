@@ -52,8 +52,11 @@ class Seen:
     arguments: dict[str, Any] = field(repr=False)
 
 
-def look_over(model: nn.Module) -> Seen:
+def look_over(model: nn.Module, *, numbered: bool = True) -> Seen:
     """Run the model on a few tokens.
+
+    Args:
+        numbered: it takes position_ids; if not, attention alone knows positions.
 
     Raises:
         NotImplementedError: another module than attention mixes tokens, or positions do not come from position_ids; the
@@ -61,7 +64,7 @@ def look_over(model: nn.Module) -> Seen:
     """
     name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
-    if "position_ids" not in parameters:
+    if numbered and "position_ids" not in parameters:
         raise NotImplementedError(f"{name} takes no position_ids; it would number a slice's tokens from its own first")
     device = next(model.parameters()).device
     ids = _ids(model, device)

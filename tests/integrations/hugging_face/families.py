@@ -67,6 +67,9 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what is right over ranks
     "CamembertForTokenClassification": {},
     "DistilBertForTokenClassification": {},
     "BertForTokenClassification": {},
+    "BloomForCausalLM": {},
+    "BloomForTokenClassification": {},
+    "MptForCausalLM": {"max_seq_len": 64},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what is named of the others
     "Qwen3NextForCausalLM": (NEXT | EXPERTS, r"layer_types\[0\] is 'linear_attention'"),
@@ -80,7 +83,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what is named of the o
     "BertModel": ({}, r"pooler \(BertPooler\) pools over tokens"),
     "Llama4ForCausalLM": (EXPERTS, r"layer_types\[0\] is 'chunked_attention'"),
     "T5ForConditionalGeneration": ({}, "has an encoder and a decoder"),
-    "BloomForCausalLM": ({}, "takes no position_ids"),
     "NemotronForCausalLM": ({}, "does not hand its keywords on"),
     "MiniMaxForCausalLM": (EXPERTS, r"layer_types\[\d\] is 'linear_attention'"),
     "ModernBertForMaskedLM": ({}, "in attention that is not causal"),

@@ -36,6 +36,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("Qwen3Config", {**KINDS, "use_sliding_window": True}),
     "Gemma 2": ("Gemma2Config", {**KINDS, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}),
     "gpt-oss": ("GptOssConfig", {**KINDS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "BLOOM": ("BloomConfig", {}),
+    "MPT": ("MptConfig", {"max_seq_len": 64}),
 }
 
 
@@ -127,6 +129,8 @@ def test_a_model_is_the_same_over_ranks(name: str, kind: str) -> None:
 def test_every_schedule(comm: str, layout: str, size: int) -> None:
     compare("gpt-oss", "packed", comm, layout, size)
     compare("Gemma 2", "padded", comm, layout, size)
+    compare("MPT", "padded", comm, layout, size)
+    compare("BLOOM", "packed", comm, layout, size)
 
 
 def said(change: Any = None, **odd: Any) -> str:

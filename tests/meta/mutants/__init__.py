@@ -6,8 +6,8 @@ of_cp_ref   schedules    plans, messages, ownership            of_cp_fast   exec
             backward     what is added up, for which heads                  packing    formats, shards
             memory       formats, padding, state, checks                    kernels    movers, the backend for the CPU
             corners      what random small problems do not reach
-            scores       ALiBi, score_mod, dropout                          helpers    the THD helpers
-            helpers      the THD helpers
+            scores       ALiBi, score_mod, dropout                          scores     ALiBi, score_mod, dropout
+            helpers      the THD helpers                                    helpers    the THD helpers
 
 Every mutant names the tier that has to see it within the quick profile; `docs/conformance/detection.md` has the
 measured table of which tier sees which. Plant one by hand:

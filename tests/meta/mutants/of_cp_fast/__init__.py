@@ -1,7 +1,7 @@
 """Mutants of `cp_fast`."""
 
 from tests.meta.mutants.model import Mutant
-from tests.meta.mutants.of_cp_fast import executor, helpers, kernels, lowering, merges, packing, passes
+from tests.meta.mutants.of_cp_fast import executor, helpers, kernels, lowering, merges, packing, passes, scores
 
 __all__ = ["MUTANTS"]
 
@@ -13,4 +13,5 @@ MUTANTS: dict[str, Mutant] = {
     **merges.MUTANTS,
     **packing.MUTANTS,
     **passes.MUTANTS,
+    **scores.MUTANTS,
 }

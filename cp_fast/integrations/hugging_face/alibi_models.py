@@ -1,0 +1,154 @@
+"""Models whose attention is written out with ALiBi, and not called by transformers' AttentionInterface: BLOOM and MPT.
+
+Both add `slope * j` to the score of key j, from a tensor that they make in each call. For a causal mask that is
+`-slope * |i - j|` plus `slope * i`, which the softmax of row i ignores. So their attention gets the slopes, and no
+tensor of biases. `prepare` reads the slopes off the model's own tensor, and refuses another formula.
+
+transformers hands no keywords on to this attention. So a call's sequences travel as the mask, which it does hand on,
+also to a layer that is computed again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from cp_fast.integrations.shared.shared_arguments import refuse
+
+__all__ = ["SequencesAsMask", "has_alibi", "sequences_as_mask", "with_alibi"]
+
+Attention = Callable[..., tuple[torch.Tensor, None]]
+_TOKENS = 16  # of the tensor of biases that is looked at
+
+_call = threading.local()
+
+
+@dataclass(frozen=True, eq=False)
+class SequencesAsMask:
+    """The sequences of a call in the place of a mask."""
+
+    sequences: Any
+
+    def to(self, *_: Any, **__: Any) -> SequencesAsMask:
+        """Itself: models convert their masks."""
+        return self
+
+
+def sequences_as_mask() -> SequencesAsMask | None:
+    """The mask of the call that runs in this thread; None for models that hand keywords on."""
+    sequences = getattr(_call, "sequences", None)
+    return None if sequences is None else SequencesAsMask(sequences)
+
+
+def has_alibi(model: nn.Module) -> bool:
+    """Whether the model is a BLOOM or an MPT of transformers."""
+    return any(_kind(module) in _FORWARD for module in model.modules())
+
+
+def with_alibi(model: nn.Module, attention: Attention) -> None:
+    """Give the model's layers `attention`, with their slopes. It stays as it is without `cp_batch`.
+
+    Raises:
+        NotImplementedError: the model's biases are no slopes times positions.
+    """
+    slopes = _slopes(model)
+    for module in model.modules():
+        if hasattr(module, "_can_set_attn_implementation"):
+            module.__dict__["_can_set_attn_implementation"] = _yes
+        if (forward := _FORWARD.get(_kind(module))) is not None:
+            module.__dict__["_cp_fast_attention"] = attention, slopes
+            module.forward = MethodType(forward, module)
+    if "_cp_fast_alibi" not in model.__dict__:
+        model.__dict__["_cp_fast_alibi"] = True
+        model.register_forward_pre_hook(_enter, with_kwargs=True)
+        model.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+
+
+def _yes() -> bool:
+    return True
+
+
+def _kind(module: Any) -> str:
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _slopes(model: nn.Module) -> torch.Tensor:
+    """float32 [h]: the slope of each head, of the tensor that the model itself makes."""
+    inner = next(module for module in model.modules() if _kind(module) in _BIASES)
+    device = next(model.parameters()).device
+    biases = _BIASES[_kind(inner)](inner, device).float().reshape(-1, _TOKENS)
+    slopes = biases[:, -1] - biases[:, -2]
+    distances = torch.arange(_TOKENS, device=device) - (_TOKENS - 1)
+    if not torch.allclose(biases - biases[:, -1:], slopes[:, None] * distances, rtol=1e-5, atol=1e-6):
+        raise NotImplementedError(
+            f"the position biases of {type(inner).__name__} are no slopes times positions; cp_fast has ALiBi alone"
+        )
+    return slopes.contiguous()
+
+
+def _enter(_: Any, __: Any, given: dict[str, Any]) -> None:
+    _call.sequences = given.get("cp_batch")
+
+
+def _leave(*_: Any) -> None:
+    _call.sequences = None
+
+
+def _bloom(
+    self: Any, hidden_states: torch.Tensor, residual: torch.Tensor, alibi: Any, attention_mask: Any,
+    layer_past: Any = None, use_cache: bool = False, output_attentions: bool = False, **more: Any,
+) -> Any:  # fmt: skip
+    if not isinstance(attention_mask, SequencesAsMask):
+        more |= {"layer_past": layer_past, "use_cache": use_cache, "output_attentions": output_attentions}
+        return type(self).forward(self, hidden_states, residual, alibi, attention_mask, **more)
+    refuse("BloomAttention", layer_past=layer_past, output_attentions=output_attentions)
+    q, k, v = self._reshape(self.query_key_value(hidden_states))
+    dropout = self.attention_dropout.p if self.training else 0.0
+    out = _attended(self, (q, k, v), attention_mask, dropout, self.inv_norm_factor)
+    out = nn.functional.dropout(self.dense(out), p=self.hidden_dropout, training=self.training)
+    return residual + out, None
+
+
+def _mpt(
+    self: Any, hidden_states: torch.Tensor, position_bias: Any, past_key_values: Any = None, attention_mask: Any = None,
+    **more: Any,
+) -> Any:  # fmt: skip
+    if not isinstance(attention_mask, SequencesAsMask):
+        return type(self).forward(self, hidden_states, position_bias, past_key_values, attention_mask, **more)
+    refuse("MptAttention", past_key_values=past_key_values)
+    qkv = self.Wqkv(hidden_states)
+    if self.clip_qkv:
+        qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+    by_head = [x.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2) for x in qkv.chunk(3, dim=2)]
+    dropout = self.attn_dropout_p if self.training else 0.0
+    return self.out_proj(_attended(self, by_head, attention_mask, dropout, self.softmax_scale)), None
+
+
+def _attended(self: Any, qkv: Any, mask: SequencesAsMask, dropout: float, scale: float) -> torch.Tensor:
+    """q, k, v [b, h, s/cp, d] -> [b, s/cp, h * d]."""
+    attention, slopes = self.__dict__["_cp_fast_attention"]
+    given = {"dropout": dropout, "scaling": scale, "is_causal": True}
+    out, _ = attention(self, *qkv, None, **given, alibi_slopes=slopes.to(qkv[0].device), cp_batch=mask.sequences)
+    return out.flatten(2)
+
+
+_PLACE = "transformers.models"
+_FORWARD: dict[str, Callable[..., Any]] = {
+    f"{_PLACE}.bloom.modeling_bloom.BloomAttention": _bloom,
+    f"{_PLACE}.mpt.modeling_mpt.MptAttention": _mpt,
+}
+_BIASES: dict[str, Callable[[Any, torch.device], torch.Tensor]] = {
+    f"{_PLACE}.bloom.modeling_bloom.BloomModel": lambda inner, device: inner.build_alibi_tensor(
+        torch.ones(1, _TOKENS, dtype=torch.int64, device=device), inner.num_heads, torch.float32
+    ),
+    f"{_PLACE}.mpt.modeling_mpt.MptModel": lambda inner, device: inner.build_mpt_alibi_tensor(
+        inner.num_heads, _TOKENS, device=device
+    ),
+}
