@@ -52,7 +52,9 @@ def cases(entry_id: str) -> tuple[Case, ...]:
     name, _, comm = entry_id.partition(" ")
     if comm not in _SCHEDULES:
         return ()
-    return (_smallest(_case(comm, "float64")),) if name == "gradcheck" else tuple(_cases(comm))
+    if name != "gradcheck":
+        return tuple(_cases(comm))
+    return tuple(_smallest(case) for case in (_case(comm, "float64"), _of_places(_case(comm, "float64"))))
 
 
 def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]:
@@ -131,6 +133,11 @@ def _case(comm: str, dtype: str, softmax_type: str = "learnable") -> Case:
     return Case(problem, seed=5, return_lse=True, loss="out+lse", deterministic=True)
 
 
+def _of_places(case: Case) -> Case:
+    """With ALiBi, a score_mod and dropout."""
+    return replace(case, problem=replace(case.problem, score_mod="capped", dropout_p=0.4), alibi="document")
+
+
 def _smallest(case: Case) -> Case:
     """The calls that gradcheck can take apart, one input after the other, when it fails."""
     sizes = {"sequences": (Sequence(4, 4, 4, 4),), "heads_q": 2, "heads_kv": 1, "d_qk": 2, "d_v": 2}
@@ -138,9 +145,10 @@ def _smallest(case: Case) -> Case:
 
 
 def _cases(comm: str) -> Iterator[Case]:
-    """Packed with a sink, and a plain batch in bshd."""
+    """Packed with a sink, the same with scores of places, and a plain batch in bshd."""
     case = _case(comm, "float32")
     yield case
+    yield _of_places(case)
     batch = (Sequence(8, 8, 8, 8),) * 2
     yield replace(
         case,

@@ -37,17 +37,23 @@ def flash_attn_func(
 
     Args:
         q, k, v: this rank's slices, [b, s/cp, h, d], as `cp_fast.shard` cuts them.
-        softmax_scale ... deterministic: as there. Causal masks and windows are aligned to the last query and key.
+        softmax_scale ... deterministic: as there. Causal masks, windows and ALiBi are aligned to the last query and
+            key. alibi_slopes: float32 [h], or [b, h]; the same on all ranks, without a gradient.
         return_attn_probs: return (out, lse, None); there are no probabilities.
         cp: the group, the schedule and the layout.
 
     Raises:
-        NotImplementedError: dropout_p or alibi_slopes is given, or a window that no named mask aligns to the end.
+        NotImplementedError: dropout_p is given, or a window that no named mask aligns to the end.
         The others: as `cp_fast.attention`.
     """
-    refuse("flash_attn_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    refuse("flash_attn_func", dropout_p=dropout_p)
     check_tensors("b s/cp h d", q=q, k=k, v=v)
-    how = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
+    how = {
+        "alibi_slopes": alibi_slopes,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "deterministic": deterministic,
+    }
     return asked_aligned(q, k, v, cp, causal, window_size, q.shape[1] == k.shape[1], return_attn_probs, **how)
 
 
@@ -82,15 +88,21 @@ def flash_attn_varlen_func(
         The others: as in `flash_attn_func`; with return_attn_probs lse is [h, t/cp].
 
     Raises:
-        NotImplementedError: dropout_p, alibi_slopes or block_table is given, or a window that no named mask aligns to
-        the end. The others: as `cp_fast.attention`.
+        NotImplementedError: dropout_p or block_table is given, or a window that no named mask aligns to the end.
+        The others: as `cp_fast.attention`.
     """
-    refuse("flash_attn_varlen_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
+    refuse("flash_attn_varlen_func", dropout_p=dropout_p, block_table=block_table)
     cu_seqlens_q, cu_seqlens_k = lengths_on_host(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k).values()
     check_longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q)
     check_longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k)
     same = cu_seqlens_q is cu_seqlens_k or torch.equal(cu_seqlens_q.long(), cu_seqlens_k.long())
-    how = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic, "qkv_format": "thd"}
+    how = {
+        "alibi_slopes": alibi_slopes,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "deterministic": deterministic,
+        "qkv_format": "thd",
+    }
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": None if same else cu_seqlens_k}
     return asked_aligned(q, k, v, cp, causal, window_size, same, return_attn_probs, **lengths, **how)
 

@@ -49,13 +49,13 @@ def zigzag_ring_flash_attn_func(
         out, or with return_attn_probs (out, lse, None), lse [b, h, s/cp].
 
     Raises:
-        NotImplementedError: dropout_p or alibi_slopes is given. ValueError: the context's layout is another; the
+        NotImplementedError: dropout_p is given. ValueError: the context's layout is another; the
         others: as `cp_fast.attention`.
     """
-    refuse("zigzag_ring_flash_attn_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    refuse("zigzag_ring_flash_attn_func", dropout_p=dropout_p)
     _check_layout(cp, "dual_chunk")
     check_tensors("b s/cp h d", q=q, k=k, v=v)
-    how = {"softmax_scale": softmax_scale, "deterministic": deterministic}
+    how = {"alibi_slopes": alibi_slopes, "softmax_scale": softmax_scale, "deterministic": deterministic}
     return asked_aligned(q, k, v, cp, causal, window_size, q.shape[1] == k.shape[1], return_attn_probs, **how)
 
 
@@ -85,11 +85,11 @@ def zigzag_ring_flash_attn_varlen_func(
     Returns, Raises: as `zigzag_ring_flash_attn_func`; lse is [h, t/cp]. ValueError: a length is odd, so that the global
     one does not divide by 2 * cp.
     """
-    refuse("zigzag_ring_flash_attn_varlen_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    refuse("zigzag_ring_flash_attn_varlen_func", dropout_p=dropout_p)
     _check_layout(cp, "dual_chunk")
     (cu_seqlens,) = lengths_on_host(cu_seqlens=cu_seqlens).values()
     check_longest("max_seqlen", max_seqlen, cu_seqlens)
-    how = {"softmax_scale": softmax_scale, "deterministic": deterministic}
+    how = {"alibi_slopes": alibi_slopes, "softmax_scale": softmax_scale, "deterministic": deterministic}
     lengths = {"qkv_format": "thd", "cu_seqlens_q": _of_all_ranks(cu_seqlens, cp.size)}
     return asked_aligned(q, k, v, cp, causal, window_size, True, return_attn_probs, **lengths, **how)
 
@@ -143,7 +143,7 @@ def llama3_flash_attn_varlen_func(
 
     Returns, Raises: as `zigzag_ring_flash_attn_func`; lse is [h, t/cp]. ValueError: lengths from elsewhere.
     """
-    refuse("llama3_flash_attn_varlen_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    refuse("llama3_flash_attn_varlen_func", dropout_p=dropout_p)
     _check_layout(cp, "contiguous")
     check_tensors("t/cp h d", q=q, k=k, v=v)
     if k.shape[1] % read_count("heads_k_stride", heads_k_stride, at_least=1):
@@ -158,7 +158,7 @@ def llama3_flash_attn_varlen_func(
         )
     check_longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q)
     check_longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k)
-    how = {"softmax_scale": softmax_scale, "deterministic": deterministic}
+    how = {"alibi_slopes": alibi_slopes, "softmax_scale": softmax_scale, "deterministic": deterministic}
     lengths = {"qkv_format": "thd", "cu_seqlens_q": cu_seqlens_q}
     return asked_aligned(q, k, v, cp, causal, window_size, True, return_attn_probs, **lengths, **how)
 
