@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from conformance.judge import reference
 from conformance.tiers import logic
 from cp_ref import dense_attention
 from cp_ref.spec import Problem, Sequence, check_one_document
+from tests.marks import HANGS_S
 
 __all__ = ["KINDS", "SCORE_MODS", "Scores", "check", "scored_cases", "slopes_and_tables"]
 
@@ -152,5 +154,6 @@ def check(package: Any, case: Case, scores: Scores, schedule: Any = None) -> lis
         supports=lambda **arguments: package.supports(**arguments, **scores.of_plan),
     )
     exact = functools.partial(dense_attention, **of_call, **scores.of_plan)
-    with patch.object(reference, "dense_attention", exact):
+    patient = patch.dict(os.environ, {"CONFORMANCE_LIMIT_S": str(HANGS_S)})
+    with patient, patch.object(reference, "dense_attention", exact):
         return logic.check(implementation, case)  # type: ignore[arg-type]
