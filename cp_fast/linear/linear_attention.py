@@ -86,7 +86,7 @@ class LinearAttention(torch.autograd.Function):
             if initial is not None:
                 initial = initial.to(_state_dtype(call.dtype))
             out, final, saved = forward_pass(plan, kernels, cp.comm, inputs, initial, final=call.output_final_state)
-            out = plan.rows.put(out.to(first.dtype), first)
+            out = plan.sequences.put(out.to(first.dtype), first)
         kept, maps, entering = saved
         ctx.save_for_backward(*given, maps, entering, *kept)
         ctx.owner, ctx.plan, ctx.kernels, ctx.cp, ctx.call = owner, plan, kernels, cp, call
@@ -102,14 +102,14 @@ class LinearAttention(torch.autograd.Function):
         device = tensors[0].device
         with unseen(), ctx.cp.alone("linear_attention, backward"), no_autocast(device):
             inputs = _packed(plan, call, tensors)
-            dpacked = torch.zeros_like(inputs.v) if dout is None else plan.rows.take(dout).to(inputs.v.dtype)
+            dpacked = torch.zeros_like(inputs.v) if dout is None else plan.sequences.take(dout).to(inputs.v.dtype)
             if call.output_final_state and dfinal is None:
                 shape = len(plan.problem.lengths.len_q), call.heads_v, call.d_k, call.d_v
                 dfinal = dpacked.new_zeros(shape, dtype=_state_dtype(call.dtype))
             saved = Saved(everything[8:], maps, entering)
             found = backward_pass(plan, ctx.kernels, ctx.cp.comm, inputs, saved, dpacked, dfinal)
             grads = [
-                None if x is None or grad is None else plan.rows.put(grad.to(x.dtype), x)
+                None if x is None or grad is None else plan.sequences.put(grad.to(x.dtype), x)
                 for x, grad in zip(tensors, found[:5], strict=True)
             ]
         dinitial = None if initial is None or found.dinitial is None else found.dinitial.to(initial.dtype)
@@ -117,8 +117,8 @@ class LinearAttention(torch.autograd.Function):
 
 
 def _packed(plan: LinearPlan, call: LinearCall, tensors: Sequence[Any]) -> LinearInputs:
-    q, k, v, g = (plan.rows.take(x) for x in tensors[:4])
-    beta = None if tensors[4] is None else plan.rows.take(tensors[4])
+    q, k, v, g = (plan.sequences.take(x) for x in tensors[:4])
+    beta = None if tensors[4] is None else plan.sequences.take(tensors[4])
     return LinearInputs(q, k, v, g, beta, call.scale, cast(Kind, call.kind))
 
 

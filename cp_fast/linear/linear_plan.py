@@ -29,24 +29,29 @@ class LinearPlan:
 
     @cached_property
     def rows(self) -> LocalRows:
-        """The rank's rows."""
+        """The rank's rows, without padding."""
         own = document_fragments(self.problem).of(self.rank)
         return LocalRows(self.problem, own.take(own.row.argsort(kind="stable")), self.device)
+
+    @cached_property
+    def sequences(self) -> LocalRows:
+        """The rows as linear attention takes them, which may have padding among them."""
+        return self.rows.with_padding()
 
     @cached_property
     def passes(self) -> tuple[StateTables, StateTables]:
         """Forward and backward."""
         forward, backward = make_rank_states(self.problem, self.rank)
-        own = self.rows.fragments
+        own = self.sequences.fragments
         return state_tables(forward, own, self.device), state_tables(backward, own, self.device)
 
     @cached_property
     def ends(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Int64 tables: own fragments that begin a document, and these documents; those that end one, likewise."""
-        own, everywhere = self.rows.fragments, document_fragments(self.problem)
+        own, everywhere = self.sequences.fragments, document_fragments(self.problem)
         last = {int(document): int(place) for document, place, *_ in everywhere.rows()}
         begins = [(i, d) for i, (d, place, *_) in enumerate(own.rows()) if place == 0]
-        ends = [(i, d) for i, (d, place, *_) in enumerate(own.rows()) if place == last[d]]
+        ends = [(i, d) for i, (d, place, *_) in enumerate(own.rows()) if place == last.get(d)]
         columns = [[pair[n] for pair in pairs] for pairs in (begins, ends) for n in (0, 1)]
         a, b, c, d = (torch.tensor(column, dtype=torch.int64, device=self.device) for column in columns)
         return a, b, c, d

@@ -1,4 +1,7 @@
-"""The rows of a rank's fragments in the user's tensors: packed side by side for kernels, and put back among zeros."""
+"""The rows of a rank's fragments in the user's tensors: packed side by side for kernels, and put back among zeros.
+
+Few rows of padding between fragments may stay where they are, as fragments of no document. Then nothing is copied.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from cp_ref.spec.linear.document_fragments import DocumentFragments
 
 __all__ = ["LocalRows"]
 
+_MOST = 8  # one row of padding for so many rows in fragments costs less than copies of all
+
 
 @dataclass(frozen=True, eq=False)
 class LocalRows:
@@ -21,7 +26,7 @@ class LocalRows:
 
     Attributes:
         problem: the batch.
-        fragments: the rank's own, in the order of their rows.
+        fragments: the rank's own, in the order of their rows. Those of document -1 are padding.
         device: of the tensors.
     """
 
@@ -34,6 +39,26 @@ class LocalRows:
         """The fragments, side by side."""
         sizes = self.fragments.stop - self.fragments.start
         return FragmentRows((0, *np.cumsum(sizes).tolist()), self.device)
+
+    def with_padding(self) -> LocalRows:
+        """The same with the padding between fragments as fragments of document -1, where that saves copies."""
+        own = self.fragments
+        ends = own.row + own.stop - own.start
+        sizes = own.row - np.append(0, ends)[: len(ends)]
+        n, some = self.packed.cu[-1], np.flatnonzero(sizes)
+        if not len(some) or int(sizes.sum()) * _MOST > n:
+            return self
+        none, size = np.full(len(some), -1), sizes[some]
+        padding = none, none, np.full(len(some), own.rank[0]), -size, np.zeros_like(size), own.row[some] - size
+        columns = (np.concatenate(pair) for pair in zip(padding, own.columns, strict=True))
+        both = DocumentFragments(*columns)
+        return LocalRows(self.problem, both.take(both.row.argsort(kind="stable")), self.device)
+
+    @cached_property
+    def _padding(self) -> torch.Tensor | None:
+        """The packed rows of padding, int64; None if there are none."""
+        where = np.repeat(self.fragments.document < 0, self.fragments.stop - self.fragments.start)
+        return torch.from_numpy(np.flatnonzero(where)).to(self.device) if where.any() else None
 
     @cached_property
     def _index(self) -> torch.Tensor | None:
@@ -53,8 +78,12 @@ class LocalRows:
         return (rows if len(rows) == n else rows[:n]).contiguous()
 
     def put(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Packed rows [n, ...] as a slice with the leading axes of `like`, contiguous; zero in padding and tail."""
+        """Packed rows [n, ...], a tensor of the caller's own, as a slice with the leading axes of `like`, contiguous;
+        zero in padding and tail.
+        """
         leading = 1 if self.problem.qkv_format == "thd" else 2
+        if self._padding is not None:
+            x = x.index_fill_(0, self._padding, 0)
         total, n = like.shape[:leading].numel(), len(x)
         if self._index is not None:
             x = x.new_zeros(total, *x.shape[1:]).index_copy_(0, self._index, x)

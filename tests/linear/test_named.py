@@ -14,12 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 import cp_ref
+from cp_fast.linear.linear_plan import LinearPlan
 from cp_ref import SimGroup
 from cp_ref.common.linear.linear_calls import KINDS
 from cp_ref.simulator.sim_group import SimMember
 from cp_ref.spec import Problem, Sequence
 from tests.dist.workers import Processes
-from tests.linear.played import Layer, compare_layer, exact_layer, play_layer
+from tests.linear.played import Layer, check_layer, compare_layer, exact_layer, play_layer
 
 PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 CU, PADDED = torch.tensor([0, 7, 7, 16]), torch.tensor([0, 8, 10, 20])
@@ -244,3 +245,12 @@ def test_processes(four: Processes, comm: str, layout: str, package: str) -> Non
         results, share = found
         ranks.append(({name: torch.from_numpy(x) for name, x in results.items()}, torch.from_numpy(share)))
     compare_layer(ranks, exact_layer(problem_of(4, comm, layout, 1), LAYER, 0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_little_padding_is_not_cut_out(kind: str) -> None:
+    problem = Problem(2, tuple(Sequence(n, n, size, size) for n, size in ((41, 44), (30, 32))), qkv_format="thd")
+    plan = LinearPlan(problem, 0, torch.device("cpu"))
+    assert [int(x) for x in plan.sequences.fragments.document] == [0, 0, -1, 1, 1]
+    assert len(plan.rows.fragments.document) == 4
+    check_layer(cp_fast, problem, Layer(kind=kind, initial_state=True, output_final_state=True))
