@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
 
 from cp_fast.api.fast_context import ContextParallel
+from cp_fast.api.make_plan import Plan, make_plan
 from cp_fast.integrations.shared.balanced_table import table_of_batch
 from cp_fast.integrations.shared.rank_groups import check_holds, groups_of
 from cp_fast.integrations.shared.token_rows import Digests, TokenRows, digests, read_rows
@@ -31,6 +32,32 @@ class CpBatch:
     qkv_format: str
     cu_seqlens: torch.Tensor | None = None  # global; None: all sequences are full
     cu_seqlens_padded: torch.Tensor | None = None  # packed batches
+    _plans: dict[Any, Plan] = field(default_factory=dict, init=False, repr=False)
+
+    def linear_plan(self, x: torch.Tensor) -> Plan:
+        """The plan of linear layers and convolutions, made by the first of them. x: a layer's slice [b, s/cp, ...]."""
+        if torch.compiler.is_compiling():
+            from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as slow as importing PyTorch
+
+            return graph_break(CpBatch.linear_plan, self, x)
+        key = x.shape[:2], x.device
+        if key not in self._plans:
+            sizes = {} if self.qkv_format == "thd" else {"batch_size": len(x), "seqlen_q": x.shape[1] * self.cp.size}
+            heads = self.cp.a2a_size  # Linear layers have their own.
+            self._plans[key] = make_plan(
+                cp=self.cp,
+                qkv_format=cast(Any, self.qkv_format),
+                attn_mask_type="causal" if self.cu_seqlens is None else "padding_causal",
+                cu_seqlens_q=self.cu_seqlens,
+                cu_seqlens_q_padded=self.cu_seqlens_padded,
+                **sizes,
+                **dict.fromkeys(("heads_q", "heads_kv"), heads),
+                **dict.fromkeys(("d_qk", "d_v"), 64),
+                dtype=x.dtype,
+                device=x.device,
+                linear=True,
+            )
+        return self._plans[key]
 
 
 def raise_on_all_ranks(given: dict[str, Any], error: Exception) -> NoReturn:

@@ -12,7 +12,6 @@ The sequences of a batch reach every layer as the keyword `cp_batch`, which mode
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,9 +20,10 @@ import torch
 from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.alibi_models import SequencesAsMask, has_alibi, sequences_as_mask, with_alibi
+from cp_fast.integrations.hugging_face.linear_mixers import linear_mixers, put_over_ranks, take_back
 from cp_fast.integrations.hugging_face.model_batches import shard_batch
-from cp_fast.integrations.hugging_face.model_edge import ALONE, Edge, Labelled, put_around, take_off
-from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over
+from cp_fast.integrations.hugging_face.model_edge import SILENT, Edge, Labelled, put_around, sequences_of, take_off
+from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over, takes_cache
 from cp_fast.integrations.hugging_face.task_head import head_of
 from cp_fast.integrations.hugging_face.token_mixers import LAYERS, NAME, refuse_by_name
 from cp_fast.integrations.shared.shared_arguments import refuse
@@ -34,20 +34,17 @@ __all__ = ["NAME", "CpBatch", "attention_forward", "prepare", "refuse_masks", "r
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-_SILENT = {  # Keywords that models pass on and that do not change attention.
-    *("position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels", "labels", "logits_to_keep"),
-    *("output_hidden_states", "output_router_logits", "return_dict", "position_embeddings", "past_key_values"),
-}
 _UNSAID = object()
 
 
 def prepare(model: Model, cp: ContextParallel) -> Model:
     """Prepare a transformers model for sequences that are sharded over ranks; returns the same model.
 
-    Its attention becomes `cp_fast`'s. All other modules must work on one token at a time. `prepare` first looks for
-    known mixers of tokens: layer_types, state-space and linear layers, convolutions, pooling, batch norms, routers with
-    auxiliary losses. Then it runs the model on a dozen tokens, with attention that passes each token on alone. It
-    compares the outputs of a slice with those of the whole. The same runs show how the task head uses labels.
+    Its attention becomes `cp_fast`'s, and so do gated delta rule, KDA and Mamba-2 layers and short convolutions. All
+    other modules must work on one token at a time. `prepare` first looks for known mixers of tokens: layer_types, other
+    linear layers and convolutions, pooling, batch norms, routers with auxiliary losses. Then it runs the model on a
+    dozen tokens, with attention and linear layers that pass each token on alone. It compares the outputs of a slice
+    with those of the whole. The same runs show how the task head uses labels.
 
     Args:
         model: with its weights loaded, before DDP, FSDP or torch.compile wrap it.
@@ -61,7 +58,8 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     switch: Any = getattr(model, "set_attn_implementation", None)
     if switch is None:
         raise TypeError(f"model is a {type(model).__name__}; prepare takes a model of transformers")
-    refuse_by_name(model)
+    covered = linear_mixers(model)
+    refuse_by_name(model, covered)
     register()
     before: Any = model.config
     before = before._attn_implementation
@@ -71,11 +69,13 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         with_alibi(model, attention_forward)
     switch(NAME)
     try:
+        put_over_ranks(model)
         with at_rest(model):
-            seen = look_over(model, numbered=not alibi)
+            seen = look_over(model, covered, numbered=not alibi)
             head = head_of(model, seen)
     except BaseException as error:
         switch(before)
+        take_back(model)
         if isinstance(error, Exception) and not isinstance(error, NotImplementedError):
             raise NotImplementedError(
                 f"{type(model).__name__} does not run with cp_fast's attention: {error}"
@@ -83,8 +83,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         raise
     for module, causal in seen.callers.items():
         module.__dict__["_cp_fast_causal"] = causal
-    caches = "use_cache" in inspect.signature(model.forward).parameters
-    put_around(model, Edge(cp, head, seen.first_position, caches))
+    put_around(model, Edge(cp, head, seen.first_position, takes_cache(model)))
     return model
 
 
@@ -120,13 +119,8 @@ def attention_forward(
         RuntimeError: the model was not prepared. NotImplementedError, TypeError: an argument that cannot be honoured.
     """
     name = type(module).__name__
-    sequences = cp_batch.sequences if isinstance(cp_batch, Labelled) else cp_batch
-    if not isinstance(sequences, CpBatch | Probe):
-        raise TypeError(
-            f"{name} is given cp_batch={cp_batch!r}: call the model with what shard_batch returns; a model that does "
-            f"not hand its keywords on to its attention cannot be run under context parallelism; {ALONE}"
-        )
-    unheard = {keyword: value for keyword, value in kwargs.items() if keyword not in _SILENT}
+    sequences = sequences_of(name, cp_batch)
+    unheard = {keyword: value for keyword, value in kwargs.items() if keyword not in SILENT}
     refuse(name, attention_mask=attention_mask, dropout=dropout, **unheard)
     if key.shape[2] != query.shape[2]:
         raise NotImplementedError(f"key has {key.shape[2]} tokens and query {query.shape[2]}: a cache is not supported")
@@ -177,7 +171,7 @@ def _window(module: torch.nn.Module, sliding_window: Any, causal: bool) -> tuple
     config: Any = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds is not None and layer is not None else None
-    if kind not in (None, *LAYERS):
+    if kind not in (None, "hybrid", *LAYERS):
         raise NotImplementedError(f"layer_types[{layer}] is {kind!r}; cp_fast has {' and '.join(LAYERS)}")
     size = None if sliding_window is _UNSAID else sliding_window
     hidden = kind is None and sliding_window is _UNSAID and getattr(config, "sliding_window", None) is not None

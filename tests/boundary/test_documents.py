@@ -20,8 +20,9 @@ import cp_ref.cli
 from conformance.case import Case
 from cp_fast.backends.required_features import backend_table
 from cp_fast.compile.pass_table import PASSES
-from cp_ref.spec import CP_COMM_TYPES, Problem, Sequence, make_schedule, make_states
+from cp_ref.spec import CP_COMM_TYPES, Problem, Sequence, make_schedule, make_states, table_of
 from cp_ref.spec.pictures.state_pictures import states_picture
+from cp_ref.spec.pictures.states_svg import states_svg
 from cp_ref.spec.pictures.table_pictures import areas_picture, ownership_picture
 from cp_ref.spec.pictures.text_pictures import text_picture
 from tests.dist.workers import run_program
@@ -50,7 +51,7 @@ def commands(path: Path) -> list[str]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("page", "processes"), [("integration", 4), ("gradients", 4), ("plans", 2), ("long_context", 2)]
+    ("page", "processes"), [("integration", 4), ("gradients", 4), ("plans", 2), ("long_context", 2), ("hybrid", 2)]
 )
 def test_the_blocks_of_a_page_are_a_program(tmp_path: Path, page: str, processes: int) -> None:
     program = tmp_path / "program.py"
@@ -128,6 +129,13 @@ def test_the_pictures_are_what_plan_draws(tmp_path: Path, name: str) -> None:
     done = CliRunner().invoke(cp_fast.tools.cli.app, ["plan", "--cp-size", "4", *PICTURES[name], "--svg", str(drawn)])
     assert done.exit_code == 0, done.output
     assert drawn.read_text() == (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
+
+
+def test_the_picture_of_states_is_that_of_the_page() -> None:
+    """Of the program on the page about hybrid models, but for three ranks."""
+    lengths = tuple(Sequence(n, n, n, n) for n in (36, 12, 12, 12))
+    problem = Problem(3, lengths, qkv_format="thd", attn_mask_type="padding_causal", layout="balanced")
+    assert states_svg(table_of(problem)) == (ROOT / "docs" / "pictures" / "states.svg").read_text()
 
 
 def test_the_bytes_in_the_choice_of_a_schedule_are_what_plan_says() -> None:

@@ -10,12 +10,17 @@ import torch
 from torch import nn
 
 from cp_fast.api.fast_context import ContextParallel
+from cp_fast.integrations.hugging_face.slice_probe import Probe
 from cp_fast.integrations.hugging_face.task_head import Head, part_of_the_mean
 from cp_fast.integrations.hugging_face.token_mixers import NAME
 from cp_fast.integrations.token_batches import CpBatch
 
-__all__ = ["Edge", "Labelled", "edge_of", "put_around", "take_off"]
+__all__ = ["ALONE", "SILENT", "Edge", "Labelled", "edge_of", "put_around", "sequences_of", "take_off"]
 
+SILENT = {  # Keywords that models pass on and that do not change attention or linear layers.
+    *("position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels", "labels", "logits_to_keep"),
+    *("output_hidden_states", "output_router_logits", "return_dict", "position_embeddings", "past_key_values"),
+}
 ALONE = 'for generate() and for whole sequences call model.set_attn_implementation("sdpa") first'
 
 
@@ -109,6 +114,21 @@ class Edge:
         count = torch.as_tensor(given["num_items_in_batch"])
         rest = {n: x for n, x in given.items() if n not in ("labels", "shift_labels", "num_items_in_batch")}
         return rest | {"cp_batch": Labelled(sequences, targets, count)}
+
+
+def sequences_of(name: str, cp_batch: Any) -> CpBatch | Probe:
+    """The sequences that reach a layer as the keyword `cp_batch`; name: of the layer or function, for the error.
+
+    Raises:
+        TypeError: there are none.
+    """
+    sequences = cp_batch.sequences if isinstance(cp_batch, Labelled) else cp_batch
+    if not isinstance(sequences, CpBatch | Probe):
+        raise TypeError(
+            f"{name} is given cp_batch={cp_batch!r}: call the model with what shard_batch returns; a model that does "
+            f"not hand its keywords on to its attention cannot be run under context parallelism; {ALONE}"
+        )
+    return sequences
 
 
 def put_around(model: nn.Module, edge: Edge) -> None:

@@ -18,10 +18,11 @@ from torch import nn
 
 from cp_fast.integrations.hugging_face.token_mixers import token_axis
 
-__all__ = ["Probe", "Seen", "look_over"]
+__all__ = ["Probe", "Seen", "at_rest", "look_over", "takes_cache"]
 
 SLICE = [1, 2, 6, 7, 9]  # A rank's tokens: two chunks and one more.
 POISONED = 5
+_UNNUMBERED = "{} takes no position_ids; it would number a slice's tokens from its own first"
 
 
 class Probe:
@@ -29,6 +30,7 @@ class Probe:
 
     def __init__(self) -> None:
         self.callers: dict[nn.Module, bool] = {}  # Whether its attention is causal.
+        self.linear: set[nn.Module] = set()  # Linear layers and convolutions.
 
     def attend(
         self, module: nn.Module, causal: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -52,10 +54,11 @@ class Seen:
     arguments: dict[str, Any] = field(repr=False)
 
 
-def look_over(model: nn.Module, *, numbered: bool = True) -> Seen:
+def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: bool = True) -> Seen:
     """Run the model on a few tokens.
 
     Args:
+        covered: linear layers and convolutions that cp_fast has over ranks, by name.
         numbered: it takes position_ids; if not, attention alone knows positions.
 
     Raises:
@@ -63,20 +66,31 @@ def look_over(model: nn.Module, *, numbered: bool = True) -> Seen:
         error names the module and the cause.
     """
     name = type(model).__name__
-    parameters = inspect.signature(model.forward).parameters
-    if numbered and "position_ids" not in parameters:
-        raise NotImplementedError(f"{name} takes no position_ids; it would number a slice's tokens from its own first")
+    positions = "position_ids" in inspect.signature(model.forward).parameters
+    if numbered and not positions and not covered:
+        raise NotImplementedError(_UNNUMBERED.format(name))
     device = next(model.parameters()).device
     ids = _ids(model, device)
     tokens, probe = ids.shape[1], Probe()
-    given: dict[str, Any] = {"cp_batch": probe, **({"use_cache": False} if "use_cache" in parameters else {})}
+    given: dict[str, Any] = {"cp_batch": probe, **({"use_cache": False} if takes_cache(model) else {})}
     whole = _outputs(model(input_ids=ids, **given))
-    if not probe.callers:
+    for where, module in covered.items():
+        if module not in probe.linear:
+            raise NotImplementedError(f"{_named(model, where)} is not given cp_batch, which its model does not hand on")
+    if not probe.callers and not covered:
         raise NotImplementedError(f"{name} never calls its attention by transformers' AttentionInterface")
+    if numbered and not positions and probe.callers:
+        raise NotImplementedError(_UNNUMBERED.format(name))
     _refuse_pooling(model, ids, given, whole)
     _refuse_mixing(model, ids, given)
     first = _first_position(model, ids, given, whole)
     return Seen(probe.callers, first, ids, {**given, "position_ids": first + torch.arange(tokens, device=device)[None]})
+
+
+def takes_cache(model: nn.Module) -> bool:
+    """Whether calls of a model, or of the model in its head, have an argument `use_cache`."""
+    inner = getattr(model, "base_model", model)
+    return any("use_cache" in inspect.signature(m.forward).parameters for m in (model, inner))
 
 
 @contextmanager

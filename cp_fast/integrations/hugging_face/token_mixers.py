@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ __all__ = ["LAYERS", "NAME", "refuse_by_name", "token_axis"]
 
 NAME = "cp_fast"  # of the attention implementation
 LAYERS = ("full_attention", "sliding_attention")  # what cp_fast has of a configuration's layer_types
+_WITH_MIXERS = ("linear_attention", "conv", "hybrid", "moe", "mlp")  # and where it has the model's linear layers
 _MIXING = (
     nn.modules.conv._ConvNd,
     nn.modules.pooling._AdaptiveAvgPoolNd,
@@ -29,8 +31,11 @@ _MIXING = (
 _OF_EXPERTS = ("expert_capacity", "capacity_factor", "expert_capacity_factor")  # who is dropped depends on other tokens
 
 
-def refuse_by_name(model: nn.Module) -> None:
+def refuse_by_name(model: nn.Module, covered: Mapping[str, nn.Module]) -> None:
     """Raise for what a model's configuration and modules say that they do, before anything runs.
+
+    Args:
+        covered: linear layers and convolutions that cp_fast has over ranks, by name; whose weights are convolutions.
 
     Raises:
         NotImplementedError: naming the entry or the module. ValueError: the weights are not there to be looked at.
@@ -42,9 +47,9 @@ def refuse_by_name(model: nn.Module) -> None:
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise NotImplementedError(f"{name} reads {model.main_input_name}; cp_fast spreads input_ids")
     for config in {id(c): c for c in (top, top.get_text_config())}.values():
-        _refuse_entries(config)
+        _refuse_entries(config, (*LAYERS, *_WITH_MIXERS) if covered else LAYERS)
     for where, module in model.named_modules():
-        mixes = isinstance(module, _MIXING) and not _of_one_token(module)
+        mixes = isinstance(module, _MIXING) and not _of_one_token(module) and where.rpartition(".")[0] not in covered
         if mixes:
             raise NotImplementedError(
                 f"{where} ({_kind(model, where)}) mixes tokens; cp_fast has only attention over ranks"
@@ -56,9 +61,9 @@ def refuse_by_name(model: nn.Module) -> None:
         )
 
 
-def _refuse_entries(config: Any) -> None:
+def _refuse_entries(config: Any, layers: tuple[str, ...]) -> None:
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in LAYERS:
+        if kind not in layers:
             raise NotImplementedError(f"layer_types[{layer}] is {kind!r}; cp_fast has {' and '.join(LAYERS)}")
     if getattr(config, "output_router_logits", False):
         raise NotImplementedError(

@@ -28,8 +28,6 @@ EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 4, "n_group": 1}
 LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "topk_group": 1, "first_k_dense_replace": 1}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
-MAMBA = {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 1, "chunk_size": 8}
-NEXT = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2}
 
 
 FAMILIES: dict[str, dict[str, Any]] = {  # what is right over ranks
@@ -72,11 +70,6 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what is right over ranks
     "MptForCausalLM": {"max_seq_len": 64},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what is named of the others
-    "Qwen3NextForCausalLM": (NEXT | EXPERTS, r"layer_types\[0\] is 'linear_attention'"),
-    "Mamba2ForCausalLM": (
-        MAMBA,
-        r"layer_types\[0\] is|backbone.layers.0.mixer.conv1d \(Conv1d of Mamba2Mixer\) mixes tokens",
-    ),
     "RwkvForCausalLM": ({"attention_hidden_size": 32}, r"time_shift \(ZeroPad2d of RwkvSelfAttention\) mixes tokens"),
     "MobileBertForTokenClassification": ({}, r"embeddings.embedding_transformation \(Linear\) mixes tokens without"),
     "LlamaForSequenceClassification": ({}, r"LlamaForSequenceClassification pools over tokens \(logits is \[1, 2\]\)"),
@@ -84,7 +77,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what is named of the o
     "Llama4ForCausalLM": (EXPERTS, r"layer_types\[0\] is 'chunked_attention'"),
     "T5ForConditionalGeneration": ({}, "has an encoder and a decoder"),
     "NemotronForCausalLM": ({}, "does not hand its keywords on"),
-    "MiniMaxForCausalLM": (EXPERTS, r"layer_types\[\d\] is 'linear_attention'"),
     "ModernBertForMaskedLM": ({}, "in attention that is not causal"),
     "ElectraForPreTraining": ({}, "loss"),
     "ViTModel": ({}, "reads pixel_values"),

@@ -1,0 +1,113 @@
+"""Tiny hybrid models of transformers: the classes that run over ranks, and those that are refused."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import importlib
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from tests.integrations.hugging_face.families import EXPERTS, SIZES
+
+__all__ = ["HYBRIDS", "REFUSED_HYBRIDS", "alone", "batches", "tiny_hybrid"]
+
+LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
+GATED = LAYERS | {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_conv_kernel_dim": 4}
+GATED |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 16}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+KIMI = LAYERS | EXPERTS | LATENT | {"linear_num_heads": 4, "linear_head_dim": 8, "linear_conv_kernel_dim": 4}
+KIMI |= {"num_key_value_heads": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+KIMI |= {"mlp_layer_types": ["dense", "sparse"]}
+STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+STATES |= {"mamba_d_conv": 4, "mamba_expand": 2}
+NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8}
+NEMOTRON |= {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"], "num_hidden_layers": 4}
+NEMOTRON |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
+NEMOTRON |= {"moe_shared_expert_intermediate_size": 16, "topk_group": 1}
+ZAMBA = {"n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 16, "mamba_ngroups": 1, "chunk_size": 8}
+INDEXED: dict[str, Any] = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16}
+INDEXED |= {"indexer_compress_ratio": 4}
+CONV = {"layer_types": ["conv", "full_attention"]}
+
+HYBRIDS: dict[str, dict[str, Any]] = {  # by the functions that they call
+    "Qwen3NextForCausalLM": GATED | SHARED,
+    "Qwen3_5ForCausalLM": GATED,
+    "Qwen3_5MoeForCausalLM": GATED | SHARED,
+    "OlmoHybridForCausalLM": GATED,
+    "KimiLinearForCausalLM": KIMI,
+    "BailingHybridForCausalLM": KIMI,
+    "BambaForCausalLM": STATES | {"attn_layer_indices": [1]},
+    "FalconH1ForCausalLM": STATES | {"mamba_d_ssm": 64},
+    "GraniteMoeHybridForCausalLM": STATES | LAYERS | EXPERTS | {"shared_intermediate_size": 16},
+    "NemotronHForCausalLM": NEMOTRON,
+    "Zamba2ForCausalLM": ZAMBA | {"layers_block_type": ["linear_attention", "hybrid"]},
+    "Lfm2ForCausalLM": CONV,
+    "Lfm2MoeForCausalLM": CONV | EXPERTS | {"num_dense_layers": 1},
+    "Lfm3ForCausalLM": CONV,
+}
+REFUSED_HYBRIDS: dict[str, tuple[dict[str, Any], str]] = {
+    "Qwen4ExpForCausalLM": (GATED | SHARED | INDEXED, "'indexed_attention'"),
+    "Glm5NextTextModel": (KIMI | {"index_topk": 16, "index_kpool": 4, "qk_rope_head_dim": 0}, "'indexed_attention'"),
+    "Mamba2ForCausalLM": ({"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 1}, "is not given cp_batch"),
+    "MambaForCausalLM": ({}, r"backbone.layers.0.mixer \(MambaMixer\) calls mamba_selective_scan"),
+    "FalconMambaForCausalLM": ({}, r"\(FalconMambaMixer\) calls mamba_selective_scan"),
+    "JambaForCausalLM": ({}, r"model.layers.0.mamba \(JambaMambaMixer\) calls mamba_selective_scan"),
+    "ZambaForCausalLM": (LAYERS, "calls mamba_selective_scan"),
+    "InklingForCausalLM": ({}, "'hybrid_sliding'"),
+    "Inkling2ForCausalLM": ({}, "'hybrid_sliding'"),
+    "MiniMaxForCausalLM": (EXPERTS | LAYERS, r"layer_types\[0\] is 'linear_attention'"),
+    "RecurrentGemmaForCausalLM": ({"lru_width": 32}, r"layer_types\[0\] is 'linear_attention'"),
+    "ZayaForCausalLM": ({}, r"layer_types\[0\] is 'hybrid'"),
+    "xLSTMForCausalLM": ({}, "takes no position_ids"),
+    "RwkvForCausalLM": ({"attention_hidden_size": 32}, r"time_shift \(ZeroPad2d of RwkvSelfAttention\) mixes tokens"),
+}
+
+
+def tiny_hybrid(name: str, **more: Any) -> Any:
+    """A small model in training mode, with weights that are large enough for states to matter."""
+    kind = getattr(importlib.import_module("transformers"), name)
+    sizes = HYBRIDS[name] if name in HYBRIDS else REFUSED_HYBRIDS[name][0]
+    torch.manual_seed(0)
+    model = kind._from_config(kind.config_class(**(SIZES | sizes | more)), attn_implementation="eager")
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.1)
+    return model.train()
+
+
+def batches() -> dict[str, dict[str, torch.Tensor]]:
+    """Packed documents, one shorter than a convolution; a padded and a full row; one sequence."""
+    lengths = [11, 2, 18, 1]
+    generator = torch.Generator().manual_seed(1)
+    ids, rows = (torch.randint(3, 50, shape, generator=generator) for shape in ((1, 32), (2, 15)))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    mask = (torch.arange(15) < torch.tensor([[15], [6]])).long()
+    return {
+        "packed": {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions},
+        "padded": {"input_ids": rows, "labels": rows.masked_fill(mask == 0, -100), "attention_mask": mask},
+        "one": {"input_ids": ids, "labels": ids},
+    }
+
+
+def alone(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """One process with transformers' own functions: logits of real tokens [t, words], the loss and its gradients.
+
+    It runs the documents one by one, because without kernels for a GPU those functions cannot keep them apart.
+    """
+    rows = [batch]
+    if "position_ids" in batch:
+        starts = [*(batch["position_ids"][0] == 0).nonzero()[:, 0].tolist(), batch["input_ids"].shape[1]]
+        rows = [{n: x[:, a:b] for n, x in batch.items()} for a, b in pairwise(starts)]
+    elif (mask := batch.get("attention_mask")) is not None:
+        real = {n: x for n, x in batch.items() if n != "attention_mask"}
+        rows = [{n: x[i : i + 1, :length] for n, x in real.items()} for i, length in enumerate(mask.sum(dim=1))]
+    count = torch.tensor(sum(int((row["labels"][:, 1:] != -100).sum()) for row in rows))
+    found = [model(**row, use_cache=False, num_items_in_batch=count) for row in rows]
+    loss = torch.stack([out.loss for out in found]).sum()
+    loss.backward()
+    grads = {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+    return torch.cat([out.logits[0] for out in found]).detach(), loss.detach(), grads

@@ -1,0 +1,243 @@
+"""Hybrid models of transformers, with linear layers and convolutions: over ranks as in one process."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import cp_fast
+from conformance.step import compare_step
+from cp_fast.integrations import token_batches
+from cp_fast.integrations import transformers as ours
+from cp_fast.integrations.loss import loss_for_backward
+from cp_ref import SimGroup
+from tests.dist.workers import Processes
+from tests.integrations.hugging_face.hybrids import HYBRIDS, REFUSED_HYBRIDS, alone, batches, tiny_hybrid
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
+
+Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+NEXT = "Qwen3NextForCausalLM"
+QUICK = {(NEXT, "packed"), ("KimiLinearForCausalLM", "padded"), ("BambaForCausalLM", "one"), ("Lfm2ForCausalLM", "one")}
+
+
+def part_of(name: str, kind: str, cp: Any) -> Part:
+    """A rank's logits with the numbers of their tokens in the batch (-100: padding), its part of the loss, and of the
+    gradients.
+    """
+    batch = batches()[kind]
+    model = ours.prepare(tiny_hybrid(name), cp)
+    part = ours.shard_batch(batch, cp=cp, model=model)
+    out = model(**part)
+    out.loss.backward()
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    numbers = (real.flatten().cumsum(0) - 1).view_as(real).masked_fill(real == 0, -100)
+    numbers = token_batches.shard_batch({**batch, "labels": numbers}, cp=cp, shift_labels=False)["labels"]
+    return out.logits.detach().flatten(0, 1), numbers.flatten(), out.loss.detach(), grads_of(model)
+
+
+def grads_of(model: Any) -> dict[str, torch.Tensor]:
+    """What a backward pass has left."""
+    return {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+
+
+def check(name: str, kind: str, parts: list[Part]) -> None:
+    """The ranks' logits are those of one process; their losses and gradients add up to its."""
+    logits, loss, grads = alone(tiny_hybrid(name), batches()[kind])
+    mine = {int(n): row for rows, numbers, _, _ in parts for n, row in zip(numbers, rows, strict=True) if n >= 0}
+    assert sorted(mine) == list(range(len(logits)))
+    torch.testing.assert_close(torch.stack([mine[n] for n in range(len(logits))]), logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sum(part for _, _, part, _ in parts), loss, rtol=1e-5, atol=1e-5)
+    assert parts[0][3].keys() == grads.keys()
+    for weight, grad in grads.items():
+        found = torch.stack([part[weight] for *_, part in parts]).sum(0)
+        error, size = float((found - grad).norm()), float(grad.norm())
+        assert error <= 1e-4 * size + 1e-6, f"{name} {kind} {weight}: off by {error:.2e} of {size:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=() if (name, kind) in QUICK else pytest.mark.thorough)
+        for name in HYBRIDS
+        for kind in batches()
+    ],
+)
+def test_a_hybrid_is_the_same_over_ranks(name: str, kind: str) -> None:
+    check(name, kind, SimGroup(2).run(lambda member: part_of(name, kind, cp_fast.ContextParallel(member))))
+
+
+@pytest.mark.parametrize(
+    ("comm", "layout", "size", "kind"),
+    [
+        ("p2p", "dual_chunk", 4, "packed"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                *(("p2p", "dual_chunk", 4, kind) for kind in ("one", "padded")),
+                *(("all_gather", "contiguous", size, kind) for size in (2, 4) for kind in batches()),
+                *(("p2p", "balanced", size, kind) for size in (2, 4) for kind in batches()),
+                ("a2a", "balanced", 2, "packed"),
+                ("a2a+p2p", "dual_chunk", 4, "packed"),
+            )
+        ),
+    ],
+)
+def test_layouts_and_schedules(comm: Any, layout: Any, size: int, kind: str) -> None:
+    def one(member: Any) -> Part:
+        group = member.split(2) if comm == "a2a+p2p" else member
+        return part_of(NEXT, kind, cp_fast.ContextParallel(group, comm, layout=layout))
+
+    check(NEXT, kind, SimGroup(size).run(one))
+
+
+def over_gloo(names: list[str], kind: str) -> dict[str, Part]:
+    """A rank's parts of several models."""
+    return {name: part_of(name, kind, cp_fast.ContextParallel(dist.group.WORLD)) for name in names}
+
+
+@pytest.mark.thorough
+def test_hybrids_over_gloo(four: Processes) -> None:
+    found = four.run(over_gloo, list(HYBRIDS), "packed")
+    for name in HYBRIDS:
+        check(name, "packed", [part[name] for part in found])
+
+
+def wrapped(name: str, kind: str) -> Part:
+    """This rank's part in a wrapper."""
+    cp = cp_fast.ContextParallel(dist.group.WORLD)
+    model: Any = ours.prepare(tiny_hybrid(name), cp)
+    outer: Any = model
+    if kind == "DDP":
+        outer = DistributedDataParallel(model)
+    elif kind == "FSDP":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    elif kind == "checkpointing":
+        model.gradient_checkpointing_enable()
+    else:
+        outer = torch.compile(model, backend="aot_eager")
+    out = outer(**ours.shard_batch(batches()["packed"], cp=cp, model=outer))
+    loss_for_backward(out.loss, averaged_over=outer if kind in ("DDP", "FSDP") else None).backward()
+    size = 2 if kind in ("DDP", "FSDP") else 1
+    grads = {n: (g.full_tensor() if isinstance(g, DTensor) else g) / size for n, g in grads_of(model).items()}
+    numbers = part_of(name, "packed", cp)[1]
+    return out.logits.detach().flatten(0, 1), numbers, out.loss.detach(), grads
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((NEXT, kind) for kind in ("DDP", "FSDP", "checkpointing", "compile")), ("BambaForCausalLM", "checkpointing")],
+)
+def test_wrappers(two: Processes, name: str, kind: str) -> None:
+    check(name, "packed", two.run(wrapped, name, kind))
+
+
+def of_one() -> Any:
+    """A context of one rank."""
+    return SimGroup(1).run(cp_fast.ContextParallel)[0]
+
+
+@pytest.mark.parametrize("name", REFUSED_HYBRIDS)
+def test_other_hybrids_are_refused_by_name(name: str) -> None:
+    model = tiny_hybrid(name)
+    with pytest.raises(NotImplementedError, match=REFUSED_HYBRIDS[name][1]):
+        ours.prepare(model, of_one())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_no_hybrid_of_transformers_is_left_out() -> None:
+    """Each file of the installed version that convolves or scans is of a class in one of the two tables."""
+    folder = Path(transformers.__file__).parent / "models"
+    words = re.compile(
+        r"\bdef (causal_conv1d_fn|\w*selective_scan|\w*delta_rule|mamba2_chunk_scan)\b|LightningAttention"
+    )
+    files = {path.parent.name for path in folder.glob("*/modeling_*.py") if words.search(path.read_text())}
+    looked_at = {getattr(transformers, name).__module__.split(".")[-2] for name in (*HYBRIDS, *REFUSED_HYBRIDS)}
+    assert files <= looked_at
+
+
+def test_nothing_else_in_the_process_changes() -> None:
+    """The class, its file and another model keep their functions; without a batch of slices so does the model."""
+    kind = type(tiny_hybrid(NEXT).model.layers[0].linear_attn)
+    module = __import__(kind.__module__, fromlist=["x"])
+    before = kind.forward, module.causal_conv1d_fn, module.torch_chunk_gated_delta_rule
+    model = tiny_hybrid(NEXT).eval()
+    ids = batches()["one"]["input_ids"]
+    expected = model(input_ids=ids).logits
+    cp = of_one()
+    ours.prepare(ours.prepare(model, cp), cp)  # twice is once
+    part = ours.shard_batch({"input_ids": ids}, cp=cp)
+    torch.testing.assert_close(model(**part).logits, expected, rtol=1e-4, atol=1e-4)
+    assert before == (kind.forward, module.causal_conv1d_fn, module.torch_chunk_gated_delta_rule)
+    with pytest.raises(TypeError, match="is given cp_batch=None"):
+        model(input_ids=ids)
+    model.set_attn_implementation("eager")
+    assert torch.equal(model(input_ids=ids).logits, expected)
+    assert torch.equal(model.generate(ids, max_new_tokens=2, do_sample=False)[:, :32], ids)
+    model.set_attn_implementation(ours.NAME)
+    copied = copy.deepcopy(model)
+    for weight in copied.parameters():
+        torch.nn.init.zeros_(weight)
+    torch.testing.assert_close(model(**part).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_arguments_that_cannot_be_honoured() -> None:
+    cp = of_one()
+    model = ours.prepare(tiny_hybrid(NEXT), cp)
+    part = ours.shard_batch(batches()["one"], cp=cp)
+    with pytest.raises(NotImplementedError, match="cache_params is given to Qwen3NextGatedDeltaNet"):
+        model(**part, use_cache=True)
+    with pytest.raises(NotImplementedError, match="seq_idx is a tensor"):
+        model(**part, seq_idx=torch.zeros(1, 32, dtype=torch.int32))
+    with pytest.raises(NotImplementedError, match="attention_mask"):
+        model(**part, attention_mask=torch.ones(1, 32).tril())
+    model = tiny_hybrid(NEXT)
+    mixer: Any = model.model.layers[0].linear_attn
+    mixer.forward = mixer.forward
+    with pytest.raises(NotImplementedError, match=r"linear_attn \(Qwen3NextGatedDeltaNet\) has a forward of its own"):
+        ours.prepare(model, cp)
+    model = tiny_hybrid(NEXT)
+    model.model.layers[0].linear_attn.activation = "gelu"
+    with pytest.raises(NotImplementedError, match="activation is 'gelu'"):
+        ours.prepare(model, cp)
+
+
+def build(cp: Any) -> Any:
+    """Qwen3-Next in a loop of one's own, for `compare_step`."""
+    model = tiny_hybrid(NEXT)
+    if cp is not None:
+        ours.prepare(model, cp)
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if cp is None:
+            part = alone(model, batch)[1]
+        else:
+            part = model(**ours.shard_batch(batch, cp=cp, model=model)).loss
+            part.backward()
+            for weight in model.parameters():
+                if weight.grad is not None:
+                    dist.all_reduce(weight.grad)
+            dist.all_reduce(part := part.detach())
+        return part
+
+    return model, step
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous", "balanced"])
+def test_a_hybrid_s_step_is_right(layout: Any) -> None:
+    report = compare_step(build, batches()["packed"], 4, layout=layout)
+    assert report.right, report
