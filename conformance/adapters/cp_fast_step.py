@@ -1,4 +1,4 @@
-"""The part of `cp_fast` that `conformance.step` uses: contexts over processes, and a note of every attention call."""
+"""The part of `cp_fast` that `conformance.step` uses: contexts over processes, and a note of every call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from unittest.mock import patch
 import cp_fast
 from cp_fast.dispatch import autograd_function as autograd
 from cp_fast.dispatch import library_operators as compiled
+from cp_fast.linear import linear_attention as linear
+from cp_fast.linear.convolution import causal_conv1d as convolution
 from cp_ref.spec import Problem
 
-__all__ = ["Seen", "context", "watched_attention"]
+__all__ = ["Seen", "context", "watched_calls"]
 
 Seen = Callable[[Problem, Any], None]
 
@@ -23,15 +25,24 @@ def context(group: Any, cp_comm_type: Any, layout: Any) -> cp_fast.ContextParall
 
 
 @contextmanager
-def watched_attention(seen: Seen) -> Iterator[None]:
-    """While it lasts, `seen(problem, softmax_offset)` is called before every forward pass, eager and compiled."""
-    original = autograd.forward_pass
+def watched_calls(seen: Seen) -> Iterator[None]:
+    """While it lasts, `seen(problem, softmax_offset)` is called before every forward pass, eager and compiled: of
+    attention, linear layers and convolutions.
+    """
+    original, agree = autograd.forward_pass, linear.agree_on_layer
 
-    def watched(call: Any, cp: Any, q: Any, k: Any, v: Any, offset: Any, **how: Any) -> Any:
+    def watched(call: Any, cp: Any, q: Any, k: Any, v: Any, offset: Any, *more: Any, **how: Any) -> Any:
         seen(call.packing.problem, offset)
-        return original(call, cp, q, k, v, offset, **how)
+        return original(call, cp, q, k, v, offset, *more, **how)
+
+    def agreed(cp: Any, plan: Any, read: Any) -> Any:
+        call = agree(cp, plan, read)
+        seen(plan.problem, None)
+        return call
 
     with ExitStack() as stack:
         for module in (autograd, compiled):
             stack.enter_context(patch.object(module, "forward_pass", watched))
+        for module in (linear, convolution):
+            stack.enter_context(patch.object(module, "agree_on_layer", agreed))
         yield

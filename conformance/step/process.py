@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from conformance.adapters.cp_fast_step import context, watched_attention
+from conformance.adapters.cp_fast_step import context, watched_calls
 from conformance.step.evidence.step_record import Look
 from conformance.step.evidence.step_without import without
 from conformance.step.jobs import Job, StepError
@@ -65,10 +65,10 @@ def _found(job: Job) -> dict[str, Any]:
         if not plans or plans[-1] != problem:
             plans.append(problem)
         if look is not None:
-            look.attention(problem, offset)
+            look.call(problem, offset)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(watched_attention(seen))
+        stack.enter_context(watched_calls(seen))
         if job.look or job.without:
             torch.compiler.set_stance("force_eager")
         stack.enter_context(without(job.without))

@@ -101,7 +101,8 @@ def _explained(
     if inside or not some_right:
         return ModuleEvidence(said)
     ever = any(calls)
-    text = f"{where} calls no attention of cp_fast" + (", where other modules do" if ever else ", nor does the model")
+    others = ", where other modules do" if ever else ", nor does the model"
+    text = f"{where} calls no attention or linear layer of cp_fast{others}"
     return ModuleEvidence(said, Finding("slice", f"{text}: each rank sees its own slice alone"))
 
 

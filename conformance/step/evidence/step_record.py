@@ -1,4 +1,4 @@
-"""A record of a running step: modules, losses of tokens, gradients before they are reduced, calls of attention."""
+"""A record of a running step: modules, losses of tokens, gradients before they are reduced, calls of cp_fast."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Look(TorchFunctionMode):
         seen = {"modules": self._modules, "losses": losses, "calls": self._calls, "shares": self._shares}
         return seen | {"parts": sorted(self._parts), "offsets": sorted(self._offsets), "forwards": self._forward + 1}
 
-    def attention(self, problem: Any, offset: Any) -> None:
-        """A call of attention begins."""
+    def call(self, problem: Any, offset: Any) -> None:
+        """A call of attention, of a linear layer or of a convolution begins."""
         if not self._over:
             self._calls.append({"inside": tuple(self._stack), "forward": self._forward, "problem": problem})
             if offset is not None and id(offset) in self._names:

@@ -37,6 +37,7 @@ SHAPES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "learned positions": (Shape(learned=True, dtype=WIDE), {"cp_size": 2}),
     "second head": (Shape(mtp=True, dtype=WIDE), {"cp_size": 2}),
     "convolution": (Shape(conv=True, dtype=WIDE), {"cp_size": 2}),
+    "linear layers": (Shape(linear=True, dtype=WIDE), {"cp_size": 4, "layout": "balanced"}),
     "no mask": (Shape(causal=False, packed=False, dtype=WIDE), {"cp_size": 2}),
     "accumulated": (Shape(accumulate=3, dtype=WIDE), {"cp_size": 2}),
     "accumulated and clipped": (Shape(accumulate=2, clip=0.1, dtype=WIDE, learned=True), {"cp_size": 2}),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import cp_fast
 from cp_ref import dense_attention
+from cp_ref.linear.oracle import dense_causal_conv1d, dense_linear_attention
 
 __all__ = ["GPT", "LENGTHS", "Shape", "batch_of", "build_of"]
 
@@ -33,6 +34,7 @@ class Shape:
     learned: bool = False  # positions that are embedded, instead of rotary ones
     mtp: bool = False  # a second head, for the token after the next
     conv: bool = False  # a causal convolution over tokens, whose halo is exchanged
+    linear: bool = False  # a linear layer and its short convolution, whose states and rows are exchanged
     dropout: float = 0.0
     noise: float = 0.0  # of the embeddings, as NEFTune has it
     accumulate: int = 1
@@ -90,20 +92,36 @@ class Conv(nn.Module):
         return F.silu(x * self.now + previous(x) * self.before)
 
 
+class Linear(nn.Module):
+    """A short convolution and the gated delta rule: keys are values too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates, self.taps = nn.Linear(WIDTH, 2 * HEADS), nn.Parameter(torch.randn(WIDTH, 3))
+
+    def forward(self, x: Tensor, convolve: Callable[..., Tensor], scan: Callable[..., Tensor]) -> Tensor:
+        g, beta = self.gates(x).chunk(2, dim=-1)
+        k = F.normalize(convolve(x, self.taps).unflatten(-1, (HEADS, DIM)), dim=-1)
+        return scan(k, k, k, F.logsigmoid(g + 2), beta.sigmoid()).flatten(-2)
+
+
 class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(shape)
         self.conv = Conv() if shape.conv else None
+        self.linear = Linear() if shape.linear else None
         self.mlp = nn.Sequential(
             nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
         )
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor, positions: Tensor, attend: Any, previous: Any) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, attend: Any, previous: Any, linear: Any) -> Tensor:
         x = x + self.dropout(self.attention(self.norm(x), positions, attend))
         if self.conv is not None:
             x = x + self.conv(x, previous)
+        if self.linear is not None:
+            x = x + self.linear(x, *linear)
         return x + self.mlp(x)
 
 
@@ -120,7 +138,7 @@ class GPT(nn.Module):
         self.noise = shape.noise
 
     def forward(
-        self, ids: Tensor, positions: Tensor, attends: list[Any], previous: Any
+        self, ids: Tensor, positions: Tensor, attends: list[Any], previous: Any, linear: Any
     ) -> tuple[Tensor, Tensor | None]:
         x = self.embed(ids)
         if self.wpe is not None:
@@ -128,7 +146,7 @@ class GPT(nn.Module):
         if self.noise:
             x = x + self.noise * torch.randn_like(x)
         for block, attend in zip(self.blocks, attends, strict=True):
-            x = block(x, positions, attend, previous)
+            x = block(x, positions, attend, previous, linear)
         return self.head(x), None if self.second is None else self.second(x)
 
 
@@ -161,7 +179,9 @@ def previous_of(lengths: Tensor, packed: bool) -> Callable[[Tensor], Tensor]:
 
 
 def alone(batch: dict[str, Tensor], shape: Shape) -> tuple[Any, ...]:
-    """A batch in one process: ids, positions, attention, the token before, labels, labels of the second head."""
+    """A batch in one process: ids, positions, attention, the token before, a convolution with a linear layer, labels,
+    labels of the second head.
+    """
     lengths, packed = batch["lengths"], shape.packed
     cu = F.pad(lengths.cumsum(0), (1, 0)).int()
     mask = "causal" if shape.causal else "no_mask"
@@ -175,7 +195,15 @@ def alone(batch: dict[str, Tensor], shape: Shape) -> tuple[Any, ...]:
     inside = [torch.arange(n) for n in lengths.tolist()]
     positions = torch.cat(inside) if packed else torch.arange(32).expand(len(lengths), -1)
     labels = [shifted(batch["ids"].masked_fill(~batch["learnt"], -100), lengths, packed, by) for by in (1, 2)]
-    return batch["ids"], positions, attend, previous_of(lengths, packed), *labels
+    documents: dict[str, Any] = {"qkv_format": how["qkv_format"], "cu_seqlens": cu}
+
+    def scan(*given: Tensor) -> Tensor:
+        return dense_linear_attention(*given, **documents)[0].to(shape.dtype)
+
+    def convolve(x: Tensor, taps: Tensor) -> Tensor:
+        return dense_causal_conv1d(x, taps, **documents).to(shape.dtype)
+
+    return batch["ids"], positions, attend, previous_of(lengths, packed), (convolve, scan), *labels
 
 
 def spread(batch: dict[str, Tensor], shape: Shape, cp: Any, bug: str) -> tuple[Any, ...]:
@@ -198,7 +226,7 @@ def spread(batch: dict[str, Tensor], shape: Shape, cp: Any, bug: str) -> tuple[A
     cu_plan = torch.tensor([0, int(lengths.sum())], dtype=torch.int32) if bug == "documents see each other" else cu
     window = (5, 0) if bug == "window over ranks alone" else (-1, -1)
     plan = cp_fast.make_plan(
-        **form, **sizes, **sinks_too, attn_mask_type=mask, cu_seqlens_q=cu_plan, window_size=window
+        **form, **sizes, **sinks_too, attn_mask_type=mask, cu_seqlens_q=cu_plan, window_size=window, linear=shape.linear
     )
     cut: dict[str, Any] = {"cp": cp, "plan": plan}
 
@@ -213,6 +241,16 @@ def spread(batch: dict[str, Tensor], shape: Shape, cp: Any, bug: str) -> tuple[A
         if bug == "convolution of the slice":
             return F.pad(x, (0, 0, 1, -1))
         return cp_fast.roll(x, 1, **cut)
+
+    def convolve(x: Tensor, taps: Tensor) -> Tensor:
+        if bug == "linear layer of the slice":
+            return dense_causal_conv1d(x[None], taps)[0].to(shape.dtype)
+        return cp_fast.causal_conv1d(x, taps, **cut)
+
+    def scan(*given: Tensor) -> Tensor:
+        if bug == "linear layer of the slice":
+            return dense_linear_attention(*(x[None] for x in given))[0][0].to(shape.dtype)
+        return cp_fast.linear_attention(*given, **cut)
 
     ids = cp_fast.shard(batch["ids"], **cut)
     positions = plan.position_ids
@@ -249,7 +287,7 @@ def spread(batch: dict[str, Tensor], shape: Shape, cp: Any, bug: str) -> tuple[A
         attends = [*attends[:-1], on_slice]
     if bug == "all layers on their slices":
         attends = [on_slice] * shape.layers
-    return ids, positions, attends, previous, *labels
+    return ids, positions, attends, previous, (convolve, scan), *labels
 
 
 def parts_of(batch: dict[str, Tensor], shape: Shape, which: int, count: int) -> dict[str, Tensor]:
@@ -281,11 +319,11 @@ def build_of(cp: Any, shape: Shape, bug: str = "") -> Any:
         for part, (first, _) in zip(micro, whole, strict=True):
             mine = parts_of(part, shape, dp_rank, dp_size) if dp_size > 1 else part
             if cp is None:
-                ids, positions, attend, previous, *labels = alone(mine, shape)
+                ids, positions, attend, previous, linear, *labels = alone(mine, shape)
                 attends = [attend] * shape.layers
             else:
-                ids, positions, attends, previous, *labels = spread(mine, shape, cp, bug)
-            logits, second = model(ids, positions, attends, previous)
+                ids, positions, attends, previous, linear, *labels = spread(mine, shape, cp, bug)
+            logits, second = model(ids, positions, attends, previous, linear)
             losses = F.cross_entropy(logits.flatten(0, -2), labels[0].flatten(), reduction="none", ignore_index=-100)
             loss = losses.sum() / count
             if bug == "mean of each rank":

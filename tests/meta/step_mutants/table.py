@@ -48,6 +48,7 @@ MUTANTS = (
     Mutant("one layer on its slice", "slice", Shape(layers=3, packed=False)),
     Mutant("all layers on their slices", "slice", _PADDED),
     Mutant("convolution of the slice", "slice", Shape(conv=True)),
+    Mutant("linear layer of the slice", "slice", Shape(linear=True)),
     Mutant("", "random", Shape(dropout=0.2)),
     Mutant("", "random", Shape(noise=0.5)),
     Mutant("reduced for each micro-batch", "micro-batches", Shape(accumulate=2)),
