@@ -56,6 +56,7 @@ class Case:
     room: dict[str, Any]
     first: Lengths
     second: Lengths
+    alibi: bool = False
 
     def context(self, member: SimMember) -> cp_fast.ContextParallel:
         split = member.split(2) if self.comm == "a2a+p2p" else member
@@ -97,6 +98,7 @@ def cases(draw: st.DrawFn) -> Case:
         "window_size": draw(st.one_of(st.just((-1, -1)), st.tuples(sides, sides), st.just((1, 1)))),
         "softmax_type": draw(st.sampled_from(("vanilla", "off-by-one", "learnable"))),
     }
+    problem |= draw(st.sampled_from(({}, {}, {"score_mod": of_places}, {"score_mod": of_places, "dropout_p": 0.3})))
     one, other = (draw(batches(2 * cp_size, cross)) for _ in range(2))
     most_q, most_kv = (max(sum(getattr(x, side)) for x in (one, other)) for side in ("slots_q", "slots_kv"))
     most_q, most_kv = max(most_q, 2 * cp_size), max(most_kv, 2 * cp_size)
@@ -109,7 +111,12 @@ def cases(draw: st.DrawFn) -> Case:
     if draw(st.booleans()):  # a batch that needs most messages and launches
         one = Lengths([most_q], [most_kv], [most_q], [most_kv])
     layout = draw(st.sampled_from(("dual_chunk", "contiguous")))
-    return Case(cp_size, comm, layout, problem, room, one, other)
+    return Case(cp_size, comm, layout, problem, room, one, other, draw(st.booleans()))
+
+
+def of_places(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """A score_mod that reads every place."""
+    return score - 0.01 * (h + 1) * score**2 + 0.02 * (b + 1) * (q_idx - 2 * kv_idx)
 
 
 def tensors(case: Case, problem: Problem, rank: int) -> Tensors:
@@ -138,9 +145,16 @@ def results(case: Case, cp: cp_fast.ContextParallel, plan: cp_fast.Plan) -> list
     sink: dict[str, torch.Tensor] = {}
     if plan.problem.softmax_type == "learnable":
         sink = {"softmax_offset": given["offset"].requires_grad_()}
-    out, lse, max_logit = cp_fast.attention(*leaves, cp=cp, plan=plan, return_lse=True, return_max_logit=True, **sink)
+    places: dict[str, Any] = {"alibi_slopes": torch.linspace(0.1, 0.9, 4)} if case.alibi else {}
+    places |= {"dropout_seed": 5} if plan.problem.dropout_p else {}
+    flags = {"return_lse": True, "return_max_logit": True}
+    out, lse, max_logit = cp_fast.attention(*leaves, cp=cp, plan=plan, **flags, **sink, **places)
     grads = torch.autograd.grad([out, lse], leaves + list(sink.values()), [given["dout"], given["dlse"]])
     return [out.detach(), lse.detach(), max_logit, *grads]
+
+
+def launches(plan: cp_fast.Plan) -> list[Launch[Any]]:
+    return [*plan.instructions.forward.of(Launch), *plan.instructions.backward.of(Launch)]
 
 
 def assert_same_bits(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -196,12 +210,14 @@ def test_an_updated_plan_is_a_fresh_plan(case: Case) -> None:
         plan = case.plan(cp, case.first, **case.room)
         before, memory, ids = results(case, cp, plan), list(walked(plan.instructions)), plan.position_ids.data_ptr()
         assert len(memory) >= 2
+        tables = [*walked([plan.positions.of(one) for one in launches(plan)])]
         try:
             plan.update(cp=cp, **case.second.arguments())
         except ValueError as error:
             assert_same_bits(results(case, cp, plan), before)
             return f"refused: {str(error).split(' (')[0]}"
         assert list(walked(plan.instructions)) == memory
+        assert [*walked([plan.positions.of(one) for one in launches(plan)])] == tables
         assert plan.position_ids.data_ptr() == ids
         assert_padding_is_harmless(plan)
         got, fresh = results(case, cp, plan), case.plan(cp, case.second, **case.room)

@@ -46,6 +46,19 @@ CU = torch.tensor([0, 24, 24, 54], dtype=torch.int32)
 PADDED = torch.tensor([0, 24, 24, 72], dtype=torch.int32)
 
 
+def squared(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
+    """A score_mod that reads every place."""
+    return score - 0.1 * table[h] * score**2 + 0.01 * b * (q_idx - kv_idx)
+
+
+OF_CALL: dict[str, Any] = {
+    "alibi_slopes": torch.linspace(0.1, 0.9, 12).view(3, 4),
+    "aux_tensors": {"table": torch.linspace(-1.0, 1.0, 4)},
+    "dropout_seed": 2**40 + 3,
+}
+PLACES: dict[str, Any] = {"score_mod": squared, "dropout_p": 0.3, **OF_CALL}
+
+
 def play(
     package: str, dtype: torch.dtype, arguments: dict[str, Any], layout: str, planned: bool, member: Any = None
 ) -> dict[str, Any]:
@@ -60,13 +73,14 @@ def play(
     split = {"cp": cp, "qkv_format": "thd", "cu_seqlens_padded": PADDED}
     local = {name: impl.shard(x, **split) for name, x in tensors(dtype).items()}
     q, k, v = (local[name].requires_grad_() for name in "qkv")
+    of_call = {name: arguments.pop(name) for name in OF_CALL if name in arguments}
     problem = {"qkv_format": "thd", "cu_seqlens_q": CU, "cu_seqlens_q_padded": PADDED, **arguments}
     if planned:
         sizes = {"heads_q": 4, "heads_kv": 2, "d_qk": 8, "d_v": 6}
         plan = impl.make_plan(cp=cp, dtype=dtype, device="cpu", **sizes, **problem)
-        out, lse = impl.attention(q, k, v, cp=cp, plan=plan, return_lse=True)
+        out, lse = impl.attention(q, k, v, cp=cp, plan=plan, return_lse=True, **of_call)
     else:
-        out, lse = impl.attention(q, k, v, cp=cp, return_lse=True, **problem)
+        out, lse = impl.attention(q, k, v, cp=cp, return_lse=True, **problem, **of_call)
     out.backward(local["dout"])
     results = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
     whole = {name: impl.unshard(x, **split) for name, x in results.items()}
@@ -87,6 +101,9 @@ CASES = [
         for package, planned in (("cp_ref", False), ("cp_fast", True))
         for comm in ("all_gather", "a2a", "a2a+p2p")
     ),
+    ("cp_ref", 2, "dual_chunk", PLACES, False),
+    ("cp_fast", 2, "dual_chunk", PLACES, False),
+    ("cp_fast", 4, "contiguous", {"cp_comm_type": "a2a+p2p", **PLACES}, True),
 ]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import cp_fast
+import cp_ref
 from cp_fast.api import score_arguments
 from cp_fast.backends import by_name
 from cp_fast.backends.backend_protocol import LaunchOptions
@@ -105,6 +106,20 @@ def test_a_call_without_its_tensors_is_refused_after_one_with_them() -> None:
             cp_fast.attention(q, k, v, cp=cp, plan=plan, **two)
 
     SimGroup(2).run(one)
+
+
+@pytest.mark.parametrize("slopes", [SLOPES, torch.stack([SLOPES, 1 - SLOPES])])
+def test_a_batch_that_is_folded_into_heads(slopes: torch.Tensor) -> None:
+    """sbhd without padding: each packed head has the slope of its sequence and its head."""
+
+    def one(member: SimMember, package: Any) -> list[torch.Tensor]:
+        cp, given = package.ContextParallel(member), [x.transpose(0, 1) for x in leaves(member)]
+        out, largest = package.attention(*given, cp=cp, qkv_format="sbhd", alibi_slopes=slopes, return_max_logit=True)
+        return [*torch.autograd.grad(out.sin().sum(), given), out.detach(), largest]
+
+    wanted, found = (SimGroup(2).run(partial(one, package=package)) for package in (cp_ref, cp_fast))
+    for x, y in zip(wanted, found, strict=True):
+        assert all((a - b).abs().max() < 1e-12 for a, b in zip(x, y, strict=True))
 
 
 class WithoutPlaces:
