@@ -35,8 +35,7 @@ class MapExchange:
         size_m, size_b = (shape.numel() for shape in self._shapes)
         self._rows = own.b.new_empty(tables.slots, size_m + size_b)
         c = len(own.b)
-        self._rows[:c, :size_m] = own.m.reshape(c, size_m)
-        self._rows[:c, size_m:] = own.b.reshape(c, size_b)
+        torch.cat([own.m.reshape(c, size_m), own.b.reshape(c, size_b)], dim=1, out=self._rows[:c])
         self._post()
 
     def _post(self) -> None:

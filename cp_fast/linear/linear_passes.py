@@ -84,7 +84,8 @@ def backward_pass(
         at_ends = total.new_zeros(len(fragments), *total.shape[1:])
         at_ends[ending] = total[ended]
     d = running.reverse_maps(tables.chosen, None if at_ends is None else at_ends[tables.chosen_index])
-    exchange = MapExchange(tables, Maps(_padded(saved.maps)[plan.forward_maps], d), group, "states, backward")
+    m = saved.maps if plan.forward_maps is None else _padded(saved.maps)[plan.forward_maps]
+    exchange = MapExchange(tables, Maps(m, d), group, "states, backward")
     leaving = entering_states(tables, exchange.wait(running.meanwhile), None, len(fragments), transposed=True)
     if at_ends is not None:
         leaving = at_ends if leaving is None else leaving + at_ends

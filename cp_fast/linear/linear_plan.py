@@ -57,11 +57,13 @@ class LinearPlan:
         return a, b, c, d
 
     @cached_property
-    def forward_maps(self) -> torch.Tensor:
-        """The forward map of each fragment that the backward pass chooses, int64. The last fragment of a document may
-        have none, as its map acts on nothing: it has the number behind all.
+    def forward_maps(self) -> torch.Tensor | None:
+        """The forward map of each fragment that the backward pass chooses, int64; None where both choose the same. The
+        last fragment of a document may have none, as its map acts on nothing: it has the number behind all.
         """
         forward, backward = (tables.chosen for tables in self.passes)
+        if forward == backward:
+            return None
         place = {fragment: i for i, fragment in enumerate(forward)}
         numbers = [place.get(fragment, len(forward)) for fragment in backward]
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
