@@ -30,6 +30,7 @@ from conformance.folders import unwritable
 from conformance.implementation import LoadError, load
 from conformance.judge.known_failures import KnownFailures, KnownFailuresError
 from conformance.judge.run_record import LEVELS, RunRecord
+from conformance.levels import LEVEL_TIERS
 from conformance.printing import print_coverage, print_failures, print_table
 from conformance.run.play_problem import InProcess, Runner, task_of
 from conformance.run.run_tiers import PROFILES, TierResult
@@ -139,7 +140,9 @@ def _run(suite_run: SuiteRun, console: Console) -> list[TierResult]:
 def _sizes_of_problem(repro: str | None) -> tuple[int, ...]:
     """The group sizes of the problem to play again, whose text means something."""
     try:
-        return () if repro is None else tuple(c.problem.cp_size for t in task_of(repro) for c in cases_of(t.text))
+        tasks = [] if repro is None else task_of(repro)
+        layers = [LEVEL_TIERS[task.tier].parse(task.text) for task in tasks if task.level == "linear"]
+        return tuple(case.problem.cp_size for case in [*layers, *(c for task in tasks for c in cases_of(task.text))])
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--repro") from error
 

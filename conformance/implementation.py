@@ -1,6 +1,6 @@
 """The implementation under test: what it may offer, and how it is found by name.
 
-An implementation is a module or an object. An implementation offers any of four levels; members that it lacks are
+An implementation is a module or an object. An implementation offers any of five levels; members that it lacks are
 reported as missing.
 
 helpers    `thd`: a namespace with any of the functions of `cp_ref.thd`, with the same names, arguments and results.
@@ -36,6 +36,9 @@ schedule   `attention`, with the signature and meaning of `cp_ref.attention`, on
                             CPU, NCCL on GPUs).
            softmax_offset_grad   "share" (the default): a rank's gradient of softmax_offset is of its own queries, and
                             the ranks' shares add up to the total. "total": it is the total, the same on every rank.
+
+linear     `linear_attention`, and `causal_conv1d` beside it, with the signatures and meaning of those of `cp_ref`, on
+           every rank; with `ContextParallel` and `make_plan(..., linear=True)` as for the level schedule.
 """
 
 from __future__ import annotations
@@ -71,7 +74,13 @@ ENTRY_POINTS = "cp_attention.implementations"
 # This project's packages offer the levels merge and kernel through their adapters.
 _IN_FULL = {"cp_ref": "conformance.adapters.cp_ref", "cp_fast": "conformance.adapters.cp_fast:auto"}
 
-LEVEL_MEMBER: dict[Level, str] = {"helpers": "thd", "merge": "merge", "kernel": "tile", "schedule": "attention"}
+LEVEL_MEMBER: dict[Level, str] = {
+    "helpers": "thd",
+    "merge": "merge",
+    "kernel": "tile",
+    "schedule": "attention",
+    "linear": "linear_attention",
+}
 _SCHEDULE_MEMBERS = ("ContextParallel", "supports", "Unsupported", "shard", "make_plan", "unshard", "position_ids")
 
 # The callers of attention, merge and tile check their results.
@@ -222,7 +231,7 @@ def load(name: str) -> Implementation:
     Args:
         name: an entry point of the group "cp_attention.implementations", or pkg.module, or pkg.module:object. A class
             is instantiated, without arguments. The bare names "cp_ref" and "cp_fast" mean these packages' adapters,
-            which offer all four levels; with an object behind them ("cp_fast:attention") they mean what they say.
+            which offer all levels; with an object behind them ("cp_fast:attention") they mean what they say.
 
     Raises:
         LoadError: it cannot be imported (whatever importing it raises), or it offers none of the levels.

@@ -3,7 +3,7 @@
     python -m conformance --impl conformance.adapters.cp_fast:cpu
     python -m conformance --impl conformance.adapters.pytorch:flash --device cuda --cp-size 2
 
-cp_ref, cp_fast       all four levels, and what these bare names mean; cp_fast has an object for each of its backends
+cp_ref, cp_fast       all levels, and what these bare names mean; cp_fast has an object for each of its backends
 pytorch               torch.distributed.tensor.experimental.context_parallel
 ring_flash_attn       zhuzilin/ring-flash-attention
 yunchang              feifeibear/long-context-attention (USP)

@@ -1,4 +1,4 @@
-"""`cp_fast` on all four levels: `auto`, and one object for each of its backends, `fa4`, `fa2`, `cudnn`, `cpu`, `torch`.
+"""`cp_fast` on all levels: `auto`, and one object for each of its backends, `fa4`, `fa2`, `cudnn`, `cpu`, `torch`.
 
     python -m conformance --impl cp_fast                              # conformance.adapters.cp_fast:auto
     python -m conformance --impl conformance.adapters.cp_fast:cpu
@@ -40,6 +40,8 @@ class OneBackend:
     Unsupported = package.Unsupported
     thd = package.thd
     attention = staticmethod(package.attention)
+    linear_attention = staticmethod(package.linear_attention)
+    causal_conv1d = staticmethod(package.causal_conv1d)
     make_plan = staticmethod(package.make_plan)
     supports = staticmethod(package.supports)
     shard = staticmethod(package.shard)

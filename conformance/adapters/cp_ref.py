@@ -1,4 +1,4 @@
-"""`cp_ref` on all four levels."""
+"""`cp_ref` on all levels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from cp_ref.executor.tile_attention import tile_forward, visible_pairs
 from cp_ref.spec import UNBOUNDED, ScoreOptions
 
 __all__ = [
-    "ContextParallel", "Unsupported", "attention", "make_plan", "merge", "position_ids", "shard", "supports", "thd",
-    "tile", "tile_backward", "unshard",
+    "ContextParallel", "Unsupported", "attention", "causal_conv1d", "linear_attention", "make_plan", "merge",
+    "position_ids", "shard", "supports", "thd", "tile", "tile_backward", "unshard",
 ]  # fmt: skip
 
 ContextParallel, Unsupported, supports = package.ContextParallel, package.Unsupported, package.supports
 attention, make_plan = package.attention, package.make_plan
+linear_attention, causal_conv1d = package.linear_attention, package.causal_conv1d
 shard, unshard, position_ids, thd = package.shard, package.unshard, package.position_ids, package.thd
 
 

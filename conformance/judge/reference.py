@@ -19,12 +19,15 @@ from conformance.run.case_tensors import GlobalTensors, attention_arguments
 from conformance.scores.score_arguments import score_arguments
 from cp_ref import SimGroup, dense_attention, masks
 from cp_ref.common.scores.score_mod import digest_of
+from cp_ref.linear.oracle import dense_causal_conv1d, dense_linear_attention
 
 __all__ = [
     "Hang",
     "Outcome",
     "RankRunner",
     "Watch",
+    "dense_causal_conv1d",
+    "dense_linear_attention",
     "describe_error",
     "digest_of",
     "exact_results",

@@ -22,8 +22,8 @@ __all__ = [
     "readable",
 ]
 
-Level = Literal["helpers", "merge", "kernel", "schedule"]
-LEVELS: tuple[Level, ...] = ("helpers", "merge", "kernel", "schedule")
+Level = Literal["helpers", "merge", "kernel", "schedule", "linear"]
+LEVELS: tuple[Level, ...] = ("helpers", "merge", "kernel", "schedule", "linear")
 
 Verdict = Literal["right", "unsupported", "wrong", "missing", "crashed", "hung", "out of memory", "known"]
 VERDICTS: tuple[Verdict, ...] = (

@@ -1,18 +1,21 @@
-"""The levels below the whole attention: THD helpers, merging, one diagonal band tile.
+"""The levels beside the whole attention: THD helpers, merging, one diagonal band tile, linear layers.
 
-Each tier here plays one kind of problem, which has a text: Helper(...), Merge(...), Tile(...). The problems run in one
-process, and without a group except for `get_batch_on_this_cp_rank`. The definitions are in this package too.
+Each tier here plays one kind of problem, which has a text: Helper(...), Merge(...), Tile(...), LinearAttention(...).
+The problems of helpers, merges and tiles run without a group except for `get_batch_on_this_cp_rank`; their definitions
+are in this package. Those of the level linear run on every rank of a group; they are in `conformance.linear`.
 
 helpers             every function of `thd`, well-formed calls
 helpers-malformed   calls that have no right answer: they must raise
 merge               partial results, put together
 kernel              one tile, forward
 kernel-backward     one tile's gradients
+linear              linear attention, and its gradients
+linear-convolution  a causal convolution, and its gradients
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +27,17 @@ from conformance.levels import helpers, kernel, merge
 from conformance.levels.helpers import HELPER_NAMES
 from conformance.levels.level_calls import Raised
 from conformance.levels.problem_text import LevelCase
+from conformance.linear import play_linear
+from conformance.linear.draw_linear import SIZES, convolutions, linear_attentions
+from conformance.linear.linear_case import CausalConv1d, LinearAttention
 
 __all__ = ["HELPER_NAMES", "LEVEL_TIERS", "LevelTier", "Raised"]
 
 
 @dataclass(frozen=True)
 class LevelTier:
-    """A tier of a lower level. `parts` has a strategy for each of its functions, played one after the other.
+    """A tier of one kind of problem. `parts` has a strategy for each of its functions, played one after the other;
+    `sized` makes the strategy of a function that runs on a group, from the group sizes.
 
     `most_on_gpu`: how many problems of each function, where one that goes well may cost its process.
     """
@@ -41,11 +48,16 @@ class LevelTier:
     parts: dict[str, SearchStrategy[Any]]
     check: Callable[[Implementation, Any, str], list[str]]
     most_on_gpu: int | None = None
+    sized: Callable[[Sequence[int]], SearchStrategy[Any]] | None = None
 
     @property
     def word(self) -> str:
         """How its texts begin."""
         return self.problem.__name__
+
+    def strategy(self, part: str, cp_sizes: Sequence[int]) -> SearchStrategy[Any]:
+        """The problems of a function."""
+        return self.parts[part] if self.sized is None else self.sized(cp_sizes)
 
     def parse(self, text: str) -> Any:
         """The problem that a text says. Raises ValueError where it says none."""
@@ -55,6 +67,12 @@ class LevelTier:
 _HELPERS = {name: helpers.strategy(name) for name in HELPER_NAMES}
 _MALFORMED = {name: helpers.malformed(name) for name in helpers.MAY_BE_MALFORMED}
 
+
+def _linear(name: str, problem: type[LevelCase], sized: Callable[..., SearchStrategy[Any]]) -> LevelTier:
+    function = "linear_attention" if problem is LinearAttention else "causal_conv1d"
+    return LevelTier(name, "linear", problem, {function: sized(SIZES)}, play_linear.check, sized=sized)
+
+
 LEVEL_TIERS = {
     tier.name: tier
     for tier in (
@@ -63,5 +81,7 @@ LEVEL_TIERS = {
         LevelTier("merge", "merge", merge.Merge, {"merge": merge.strategy}, merge.check),
         LevelTier("kernel", "kernel", kernel.Tile, {"tile": kernel.strategy}, kernel.check),
         LevelTier("kernel-backward", "kernel", kernel.TileGradients, {"tile": kernel.gradients_strategy}, kernel.check),
+        _linear("linear", LinearAttention, linear_attentions),
+        _linear("linear-convolution", CausalConv1d, convolutions),
     )
 }

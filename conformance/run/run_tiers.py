@@ -69,7 +69,9 @@ def run_tier(
         if capabilities.device != "cpu" and level_tier.most_on_gpu is not None:
             profile = replace(profile, max_examples=min(profile.max_examples, level_tier.most_on_gpu))
         for item in level_tier.parts if items is None else items:
-            part = _drawn_problems(runner, level_tier.level, tier_name, level_tier.parts[item], profile, on_problem)
+            part = _drawn_problems(
+                runner, level_tier.level, tier_name, level_tier.strategy(item, cp_sizes), profile, on_problem
+            )
             result.played += part.played
             result.seconds += part.seconds
             result.note = "; ".join(filter(None, (result.note, part.note)))

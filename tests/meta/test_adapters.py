@@ -20,6 +20,7 @@ from conformance.adapters.shared.support_tables import SupportTable, asked
 from conformance.cli import app
 from conformance.draw.capabilities import EVERYTHING
 from conformance.implementation import LoadError, load
+from conformance.judge.run_record import LEVELS
 from conformance.levels import LEVEL_TIERS
 from conformance.run.run_tiers import Profile, run_tier
 
@@ -35,7 +36,7 @@ def one_thread() -> None:
 
 @pytest.mark.parametrize("name", OWN)
 def test_own_packages_offer_every_level(name: str) -> None:
-    assert load(name).levels == ("helpers", "merge", "kernel", "schedule")
+    assert load(name).levels == LEVELS
 
 
 @pytest.mark.parametrize(("name", "tier"), list(product(OWN, LEVEL_TIERS)))

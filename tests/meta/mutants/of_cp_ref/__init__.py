@@ -1,7 +1,17 @@
 """Mutants of `cp_ref`."""
 
 from tests.meta.mutants.model import Mutant
-from tests.meta.mutants.of_cp_ref import arithmetic, backward, corners, helpers, masks, memory, schedules, scores
+from tests.meta.mutants.of_cp_ref import (
+    arithmetic,
+    backward,
+    corners,
+    helpers,
+    linear,
+    masks,
+    memory,
+    schedules,
+    scores,
+)
 
 __all__ = ["MUTANTS"]
 
@@ -10,6 +20,7 @@ MUTANTS: dict[str, Mutant] = {
     **backward.MUTANTS,
     **corners.MUTANTS,
     **helpers.MUTANTS,
+    **linear.MUTANTS,
     **masks.MUTANTS,
     **memory.MUTANTS,
     **schedules.MUTANTS,
