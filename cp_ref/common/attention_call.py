@@ -183,9 +183,9 @@ def attention(
     Returns:
         out, or (out, lse), (out, max_logit), (out, lse, max_logit):
         out in q's format and dtype with d_v; lse float32 (float64 for float64), [b, h_q, s_q/cp], or [h_q, t_q/cp] for
-        thd; max_logit the same dtype, [h_q], over all ranks. Rows of padding and tail, and rows that see nothing: out
-        0, lse -inf (a real row with a sink: the sink's logit). Differentiable in q, k, v and softmax_offset, through
-        out and lse.
+        thd; max_logit the same dtype, [h_q], the largest score over all ranks, after ALiBi and score_mod and without
+        dropout. Rows of padding and tail, and rows that see nothing: out 0, lse -inf (a real row with a sink: the
+        sink's logit). Differentiable in q, k, v and softmax_offset, through out and lse.
 
     Raises:
         ValueError, TypeError: an argument is wrong, here or on another rank; named with its value and the rule, before

@@ -13,13 +13,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import cp_fast
 import cp_ref
 from cp_fast.api import score_arguments
-from cp_fast.backends import by_name
+from cp_fast.backends import VarlenBatch, by_name
 from cp_fast.backends.backend_protocol import LaunchOptions
+from cp_fast.backends.launch_scores import LaunchPositions, LaunchScores
+from cp_fast.backends.max_logit_launch import largest_logit
 from cp_fast.checkpoint import save_attention
 from cp_ref import SimGroup, Unsupported
-from cp_ref.common.scores.score_inputs import read_score_inputs
+from cp_ref.common.scores.score_inputs import ScoreInputs, read_score_inputs
 from cp_ref.simulator.sim_group import SimMember
-from cp_ref.spec import Feature
+from cp_ref.spec import Feature, ScoreOptions
 
 SIZES: dict[str, Any] = {"batch_size": 2, "seqlen_q": 16, "heads_q": 4, "heads_kv": 2, "d_qk": 4, "d_v": 4}
 SIZES |= {"dtype": torch.float64, "device": "cpu"}
@@ -120,6 +122,30 @@ def test_a_batch_that_is_folded_into_heads(slopes: torch.Tensor) -> None:
     wanted, found = (SimGroup(2).run(partial(one, package=package)) for package in (cp_ref, cp_fast))
     for x, y in zip(wanted, found, strict=True):
         assert all((a - b).abs().max() < 1e-12 for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("scale", [0.5, -0.5])
+def test_the_largest_logit_of_a_separate_pass(scale: float, softcap: float) -> None:
+    """It is that of the scores after ALiBi and score_mod, without dropout: what the library "cpu" finds itself."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, h, 4, generator=draw) for n, h in ((9, 4), (12, 2), (12, 2)))
+    positions = LaunchPositions(
+        torch.tensor([1] * 4 + [0] * 5).int(),
+        torch.arange(9).int(),
+        torch.arange(2, 11).int(),
+        torch.randperm(12, generator=draw).int(),
+    )
+    segments = VarlenBatch.pack([4, 5], [7, 5], 3, 0)
+    for inputs in (
+        ScoreInputs(SLOPES),
+        ScoreInputs(SLOPES, squared, {"table": TABLE}, 0.5, torch.tensor(3)),
+        ScoreInputs(dropout_p=0.5, dropout_seed=torch.tensor(3)),
+    ):
+        options = LaunchOptions(ScoreOptions(scale, softcap), False, LaunchScores(positions, 0, inputs))
+        wanted = by_name("cpu").forward(q, k, v, segments, options).max_logit
+        assert wanted is not None
+        assert (largest_logit(q, k, segments, options) - wanted).abs().max() < 1e-5
 
 
 class WithoutPlaces:
