@@ -32,7 +32,9 @@ def observed_pairs(impl: Implementation, case: Case, device: str = "cpu") -> tup
     rows, keys = p.starts_q[-1] + case.tail_q, p.starts_kv[-1] + case.tail_kv
     if max(rows, keys) > MOST:
         return None
-    case = replace(case, magnitude=1.0, return_lse=False, return_max_logit=False, loss="out", grads="")
+    masked = replace(p, score_mod="", dropout_p=0.0)  # The mask is what is drawn.
+    case = replace(case, problem=masked, alibi="", magnitude=1.0, return_lse=False, return_max_logit=False, loss="out")
+    case = replace(case, grads="")
     plain, found = build(case, device), []
     for first in range(0, keys, p.d_v):
         try:
