@@ -33,7 +33,7 @@ import torch.multiprocessing as mp
 import typer
 
 import cp_fast
-from benchmarks.parts.random_layers import RandomRun, play_random, use_pieces
+from benchmarks.parts.random_layers import RandomRun, play_random, tune_only, use_pieces
 from benchmarks.parts.ranks import Commit, Device, JsonOut, connect, largest, seconds_alone
 from cp_ref.spec import Problem
 from cp_ref.spec import Sequence as Lengths
@@ -50,19 +50,6 @@ SMALL = {
     ),
     "padding, bshd": Problem(4, tuple(Lengths(n, n, 160, 160) for n in (160, 33)), attn_mask_type="padding_causal"),
 }
-
-
-def tune_only(part: int, parts: int) -> None:
-    """Triton's tuners look at one of so many parts of their configurations, and at one configuration at least."""
-    from triton.runtime.autotuner import Autotuner  # pyright: ignore[reportMissingImports]
-
-    init = Autotuner.__init__
-
-    def first(self: Any, fn: Any, arg_names: Any, configs: Any, *rest: Any, **options: Any) -> None:
-        some = configs[part::parts] or configs[:1]
-        init(self, fn, arg_names, some, *rest, **options)
-
-    Autotuner.__init__ = first
 
 
 @app.command()
