@@ -2,7 +2,7 @@
 
 Each tier here plays one kind of problem, which has a text: Helper(...), Merge(...), Tile(...), LinearAttention(...).
 The problems of helpers, merges and tiles run without a group except for `get_batch_on_this_cp_rank`; their definitions
-are in this package. Those of the level linear run on every rank of a group; they are in `conformance.linear`.
+are in this package. Those of the level linear run on every rank of a group; they are in `conformance.levels.linear`.
 
 helpers             every function of `thd`, well-formed calls
 helpers-malformed   calls that have no right answer: they must raise
@@ -26,10 +26,10 @@ from conformance.judge.run_record import Level
 from conformance.levels import helpers, kernel, merge
 from conformance.levels.helpers import HELPER_NAMES
 from conformance.levels.level_calls import Raised
+from conformance.levels.linear import play_linear
+from conformance.levels.linear.draw_linear import SIZES, convolutions, linear_attentions
+from conformance.levels.linear.linear_case import CausalConv1d, LinearAttention
 from conformance.levels.problem_text import LevelCase
-from conformance.linear import play_linear
-from conformance.linear.draw_linear import SIZES, convolutions, linear_attentions
-from conformance.linear.linear_case import CausalConv1d, LinearAttention
 
 __all__ = ["HELPER_NAMES", "LEVEL_TIERS", "LevelTier", "Raised"]
 

@@ -14,13 +14,17 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 import cp_ref
+from conformance.implementation import Implementation
+from conformance.levels.linear.linear_case import LinearAttention
+from conformance.levels.linear.linear_tensors import build_linear
+from conformance.levels.linear.play_linear import compare_linear, play_layer
 from cp_fast.linear.linear_plan import LinearPlan
 from cp_ref import SimGroup
 from cp_ref.common.linear.linear_calls import KINDS
 from cp_ref.simulator.sim_group import SimMember
 from cp_ref.spec import Problem, Sequence
 from tests.dist.workers import Processes
-from tests.linear.played import Layer, check_layer, compare_layer, exact_layer, play_layer
+from tests.linear.played import Layer, case_of, check_layer
 
 PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 CU, PADDED = torch.tensor([0, 7, 7, 16]), torch.tensor([0, 8, 10, 20])
@@ -217,16 +221,16 @@ LAYER = Layer(heads=1, shared=2, initial_state=True, output_final_state=True, ta
 
 def over_gloo(package: str, comm: str, layout: str) -> Any:
     """One process."""
-    size, name = dist.get_world_size(), {"a2a+p2p": 2, "a2a": dist.get_world_size()}
-    group: Any = init_device_mesh("cpu", (size // 2, 2)) if comm == "a2a+p2p" else dist.group.WORLD
-    problem = problem_of(size, comm, layout, name.get(comm, 1))
-    results, share = play_layer(importlib.import_module(package), problem, LAYER, 0, group)
-    return {name: x.numpy() for name, x in results.items()}, share.numpy()
+    case, module = case_over_processes(comm, layout), importlib.import_module(package)
+    group: Any = init_device_mesh("cpu", (2, 2)) if comm == "a2a+p2p" else dist.group.WORLD
+    cp = module.ContextParallel(group, comm, layout=layout)
+    results = play_layer(Implementation(module), case, build_linear(case), cp, dist.get_rank())
+    return {name: x.numpy() for name, x in results.items()}
 
 
-def problem_of(size: int, comm: str, layout: str, a2a_size: int) -> Problem:
-    heads: dict[str, Any] = {"heads_q": size, "heads_kv": size, "dtype": "float64"}
-    return Problem(size, THREE, comm, a2a_size, layout, "thd", **heads)
+def case_over_processes(comm: str, layout: str) -> LinearAttention:
+    heads: dict[str, Any] = {"heads_q": 4, "heads_kv": 4, "dtype": "float64"}
+    return case_of(Problem(4, THREE, comm, {"a2a+p2p": 2, "a2a": 4}.get(comm, 1), layout, "thd", **heads), LAYER)
 
 
 @pytest.fixture(scope="module")
@@ -242,9 +246,9 @@ def test_processes(four: Processes, comm: str, layout: str, package: str) -> Non
     ranks = []
     for found in four.run(over_gloo, package, comm, layout):
         assert not isinstance(found, Exception), found
-        results, share = found
-        ranks.append(({name: torch.from_numpy(x) for name, x in results.items()}, torch.from_numpy(share)))
-    compare_layer(ranks, exact_layer(problem_of(4, comm, layout, 1), LAYER, 0))
+        ranks.append({name: torch.from_numpy(x) for name, x in found.items()})
+    case = case_over_processes(comm, layout)
+    assert compare_linear(case, build_linear(case), ranks) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

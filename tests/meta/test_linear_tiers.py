@@ -13,7 +13,7 @@ from conformance import replay
 from conformance.draw.capabilities import EVERYTHING
 from conformance.implementation import Implementation, load
 from conformance.judge.run_record import RunRecord
-from conformance.linear.linear_case import CausalConv1d, LinearAttention
+from conformance.levels.linear.linear_case import CausalConv1d, LinearAttention
 from conformance.report.page import summary
 from conformance.run.play_problem import InProcess, Task, play_task, task_of
 from conformance.run.run_tiers import PROFILES, Profile, run_tier

@@ -19,7 +19,7 @@ _COMPOSED, _BACKWARD = "cp_fast.linear.linear_passes.entering_states", "cp_fast.
 
 
 def _reversed_order(state_tables: Any, steps: Any, *arguments: Any) -> Any:
-    """What comes before the last fragment of a scan is composed from its end."""
+    """A scan composes the maps before its last fragment in reverse."""
 
     def changed(scans: Scans) -> Scans:
         order: list[int] = []

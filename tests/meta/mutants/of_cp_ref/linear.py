@@ -13,11 +13,11 @@ from tests.meta.mutants.model import Mutant, wrap
 __all__ = ["MUTANTS"]
 
 _LAYER, _BACKWARD = "cp_ref.linear.attention_layer", "cp_ref.linear.attention_layer._LinearAttention.differentiate"
-_DG, _DBETA = 6, 7  # of what the backward pass returns
+_DG, _DBETA = 6, 7  # among the gradients of the backward pass
 
 
 def _reversed_order(documents: Any, scans: Any) -> Iterator[tuple[int, list[Any]]]:
-    """What comes before the last fragment of a scan is composed from its end."""
+    """A scan composes the maps before its last fragment in reverse."""
     for document, spans in documents(scans):
         yield document, [*spans[:-1][::-1], spans[-1]]
 
@@ -67,7 +67,7 @@ def _shorter_halo(halo: Any, self: Any, kernel_size: int) -> Any:
 
 
 def _halo_without_gradient(run: Any, direction: str, steps: Any, world: Any, comm: Any, compute: Any) -> None:
-    """What a tile adds to the gradient of rows of other ranks is thrown away."""
+    """A tile adds nothing to the gradient of rows of other ranks."""
 
     def dropping(tile: Any) -> None:
         compute(tile)

@@ -15,8 +15,14 @@ from conformance.implementation import Implementation, context
 from conformance.judge.compare_tensors import worst
 from conformance.judge.reference import Hang, describe_error, run_ranks
 from conformance.levels.level_calls import shape_findings
-from conformance.linear.linear_case import LinearAttention, LinearCase
-from conformance.linear.linear_tensors import LinearTensors, build_linear, exact_linear, judged_documents, judged_rows
+from conformance.levels.linear.linear_case import LinearAttention, LinearCase
+from conformance.levels.linear.linear_tensors import (
+    LinearTensors,
+    build_linear,
+    exact_linear,
+    judged_documents,
+    judged_rows,
+)
 from conformance.run.case_tensors import plan_arguments, real_tokens
 from conformance.run.placement import assemble, take_slice
 from conformance.run.play_case import UnsupportedCase

@@ -18,7 +18,7 @@ ACTIVATIONS = (None, "silu", "swish")
 
 @dataclass(frozen=True)
 class LinearCase(LevelCase):
-    """What both layers have: the batch, its slices, and the values."""
+    """The fields of both layers: the batch, its slices, and the values."""
 
     counts: ClassVar[tuple[str, ...]] = ("cp_size",)  # The fields that are positive integers.
     cp_size: int = 2
@@ -29,7 +29,7 @@ class LinearCase(LevelCase):
     a2a_size: int = 1
     tail: int = 0  # Slots behind the last document, for each rank; thd only.
     dtype: str = "float64"
-    wide: bool = False  # What may be in float32 beside a low dtype is: g and beta, weight and bias.
+    wide: bool = False  # g and beta, or weight and bias, are in float32 beside a low dtype.
     spoiled: int = -1  # The document whose tokens are NaN on the ranks; the others may not know. -1: none.
     seed: int = 0
 

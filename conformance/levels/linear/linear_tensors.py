@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from conformance.judge.reference import dense_causal_conv1d, dense_linear_attention
-from conformance.linear.linear_case import CausalConv1d, LinearAttention, LinearCase
+from conformance.levels.linear.linear_case import CausalConv1d, LinearAttention, LinearCase
 from conformance.run.case_tensors import real_tokens
 
 __all__ = ["LinearTensors", "build_linear", "exact_linear", "judged_documents", "judged_rows"]

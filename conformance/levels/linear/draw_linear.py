@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from conformance.draw.strategies import tables
-from conformance.linear.linear_case import ACTIVATIONS, LINEAR_KINDS, CausalConv1d, LinearAttention
+from conformance.levels.linear.linear_case import ACTIVATIONS, LINEAR_KINDS, CausalConv1d, LinearAttention
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS
 
 __all__ = ["SIZES", "batches", "convolutions", "linear_attentions"]
