@@ -18,6 +18,7 @@ import torch
 
 from cp_fast.backends.host_lengths import Cumulative, longest
 from cp_fast.backends.launch_scores import LaunchScores
+from cp_ref.common.scores.score_inputs import ScoreInputs
 from cp_ref.spec import Feature, ScoreOptions
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "StatefulBackend",
     "VarlenBatch",
     "backward_letting_go",
+    "check_score_inputs",
     "check_scores",
     "keeps_state",
 ]
@@ -164,8 +166,8 @@ class Gradients(NamedTuple):
 class Backend(Protocol):
     """One kernel library.
 
-    It may have `rounded_gradients` (`compile.passes.low_precision_grads`), and `backward_letting_go`, the function of
-    this name.
+    It may have `rounded_gradients` (`compile.passes.low_precision_grads`), and `backward_letting_go` and
+    `check_score_inputs`, the functions of these names.
     """
 
     name: str
@@ -217,6 +219,15 @@ def check_scores(backend: Backend, options: LaunchOptions) -> None:
     """Raise ValueError for scores that the backend's features already exclude, rather than compute something else."""
     for feature in options.features - backend.features:
         raise ValueError(f"backend {backend.name!r} has no {feature}: choose by Feature.{feature.name}")
+
+
+def check_score_inputs(backend: Backend, scores: ScoreOptions, inputs: ScoreInputs) -> None:
+    """Raise Unsupported for a score_mod that the backend cannot compile. A backend that compiles has a method of this
+    name; others run any function.
+    """
+    check = getattr(backend, "check_score_inputs", None)
+    if check is not None:
+        check(scores, inputs)
 
 
 def keeps_state(backend: Backend) -> TypeGuard[StatefulBackend]:

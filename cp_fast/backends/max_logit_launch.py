@@ -18,10 +18,12 @@ from cp_fast.backends.backend_protocol import (
     Partial,
     VarlenBatch,
     backward_letting_go,
+    check_score_inputs,
 )
 from cp_fast.backends.blockwise.placed_scores import modify, placed_scores
 from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize, fold, mask, score_blocks, size_of
-from cp_ref.spec import Feature
+from cp_ref.common.scores.score_inputs import ScoreInputs
+from cp_ref.spec import Feature, ScoreOptions
 
 __all__ = ["LargestLogit", "largest_logit"]
 
@@ -41,6 +43,10 @@ class LargestLogit:
     def why_not(self) -> str | None:
         """None where the library works, else its reason."""
         return self._library.why_not()
+
+    def check_score_inputs(self, scores: ScoreOptions, inputs: ScoreInputs) -> None:
+        """See the function of this name."""
+        check_score_inputs(self._library, scores, inputs)
 
     @torch.no_grad()
     def forward(

@@ -39,8 +39,11 @@ from cp_fast.backends.backend_protocol import (
 )
 from cp_fast.backends.fa4.fa4_cache import keep_on_disk
 from cp_fast.backends.fa4.fa4_recorded import Launches
+from cp_fast.backends.fa4.scores.launch_program import launch_program, traced_scores
+from cp_fast.backends.fa4.scores.score_calls import score_arguments, score_call
 from cp_fast.backends.padded_head_dims import round_up, trim, widen
-from cp_ref.spec import Feature
+from cp_ref.common.scores.score_inputs import ScoreInputs
+from cp_ref.spec import Feature, ScoreOptions
 
 __all__ = ["Fa4Backend"]
 
@@ -61,6 +64,9 @@ class Fa4Backend:
             Feature.HEAD_DIM_OVER_128,
             Feature.HEAD_DIM_ODD,
             Feature.SOFTCAP,
+            Feature.ALIBI,
+            Feature.SCORE_MOD,
+            Feature.DROPOUT,
             Feature.LSE_GRADIENT,
             Feature.DETERMINISTIC,
             Feature.IN_PLACE,
@@ -74,6 +80,10 @@ class Fa4Backend:
         """None where the library is installed, looks as expected and the GPU is a Hopper, else the reason."""
         return _why_not()
 
+    def check_score_inputs(self, scores: ScoreOptions, inputs: ScoreInputs) -> None:
+        """Trace the scores of a call; raise Unsupported for a score_mod that cannot be traced."""
+        traced_scores(inputs, scores.softcap)
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
     ) -> Partial:
@@ -81,7 +91,8 @@ class Fa4Backend:
         d, (d_qk, d_v) = v.shape[2], _forward_dims(q.shape[2], v.shape[2])
         tensors: list[torch.Tensor | None] = [_operand(q, d_qk), _operand(k, d_qk), _operand(v, d_v)]
         tensors += [segments.device_cu_q, segments.device_cu_kv]
-        out, lse = _launch("_flash_attn_fwd", tensors, _forward_numbers(segments.left, segments.right, options))
+        numbers = _forward_numbers(segments.left, segments.right, options._replace(score_inputs=None))
+        out, lse = _launch("_flash_attn_fwd", tensors, numbers, options)
         return Partial(trim(out, d), lse, None)
 
     def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
@@ -103,8 +114,8 @@ class Fa4Backend:
         tensors += [segments.device_cu_q, segments.device_cu_kv]
         del dout, q, k, v, out, lse, dlse
         longest = (segments.max_q, segments.max_kv) if options.deterministic else (0, 0)
-        numbers = _backward_numbers(segments.left, segments.right, options, *longest)
-        dq, dk, dv = _launch("_flash_attn_bwd", tensors, numbers)
+        numbers = _backward_numbers(segments.left, segments.right, options._replace(score_inputs=None), *longest)
+        dq, dk, dv = _launch("_flash_attn_bwd", tensors, numbers, options)
         return Gradients(trim(dq, dims[0]), trim(dk, dims[0]), trim(dv, dims[1]))
 
 
@@ -115,16 +126,29 @@ _FUNCTIONS = {  # The tensor arguments, and the number of results.
 }
 
 
-def _launch(name: str, tensors: list[torch.Tensor | None], numbers: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+def _launch(
+    name: str, tensors: list[torch.Tensor | None], numbers: dict[str, Any], options: LaunchOptions
+) -> tuple[torch.Tensor, ...]:
     """One of the library's functions, for one thread at a time and on the tensors' device."""
-    assert tensors[0] is not None
-    with _launch_lock, torch.cuda.device(tensors[0].get_device()):
-        return _launches(_interface(), name)(tensors, numbers)
+    first, count = tensors[0], 0
+    assert first is not None
+    if options.score_inputs is not None:
+        given = launch_program(options.score_inputs, options.scores)
+        tensors += given.tensors
+        count = len(given.tensors)
+        numbers = {**numbers, "softcap": 0.0, "program": given.program, "first_head": given.first_head}
+    with _launch_lock, torch.cuda.device(first.get_device()):
+        del first  # The kernels' operands are freed early.
+        return _launches(_interface(), name, count)(tensors, numbers)
 
 
 @cache
-def _launches(library: ModuleType, name: str) -> Launches:
-    return Launches(library, name, *_FUNCTIONS[name])
+def _launches(library: ModuleType, name: str, count: int) -> Launches:
+    """Recorded calls of a function. count: of tensors that scores read; 0 for plain scores."""
+    arguments, results = _FUNCTIONS[name]
+    if count == 0:
+        return Launches(library, getattr(library, name), arguments, results)
+    return Launches(library, score_call(library, name, count), (*arguments, *score_arguments(count)), results)
 
 
 @cache

@@ -6,7 +6,8 @@ results and accumulators, fills) and compiled kernels, in order. Equal calls, of
 only these, in the order that needs the least memory (`recorded_order`).
 
 The recorder watches the library's own calls and knows nothing of its logic. A call that does more with tensors than
-allocate, fill and launch is not recorded, and goes through the library each time.
+allocate, fill and launch is not recorded, and goes through the library each time. Tensors inside a kernel's tuple, such
+as those that a score_mod reads, are recorded like its other arguments.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cp_fast.backends.fa4.fa4_cache import says_when_it_compiles
 from cp_fast.backends.fa4.recorded_order import Step, in_little_memory
@@ -81,12 +83,15 @@ class Launches:
     """One of the library's functions: recorded calls of it. For one thread at a time.
 
     Args:
+        function: one of the library's, or one that calls it.
         arguments: the names of those that are tensors.
         results: how many of its first results are wanted.
     """
 
-    def __init__(self, library: ModuleType, name: str, arguments: Sequence[str], results: int) -> None:
-        self._library, self._function = library, getattr(library, name)
+    def __init__(
+        self, library: ModuleType, function: Callable[..., Any], arguments: Sequence[str], results: int
+    ) -> None:
+        self._library, self._function = library, function
         self._arguments, self._results = arguments, results
         self._records: dict[Any, _Record | None] = {}  # None: it cannot be recorded.
 
@@ -158,7 +163,12 @@ class _Watch(TorchDispatchMode):
 
     def launched(self, kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """A compiled kernel ran."""
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() != self._thread:
+            return
+        if any(_has_tensors(x) for x in arguments if not isinstance(x, torch.Tensor)):
+            flat, form = tree_flatten(arguments)
+            self._write(lambda *given: kernel(*tree_unflatten(given, form)), flat, {}, None)
+        else:
             self._write(kernel, arguments, {}, None)
 
     def _write(self, call: Any, arguments: Sequence[Any], options: dict[str, Any], made: torch.Tensor | None) -> None:

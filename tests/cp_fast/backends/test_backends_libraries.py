@@ -122,7 +122,7 @@ def test_fa4_holds_no_operand_that_its_launch_lets_go(monkeypatch: pytest.Monkey
     there = [weakref.ref(one.untyped_storage()) for one in x]
     x.clear()
 
-    def launch(name: str, tensors: list[torch.Tensor | None], numbers: Any) -> tuple[torch.Tensor, ...]:
+    def launch(name: str, tensors: list[torch.Tensor | None], *_: Any) -> tuple[torch.Tensor, ...]:
         assert all(one() is not None for one in there)
         tensors.clear()
         assert all(one() is None for one in there)

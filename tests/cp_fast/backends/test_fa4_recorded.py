@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -62,13 +62,17 @@ def library(kernels: Kernels, calls: list[str], extra: Any = None) -> ModuleType
     return module
 
 
+def launches_of(module: ModuleType) -> Launches:
+    return Launches(module, module.__dict__["function"], NAMES, 2)
+
+
 def expected(x: torch.Tensor, scale: float) -> list[torch.Tensor]:
     return [(x + 1).sum(-1) * scale, x + 1]
 
 
 def test_the_third_call_repeats_what_the_second_did() -> None:
     kernels, calls = Kernels(), []
-    launches = Launches(library(kernels, calls), "function", NAMES, 2)
+    launches = launches_of(library(kernels, calls))
     for n in range(5):
         x = torch.randn(4, 3)
         out = launches([x, None], {"scale": 2.0})
@@ -79,7 +83,7 @@ def test_the_third_call_repeats_what_the_second_did() -> None:
 
 def test_without_the_pass_each_call_goes_through_the_library() -> None:
     kernels, calls = Kernels(), []
-    launches = Launches(library(kernels, calls), "function", NAMES, 2)
+    launches = launches_of(library(kernels, calls))
     for n in range(5):
         x = torch.randn(4, 3)
         with switched_off("record_launches"):
@@ -103,7 +107,7 @@ def test_tensors_that_were_one_may_be_two_in_the_next_call() -> None:
     its.compile_cache = kernels
     module = ModuleType("stand-in")
     module.__dict__["function"] = its
-    launches, one = Launches(module, "function", ("first", "second"), 1), torch.randn(4, 3)
+    launches, one = Launches(module, its, ("first", "second"), 1), torch.randn(4, 3)
     for first, second in ((one, one), (one, one), (torch.randn(4, 3), torch.randn(4, 3))):
         (out,) = launches([first, second], {"scale": 2.0})
         torch.testing.assert_close(out, first.sum(-1) * 2)
@@ -111,7 +115,7 @@ def test_tensors_that_were_one_may_be_two_in_the_next_call() -> None:
 
 def test_what_nobody_else_holds_goes_when_no_kernel_needs_it_any_more() -> None:
     kernels, given, there = Kernels(), list[weakref.ref[torch.UntypedStorage]](), list[bool]()
-    launches = Launches(library(kernels, []), "function", NAMES, 2)
+    launches = launches_of(library(kernels, []))
 
     def looking(*arguments: Any) -> None:
         there.append(given[-1]() is not None)
@@ -142,7 +146,7 @@ def test_a_fill_never_comes_between_two_kernels() -> None:
 
 
 def test_results_are_new_memory_each_time() -> None:
-    launches = Launches(library(Kernels(), []), "function", NAMES, 2)
+    launches = launches_of(library(Kernels(), []))
     outs = [launches([torch.randn(4, 3), None], {"scale": 1.0})[0] for _ in range(4)]
     assert len({out.data_ptr() for out in outs}) == 4
 
@@ -160,7 +164,7 @@ def test_results_are_new_memory_each_time() -> None:
 )
 def test_what_a_launch_hangs_on_is_looked_at(other: torch.Tensor, scale: float) -> None:
     calls: list[str] = []
-    launches = Launches(library(Kernels(), calls), "function", NAMES, 2)
+    launches = launches_of(library(Kernels(), calls))
     for _ in range(3):
         launches([torch.randn(4, 3), None], {"scale": 2.0})
     before = len(calls)
@@ -174,7 +178,7 @@ def test_what_a_launch_hangs_on_is_looked_at(other: torch.Tensor, scale: float) 
 )
 def test_a_call_that_does_anything_else_goes_through_the_library(extra: Any) -> None:
     calls: list[str] = []
-    launches = Launches(library(Kernels(), calls, extra), "function", NAMES, 2)
+    launches = launches_of(library(Kernels(), calls, extra))
     for n in range(4):
         x = torch.randn(4, 3)
         torch.testing.assert_close(list(launches([x, None], {"scale": 2.0})), expected(x, 2.0))
@@ -191,7 +195,7 @@ def test_another_thread_that_uses_the_library_is_not_recorded() -> None:
             theirs.join()
 
     module = library(kernels, calls, meanwhile)
-    launches = Launches(module, "function", NAMES, 2)
+    launches = launches_of(module)
     for _ in range(4):
         x = torch.randn(4, 3)
         torch.testing.assert_close(list(launches([x, None], {"scale": 2.0})), expected(x, 2.0))
@@ -207,5 +211,36 @@ def test_the_library_has_its_own_cache_again_when_it_raises() -> None:
 
     module = library(kernels, [], refuse)
     with pytest.raises(ValueError, match="no"):
-        Launches(module, "function", NAMES, 2)([torch.randn(2, 2), None], {"scale": 2.0})
+        launches_of(module)([torch.randn(2, 2), None], {"scale": 2.0})
     assert module.__dict__["function"].compile_cache is kernels
+
+
+def test_tensors_inside_a_tuple_are_recorded_too() -> None:
+    """As those that a score_mod reads: the library passes them to its kernel in a record with numbers."""
+
+    class Aux(NamedTuple):
+        tensors: list[torch.Tensor]
+        scalars: tuple[int, ...]
+
+    def function(x: torch.Tensor, bias: torch.Tensor, *, scale: float) -> tuple[torch.Tensor]:
+        def kernel(x: torch.Tensor, aux: Aux, out: torch.Tensor) -> None:
+            with _disable_current_modes():
+                out.copy_(x * aux.tensors[0] + aux.scalars[0])
+
+        out = torch.empty_like(x)
+        if "kernel" not in its.compile_cache:
+            its.compile_cache["kernel"] = kernel
+        its.compile_cache["kernel"](x, Aux([bias], (3,)), out)
+        calls.append("called")
+        return (out,)
+
+    its, calls = cast(Any, function), list[str]()
+    its.compile_cache = {}
+    module = ModuleType("stand-in")
+    module.__dict__["function"] = its
+    launches = Launches(module, its, NAMES, 1)
+    for _ in range(4):
+        x, bias = torch.randn(4), torch.randn(4)
+        (out,) = launches([x, bias], {"scale": 2.0})
+        torch.testing.assert_close(out, x * bias + 3)
+    assert calls == ["called"] * 2

@@ -1,0 +1,112 @@
+"""What a launch with scores passes to the library: a program, and the tensors and the number that it reads.
+
+A program is made once for each function, dtypes of captured tensors, and kind of places. So other tensors, and other
+lengths, compile no new kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from cp_fast.backends.fa4.scores.score_program import Places, ScoreProgram
+from cp_fast.backends.fa4.scores.trace_scores import TracedScores, trace_scores
+from cp_fast.backends.launch_scores import LaunchScores
+from cp_ref.common.scores.score_inputs import ScoreInputs
+from cp_ref.spec import ScoreOptions, Unsupported
+
+__all__ = ["LaunchProgram", "launch_program", "traced_scores"]
+
+SLOPES = "alibi slopes"  # No argument of a function has this name.
+
+Form = tuple[str, torch.dtype, tuple[int, ...]]  # A captured tensor: name, dtype, shape.
+
+
+class LaunchProgram(NamedTuple):
+    """The program of a launch, its tensors in `launch_tensors`' order, and its first query head."""
+
+    program: ScoreProgram
+    tensors: list[torch.Tensor]
+    first_head: int
+
+
+def launch_program(given: LaunchScores, options: ScoreOptions) -> LaunchProgram:
+    """The program of a launch, and what it reads."""
+    inputs, positions = given.inputs, given.positions
+    captured = _captured(inputs)
+    by_segment = positions.segment_places is not None
+    places = Places(by_segment=by_segment, aligned=by_segment and positions.aligned)
+    traced = _traced(inputs.score_mod, options.softcap, _forms(captured))
+    program = _program(traced, places, inputs.dropout_p, inputs.score_mod is not None)
+    if positions.segment_places is not None:
+        tensors = [positions.segment_places.flatten()]
+    else:
+        tensors = [positions.q_documents, positions.q_positions, positions.q_diagonals, positions.k_positions]
+    if inputs.dropout_seed is not None and inputs.dropout_p:
+        tensors.append(inputs.dropout_seed.reshape(1).view(torch.int32))  # The low 32 bits, and the high ones.
+    return LaunchProgram(program, [*tensors, *(_flat(captured[name]) for name in traced.captured)], given.first_head)
+
+
+def traced_scores(inputs: ScoreInputs, softcap: float) -> TracedScores:
+    """The scores of a call, traced.
+
+    Raises:
+        Unsupported: score_mod has an operation that no expression has.
+    """
+    return _traced(inputs.score_mod, softcap, _forms(_captured(inputs)))
+
+
+def _captured(inputs: ScoreInputs) -> Mapping[str, torch.Tensor]:
+    slopes = {} if inputs.alibi_slopes is None else {SLOPES: inputs.alibi_slopes}
+    return {**slopes, **inputs.aux_tensors}
+
+
+def _forms(captured: Mapping[str, torch.Tensor]) -> tuple[Form, ...]:
+    for name, x in captured.items():
+        if not 0 < x.numel() < 2**31:
+            reason = f"aux_tensors[{name!r}] has shape {list(x.shape)}; it must have from 1 to 2**31 - 1 elements"
+            raise Unsupported("score_mod on backend 'fa4'", {}, reason)
+    return tuple((name, x.dtype, tuple(x.shape)) for name, x in captured.items())
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """All elements in one row: the kernel knows the sizes, so that strides decide nothing."""
+    return x.contiguous().view(torch.uint8 if x.dtype == torch.bool else x.dtype).flatten()
+
+
+@lru_cache(256)
+def _traced(score_mod: Callable[..., torch.Tensor] | None, softcap: float, forms: tuple[Form, ...]) -> TracedScores:
+    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in forms}
+    name = getattr(score_mod, "__qualname__", "score_mod")
+    return trace_scores(_whole(score_mod, softcap), tensors, f"score_mod {name}")
+
+
+@lru_cache(256)
+def _program(traced: TracedScores, places: Places, dropout_p: float, guarded: bool) -> ScoreProgram:
+    return ScoreProgram(traced, places, dropout_p, guarded=guarded)
+
+
+def _whole(score_mod: Callable[..., torch.Tensor] | None, softcap: float) -> Callable[..., torch.Tensor]:
+    """All that happens to a score, from scale * q.k to the mask: `cp_ref.common.scores`."""
+
+    def modified(
+        score: torch.Tensor,
+        b: torch.Tensor,
+        h: torch.Tensor,
+        q_idx: torch.Tensor,
+        kv_idx: torch.Tensor,
+        diagonal: torch.Tensor,
+        **captured: Any,
+    ) -> torch.Tensor:
+        slopes = captured.pop(SLOPES, None)
+        if softcap > 0:
+            score = softcap * torch.tanh(score / softcap)
+        if slopes is not None:
+            slope = slopes[h] if slopes.dim() == 1 else slopes[b, h]
+            score = score - slope * (diagonal - kv_idx).abs()
+        return score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx, **captured)
+
+    return modified
