@@ -12,6 +12,10 @@ in units of plain PyTorch's). What is drawn, at cp 2, 3, 4 and 8 in bfloat16 and
     layouts    these without attention slices, with more self-attention; of it half has a table of the user's for a
                layout, where one can be
     areas      `tests.masks.problems`, every layout, of up to some 700 rows
+    alibi, score_mod, dropout
+               cases without attention slices and windows, in bfloat16, each with this one score of places
+
+No other kind has scores of places.
 
 Over NCCL groups have two ranks and more, up to the number of GPUs; cp_fast chooses the backend, and carries messages
 through peer memory where it can (`CP_FAST_MESSAGES`). Head dims and softcaps are folded onto a few, since each
@@ -93,7 +97,8 @@ def folded(case: Case) -> Case:
     equal = 64 if p.d_qk <= 16 else 128
     d_qk, d_v = (192, 128) if p.d_qk > p.d_v else (equal, equal)
     softcap = 30.0 if p.softcap else 0.0
-    return replace(case, problem=replace(p, d_qk=d_qk, d_v=d_v, softcap=softcap, softmax_scale=None))
+    problem = replace(p, d_qk=d_qk, d_v=d_v, softcap=softcap, softmax_scale=None, score_mod="", dropout_p=0.0)
+    return replace(case, problem=problem, alibi="")
 
 
 def scaled(problem: Problem, times: int) -> Problem:
@@ -133,10 +138,31 @@ def of_areas(draw: st.DrawFn, capabilities: Capabilities, cp_sizes: Sequence[int
     )
 
 
+def of_scores(
+    alibi: Sequence[str] = ("",), score_mods: Sequence[str] = ("",), dropout: Sequence[float] = (0.0,)
+) -> Callable[[Capabilities, Sequence[int]], st.SearchStrategy[Case]]:
+    """Cases with one score of places, on few kernels: 8 heads over 2 or 6 over 3, head dim 128, no window."""
+
+    @st.composite
+    def drawn(draw: st.DrawFn, capabilities: Capabilities, cp_sizes: Sequence[int]) -> Case:
+        plain = replace(capabilities, choices=capabilities.choices | {"window": (), "areas": (), "softcap": ("off",)})
+        case = folded(draw(cases(plain, cp_sizes=cp_sizes, dtypes=("bfloat16",))))
+        scores: dict[str, Any] = {"score_mod": draw(st.sampled_from(score_mods)), "softcap": 0.0}
+        scores |= {"dropout_p": draw(st.sampled_from(dropout))}
+        heads = (6, 3) if case.problem.a2a_size == 3 else (8, 2)
+        problem = replace(case.problem, heads_q=heads[0], heads_kv=heads[1], d_qk=128, d_v=128, **scores)
+        return replace(case, problem=problem, alibi=draw(st.sampled_from(alibi)), deterministic=False)
+
+    return drawn
+
+
 KINDS: dict[str, Callable[[Capabilities, Sequence[int]], st.SearchStrategy[Case]]] = {
     "anything": lambda capabilities, cp_sizes: cases(capabilities, cp_sizes=cp_sizes, dtypes=DTYPES).map(folded),
     "layouts": of_layouts,
     "areas": of_areas,
+    "alibi": of_scores(alibi=("head", "document")),
+    "score_mod": of_scores(score_mods=("near", "hidden")),
+    "dropout": of_scores(dropout=(0.25, 0.5)),
 }
 
 

@@ -165,6 +165,31 @@ def test_what_each_compiler_pass_is_worth() -> None:
         assert f"| {title} | {' | '.join(cells)} |" in PAGE
 
 
+def test_what_scores_of_places_cost() -> None:
+    """The table of docs/how_to/scores.md: launches as multiples of plain ones."""
+    page = (ROOT / "docs" / "how_to" / "scores.md").read_text()
+    rows = {row["case"]: row for row in record("scores_1x_h200.csv")}
+    names = {
+        "ALiBi": "alibi",
+        "a scaled score and a bias by head and distance, traced": "bias, traced",
+        "dropout": "dropout",
+        "ALiBi and dropout": "alibi and dropout",
+        "ALiBi with places by row": "alibi by rows",
+        "dropout with places by row": "dropout by rows",
+    }
+    plain = rows["plain"]
+
+    def line(name: str, case: str) -> str:
+        ratios = [f"{float(rows[case][key]) / float(plain[key]):.2f}" for key in ("forward_ms", "backward_ms")]
+        return f"| {name} | {ratios[0]} | {ratios[1]} |\n"
+
+    for name, case in names.items():
+        text = line(name, case)
+        if (own := f"{case.partition(',')[0]}, the library's score_mod") in rows and "by" not in case:
+            text += line("the same as FlashAttention 4's own `score_mod`, by hand", own)
+        assert text in page
+
+
 def test_what_offload_costs() -> None:
     runs = json.loads((ROOT / "benchmarks" / "results" / "long_context_2x_h200.json").read_text())["runs"]
     offloaded, kept = runs[:2]

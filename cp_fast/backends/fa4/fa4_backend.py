@@ -38,6 +38,7 @@ from cp_fast.backends.backend_protocol import (
     VarlenBatch,
 )
 from cp_fast.backends.fa4.fa4_cache import keep_on_disk
+from cp_fast.backends.fa4.fa4_hooks import changed_hook
 from cp_fast.backends.fa4.fa4_recorded import Launches
 from cp_fast.backends.fa4.scores.launch_program import launch_program, traced_scores
 from cp_fast.backends.fa4.scores.score_calls import score_arguments, score_call
@@ -47,6 +48,7 @@ from cp_ref.spec import Feature, ScoreOptions
 
 __all__ = ["Fa4Backend"]
 
+_RELEASE = "4.0.0b36, the release that this backend is written for"
 _launch_lock = Lock()
 _SEVERAL_BLOCKS = 257  # More rows than two blocks of any kernel.
 
@@ -173,10 +175,14 @@ def _why_not() -> str | None:
             f"importing flash_attn.cute.interface (pip install flash-attn-4) failed: {type(error).__name__}: {error}"
         )
     both = {"cu_seqlens_q", "cu_seqlens_k", "window_size_left", "window_size_right", "softmax_scale", "softcap"}
-    for name, arguments in (("_flash_attn_fwd", {"return_lse"}), ("_flash_attn_bwd", {"deterministic", "dlse"})):
+    both |= {"score_mod", "aux_tensors", "aux_scalars"}
+    forward, backward = {"return_lse", "pack_gqa"}, {"deterministic", "dlse", "score_mod_bwd"}
+    for name, arguments in (("_flash_attn_fwd", forward), ("_flash_attn_bwd", backward)):
         function = getattr(library, name, None)
         if function is None or not both | arguments <= set(inspect.signature(function).parameters):
-            return f"this flash-attn-4 has another {name} than 4.0.0b36, the release that this backend is written for"
+            return f"this flash-attn-4 has another {name} than {_RELEASE}"
+    if (hook := changed_hook(library)) is not None:
+        return f"this flash-attn-4 has another {hook} than {_RELEASE}"
     return None
 
 

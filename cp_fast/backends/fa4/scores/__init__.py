@@ -6,5 +6,5 @@ cute_operations  expressions become CuTe, the language of the library's kernels
 cute_philox      the random words of dropout in CuTe
 score_tiles      scores of one tile of a kernel
 score_kernels    the library's kernels with these scores
-launch_scores    what a launch passes to the library
+launch_program   what a launch passes to the library
 """
