@@ -197,3 +197,15 @@ def test_what_offload_costs() -> None:
     assert offloaded["losses"] == kept["losses"]
     fewer = f"{100 - 100 * offloaded['tokens_per_s'] / kept['tokens_per_s']:.1f} %"
     assert f"{offloaded['peak_gib']} GiB a GPU instead of {kept['peak_gib']}, at {fewer} fewer tokens" in page
+
+
+def test_the_speed_of_linear_attention() -> None:
+    times = json.loads((ROOT / "benchmarks" / "results" / "linear_1x_h200.json").read_text())["speed"]["ms"]
+    page = (ROOT / "docs" / "how_to" / "hybrid.md").read_text()
+    ours = {name: row for name, row in times.items() if name.startswith("cp_fast, ")}
+    assert len(ours) == 5
+    for name, row in ours.items():
+        alone = times["kernel alone, documents" if "documents" in name else "kernel alone"]
+        forward, both, gpu_forward, gpu_both = (f"{a / b:.2f}" for a, b in zip(alone, row, strict=True))
+        title = name.removeprefix("cp_fast, ")
+        assert f"| {title} | {gpu_forward}, {gpu_both} | {forward}, {both} |" in page
