@@ -86,7 +86,8 @@ def _while_compiling(
     arguments: dict[str, Any],
 ) -> Any:
     """A call under torch.compile: an operator of the graph if there is a plan, else a graph break."""
-    if not isinstance(plan, Plan) or any(hasattr(x, "placements") for x in given.values()) or not scores.travel:
+    eager = not scores.travel or arguments.get("score_mod") is not None  # a digest is no part of a graph
+    if eager or not isinstance(plan, Plan) or any(hasattr(x, "placements") for x in given.values()):
         from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as slow as importing PyTorch
 
         arguments = {**given, "cp": cp, "softmax_offset": softmax_offset, "plan": plan, **arguments, **scores._asdict()}

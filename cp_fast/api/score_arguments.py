@@ -100,14 +100,14 @@ class ScoreArguments(NamedTuple):
         return device, names, *kinds, type(seed), *more
 
     def kinds(self) -> tuple[tuple[str, object], ...]:
-        """What the ranks agree on before a new plan: names, dtypes and shapes, but no value. Only of checked ones."""
+        """Names, dtypes and shapes, but no value: the ranks agree on these before a new plan. Only of checked ones."""
         found = dict(kinds(**self._asdict()))
         if isinstance(self.dropout_seed, int):
             found["dropout_seed"] = "int"  # every step has another
         return tuple(sorted(found.items()))
 
     def values(self) -> tuple[tuple[str, object], ...]:
-        """What the ranks agree on before each call: the values too, which are read on the host."""
+        """The same with digests of all values, which the host reads: the ranks agree on these before a checked call."""
         if not self.travel:
             return ()  # Their check says what is wrong.
         given: dict[str, Any] = {"alibi_slopes": self.alibi_slopes, "dropout_seed": self.dropout_seed}

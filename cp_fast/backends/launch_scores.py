@@ -1,4 +1,4 @@
-"""What a launch knows of its rows and heads where scores depend on their places: ALiBi, score_mod, dropout."""
+"""The places of a launch's rows and heads, for ALiBi, score_mod and dropout."""
 
 from __future__ import annotations
 

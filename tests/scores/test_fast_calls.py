@@ -52,6 +52,7 @@ WAYS: dict[str, Any] = {
     "selective": lambda f, *x: checkpoint(f, *x, use_reentrant=False, context_fn=SELECTIVE),
     "saved": lambda f, *x: checkpoint(f, *x, use_reentrant=False, context_fn=save_attention()),
     "offloaded": lambda f, *x: checkpoint(f, *x, use_reentrant=False, context_fn=save_attention(offload=True)),
+    "compiled, with the function": lambda f, *x: torch.compile(partial(f, **OF_PLAN), backend="aot_eager")(*x),
     "known": lambda f, *x: (f(*x), f(*x))[1],
 }
 

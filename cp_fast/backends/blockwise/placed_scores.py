@@ -12,7 +12,7 @@ __all__ = ["dropped", "modify", "placed_scores", "pulled_back"]
 
 
 def placed_scores(launch: LaunchScores | None, block: ScoreBlock, columns: slice) -> PairScores | None:
-    """What changes the scores of a block, as scores [H * g, R, C]; None for nothing."""
+    """The inputs of a block's scores [H * g, R, C] with their places; None if scores depend on q and k alone."""
     if launch is None:
         return None
     at, rows = launch.positions, block.rows
