@@ -99,7 +99,7 @@ class Call(NamedTuple):
         check_offset(problem, self.offset, q)
         inputs = read_score_inputs(problem, self.problem["score_mod"], q, **self.scores._asdict())
         check_score_inputs(backend, problem.scores, inputs)
-        return Agreement(problem, extras=self._extras()), backend, q.device
+        return Agreement(problem, extras=self._extras(), compared=self.scores.seed), backend, q.device
 
     def made(self, earlier: Iterable[Plan]) -> Made:
         """An earlier plan of the same problem, or a new one."""

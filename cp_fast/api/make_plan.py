@@ -272,7 +272,7 @@ def prepared(
     tables) is then raised on all. Sends nothing, and keeps no reference to the group.
     """
     kernels(device.type)
-    problem, room, _ = agreement
+    problem, room = agreement.problem, agreement.room
     packing = Packing(problem, may_fold=custom is None and is_on("fold_batch"))
     head_chunks = choose_head_chunks(problem) if custom is None else ()
     if custom is None:

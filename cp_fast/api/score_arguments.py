@@ -102,9 +102,14 @@ class ScoreArguments(NamedTuple):
     def kinds(self) -> tuple[tuple[str, object], ...]:
         """Names, dtypes and shapes, but no value: the ranks agree on these before a new plan. Only of checked ones."""
         found = dict(kinds(**self._asdict()))
-        if isinstance(self.dropout_seed, int):
-            found["dropout_seed"] = "int"  # every step has another
+        if self.seed:  # Every step has another.
+            del found["dropout_seed"]
         return tuple(sorted(found.items()))
+
+    @property
+    def seed(self) -> tuple[tuple[str, object], ...]:
+        """The seed, if the host knows it."""
+        return (("dropout_seed", self.dropout_seed),) if isinstance(self.dropout_seed, int) else ()
 
     def values(self) -> tuple[tuple[str, object], ...]:
         """The same with digests of all values, which the host reads: the ranks agree on these before a checked call."""

@@ -133,5 +133,5 @@ def _read_plan_arguments(given: dict[str, Any]) -> tuple[Agreement, torch.device
 def plan_together(cp: Any, read: Callable[[], tuple[Agreement, torch.device]]) -> Plan:
     """Read this rank's arguments and compare them with the other ranks': all get their plan, or all raise."""
     check_context(cp, ContextParallel)
-    (problem, room, _), device = read_together(cp.comm, read, lambda found: found[0])
-    return Plan(problem, cp.rank, device, room)
+    agreement, device = read_together(cp.comm, read, lambda found: found[0])
+    return Plan(agreement.problem, cp.rank, device, agreement.room)

@@ -149,6 +149,21 @@ def test_the_largest_logit_of_a_separate_pass(scale: float, softcap: float) -> N
         assert (largest_logit(q, k, segments, options) - wanted).abs().max() < 1e-5
 
 
+def test_seeds_are_compared_where_the_ranks_agree() -> None:
+    """A first call without a plan is one of these; later ones compare nothing, and need no agreement for a new seed."""
+
+    def one(member: SimMember) -> None:
+        cp = cp_fast.ContextParallel(member)
+        q, k, v = leaves(member)
+        with pytest.raises(ValueError, match=r"rank 0 has dropout_seed=3 where rank 1|rank 1 has dropout_seed=4 where"):
+            cp_fast.attention(q, k, v, cp=cp, dropout_p=0.5, dropout_seed=3 + member.rank)
+        for seed in (3, 4):
+            cp_fast.attention(q, k, v, cp=cp, dropout_p=0.5, dropout_seed=seed)
+        assert len(cp.agreements.fingerprints) == 1
+
+    SimGroup(2).run(one)
+
+
 class WithoutPlaces:
     """The library "cpu" without these features."""
 

@@ -51,22 +51,25 @@ class Room:
 class Agreement(NamedTuple):
     """The problem, the room and the options that all ranks must have in common: see `agree`.
 
-    `extras`: other values that decide which messages are sent, by name, such as ("return_max_logit", True).
+    `extras`: other values that decide which messages are sent, by name, such as ("return_max_logit", True). `compared`:
+    those that differ from call to call, such as a seed. They are compared too where the ranks compare anything, but an
+    agreement is known by the others alone.
     """
 
     problem: Problem
     room: Room | None = None
     extras: tuple[tuple[str, object], ...] = ()
+    compared: tuple[tuple[str, object], ...] = ()
 
     @property
     def fingerprint(self) -> bytes:
-        """32 bytes that are equal where all of it is equal."""
+        """32 bytes that are equal where all of it but `compared` is equal."""
         return blake2b(self.problem.fingerprint + repr((self.room, self.extras)).encode()).digest()[:32]
 
     def __str__(self) -> str:
         """The problem's canonical text, with the rest before its last bracket."""
         room = [] if self.room is None else [(name, getattr(self.room, name)) for name in _NAMES]
-        words = "".join(f", {name}={value}" for name, value in (*room, *self.extras))
+        words = "".join(f", {name}={value}" for name, value in (*room, *self.extras, *self.compared))
         return f"{str(self.problem).removesuffix(')')}{words})"
 
 

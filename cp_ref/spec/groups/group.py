@@ -110,13 +110,14 @@ def agree(group: Group, problem: Agreed | None, error: Exception | None) -> None
         names the rank and quotes its error. Either all ranks raise or no rank does, so no rank is left waiting.
     """
     complaint = None if error is None else f"{type(error).__name__}: {error}"
-    everyone = group.all_gather_object((None if problem is None else problem.fingerprint, complaint))
+    mine = None if problem is None else (problem.fingerprint, getattr(problem, "compared", ()))
+    everyone = group.all_gather_object((mine, complaint))
     if error is not None:
         raise error
     for rank, (_, refused) in enumerate(everyone):
         if refused is not None:
             raise ValueError(f"rank {rank} refused its arguments, so rank {group.rank} does not start: {refused}")
-    if all(fingerprint == everyone[0][0] for fingerprint, _ in everyone):
+    if all(theirs == everyone[0][0] for theirs, _ in everyone):
         return
     texts = group.all_gather_object(str(problem))  # all ranks see the same fingerprints, so all come here
     for rank, text in enumerate(texts):
