@@ -202,6 +202,6 @@ def test_a_library_without_them_is_never_asked() -> None:
     with patch("cp_fast.backends.BACKENDS", (WithoutPlaces(),)):
         planned, *others = SimGroup(2).run(one)[0]
     assert "the plan's backend 'plain'" in planned
-    assert "make the plan with a ContextParallel of backend='cpu' or backend='torch'" in planned
+    assert "make the plan with a ContextParallel of backend='fa4' or backend='cpu' or backend='torch'" in planned
     for name, text in zip(("alibi_slopes", "dropout", "dropout", "score_mod"), others, strict=True):
         assert name in text
