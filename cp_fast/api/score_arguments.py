@@ -130,8 +130,8 @@ class ScoreArguments(NamedTuple):
         return (
             isinstance(named, dict)
             and all(isinstance(name, str) and " " not in name for name in named)
-            and all(x is None or isinstance(x, torch.Tensor) for x in (self.alibi_slopes, *named.values()))
-            and (seed is None or isinstance(seed, torch.Tensor) or (type(seed) is int and -(2**63) <= seed < 2**63))
+            and all(x is None or _has_shape(x) for x in (self.alibi_slopes, *named.values()))
+            and (seed is None or _has_shape(seed) or (type(seed) is int and -(2**63) <= seed < 2**63))
         )
 
     def packed(self, device: torch.device | None = None) -> tuple[list[torch.Tensor], str]:
@@ -155,6 +155,11 @@ class ScoreArguments(NamedTuple):
 
 
 NOTHING = ScoreArguments()
+
+
+def _has_shape(x: Any) -> bool:
+    """Whether it is a tensor with a shape, which nested tensors lack."""
+    return isinstance(x, torch.Tensor) and not x.is_nested
 
 
 def _digest(x: torch.Tensor) -> str:

@@ -87,16 +87,23 @@ def planned(cp: Any) -> Arguments:
     return {"cp": cp, "batch_size": 1, "seqlen_q": 16, **SIZES}
 
 
-def of_linear_attention(cp: Any) -> Arguments:
+def of_linear_attention(package: Any) -> Callable[[Any], Arguments]:
     """The gated delta rule, with the plan."""
-    q, k, v = local(cp)
-    gates = {"g": -torch.ones(1, 8, 2), "beta": torch.full((1, 8, 2), 0.5)}
-    return {"q": q, "k": k / 8, "v": v, **gates, "cp": cp, "plan": cp_ref.make_plan(**planned(cp), linear=True)}
+
+    def arguments(cp: Any) -> Arguments:
+        q, k, v = local(cp)
+        gates = {"g": -torch.ones(1, 8, 2), "beta": torch.full((1, 8, 2), 0.5)}
+        return {"q": q, "k": k / 8, "v": v, **gates, "cp": cp, "plan": package.make_plan(**planned(cp), linear=True)}
+
+    return arguments
 
 
-def of_causal_conv1d(cp: Any) -> Arguments:
-    plan = cp_ref.make_plan(**planned(cp), linear=True)
-    return {"x": local(cp)[0].flatten(2), "weight": torch.ones(16, 4), "bias": torch.ones(16), "cp": cp, "plan": plan}
+def of_causal_conv1d(package: Any) -> Callable[[Any], Arguments]:
+    def arguments(cp: Any) -> Arguments:
+        plan, x = package.make_plan(**planned(cp), linear=True), local(cp)[0].flatten(2)
+        return {"x": x, "weight": torch.ones(16, 4), "bias": torch.ones(16), "cp": cp, "plan": plan}
+
+    return arguments
 
 
 def helper(name: str) -> Callable[[Any], Arguments]:
@@ -226,10 +233,9 @@ TARGETS |= {
     ),
 }  # fmt: skip
 
-TARGETS |= {
-    "linear_attention": Target(cp_ref.linear_attention, of_linear_attention, cp_ref),
-    "causal_conv1d": Target(cp_ref.causal_conv1d, of_causal_conv1d, cp_ref),
-}
+for _package, _of in ((cp_fast, ""), (cp_ref, " of cp_ref")):
+    TARGETS["linear_attention" + _of] = Target(_package.linear_attention, of_linear_attention(_package), _package)
+    TARGETS["causal_conv1d" + _of] = Target(_package.causal_conv1d, of_causal_conv1d(_package), _package)
 
 _MASKS: dict[str, Arguments] = {
     "block_causal": {"length": 8, "block": 2},
