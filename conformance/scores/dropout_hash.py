@@ -6,12 +6,15 @@ probes hold every result against this one.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = ["kept_pairs", "philox"]
 
 Words = NDArray[np.uint64]
+Places = NDArray[np.integer[Any]]
 _MASK = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
@@ -32,7 +35,9 @@ def philox(counter: tuple[Words, Words, Words, Words], key: int, rounds: int = 7
     return x0, x1, x2, x3
 
 
-def kept_pairs(document: int, head: int, q_idx: Words, kv_idx: Words, seed: int, dropout_p: float) -> NDArray[np.bool_]:
+def kept_pairs(
+    document: int, head: int, q_idx: Places, kv_idx: Places, seed: int, dropout_p: float
+) -> NDArray[np.bool_]:
     """Whether each pair is kept: bool [n, m].
 
     Args:

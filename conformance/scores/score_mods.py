@@ -95,7 +95,7 @@ def aux_tensors(problem: Problem, device: str | torch.device = "cpu") -> dict[st
 
     >>> from cp_ref.spec import Sequence
     >>> aux_tensors(Problem(1, (Sequence(3, 3, 3, 3),), heads_q=4, score_mod="by_head"))
-    {'factor': tensor([1.2500, 1.0000, 0.7500, 0.5000])}
+    {'factor': tensor([1.0000, 0.6250, 1.2500, 0.8750])}
     """
     if problem.score_mod not in _AUX:
         return None
@@ -108,4 +108,4 @@ def aux_tensors(problem: Problem, device: str | torch.device = "cpu") -> dict[st
 def _values(count: int, low: float, high: float, salt: int) -> Tensor:
     """[count], at least one: eight values from low to high, in an order that looks random."""
     n = torch.arange(1, max(1, count) + 1, dtype=torch.int64) + 1000 * salt
-    return low + (n * 2654435761 >> 13) % 8 * ((high - low) / 7)
+    return low + (n * 2654435761 % 2**32 >> 29) * ((high - low) / 7)

@@ -60,10 +60,10 @@ class _Everyone:
 
 def test_ranks_that_agree_compare_fingerprints_alone() -> None:
     problem = Problem(2, (Sequence(8, 8, 8, 8),))
-    agree(_Everyone((problem.fingerprint, None)), problem, None)  # type: ignore[arg-type]
+    agree(_Everyone(((problem.fingerprint, ()), None)), problem, None)  # type: ignore[arg-type]
 
 
 def test_ranks_that_differ_are_told_where() -> None:
     mine, other = Problem(2, (Sequence(8, 8, 8, 8),)), Problem(2, (Sequence(8, 8, 8, 8),), softcap=2.0)
     with pytest.raises(ValueError, match=r"rank 0 has .* where rank 1 has softcap=2.0"):
-        agree(_Everyone((other.fingerprint, None), str(other)), mine, None)  # type: ignore[arg-type]
+        agree(_Everyone(((other.fingerprint, ()), None), str(other)), mine, None)  # type: ignore[arg-type]
