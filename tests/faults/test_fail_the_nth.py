@@ -78,9 +78,9 @@ def operations(n: int) -> Iterator[Nth]:
     """Of making a plan; what an agreement itself needs is PyTorch's."""
     nth, prepared = Nth(n, no_memory), cp_fast.api.make_plan.prepared  # pyright: ignore[reportAttributeAccessIssue]
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         with Operations(nth):
-            return prepared(*arguments)
+            return prepared(*arguments, **options)
 
     with mock.patch("cp_fast.api.make_plan.prepared", counted):
         yield nth
