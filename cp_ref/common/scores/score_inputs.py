@@ -13,7 +13,7 @@ import torch
 from cp_ref.common.scores.score_mod import ScoreMod, check_result, parameters_of
 from cp_ref.spec import Feature, Problem, Room, check_data, check_one_document, kind_of
 
-__all__ = ["PLAIN", "ScoreInputs", "asked_features", "kinds", "read_score_inputs"]
+__all__ = ["PLAIN", "ScoreInputs", "kinds", "read_score_inputs"]
 
 _NO_TENSORS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
@@ -63,20 +63,6 @@ class ScoreInputs(NamedTuple):
 
 
 PLAIN = ScoreInputs()
-
-
-def asked_features(alibi_slopes: Any, aux_tensors: Any, dropout_seed: Any) -> frozenset[Feature]:
-    """The features that a call's arguments ask for, nothing checked.
-
-    >>> sorted(asked_features(None, {}, 7))
-    [<Feature.DROPOUT: 'dropout'>]
-    """
-    asked = {
-        Feature.ALIBI: alibi_slopes is not None,
-        Feature.SCORE_MOD: aux_tensors is not None and not (isinstance(aux_tensors, Mapping) and not aux_tensors),
-        Feature.DROPOUT: dropout_seed is not None,
-    }
-    return frozenset(feature for feature, wanted in asked.items() if wanted)
 
 
 def kinds(alibi_slopes: Any, aux_tensors: Any, dropout_seed: Any) -> tuple[tuple[str, object], ...]:
