@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,8 @@ Schedules = Annotated[str, typer.Option(help="cp_comm_type, several with commas.
 def connect(
     rank: int, size: int, folder: str | Path, device: str = "cuda", seconds: float | None = None
 ) -> torch.device:
-    """Join the group of all ranks, over NCCL or gloo, which meet in a folder.
+    """Join the group of all ranks, over NCCL or gloo, which meet in a folder. With fewer GPUs than ranks, ranks share a
+    GPU: NCCL takes each for a host of its own and sends through sockets, which is right and slow.
 
     Args:
         device: "cuda" or "cpu".
@@ -32,8 +34,10 @@ def connect(
         The rank's device; a GPU is the process's current one.
     """
     on_gpu = device == "cuda"
-    place = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    place = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if on_gpu:
+        if size > torch.cuda.device_count():
+            os.environ |= {"NCCL_HOSTID": f"rank {rank}", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
         torch.cuda.set_device(place)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
