@@ -5,7 +5,6 @@ versions of PyTorch are tried with, that is, what leans on PyTorch most. And pro
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,16 +66,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.extras)
         if smokes(item.path):
             item.add_marker(pytest.mark.smoke)
-
-
-@pytest.fixture(autouse=True)
-def no_stand_in_for_flash_attn() -> None:
-    """The stand-in for flash-attn, which an adapter of an earlier test left, is gone: transformers looks for the
-    package.
-    """
-    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
-        if (module := sys.modules.get(name)) is not None and module.__spec__ is None:
-            del sys.modules[name]
 
 
 def _processes(size: int) -> Iterator[Processes]:

@@ -26,10 +26,10 @@ from conformance.adapters.shared.support_tables import SupportTable, Unsupported
 
 __all__ = ["Unsupported", "accepted", "attention", "fa", "group_kind", "supports", "torch_math"]
 
-KERNELS = flash_attn_shim.install()
-_usp = library("yunchang", "pip install yunchang==0.6.4")
-_globals = library("yunchang.globals", "pip install yunchang==0.6.4")
-_kernels = library("yunchang.kernels", "pip install yunchang==0.6.4")
+with flash_attn_shim.stood_in():
+    _usp = library("yunchang", "pip install yunchang==0.6.4")
+    _globals = library("yunchang.globals", "pip install yunchang==0.6.4")
+    _kernels = library("yunchang.kernels", "pip install yunchang==0.6.4")
 
 _SUPPORTED = SupportTable(
     "yunchang",

@@ -4,6 +4,8 @@ sentence when the library is not there.
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -144,6 +146,18 @@ def test_what_stands_in_for_flash_attn_computes_attention(causal: bool) -> None:
         strict=True,
     ):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_nothing_stands_in_for_flash_attn_after_an_adapter_was_loaded() -> None:
+    before = {name: sys.modules.get(name) for name in ("flash_attn", "flash_attn.flash_attn_interface")}
+    with flash_attn_shim.stood_in():
+        interface = import_module("flash_attn.flash_attn_interface")
+        assert import_module("flash_attn").flash_attn_func is interface.flash_attn_func
+        assert find_spec("flash_attn") is not None  # which is an error where a module has no __spec__
+    assert {name: sys.modules.get(name) for name in before} == before
+    with pytest.raises(ZeroDivisionError), flash_attn_shim.stood_in():
+        _ = 1 / 0
+    assert {name: sys.modules.get(name) for name in before} == before
 
 
 def test_the_command_line_says_that_a_library_is_missing() -> None:

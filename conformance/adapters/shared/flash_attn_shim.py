@@ -12,43 +12,59 @@ query and the last key; a row that sees nothing has out 0 and LSE +inf.
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any
 
 import torch
 
-__all__ = ["VERSION", "install"]
+__all__ = ["VERSION", "stood_in"]
 
 VERSION = "2.8.3"  # the private signatures are those of this release
+PACKAGE, INTERFACE = "flash_attn", "flash_attn.flash_attn_interface"
 
 
-def install() -> str:
-    """Make `import flash_attn.flash_attn_interface` work.
-
-    Returns:
-        What the functions are: "flash-attn" (the package), or what stands in for it.
+@contextmanager
+def stood_in() -> Iterator[None]:
+    """Inside, `import flash_attn.flash_attn_interface` finds the package, or else these functions. Afterwards
+    `sys.modules` is as before: what was imported inside keeps the functions, and nobody else takes them for flash-attn.
     """
-    if "flash_attn.flash_attn_interface" in sys.modules:
-        loaded = sys.modules["flash_attn.flash_attn_interface"]
-        return getattr(loaded, "stands_in", "flash-attn")
+    if _is_installed():
+        yield
+        return
+    before = {name: sys.modules.get(name) for name in (PACKAGE, INTERFACE)}
+    sys.modules.update(_stand_ins(before[PACKAGE]))
     try:
-        if find_spec("flash_attn.flash_attn_interface") is not None:
-            return "flash-attn"
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def _is_installed() -> bool:
+    try:
+        return INTERFACE in sys.modules or find_spec(INTERFACE) is not None
     except ImportError:
-        pass
-    interface = ModuleType("flash_attn.flash_attn_interface")
+        return False
+
+
+def _stand_ins(package_before: ModuleType | None) -> dict[str, ModuleType]:
+    """The package and its module, by name. FlashAttention 4 is in a package `flash_attn` too, and is still found."""
+    package, interface = (module_from_spec(ModuleSpec(name, None)) for name in (PACKAGE, INTERFACE))
     functions = (_flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward)
     for function in (*functions, flash_attn_func):
         setattr(interface, function.__name__, function)
-    stands_in = f"PyTorch {torch.__version__}'s FlashAttention 2 (CUDA), plain PyTorch (CPU)"
-    interface.stands_in = stands_in  # type: ignore[attr-defined]
-    package = sys.modules.get("flash_attn") or ModuleType("flash_attn")
+    package.__path__ = getattr(package_before, "__path__", [])
     package.__version__ = VERSION  # type: ignore[attr-defined]
     package.flash_attn_interface = interface  # type: ignore[attr-defined]
     package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
-    sys.modules["flash_attn"], sys.modules["flash_attn.flash_attn_interface"] = package, interface
-    return stands_in
+    return {PACKAGE: package, INTERFACE: interface}
 
 
 def _flash_attn_forward(
