@@ -123,16 +123,16 @@ def check_result(
 
     Raises:
         TypeError, ValueError: score_mod raises, or its result is no tensor of floats in the scores' shape. On the CPU
-        also: the last score alone has another result, so that the function is not element-wise.
+        also: the first or the last score alone has another result, so that the function is not element-wise.
 
     >>> def normalized(score, b, h, q_idx, kv_idx):
     ...     return score / score.sum()
     >>> check_result(normalized, [torch.zeros(1, dtype=torch.int32)] * 4, {}, torch.tensor([3.0, 1.0]))
     Traceback (most recent call last):
         ...
-    ValueError: score_mod normalized is not element-wise: it gives 0.25 for the last score of a block, and 1.0 alone
+    ValueError: score_mod normalized is not element-wise: it gives 0.75 for the first score of a block, and 1.0 alone
     """
-    name, last = _name(score_mod), (slice(-1, None),) * scores.dim()
+    name = _name(score_mod)
 
     def result_of(scores: torch.Tensor, places: Sequence[torch.Tensor]) -> Any:
         try:
@@ -155,12 +155,14 @@ def check_result(
             )
         if scores.device.type != "cpu":  # comparing values would wait for the device
             return
-        whole, alone = result[last], result_of(scores[last], [x[last[: x.dim()]] for x in places])
-    if not torch.allclose(whole, alone, rtol=1e-3, equal_nan=True):
-        raise ValueError(
-            f"score_mod {name} is not element-wise: it gives {whole.item()} for the last score of a block, and "
-            f"{alone.item()} alone"
-        )
+        for which, one in (("first", slice(0, 1)), ("last", slice(-1, None))):
+            at = (one,) * scores.dim()
+            whole, alone = result[at], result_of(scores[at], [x[at[: x.dim()]] for x in places])
+            if not torch.allclose(whole, alone, rtol=1e-3, equal_nan=True):
+                raise ValueError(
+                    f"score_mod {name} is not element-wise: it gives {whole.item()} for the {which} score of a block, "
+                    f"and {alone.item()} alone"
+                )
 
 
 def modified_scores(
