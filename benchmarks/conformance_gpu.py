@@ -13,157 +13,84 @@ in units of plain PyTorch's). What is drawn, at cp 2, 3, 4 and 8 in bfloat16 and
                layout, where one can be
     areas      `tests.masks.problems`, every layout, of up to some 700 rows
     alibi, score_mod, dropout
-               cases without attention slices and windows, in bfloat16, each with this one score of places
+               cases without attention slices and windows, in bfloat16, each with this one score of places. A kind has
+               five parts with a class of kernels each (`benchmarks.parts.random_cases`): one process compiles them
 
 No other kind has scores of places.
 
 Over NCCL groups have two ranks and more, up to the number of GPUs; cp_fast chooses the backend, and carries messages
-through peer memory where it can (`CP_FAST_MESSAGES`). Head dims and softcaps are folded onto a few, since each
-combination costs FlashAttention 4 seconds of compilation. The work is on the host, so many processes share the GPUs.
+through peer memory where it can (`CP_FAST_MESSAGES`). The work is on the host, so many processes share the GPUs.
 
 Exit code 1 if a problem failed or a worker died, 2 if the time was up before all were played.
 """
 
 from __future__ import annotations
 
-import collections
-import json
 import os
 import platform
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from importlib import metadata
-from multiprocessing import get_context
-from pathlib import Path
+from multiprocessing import Value, get_context
 from queue import Empty
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import hypothesis
 import torch
 import typer
 from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
+from benchmarks.parts.random_cases import KINDS, parts_of
+from benchmarks.parts.random_counts import Counts, Job, added, summary, write
 from benchmarks.parts.ranks import Commit, Device, JsonOut
 from conformance.adapters.cp_fast import OneBackend
 from conformance.case import Case
-from conformance.draw.capabilities import Capabilities
-from conformance.draw.strategies import cases, tables
 from conformance.run.play_problem import InProcess, Runner, Task
 from conformance.run.workers import WorkerRunner
 from cp_fast.backends import by_name
-from cp_ref.spec import LAYOUTS, Problem
-from cp_ref.spec import Sequence as Lengths
-from tests.masks.problems import problems as problems_of_areas
 
 os.environ.setdefault("CONFORMANCE_LIMIT_S", "300")  # of one call, of which a problem has several
 CP_SIZES = (2, 3, 4, 8)
-DTYPES = ("bfloat16", "float16")
 PROCESSES = "conformance.adapters.cp_fast:processes"
 TIERS = ("probes", "budget")
 PACKAGES = ("flash-attn-4", "flash-attn", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13")
 LIMIT_S, LIMIT_OF_RANKS_S = 300.0, 120.0  # of one problem: many processes compile at once
 GRACE_S = 60.0  # for the problem that a worker is at when the time is up
+TOLD_S = 30.0  # between two lines of progress
 
 
-@dataclass
-class Counts:
-    """What one worker, or all, found for problems of one kind on one backend."""
+class Part(NamedTuple):
+    """Problems of one kind for one backend; `number` says which kernels they need."""
 
-    problems: int = 0
-    right: collections.Counter[str] = field(default_factory=collections.Counter)  # by tier
-    unsupported: int = 0
-    by_cp_size: collections.Counter[int] = field(default_factory=collections.Counter)
-    by_schedule: collections.Counter[str] = field(default_factory=collections.Counter)
-    by_layout: collections.Counter[str] = field(default_factory=collections.Counter)
-    failures: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
+    job: Job
+    number: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain dicts and lists. (`asdict` makes counters of pairs out of counters.)"""
-        return {name: dict(x) if isinstance(x, collections.Counter) else x for name, x in vars(self).items()}
-
-    def add(self, other: Counts) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, max(self.seconds, value) if name == "seconds" else getattr(self, name) + value)
+    def __str__(self) -> str:
+        return f"{', '.join(self.job)}, part {self.number}"
 
 
-def folded(case: Case) -> Case:
-    """The same problem with one of a few head dims and softcaps."""
-    p = case.problem
-    equal = 64 if p.d_qk <= 16 else 128
-    d_qk, d_v = (192, 128) if p.d_qk > p.d_v else (equal, equal)
-    softcap = 30.0 if p.softcap else 0.0
-    problem = replace(p, d_qk=d_qk, d_v=d_v, softcap=softcap, softmax_scale=None, score_mod="", dropout_p=0.0)
-    return replace(case, problem=problem, alibi="")
+class Left:
+    """How many problems of a part nobody has begun: one number for all workers."""
 
+    def __init__(self, count: int, made: Callable[[str, int], Any] = Value) -> None:
+        self._count = made("i", count)
 
-def scaled(problem: Problem, times: int) -> Problem:
-    """The problem with so many rows for each of its rows: attention slices that share no pair share none then
-    either.
-    """
-    sequences = tuple(
-        Lengths(*(times * n for n in (s.len_q, s.len_kv, s.slots_q, s.slots_kv))) for s in problem.sequences
-    )
-    areas = tuple(tuple(n if n < 0 else times * n for n in area) for area in problem.areas or ())
-    return replace(problem, sequences=sequences, areas=areas)
+    def take(self) -> bool:
+        """Begin one, if there is one."""
+        with self._count.get_lock():
+            self._count.value -= (taken := self._count.value > 0)
+            return taken
 
+    def give_back(self) -> None:
+        """It does not count."""
+        with self._count.get_lock():
+            self._count.value += 1
 
-@st.composite
-def of_layouts(draw: st.DrawFn, capabilities: Capabilities, cp_sizes: Sequence[int]) -> Case:
-    """Cases without attention slices, half of them of self-attention, half of which may have a table."""
-    if draw(st.booleans()):
-        lengths = tuple(choice for choice in capabilities.choices["lengths"] if choice != "cross")
-        capabilities = replace(capabilities, choices=capabilities.choices | {"lengths": lengths})
-    case = draw(cases(capabilities, cp_sizes=cp_sizes, dtypes=DTYPES).filter(lambda case: case.problem.areas is None))
-    p = case.problem
-    itself = all((s.len_q, s.slots_q) == (s.len_kv, s.slots_kv) for s in p.sequences)
-    if itself and (p.qkv_format == "thd" or p.attn_mask_type.startswith("padding")) and draw(st.booleans()):
-        case = replace(case, problem=replace(p, layout=draw(tables(p.lengths.slots_q, p.cp_size))))
-    return folded(case)
-
-
-@st.composite
-def of_areas(draw: st.DrawFn, capabilities: Capabilities, cp_sizes: Sequence[int]) -> Case:
-    """Cases of a few attention slices, from a dozen rows to hundreds."""
-    problem = draw(problems_of_areas(cp_sizes, (*LAYOUTS, "balanced")))
-    dims: dict[str, Any] = {"d_qk": 64, "d_v": 64, "softcap": 0.0, "dtype": draw(st.sampled_from(DTYPES))}
-    problem = replace(scaled(problem, draw(st.sampled_from([1, 1, 7, 13]))), **dims)
-    tail = draw(st.integers(0, 1)) * problem.cp_size
-    return Case(
-        problem, tail, tail, use_plan=draw(st.booleans()), return_lse=True, return_max_logit=True, loss="out+lse"
-    )
-
-
-def of_scores(
-    alibi: Sequence[str] = ("",), score_mods: Sequence[str] = ("",), dropout: Sequence[float] = (0.0,)
-) -> Callable[[Capabilities, Sequence[int]], st.SearchStrategy[Case]]:
-    """Cases with one score of places, on few kernels: 8 heads over 2 or 6 over 3, head dim 128, no window."""
-
-    @st.composite
-    def drawn(draw: st.DrawFn, capabilities: Capabilities, cp_sizes: Sequence[int]) -> Case:
-        plain = replace(capabilities, choices=capabilities.choices | {"window": (), "areas": (), "softcap": ("off",)})
-        case = folded(draw(cases(plain, cp_sizes=cp_sizes, dtypes=("bfloat16",))))
-        scores: dict[str, Any] = {"score_mod": draw(st.sampled_from(score_mods)), "softcap": 0.0}
-        scores |= {"dropout_p": draw(st.sampled_from(dropout))}
-        heads = (6, 3) if case.problem.a2a_size == 3 else (8, 2)
-        problem = replace(case.problem, heads_q=heads[0], heads_kv=heads[1], d_qk=128, d_v=128, **scores)
-        return replace(case, problem=problem, alibi=draw(st.sampled_from(alibi)), deterministic=False)
-
-    return drawn
-
-
-KINDS: dict[str, Callable[[Capabilities, Sequence[int]], st.SearchStrategy[Case]]] = {
-    "anything": lambda capabilities, cp_sizes: cases(capabilities, cp_sizes=cp_sizes, dtypes=DTYPES).map(folded),
-    "layouts": of_layouts,
-    "areas": of_areas,
-    "alibi": of_scores(alibi=("head", "document")),
-    "score_mod": of_scores(score_mods=("near", "hidden")),
-    "dropout": of_scores(dropout=(0.25, 0.5)),
-}
+    def __int__(self) -> int:
+        return self._count.value
 
 
 class Enough(KeyboardInterrupt):
@@ -172,31 +99,32 @@ class Enough(KeyboardInterrupt):
 
 def play(
     runner: Runner,
-    kind: str,
+    part: Part,
     cp_sizes: Sequence[int],
     seed: int,
-    wanted: int,
+    left: Left,
     until: float,
     tell: Callable[[Counts], None] = lambda counts: None,
 ) -> Counts:
-    """Problems of one worker, until there are enough or time is up. tell: is told how it stands after each."""
+    """Problems of one worker, until none is left or time is up. tell: is told how it stands after each."""
     counts, began = Counts(), time.monotonic()
 
     @hypothesis.seed(seed)
     @settings(
-        max_examples=2 * wanted,  # what is refused is not counted
+        max_examples=2 * int(left) + 1,  # what is refused is not counted
         database=None,
         deadline=None,
         phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
-    @given(KINDS[kind](runner.capabilities(), cp_sizes))
+    @given(KINDS[part.job[1]](runner, cp_sizes, part.number))
     def one(case: Case) -> None:
-        if counts.problems >= wanted or time.time() > until:
+        if time.time() > until or not left.take():
             raise Enough
         played = [runner.play(Task("schedule", tier, str(case))) for tier in TIERS]
         verdicts = {p.verdict for p in played}
         if verdicts == {"unsupported"}:
+            left.give_back()
             counts.unsupported += 1
             return
         for p in played:
@@ -217,17 +145,13 @@ def play(
     return counts
 
 
-Job = tuple[str, str]  # backend, kind
-
-
 @dataclass(frozen=True)
 class Work:
     """What every worker does."""
 
-    jobs: list[Job]
+    parts: dict[Part, Left]
     device: str
     ranks: int  # processes of a group; 0: the simulated group
-    wanted: int
     until: float
 
     def runner(self, backend: str) -> Runner:
@@ -243,21 +167,27 @@ class Work:
 
 
 def worker(number: int, seed: int, work: Work, results: Any) -> None:
-    """Tells (number, job, counts) after each problem, (number, job, None) at the end, or a text of what went wrong."""
+    """Play the worker's own part, and then help with those that have the most left. Tells (number, part, counts) after
+    each problem, a text in place of counts if something went wrong, and (number, None, None) at the end.
+    """
     torch.set_num_threads(1)
-    begin = number % max(len(work.jobs), 1)  # not all on the same library at once
-    for job in work.jobs[begin:] + work.jobs[:begin]:
-        backend, kind = job
+    parts = list(work.parts)
+    own = parts[number % len(parts)] if parts else None
+    while parts:
+        part = own if own in parts else max(parts, key=lambda one: int(work.parts[one]))
+        parts.remove(part)
 
-        def tell(counts: Counts, job: Job = job) -> None:
-            results.put((number, job, deepcopy(counts)))  # which is pickled later, in another thread
+        def tell(counts: Counts, part: Part = part) -> None:
+            results.put((number, part, deepcopy(counts)))  # which is pickled later, in another thread
 
         try:
-            with closing(work.runner(backend)) as runner:
-                tell(play(runner, kind, work.cp_sizes, seed + number, work.wanted, work.until, tell))
-            results.put((number, job, None))
+            if int(work.parts[part]) and time.time() < work.until:
+                with closing(work.runner(part.job[0])) as runner:
+                    of_part = seed + number + 1000 * part.number
+                    tell(play(runner, part, work.cp_sizes, of_part, work.parts[part], work.until, tell))
         except BaseException as error:
-            results.put((number, job, f"{type(error).__name__}: {error}"))
+            results.put((number, part, f"{type(error).__name__}: {error}"))
+    results.put((number, None, None))
 
 
 def version(package: str) -> str | None:
@@ -283,9 +213,14 @@ def main(
     names = ["auto"] if ranks else backends.split(",")
     missing = {name: reason for name in names if not ranks and (reason := by_name(name).why_not()) is not None}
     jobs = [(name, kind) for kind in kinds.split(",") for name in names if name not in missing]
-    context, until = get_context("spawn"), time.time() + seconds
+    context, began = get_context("spawn"), time.time()
     results = context.Queue()
-    work = Work(jobs, device, ranks, -(-problems // workers), until)
+    parts = dict[Part, Left]()
+    for number in range(max((parts_of(kind) for _, kind in jobs), default=0)):  # Neighbours are of different jobs.
+        for job in jobs:
+            if number < (count := parts_of(job[1])):
+                parts[Part(job, number)] = Left((problems + number) // count, context.Value)
+    work = Work(parts, device, ranks, began + seconds)
     processes = [context.Process(target=worker, args=(n, seed, work, results), daemon=True) for n in range(workers)]
     for process in processes:
         process.start()
@@ -303,68 +238,38 @@ def main(
         "asked for": problems,
         "died or not here": died,
     }
-    latest: dict[tuple[int, Job], Counts] = {}
-    at_work = {(number, job) for number in range(workers) for job in jobs}
+    latest: dict[tuple[int, Part], Counts] = {}
+
+    def total() -> dict[Job, Counts]:
+        return added(jobs, ((part.job, counts) for (_, part), counts in latest.items()))
+
+    at_work, told = set(range(workers)), began
     while at_work:
+        if time.time() > told + TOLD_S:
+            told = time.time()
+            how = (f"{', '.join(job)} {counts.problems} ({counts.wrong} wrong)" for job, counts in total().items())
+            print(f"{told - began:.0f} s:", *how, sep="  ", flush=True)
+            write(out, record, total())  # a long run that is cut short has something to show
         try:
-            number, job, found = results.get(timeout=5)
+            number, part, found = results.get(timeout=5)
         except Empty:
-            gone = [n for n, process in enumerate(processes) if process.exitcode not in (None, 0)]
-            if time.time() > until + GRACE_S or len(gone) == workers:
-                died.append(f"did not come to an end: {sorted(at_work)}; workers that ended early: {gone}")
+            gone = [n for n in at_work if processes[n].exitcode is not None]
+            if time.time() > work.until + GRACE_S or len(gone) == len(at_work):
+                died.append(f"did not come to an end: workers {sorted(at_work)}; of these ended early: {gone}")
                 break
             continue
         if isinstance(found, Counts):
-            latest[number, job] = found
-            continue
-        at_work.discard((number, job))
-        if found is not None:
-            died.append(f"worker {number}, {', '.join(job)}: {found}")
-        print(f"worker {number}, {', '.join(job)}: {found or 'done'}", flush=True)
-        write(out, record, added(jobs, latest))  # a long run that is cut short has something to show
+            latest[number, part] = found
+        elif part is None:
+            at_work.discard(number)
+        else:
+            died.append(f"worker {number}, {part}: {found}")
+            print(died[-1], flush=True)
     for process in processes:
         process.kill()
-    total = added(jobs, latest)
-    write(out, record, total)
-    raise typer.Exit(summary(total, problems, died))
-
-
-def added(jobs: list[Job], latest: dict[tuple[int, Job], Counts]) -> dict[Job, Counts]:
-    """What all workers found."""
-    total = {job: Counts() for job in jobs}
-    for (_, job), counts in latest.items():
-        total[job].add(counts)
-    return total
-
-
-def write(out: Path | None, record: dict[str, Any], total: dict[Job, Counts]) -> None:
-    """The record, and what was found."""
-    if out is not None:
-        found = {"backends": {", ".join(job): counts.to_json() for job, counts in total.items()}}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record | found, indent=2, default=str) + "\n")
-
-
-def summary(total: dict[Job, Counts], problems: int, died: list[str]) -> int:
-    """Print what was found, the worst last; the exit code."""
-    late = 0
-    for job, c in total.items():
-        wrong = len({failure["case"] for failure in c.failures})
-        right, unplayed = c.problems - wrong, max(problems - c.problems, 0)
-        late += unplayed
-        print(
-            f"{', '.join(job):16} right {right}, WRONG {wrong}, refused {c.unsupported}, NOT REACHED {unplayed}; "
-            f"{dict(c.by_cp_size)} {dict(c.by_schedule)} {dict(c.by_layout)}"
-        )
-        for failure in c.failures[:6]:
-            print("   ", failure["tier"], failure["verdict"], failure["case"], *failure["findings"], sep="\n      ")
-    failed = sum(len(c.failures) for c in total.values())
-    print(*died, sep="\n")
-    if failed or died:
-        print(f"FAILED: {failed} findings, {len(died)} parts that did not run")
-        return 1
-    print(f"NOT REACHED: {late} problems; those that were played are right" if late else "ALL RIGHT")
-    return 2 if late else 0
+    record["seconds"] = time.time() - began
+    write(out, record, total())
+    raise typer.Exit(summary(total(), problems, died))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks import conformance_gpu
-from benchmarks.conformance_gpu import Counts, Work, play, summary
+from benchmarks.conformance_gpu import Left, Part, Work, play
+from benchmarks.parts.random_cases import KINDS
+from benchmarks.parts.random_counts import Counts, summary
 from conformance.adapters.cp_fast import cpu
 from conformance.judge.run_record import Played
 from conformance.run.play_problem import InProcess, Task
@@ -19,13 +21,15 @@ from tests.marks import HANGS_S
 
 @pytest.mark.parametrize(
     ("kind", "ranks"),
-    [*((kind, 0) for kind in conformance_gpu.KINDS), pytest.param("areas", 2, marks=pytest.mark.thorough)],
+    [*((kind, 0) for kind in KINDS), pytest.param("areas", 2, marks=pytest.mark.thorough)],
 )
 def test_problems_of_each_kind_are_right(kind: str, ranks: int) -> None:
     """Simulated, and by two processes over gloo."""
-    work = Work([], "cpu", ranks, 3, time.time() + HANGS_S)
+    part, left = Part(("cpu", kind), 0), Left(3)
+    work = Work({part: left}, "cpu", ranks, time.time() + HANGS_S)
     with closing(work.runner("cpu")) as runner:
-        counts = play(runner, kind, work.cp_sizes, 5, work.wanted, work.until)
+        counts = play(runner, part, work.cp_sizes, 5, left, work.until)
+    assert int(left) == 0
     assert counts.failures == []
     assert counts.problems == 3
     assert counts.right == dict.fromkeys(conformance_gpu.TIERS, 3)
@@ -44,7 +48,7 @@ class Wrong(InProcess):
 
 
 def test_what_is_wrong_refused_or_not_reached_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    counts = play(Wrong(cpu), "layouts", (2,), 5, 4, time.time() + HANGS_S)
+    counts = play(Wrong(cpu), Part(("cpu", "layouts"), 0), (2,), 5, Left(4), time.time() + HANGS_S)
     assert (counts.problems, counts.unsupported, len(counts.failures)) == (4, 1, 3)
     assert summary({("cpu", "layouts"): counts}, 6, []) == 1
     said = capsys.readouterr().out

@@ -6,7 +6,8 @@ This file relies on these facts about `flash_attn.cute.interface` 4.0.0b36 on Ho
   recognised as causal.
 - max_seqlen_* size nothing in the varlen forward, but are part of its compile cache's key. They are left out, so that a
   shape class compiles once (2-4 s) and not again for short segments. In the backward they size the semaphores of the
-  deterministic mode; a minimum of a few blocks leaves one class there too.
+  deterministic mode, and nothing without it; a class of its own has each side of one block, also where they are left
+  out and few rows are given. So they are given, with a minimum of a few blocks.
 - cu_seqlens must be int32, contiguous and on the GPU. q, k, v, out and dout are copied by the library where their
   rows are not 16-byte aligned. The lse is float32 [h_q, n], natural logarithm.
 - The kernels read whole blocks, past a segment's end into its neighbour's rows: these rows are multiplied by zero, so
@@ -115,7 +116,7 @@ class Fa4Backend:
         tensors += [lse.contiguous(), None if dlse is None else dlse.contiguous()]
         tensors += [segments.device_cu_q, segments.device_cu_kv]
         del dout, q, k, v, out, lse, dlse
-        longest = (segments.max_q, segments.max_kv) if options.deterministic else (0, 0)
+        longest = (segments.max_q, segments.max_kv) if options.deterministic else (_SEVERAL_BLOCKS, _SEVERAL_BLOCKS)
         numbers = _backward_numbers(segments.left, segments.right, options._replace(score_inputs=None), *longest)
         dq, dk, dv = _launch("_flash_attn_bwd", tensors, numbers, options)
         return Gradients(trim(dq, dims[0]), trim(dk, dims[0]), trim(dv, dims[1]))
@@ -197,11 +198,10 @@ def _forward_numbers(left: int | None, right: int | None, options: LaunchOptions
 def _backward_numbers(
     left: int | None, right: int | None, options: LaunchOptions, max_q: int, max_kv: int
 ) -> dict[str, Any]:
-    """The backward pass's arguments that are no tensors; max_q, max_kv: the longest segments, if needed."""
+    """The backward pass's arguments that are no tensors; max_q, max_kv: the longest segments, if they matter."""
     scores = options.scores
     how = {"softmax_scale": scores.scale, "softcap": scores.softcap, "deterministic": options.deterministic}
-    if options.deterministic:
-        how["max_seqlen_q"], how["max_seqlen_k"] = max(max_q, _SEVERAL_BLOCKS), max(max_kv, _SEVERAL_BLOCKS)
+    how["max_seqlen_q"], how["max_seqlen_k"] = max(max_q, _SEVERAL_BLOCKS), max(max_kv, _SEVERAL_BLOCKS)
     return _band(left, right) | how
 
 

@@ -60,7 +60,7 @@ def fake_interface(dims: list[tuple[int, int]]) -> ModuleType:
     ) -> Gradients:
         dims.append((q.shape[2], v.shape[2]))
         assert q.shape[1] == k.shape[1] or q.shape[2] == v.shape[2], "GQA backward requires head_dim == head_dim_v"
-        assert o["deterministic"] == ("max_seqlen_q" in o)
+        assert min(o["max_seqlen_q"], o["max_seqlen_k"]) > 256  # one class of kernels, for few rows too
         options = LaunchOptions(ScoreOptions(o["softmax_scale"], o["softcap"]), deterministic=True)
         return CPU.backward(BackwardOperands(dout, q, k, v, out, lse, o["dlse"]), band(o), options)
 

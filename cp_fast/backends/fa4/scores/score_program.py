@@ -16,7 +16,7 @@ class Places(NamedTuple):
     """How a kernel finds the places of its pairs.
 
     by_segment: each segment has one row of a table: its document, and the places of its first rows. Without it each row
-    has its own. aligned: these places are multiples of 16.
+    has its own. aligned: these places are multiples of 16, and dropout, which alone asks, is on.
     """
 
     by_segment: bool

@@ -1,0 +1,130 @@
+"""What `benchmarks.conformance_gpu` draws: kinds of problems, on few kernels.
+
+Head dims, softcaps and, where scores know their places, head groups are folded onto a few, since each combination costs
+FlashAttention 4 seconds of compilation. Lengths, padding, layouts, schedules, formats and masks stay as they are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+from conformance.case import Case
+from conformance.draw.capabilities import EVERYTHING
+from conformance.draw.strategies import cases, tables
+from conformance.run.play_problem import Runner
+from cp_ref.spec import LAYOUTS, Problem
+from cp_ref.spec import Sequence as Lengths
+from tests.masks.problems import problems as problems_of_areas
+
+__all__ = ["KINDS", "parts_of"]
+
+DTYPES = ("bfloat16", "float16")
+
+
+class KernelClass(NamedTuple):
+    """What a launch's kernel depends on, but for the range of its mask and whether its rows are ranges."""
+
+    group: int  # query heads for each kv head, in each launch
+    head_dim: int
+
+
+KERNEL_CLASSES = (KernelClass(1, 128), KernelClass(4, 128), KernelClass(1, 64), KernelClass(4, 64), KernelClass(3, 128))
+
+
+def parts_of(kind: str) -> int:
+    """How many parts a kind has: one for each class of kernels that it names.
+
+    >>> parts_of("areas"), parts_of("dropout")
+    (1, 5)
+    """
+    return len(KERNEL_CLASSES) if kind in SCORES else 1
+
+
+def folded(case: Case) -> Case:
+    """The same problem with one of a few head dims and softcaps."""
+    p = case.problem
+    equal = 64 if p.d_qk <= 16 else 128
+    d_qk, d_v = (192, 128) if p.d_qk > p.d_v else (equal, equal)
+    softcap = 30.0 if p.softcap else 0.0
+    problem = replace(p, d_qk=d_qk, d_v=d_v, softcap=softcap, softmax_scale=None, score_mod="", dropout_p=0.0)
+    return replace(case, problem=problem, alibi="")
+
+
+def scaled(problem: Problem, times: int) -> Problem:
+    """The problem with so many rows for each of its rows: attention slices that share no pair share none then
+    either.
+    """
+    sequences = tuple(
+        Lengths(*(times * n for n in (s.len_q, s.len_kv, s.slots_q, s.slots_kv))) for s in problem.sequences
+    )
+    areas = tuple(tuple(n if n < 0 else times * n for n in area) for area in problem.areas or ())
+    return replace(problem, sequences=sequences, areas=areas)
+
+
+@st.composite
+def of_anything(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: int) -> Case:
+    """Cases of the suite."""
+    return folded(draw(cases(runner.capabilities(), cp_sizes=cp_sizes, dtypes=DTYPES)))
+
+
+@st.composite
+def of_layouts(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: int) -> Case:
+    """Cases without attention slices, half of them of self-attention, half of which may have a table."""
+    capabilities = runner.capabilities()
+    if draw(st.booleans()):
+        lengths = tuple(choice for choice in capabilities.choices["lengths"] if choice != "cross")
+        capabilities = replace(capabilities, choices=capabilities.choices | {"lengths": lengths})
+    case = draw(cases(capabilities, cp_sizes=cp_sizes, dtypes=DTYPES).filter(lambda case: case.problem.areas is None))
+    p = case.problem
+    itself = all((s.len_q, s.slots_q) == (s.len_kv, s.slots_kv) for s in p.sequences)
+    if itself and (p.qkv_format == "thd" or p.attn_mask_type.startswith("padding")) and draw(st.booleans()):
+        case = replace(case, problem=replace(p, layout=draw(tables(p.lengths.slots_q, p.cp_size))))
+    return folded(case)
+
+
+@st.composite
+def of_areas(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: int) -> Case:
+    """Cases of a few attention slices, from a dozen rows to hundreds."""
+    problem = draw(problems_of_areas(cp_sizes, (*LAYOUTS, "balanced")))
+    dims: dict[str, Any] = {"d_qk": 64, "d_v": 64, "softcap": 0.0, "dtype": draw(st.sampled_from(DTYPES))}
+    problem = replace(scaled(problem, draw(st.sampled_from([1, 1, 7, 13]))), **dims)
+    tail = draw(st.integers(0, 1)) * problem.cp_size
+    return Case(
+        problem, tail, tail, use_plan=draw(st.booleans()), return_lse=True, return_max_logit=True, loss="out+lse"
+    )
+
+
+Kind = Callable[[Runner, Sequence[int], int], st.SearchStrategy[Case]]
+
+
+def of_scores(
+    alibi: Sequence[str] = ("",), score_mods: Sequence[str] = ("",), dropout: Sequence[float] = (0.0,)
+) -> Kind:
+    """Cases with one score of places. A part has one class of kernels, and one of the given scores, which its number
+    names.
+    """
+    plain = replace(EVERYTHING, choices=EVERYTHING.choices | {"window": (), "areas": (), "softcap": ("off",)})
+
+    @st.composite
+    def drawn(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: int) -> Case:
+        case = folded(draw(cases(plain, cp_sizes=cp_sizes, dtypes=("bfloat16",))))
+        group, head_dim = KERNEL_CLASSES[part % len(KERNEL_CLASSES)]
+        scores: dict[str, Any] = {"score_mod": score_mods[part % len(score_mods)], "softcap": 0.0}
+        scores |= {"dropout_p": dropout[part % len(dropout)], "d_qk": head_dim, "d_v": head_dim}
+        heads = max(2, case.problem.a2a_size)  # of k and v: whole groups on each rank
+        problem = replace(case.problem, heads_q=group * heads, heads_kv=heads, **scores)
+        return replace(case, problem=problem, alibi=alibi[part % len(alibi)], deterministic=False)
+
+    return drawn
+
+
+SCORES: dict[str, Kind] = {
+    "alibi": of_scores(alibi=("head", "document")),
+    "score_mod": of_scores(score_mods=("hidden", "near", "by_key", "by_document", "by_head")),
+    "dropout": of_scores(dropout=(0.1, 0.25, 0.5)),
+}
+KINDS: dict[str, Kind] = {"anything": of_anything, "layouts": of_layouts, "areas": of_areas, **SCORES}
