@@ -172,9 +172,9 @@ def worker(number: int, seed: int, work: Work, results: Any) -> None:
     """
     torch.set_num_threads(1)
     parts = list(work.parts)
-    own = parts[number % len(parts)] if parts else None
     while parts:
-        part = own if own in parts else max(parts, key=lambda one: int(work.parts[one]))
+        own = len(parts) == len(work.parts)
+        part = parts[number % len(parts)] if own else max(parts, key=lambda one: int(work.parts[one]))
         parts.remove(part)
 
         def tell(counts: Counts, part: Part = part) -> None:

@@ -15,6 +15,10 @@ from cp_ref.spec import check_data, check_lengths, kind_of, read_count
 __all__ = ["check_longest", "check_tensors", "context_for", "lengths_on_host", "read_equal", "refuse"]
 
 T = TypeVar("T")
+_DROPOUT = (
+    ": it has no seed that all ranks share. Use cp_fast.attention with dropout_p and dropout_seed, or a plan made with "
+    "dropout_p"
+)
 _contexts: dict[Any, ContextParallel] = {}
 
 
@@ -34,20 +38,23 @@ def refuse(where: str, **given: Any) -> None:
     """Raise for the first argument with another value than None, False, 0 or "".
 
     Raises:
-        NotImplementedError: naming it and its value.
+        NotImplementedError: naming it and its value; for dropout also the call that has it.
 
     >>> refuse("flash_attn_func", dropout_p=0.0, alibi_slopes=None)
-    >>> refuse("flash_attn_func", dropout_p=[])
+    >>> refuse("flash_attn_func", block_table=[])
     Traceback (most recent call last):
         ...
-    NotImplementedError: dropout_p is [], which flash_attn_func does not support under context parallelism
+    NotImplementedError: block_table is [], which flash_attn_func does not support under context parallelism
     """
     for name, value in given.items():
         if value is not None and (not isinstance(value, Number | str) or value):
             shown = repr(value)
             if isinstance(value, torch.Tensor):
                 shown = "a nested tensor" if value.is_nested else f"a tensor {list(value.shape)}"
-            raise NotImplementedError(f"{name} is {shown}, which {where} does not support under context parallelism")
+            cure = _DROPOUT if "dropout" in name else ""
+            raise NotImplementedError(
+                f"{name} is {shown}, which {where} does not support under context parallelism{cure}"
+            )
 
 
 def check_tensors(axes: str, **tensors: Any) -> None:
