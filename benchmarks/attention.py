@@ -13,9 +13,12 @@ differ nothing is reported. `host_ms` is what the host needs to launch one call,
     --messages peer_memory,group,graph   each schedule with each transport: peer memory, NCCL, NCCL in a CUDA graph
     --without -,free_early,all     each without a compiler pass (`cp_fast.compile.pass_table`), in turns too; `each`
                              stands for -, every pass, and all
-    --peers                  ring-flash-attention, PyTorch's `context_parallel` and TransformerEngine (`others.py`), in
-                             turns too, each compared with the single GPU; which are left out and why, each row says
+    --peers                  ring-flash-attention, PyTorch's `context_parallel`, TransformerEngine and MagiAttention
+                             (`others.py`), in turns too, each compared with the single GPU; which are left out and why,
+                             each row says
     --trace FOLDER           a Chrome trace of every rank and one picture with its kernels, transfers and gaps
+
+With fewer GPUs than ranks, ranks share a GPU: then all are compared with the single GPU, and no time is reported.
 """
 
 from __future__ import annotations
@@ -209,7 +212,7 @@ def other(way: Other, x: dict[str, torch.Tensor]) -> Contender:
         out = way.attend(q, k, v)
         return out.detach(), *torch.autograd.grad(out, (q, k, v), local["dout"])
 
-    return Contender(way.library, way.schedule, "dual_chunk", "group", "-", way.slices, forward, both, way.inside)
+    return Contender(way.library, way.schedule, way.layout, "group", "-", way.slices, forward, both, way.inside)
 
 
 def captured(fn: Callable[[], Any]) -> Callable[[], Any]:
@@ -310,17 +313,17 @@ def measure(job: Job, one: tuple[Callable[[], Any], Callable[[], Any]], contende
 
 
 def worker(rank: int, job: Job, ways: tuple[list[str], ...], peers: bool, trace: str, folder: str) -> None:
-    connect(rank, job.gpus, folder)
-    rows = measured(rank, job, ways, peers, trace)
+    rows = measured(connect(rank, job.gpus, folder), job, ways, peers, trace)
     if rank == 0:
         torch.save(rows, Path(folder) / "rows.pt")
     gc.collect()  # NCCL waits for the graphs that hold its messages
     dist.destroy_process_group()
 
 
-def measured(rank: int, job: Job, ways: tuple[list[str], ...], peers: bool, trace: str) -> list[dict[str, Any]]:
-    """The record's rows, one of each contender, all in turns."""
-    device = torch.device("cuda", rank)
+def measured(
+    device: torch.device, job: Job, ways: tuple[list[str], ...], peers: bool, trace: str
+) -> list[dict[str, Any]]:
+    """The record's rows, one of each contender, all in turns; without times where ranks share a GPU."""
     mesh = init_device_mesh("cuda", (job.gpus // 2, 2)) if job.gpus % 2 == 0 else None
     x = job.tensors()
     one = alone(job, by_name(job.backend), x)
@@ -336,6 +339,10 @@ def measured(rank: int, job: Job, ways: tuple[list[str], ...], peers: bool, trac
         contenders += [other(way, x) for way in ways_of_others]
     right, left_out = checked(contenders, whole)
     not_run = "; ".join(f"{name}: {reason}" for name, reason in (absent | left_out).items())
+    if job.gpus > torch.cuda.device_count():
+        return [
+            _named(contender) | {"relative_error": f"{error:.1e}", "not_run": not_run} for contender, error in right
+        ]
     contenders, rows = [contender for contender, _ in right], []
     for (contender, error), times in zip(right, measure(job, one, contenders), strict=True):
         one_forward, forward, one_both, both = times
@@ -344,11 +351,7 @@ def measured(rank: int, job: Job, ways: tuple[list[str], ...], peers: bool, trac
             host, peak = host_seconds(contender.both, job.calls), peak_bytes(contender.both)
         rows.append(
             {
-                "library": contender.library,
-                "schedule": contender.name,
-                "layout": contender.layout,
-                "messages": contender.messages,
-                "without": contender.without,
+                **_named(contender),
                 "forward_ms": round(1e3 * forward, 3),
                 "forward_backward_ms": round(1e3 * both, 3),
                 "forward_tflops_per_gpu": round(flops / forward, 1),
@@ -368,8 +371,14 @@ def measured(rank: int, job: Job, ways: tuple[list[str], ...], peers: bool, trac
             name = f"{contender.name} {contender.layout} {contender.messages}"
             name = name if contender.library == "cp_fast" else f"{contender.library} {name}"
             with contender.inside():
-                timeline.record(Path(trace), name, contender.both, rank)
+                timeline.record(Path(trace), name, contender.both, dist.get_rank())
     return rows
+
+
+def _named(contender: Contender) -> dict[str, str]:
+    """A contender in a row's words."""
+    fields = "library", "name", "layout", "messages", "without"
+    return {"schedule" if field == "name" else field: getattr(contender, field) for field in fields}
 
 
 def main(
@@ -394,8 +403,12 @@ def main(
     out: Annotated[Path | None, typer.Option(help="CSV file to append to.")] = None,
 ) -> None:
     """Measure the schedules on this machine's GPUs."""
-    if torch.cuda.device_count() < gpus:
-        raise typer.BadParameter(f"{gpus} GPUs are asked for, and PyTorch sees {torch.cuda.device_count()}")
+    if (here := torch.cuda.device_count()) < gpus:
+        if here == 0 or out is not None or trace is not None:
+            raise typer.BadParameter(f"{gpus} ranks share {here} GPUs, which gives no times for --out and --trace")
+        print(
+            f"{gpus} ranks share {here} GPUs: each contender is compared with one GPU's result, and NO TIME is reported"
+        )
     sizes = tuple(int(n) for n in lengths.split(",")) if lengths else (tokens,)
     (h_q, h_kv), (d_qk, d_v) = ([int(n) for n in pair.split(",")] for pair in (heads, dims))
     job = Job(gpus, sizes, h_q, h_kv, d_qk, d_v, window, backend, rounds, calls)

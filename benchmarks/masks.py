@@ -10,6 +10,11 @@ its pairs cost. All are measured in turns by CUDA events (A B C A B C), several 
 slowest GPU counts, and the median of the rounds is reported. Before that out, dq, dk and dv are compared with attention
 written out with the whole mask, in float32; what differs has a row that says so, and no time.
 
+With `--peers` MagiAttention computes the same masks in the same turns (`parts/magi.py`), with its own placement of
+tokens; TransformerEngine refuses every mask of several attention slices, and has `causal` by `attention.py --peers`.
+
+With fewer GPUs than ranks, ranks share a GPU: then results are compared, and no time is reported.
+
 FlexAttention, compiled, computes the whole problem on one GPU, in turns with the dense kernel there; its share is of
 one GPU. It compiles for long: so it comes last, each GPU has some of the masks, and what is not reached in time has a
 row that says so. Rows are written as they come.
@@ -40,23 +45,26 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import cp_fast
 from cp_fast import masks
 from cp_fast.backends import BackwardOperands, LaunchOptions, VarlenBatch, by_name
-from cp_ref.spec import ScoreOptions, areas_of_rows
+from cp_ref.spec import AttentionSlices, ScoreOptions, areas_of_rows
 
 if __package__:
+    from benchmarks.parts.magi import magi_way
     from benchmarks.parts.ranks import connect, largest, seconds, seconds_alone
     from benchmarks.parts.switches import passes_of, switched
 else:
+    from parts.magi import magi_way
     from parts.ranks import connect, largest, seconds, seconds_alone
     from parts.switches import passes_of, switched
 
 Maker = Callable[[int], torch.Tensor]
 MaskMod = Callable[..., torch.Tensor]
-Contenders = Callable[..., Iterator[tuple[str, str, Any, Callable[[], Any]]]]
+Slices = Callable[[torch.Tensor], torch.Tensor]
+Contenders = Callable[..., Iterator[tuple[str, str, Slices, Callable[[], Any]]]]
 
 _MOST = 1e-2  # relative error
 _GRACE = 25.0  # seconds for what has begun in time
 _COLUMNS: tuple[str, ...] = ("mask", "what", "layout", "ms", "share", "note")
-_FLEX = ("flex_attention", "one GPU")
+_FLEX, _MAGI = ("flex_attention", "one GPU"), ("magi_attention", "its own")
 
 PROMPT, ANSWER, BLOCK, FIRST, WINDOW = 4096, 1024, 1024, 64, 4096
 MASKS: dict[str, tuple[Maker, MaskMod]] = {
@@ -87,6 +95,7 @@ class Job:
     calls: int
     seconds: float
     without: tuple[str, ...] = ("-",)
+    peers: bool = False
     began: float = field(default_factory=time.time)
     heads_q: int = 32
     heads_kv: int = 8
@@ -95,6 +104,11 @@ class Job:
     @property
     def rows(self) -> int:
         return self.gpus * self.tokens
+
+    @property
+    def shared(self) -> bool:
+        """Whether ranks share a GPU, where a time says nothing."""
+        return self.gpus > torch.cuda.device_count()
 
     @property
     def until(self) -> float:
@@ -177,8 +191,8 @@ def flex(job: Job, name: str, x: dict[str, torch.Tensor]) -> Callable[[], Any]:
 
 def parallel(
     job: Job, name: str, schedule: Any, layout: Any, x: dict[str, torch.Tensor]
-) -> tuple[Any, Callable[[], Any]]:
-    """cp_fast's: its plan, and forward and backward."""
+) -> tuple[Slices, Callable[[], Any]]:
+    """cp_fast's: this rank's slices of a global tensor, and forward and backward."""
     cp = cp_fast.ContextParallel(dist.group.WORLD, schedule, layout=layout)
     cu = torch.tensor([0, job.rows], dtype=torch.int32)
     plan = cp_fast.make_plan(
@@ -193,23 +207,37 @@ def parallel(
         dtype=torch.bfloat16,
         device="cuda",
     )
-    local = {n: cp_fast.shard(t, cp=cp, qkv_format="thd", plan=plan) for n, t in x.items()}
+    slices = partial(cp_fast.shard, cp=cp, qkv_format="thd", plan=plan)
+    return slices, _both(slices, x, partial(cp_fast.attention, cp=cp, plan=plan))
+
+
+def magi(job: Job, name: str, x: dict[str, torch.Tensor]) -> tuple[Slices, Callable[[], Any]]:
+    """MagiAttention's."""
+    slices, attend = magi_way(_areas(job, name), job.rows, (job.heads_q, job.heads_kv, job.dim), job.dim**-0.5)
+    return slices, _both(slices, x, attend)
+
+
+def _both(slices: Slices, x: dict[str, torch.Tensor], attend: Callable[..., torch.Tensor]) -> Callable[[], Any]:
+    local = {n: slices(t).contiguous() for n, t in x.items()}
     q, k, v = (local[n].requires_grad_() for n in "qkv")
 
     def both() -> Any:
-        out = cp_fast.attention(q, k, v, cp=cp, plan=plan)
+        out = attend(q, k, v)
         return out.detach(), *torch.autograd.grad(out, (q, k, v), local["dout"])
 
-    return (cp, plan), both
+    return both
 
 
-def contenders(job: Job, name: str, x: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, Any, Callable[[], Any]]]:
-    """What is measured of a mask: in words, its layout, its context and plan, and a call."""
+def contenders(job: Job, name: str, x: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, Slices, Callable[[], Any]]]:
+    """What is measured of a mask: in words, its layout, this rank's slices of a global tensor, and a call."""
     for schedule, layout, without in product(job.schedules, job.layouts, job.without):
         off = switched(without)
         with off():
-            made, both = parallel(job, name, schedule, layout, x)
-        yield schedule if without == "-" else f"{schedule} without {without}", layout, made, partial(_inside, off, both)
+            slices, both = parallel(job, name, schedule, layout, x)
+        what = schedule if without == "-" else f"{schedule} without {without}"
+        yield what, layout, slices, partial(_inside, off, both)
+    if job.peers:
+        yield *_MAGI, *magi(job, name, x)
 
 
 def _inside(off: Callable[[], AbstractContextManager[None]], call: Callable[[], Any]) -> Any:
@@ -259,13 +287,16 @@ def measure(
     dq, dk and dv are.
     """
     expected, right = written_out(job, name, x), dict[tuple[str, str], Callable[[], Any]]()
-    for what, layout, (cp, plan), both in some(job, name, x):
-        mine = [cp_fast.shard(whole, cp=cp, qkv_format="thd", plan=plan) for whole in expected]
-        error = largest(worst_error(mine, both()))
-        if error < _MOST:
-            right[what, layout] = both
-        else:
+    for what, layout, slices, both in some(job, name, x):
+        error = largest(worst_error([slices(whole) for whole in expected], both()))
+        if not error < _MOST:
             rows.note(name, what, layout, f"WRONG: relative error {error:.1e}")
+        elif job.shared:
+            rows.note(name, what, layout, f"right, relative error {error:.1e}; ranks share a GPU: no time")
+        else:
+            right[what, layout] = both
+    if not right:
+        return expected
     of_dense, *times = in_turns([dense, *right.values()], job, seconds)
     for (what, layout), time_of in zip(right, times, strict=True):
         rows.add(name, what, layout, time_of, _ideal(job, name, of_dense) / job.gpus)
@@ -274,8 +305,11 @@ def measure(
 
 def _ideal(job: Job, name: str, of_dense: float) -> float:
     """Seconds of one GPU for a mask's pairs, at the dense causal kernel's rate."""
-    pairs = areas_of_rows(tuple(map(tuple, MASKS[name][0](job.rows).tolist()))).pairs.sum()  # type: ignore[arg-type]
-    return of_dense * int(pairs) / (job.rows * (job.rows + 1) / 2)
+    return of_dense * int(_areas(job, name).pairs.sum()) / (job.rows * (job.rows + 1) / 2)
+
+
+def _areas(job: Job, name: str) -> AttentionSlices:
+    return areas_of_rows(tuple(map(tuple, MASKS[name][0](job.rows).tolist())))  # type: ignore[arg-type]
 
 
 def worker(rank: int, job: Job, folder: str, some: Contenders = contenders) -> None:
@@ -291,6 +325,8 @@ def worker(rank: int, job: Job, folder: str, some: Contenders = contenders) -> N
         if n % job.gpus == rank:
             mine[name] = expected
     dist.destroy_process_group()
+    if job.shared:
+        return
     for name, expected in mine.items():
         if time.time() > job.until:
             break
@@ -320,7 +356,7 @@ def run(job: Job, work: Callable[..., None] = worker) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [dict(zip(_COLUMNS, json.loads(line), strict=True)) for line in lines]
     for name in job.names:
         reached = {row["what"] for row in found if row["mask"] == name}
-        for what, where in (*((schedule, "all") for schedule in job.schedules), _FLEX):
+        for what, where in (*((schedule, "all") for schedule in job.schedules), *([_MAGI] if job.peers else []), _FLEX):
             if what not in reached:
                 found.append(dict(zip(_COLUMNS, (name, what, where, "", "", why), strict=True)))
     return sorted(found, key=lambda row: job.names.index(row["mask"]))
@@ -335,12 +371,13 @@ def main(
     rounds: Annotated[int, typer.Option(help="Turns of which the median counts.")] = 5,
     calls: Annotated[int, typer.Option(help="Calls in a row.")] = 6,
     without: Annotated[str, typer.Option(help="Compiler passes switched off: each, or -, all, names.")] = "-",
+    peers: Annotated[bool, typer.Option("--peers", help="MagiAttention too, in turns.")] = False,
     limit: Annotated[float, typer.Option("--seconds", help="After which nothing more is begun.")] = 125.0,
     out: Annotated[Path | None, typer.Option(help="A CSV file to write.")] = None,
 ) -> None:
     """Measure, forward and backward, and print a table of milliseconds and shares."""
     of_masks, of_schedules, of_layouts = (tuple(x.split(",")) for x in (names, schedules, layouts))
-    job = Job(gpus, tokens, of_masks, of_schedules, of_layouts, rounds, calls, limit, passes_of(without))
+    job = Job(gpus, tokens, of_masks, of_schedules, of_layouts, rounds, calls, limit, passes_of(without), peers)
     report(run(job), out)
 
 

@@ -204,9 +204,11 @@ def _choices(option: str, given: list[str], choices: tuple[str, ...]) -> list[st
 
 
 def cp_sizes_of(text: str | None, group_kind: str, device: str) -> tuple[int, ...]:
-    """The group sizes. Without --cp-size: those of the suite, or fewer if every rank is a process or a GPU."""
-    most = torch.cuda.device_count() if group_kind == "process" and device.startswith("cuda") else 1 << 30
+    """The group sizes. Without --cp-size: those of the suite, or fewer if every rank is a process; on one GPU two
+    processes share it.
+    """
     if text is None:
+        most = max(torch.cuda.device_count(), 2) if device.startswith("cuda") else 4
         return CP_SIZES if group_kind == "member" else tuple(n for n in (1, 2, 4) if n <= most)
     try:
         sizes = tuple(int(word) for word in text.split(","))
@@ -214,6 +216,4 @@ def cp_sizes_of(text: str | None, group_kind: str, device: str) -> tuple[int, ..
         sizes = ()
     if not sizes or min(sizes) < 1:
         raise typer.BadParameter(f"{text!r} is no list of group sizes such as 2,3", param_hint="--cp-size")
-    if max(sizes) > most:
-        raise typer.BadParameter(f"{text!r} needs {max(sizes)} GPUs, and there are {most}", param_hint="--cp-size")
     return sizes

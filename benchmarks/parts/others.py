@@ -2,11 +2,11 @@
 
     ring_flash_attn      zigzag, on the kernels of the run's backend, which stand in for FlashAttention 2's
     pytorch              `context_parallel` with cuDNN's kernels, both ways of passing K and V on
-    transformer_engine   `DotProductAttention` with cuDNN's kernels, p2p, all_gather and a2a; has never been run, as no
-                         build of it was at hand
+    transformer_engine   `DotProductAttention` with cuDNN's kernels, p2p, all_gather and a2a
+    magi_attention       its kernels, in the setting that was the fastest of those it documents (`magi.py`)
 
 What each takes is what its adapter in `conformance.adapters` says. A library that is not installed, or does not take
-the problem, is named with its reason. All have the tokens of `dual_chunk`.
+the problem, is named with its reason. All have the tokens of `dual_chunk`, but MagiAttention, which places them itself.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ import torch.distributed as dist
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch
 from cp_ref.spec import Problem, ScoreOptions, ranges
 
+if __package__ == "parts":
+    from parts.magi import magi_way
+else:
+    from benchmarks.parts.magi import magi_way
+
 __all__ = ["WAYS", "Other", "flash_attn_interface", "others"]
 
 WAYS = (  # library, its adapter's object, cp_comm_type
@@ -36,6 +41,7 @@ WAYS = (  # library, its adapter's object, cp_comm_type
     ("transformer_engine", "fused", "p2p"),
     ("transformer_engine", "fused", "all_gather"),
     ("transformer_engine", "fused", "a2a"),
+    ("magi_attention", "bf16", "p2p"),
 )
 
 
@@ -46,6 +52,7 @@ class Other(NamedTuple):
         slices: this rank's rows of a global packed tensor [t, h, d], in the library's format.
         attend: out of slices of q, k and v; differentiable.
         inside: what a call, and its backward pass, are made inside.
+        layout: who has which tokens.
     """
 
     library: str
@@ -53,6 +60,7 @@ class Other(NamedTuple):
     slices: Callable[[torch.Tensor], torch.Tensor]
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
+    layout: str = "dual_chunk"
 
 
 def others(problem: Problem, backend: Backend, group: Any, device: torch.device) -> tuple[list[Other], dict[str, str]]:
@@ -74,15 +82,20 @@ def others(problem: Problem, backend: Backend, group: Any, device: torch.device)
         except ImportError as error:
             reasons[f"{library} {schedule}"] = str(error)
             continue
-        if refused := _refused(adapter, problem, schedule, device):
+        if refused := _refused(library, adapter, problem, schedule, device):
             reasons[f"{library} {schedule}"] = refused
+            continue
+        if library == "magi_attention":
+            sizes = problem.heads_q, problem.heads_kv, problem.d_qk
+            slices, attend = magi_way(problem.workload.areas, problem.starts_q[-1], sizes, problem.scale)
+            found.append(Other(library, schedule, slices, attend, layout="its own"))
             continue
         attend, inside = _MAKERS[library](problem, schedule, group, device)
         found.append(Other(library, schedule, partial(_slices, rows=rows, packed=packed), attend, inside))
     return found, reasons
 
 
-def _refused(adapter: Any, problem: Problem, schedule: str, device: torch.device) -> str:
+def _refused(library: str, adapter: Any, problem: Problem, schedule: str, device: torch.device) -> str:
     """Why a library does not take the problem, by its adapter's table; nothing if it does."""
     shape: dict[str, Any] = {
         "qkv_format": "bshd",
@@ -92,18 +105,16 @@ def _refused(adapter: Any, problem: Problem, schedule: str, device: torch.device
     if len(problem.sequences) > 1:
         cu = torch.tensor(problem.starts_q, dtype=torch.int32)
         shape = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "cu_seqlens_q": cu}
-    _, reason = adapter.supports(
-        cp=SimpleNamespace(cp_comm_type=schedule, layout="dual_chunk", size=problem.cp_size),
-        heads_q=problem.heads_q,
-        heads_kv=problem.heads_kv,
-        d_qk=problem.d_qk,
-        d_v=problem.d_v,
-        dtype=getattr(torch, problem.dtype),
-        device=device,
-        window_size=problem.window_size,
-        **shape,
+    layout = (
+        "contiguous" if library == "magi_attention" else "dual_chunk"
+    )  # as its adapter calls the tokens it is given
+    return adapter.why_not(
+        SimpleNamespace(cp_comm_type=schedule, layout=layout, size=problem.cp_size),
+        (problem.heads_q, problem.heads_kv, problem.d_qk, problem.d_v),
+        getattr(torch, problem.dtype),
+        device,
+        {**shape, "window_size": problem.window_size},
     )
-    return reason
 
 
 def _own_rows(problem: Problem, rank: int, device: torch.device) -> torch.Tensor:

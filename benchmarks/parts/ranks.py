@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
+
+from conformance.run.process_ranks import own_gpu
 
 __all__ = ["Commit", "Device", "JsonOut", "Schedules", "connect", "largest", "seconds", "seconds_alone"]
 
@@ -24,7 +25,7 @@ def connect(
     rank: int, size: int, folder: str | Path, device: str = "cuda", seconds: float | None = None
 ) -> torch.device:
     """Join the group of all ranks, over NCCL or gloo, which meet in a folder. With fewer GPUs than ranks, ranks share a
-    GPU: NCCL takes each for a host of its own and sends through sockets, which is right and slow.
+    GPU (`own_gpu`).
 
     Args:
         device: "cuda" or "cpu".
@@ -34,11 +35,7 @@ def connect(
         The rank's device; a GPU is the process's current one.
     """
     on_gpu = device == "cuda"
-    place = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        if size > torch.cuda.device_count():
-            os.environ |= {"NCCL_HOSTID": f"rank {rank}", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-        torch.cuda.set_device(place)
+    place = own_gpu(rank, size) if on_gpu else torch.device("cpu")
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         init_method=f"file://{Path(folder) / 'store'}",

@@ -8,6 +8,7 @@ pytorch               torch.distributed.tensor.experimental.context_parallel
 ring_flash_attn       zhuzilin/ring-flash-attention
 yunchang              feifeibear/long-context-attention (USP)
 transformer_engine    DotProductAttention with set_context_parallel_group
+magi_attention        SandAI-org/MagiAttention
 
 An adapter of a library says in a table what the library supports (`supported.SupportTable`), maps the suite's call
 to the library's, and refuses what the library refuses. No adapter catches what the library raises: a crash inside that

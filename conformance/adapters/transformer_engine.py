@@ -1,8 +1,8 @@
 """TransformerEngine's PyTorch attention: `DotProductAttention` with `set_context_parallel_group`.
 
-Written from its public interface and its support matrix as of 2.20. The adapter has not been run here: no build of the
-library was at hand. Objects: `fused` (FusedAttention, cuDNN; the module itself too) and `flash` (FlashAttention); each
-switches the other off by the library's environment variables, before its first call.
+Written from its public interface and its support matrix as of 2.20. Objects: `fused` (FusedAttention, cuDNN; the module
+itself too) and `flash` (FlashAttention); each switches the other off by the library's environment variables, before its
+first call.
 
     suite                        TransformerEngine
     cp_comm_type                 the same word; "a2a+p2p" with [a2a_group, p2p_group]
@@ -23,7 +23,7 @@ import torch
 from conformance.adapters.shared.peer_adapter import Peer
 from conformance.adapters.shared.support_tables import SupportTable, Unsupported, library
 
-__all__ = ["Unsupported", "attention", "flash", "fused", "group_kind", "softmax_offset_grad", "supports"]
+__all__ = ["Unsupported", "attention", "flash", "fused", "group_kind", "softmax_offset_grad"]
 
 _te = library("transformer_engine.pytorch", "pip install --no-build-isolation transformer_engine[pytorch]")
 
@@ -74,10 +74,18 @@ _SWITCHES = {"NVTE_FUSED_ATTN": "fused", "NVTE_FLASH_ATTN": "flash", "NVTE_UNFUS
 class TransformerEngine(Peer):
     """One of its two backends."""
 
+    supports: Any = None  # which cannot know whether a backend is left: the library says so at the call
     softmax_offset_grad = "total"  # a2a, which alone has sinks, gathers it over the heads of all ranks
 
     def __init__(self, supported: SupportTable, backend: str) -> None:
         self.supported, self._backend = supported, backend
+
+    def sizes_refused(self, cp: Any, heads_q: int, heads_kv: int, d_qk: int, d_v: int) -> str:
+        """Heads that a2a does not divide."""
+        ranks = {"a2a": cp.size, "a2a+p2p": getattr(cp, "a2a_size", 1)}.get(cp.cp_comm_type, 1)
+        if heads_q % ranks or heads_kv % ranks:
+            return f"{cp.cp_comm_type} with {heads_q} heads over {heads_kv}: heads must divide by the ranks"
+        return ""
 
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: Any, options: dict[str, Any]) -> torch.Tensor:
         """out."""
@@ -88,17 +96,20 @@ class TransformerEngine(Peer):
         kind = options.get("softmax_type", "vanilla")
         layer = _layer(sizes, options.get("softmax_scale"), kind, fmt, bool(options.get("deterministic")))
         if kind == "learnable":
-            layer.softmax_offset = options["softmax_offset"].reshape(1, -1, 1, 1)
+            layer.softmax_offset = options["softmax_offset"]
         layer.set_context_parallel_group(_groups(cp.group), _ranks(cp.group), _stream(), cp.cp_comm_type)
         left, right = options.get("window_size", (-1, -1))
         lengths: dict[str, Any] = {}
         if fmt == "thd":
             mask = mask if mask.startswith("padding") else "padding_causal" if mask == "causal" else "padding"
             lengths = _lengths(options)
-        out = layer(
-            q, k, v, qkv_format=fmt, attn_mask_type=mask, window_size=(left, 0 if "causal" in mask else right),
-            **lengths,
-        )  # fmt: skip
+        window = (left, 0 if "causal" in mask else right)
+        try:
+            out = layer(q, k, v, qkv_format=fmt, attn_mask_type=mask, window_size=window, **lengths)
+        except ValueError as error:
+            if "No dot product attention backend is available" in str(error):
+                raise Unsupported(f"{self.supported.library}: {error}") from error
+            raise
         return out.unflatten(-1, (sizes[0], sizes[3]))
 
 
@@ -106,10 +117,12 @@ class TransformerEngine(Peer):
 def _layer(sizes: tuple[int, int, int, int], scale: float | None, softmax_type: str, fmt: str, same_bits: bool) -> Any:
     heads_q, heads_kv, d_qk, d_v = sizes
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(not same_bits))
-    return _te.DotProductAttention(
+    layer = _te.DotProductAttention(
         heads_q, (d_qk, d_v), num_gqa_groups=heads_kv, attention_dropout=0.0, qkv_format=fmt, softmax_scale=scale,
         softmax_type=softmax_type,
     )  # fmt: skip
+    layer._parameters.pop("softmax_offset", None)  # a tensor takes the parameter's place at every call
+    return layer
 
 
 def _lengths(options: dict[str, Any]) -> dict[str, Any]:
@@ -152,6 +165,6 @@ def _stream() -> Any:
 
 
 fused, flash = TransformerEngine(_FUSED, "fused"), TransformerEngine(_FLASH, "flash")
-attention, supports = fused.attention, fused.supports
+attention = fused.attention
 group_kind = TransformerEngine.group_kind
 softmax_offset_grad = TransformerEngine.softmax_offset_grad

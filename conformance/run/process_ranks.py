@@ -21,7 +21,7 @@ from conformance.implementation import Missing
 from conformance.judge.reference import Outcome, describe_error, running_ranks_by
 from conformance.run.play_case import UnsupportedCase
 
-__all__ = ["join_group"]
+__all__ = ["join_group", "own_gpu"]
 
 _KINDS = Missing, UnsupportedCase, MemoryError, NotImplementedError, ValueError, TypeError, RuntimeError
 _groups: dict[tuple[int, ...], Any] = {}
@@ -49,6 +49,17 @@ class _Member:
         return _Member.of(inner, self.rank), _Member.of(outer, self.rank)
 
 
+def own_gpu(rank: int, size: int) -> torch.device:
+    """Make a rank's GPU its process's current one, before the process joins a group. With fewer GPUs than ranks, ranks
+    share a GPU: NCCL takes each for a host of its own and sends through sockets, which is right and slow.
+    """
+    gpus = max(torch.cuda.device_count(), 1)
+    if size > gpus:
+        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    torch.cuda.set_device(device := torch.device("cuda", rank % gpus))
+    return device
+
+
 def join_group(connection: Any, device: str, rank: int, size: int, store: str) -> None:
     """Become one rank, and create every group that a problem may need: all ranks in one order, as `new_group` requires.
 
@@ -58,7 +69,7 @@ def join_group(connection: Any, device: str, rank: int, size: int, store: str) -
     """
     cuda = device.startswith("cuda")
     if cuda:
-        torch.cuda.set_device(rank)
+        own_gpu(rank, size)
     group: dict[str, Any] = {"init_method": f"file://{store}", "rank": rank, "world_size": size}
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=1), **group)  # the driver is quicker
     wanted = []

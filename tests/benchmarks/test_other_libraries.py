@@ -36,15 +36,16 @@ def test_what_is_left_out_is_named_with_its_reason() -> None:
     assert {f"{one.library} {one.schedule}" for one in found} | set(reasons) == {f"{a} {c}" for a, _, c in WAYS}
     assert "no sharding strategy" in reasons["pytorch p2p"]
     assert "pip install" in reasons["transformer_engine a2a"]
+    assert "github.com/SandAI-org/MagiAttention" in reasons["magi_attention p2p"]
 
 
 def test_a_library_is_given_this_ranks_rows_and_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """And only what its adapter says that it takes."""
     asked: dict[str, Any] = {}
 
-    def supports(**arguments: Any) -> tuple[bool, str]:
+    def why_not(cp: Any, sizes: Any, dtype: Any, device: Any, arguments: dict[str, Any]) -> str:
         asked.update(arguments)
-        return arguments["window_size"] == (-1, -1), "no windows" * (arguments["window_size"] != (-1, -1))
+        return "no windows" * (arguments["window_size"] != (-1, -1))
 
     def zigzag(q: Any, k: Any, v: Any, **how: Any) -> Any:
         return q, k, v, how
@@ -54,7 +55,7 @@ def test_a_library_is_given_this_ranks_rows_and_lengths(monkeypatch: pytest.Monk
     monkeypatch.setitem(
         sys.modules,
         "conformance.adapters.ring_flash_attn",
-        SimpleNamespace(documented=SimpleNamespace(supports=supports)),  # type: ignore[arg-type]
+        SimpleNamespace(documented=SimpleNamespace(why_not=why_not)),  # type: ignore[arg-type]
     )
     monkeypatch.setitem(sys.modules, "ring_flash_attn", SimpleNamespace(**functions))  # type: ignore[arg-type]
     x = torch.arange(24)[:, None, None]

@@ -96,6 +96,7 @@ LENGTHS = torch.tensor([0, 4, 8], dtype=torch.int32)
         ("lengths", "cross", {"seqlen_q": 4, "seqlen_kv": 8}),
         ("sequences", "many", {"qkv_format": "thd", "cu_seqlens_q": LENGTHS}),
         ("padding", "padding", {"qkv_format": "thd", "cu_seqlens_q": LENGTHS, "cu_seqlens_q_padded": LENGTHS * 2}),
+        ("areas", "some", {"qkv_format": "thd", "areas": torch.tensor([[0, 4, 0, 4, -1, 0]])}),
         ("return_lse", "yes", {"return_lse": True}),
     ],
 )
@@ -113,11 +114,11 @@ def test_claims_name_what_is_not_claimed_and_why() -> None:
     assert "not yet" in table.why_not(words | {"heads": "grouped"})
 
 
-@pytest.mark.parametrize("name", ["ring_flash_attn", "yunchang", "transformer_engine"])
+@pytest.mark.parametrize("name", ["ring_flash_attn", "yunchang", "transformer_engine", "magi_attention"])
 def test_a_library_that_is_not_there_is_named(name: str) -> None:
     if find_spec(name) is not None:
         pytest.skip(f"{name} is installed")
-    with pytest.raises(LoadError, match=r"(?s)this adapter needs .*pip install"):
+    with pytest.raises(LoadError, match=r"(?s)this adapter needs .*(pip install|https://github.com/SandAI-org)"):
         load(f"conformance.adapters.{name}")
 
 

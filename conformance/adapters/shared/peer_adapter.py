@@ -9,7 +9,9 @@ import torch
 
 from conformance.adapters.shared.support_tables import SupportTable, Unsupported, asked
 
-__all__ = ["Peer", "no_gradient", "number_of_ranks", "rank_in"]
+__all__ = ["Peer", "Sizes", "no_gradient", "number_of_ranks", "rank_in"]
+
+Sizes = tuple[int, int, int, int]  # heads_q, heads_kv, d_qk, d_v
 
 
 class Peer(ABC):
@@ -24,19 +26,31 @@ class Peer(ABC):
         **rest: Any,
     ) -> tuple[bool, str]:  # fmt: skip
         """Whether the library supports the problem: (True, "") or (False, reason)."""
-        reason = self.supported.why_not(asked(cp, (heads_q, heads_kv, d_qk, d_v), dtype, device, rest))
+        reason = self.why_not(cp, (heads_q, heads_kv, d_qk, d_v), dtype, device, rest)
         return not reason, reason
+
+    def why_not(self, cp: Any, sizes: Sizes, dtype: torch.dtype, device: torch.device, arguments: Any) -> str:
+        """Why the library does not take a call, by its table and its sizes; empty where it does."""
+        reason = self.sizes_refused(cp, *sizes)
+        table = self.supported.why_not(asked(cp, sizes, dtype, device, arguments))
+        return table or (f"{self.supported.library}: {reason}" if reason else "")
+
+    def sizes_refused(self, cp: Any, heads_q: int, heads_kv: int, d_qk: int, d_v: int) -> str:
+        """Why the library does not take these heads and head dims, which no table says."""
+        return ""
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cp: Any, **options: Any) -> Any:
         """`cp_ref.attention` in the library's words. A call that makes no sense is the library's to refuse."""
-        for name in ("plan", "softmax_offset"):
-            if options.pop(name, None) is not None:
-                raise Unsupported(f"{self.supported.library}: no argument for {name}")
+        if options.pop("plan", None) is not None:
+            raise Unsupported(f"{self.supported.library}: no argument for plan")
+        if options.get("softmax_type", "vanilla") != "learnable" and options.pop("softmax_offset", None) is not None:
+            raise Unsupported(f"{self.supported.library}: softmax_offset without a learnable sink")
         try:
             sizes = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
             axis = 1 if options.get("qkv_format", "bshd") == "bshd" else 0
-            lengths = {"seqlen_q": q.shape[axis], "seqlen_kv": k.shape[axis]} if _has_sequence_axis(options) else {}
-            reason = self.supported.why_not(asked(cp, sizes, q.dtype, q.device, {**lengths, **options}))
+            whole = {"seqlen_q": cp.size * q.shape[axis], "seqlen_kv": cp.size * k.shape[axis]}
+            lengths = whole if _has_sequence_axis(options) else {}
+            reason = self.why_not(cp, sizes, q.dtype, q.device, {**lengths, **options})
         except Exception:  # a q that is no tensor, a window of three sides
             reason = ""
         if reason:

@@ -63,6 +63,7 @@ _PLAIN = {
     "attn_mask_type": ("causal",),
     "dtype": ("bfloat16",),
     "window": ("none",),
+    "areas": ("none",),
     "softmax_type": ("vanilla",),
     "softcap": ("none",),
     "score_mod": ("none",),
@@ -111,6 +112,7 @@ def asked(
         "window": {(False, False): "none", (True, False): "left", (False, True): "right"}.get(
             (left >= 0, right >= 0), "both"
         ),
+        "areas": "some" if "areas" in given else "none",
         "softmax_type": given.get("softmax_type", "vanilla"),
         "softcap": "softcap" if given.get("softcap", 0.0) else "none",
         "score_mod": "some" if given.get("score_mod") is not None else "none",
