@@ -6,7 +6,7 @@ or a process for each GPU over NCCL.
     python -m benchmarks.conformance_gpu --device cpu --backends cpu -j 2 --problems 8 --seconds 60    # to try it
 
 Every problem is played forward and backward in two tiers: `probes` (who sees which key, exactly) and `budget` (errors
-in units of plain PyTorch's). What is drawn, at cp 2, 3, 4 and 8 in bfloat16 and float16:
+in units of plain PyTorch's). Kinds of problems, at cp 2, 3, 4 and 8 in bfloat16 and float16:
 
     anything   `conformance.draw.strategies`
     layouts    these without attention slices, with more self-attention; of it half has a table of the user's for a
@@ -19,7 +19,7 @@ in units of plain PyTorch's). What is drawn, at cp 2, 3, 4 and 8 in bfloat16 and
 No other kind has scores of places.
 
 Over NCCL groups have two ranks and more, up to the number of GPUs; cp_fast chooses the backend, and carries messages
-through peer memory where it can (`CP_FAST_MESSAGES`). The work is on the host, so many processes share the GPUs.
+through peer memory where it can (`CP_FAST_MESSAGES`). Most work is on the host, so several processes share a GPU.
 
 Exit code 1 if a problem failed or a worker died, 2 if the time was up before all were played.
 """
@@ -52,13 +52,13 @@ from conformance.run.play_problem import InProcess, Runner, Task
 from conformance.run.workers import WorkerRunner
 from cp_fast.backends import by_name
 
-os.environ.setdefault("CONFORMANCE_LIMIT_S", "300")  # of one call, of which a problem has several
+os.environ.setdefault("CONFORMANCE_LIMIT_S", "300")  # of one call; a problem has several
 CP_SIZES = (2, 3, 4, 8)
 PROCESSES = "conformance.adapters.cp_fast:processes"
 TIERS = ("probes", "budget")
 PACKAGES = ("flash-attn-4", "flash-attn", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13")
 LIMIT_S, LIMIT_OF_RANKS_S = 300.0, 120.0  # of one problem: many processes compile at once
-GRACE_S = 60.0  # for the problem that a worker is at when the time is up
+GRACE_S = 60.0  # for the last problems, when the time is up
 TOLD_S = 30.0  # between two lines of progress
 
 
@@ -147,7 +147,7 @@ def play(
 
 @dataclass(frozen=True)
 class Work:
-    """What every worker does."""
+    """The work of all workers."""
 
     parts: dict[Part, Left]
     device: str

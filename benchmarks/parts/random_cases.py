@@ -1,7 +1,7 @@
-"""What `benchmarks.conformance_gpu` draws: kinds of problems, on few kernels.
+"""Problems that `benchmarks.conformance_gpu` draws, by kind, on few kernels.
 
 Head dims, softcaps and, where scores know their places, head groups are folded onto a few, since each combination costs
-FlashAttention 4 seconds of compilation. Lengths, padding, layouts, schedules, formats and masks stay as they are drawn.
+FlashAttention 4 seconds of compilation. Lengths, padding, layouts, schedules, formats and masks are not changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES = ("bfloat16", "float16")
 
 
 class KernelClass(NamedTuple):
-    """What a launch's kernel depends on, but for the range of its mask and whether its rows are ranges."""
+    """A launch with scores of places has one of few kernels, by these numbers, its mask and the form of its rows."""
 
     group: int  # query heads for each kv head, in each launch
     head_dim: int
@@ -55,7 +55,7 @@ def folded(case: Case) -> Case:
 
 
 def scaled(problem: Problem, times: int) -> Problem:
-    """The problem with so many rows for each of its rows: attention slices that share no pair share none then
+    """The problem with this number of rows for each of its rows. Attention slices that share no pair share none then
     either.
     """
     sequences = tuple(

@@ -1,4 +1,4 @@
-"""What `benchmarks.conformance_gpu` found: counts, their record and their summary."""
+"""The findings of `benchmarks.conformance_gpu`: counts, their record and their summary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Job = tuple[str, str]  # backend, kind
 
 @dataclass
 class Counts:
-    """What one worker, or all, found for problems of one kind on one backend."""
+    """The findings of one worker, or of all, for problems of one kind on one backend."""
 
     problems: int = 0
     right: collections.Counter[str] = field(default_factory=collections.Counter)  # by tier
@@ -43,7 +43,7 @@ class Counts:
 
 
 def added(jobs: list[Job], found: Iterable[tuple[Job, Counts]]) -> dict[Job, Counts]:
-    """What all workers found."""
+    """The findings of all workers."""
     total = {job: Counts() for job in jobs}
     for job, counts in found:
         total[job].add(counts)

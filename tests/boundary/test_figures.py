@@ -190,6 +190,22 @@ def test_what_scores_of_places_cost() -> None:
         assert text in page
 
 
+def test_random_problems_with_scores_of_places() -> None:
+    """The numbers of docs/how_to/scores.md: of each kind, by schedule, layout and size."""
+    page = " ".join((ROOT / "docs" / "how_to" / "scores.md").read_text().split())
+    found = json.loads((ROOT / "benchmarks" / "results" / "scores_random_1x_h200.json").read_text())
+    kinds = [found["backends"][f"fa4, {kind}"] for kind in ("alibi", "score_mod", "dropout")]
+    for kind in kinds:
+        assert not kind["failures"]
+        assert kind["right"] == {"probes": kind["problems"], "budget": kind["problems"]}
+        assert kind["by_schedule"].keys() == set(SCHEDULES)
+        assert kind["by_layout"].keys() == {"dual_chunk", "contiguous", "balanced"}
+    alibi, score_mod, dropout = (kind["problems"] for kind in kinds)
+    of_each = f"{alibi} random problems of ALiBi, {score_mod} of a `score_mod` and {dropout} of dropout were right"
+    assert of_each in page
+    assert f"at cp {', '.join(map(str, found['cp_sizes'][:-1]))} and {found['cp_sizes'][-1]} " in page
+
+
 def test_what_offload_costs() -> None:
     runs = json.loads((ROOT / "benchmarks" / "results" / "long_context_2x_h200.json").read_text())["runs"]
     offloaded, kept = runs[:2]
