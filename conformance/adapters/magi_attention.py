@@ -156,22 +156,24 @@ class _OwnRows:
         self.group, self.rank, self.ranks = group, rank_in(group), number_of_ranks(group)
         self.batch = shape[0] if options.get("qkv_format", "bshd") == "bshd" else None
         self.slice_rows = shape[0 if self.batch is None else 1]
-        self.rows = self.slice_rows * self.ranks  # of a sequence, or of the packed buffer with its tail
+        self.rows = self.slice_rows * self.ranks  # of a sequence of bshd
         self.tokens = self.rows * self.batch if self.batch is not None else int(options["cu_seqlens_q"][-1])
+        self.part = -(-self.tokens // self.ranks)  # of each rank in thd; its part of a tail is behind them
 
     def of_all(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' rows [t, h, d] of slices."""
-        whole = _Replicated.apply(x, self.group, 0 if self.batch is None else 1)
-        return whole[: self.tokens] if self.batch is None else _magi.squash_batch_dim(whole)
+        if self.batch is not None:
+            return _magi.squash_batch_dim(_Replicated.apply(x, self.group, 1))
+        return _Replicated.apply(x[: self.part], self.group, 0)[: self.tokens]
 
     def own(self, x: torch.Tensor, empty: float) -> torch.Tensor:
         """This rank's rows of [t, h, d] or [t, h]; those of a tail are `empty`."""
-        begin = self.rank * self.slice_rows
         if self.batch is not None:
+            begin = self.rank * self.slice_rows
             return x.unflatten(0, (self.batch, self.rows))[:, begin : begin + self.slice_rows]
-        part = x[begin : begin + self.slice_rows]
-        after = [0, 0] * (x.dim() - 1) + [0, self.slice_rows - len(part)]
-        return F.pad(part, after, value=empty)
+        rows = x[self.rank * self.part : (self.rank + 1) * self.part]
+        after = [0, 0] * (x.dim() - 1) + [0, self.slice_rows - len(rows)]
+        return F.pad(rows, after, value=empty)
 
 
 class _Replicated(torch.autograd.Function):
