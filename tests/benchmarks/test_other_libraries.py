@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.parts import magi
 from benchmarks.parts import others as module
 from benchmarks.parts.others import WAYS, flash_attn_interface, others
 from cp_fast.backends import by_name
@@ -76,6 +78,35 @@ def test_a_library_is_given_this_ranks_rows_and_lengths(monkeypatch: pytest.Monk
         [],
         {"ring_flash_attn p2p": "no windows"},
     )
+
+
+def test_magi_attention_is_given_the_mask_and_places_tokens_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def key_of(areas: Any, *others: Any) -> str:
+        asked.append((str(areas), *others))
+        return "the key"
+
+    def calc_attn(q: Any, k: Any, v: Any, key: str, softmax_scale: float) -> Any:
+        return (key, softmax_scale), "lse"
+
+    api = SimpleNamespace(dispatch=lambda x, key: (x, key), calc_attn=calc_attn)
+    adapter = SimpleNamespace(bf16=SimpleNamespace(why_not=lambda *_: ""), key_of=key_of)
+    monkeypatch.setattr(module, "WAYS", [("magi_attention", "bf16", "p2p")])
+    monkeypatch.setattr(magi, "_urgent_group", lambda: "its group")
+    for name in magi.SETTINGS:
+        monkeypatch.setenv(name, "")  # so that it is as before, afterwards
+    monkeypatch.setitem(sys.modules, "conformance.adapters.magi_attention", adapter)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "magi_attention", ModuleType("magi_attention"))
+    monkeypatch.setitem(sys.modules, "magi_attention.api", api)  # type: ignore[arg-type]
+    [one], reasons = others(problem(16, 8), by_name("cpu"), "the group", CPU)
+    assert reasons == {}
+    assert asked == [("area q[0:16] k[0:16] band *:0\narea q[16:24] k[16:24] band *:0\n", 24, 4, 2, 8, "its group")]
+    x: Any = "a global tensor"
+    assert one.slices(x) == (x, "the key")
+    assert one.attend(x, x, x) == ("the key", 8**-0.5)
+    assert one.layout == "its own"
+    assert {name: os.environ[name] for name in magi.SETTINGS} == magi.SETTINGS
 
 
 @pytest.mark.parametrize("packed", [False, True])
