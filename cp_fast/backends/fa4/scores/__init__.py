@@ -1,6 +1,6 @@
 """FlashAttention 4 with scores that know where they are: ALiBi, `score_mod` and dropout.
 
-trace_scores     functions of scores, written in PyTorch, become expressions; so do their derivatives
+tracing          functions of scores, written in PyTorch, become expressions; so do their derivatives
 expressions      the expressions: data
 cute_operations  expressions become CuTe, the language of the library's kernels
 cute_philox      the random words of dropout in CuTe

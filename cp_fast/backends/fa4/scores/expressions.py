@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-__all__ = ["BOOL", "COLUMN", "FLOAT", "INT", "LEAVES", "LONG", "PAIR", "ROW", "TILE", "Expression", "Node", "Writer"]
+__all__ = [
+    "BOOL", "COLUMN", "FLOAT", "INT", "LEAVES", "LONG", "PAIR", "ROW", "TILE", "Expression", "NoExpression", "Node",
+    "Writer",
+]  # fmt: skip
 
 FLOAT, INT, LONG, BOOL = "float", "int", "long", "bool"  # float32, int32, int64, bool
 TILE, ROW, COLUMN, PAIR = 0, 1, 2, 3
@@ -24,6 +27,10 @@ LEAVES = {  # Name -> kind and level.
     "kv_idx": (INT, COLUMN),
     "diagonal": (INT, ROW),
 }
+
+
+class NoExpression(Exception):
+    """A function has something that no expression has; the text says what."""
 
 
 class Node(NamedTuple):

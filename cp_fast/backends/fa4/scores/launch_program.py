@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cp_fast.backends.fa4.scores.score_program import Places, ScoreProgram
-from cp_fast.backends.fa4.scores.trace_scores import TracedScores, trace_scores
+from cp_fast.backends.fa4.scores.tracing.trace_scores import TracedScores, trace_scores
 from cp_fast.backends.launch_scores import LaunchScores
 from cp_ref.common.scores.score_inputs import ScoreInputs
 from cp_ref.spec import ScoreOptions, Unsupported

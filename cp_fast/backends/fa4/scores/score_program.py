@@ -7,7 +7,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-from cp_fast.backends.fa4.scores.trace_scores import TracedScores
+from cp_fast.backends.fa4.scores.tracing.trace_scores import TracedScores
 
 __all__ = ["ScoreProgram"]
 

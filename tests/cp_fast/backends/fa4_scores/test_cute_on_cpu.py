@@ -12,7 +12,7 @@ import torch
 from cp_fast.backends.fa4.scores.library_modules import library
 from cp_fast.backends.fa4.scores.score_program import Places, ScoreProgram
 from cp_fast.backends.fa4.scores.score_tiles import Tile, Values
-from cp_fast.backends.fa4.scores.trace_scores import trace_scores
+from cp_fast.backends.fa4.scores.tracing.trace_scores import trace_scores
 from cp_ref.common.scores.philox import kept
 from tests.cp_fast.backends.fa4_scores.functions import FUNCTIONS, places
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cp_fast.backends.fa4.scores.expressions import BOOL, FLOAT, INT, LONG, Expression
-from cp_fast.backends.fa4.scores.trace_scores import trace_scores
+from cp_fast.backends.fa4.scores.tracing.trace_scores import trace_scores
 from cp_ref.spec import Unsupported
 from tests.cp_fast.backends.fa4_scores.functions import FUNCTIONS, TABLE, places, refused
 

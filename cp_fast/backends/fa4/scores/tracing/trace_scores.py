@@ -1,7 +1,7 @@
 """Functions of scores, written in PyTorch, and their derivatives as expressions.
 
 PyTorch itself traces the function and its autograd (`make_fx` over fake tensors): every operator that would run is
-written down. `aten_operations` knows what each of them means for one element; any other operator is refused by name. A
+written down. `aten_operations` has the meaning of each for one element; any other operator is refused by name. A
 function is traced for dtypes and shapes, never for values, so the tensors of later calls may differ.
 
 Reference: Reed et al., "torch.fx: Practical Program Capture and Transformation for Deep Learning in Python", MLSys
@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cp_fast.backends.fa4.scores.aten_operations import Translation
-from cp_fast.backends.fa4.scores.expressions import LEAVES, Expression
+from cp_fast.backends.fa4.scores.expressions import Expression, NoExpression
+from cp_fast.backends.fa4.scores.tracing.aten_operations import DOCUMENTED, translate
+from cp_fast.backends.fa4.scores.tracing.operands import Operands
 from cp_ref.spec import Unsupported
 
 __all__ = ["TracedScores", "trace_scores"]
@@ -103,20 +104,26 @@ _SHAPE = (2, 3)  # No place has a size of 1, so that a captured tensor of severa
 
 def _read(module: GraphModule, leaves: tuple[str, ...], captured: list[str], name: str) -> TracedScores:
     """The expressions of a traced module whose inputs are the leaves and then the captured tensors."""
-    translation = Translation(module, name)
+    operands = Operands(module)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node, leaf in zip(inputs, (*leaves, *captured), strict=True):
-        if leaf in LEAVES and len(translation.values) < len(leaves):
-            translation.give_leaf(node, leaf)
-        else:
-            translation.give_tensor(node, leaf)
+    for node, leaf in zip(inputs, leaves, strict=False):
+        operands.give_leaf(node, leaf)
+    for node, tensor in zip(inputs[len(leaves) :], captured, strict=True):
+        operands.give_tensor(node, tensor)
     results: list[Node] = []
-    for node in module.graph.nodes:
-        if node.op == "output":
-            results = list(node.args[0])
-        elif node.op != "placeholder":
-            translation.translate(node)
-    modified, pulled_back = (translation.number_of(one) for one in results)
-    traced = TracedScores(translation.writer.expression(modified), translation.writer.expression(pulled_back))
+    try:
+        for node in module.graph.nodes:
+            if node.op == "output":
+                results = list(node.args[0])
+            elif node.op != "placeholder":
+                translate(operands, node)
+        modified, pulled_back = (operands.writer.expression(operands.number_of(one)) for one in results)
+    except NoExpression as found:
+        raise Unsupported(
+            f"{name} on backend 'fa4', which compiles it,",
+            {},
+            f"it has {found}; it may have {DOCUMENTED}. backend='torch' runs any function",
+        ) from None
+    traced = TracedScores(modified, pulled_back)
     shapes = {name: tuple(node.meta["val"].shape) for node, name in zip(inputs[len(leaves) :], captured, strict=True)}
     return traced._replace(sizes=tuple((name, shapes[name][1:]) for name in traced.captured))
