@@ -38,6 +38,10 @@ def captures_a_tensor(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> An
     return score * TABLE[h]
 
 
+def of_flash_attention(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
+    return score
+
+
 def four(score: Any, b: Any, h: Any, q_idx: Any) -> Any:
     return score
 
@@ -78,6 +82,13 @@ OF_PLAN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "captures_a_tensor captures TABLE, of type torch.Tensor; .* give tensors by aux_tensors",
     ),
+    "a pair of FlashAttention": ({"score_mod": (plain, plain)}, TypeError, "FlashAttention's own kernels.*in PyTorch"),
+    "a function of FlashAttention": (
+        {"score_mod": of_flash_attention},
+        TypeError,
+        "a function of seqlen_info; give the",
+    ),
+    "another pair": ({"score_mod": (plain, None)}, TypeError, "score_mod is of type tuple; it must be a plain Python"),
     "four parameters": ({"score_mod": four}, ValueError, r"score_mod is four\(score.*must be \(score, b, h, q_idx"),
     "nameless parameters": ({"score_mod": nameless}, ValueError, "one by name for each of aux_tensors"),
     "a probability of 1": ({"dropout_p": 1.0}, ValueError, r"dropout_p is 1.0; it must be 0, or at least 2\*\*-32"),

@@ -26,6 +26,10 @@ ScoreMod = Callable[..., torch.Tensor]
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
 _LIBRARIES = {"torch", "math", "operator", "builtins"}
+_OF_FLASH_ATTENTION = (
+    "a pair with its derivative or a function of seqlen_info; give the same function in PyTorch, of (score, b, h, "
+    "q_idx, kv_idx): backend 'fa4' compiles it and its derivative"
+)
 _CAPTURE = "it may capture plain values, and functions and modules of torch and math; give tensors by aux_tensors"
 
 
@@ -46,6 +50,8 @@ def digest_of(score_mod: Any) -> str:
     """
     if score_mod is None:
         return ""
+    if _is_of_flash_attention(score_mod):
+        raise TypeError(f"score_mod has the form of FlashAttention's own kernels, {_OF_FLASH_ATTENTION}")
     if not isinstance(score_mod, types.FunctionType):
         raise TypeError(f"score_mod is {kind_of(score_mod)}; it must be a plain Python function, or None")
     parameters_of(score_mod)
@@ -181,6 +187,16 @@ def modified_scores(
     [[1.0, 2.0]]
     """
     return score_mod(scores.clone(), *(x.clone() for x in places), **aux_tensors)
+
+
+def _is_of_flash_attention(score_mod: Any) -> bool:
+    """Whether it has the form of FlashAttention 4's score_mod: a pair of functions, or one with its parameters."""
+    if isinstance(score_mod, tuple | list):
+        pair = cast("Sequence[Any]", score_mod)
+        return len(pair) == 2 and all(isinstance(one, types.FunctionType) for one in pair)
+    return isinstance(score_mod, types.FunctionType) and {"seqlen_info", "aux_tensors"} <= {
+        *signature(score_mod).parameters
+    }
 
 
 def _home(value: Any) -> str:

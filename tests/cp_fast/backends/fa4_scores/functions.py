@@ -28,6 +28,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor]]
     "one element": (lambda s, b, h, i, j, d, c, e: s * c + e, {"c": torch.tensor(0.5), "e": torch.tensor([2.0])}),
     "doubles": (lambda s, b, h, i, j, d, c: s * c, {"c": torch.tensor(0.3, dtype=torch.float64)}),
     "whole numbers": (lambda s, b, h, i, j, d: s + (i - j) // 3 + (i - j) % 5 + (i - j) % -4 + (j - i) // -7, {}),
+    "bits": (lambda s, b, h, i, j, d, k: s + ((i ^ j) & 21).float() + (~(i | 8) ^ k[j] | h) * 0.5, {"k": KINDS}),
     "long": (lambda s, b, h, i, j, d, k: s + (k[i] * 1000 - j) // 7 % 11, {"k": KINDS}),
     "floats": (lambda s, b, h, i, j, d: s % 1.5 + i.float() % -2.5 + i.float() // 4, {}),
     "softcap": (lambda s, b, h, i, j, d: 30 * torch.tanh(s / 30), {}),

@@ -14,10 +14,10 @@ from cp_fast.backends.fa4.scores.tracing.operator_kinds import UNCHANGED, common
 __all__ = ["DOCUMENTED", "translate"]
 
 DOCUMENTED = (
-    "+ - * / // % and unary -, comparisons, logical and, or and not (also & | ~ of booleans), where, masked_fill, abs, "
-    "sign, minimum, maximum, clamp, relu, exp, exp2, expm1, log, log2, log1p, sqrt, rsqrt, sin, cos, tanh, sigmoid, "
-    "softplus, square, powers with a constant, conversions between float32, int32, int64 and bool, and elements of "
-    "captured tensors by integer indices"
+    "+ - * / // % and unary -, comparisons, logical and, or and not, & | ^ ~ of integers and booleans, where, "
+    "masked_fill, abs, sign, minimum, maximum, clamp, relu, exp, exp2, expm1, log, log2, log1p, sqrt, rsqrt, sin, cos, "
+    "tanh, sigmoid, softplus, square, powers with a constant, conversions between float32, int32, int64 and bool, and "
+    "elements of captured tensors by integer indices"
 )
 
 _SAME = {  # All inputs have the result's kind.
