@@ -3,10 +3,11 @@ or a process for each GPU over NCCL.
 
     python -m benchmarks.conformance_gpu -j 16 --problems 300 --seconds 400 --seed 1 --out conformance_areas_1x.json
     python -m benchmarks.conformance_gpu --ranks 4 -j 3 --kinds anything --problems 100 --seconds 240 --out nccl_4x.json
+    python -m benchmarks.conformance_gpu --ranks 2 -j 4 --kinds linear --problems 100 --seconds 100 --out linear_2x.json
     python -m benchmarks.conformance_gpu --device cpu --backends cpu -j 2 --problems 8 --seconds 60    # to try it
 
-Every problem is played forward and backward in two tiers: `probes` (who sees which key, exactly) and `budget` (errors
-in units of plain PyTorch's). Kinds of problems, at cp 2, 3, 4 and 8 in bfloat16 and float16:
+Every problem of attention is played forward and backward in two tiers: `probes` (who sees which key, exactly) and
+`budget` (errors in units of plain PyTorch's). Kinds of problems, at cp 2, 3, 4 and 8 in bfloat16 and float16:
 
     anything   `conformance.draw.strategies`
     layouts    these without attention slices, with more self-attention; of it half has a table of the user's for a
@@ -15,11 +16,14 @@ in units of plain PyTorch's). Kinds of problems, at cp 2, 3, 4 and 8 in bfloat16
     alibi, score_mod, dropout
                cases without attention slices and windows, in bfloat16, each with this one score of places. A kind has
                five parts with a class of kernels each (`benchmarks.parts.random_cases`): one process compiles them
+    linear     `conformance.levels.linear`: linear attention and causal convolutions, in bfloat16, in the suite's tiers.
+               Triton's tuners take their first configuration
 
 No other kind has scores of places.
 
-Over NCCL groups have two ranks and more, up to the number of GPUs; cp_fast chooses the backend, and carries messages
-through peer memory where it can (`CP_FAST_MESSAGES`). Most work is on the host, so several processes share a GPU.
+Over NCCL groups have two ranks and more, up to `--ranks`; cp_fast chooses the backend, and carries messages through
+peer memory where it can (`CP_FAST_MESSAGES`). Most work is on the host, so several processes share a GPU. Where there
+are fewer GPUs than ranks, ranks share one, and NCCL sends through sockets.
 
 Exit code 1 if a problem failed or a worker died, 2 if the time was up before all were played.
 """
@@ -43,18 +47,21 @@ import torch
 import typer
 from hypothesis import HealthCheck, Phase, given, settings
 
+from benchmarks.parts.linear_layers.tuning import use_few_kernels
 from benchmarks.parts.random_cases import KINDS, parts_of
 from benchmarks.parts.random_counts import Counts, Job, added, summary, write
 from benchmarks.parts.ranks import Commit, Device, JsonOut
 from conformance.adapters.cp_fast import OneBackend
 from conformance.case import Case
-from conformance.run.play_problem import InProcess, Runner, Task
+from conformance.levels.linear.linear_case import LinearCase
+from conformance.run.play_problem import InProcess, Runner, Task, task_of
 from conformance.run.workers import WorkerRunner
 from cp_fast.backends import by_name
 
 os.environ.setdefault("CONFORMANCE_LIMIT_S", "300")  # of one call; a problem has several
 CP_SIZES = (2, 3, 4, 8)
 PROCESSES = "conformance.adapters.cp_fast:processes"
+LINEAR_PROCESSES = "benchmarks.parts.linear_layers.few_kernels:processes"
 TIERS = ("probes", "budget")
 PACKAGES = ("flash-attn-4", "flash-attn", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13")
 LIMIT_S, LIMIT_OF_RANKS_S = 300.0, 120.0  # of one problem: many processes compile at once
@@ -97,6 +104,11 @@ class Enough(KeyboardInterrupt):
     """Ends the drawing: Hypothesis takes any other exception for a finding, and would go on."""
 
 
+def tasks_of(case: Case | LinearCase) -> list[Task]:
+    """A problem in every tier that plays it."""
+    return task_of(str(case)) if isinstance(case, LinearCase) else [Task("schedule", tier, str(case)) for tier in TIERS]
+
+
 def play(
     runner: Runner,
     part: Part,
@@ -118,10 +130,10 @@ def play(
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
     @given(KINDS[part.job[1]](runner, cp_sizes, part.number))
-    def one(case: Case) -> None:
+    def one(case: Case | LinearCase) -> None:
         if time.time() > until or not left.take():
             raise Enough
-        played = [runner.play(Task("schedule", tier, str(case))) for tier in TIERS]
+        played = [runner.play(task) for task in tasks_of(case)]
         verdicts = {p.verdict for p in played}
         if verdicts == {"unsupported"}:
             left.give_back()
@@ -154,9 +166,13 @@ class Work:
     ranks: int  # processes of a group; 0: the simulated group
     until: float
 
-    def runner(self, backend: str) -> Runner:
+    def runner(self, job: Job) -> Runner:
+        backend, kind = job
         if self.ranks:
-            return WorkerRunner(PROCESSES, self.device, LIMIT_OF_RANKS_S, self.ranks)
+            name = LINEAR_PROCESSES if kind == "linear" else PROCESSES
+            return WorkerRunner(name, self.device, LIMIT_OF_RANKS_S, self.ranks)
+        if kind == "linear":
+            use_few_kernels()
         return InProcess(OneBackend(backend), self.device, LIMIT_S)
 
     @property
@@ -182,7 +198,7 @@ def worker(number: int, seed: int, work: Work, results: Any) -> None:
 
         try:
             if int(work.parts[part]) and time.time() < work.until:
-                with closing(work.runner(part.job[0])) as runner:
+                with closing(work.runner(part.job)) as runner:
                     of_part = seed + number + 1000 * part.number
                     tell(play(runner, part, work.cp_sizes, of_part, work.parts[part], work.until, tell))
         except BaseException as error:
@@ -221,8 +237,9 @@ def main(
             if number < (count := parts_of(job[1])):
                 parts[Part(job, number)] = Left((problems + number) // count, context.Value)
     work = Work(parts, device, ranks, began + seconds)
-    processes = [context.Process(target=worker, args=(n, seed, work, results), daemon=True) for n in range(workers)]
+    processes = [context.Process(target=worker, args=(n, seed, work, results)) for n in range(workers)]
     for process in processes:
+        process.daemon = not ranks  # a daemon may have no processes of its own
         process.start()
     died: list[str] = [f"{name} is not here: {reason}" for name, reason in missing.items()]
     record: dict[str, Any] = {

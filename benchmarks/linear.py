@@ -1,17 +1,17 @@
 """Linear attention on GPUs: errors of every kind against the oracle, and times beside flash-linear-attention's own.
 
     python -m benchmarks.linear check --kinds kda --out check.json            # all ranks of a simulated group, one GPU
-    python -m benchmarks.linear random -j 16 --seconds 100 --out random.json  # random problems in bfloat16
     python -m benchmarks.linear warm --part 0 --parts 8 &                     # of 8 processes: compile for `speed`
     python -m benchmarks.linear speed --out speed.json                        # one rank of two, its messages left out
     python -m benchmarks.linear speed --gpus 2 --out speed.json               # two ranks over NCCL
 
 `check` prints, for each problem, the errors of all results and gradients relative to the oracle's, as roots of mean
-squares, and beside them those of the same call on one rank: spreading may add a half to them. `speed` has gated delta
-rule layers of 16 heads of 128, 16,384 tokens a GPU, in turns in one run: times of calls in a row, which a slow host
-makes longer, and times of the GPU alone, whose launches wait in its queue. Flash-linear-attention refuses its backward
-pass on Hopper GPUs with Triton 3.4 to 3.7.0, whose compiler makes a wrong gradient of it. Its time is not affected, so
-the refusal is lifted here, and no gradient of it is read.
+squares, and beside them those of the same call on one rank: spreading may add a half to them. Random problems are a
+kind of `benchmarks.conformance_gpu`. `speed` has gated delta rule layers of 16 heads of 128, 16,384 tokens a GPU, in
+turns in one run: times of calls in a row, which a slow host makes longer, and times of the GPU alone, whose launches
+wait in its queue. Flash-linear-attention refuses its backward pass on Hopper GPUs with Triton 3.4 to 3.7.0, whose
+compiler makes a wrong gradient of it. Its time is not affected, so the refusal is lifted here, and no gradient of it is
+read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -33,8 +33,8 @@ import torch.multiprocessing as mp
 import typer
 
 import cp_fast
-from benchmarks.parts.random_layers import RandomRun, play_random, tune_only, use_pieces
-from benchmarks.parts.ranks import Commit, Device, JsonOut, connect, largest, seconds_alone
+from benchmarks.parts.linear_layers.tuning import tune_only, use_pieces
+from benchmarks.parts.ranks import Commit, Device, JsonOut, Silent, connect, largest, seconds_alone, seconds_queued
 from cp_ref.spec import Problem
 from cp_ref.spec import Sequence as Lengths
 from tests.linear.errors import relative_errors
@@ -92,52 +92,6 @@ def check(
                 _write(out, found)
     print(f"{wrong} wrong")
     raise typer.Exit(1 if wrong else 0)
-
-
-@app.command()
-def random(
-    problems: Annotated[int, typer.Option(help="How many.")] = 300,
-    workers: Annotated[int, typer.Option("--workers", "-j", help="Processes that share the device.")] = 14,
-    seconds: Annotated[float, typer.Option(help="Stop drawing after so long.")] = 120.0,
-    seed: Annotated[int, typer.Option(help="Of the first worker; the next one has the next.")] = 1000,
-    device: Device = "cuda",
-    commit: Commit = "",
-    out: JsonOut = None,
-) -> None:
-    """Random problems over the simulated group: every layout, tables, padding, kinds. Exit code 1 if one is wrong or a
-    worker died, 2 if the time was up before all were played.
-    """
-    run = RandomRun(problems, workers, seconds, seed, device)
-    found = {"commit": commit, "torch": torch.__version__, "run": asdict(run)} | play_random(run)
-    _write(out, found)
-    print(f"played {found['played']} of {problems}, right {found['right']}; {found['counts']}")
-    print(f"largest errors: { {name: f'{x:.1e}' for name, x in found['largest errors'].items()} }")
-    for one in found["failures"][:5]:
-        print("WRONG", one["wrong"], one.get("spread"), one.get("alone"), one["case"], sep="\n    ")
-    print(*found["ended early"], sep="\n")
-    if found["failures"] or found["ended early"]:
-        print("FAILED")
-        raise typer.Exit(1)
-    print("ALL RIGHT" if found["played"] >= problems else "NOT REACHED")
-    raise typer.Exit(0 if found["played"] >= problems else 2)
-
-
-class Silent:
-    """A rank of a group whose messages bring nothing: for the time of what one rank computes."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    def exchange(self, sends: Sequence[Any], recvs: Sequence[Any]) -> Silent:
-        for parcel in recvs:
-            parcel.tensor.zero_()
-        return self
-
-    def wait(self) -> None:
-        """Nothing is on its way."""
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value] * self.size
 
 
 @app.command()
@@ -200,20 +154,6 @@ def _rank(rank: int, options: Speed, folder: str) -> None:
 
 
 Call = Callable[..., torch.Tensor]
-
-
-def seconds_queued(fn: Callable[[], Any], calls: int) -> float:
-    """One call's time on the GPU, whose launches wait in its queue: those of a model, whose host runs ahead, do too."""
-    torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    calls = min(calls, 6)  # the queue has room for about a thousand launches
-    torch.cuda._sleep(12_000_000 * calls)  # pyright: ignore[reportPrivateUsage]  # 6 ms a call
-    begin.record()
-    for _ in range(calls):
-        fn()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3 / calls
 
 
 def _speed(group: Any, options: Speed) -> None:

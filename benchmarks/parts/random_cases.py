@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from conformance.case import Case
 from conformance.draw.capabilities import EVERYTHING
 from conformance.draw.strategies import cases, tables
+from conformance.levels.linear.draw_linear import convolutions, linear_attentions
+from conformance.levels.linear.linear_case import CausalConv1d, LinearCase
 from conformance.run.play_problem import Runner
 from cp_ref.spec import LAYOUTS, Problem
 from cp_ref.spec import Sequence as Lengths
 from tests.masks.problems import problems as problems_of_areas
 
-__all__ = ["KINDS", "parts_of"]
+__all__ = ["ATTENTION", "KINDS", "parts_of"]
 
 DTYPES = ("bfloat16", "float16")
 
@@ -98,7 +100,7 @@ def of_areas(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: int
     )
 
 
-Kind = Callable[[Runner, Sequence[int], int], st.SearchStrategy[Case]]
+Kind = Callable[[Runner, Sequence[int], int], st.SearchStrategy[Case | LinearCase]]
 
 
 def of_scores(
@@ -122,9 +124,23 @@ def of_scores(
     return drawn
 
 
+@st.composite
+def of_linear(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: int) -> LinearCase:
+    """Linear attention of the sizes that `benchmarks.linear check` has, and convolutions; a third in longer
+    documents.
+    """
+    case: LinearCase = draw(linear_attentions(cp_sizes, ("bfloat16",)) | convolutions(cp_sizes, ("bfloat16",)))
+    times = draw(st.sampled_from([1, 1, 9])) if isinstance(case.layout, str) else 1
+    sizes: dict[str, Any] = {"heads": 2, "shared": 2, "d_k": 64, "d_v": 128}
+    if isinstance(case, CausalConv1d):
+        sizes = {"channels": 136, "kernel_size": 2 if case.kernel_size < 3 else 4}
+    return replace(case, documents=tuple((times * n, times * m) for n, m in case.documents), wide=True, **sizes)
+
+
 SCORES: dict[str, Kind] = {
     "alibi": of_scores(alibi=("head", "document")),
     "score_mod": of_scores(score_mods=("hidden", "near", "by_key", "by_document", "by_head")),
     "dropout": of_scores(dropout=(0.1, 0.25, 0.5)),
 }
-KINDS: dict[str, Kind] = {"anything": of_anything, "layouts": of_layouts, "areas": of_areas, **SCORES}
+ATTENTION: dict[str, Kind] = {"anything": of_anything, "layouts": of_layouts, "areas": of_areas, **SCORES}
+KINDS: dict[str, Kind] = {**ATTENTION, "linear": of_linear}

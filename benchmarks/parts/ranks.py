@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,18 @@ import typer
 
 from conformance.run.process_ranks import own_gpu
 
-__all__ = ["Commit", "Device", "JsonOut", "Schedules", "connect", "largest", "seconds", "seconds_alone"]
+__all__ = [
+    "Commit",
+    "Device",
+    "JsonOut",
+    "Schedules",
+    "Silent",
+    "connect",
+    "largest",
+    "seconds",
+    "seconds_alone",
+    "seconds_queued",
+]
 
 Commit = Annotated[str, typer.Option(help="The commit that is run.")]
 Device = Annotated[str, typer.Option(help="cuda; cpu to try it.")]
@@ -54,10 +65,42 @@ def largest(number: float) -> float:
     return float(found)
 
 
+class Silent:
+    """A rank of a group whose messages bring nothing: for the time of what one rank computes."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def exchange(self, sends: Sequence[Any], recvs: Sequence[Any]) -> Silent:
+        for parcel in recvs:
+            parcel.tensor.zero_()
+        return self
+
+    def wait(self) -> None:
+        """Nothing is on its way."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
 def seconds_alone(fn: Callable[[], Any], calls: int) -> float:
     """One of several calls in a row on this GPU, which waits for no other, by CUDA events."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
+    begin.record()
+    for _ in range(calls):
+        fn()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / calls
+
+
+def seconds_queued(fn: Callable[[], Any], calls: int) -> float:
+    """One call's time on the GPU, whose launches wait in its queue: those of a model, whose host runs ahead, do too."""
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    calls = min(calls, 6)  # the queue has room for about a thousand launches
+    torch.cuda._sleep(12_000_000 * calls)  # pyright: ignore[reportPrivateUsage]  # 6 ms a call
     begin.record()
     for _ in range(calls):
         fn()

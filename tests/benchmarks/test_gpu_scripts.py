@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import conformance_gpu
 from benchmarks.conformance_gpu import Left, Part, Work, play
-from benchmarks.parts.random_cases import KINDS
+from benchmarks.parts.random_cases import ATTENTION, KINDS
 from benchmarks.parts.random_counts import Counts, summary
 from conformance.adapters.cp_fast import cpu
 from conformance.judge.run_record import Played
@@ -18,21 +18,25 @@ from conformance.run.play_problem import InProcess, Task
 from tests.gpu import lost_ranks, over_processes
 from tests.marks import HANGS_S
 
+SPREAD = ("areas", "linear")  # over processes too
+
 
 @pytest.mark.parametrize(
     ("kind", "ranks"),
-    [*((kind, 0) for kind in KINDS), pytest.param("areas", 2, marks=pytest.mark.thorough)],
+    [*((kind, 0) for kind in KINDS), *(pytest.param(kind, 2, marks=pytest.mark.thorough) for kind in SPREAD)],
 )
 def test_problems_of_each_kind_are_right(kind: str, ranks: int) -> None:
     """Simulated, and by two processes over gloo."""
     part, left = Part(("cpu", kind), 0), Left(3)
     work = Work({part: left}, "cpu", ranks, time.time() + HANGS_S)
-    with closing(work.runner("cpu")) as runner:
+    with closing(work.runner(part.job)) as runner:
         counts = play(runner, part, work.cp_sizes, 5, left, work.until)
     assert int(left) == 0
     assert counts.failures == []
     assert counts.problems == 3
-    assert counts.right == dict.fromkeys(conformance_gpu.TIERS, 3)
+    tiers = conformance_gpu.TIERS if kind in ATTENTION else ("linear", "linear-convolution")
+    assert set(counts.right) <= set(tiers)
+    assert sum(counts.right.values()) == (3 if kind == "linear" else 6)
     assert summary({("cpu", kind): counts}, 3, []) == 0
 
 

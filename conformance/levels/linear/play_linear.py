@@ -27,10 +27,11 @@ from conformance.run.case_tensors import plan_arguments, real_tokens
 from conformance.run.placement import assemble, take_slice
 from conformance.run.play_case import UnsupportedCase
 
-__all__ = ["Results", "check", "compare_linear", "play_layer"]
+__all__ = ["Results", "check", "compare_linear", "judged_results", "play_layer"]
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 Results = dict[str, torch.Tensor]  # One rank's local results and gradients.
+Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]  # What was found, and exact values.
 
 
 def check(impl: Implementation, case: LinearCase, device: str = "cpu") -> list[str]:
@@ -97,8 +98,13 @@ def compare_linear(case: LinearCase, tensors: LinearTensors, ranks: list[Results
     found = [f"rank {n}: {finding}" for n, results in enumerate(ranks) for finding in _form(case, tensors, results, n)]
     if found:
         return found
+    return _findings(case, judged_results(case, tensors, ranks))
+
+
+def judged_results(case: LinearCase, tensors: LinearTensors, ranks: list[Results]) -> Pairs:
+    """What the ranks found together, by name, beside the exact values. What a spoiled document is in is left out."""
     exact, keep, documents = exact_linear(case, tensors), judged_rows(case), judged_documents(case)
-    judged: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    judged: Pairs = {}
     for name in ranks[0]:
         local = [results[name] for results in ranks]
         if name.removeprefix("d") in tensors.alike:
@@ -111,10 +117,10 @@ def compare_linear(case: LinearCase, tensors: LinearTensors, ranks: list[Results
             judged |= {f"{name} of rank {n}": (x[documents], exact[name][documents]) for n, x in enumerate(local)}
         else:
             judged[name] = assemble(case.case, local, "q")[keep], exact[name][keep]
-    return _findings(case, judged)
+    return judged
 
 
-def _findings(case: LinearCase, judged: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> list[str]:
+def _findings(case: LinearCase, judged: Pairs) -> list[str]:
     limit = LIMITS[case.dtype]
     sizes = {name: _size(exact) for name, (_, exact) in judged.items()}
     typical = sum(sizes.values()) / max(len(sizes), 1)

@@ -23,7 +23,9 @@ from cp_fast.integrations import token_batches
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.loss import loss_for_backward
 from cp_ref import SimGroup
+from cp_ref.spec import LAYOUTS
 from tests.dist.workers import Processes
+from tests.integrations.hugging_face import hybrid_processes
 from tests.integrations.hugging_face.hybrids import HYBRIDS, REFUSED_HYBRIDS, alone, batches, tiny_hybrid
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
@@ -113,6 +115,12 @@ def test_hybrids_over_gloo(four: Processes) -> None:
     found = four.run(over_gloo, list(HYBRIDS), "packed")
     for name in HYBRIDS:
         check(name, "packed", [part[name] for part in found])
+
+
+@pytest.mark.thorough
+def test_errors_in_bfloat16_are_those_of_one_process() -> None:
+    found = hybrid_processes.play(2, "cpu")
+    assert {layout: one["wrong"] for layout, one in found.items()} == {layout: [] for layout in LAYOUTS}
 
 
 def wrapped(name: str, kind: str) -> Part:

@@ -1,0 +1,1 @@
+"""Parts of the scripts that play and time linear layers on GPUs."""
