@@ -11,7 +11,7 @@ rank takes its own rows, as `contiguous` has them.
 
     ffa (the module too)   its kernels; each is compiled for minutes at its first call
     bf16                   those of them that one build has
-    sdpa                   plain PyTorch inside, in any dtype, "for testing"
+    sdpa                   plain PyTorch inside, in any dtype, "for testing"; without a GPU too (`magi_on_cpu`)
     accepted               `sdpa`, and the gradient through the returned LSE
 
 Its kernels are tested for head dims of 64 and 128. The adapter adds zeros up to 128, and for `sdpa` up to a power of
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from conformance.adapters.shared import magi_on_cpu
 from conformance.adapters.shared.magi_ranges import magi_ranges
 from conformance.adapters.shared.peer_adapter import Peer, Sizes, no_gradient, number_of_ranks, rank_in
 from conformance.adapters.shared.support_tables import SupportTable, Unsupported, library
@@ -38,6 +39,7 @@ __all__ = ["Unsupported", "accepted", "attention", "bf16", "ffa", "group_kind", 
 _INSTALL = "https://github.com/SandAI-org/MagiAttention, tag v1.1.1"
 _magi = library("magi_attention.api", _INSTALL)
 _common = library("magi_attention.common", _INSTALL)
+_DEVICES = ("cpu",) if magi_on_cpu.install() else ("cuda",)
 
 _FFA = SupportTable(
     "MagiAttention, FFA",
@@ -80,7 +82,8 @@ _BF16 = replace(
 )
 _SDPA = replace(
     _FFA.having(
-        dtype=("float64", "float32", "bfloat16", "float16"), softcap=("none",), softmax_type=("vanilla",)
+        dtype=("float64", "float32", "bfloat16", "float16"), softcap=("none",), softmax_type=("vanilla",),
+        device=_DEVICES,
     ),
     library="MagiAttention, SDPA",
     because={**_FFA.because, "softcap": "non-zero softcap is not supported by now"},
