@@ -53,6 +53,7 @@ SHAPES = (
     {"layout": "dual_chunk", "qkv_format": "thd", "attn_mask_type": "padding_causal"},
     {"layout": "contiguous", "qkv_format": "thd", "attn_mask_type": "padding_causal"},
     {"layout": "contiguous", "qkv_format": "thd", "attn_mask_type": "padding"},
+    {"layout": "contiguous", "qkv_format": "thd", "areas": ((0, 9, 0, 9, -1, 0), (0, 8, 1, 9, 0, -1))},  # no pair twice
 )
 CHANGES = (
     {},
