@@ -340,7 +340,7 @@ def worker(rank: int, job: Job, folder: str, some: Contenders = contenders) -> N
 
 def run(job: Job, work: Callable[..., None] = worker) -> list[dict[str, Any]]:
     """The rows of all masks, in their order; of what was not reached a row that says so."""
-    why = f"not reached in {job.seconds:.0f} s"
+    why = "ranks share a GPU: no time" if job.shared else f"not reached in {job.seconds:.0f} s"
     with tempfile.TemporaryDirectory() as folder:
         context: Any = spawn(work, (job, folder), nprocs=job.gpus, join=False)
         try:

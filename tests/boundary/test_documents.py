@@ -204,7 +204,8 @@ def test_the_findings_can_be_replayed() -> None:
     assert len(cases) > 10
     for case in cases:
         assert Case.parse(str(Case.parse(case))) == Case.parse(case), case
-    for module, name in re.findall(r"`(pytorch|ring_flash_attn|yunchang):(\w+)`", text):
+    modules = "pytorch|ring_flash_attn|yunchang|transformer_engine|magi_attention"
+    for module, name in re.findall(rf"`({modules}):(\w+)`", text):
         assert f'"{name}"' in (ROOT / "conformance" / "adapters" / f"{module}.py").read_text(), (module, name)
 
 

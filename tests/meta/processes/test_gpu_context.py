@@ -1,7 +1,8 @@
-"""Processes whose GPU no longer answers, without a GPU: the error is a stand-in's."""
+"""Processes that share a GPU, and those whose GPU no longer answers: without a GPU, by stand-ins."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from multiprocessing import Pipe
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import cp_ref
+from conformance.cli import cp_sizes_of
 from conformance.draw.capabilities import EVERYTHING
 from conformance.implementation import as_implementation
 from conformance.judge.run_record import Played
@@ -17,6 +19,7 @@ from conformance.levels import LEVEL_TIERS, helpers
 from conformance.run.global_state import ASSERTED, context_error
 from conformance.run.play_problem import InProcess, Task
 from conformance.run.pool import Answer, Worker
+from conformance.run.process_ranks import own_gpu
 from conformance.run.run_tiers import PROFILES, run_tier
 from conformance.run.workers import WorkerRunner
 
@@ -98,3 +101,18 @@ def test_on_a_gpu_a_few_malformed_calls_are_enough(monkeypatch: pytest.MonkeyPat
     assert few is not None
     result = run_tier(Few(), "helpers-malformed", replace(EVERYTHING, device="cuda"), PROFILES["quick"])
     assert result.run == few * len(helpers.MAY_BE_MALFORMED)
+
+
+@pytest.mark.parametrize(("gpus", "place", "shared"), [(1, "cuda:0", True), (2, "cuda:1", False)])
+def test_ranks_share_a_gpu_where_there_are_fewer(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, place: str, shared: bool
+) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("NCCL_HOSTID", "as before")
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "")
+    assert [own_gpu(1, 2)] == chosen == [torch.device(place)]
+    assert os.environ["NCCL_HOSTID"] == ("rank 1" if shared else "as before")
+    assert cp_sizes_of(None, "process", "cuda") == (1, 2)
+    assert cp_sizes_of("4", "process", "cuda") == (4,)
