@@ -33,7 +33,7 @@ def test_a_few_random_problems(package: str, layer: LinearCase, convolution: Lin
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("package", PACKAGES)
-@settings(max_examples=examples(int(os.environ.get("CP_LINEAR", "300"))), deadline=None)
+@settings(max_examples=examples(int(os.environ.get("CP_LINEAR", "100"))), deadline=None)
 @DRAWN
 def test_random_problems(package: str, layer: LinearCase, convolution: LinearCase) -> None:
     check_both(package, layer, convolution)

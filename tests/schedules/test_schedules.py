@@ -95,7 +95,7 @@ def test_a_few_random_schedules(package: str, **drawn: Any) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("package", PACKAGES)
-@settings(max_examples=examples(int(os.environ.get("CP_SCHEDULES", "1000"))))
+@settings(max_examples=examples(int(os.environ.get("CP_SCHEDULES", "250"))))
 @DRAWN
 def test_random_schedules(package: str, **drawn: Any) -> None:
     play_drawn(package, **drawn)

@@ -1,10 +1,14 @@
 """Every compiler pass can be switched off, alone and with all others: attention stays right.
 
+A problem is played without each pass that changes its plans; without the others its instructions are the same.
+CP_PASSES in the environment draws more of them.
+
 The same holds if scores depend on positions: the batch is then not folded into heads.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,7 +39,6 @@ from cp_ref.spec import Problem, Sequence, make_rank_schedule
 from tests.marks import examples
 
 ALL = tuple(one.name for one in PASSES)
-OFF = [*((name,) for name in ALL), ALL]
 
 
 @cache
@@ -58,22 +61,39 @@ def without(off: tuple[str, ...]) -> Iterator[None]:
 def check(case: Case, off: tuple[str, ...]) -> None:
     impl, capabilities = implementation()
     with without(off):
-        assert CASE_TIERS["logic"].check(impl, case, capabilities.device) == []
+        assert CASE_TIERS["logic"].check(impl, case, capabilities.device) == [], off
 
 
-@pytest.mark.parametrize("off", OFF, ids="+".join)
-@settings(max_examples=15)
+def plans_of(problem: Problem, off: tuple[str, ...] = ()) -> list[Any]:
+    """The ranks' plans and tables without these passes, but for what plans say of passes."""
+    with switched_off(*off):
+        drafts = [compiled(problem, rank) for rank in range(problem.cp_size)]
+    return [
+        (str(replace(draft.plan, skipped={})), draft.plan.saved, draft.tables.on_host(pinned=False).tolist())
+        for draft in drafts
+    ]
+
+
+def check_each(case: Case) -> None:
+    """With every pass off that changes a plan of this problem, and with all of them off."""
+    whole = plans_of(case.problem)
+    for name in ALL:
+        if plans_of(case.problem, (name,)) != whole:
+            check(case, (name,))
+    check(case, ALL)
+
+
+@settings(max_examples=5)
 @given(case=drawn_cases())
-def test_a_few_problems(off: tuple[str, ...], case: Case) -> None:
-    check(case, off)
+def test_a_few_problems(case: Case) -> None:
+    check_each(case)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("off", OFF, ids="+".join)
-@settings(max_examples=300)
+@settings(max_examples=int(os.environ.get("CP_PASSES", "40")))
 @given(case=drawn_cases())
-def test_problems(off: tuple[str, ...], case: Case) -> None:
-    check(case, off)
+def test_problems(case: Case) -> None:
+    check_each(case)
 
 
 def problem(lengths: tuple[int, ...], comm: str = "p2p", cp_size: int = 2, **more: Any) -> Problem:
@@ -112,6 +132,11 @@ def makers(off: tuple[str, ...] = ()) -> set[str]:
 
 
 MAKERS = [one.name for one in PASSES if one.on in ("tiles", "instructions") and one.name != "low_precision_grads"]
+
+
+@pytest.mark.parametrize("example", [one for one in EXAMPLES if one.pairs < 1e6], ids=lambda one: one.cp_comm_type)
+def test_examples(example: Problem) -> None:
+    check_each(Case(example))
 
 
 def test_an_instruction_says_which_passes_made_it() -> None:
