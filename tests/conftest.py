@@ -5,6 +5,7 @@ versions of PyTorch are tried with, that is, what leans on PyTorch most. And pro
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,6 +67,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.extras)
         if smokes(item.path):
             item.add_marker(pytest.mark.smoke)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where tests of transformers are collected, their processes are forked from one that has imported it, too."""
+    if "transformers" in sys.modules and not session.config.option.collectonly:
+        from tests.dist.workers import start_server
+
+        start_server("transformers.trainer", "transformers.models.llama.modeling_llama")
 
 
 def _processes(size: int) -> Iterator[Processes]:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,25 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from tests.marks import HANGS_S
 
-__all__ = ["CONTEXT", "Processes", "run_module", "run_program"]
+__all__ = ["CONTEXT", "Processes", "run_module", "run_program", "start_server"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [__name__, "cp_fast", "cp_fast.tools.cli.demo.ranks", "conformance.cli", "torch._dynamo", "torch.distributed.fsdp", "pytest"]
+PRELOADED = (
+    __name__,
+    "cp_fast",
+    "cp_fast.tools.cli.demo.ranks",
+    "conformance.cli",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "pytest",
 )
+CONTEXT.set_forkserver_preload(list(PRELOADED))
+
+
+def start_server(*more: str) -> None:
+    """Start the process that all others are forked from now, and let it import these modules too."""
+    CONTEXT.set_forkserver_preload([*PRELOADED, *more])
+    forkserver.ensure_running()
 
 
 def _main(rank: int, size: int, store: str, tasks: Any, results: Any) -> None:

@@ -245,7 +245,6 @@ def build(cp: Any) -> Any:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous", "balanced"])
-def test_a_hybrid_s_step_is_right(layout: Any) -> None:
-    report = compare_step(build, batches()["packed"], 4, layout=layout)
+def test_a_hybrid_s_step_is_right() -> None:
+    report = compare_step(build, batches()["packed"], 4, layout="balanced")
     assert report.right, report
