@@ -63,6 +63,7 @@ class PassBuffers:
 
             return whole
         own = self.specs[number].role == "own"
+        sliced = isinstance(rows, slice) and heads == self.specs[number].all_heads
         key = (rows.start, rows.stop, heads) if isinstance(rows, slice) else (id(rows), heads)
 
         def part(state: State) -> Tensors:
@@ -70,10 +71,9 @@ class PassBuffers:
             assert held is not None, MISSING
             if own and (last := state.gathered.get(number)) is not None and last[0] == key:
                 return last[1]
-            taken = Tensors(
-                [x.contiguous() for x in rows_of(held.rows, rows, heads, gather)],
-                columns_of(held.columns, rows, heads) if held.columns else (),
-            )
+            found = [x[rows] for x in held.rows] if sliced else rows_of(held.rows, rows, heads, gather)
+            columns = columns_of(held.columns, rows, heads) if held.columns else ()
+            taken = Tensors([x.contiguous() for x in found], columns)
             if own:
                 state.gathered[number] = key, taken
             return taken

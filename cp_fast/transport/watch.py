@@ -29,7 +29,7 @@ _INTERVAL = 0.5  # Seconds between checks.
 class _Posted(NamedTuple):
     number: int
     at: float
-    what: str
+    what: tuple[str, ...]  # The work that it is part of; words may be empty.
     peers: Sequence[int]
 
 
@@ -64,10 +64,9 @@ class Watch:
     def posted(self, peers: Sequence[int], where: str = "") -> tuple[Any, int]:
         """Register a posted exchange of this step; returns the word that marks its end, and its number."""
         self._number += 1
-        what = under_way()
-        what = f"{what}: {where}" if what and where else what or where
-        self._under_way.append(_Posted(self._number, time.monotonic(), what, peers))
-        _start()
+        self._under_way.append(_Posted(self._number, time.monotonic(), (*under_way(), where), peers))
+        if not _started.locked():
+            _start()
         return self._word, self._number
 
     def check(self) -> None:
@@ -87,10 +86,8 @@ class Watch:
         if time.monotonic() - max(first.at, self._moved) < self._limit:
             return None
         peers = ", ".join(self._names[peer] for peer in first.peers)
-        return (
-            f"{first.what + ': ' if first.what else ''}{self._names[self._rank]}: messages with {peers} did not come "
-            f"through within {self._limit:g} s"
-        )
+        where = ": ".join(filter(None, (*first.what, self._names[self._rank])))
+        return f"{where}: messages with {peers} did not come through within {self._limit:g} s"
 
     def end(self, complaint: str) -> None:
         """Report it, and end all waits."""
@@ -101,7 +98,7 @@ class Watch:
 
 def _start() -> None:
     """Start the watching thread, one a process."""
-    if not _started.locked() and _started.acquire(blocking=False):
+    if _started.acquire(blocking=False):
         threading.Thread(target=_look, name="cp_fast peers", daemon=True).start()
 
 

@@ -94,7 +94,7 @@ class Fa4Backend:
         d, (d_qk, d_v) = v.shape[2], _forward_dims(q.shape[2], v.shape[2])
         tensors: list[torch.Tensor | None] = [_operand(q, d_qk), _operand(k, d_qk), _operand(v, d_v)]
         tensors += [segments.device_cu_q, segments.device_cu_kv]
-        numbers = _forward_numbers(segments.left, segments.right, options._replace(score_inputs=None))
+        numbers = _forward_numbers(segments.left, segments.right, options.scores)
         out, lse = _launch("_flash_attn_fwd", tensors, numbers, options)
         return Partial(trim(out, d), lse, None)
 
@@ -116,8 +116,8 @@ class Fa4Backend:
         tensors += [lse.contiguous(), None if dlse is None else dlse.contiguous()]
         tensors += [segments.device_cu_q, segments.device_cu_kv]
         del dout, q, k, v, out, lse, dlse
-        longest = (segments.max_q, segments.max_kv) if options.deterministic else (_SEVERAL_BLOCKS, _SEVERAL_BLOCKS)
-        numbers = _backward_numbers(segments.left, segments.right, options._replace(score_inputs=None), *longest)
+        longest = (segments.max_q, segments.max_kv) if options.deterministic else None
+        numbers = _backward_numbers(segments.left, segments.right, options.scores, longest)
         dq, dk, dv = _launch("_flash_attn_bwd", tensors, numbers, options)
         return Gradients(trim(dq, dims[0]), trim(dk, dims[0]), trim(dv, dims[1]))
 
@@ -188,20 +188,18 @@ def _why_not() -> str | None:
 
 
 @lru_cache
-def _forward_numbers(left: int | None, right: int | None, options: LaunchOptions) -> dict[str, Any]:
+def _forward_numbers(left: int | None, right: int | None, scores: ScoreOptions) -> dict[str, Any]:
     """The forward pass's arguments that are no tensors."""
-    scores = options.scores
     return _band(left, right) | {"softmax_scale": scores.scale, "softcap": scores.softcap or None, "return_lse": True}
 
 
 @lru_cache
 def _backward_numbers(
-    left: int | None, right: int | None, options: LaunchOptions, max_q: int, max_kv: int
+    left: int | None, right: int | None, scores: ScoreOptions, longest: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """The backward pass's arguments that are no tensors; max_q, max_kv: the longest segments, if they matter."""
-    scores = options.scores
-    how = {"softmax_scale": scores.scale, "softcap": scores.softcap, "deterministic": options.deterministic}
-    how["max_seqlen_q"], how["max_seqlen_k"] = max(max_q, _SEVERAL_BLOCKS), max(max_kv, _SEVERAL_BLOCKS)
+    """The backward pass's arguments that are no tensors. longest: of q and of k and v, if it is deterministic."""
+    how = {"softmax_scale": scores.scale, "softcap": scores.softcap, "deterministic": longest is not None}
+    how["max_seqlen_q"], how["max_seqlen_k"] = (max(n, _SEVERAL_BLOCKS) for n in longest or (0, 0))
     return _band(left, right) | how
 
 
@@ -212,6 +210,7 @@ def _band(left: int | None, right: int | None) -> dict[str, Any]:
     return {"causal": False, "window_size_left": left, "window_size_right": right}
 
 
+@lru_cache
 def _forward_dims(d_qk: int, d_v: int) -> tuple[int, int]:
     """The head dims to run the forward with: 192/128 has its own kernel, any other pair is padded to be equal.
 
@@ -222,6 +221,7 @@ def _forward_dims(d_qk: int, d_v: int) -> tuple[int, int]:
     return (d_qk, d_v) if (d_qk, d_v) == (192, 128) else (wide, wide)
 
 
+@lru_cache
 def _backward_dims(d_qk: int, d_v: int, *, gqa: bool) -> tuple[int, int]:
     """The head dims to run the backward with, see the head of this file.
 
@@ -237,5 +237,5 @@ def _backward_dims(d_qk: int, d_v: int, *, gqa: bool) -> tuple[int, int]:
 
 def _operand(x: torch.Tensor, d: int) -> torch.Tensor:
     """x [rows, heads, up to d] with zero columns up to d."""
-    x = x.contiguous() if 0 in x.stride() else x  # Strides of zero would be compiled in: another shape class.
-    return widen(x, d)
+    # Strides of zero would be compiled in: another shape class.
+    return widen(x.contiguous() if 0 in x.stride() else x, d)

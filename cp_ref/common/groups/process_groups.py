@@ -55,14 +55,14 @@ class during:  # Used like a function; a generator would take the host three tim
 _under_way: ContextVar[tuple[str, ...]] = ContextVar("_under_way", default=())
 
 
-def under_way() -> str:
+def under_way() -> tuple[str, ...]:
     """The current work of this thread, from `during`.
 
     >>> with during("forward"), during("step 1 of 3"):
     ...     under_way()
-    'forward: step 1 of 3'
+    ('forward', 'step 1 of 3')
     """
-    return ": ".join(_under_way.get())
+    return _under_way.get()
 
 
 class ProcessMember:

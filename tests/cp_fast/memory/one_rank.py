@@ -23,7 +23,7 @@ from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup
 from cp_ref.spec import PaperGroup
 
-__all__ = ["Allocated", "call_of"]
+__all__ = ["Allocated", "arguments_of", "call_of"]
 
 
 class Allocates:
@@ -101,22 +101,40 @@ def _messages(rank: int, size: int) -> PeerMessages:
     return PeerMessages(PaperGroup(size, rank), shared, _Streams(), watch)
 
 
-def call_of(
+Arguments = tuple[cp_fast.ContextParallel, cp_fast.Plan, list[torch.Tensor], torch.Tensor]
+
+
+def call_of(comm: Any, size: int, rank: int, tokens: int, heads: tuple[int, int], dim: int) -> Callable[[], Any]:
+    """A call of this rank, forward and backward: `tokens` rows a rank of one causal sequence."""
+    cp, plan, qkv, dout = arguments_of(comm, size, rank, heads, dim, [tokens * size])
+
+    def call() -> Any:
+        out = cp_fast.attention(*qkv, cp=cp, plan=plan)
+        with torch.autograd.set_multithreading_enabled(False):
+            return out, *torch.autograd.grad(out, qkv, dout)
+
+    return call
+
+
+def arguments_of(
     comm: Any,
     size: int,
     rank: int,
-    tokens: int,
     heads: tuple[int, int],
     dim: int,
-    lengths: Sequence[int] | None = None,
-) -> Callable[[], Any]:
-    """A call of this rank, forward and backward: `tokens` rows a rank of one causal sequence, or of sequences of these
-    lengths, in bfloat16; heads: of q and of k and v.
+    lengths: Sequence[int],
+    layout: Any = "dual_chunk",
+) -> Arguments:
+    """A context, a plan, (q, k, v) and dout of this rank, for causal sequences of these lengths in bfloat16; heads: of
+    q and of k and v.
     """
-    ends = torch.tensor([0, *(lengths or [tokens * size])]).cumsum(0).int()
+    layout = layout or "dual_chunk"
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
     how: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": ends, "device": "cpu", "dtype": torch.bfloat16}
     how |= {"heads_q": heads[0], "heads_kv": heads[1], "d_qk": dim, "d_v": dim}
-    plans = SimGroup(size).run(lambda member: cp_fast.make_plan(cp=cp_fast.ContextParallel(member, comm), **how))
+    plans = SimGroup(size).run(
+        lambda member: cp_fast.make_plan(cp=cp_fast.ContextParallel(member, comm, layout=layout), **how)
+    )
     messages = _messages(rank, size)
     instructions, backend = plans[rank].instructions, Allocates(plans[rank].backend.features)
     if comm == "p2p":
@@ -124,16 +142,10 @@ def call_of(
         said = [[(x.peer, x.tag) for x in its.of(Send) if x.source.buffer in single] for its, single in backward]
         instructions = low_precision_grads(instructions, _Said(size, rank, tuple(said)), rounded=True)
     plan = replace(plans[rank], backend=backend, messages=messages, instructions=instructions)
-    cp = cp_fast.ContextParallel(messages, comm)
-    q, k, v, dout = (torch.zeros(tokens, n, dim, dtype=torch.bfloat16) for n in (*heads, heads[1], heads[0]))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-
-    def call() -> Any:
-        out = cp_fast.attention(*leaves, cp=cp, plan=plan)
-        with torch.autograd.set_multithreading_enabled(False):
-            return out, *torch.autograd.grad(out, leaves, dout)
-
-    return call
+    rows = sum(lengths) // size
+    q, k, v, dout = (torch.zeros(rows, n, dim, dtype=torch.bfloat16) for n in (*heads, heads[1], heads[0]))
+    qkv = [x.requires_grad_() for x in (q, k, v)]
+    return cp_fast.ContextParallel(messages, comm, layout=layout), plan, qkv, dout
 
 
 class Allocated(TorchDispatchMode):
