@@ -8,10 +8,10 @@
 `check` prints, for each problem, the errors of all results and gradients relative to the oracle's, as roots of mean
 squares, and beside them those of the same call on one rank: spreading may add a half to them. Random problems are a
 kind of `benchmarks.conformance_gpu`. `speed` has gated delta rule layers of 16 heads of 128, 16,384 tokens a GPU, in
-turns in one run: times of calls in a row, which a slow host makes longer, and times of the GPU alone, whose launches
-wait in its queue. Flash-linear-attention refuses its backward pass on Hopper GPUs with Triton 3.4 to 3.7.0, whose
-compiler makes a wrong gradient of it. Its time is not affected, so the refusal is lifted here, and no gradient of it is
-read.
+turns in one run: times of calls in a row, which a slow host makes longer, times of the GPU alone, whose launches wait
+in its queue, the processor's time for a call, all in one thread, and the launches of a call. Flash-linear-attention
+refuses its backward pass on Hopper GPUs with Triton 3.4 to 3.7.0, whose compiler makes a wrong gradient of it. Its time
+is not affected, so the refusal is lifted here, and no gradient of it is read.
 """
 
 from __future__ import annotations
@@ -156,11 +156,32 @@ def _rank(rank: int, options: Speed, folder: str) -> None:
 Call = Callable[..., torch.Tensor]
 
 
+def host_seconds(fn: Callable[[], Any], calls: int) -> float:
+    """The processor's time for one call, whose backward pass runs in this thread too."""
+    best = float("inf")
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(calls):
+            torch.cuda.synchronize()
+            began = time.thread_time()
+            fn()
+            best = min(best, time.thread_time() - began)
+    return best
+
+
+def launches(fn: Callable[[], Any]) -> int:
+    """How many kernels and copies one call gives the GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        fn()
+        torch.cuda.synchronize()
+    return sum(getattr(event.device_type, "name", "") == "CUDA" for event in seen.events() or ())
+
+
 def _speed(group: Any, options: Speed) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with lifted():
         found = {name: (call, _layer(rows, device)) for name, (call, rows) in _calls(group, options, device).items()}
         times: dict[str, list[list[float]]] = {name: [] for name in found}
+        counts: dict[str, list[int]] = {}
         for turn in range(options.turns + 1):
             for name, (call, layer) in found.items():
                 dout, forward = torch.randn_like(layer["v"]), partial(call, **layer)
@@ -171,12 +192,12 @@ def _speed(group: Any, options: Speed) -> None:
                 began = time.monotonic()
                 if turn == 0:
                     both()
-                    torch.cuda.synchronize()
+                    counts[name] = [launches(forward), launches(both)]
                     print(f"compiled and tuned in {time.monotonic() - began:.1f} s: {name}", flush=True)
                     continue
                 found_now = [
                     measure(one, options.calls)
-                    for measure in (seconds_alone, seconds_queued)
+                    for measure in (seconds_alone, seconds_queued, host_seconds)
                     for one in (forward, both)
                 ]
                 times[name].append([largest(x) for x in found_now] if options.gpus > 1 else found_now)
@@ -185,15 +206,18 @@ def _speed(group: Any, options: Speed) -> None:
     if options.gpus > 1 and dist.get_rank():
         return
     best = {name: [min(x) * 1e3 for x in zip(*turns, strict=True)] for name, turns in times.items()}
-    print("ms of forward, both; of the GPU alone: forward, both; each as a part of the kernel alone")
+    print("ms of forward, both; of the GPU alone; of the host alone; each as a part of the kernel alone; launches")
     for name, found_now in best.items():
         base = best["kernel alone, documents" if "documents" in name else "kernel alone"]
         ratios = " ".join(f"{b / x:.3f}" for b, x in zip(base, found_now, strict=True))
-        print(f"{name:44} {' '.join(f'{x:.3f}' for x in found_now)}   {ratios}")
+        print(f"{name:44} {' '.join(f'{x:.3f}' for x in found_now)}   {ratios}   {counts[name]}")
     for name, lines in kernels.items():
         print(f"\n{name}", *lines, sep="\n")
     versions = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "gpus": options.gpus}
-    _write(options.out, {"commit": options.commit, **versions, "ms": best, "all": times, "kernels": kernels})
+    _write(
+        options.out,
+        {"commit": options.commit, **versions, "ms": best, "launches": counts, "all": times, "kernels": kernels},
+    )
 
 
 def _calls(group: Any, options: Speed, device: torch.device) -> dict[str, tuple[Call, int]]:

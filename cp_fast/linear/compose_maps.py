@@ -7,21 +7,13 @@ import torch
 from cp_fast.linear.affine_maps import Maps, apply
 from cp_fast.linear.state_tables import StateTables
 
-__all__ = ["entering_states"]
+__all__ = ["compose_in_waves"]
 
 
-def entering_states(
-    tables: StateTables, maps: Maps, states: torch.Tensor | None, fragments: int, *, transposed: bool = False
-) -> torch.Tensor | None:
-    """The states that enter the rank's fragments [fragments, h_v, d_k, d_v]; None where all are zero.
-
-    Args:
-        maps: by slot.
-        states: those that documents begin with [documents, h_v, d_k, d_v]; None for zeros.
-        transposed: the maps are M^T @ S + B.
-    """
-    if states is None and not tables.composes:
-        return None
+def compose_in_waves(
+    tables: StateTables, maps: Maps, states: torch.Tensor | None, fragments: int, *, transposed: bool
+) -> torch.Tensor:
+    """See `LinearKernels.compose`: the i-th maps of all scans are applied at once."""
     now = None if states is None else states[tables.documents]
     entering = maps.b.new_zeros(fragments, *maps.b.shape[1:])
     for read, maps_of in tables.waves:

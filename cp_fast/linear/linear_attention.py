@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any, cast
 
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.make_plan import Plan
+from cp_fast.api.planned_call import PLAIN_TENSORS
 from cp_fast.dispatch.selective_checkpointing import unseen
 from cp_fast.linear.choose_kernels import choose_kernels, features_of_call
 from cp_fast.linear.linear_kernels import Kind, LinearInputs, LinearKernels
 from cp_fast.linear.linear_passes import Saved, backward_pass, forward_pass
-from cp_fast.linear.linear_plan import LinearPlan, check_not_captured, check_same_batch
+from cp_fast.linear.linear_plan import LinearPlan, captured, check_not_captured, check_same_batch
 from cp_ref.common.autocast import autocast, no_autocast
 from cp_ref.common.declared import implements
 from cp_ref.common.derivatives import differentiable_once, refuse_transforms
@@ -47,18 +49,43 @@ def linear_attention(
         return graph_break(linear_attention, q, k, v, g, beta, cp=cp, plan=plan, **options)
     refuse_transforms()
 
-    def read() -> LinearCall:
-        check_not_captured(plan)
-        call = read_linear_attention(cp, plan, Plan, tensors, **options)
-        kernels_for(call, cp, tensors["q"].device)
-        return call
-
     tensors = {"q": autocast(q), "k": autocast(k), "v": autocast(v), "g": g, "beta": beta}
-    with unseen():
-        call = agree_on_layer(cp, plan, read)
-    kernels = kernels_for(call, cp, tensors["q"].device)
+    key = call_key(cp, plan, (*tensors.values(), initial_state), kind, scale, output_final_state)
+    if key is None or (found := plan.linear_plan.calls.get(key)) is None:
+
+        def read() -> LinearCall:
+            check_not_captured(plan)
+            call = read_linear_attention(cp, plan, Plan, tensors, **options)
+            kernels_for(call, cp, tensors["q"].device)
+            return call
+
+        with unseen():
+            call = agree_on_layer(cp, plan, read)
+        found = call, kernels_for(call, cp, tensors["q"].device)
+        if key is not None:
+            plan.linear_plan.calls[key] = found
+    call, kernels = found
     out, final = LinearAttention.apply(plan, kernels, cp, call, *tensors.values(), initial_state)
     return (out, final) if output_final_state else out
+
+
+def call_key(
+    cp: ContextParallel, plan: Any, tensors: Sequence[Any], kind: Any, scale: Any, output_final_state: Any
+) -> tuple[Any, ...] | None:
+    """All values that the checks of a call depend on; None for a call that is always checked."""
+    if not isinstance(plan, Plan) or not plan.linear or captured(plan):
+        return None
+    if type(kind) is not str or type(scale) not in (float, NoneType) or type(output_final_state) is not bool:
+        return None
+    kinds: list[Any] = []
+    for x in tensors:
+        if x is None:
+            kinds.append(None)
+        elif type(x) in PLAIN_TENSORS:
+            kinds += x.shape, x.dtype, x.device, x.layout, x.requires_grad
+        else:
+            return None
+    return cp, kind, scale, output_final_state, torch.is_grad_enabled(), *kinds
 
 
 def kernels_for(call: LinearCall, cp: ContextParallel, device: torch.device) -> LinearKernels:

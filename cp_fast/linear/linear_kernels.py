@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from cp_fast.linear.affine_maps import Maps
+from cp_fast.linear.state_tables import StateTables
 from cp_ref.spec import Feature
 
 __all__ = [
@@ -146,5 +147,17 @@ class LinearKernels(Protocol):
     ) -> BackwardRun:
         """Begin a backward pass: the forward pass's inputs, kept tensors and initial states, and dout [n, h_v, d_v],
         contiguous and of v's dtype.
+        """
+        ...
+
+    def compose(
+        self, tables: StateTables, maps: Maps, states: torch.Tensor | None, fragments: int, *, transposed: bool
+    ) -> torch.Tensor:
+        """The states that enter the rank's fragments [fragments, h_v, d_k, d_v].
+
+        Args:
+            maps: by slot.
+            states: those that documents begin with [documents, h_v, d_k, d_v]; None for zeros.
+            transposed: the maps are M^T @ S + B.
         """
         ...

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.linear.affine_maps import Maps
-from cp_fast.linear.compose_maps import entering_states
 from cp_fast.linear.exchange_maps import MapExchange
 from cp_fast.linear.linear_kernels import LinearGradients, LinearInputs, LinearKernels
 from cp_fast.linear.linear_plan import LinearPlan
 from cp_fast.linear.no_rows import NoRowsBackward, NoRowsForward
+from cp_fast.linear.state_tables import StateTables
 from cp_ref.common.groups.collectives import all_reduce_sum
 from cp_ref.spec import Group
 
@@ -24,6 +24,21 @@ class Saved(NamedTuple):
     kept: tuple[torch.Tensor, ...]  # of the kernels
     maps: torch.Tensor  # M of the fragments that have one
     entering: torch.Tensor | None  # the fragments' initial states
+
+
+def entering_states(
+    tables: StateTables,
+    maps: Maps,
+    states: torch.Tensor | None,
+    fragments: int,
+    kernels: LinearKernels,
+    *,
+    transposed: bool = False,
+) -> torch.Tensor | None:
+    """The states that enter the rank's fragments; None where all are zero. See `LinearKernels.compose`."""
+    if states is None and not tables.composes:
+        return None
+    return kernels.compose(tables, maps, states, fragments, transposed=transposed)
 
 
 def forward_pass(
@@ -43,7 +58,7 @@ def forward_pass(
     running = kernels.forward(inputs, fragments) if len(fragments) else NoRowsForward(inputs)
     maps = running.maps(tables.chosen)
     exchange = MapExchange(tables, maps, group, "states, forward")
-    entering = entering_states(tables, exchange.wait(), initial_state, len(fragments))
+    entering = entering_states(tables, exchange.wait(), initial_state, len(fragments), kernels)
     out, states = running.run(entering, final=final)
     saved = Saved(tuple(running.kept), maps.m, entering)
     if not final:
@@ -84,9 +99,8 @@ def backward_pass(
         at_ends = total.new_zeros(len(fragments), *total.shape[1:])
         at_ends[ending] = total[ended]
     d = running.reverse_maps(tables.chosen, None if at_ends is None else at_ends[tables.chosen_index])
-    m = saved.maps if plan.forward_maps is None else _padded(saved.maps)[plan.forward_maps]
-    exchange = MapExchange(tables, Maps(m, d), group, "states, backward")
-    leaving = entering_states(tables, exchange.wait(running.meanwhile), None, len(fragments), transposed=True)
+    exchange = MapExchange(tables, Maps(_chosen_maps(plan, saved.maps), d), group, "states, backward")
+    leaving = entering_states(tables, exchange.wait(running.meanwhile), None, len(fragments), kernels, transposed=True)
     if at_ends is not None:
         leaving = at_ends if leaving is None else leaving + at_ends
     gradients = running.run(leaving)
@@ -100,6 +114,12 @@ def backward_pass(
     return gradients._replace(dinitial=share)
 
 
-def _padded(maps: torch.Tensor) -> torch.Tensor:
-    """Maps, and a zero behind them."""
-    return torch.cat([maps, maps.new_zeros(1, *maps.shape[1:])])
+def _chosen_maps(plan: LinearPlan, maps: torch.Tensor) -> torch.Tensor:
+    """M of the fragments that the backward pass chooses, zero where the forward pass has none."""
+    if plan.forward_maps is None:
+        return maps
+    there, here = plan.forward_maps
+    found = maps.new_zeros(len(plan.passes[1].chosen), *maps.shape[1:])
+    if len(there):
+        found[there] = maps[here]
+    return found

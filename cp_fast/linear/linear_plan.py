@@ -15,7 +15,7 @@ from cp_ref.spec import Problem
 from cp_ref.spec.linear.document_fragments import document_fragments
 from cp_ref.spec.linear.states import make_rank_states
 
-__all__ = ["LinearPlan", "check_not_captured", "check_same_batch"]
+__all__ = ["LinearPlan", "captured", "check_not_captured", "check_same_batch"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +26,7 @@ class LinearPlan:
     rank: int
     device: torch.device
     halos: dict[int, HaloTables] = field(default_factory=dict[int, HaloTables], repr=False)
+    calls: dict[Any, Any] = field(default_factory=dict[Any, Any], repr=False)  # checked calls and kernels, by keys
 
     @cached_property
     def rows(self) -> LocalRows:
@@ -57,16 +58,17 @@ class LinearPlan:
         return a, b, c, d
 
     @cached_property
-    def forward_maps(self) -> torch.Tensor | None:
-        """The forward map of each fragment that the backward pass chooses, int64; None where both choose the same. The
-        last fragment of a document may have none, as its map acts on nothing: it has the number behind all.
+    def forward_maps(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The fragments that both passes choose, by their numbers in the backward and in the forward pass, int64; None
+        where both choose the same. The last fragment of a document may have no forward map, as it acts on nothing.
         """
         forward, backward = (tables.chosen for tables in self.passes)
         if forward == backward:
             return None
         place = {fragment: i for i, fragment in enumerate(forward)}
-        numbers = [place.get(fragment, len(forward)) for fragment in backward]
-        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        both = [(i, place[fragment]) for i, fragment in enumerate(backward) if fragment in place]
+        there, here = torch.tensor(both, dtype=torch.int64, device=self.device).view(-1, 2).unbind(1)
+        return there, here
 
     @cached_property
     def empty(self) -> torch.Tensor:
@@ -88,12 +90,15 @@ def check_same_batch(owner: Any, plan: LinearPlan) -> None:
         raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
 
 
+def captured(owner: Any) -> bool:
+    """Whether a CUDA graph is captured with a `cp_fast.Plan` that can be updated."""
+    updated = getattr(owner, "room", None) is not None and torch.cuda.is_available()
+    return updated and torch.cuda.is_current_stream_capturing()
+
+
 def check_not_captured(owner: Any) -> None:
-    """Raise while a CUDA graph is captured with a `cp_fast.Plan` that can be updated: the graph would keep the sizes of
-    this batch's fragments.
-    """
-    captured = getattr(owner, "room", None) is not None and torch.cuda.is_available()
-    if captured and torch.cuda.is_current_stream_capturing():
+    """Raise where a CUDA graph would keep the sizes of this batch's fragments."""
+    if captured(owner):
         raise ValueError(
             "a linear layer is captured in a CUDA graph with a plan that can be updated, but its launches have sizes "
             "of this batch; make a plan for each batch, without max_sequences"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from cp_ref.spec import Message, Step
 from cp_ref.spec.linear.document_fragments import DocumentFragments
 
-__all__ = ["Apply", "StateTables", "Transfer", "Wave", "state_tables"]
+__all__ = ["Apply", "ScanTable", "StateTables", "Transfer", "Wave", "scan_table", "state_tables"]
 
 Span = tuple[int, int]
 
@@ -48,6 +48,27 @@ class Wave(NamedTuple):
     apply: Apply | None
 
 
+class ScanTable(NamedTuple):
+    """Scans as int64 tensors, for one launch: scan i has the steps first[i]:first[i + 1]."""
+
+    first: torch.Tensor  # [n + 1]
+    steps: torch.Tensor  # [steps, 2]: the slot of the map to apply, and the place of the state before it; -1 for none
+    starts: torch.Tensor  # [n]: the state that a scan begins with, -1 for zeros
+
+
+def scan_table(scans: Sequence[tuple[int, Sequence[tuple[int, int]]]], device: torch.device) -> ScanTable:
+    """Of each scan its start and its steps (slot, place).
+
+    >>> scan_table([(0, [(5, 1), (-1, 2)]), (3, [(4, -1)])], torch.device("cpu")).first
+    tensor([0, 2, 3])
+    """
+    first = [0, *accumulate(len(steps) for _, steps in scans)]
+    rows = [step for _, steps in scans for step in steps]
+    starts = [start for start, _ in scans]
+    a, b, c = (torch.tensor(x, dtype=torch.int64, device=device) for x in (first, rows, starts))
+    return ScanTable(a, b.view(-1, 2), c)
+
+
 @dataclass(frozen=True, eq=False)
 class StateTables:
     """One pass on one rank.
@@ -59,6 +80,7 @@ class StateTables:
         steps: (sends, receives) of each step with messages.
         documents: that of each scan, int64.
         waves: in the order of composition.
+        scans: the same for one launch, with the fragments of no document as scans of their own.
     """
 
     chosen: tuple[int, ...]
@@ -67,6 +89,7 @@ class StateTables:
     steps: tuple[tuple[tuple[Transfer, ...], tuple[Transfer, ...]], ...]
     documents: torch.Tensor
     waves: tuple[Wave, ...]
+    scans: ScanTable
 
     @property
     def composes(self) -> bool:
@@ -114,7 +137,13 @@ def state_tables(steps: Sequence[Step], own: DocumentFragments, device: torch.de
             )
         )
     documents = table(document for document, _ in scans)
-    return StateTables(tuple(chosen), table(chosen), len(slot), tuple(transfers), documents, tuple(waves))
+    alone = set(range(len(own))) - {numbers.get(span) for _, spans in scans for span in spans}
+    in_order: list[tuple[int, list[tuple[int, int]]]] = [
+        (document, [(slot[s] if s != spans[-1] else -1, numbers.get(s, -1)) for s in spans])
+        for document, spans in scans
+    ]
+    launch = scan_table([*in_order, *((-1, [(-1, number)]) for number in sorted(alone))], device)
+    return StateTables(tuple(chosen), table(chosen), len(slot), tuple(transfers), documents, tuple(waves), launch)
 
 
 def _spans(message: Message) -> list[Span]:

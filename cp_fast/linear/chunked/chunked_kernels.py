@@ -8,6 +8,7 @@ import torch
 
 from cp_fast.linear.affine_maps import Maps
 from cp_fast.linear.chunked.chunk_states import compute_dtype, prepare
+from cp_fast.linear.compose_maps import compose_in_waves
 from cp_fast.linear.linear_kernels import FragmentRows, LinearGradients, LinearInputs
 from cp_ref.spec import Feature
 
@@ -48,6 +49,8 @@ class ChunkedKernels:
         dout: torch.Tensor,
     ) -> _Backward:
         return _Backward(inputs, fragments, initial, dout)
+
+    compose = staticmethod(compose_in_waves)
 
 
 class _Forward:

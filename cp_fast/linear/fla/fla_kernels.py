@@ -17,7 +17,10 @@ from typing import Any
 import torch
 
 from cp_fast.backends.backend_protocol import NotInstalled
+from cp_fast.linear.affine_maps import Maps
+from cp_fast.linear.compose_maps import compose_in_waves
 from cp_fast.linear.linear_kernels import BackwardRun, ForwardRun, FragmentRows, LinearInputs
+from cp_fast.linear.state_tables import StateTables
 from cp_ref.spec import Feature
 
 __all__ = ["FlaKernels"]
@@ -51,6 +54,13 @@ class FlaKernels:
         dout: torch.Tensor,
     ) -> BackwardRun:
         return _runs().BACKWARD[inputs.kind](inputs, fragments, kept, initial, dout)
+
+    def compose(
+        self, tables: StateTables, maps: Maps, states: torch.Tensor | None, fragments: int, *, transposed: bool
+    ) -> torch.Tensor:
+        if maps.m.dim() > 2 and maps.m.shape[-1] > _runs().LARGEST:
+            return compose_in_waves(tables, maps, states, fragments, transposed=transposed)
+        return _runs().states_before(tables.scans, maps, states, fragments, transposed=transposed)
 
 
 @cache

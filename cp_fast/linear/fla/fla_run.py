@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from fla.ops.utils import chunk_local_cumsum, prepare_chunk_indices  # pyright: ignore[reportMissingImports]
+from fla.ops.utils import prepare_chunk_indices, prepare_chunk_offsets  # pyright: ignore[reportMissingImports]
 
+from cp_fast.linear.fla.fla_functions import chunk_local_cumsum
 from cp_fast.linear.linear_kernels import FragmentRows, LinearInputs
 
 __all__ = ["CHUNK", "FlaRun", "sums", "sums_back"]
@@ -25,6 +26,7 @@ class _Rows(NamedTuple):
 
     cu_seqlens: torch.Tensor
     chunk_indices: torch.Tensor
+    chunk_offsets: torch.Tensor  # the first chunk of each fragment, and the number of chunks
 
     @property
     def given(self) -> dict[str, torch.Tensor]:
@@ -34,8 +36,8 @@ class _Rows(NamedTuple):
 def _rows(fragments: FragmentRows) -> _Rows:
     if (known := fragments.kept.get("fla")) is None:
         on_host = torch.tensor(fragments.cu, device="cpu")
-        made = prepare_chunk_indices(on_host, CHUNK).to(fragments.device)
-        known = fragments.kept["fla"] = _Rows(fragments.device_cu, made)
+        made = (on_host, prepare_chunk_indices(on_host, CHUNK), prepare_chunk_offsets(on_host, CHUNK))
+        known = fragments.kept["fla"] = _Rows(*(x.to(fragments.device) for x in made))
     return known
 
 
@@ -64,6 +66,7 @@ class FlaRun:
         self.q, self.k, self.v, self.g_in = (x[None] for x in inputs[:4])
         self.beta = None if inputs.beta is None else inputs.beta[None]
         self.how: dict[str, Any] = {"chunk_size": CHUNK, **self.rows.given}
+        self.states_how = {"chunk_offsets": self.rows.chunk_offsets, **self.how}
 
     def spans(self, chosen: Sequence[int]) -> torch.Tensor:
         return _spans(self.fragments, chosen)

@@ -6,10 +6,11 @@ from functools import partial
 
 from cp_fast.linear.fla.gated_delta_rule import GatedBackward, GatedForward
 from cp_fast.linear.fla.kda import KdaBackward, KdaForward
+from cp_fast.linear.fla.kernels.scan_kernel import LARGEST, states_before
 from cp_fast.linear.fla.mamba2 import SimpleBackward, SimpleForward
 from cp_fast.linear.fla.piecewise import PiecewiseBackward, PiecewiseForward
 
-__all__ = ["BACKWARD", "FORWARD"]
+__all__ = ["BACKWARD", "FORWARD", "LARGEST", "states_before"]
 
 FORWARD = {
     "gated_delta_rule": partial(PiecewiseForward, GatedForward),

@@ -8,21 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from fla.ops.common.chunk_delta_h import (  # pyright: ignore[reportMissingImports]
+
+from cp_fast.linear.affine_maps import Maps
+from cp_fast.linear.fla.fla_functions import (
+    chunk_bwd_dv_local,
+    chunk_fwd_o,
     chunk_gated_delta_rule_bwd_dhu,
     chunk_gated_delta_rule_fwd_h,
-)
-from fla.ops.common.chunk_o import chunk_bwd_dv_local, chunk_fwd_o  # pyright: ignore[reportMissingImports]
-from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra  # pyright: ignore[reportMissingImports]
-from fla.ops.gated_delta_rule.wy_fast import (  # pyright: ignore[reportMissingImports]
+    chunk_gated_delta_rule_fwd_intra,
     prepare_wy_repr_bwd,
     recompute_w_u_fwd,
 )
-
-from cp_fast.linear.affine_maps import Maps
 from cp_fast.linear.fla.fla_run import FlaRun, sums, sums_back
-from cp_fast.linear.fla.gradient_kernels import chunk_gradients
-from cp_fast.linear.fla.map_kernels import forward_maps, reverse_maps
+from cp_fast.linear.fla.kernels.gradient_kernels import chunk_gradients
+from cp_fast.linear.fla.kernels.map_kernels import forward_maps, reverse_maps
 from cp_fast.linear.linear_kernels import FragmentRows, LinearGradients, LinearInputs
 
 __all__ = ["GatedBackward", "GatedForward"]
@@ -40,7 +39,7 @@ class GatedForward(FlaRun):
 
     def run(self, initial: torch.Tensor | None, *, final: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         h, new, states = chunk_gated_delta_rule_fwd_h(
-            self.k, self.w, self.u, g=self.g, initial_state=initial, output_final_state=final, **self.how
+            self.k, self.w, self.u, g=self.g, initial_state=initial, output_final_state=final, **self.states_how
         )
         out = chunk_fwd_o(self.q, self.k, new, h, g=self.g, scale=self.scale, **self.how)
         return out[0], states
@@ -66,7 +65,7 @@ class GatedBackward(FlaRun):
 
     def meanwhile(self) -> None:
         self.states = chunk_gated_delta_rule_fwd_h(
-            self.k, self.w, self.u, g=self.g, initial_state=self.initial, **self.how
+            self.k, self.w, self.u, g=self.g, initial_state=self.initial, **self.states_how
         )[:2]
 
     def run(self, dfinal: torch.Tensor | None) -> LinearGradients:
@@ -76,10 +75,10 @@ class GatedBackward(FlaRun):
         h, new = self.states
         dh, dinitial, dv = chunk_gated_delta_rule_bwd_dhu(
             self.q, self.k, self.w, self.dout, self.dv, g=self.g, h0=self.initial, dht=dfinal, scale=self.scale,
-            **self.how,
+            **self.states_how,
         )  # fmt: skip
         dq, dk, dw, dg = chunk_gradients(
-            self.q[0], self.k[0], new[0], self.g[0], h[0], self.dout[0], dh[0], dv[0], self.scale, *self.rows
+            self.q[0], self.k[0], new[0], self.g[0], h[0], self.dout[0], dh[0], dv[0], self.scale, *self.rows[:2]
         )
         dk_wy, dv, dbeta, dg_wy = prepare_wy_repr_bwd(
             self.k, self.v, self.beta, self.a, dw if dw is None else dw[None], dv, g=self.g, **self.rows.given

@@ -8,21 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from fla.ops.common.chunk_delta_h import (  # pyright: ignore[reportMissingImports]
-    chunk_gated_delta_rule_bwd_dhu,
-    chunk_gated_delta_rule_fwd_h,
-)
-from fla.ops.gla.chunk import chunk_gla_fwd_o_gk  # pyright: ignore[reportMissingImports]
-from fla.ops.kda.chunk_bwd import (  # pyright: ignore[reportMissingImports]
-    chunk_kda_bwd_dAv,
-    chunk_kda_bwd_wy_dqkg_fused,
-)
-from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra, chunk_kda_fwd_intra  # pyright: ignore[reportMissingImports]
-from fla.ops.kda.wy_fast import recompute_w_u_fwd as recompute_kda  # pyright: ignore[reportMissingImports]
 
 from cp_fast.linear.affine_maps import Maps
+from cp_fast.linear.fla.fla_functions import (
+    chunk_gated_delta_rule_bwd_dhu,
+    chunk_gated_delta_rule_fwd_h,
+    chunk_gla_fwd_o_gk,
+    chunk_kda_bwd_dAv,
+    chunk_kda_bwd_intra,
+    chunk_kda_bwd_wy_dqkg_fused,
+    chunk_kda_fwd_intra,
+    recompute_kda,
+)
 from cp_fast.linear.fla.fla_run import FlaRun, sums, sums_back
-from cp_fast.linear.fla.map_kernels import forward_maps, reverse_maps
+from cp_fast.linear.fla.kernels.map_kernels import forward_maps, reverse_maps
 from cp_fast.linear.linear_kernels import FragmentRows, LinearGradients, LinearInputs
 
 __all__ = ["KdaBackward", "KdaForward"]
@@ -42,7 +41,7 @@ class KdaForward(FlaRun):
 
     def run(self, initial: torch.Tensor | None, *, final: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         h, new, states = chunk_gated_delta_rule_fwd_h(
-            self.kg, self.w, self.u, gk=self.g, initial_state=initial, output_final_state=final, **self.how
+            self.kg, self.w, self.u, gk=self.g, initial_state=initial, output_final_state=final, **self.states_how
         )
         out = chunk_gla_fwd_o_gk(self.q, new, self.g, self.scores, h, self.scale, **self.how)
         return out[0], states
@@ -63,7 +62,7 @@ class KdaBackward(FlaRun):
             self.k, self.v, self.beta, self.a, self.g, q=self.q, **self.rows.given
         )
         self.h, self.new, _ = chunk_gated_delta_rule_fwd_h(
-            self.kg, self.w, u, gk=self.g, initial_state=initial, **self.how
+            self.kg, self.w, u, gk=self.g, initial_state=initial, **self.states_how
         )
         self.dscores, self.dv = chunk_kda_bwd_dAv(
             self.q, self.k, self.new, self.dout, A=scores, scale=self.scale, **self.how
@@ -79,7 +78,7 @@ class KdaBackward(FlaRun):
     def run(self, dfinal: torch.Tensor | None) -> LinearGradients:
         dh, dinitial, dv = chunk_gated_delta_rule_bwd_dhu(
             self.qg, self.kg, self.w, self.dout, self.dv, gk=self.g, h0=self.initial, dht=dfinal, scale=self.scale,
-            **self.how,
+            **self.states_how,
         )  # fmt: skip
         dq, dk, dv, dbeta, dg, da = chunk_kda_bwd_wy_dqkg_fused(
             q=self.q, k=self.k, v=self.v, v_new=self.new, g=self.g, beta=self.beta, A=self.a, h=self.h, do=self.dout,

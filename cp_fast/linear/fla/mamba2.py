@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from fla.ops.common.chunk_h import chunk_bwd_dh, chunk_fwd_h  # pyright: ignore[reportMissingImports]
-from fla.ops.common.chunk_o import chunk_bwd_dv, chunk_fwd_o  # pyright: ignore[reportMissingImports]
 
 from cp_fast.linear.affine_maps import Maps
+from cp_fast.linear.fla.fla_functions import (
+    chunk_bwd_dh,
+    chunk_bwd_dv,
+    chunk_fwd_h,
+    chunk_fwd_o,
+)
 from cp_fast.linear.fla.fla_run import CHUNK, FlaRun, sums, sums_back
-from cp_fast.linear.fla.gradient_kernels import chunk_gradients
-from cp_fast.linear.fla.map_kernels import forward_maps, reverse_maps
+from cp_fast.linear.fla.kernels.gradient_kernels import chunk_gradients
+from cp_fast.linear.fla.kernels.map_kernels import forward_maps, reverse_maps
 from cp_fast.linear.linear_kernels import FragmentRows, LinearGradients, LinearInputs
 
 __all__ = ["SimpleBackward", "SimpleForward"]
@@ -64,7 +68,7 @@ class SimpleBackward(FlaRun):
             chunk_size=CHUNK, states_in_fp32=True,
         )  # fmt: skip
         dq, dk, _, dg = chunk_gradients(
-            self.q[0], self.k[0], self.v[0], self.g[0], self.h[0], self.dout[0], dh[0], None, self.scale, *self.rows
+            self.q[0], self.k[0], self.v[0], self.g[0], self.h[0], self.dout[0], dh[0], None, self.scale, *self.rows[:2]
         )
         dv = chunk_bwd_dv(self.q, self.k, self.dout, dh, g=self.g, scale=self.scale, **self.how)
         return LinearGradients(dq, dk, dv[0], sums_back(dg[None], self.rows), None, dinitial)

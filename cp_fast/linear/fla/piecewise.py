@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,46 +17,68 @@ import torch
 
 from cp_fast.linear.affine_maps import Maps
 from cp_fast.linear.fla.fla_run import CHUNK
-from cp_fast.linear.fla.scan_kernel import compose_pieces, states_of_pieces
+from cp_fast.linear.fla.kernels.scan_kernel import LARGEST, composed_maps, states_before
 from cp_fast.linear.linear_kernels import BackwardRun, ForwardRun, FragmentRows, LinearGradients, LinearInputs
+from cp_fast.linear.state_tables import ScanTable, scan_table
 
 __all__ = ["PiecewiseBackward", "PiecewiseForward"]
 
-PROGRAMS = 128  # about as many pieces times heads as a GPU has multiprocessors
+PROGRAMS = 64  # about as many pieces times heads: twice as many programs fill a GPU
 LEAST = 16  # chunks of a piece
-_LARGEST = 128  # head dim of keys whose M fits in the memory of a multiprocessor
+WORTH = 27  # with so many heads one long fragment keeps a GPU busy without pieces, whose maps cost time too
 
 
 @dataclass(frozen=True, eq=False)
 class _Pieces:
     """Attributes:
     rows: the pieces, in the order of the rows.
-    first: the first piece of each fragment, and the number of pieces, int64 [f + 1].
-    last: the last piece of each fragment, int64 [f].
+    first: the first piece of each fragment, and the number of pieces.
     """
 
     rows: FragmentRows
-    first: torch.Tensor
-    last: torch.Tensor
+    first: tuple[int, ...]
+
+    @cached_property
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and the last piece of each fragment, int64 [f]."""
+        first = torch.tensor(self.first, dtype=torch.int64, device=self.rows.device)
+        return first[:-1], first[1:] - 1
+
+    @cached_property
+    def within(self) -> tuple[ScanTable, ScanTable]:
+        """From the state at one end of each fragment to all its pieces, forward and backward."""
+        spans = [[*range(*pair)] for pair in pairwise(self.first)]
+        return self._table(spans), self._table([span[::-1] for span in spans])
+
+    def _table(self, spans: Sequence[Sequence[int]]) -> ScanTable:
+        scans = [(f, [*((p, p) for p in span[:-1]), (-1, span[-1])]) for f, span in enumerate(spans)]
+        return scan_table(scans, self.rows.device)
+
+    def of(self, chosen: Sequence[int], *, reverse: bool) -> ScanTable:
+        """The pieces of the chosen fragments; scan i begins with state i."""
+        key = "chosen", tuple(chosen), reverse
+        if (known := self.rows.kept.get(key)) is None:
+            spans = [range(self.first[f], self.first[f + 1])[:: -1 if reverse else 1] for f in chosen]
+            scans = [(i, [(p, -1) for p in span]) for i, span in enumerate(spans)]
+            known = self.rows.kept[key] = scan_table(scans, self.rows.device)
+        return known
 
 
 def _cut(inputs: LinearInputs, fragments: FragmentRows) -> _Pieces | None:
     """None where no fragment is worth cutting."""
-    if inputs.q.shape[-1] > _LARGEST:
+    if inputs.q.shape[-1] > LARGEST:
         return None
     heads = inputs.v.shape[1]
-    key = "pieces", heads
-    if key not in fragments.kept:
-        target = max(LEAST, fragments.cu[-1] * heads // (PROGRAMS * CHUNK))
-        cuts = [_even(start, stop, target) for start, stop in pairwise(fragments.cu)]
-        first = [0, *accumulate(map(len, cuts))]
+    if ("pieces", heads) not in fragments.kept:
+        chunks = [-(-(stop - start) // CHUNK) for start, stop in pairwise(fragments.cu)]
+        target = max(LEAST, sum(chunks) * heads // PROGRAMS)
         found = None
-        if first[-1] > len(fragments):
+        if max(chunks) > target and max(chunks) * WORTH > sum(chunks) * heads:
+            cuts = [_even(start, stop, target) for start, stop in pairwise(fragments.cu)]
             rows = FragmentRows((0, *(stop for cut in cuts for stop in cut)), fragments.device)
-            table = torch.tensor(first, dtype=torch.int64, device=fragments.device)
-            found = _Pieces(rows, table, table[1:] - 1)
-        fragments.kept[key] = found
-    return fragments.kept[key]
+            found = _Pieces(rows, (0, *accumulate(map(len, cuts))))
+        fragments.kept["pieces", heads] = found
+    return fragments.kept["pieces", heads]
 
 
 def _even(start: int, stop: int, target: int) -> list[int]:
@@ -69,20 +92,13 @@ def _even(start: int, stop: int, target: int) -> list[int]:
     return [*(start + chunks * i // pieces * CHUNK for i in range(1, pieces)), stop]
 
 
-def _chosen(fragments: FragmentRows, chosen: Sequence[int]) -> torch.Tensor:
-    key = "chosen", tuple(chosen)
-    if key not in fragments.kept:
-        fragments.kept[key] = torch.tensor(chosen, dtype=torch.int64, device=fragments.device)
-    return fragments.kept[key]
-
-
 class PiecewiseForward:
     """See `ForwardRun`. kind: the run of a kind whose maps have matrices."""
 
     def __init__(
         self, kind: Callable[[LinearInputs, FragmentRows], ForwardRun], inputs: LinearInputs, fragments: FragmentRows
     ) -> None:
-        self._fragments, self._pieces = fragments, _cut(inputs, fragments)
+        self._pieces = _cut(inputs, fragments)
         self._run = kind(inputs, fragments if self._pieces is None else self._pieces.rows)
         self._maps: Maps | None = None
         self.kept: tuple[torch.Tensor, ...] = ()
@@ -91,17 +107,17 @@ class PiecewiseForward:
         if (pieces := self._pieces) is None:
             return self._run.maps(chosen)
         self._maps = self._run.maps(range(len(pieces.rows)))
-        return compose_pieces(self._maps, None, pieces.first, _chosen(self._fragments, chosen))
+        return composed_maps(pieces.of(chosen, reverse=False), self._maps)
 
     def run(self, initial: torch.Tensor | None, *, final: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.kept = self._run.kept
         if (pieces := self._pieces) is None:
             return self._run.run(initial, final=final)
         assert self._maps is not None
-        states = states_of_pieces(self._maps, initial, pieces.first)
+        states = states_before(pieces.within[0], self._maps, initial, len(pieces.rows))
         self.kept = *self.kept, self._maps.m, states
         out, ends = self._run.run(states, final=final)
-        return out, None if ends is None else ends[pieces.last]
+        return out, None if ends is None else ends[pieces.ends[1]]
 
 
 class PiecewiseBackward:
@@ -116,7 +132,7 @@ class PiecewiseBackward:
         initial: torch.Tensor | None,
         dout: torch.Tensor,
     ) -> None:
-        self._fragments, self._pieces = fragments, _cut(inputs, fragments)
+        self._pieces = _cut(inputs, fragments)
         self._maps: Maps | None = None
         self._asked = initial is not None
         rows: Any = fragments
@@ -129,8 +145,7 @@ class PiecewiseBackward:
         if (pieces := self._pieces) is None:
             return self._run.reverse_maps(chosen, dfinal)
         self._maps = Maps(self._m, self._run.reverse_maps(range(len(pieces.rows)), None))
-        numbers = _chosen(self._fragments, chosen)
-        return compose_pieces(self._maps, dfinal, pieces.first, numbers, reverse=True).b
+        return composed_maps(pieces.of(chosen, reverse=True), self._maps, dfinal, transposed=True).b
 
     def meanwhile(self) -> None:
         self._run.meanwhile()
@@ -139,7 +154,8 @@ class PiecewiseBackward:
         if (pieces := self._pieces) is None:
             return self._run.run(dfinal)
         assert self._maps is not None
-        found = self._run.run(states_of_pieces(self._maps, dfinal, pieces.first, reverse=True))
+        states = states_before(pieces.within[1], self._maps, dfinal, len(pieces.rows), transposed=True)
+        found = self._run.run(states)
         if not self._asked or found.dinitial is None:
             return found._replace(dinitial=None)
-        return found._replace(dinitial=found.dinitial[pieces.first[:-1]])
+        return found._replace(dinitial=found.dinitial[pieces.ends[0]])

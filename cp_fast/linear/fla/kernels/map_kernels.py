@@ -7,17 +7,22 @@ any other, which begins as the identity: its columns take the products that a st
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+from cp_fast.linear.fla.direct_launch import DirectLaunch
 
 __all__ = ["forward_maps", "reverse_maps"]
 
 _CHUNK = 64
 
 
+@DirectLaunch
 @triton.autotune(
-    configs=[triton.Config({}, num_warps=w, num_stages=s) for w in (4, 8) for s in (2, 3)],
+    configs=[triton.Config({}, num_warps=w, num_stages=s) for w, s in ((4, 1), (4, 2), (4, 3), (8, 2))],
     key=["H", "HV", "K", "V", "BV", "USE_W", "USE_G"],
 )
 @triton.jit
@@ -77,8 +82,9 @@ def _forward_maps(
         tl.store(m + o_k[:, None] * K + o_m[None, :], state, mask=m_k[:, None] & (o_m < K)[None, :])
 
 
+@DirectLaunch
 @triton.autotune(
-    configs=[triton.Config({}, num_warps=w, num_stages=s) for w in (4, 8) for s in (2, 3)],
+    configs=[triton.Config({}, num_warps=w, num_stages=s) for w, s in ((4, 1), (4, 2), (4, 3), (8, 2))],
     key=["H", "HV", "K", "V", "BV", "USE_W", "USE_G"],
 )
 @triton.jit
@@ -158,11 +164,11 @@ def forward_maps(
         spans: rows [start, stop) of each fragment, int64 [c, 2].
         g, gk: sums of the log decays in every chunk of 64 rows, in powers of 2: [n, h_v] or [n, h_v, d_k].
     """
-    (_, h, d_k), (_, h_v, d_v), c = k.shape, u.shape, len(spans)
+    (_, h, d_k), (_, h_v, d_v), c = k.shape, u.shape, spans.shape[0]
     block_k, block_v = _blocks(d_k)
     b = u.new_empty(c, h_v, d_k, d_v, dtype=torch.float32)
     m = u.new_empty((c, h_v) if w is None else (c, h_v, d_k, d_k), dtype=torch.float32)
-    columns = triton.cdiv(d_v, block_v) + (0 if w is None else triton.cdiv(d_k, block_v))
+    columns = -(-d_v // block_v) + (0 if w is None else -(-d_k // block_v))
     _forward_maps[columns, h_v, c](
         k, w, u, g, gk, spans, m, b, h, h_v, d_k, d_v, _CHUNK, block_k, block_v,
         w is not None, g is not None, gk is not None,
@@ -192,16 +198,17 @@ def reverse_maps(
         dv: the part of the gradient of the new values that comes from inside a chunk, [n, h_v, d_v]; None without w.
         spans, g, gk: see `forward_maps`.
     """
-    (_, h, d_k), (_, h_v, d_v), c = q.shape, dout.shape, len(spans)
+    (_, h, d_k), (_, h_v, d_v), c = q.shape, dout.shape, spans.shape[0]
     block_k, block_v = _blocks(d_k)
     d = q.new_empty(c, h_v, d_k, d_v, dtype=torch.float32) if dfinal is None else dfinal.float().contiguous().clone()
-    _reverse_maps[triton.cdiv(d_v, block_v), h_v, c](
+    _reverse_maps[-(-d_v // block_v), h_v, c](
         q, k, w, dout, dv, g, gk, spans, d, scale, h, h_v, d_k, d_v, _CHUNK, block_k, block_v,
         w is not None, g is not None, gk is not None, dfinal is not None,
     )  # fmt: skip
     return d
 
 
+@cache
 def _blocks(d_k: int) -> tuple[int, int]:
     """The rows of a program's state, all of them, and its columns: a state of 8,192 numbers at most."""
     rows = max(16, triton.next_power_of_2(d_k))

@@ -7,15 +7,20 @@ product with a transposed sum wrongly. Here the transposed scores are a sum of t
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+from cp_fast.linear.fla.direct_launch import DirectLaunch
 
 __all__ = ["chunk_gradients"]
 
 _CHUNK = 64
 
 
+@DirectLaunch
 @triton.autotune(
     configs=[triton.Config({}, num_warps=w, num_stages=s) for w in (4, 8) for s in (2, 3)],
     key=["H", "HV", "K", "V", "BK", "BV", "USE_DW"],
@@ -113,15 +118,20 @@ def chunk_gradients(
         cu: the fragments' rows, int64 [f + 1]; chunks: (fragment, number in it) of each chunk, int64 [chunks, 2].
     """
     (n, heads, d_k), (_, h_v, d_v) = q.shape, v.shape
-    block_k, block_v = (max(16, min(64, triton.next_power_of_2(d))) for d in (d_k, d_v))
-    blocks = triton.cdiv(d_k, block_k)
+    block_k, block_v = _block(d_k), _block(d_v)
+    blocks = -(-d_k // block_k)
     dq, dk = (x.new_empty(n, h_v, d_k) for x in (q, k))
     dw = None if dv is None else v.new_empty(n, h_v, d_k)
     dg = g.new_empty(blocks, n, h_v, dtype=torch.float32)
-    _chunk_gradients[blocks, len(chunks), h_v](
+    _chunk_gradients[blocks, chunks.shape[0], h_v](
         q, k, v, g, h, dout, dh, dv, dq, dk, dw, dg, cu, chunks, scale, n,
         heads, h_v, d_k, d_v, _CHUNK, block_k, block_v, dv is not None,
     )  # fmt: skip
     if h_v != heads:
         dq, dk = (x.view(n, heads, h_v // heads, d_k).sum(2, dtype=torch.float32) for x in (dq, dk))
     return dq, dk, dw, dg.sum(0)
+
+
+@cache
+def _block(size: int) -> int:
+    return max(16, min(64, triton.next_power_of_2(size)))
