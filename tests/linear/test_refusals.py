@@ -111,6 +111,22 @@ def test_linear_attention(name: str, package: str) -> None:
     refused(package, words, call, 1)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_known_call_hides_no_wrong_one(name: str) -> None:
+    changes, words = LAYERS[name]
+
+    def one(member: SimMember) -> None:
+        cp = cp_fast.ContextParallel(member)
+        plan = cp_fast.make_plan(cp=cp, **THD, **SIZES, linear=True)
+        good: dict[str, Any] = tensors() | {"cp": cp, "plan": plan, "scale": 1.0, "output_final_state": True}
+        for _ in range(2):
+            cp_fast.linear_attention(**good)
+        with pytest.raises((ValueError, TypeError), match=words.replace("cp_ref", "cp_fast")):
+            cp_fast.linear_attention(**(good | changes))
+
+    SimGroup(2).run(one)
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_causal_conv1d(name: str, package: str) -> None:

@@ -20,7 +20,7 @@ from triton.compiler import CompiledKernel  # pyright: ignore[reportMissingImpor
 from triton.runtime.autotuner import Autotuner  # pyright: ignore[reportMissingImports]
 from triton.runtime.jit import JITFunction, KernelInterface  # pyright: ignore[reportMissingImports]
 
-__all__ = ["DirectLaunch", "direct"]
+__all__ = ["DirectLaunch", "direct", "launch_of"]
 
 _FROM, _BELOW = (3, 6), (3, 10)  # the releases whose launch of a compiled kernel was read; others go the long way
 _KNOWN = _FROM <= tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < _BELOW
@@ -91,7 +91,7 @@ def _layers(kernel: Any) -> Iterator[Any]:
 
 
 @cache
-def _launch_of(kernel: Any) -> DirectLaunch:
+def launch_of(kernel: Any) -> DirectLaunch:
     """One for all functions that launch the kernel."""
     return DirectLaunch(kernel)
 
@@ -115,7 +115,7 @@ def _copy(function: Any) -> Any:
     for name in _names(inner.__code__):
         other = inner.__globals__.get(name)
         if isinstance(other, KernelInterface):
-            replaced[name] = _launch_of(other)
+            replaced[name] = launch_of(other)
         elif isinstance(other, FunctionType) and other.__module__.startswith("fla.ops") and (own := _copy(other)):
             replaced[name] = own
     if not replaced:

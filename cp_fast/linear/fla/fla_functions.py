@@ -1,4 +1,4 @@
-"""The functions of flash-linear-attention 0.6 that run here, which launch their kernels directly."""
+"""The functions and kernels of flash-linear-attention 0.6 that run here, launched directly."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fla.ops.kda import chunk_intra as kda_intra  # pyright: ignore[reportMissin
 from fla.ops.kda import wy_fast as kda_wy_fast  # pyright: ignore[reportMissingImports]
 from fla.ops.utils import cumsum  # pyright: ignore[reportMissingImports]
 
-from cp_fast.linear.fla.direct_launch import direct
+from cp_fast.linear.fla.direct_launch import direct, launch_of
 
 __all__ = [
-    "chunk_bwd_dh",
     "chunk_bwd_dv",
     "chunk_bwd_dv_local",
-    "chunk_fwd_h",
+    "chunk_bwd_kernel_dh",
+    "chunk_fwd_kernel_h",
     "chunk_fwd_o",
     "chunk_gated_delta_rule_bwd_dhu",
     "chunk_gated_delta_rule_fwd_h",
@@ -32,10 +32,10 @@ __all__ = [
     "recompute_w_u_fwd",
 ]
 
-chunk_bwd_dh = direct(chunk_h.chunk_bwd_dh)
+chunk_bwd_kernel_dh = launch_of(chunk_h.chunk_bwd_kernel_dh)
 chunk_bwd_dv = direct(chunk_o.chunk_bwd_dv)
 chunk_bwd_dv_local = direct(chunk_o.chunk_bwd_dv_local)
-chunk_fwd_h = direct(chunk_h.chunk_fwd_h)
+chunk_fwd_kernel_h = launch_of(chunk_h.chunk_fwd_kernel_h)
 chunk_fwd_o = direct(chunk_o.chunk_fwd_o)
 chunk_gated_delta_rule_bwd_dhu = direct(chunk_delta_h.chunk_gated_delta_rule_bwd_dhu)
 chunk_gated_delta_rule_fwd_h = direct(chunk_delta_h.chunk_gated_delta_rule_fwd_h)

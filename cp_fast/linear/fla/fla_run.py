@@ -66,6 +66,7 @@ class FlaRun:
         self.q, self.k, self.v, self.g_in = (x[None] for x in inputs[:4])
         self.beta = None if inputs.beta is None else inputs.beta[None]
         self.how: dict[str, Any] = {"chunk_size": CHUNK, **self.rows.given}
+        self.count, self.chunks = len(fragments), self.rows.chunk_indices.shape[0]
         self.states_how = {"chunk_offsets": self.rows.chunk_offsets, **self.how}
 
     def spans(self, chosen: Sequence[int]) -> torch.Tensor:

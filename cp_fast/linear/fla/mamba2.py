@@ -5,15 +5,15 @@ The order of the calls is that of its `chunk_simple_gla_fwd` and `chunk_simple_g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from cp_fast.linear.affine_maps import Maps
 from cp_fast.linear.fla.fla_functions import (
-    chunk_bwd_dh,
     chunk_bwd_dv,
-    chunk_fwd_h,
+    chunk_bwd_kernel_dh,
+    chunk_fwd_kernel_h,
     chunk_fwd_o,
 )
 from cp_fast.linear.fla.fla_run import CHUNK, FlaRun, sums, sums_back
@@ -22,6 +22,11 @@ from cp_fast.linear.fla.kernels.map_kernels import forward_maps, reverse_maps
 from cp_fast.linear.linear_kernels import FragmentRows, LinearGradients, LinearInputs
 
 __all__ = ["SimpleBackward", "SimpleForward"]
+
+# Its functions of these kernels read the number of chunks from the device.
+_CONSTANTS = {"BT": CHUNK, "BS": CHUNK, "USE_G": True} | dict.fromkeys(
+    ["USE_G_GAMMA", "USE_GK", "USE_GV", "STATE_V_FIRST"], False
+)
 
 
 class SimpleForward(FlaRun):
@@ -62,11 +67,7 @@ class SimpleBackward(FlaRun):
         if self.h is None:
             self.meanwhile()
         assert self.h is not None
-        q, k = (x.repeat_interleave(self.v.shape[2] // self.q.shape[2], dim=2) for x in (self.q, self.k))
-        dh, dinitial = chunk_bwd_dh(
-            q, k, self.v, self.dout, self.initial, dfinal, self.scale, g=self.g, cu_seqlens=self.rows.cu_seqlens,
-            chunk_size=CHUNK, states_in_fp32=True,
-        )  # fmt: skip
+        dh, dinitial = _gradients_after(self, dfinal)
         dq, dk, _, dg = chunk_gradients(
             self.q[0], self.k[0], self.v[0], self.g[0], self.h[0], self.dout[0], dh[0], None, self.scale, *self.rows[:2]
         )
@@ -82,8 +83,33 @@ def _states_before(
     in_float32: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The states before every chunk, and the final ones."""
-    k = run.k.repeat_interleave(run.v.shape[2] // run.k.shape[2], dim=2)
-    return chunk_fwd_h(
-        k, run.v, g=run.g, h0=initial, output_final_state=final, cu_seqlens=run.rows.cu_seqlens, chunk_size=CHUNK,
-        states_in_fp32=in_float32,
+    k, v = run.k.repeat_interleave(run.v.shape[2] // run.k.shape[2], dim=2), run.v
+    (_, n, h, d_k), d_v = k.shape, v.shape[-1]
+    before = k.new_empty(1, run.chunks, h, d_k, d_v, dtype=torch.float32 if in_float32 else k.dtype)
+    after = k.new_empty(run.count, h, d_k, d_v, dtype=torch.float32) if final else None
+    chunk_fwd_kernel_h[_blocks(run)](
+        k=k, v=v, h=before, g=run.g, g_gamma=None, gk=None, gv=None, h0=initial, ht=after,
+        cu_seqlens=run.rows.cu_seqlens, split_offsets=run.rows.chunk_offsets, T=n, H=h, K=d_k, V=d_v, **_CONSTANTS,
     )  # fmt: skip
+    return before, after
+
+
+def _gradients_after(run: SimpleBackward, dfinal: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of the states after every chunk, and of the initial ones."""
+    v = run.v
+    q = run.q.repeat_interleave(v.shape[2] // run.q.shape[2], dim=2)
+    (_, n, h, d_k), d_v = q.shape, v.shape[-1]
+    after = q.new_empty(1, run.chunks, h, d_k, d_v, dtype=torch.float32)
+    dinitial = None if run.initial is None else torch.empty_like(run.initial, dtype=torch.float32)
+    chunk_bwd_kernel_dh[_blocks(run)](
+        q=q, g=run.g, g_gamma=None, gk=None, gv=None, do=run.dout, dh=after, dht=dfinal, dh0=dinitial,
+        cu_seqlens=run.rows.cu_seqlens, split_offsets=run.rows.chunk_offsets, scale=run.scale, T=n, HQ=h, H=h, K=d_k,
+        V=d_v, NG=1, **_CONSTANTS,
+    )  # fmt: skip
+    return after, dinitial
+
+
+def _blocks(run: FlaRun) -> Callable[[dict[str, int]], tuple[int]]:
+    """A program for each block of each state of a fragment."""
+    states, d_k, d_v = run.count * run.v.shape[2], run.q.shape[-1], run.v.shape[-1]
+    return lambda tuned: (-(-d_k // tuned["BK"]) * -(-d_v // tuned["BV"]) * states,)
