@@ -23,7 +23,7 @@ from cp_fast.linear.state_tables import ScanTable, scan_table
 
 __all__ = ["PiecewiseBackward", "PiecewiseForward"]
 
-PROGRAMS = 64  # about as many pieces times heads: twice as many programs fill a GPU
+PROGRAMS = 128  # about as many pieces times heads as a GPU has multiprocessors
 LEAST = 16  # chunks of a piece
 WORTH = 27  # with so many heads one long fragment keeps a GPU busy without pieces, whose maps cost time too
 
