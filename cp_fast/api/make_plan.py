@@ -279,7 +279,8 @@ def prepared(
         steps, saved = chosen_rank_schedule(problem, cp.rank, head_chunks), saved_kinds(problem)
     else:
         steps, saved = (in_order(custom.forward[cp.rank]), in_order(custom.backward[cp.rank])), custom.saved
-    draft = lowered(packing, cp.rank, steps, saved)
+    shares_keys = getattr(backend, "shares_keys", 0) if room is None else 0
+    draft = lowered(packing, cp.rank, steps, saved, shares_keys=shares_keys)
     fixed = None
     if room is None:
         instructions = upload(optimized(draft), device)

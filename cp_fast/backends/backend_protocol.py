@@ -28,6 +28,7 @@ __all__ = [
     "LaunchOptions",
     "NotInstalled",
     "Partial",
+    "Places",
     "StatefulBackend",
     "VarlenBatch",
     "backward_letting_go",
@@ -41,6 +42,19 @@ class NotInstalled(str):
     """Why a backend does not work here, if installing a package would fix it: the backend supports this GPU."""
 
     __slots__ = ()
+
+
+class Places(NamedTuple):
+    """Where the segments of a batch lie, in any order: the first row of each, and on the device its number of rows too.
+    Segments have no common rows of q, but may have common rows of k and v. Together they have all rows.
+    """
+
+    q: Sequence[int]  # [segments]
+    kv: Sequence[int]  # [segments]
+    device_q: torch.Tensor  # int32 [segments + 1]; the last number is not used
+    device_rows: torch.Tensor  # int32 [segments]
+    device_kv: torch.Tensor  # int32 [segments + 1]; the last number is not used
+    device_columns: torch.Tensor  # int32 [segments]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +71,8 @@ class VarlenBatch:
     tensors' lengths: a kernel may read a neighbour's rows and multiply them by zero, so no row may hold a NaN that does
     not belong to the problem.
 
+    With `places`, the segments do not lie side by side: cu_q and cu_kv then have their lengths alone.
+
     A plan updated in place (`Plan.update`) has wider rules. Segments of length zero come last. Tensors have more
     rows after cu[-1]: they are finite if there is any segment, and their results are not read. `max_q` and `max_kv` are
     upper bounds. The lengths on the host are those of the current batch. A CUDA graph captured with them is replayed
@@ -69,8 +85,18 @@ class VarlenBatch:
     right: int | None
     device_cu_q: torch.Tensor  # int32 [segments + 1], on the tiles' device
     device_cu_kv: torch.Tensor  # int32 [segments + 1]
+    places: Places | None = None  # for a forward launch of a backend that shares keys
     max_q: int = field(init=False)  # the longest segment's query rows
     max_kv: int = field(init=False)  # the longest segment's key columns
+
+    @property
+    def first_rows(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The first row of each segment, of q and of kv.
+
+        >>> VarlenBatch.pack([2, 3], [4, 3], None, 0).first_rows
+        ((0, 2), (0, 4))
+        """
+        return (self.cu_q[:-1], self.cu_kv[:-1]) if self.places is None else self.places[:2]
 
     @property
     def updated_in_place(self) -> bool:
@@ -166,7 +192,8 @@ class Gradients(NamedTuple):
 class Backend(Protocol):
     """One kernel library.
 
-    It may have `rounded_gradients` (`compile.passes.low_precision_grads`), and `backward_letting_go` and
+    It may have `rounded_gradients` (`compile.passes.low_precision_grads`), `shares_keys` (if forward launches take a
+    batch with `places`: the rows of a tile, with the query heads of a kv head), and `backward_letting_go` and
     `check_score_inputs`, the functions of these names.
     """
 

@@ -38,6 +38,7 @@ class LargestLogit:
         self.name: str = library.name
         self.features: frozenset[Feature] = library.features | {Feature.MAX_LOGIT}
         self.rounded_gradients: bool = getattr(library, "rounded_gradients", False)
+        self.shares_keys: int = getattr(library, "shares_keys", 0)
         self._library = library
 
     def why_not(self) -> str | None:

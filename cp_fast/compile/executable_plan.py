@@ -5,16 +5,54 @@ The compiler makes it from the rank's schedule (`cp_fast.compile`), the runtime 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from cp_fast.compile.instructions import OWN, Accumulate, BufferSpec, Instruction, Launch, Recv, Send
 
 __all__ = ["ExecutablePlan", "PassPlan"]
 
 R = TypeVar("R")  # Rows.
+
+
+class Accumulations(NamedTuple):
+    """The accumulations of one sum, by the ids of the instructions.
+
+    Attributes:
+        rounded: those whose result may have the sum's final dtype: none of their rows gets a further partial result.
+        written: those that only write, since all of their rows are new to the sum.
+        filled: how many rows the latter have.
+    """
+
+    rounded: frozenset[int]
+    written: frozenset[int]
+    filled: int
+
+    @staticmethod
+    def of(spec: BufferSpec, some: Sequence[Accumulate[Any]]) -> Accumulations:
+        """Those of a sum, in order. Rows by index may be any rows."""
+        places = [one.target.rows for one in some]
+        if any(one.target.heads != spec.all_heads for one in some):
+            places = [None] * len(some)
+        earlier = [sum(_meet(rows, other) for other in places[:n]) for n, rows in enumerate(places)]
+        later = [any(_meet(rows, other) for other in places[n + 1 :]) for n, rows in enumerate(places)]
+        once = all(n < 2 for n in earlier)  # No row is rounded, and then added to: the sum is never widened.
+        return Accumulations(
+            frozenset(id(one) for n, one in enumerate(some) if n + 1 == len(some) or (once and not later[n])),
+            frozenset(id(one) for n, one in enumerate(some) if not earlier[n]),
+            sum(x.stop - x.start for x, n in zip(places, earlier, strict=True) if isinstance(x, slice) and not n),
+        )
+
+
+def _meet(a: Any, b: Any) -> bool:
+    """Whether rows of a sum may be the same.
+
+    >>> _meet(slice(0, 4), slice(4, 6)), _meet(slice(0, 4), None)
+    (False, True)
+    """
+    return not (isinstance(a, slice) and isinstance(b, slice)) or max(a.start, b.start) < min(a.stop, b.stop)
 
 
 @dataclass(frozen=True)
@@ -40,9 +78,13 @@ class PassPlan(Generic[R]):
         return (one for one in self.instructions if type(one) is kind)
 
     @cached_property
-    def last_accumulations(self) -> dict[int, Accumulate[R]]:
-        """The last accumulation into each sum, sinks aside."""
-        return {one.target.buffer: one for one in self.of(Accumulate) if one.source.buffer != OWN["sink"]}
+    def accumulations(self) -> dict[int, Accumulations]:
+        """How each sum is accumulated, sinks aside; by buffer."""
+        found: dict[int, list[Accumulate[R]]] = {}
+        for one in self.of(Accumulate):
+            if one.source.buffer != OWN["sink"]:
+                found.setdefault(one.target.buffer, []).append(one)
+        return {total: Accumulations.of(self.buffers[total], some) for total, some in found.items()}
 
     def __str__(self) -> str:
         from cp_fast.compile.instruction_text import lines_of

@@ -81,12 +81,16 @@ class Tables:
         """The cumulative sum of these lengths, from 0."""
         cumulative = np.zeros(len(count) + 1, dtype=np.int32)
         np.cumsum(count, out=cumulative[1:])
-        known = self._known_lengths.setdefault((len(cumulative), int(cumulative[-1])), [])
+        return self.numbers_of(cumulative)
+
+    def numbers_of(self, values: Column) -> Key:
+        """These numbers, as they are; none of them is empty."""
+        known = self._known_lengths.setdefault((len(values), int(values[-1])), [])
         for key in known:
-            if np.array_equal(cumulative, self._lengths[key]):
+            if np.array_equal(values, self._lengths[key]):
                 return key
         known.append(Key(len(self._lengths)))
-        self._lengths.append(cumulative)
+        self._lengths.append(values.astype(np.int32))
         return known[-1]
 
     def numbers(self, key: RowKey) -> Column:

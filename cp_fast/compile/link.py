@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cp_fast.backends import VarlenBatch
+from cp_fast.backends.backend_protocol import Places
 from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
 from cp_fast.compile.index_tables import Uploaded
 from cp_fast.compile.instructions import Instruction, Launch, View, with_views
@@ -29,7 +30,11 @@ def linked(plan: ExecutablePlan[Any], tables: Uploaded) -> ExecutablePlan[Rows]:
             bound_q, bound_kv = keys.bounds or (None, None)
             cu_q, device_q = tables.lengths(keys.cu_q, bound_q)
             cu_kv, device_kv = tables.lengths(keys.cu_kv, bound_kv)
-            batches[keys] = VarlenBatch(cu_q, cu_kv, keys.left, keys.right, device_q, device_kv)
+            batch = VarlenBatch(cu_q, cu_kv, keys.left, keys.right, device_q, device_kv)
+            if keys.places is not None:
+                (host_q, of_q), (_, rows), (host_kv, of_kv), (_, columns) = map(tables.lengths, keys.places)
+                batch = replace(batch, places=Places(host_q[:-1], host_kv[:-1], of_q, rows, of_kv, columns))
+            batches[keys] = batch
         return batches[keys]
 
     def instruction(one: Instruction[Any]) -> Instruction[Rows]:

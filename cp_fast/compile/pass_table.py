@@ -52,7 +52,8 @@ PASSES = (
     Pass(
         "merge_causal",
         "tiles",
-        "makes the own tiles of a causal attention slice (early x early, late x early, late x late) one causal square",
+        "makes the own tiles of a causal attention slice (early x early, late x early, late x late) one causal square; "
+        "makes it and tiles that see what it hides rectangles, where common keys cost nothing",
     ),
     Pass(
         "split_windows", "tiles", "splits a tile into at most three, so that tiles of all sequences share four windows"
@@ -78,7 +79,12 @@ PASSES = (
         "puts keys that all queries of a causal segment see before its own keys",
     ),
     Pass("batch_segments", "tiles", "makes segments with equal windows one varlen launch"),
-    Pass("split_disjoint", "tiles", "puts segments that share rows into few launches without common queries"),
+    Pass(
+        "split_disjoint",
+        "tiles",
+        "puts segments that share rows into few launches without common queries; forward, where the kernel library "
+        "can, with any common keys",
+    ),
     Pass(
         "split_queries", "tiles", "splits queries that see few keys, because a backward pass divides its work by keys"
     ),

@@ -29,25 +29,35 @@ from cp_ref.spec import Problem, saved_kinds
 
 __all__ = ["Schedules", "compiled", "lowered", "optimized", "upload"]
 
+_TILE = 128  # rows of a tile of FlashAttention 4
 _LARGE = 2048  # query rows from which a tile of a packed batch keeps its own window
 
 
-def lowered(packing: Packing, rank: int, schedules: Schedules, saved: tuple[str, ...]) -> Draft:
-    """One rank's part of a schedule, lowered. `saved`: the kinds of operands that are kept between the passes."""
+def lowered(
+    packing: Packing, rank: int, schedules: Schedules, saved: tuple[str, ...], *, shares_keys: int = 0
+) -> Draft:
+    """One rank's part of a schedule, lowered.
+
+    Args:
+        saved: the kinds of operands that are kept between the passes.
+        shares_keys: see `TileGroups`.
+    """
     problem, packed = packing.problem, packing.packed_problem
     if packing.folded:
         schedules = fold_batch(schedules, problem)
     rule = WindowRule(own_window(problem), _LARGE if problem.qkv_format == "thd" else 0)
     off = skipped(position_free_scores=problem.position_free_scores)
     sink = problem.softmax_type != "vanilla"
-    return lower(packed.workload, rank, *schedules, saved, rule, sink=sink, skipped=off)
+    shares_keys = shares_keys if problem.position_free_scores else 0
+    return lower(packed.workload, rank, *schedules, saved, rule, sink=sink, skipped=off, shares_keys=shares_keys)
 
 
 def compiled(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None = None) -> Draft:
     """The plan of one rank, made as for a call. `head_chunks`: see `make_schedule`; None for the chosen ones."""
     head_chunks = choose_head_chunks(problem) if head_chunks is None else head_chunks
     packing = Packing(problem, may_fold=is_on("fold_batch"))
-    return optimized(lowered(packing, rank, chosen_rank_schedule(problem, rank, head_chunks), saved_kinds(problem)))
+    steps = chosen_rank_schedule(problem, rank, head_chunks)
+    return optimized(lowered(packing, rank, steps, saved_kinds(problem), shares_keys=_TILE))
 
 
 def optimized(draft: Draft, *, in_place: bool = False) -> Draft:

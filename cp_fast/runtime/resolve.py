@@ -26,7 +26,7 @@ def resolve(
 ) -> list[Operation]:
     """Each instruction as an operation; messages that are posted together form one."""
     buffers, instructions = PassBuffers.of(plan, shapes, kernels(shapes.device.type)), plan.instructions
-    last = plan.last_accumulations
+    sums = plan.accumulations
     found: list[Operation] = []
     sends, recvs = list[Send[Rows]](), list[Recv]()
     for n, one in enumerate(instructions):
@@ -45,7 +45,7 @@ def resolve(
             freed = following.buffers if isinstance(following, Free) else ()
             found.append(backward_launch(buffers, backend, positions, one, freed))
         elif isinstance(one, Accumulate):
-            found.append(accumulate(buffers, one, last=last.get(one.target.buffer) is one))
+            found.append(accumulate(buffers, one, of=sums.get(one.target.buffer)))
         else:
             found.append(free(one))
         if (sends or recvs) and not isinstance(following, Send | Recv):

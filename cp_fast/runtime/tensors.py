@@ -56,11 +56,12 @@ class Allocation(NamedTuple):
     wide: torch.dtype
     device: torch.device
 
-    def empty(self) -> Tensors:
-        """Tensors with any values."""
+    def empty(self, dtypes: Sequence[torch.dtype] = ()) -> Tensors:
+        """Tensors with any values. `dtypes`: one for each tensor by row."""
         _, _, dtype, wide, device = self
+        each = zip(self.rows, dtypes or [dtype] * len(self.rows), strict=True)
         return Tensors(
-            [torch.empty(shape, dtype=dtype, device=device) for shape in self.rows],
+            [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in each],
             [torch.empty(shape, dtype=wide, device=device) for shape in self.columns],
         )
 

@@ -19,6 +19,7 @@ from cp_fast.backends.cudnn.cudnn_graphs import backward_graph, forward_graph
 from cp_fast.backends.host_lengths import Cumulative
 from cp_fast.backends.max_logit_launch import LargestLogit
 from cp_ref.spec import Feature, ScoreOptions
+from tests.cp_fast.backends.placed import both_ways
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -282,6 +283,20 @@ def test_hundreds_of_short_segments(name: str) -> None:
     backend, inputs = get(name), tensors(CAUSAL, segments)
     exact, eager = (autograd(t, *inputs, None, segments, 128**-0.5, 0.0) for t in (torch.float64, BF16))
     check(run(backend, CAUSAL, segments, *inputs), exact, eager)
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0)])
+@pytest.mark.parametrize("count", [9, 300])
+def test_segments_with_common_keys(count: int, window: tuple[int | None, int | None]) -> None:
+    """They have the same bits as if each had a copy of its keys; beyond 256 too."""
+    lengths = [SIZES[n % len(SIZES)] if count == 9 else 1 + n % 9 for n in range(count)]
+    keys = [n + 40 * (i % 7) for i, n in enumerate(lengths)]
+    case = VarlenBatch.pack(lengths, keys, *window, "cuda")
+    q, k, v, _ = tensors(CAUSAL, case)
+    options = LaunchOptions(ScoreOptions(128**-0.5))
+    here, there = both_ways(get("fa4"), lengths, keys, window, (q, k[: max(keys)], v[: max(keys)]), options)
+    assert torch.equal(here.out, there.out)
+    assert torch.equal(here.lse, there.lse)
 
 
 @pytest.mark.parametrize(("name", "case"), [(name, c) for name in DETERMINISTIC for c in (CAUSAL, LOCAL, MLA_GQA)])

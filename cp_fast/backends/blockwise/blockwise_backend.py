@@ -32,6 +32,7 @@ class BlockwiseBackend:
     def __init__(self, name: str, device: Feature, size: ScoreBlockSize) -> None:
         """`device` is Feature.CPU or Feature.CUDA."""
         self.name = name
+        self.shares_keys: int = 1
         self.size = size
         self.features: frozenset[Feature] = frozenset(
             {

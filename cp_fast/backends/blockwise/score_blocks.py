@@ -58,8 +58,8 @@ def score_blocks(segments: VarlenBatch, q: torch.Tensor, k: torch.Tensor, size: 
         yield from score_blocks_on_device(segments, q, k, size)
         return
     g, masks = q.shape[1] // k.shape[1], mask_cache(q.device)
-    for (q0, q1), (kv0, kv1) in zip(pairwise(segments.cu_q), pairwise(segments.cu_kv), strict=True):
-        lq, lk = q1 - q0, kv1 - kv0
+    lengths = ((b - a for a, b in pairwise(cumulative)) for cumulative in (segments.cu_q, segments.cu_kv))
+    for q0, kv0, lq, lk in zip(*segments.first_rows, *lengths, strict=True):
         for rows, width, heads_q, heads_kv in _block_ranges(lq, lk, g, k.shape[1], size):
             seen = visible_columns(rows.start, rows.stop, lq, lk, segments.left, segments.right, width, masks)
             columns = [(slice(kv0 + c.start, kv0 + c.stop), c) for c in seen]

@@ -8,6 +8,10 @@ This file relies on these facts about `flash_attn.cute.interface` 4.0.0b36 on Ho
   shape class compiles once (2-4 s) and not again for short segments. In the backward they size the semaphores of the
   deterministic mode, and nothing without it; a class of its own has each side of one block, also where they are left
   out and few rows are given. So they are given, with a minimum of a few blocks.
+- With seqused_*, a segment has the rows from cu_seqlens[s] on, seqused[s] of them: segments lie in any order, and have
+  common keys. Tiles of 128 rows (the query heads of a kv head times tokens) start in the order of the segments, and
+  with a window each segment's last tile is the first. There is no other order. The forward pass has no out and lse to
+  continue from (`out` and `lse` are only written), and does not split keys on Hopper.
 - cu_seqlens must be int32, contiguous and on the GPU. q, k, v, out and dout are copied by the library where their
   rows are not 16-byte aligned. The lse is float32 [h_q, n], natural logarithm.
 - The kernels read whole blocks, past a segment's end into its neighbour's rows: these rows are multiplied by zero, so
@@ -59,6 +63,7 @@ class Fa4Backend:
 
     name: str = "fa4"
     rounded_gradients: bool = True  # Always in q's dtype: see `compile.passes.low_precision_grads`.
+    shares_keys: int = 128
     features: frozenset[Feature] = frozenset(
         {
             Feature.GQA,
@@ -93,7 +98,10 @@ class Fa4Backend:
         """See `Backend.forward`; out has q's dtype."""
         d, (d_qk, d_v) = v.shape[2], _forward_dims(q.shape[2], v.shape[2])
         tensors: list[torch.Tensor | None] = [_operand(q, d_qk), _operand(k, d_qk), _operand(v, d_v)]
-        tensors += [segments.device_cu_q, segments.device_cu_kv]
+        if (places := segments.places) is None:
+            tensors += [segments.device_cu_q, segments.device_cu_kv, None, None]
+        else:
+            tensors += [places.device_q, places.device_kv, places.device_rows, places.device_columns]
         numbers = _forward_numbers(segments.left, segments.right, options.scores)
         out, lse = _launch("_flash_attn_fwd", tensors, numbers, options)
         return Partial(trim(out, d), lse, None)
@@ -124,7 +132,7 @@ class Fa4Backend:
 
 _CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
 _FUNCTIONS = {  # The tensor arguments, and the number of results.
-    "_flash_attn_fwd": (("q", "k", "v", *_CU_SEQLENS), 2),
+    "_flash_attn_fwd": (("q", "k", "v", *_CU_SEQLENS, "seqused_q", "seqused_k"), 2),
     "_flash_attn_bwd": (("q", "k", "v", "out", "dout", "lse", "dlse", *_CU_SEQLENS), 3),
 }
 
@@ -177,7 +185,8 @@ def _why_not() -> str | None:
         )
     both = {"cu_seqlens_q", "cu_seqlens_k", "window_size_left", "window_size_right", "softmax_scale", "softcap"}
     both |= {"score_mod", "aux_tensors", "aux_scalars"}
-    forward, backward = {"return_lse", "pack_gqa"}, {"deterministic", "dlse", "score_mod_bwd"}
+    forward = {"return_lse", "pack_gqa", "seqused_q", "seqused_k"}
+    backward = {"deterministic", "dlse", "score_mod_bwd"}
     for name, arguments in (("_flash_attn_fwd", forward), ("_flash_attn_bwd", backward)):
         function = getattr(library, name, None)
         if function is None or not both | arguments <= set(inspect.signature(function).parameters):

@@ -44,6 +44,7 @@ def lower(
     *,
     sink: bool = False,
     skipped: Mapping[str, str] | None = None,
+    shares_keys: int = 0,
 ) -> Draft:
     """Lower one rank's schedule of both passes.
 
@@ -53,13 +54,14 @@ def lower(
         rule: which tiles keep their windows.
         sink: whether the softmax has a sink.
         skipped: the compiler passes that do not run, and why.
+        shares_keys: see `TileGroups`.
 
     Raises:
         ValueError: the schedule computes with rows that the rank does not have.
     """
     tables, sets = Tables(), SpanSets()
     skipped = skipped or {}
-    groups = TileGroups(work, rule, tables, sets, skipped)
+    groups = TileGroups(work, rule, tables, sets, skipped, shares_keys=shares_keys)
     own = {side: work.ownership.side(side).of(rank) for side in ("q", "kv")}
     own_q = RowMap.of(own["q"])
     own_kv = own_q if work.ownership.kv is work.ownership.q else RowMap.of(own["kv"])

@@ -7,7 +7,7 @@ a2a schedule, for other heads.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from cp_fast.compile.instructions import Heads
 from cp_fast.compile.pass_table import names_of
 from cp_fast.compile.row_maps import Parts, RowMap, Spans, SpanSets
 from cp_fast.compile.tiles.launches import overlap, sort_keys, tile_launches
+from cp_fast.compile.tiles.placed import Placed, placed
 from cp_fast.compile.tiles.segments import LaunchSegments
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
 from cp_ref.spec import Tiles, Workload
@@ -25,10 +26,14 @@ from cp_ref.spec.tables.table import one_value
 
 __all__ = ["LaunchRows", "SegmentKeys", "TileGroup", "TileGroups"]
 
+_MOST_TILES = 2048  # Of more tiles it takes seconds to find out which queries see the same keys.
+_MOST_EMPTY = 1.05  # All rows of a launch's tiles over those with a query. More costs what a launch less saves.
+
 
 class SegmentKeys(NamedTuple):
     """A launch's segments on the host: keys of cumulative lengths, and the window. `bounds`: in a plan updated in
-    place, upper bounds of the lengths of q and kv.
+    place, upper bounds of the lengths of q and kv. `places`: keys of first rows and of lengths, of q and then of kv,
+    where segments are not packed one after the other.
     """
 
     cu_q: Key
@@ -36,6 +41,7 @@ class SegmentKeys(NamedTuple):
     left: int | None
     right: int | None
     bounds: tuple[int, int] | None = None
+    places: tuple[Key, Key, Key, Key] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +67,15 @@ class LaunchRows:
 
 
 class TileGroup(NamedTuple):
-    """Tiles of the same query heads, which share a kernel's launches; and the kv heads of these query heads."""
+    """Tiles of the same query heads, which share a kernel's launches; and the kv heads of these query heads.
+    `sharing`: fewer launches, whose segments have common keys; None where there are none.
+    """
 
     heads: Heads
     kv_heads: Heads
     tiles: BandTiles
     launches: list[LaunchRows]
+    sharing: list[LaunchSegments] | None
 
     def heads_of(self, kind: str) -> Heads:
         """The heads of a kind of operands."""
@@ -79,17 +88,27 @@ class TileGroup(NamedTuple):
 
 
 class TileGroups:
-    """The tiles of a rank's steps. `skipped`: the compiler passes that do not run."""
+    """The tiles of a rank's steps. `skipped`: the compiler passes that do not run. `shares_keys`: if the kernel library
+    takes segments that have common keys, how many rows a tile of a launch has, with the query heads of a kv head; else
+    0.
+    """
 
     def __init__(
-        self, work: Workload, rule: WindowRule, tables: Tables, sets: SpanSets, skipped: Collection[str] = ()
+        self,
+        work: Workload,
+        rule: WindowRule,
+        tables: Tables,
+        sets: SpanSets,
+        skipped: Collection[str] = (),
+        *,
+        shares_keys: int = 0,
     ) -> None:
         a = work.areas
-        self._skipped = skipped
+        self._skipped, self._shares_keys = skipped, shares_keys
         self._rule = rule._replace(disjoint=not (overlap(a.q_start, a.q_stop) or overlap(a.k_start, a.k_stop)))
         self._work, self._tables, self._sets = work, tables, sets
         self._groups: dict[int, tuple[Tiles, list[TileGroup]]] = {}  # By the tiles' id.
-        self._launches: dict[tuple[int, ...], tuple[Tiles, BandTiles, list[LaunchRows]]] = {}  # By their columns' ids.
+        self._launches: dict[tuple[int, ...], tuple[Tiles, _Launched]] = {}  # By their columns' ids.
         self._in_order: dict[tuple[LaunchRows, RowMap], LaunchRows] = {}
 
     def of(self, tiles: Tiles) -> list[TileGroup]:
@@ -104,19 +123,33 @@ class TileGroups:
             some = tiles
             if len(ranges) > 1:
                 some = tiles.take((tiles.head_start == heads[0]) & (tiles.head_stop == heads[1]))
-            banded, launches = self._launched(some)
+            launched = self._launched(some)
             for part in aligned(heads, size):
-                if len(banded):
-                    yield TileGroup(part, (part[0] // size, -(-part[1] // size)), banded, launches)
+                if len(launched[0]):
+                    yield TileGroup(part, (part[0] // size, -(-part[1] // size)), *launched)
 
-    def _launched(self, tiles: Tiles) -> tuple[BandTiles, list[LaunchRows]]:
+    def _launched(self, tiles: Tiles) -> _Launched:
         """Tiles with their diagonal bands, for any heads, and their launches."""
         rectangles = tuple(map(id, tiles.columns[:5]))  # The cached tiles keep these columns alive.
         if rectangles not in self._launches:
             banded = band_tiles(self._work.areas, tiles)
-            launches = list(map(self._launch, tile_launches(banded, self._rule, self._skipped)))
-            self._launches[rectangles] = tiles, banded, launches
-        return self._launches[rectangles][1:]
+            packed = tile_launches(banded, self._rule, self._skipped)
+            sharing = None
+            if self._shares_keys and not self._rule.disjoint and len(packed) > 1 and len(banded) <= _MOST_TILES:
+                sharing = tile_launches(banded, self._rule, self._skipped, keys_repeat=True)
+                sharing = sharing if len(sharing) < len(packed) and self._fills_tiles(sharing) else None
+            self._launches[rectangles] = tiles, (banded, list(map(self._launch, packed)), sharing)
+        return self._launches[rectangles][1]
+
+    def _fills_tiles(self, launches: list[LaunchSegments]) -> bool:
+        """Whether tiles, which end with their segment, have few empty rows: weighted by the keys that they visit."""
+        size, tile = self._work.group_size, self._shares_keys
+        cells = whole = 0
+        for one in launches:
+            rows, keys = (side.lengths(len(one)) for side in (one.q, one.k))
+            cells += int((rows * size * keys).sum())
+            whole += int((-(-rows * size // tile) * tile * keys).sum())
+        return whole <= _MOST_EMPTY * cells
 
     def _launch(self, segments: LaunchSegments) -> LaunchRows:
         count, layer = len(segments), segments.layer
@@ -131,6 +164,20 @@ class TileGroups:
             layers = tuple(Parts(Spans(kv.start[some], kv.stop[some]), kv.begin[some]) for some in each)
         return LaunchRows(segments, SegmentKeys(cu_q, cu_kv, left, right), q, kv, layers)
 
+    def placed(self, group: TileGroup, q: RowMap, kv: RowMap) -> list[LaunchRows] | None:
+        """The launches with common keys of a group, on buffers with these rows. None where rows do not lie together."""
+        made = None if group.sharing is None else placed(group.sharing, q, kv)
+        return made if made is None else list(map(self._placed, made))
+
+    def _placed(self, one: Placed) -> LaunchRows:
+        segments = one.segments
+        rows, keys = (side.lengths(len(segments)) for side in (segments.q, segments.k))
+        columns = np.append(one.start_q, 0), rows, np.append(one.start_kv, 0), keys
+        of_q, of_q_rows, of_kv, of_keys = map(self._tables.numbers_of, columns)
+        batch = self._launch(replace(segments, layer=None)).batch._replace(places=(of_q, of_q_rows, of_kv, of_keys))
+        q, kv = (self._sets.of(side.start, side.stop) for side in (one.q, one.kv))
+        return LaunchRows(segments, batch, q, kv, (self._sets.packed(kv),))
+
     def in_buffer_order(self, launch: LaunchRows, rows: RowMap) -> LaunchRows:
         """The launch with its keys in the best order to read from this buffer."""
         if "sort_keys" in self._skipped:
@@ -139,6 +186,9 @@ class TileGroups:
             segments = sort_keys(launch.segments, rows, launch.kv)
             self._in_order[launch, rows] = launch if segments is launch.segments else self._launch(segments)
         return self._in_order[launch, rows]
+
+
+_Launched = tuple[BandTiles, list[LaunchRows], list[LaunchSegments] | None]
 
 
 def _head_ranges(tiles: Tiles) -> list[Heads]:

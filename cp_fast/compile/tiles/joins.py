@@ -3,6 +3,7 @@
 merge_adjacent   touching tiles, if their bounding rectangle has no other rows and pairs: that rectangle.
 merge_causal     the own chunks of a causal sequence: q early x k early, q late x k early, q late x k late are one
                  causal square.
+merge_triangles  a causal tile and tiles that see what it hides: rectangles, which segments with common keys make cheap.
 merge_dense      tiles without hidden pairs and with the same queries: one segment with all their keys in any order.
                  Tiles of other queries with exactly the same keys join it too.
 """
@@ -20,7 +21,7 @@ from cp_ref.spec import UNBOUNDED, Column, ranges
 from cp_ref.spec.tables.attention_slices import pairs
 from cp_ref.spec.tables.table import constant, runs
 
-__all__ = ["merge_adjacent", "merge_causal", "merge_dense"]
+__all__ = ["merge_adjacent", "merge_causal", "merge_dense", "merge_triangles"]
 
 _ADJACENT, _CAUSAL, _DENSE = map(bit_of, ("merge_adjacent", "merge_causal", "merge_dense"))
 
@@ -142,6 +143,56 @@ def merge_causal(tiles: BandTiles, rule: WindowRule) -> tuple[LaunchSegments, Co
     own_left, own_right = rule.own
     left = np.where((own_right == 0) & (hi - lo == own_left), own_left, -1)[area]
     return LaunchSegments(area, left, np.zeros_like(area), constant(_CAUSAL, area), own, keys), part
+
+
+def merge_triangles(tiles: BandTiles) -> BandTiles:
+    """Causal tiles cut where other tiles see all that they hide: both are then a rectangle. For example, a prefix that
+    sees itself wholly lies in a causal document, as the causal square and the triangle beside it.
+
+    >>> from cp_fast.compile.tiles.windows import windowed
+    >>> edge = UNBOUNDED
+    >>> two = [(0, 0, 6, 0, 6, -edge, 0), (1, 2, 3, 3, 4, 1, edge)]  # causal, and queries 2 and 3 see keys 2 and 3
+    >>> [row[1:5] + row[7:9] for row in merge_triangles(windowed(*map(np.array, zip(*two)))).rows()]
+    [(0, 2, 0, 2, -1, 0), (2, 4, 0, 4, -1, -1), (4, 6, 0, 6, -1, 0)]
+    """
+    causal = np.flatnonzero(tiles.diagonal & (tiles.left < 0) & (tiles.right >= 0))
+    beside = np.flatnonzero((tiles.left == 0) & (tiles.right < 0) & (tiles.k_start == tiles.q_start + tiles.lo))
+    if not (len(causal) and len(beside)):
+        return tiles
+    _, band = np.unique(np.concatenate([tiles.hi[causal], tiles.lo[beside] - 1]), return_inverse=True)
+    size = int(tiles.q_stop.max()) + 1
+    of_causal, of_beside = band[: len(causal)] * size, band[len(causal) :] * size  # Bands side by side on one axis.
+    order = np.argsort(of_causal + tiles.q_start[causal])
+    causal, start = causal[order], (of_causal + tiles.q_start[causal])[order]
+    found = np.searchsorted(start, of_beside + tiles.q_start[beside], side="right") - 1
+    into = causal[np.maximum(found, 0)]
+    # The row behind the triangle's last one sees all of its keys: it is the last one of the square.
+    met = (found >= 0) & (tiles.hi[into] == tiles.lo[beside] - 1) & (tiles.q_stop[beside] < tiles.q_stop[into])
+    if not met.any():
+        return tiles
+    beside, into = beside[met], into[met]
+    order = np.lexsort((tiles.q_start[beside], into))
+    beside, into = beside[order], into[order]
+    whole, begin = np.unique(into, return_index=True)
+    q0, q1, k0 = tiles.q_start[beside], tiles.q_stop[beside] + 1, tiles.k_start[into]
+    first = np.where(np.isin(np.arange(len(into)), begin), tiles.q_start[into], np.append(0, q1[:-1]))
+    gap_start, gap_stop = np.append(first, q1[np.append(begin[1:], len(into)) - 1]), np.append(q0, tiles.q_stop[whole])
+    of = np.append(into, whole)
+    rest = gap_start < gap_stop
+    of, gap_start, gap_stop = of[rest], gap_start[rest], gap_stop[rest]
+    none = constant(UNBOUNDED, into)
+    parts = (
+        windowed(tiles.area[into], q0, q1, k0, tiles.k_stop[beside], -none, none),
+        windowed(
+            *(tiles.area[of], gap_start, gap_stop, tiles.k_start[of]),
+            *(gap_stop + tiles.hi[of], tiles.lo[of], tiles.hi[of]),
+        ),
+    )
+    kept = np.ones(len(tiles), dtype=bool)
+    kept[beside] = kept[whole] = False
+    made = [replace(part, made_by=constant(_CAUSAL, part.area)) for part in parts]
+    found_tiles = BandTiles.concat([tiles.take(kept), *made])
+    return found_tiles.take(np.lexsort((found_tiles.q_start, found_tiles.area)))
 
 
 def _rows_together(segment: Column, start: Column, stop: Column) -> Column:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cp_fast.compile.pass_table import bit_of
 from cp_fast.compile.row_maps import RowMap, Spans
-from cp_fast.compile.tiles.joins import merge_adjacent, merge_causal, merge_dense
+from cp_fast.compile.tiles.joins import merge_adjacent, merge_causal, merge_dense, merge_triangles
 from cp_fast.compile.tiles.segments import LaunchSegments, SegmentSpans, one_each
 from cp_fast.compile.tiles.shared_keys import dedupe_queries, factor_keys
 from cp_fast.compile.tiles.sharing import areas_meet, layers, prepend_keys, split_disjoint
@@ -27,51 +27,88 @@ _SAMPLE = 1024  # Spans.
 _BATCH, _DISJOINT, _SORT = map(bit_of, ("batch_segments", "split_disjoint", "sort_keys"))
 
 
-def tile_launches(tiles: BandTiles, rule: WindowRule, skipped: Collection[str] = ()) -> list[LaunchSegments]:
+def tile_launches(
+    tiles: BandTiles, rule: WindowRule, skipped: Collection[str] = (), *, keys_repeat: bool = False
+) -> list[LaunchSegments]:
     """The launches of tiles that are computed together, in order: each has segments of one window, and each row of
     queries once. Each sequence keeps the order of its tiles.
 
     Args:
         skipped: the passes that do not run (`cp_fast.compile.pass_table`).
+        keys_repeat: whether it costs nothing if segments of a launch have common keys.
     """
     if not len(tiles):
         return []
-    meet = not rule.disjoint and areas_meet(tiles)
     if "merge_adjacent" not in skipped:
         tiles = merge_adjacent(tiles)
-    square = edges = None
-    if "merge_causal" not in skipped and bool(tiles.diagonal.any()):
-        square, part = merge_causal(tiles, rule)
-        tiles = tiles.take(~part) if part.any() else tiles
-    if "split_windows" not in skipped:
-        tiles = split_windows(tiles, rule)
-    full = tiles.full
-    if not full.all():
-        tiles, edges = tiles.take(full), one_each(tiles.take(~full))
-    dense = one_each(tiles) if "merge_dense" in skipped else merge_dense(tiles)
-
-    def with_others(dense: LaunchSegments) -> LaunchSegments:
-        return LaunchSegments.concat([x for x in (square, dense, edges) if x is not None])
-
-    if not meet:
-        found = _batches(with_others(dense), rule, skipped)
+    if rule.disjoint or not areas_meet(tiles):
+        found = _batches(_Segments.of(tiles, rule, skipped).with_dense(), rule, skipped)
         return [replace(some, made_by=some.made_by | _BATCH) if len(some) > 1 else some for some in found]
-    factored = dense if "factor_keys" in skipped or len(dense) < 2 else factor_keys(dense)
-    best = _fewest(with_others(factored), rule, skipped)
-    if "dedupe_queries" not in skipped and len(dense) > 1:
-        deduped = dedupe_queries(dense, len(best) * _most_keys(with_others(dense)))
-        if deduped is not None:
-            best = min(best, _fewest(with_others(deduped), rule, skipped, len(best)) or best, key=_cost)
+    best = _best(_Segments.of(tiles, rule, skipped), rule, skipped, keys_repeat=keys_repeat)
+    if keys_repeat and "merge_causal" not in skipped:
+        cut = _Segments.of(merge_triangles(tiles), rule, skipped)
+        best = min(best, _best(cut, rule, skipped, keys_repeat=True), key=_cost)
     best = [_by_queries(some) for some in best]
-    parts = best if "split_queries" in skipped else map(split_queries, best)
+    parts = best if "split_queries" in skipped or keys_repeat else map(split_queries, best)
     return [
         replace(some, layer=layers(some), made_by=some.made_by | (_DISJOINT if len(whole) > 1 else 0))
         for whole, some in zip(best, parts, strict=True)
     ]
 
 
+@dataclass(frozen=True)
+class _Segments:
+    """Tiles as segments: causal squares, those without hidden pairs, and the others."""
+
+    square: LaunchSegments | None
+    dense: LaunchSegments
+    edges: LaunchSegments | None
+
+    @staticmethod
+    def of(tiles: BandTiles, rule: WindowRule, skipped: Collection[str]) -> _Segments:
+        """The segments of tiles."""
+        square = edges = None
+        if "merge_causal" not in skipped and bool(tiles.diagonal.any()):
+            square, part = merge_causal(tiles, rule)
+            tiles = tiles.take(~part) if part.any() else tiles
+        if "split_windows" not in skipped:
+            tiles = split_windows(tiles, rule)
+        full = tiles.full
+        if not full.all():
+            tiles, edges = tiles.take(full), one_each(tiles.take(~full))
+        dense = one_each(tiles) if "merge_dense" in skipped else merge_dense(tiles)
+        return _Segments(square, dense, edges)
+
+    def with_dense(self, dense: LaunchSegments | None = None) -> LaunchSegments:
+        """All segments; `dense`: others in place of those without hidden pairs."""
+        dense = self.dense if dense is None else dense
+        return LaunchSegments.concat([x for x in (self.square, dense, self.edges) if x is not None])
+
+
+def _best(
+    segments: _Segments, rule: WindowRule, skipped: Collection[str], *, keys_repeat: bool
+) -> list[LaunchSegments]:
+    """Segments of attention slices that share rows, as few launches."""
+    dense = segments.dense
+    factored = dense if "factor_keys" in skipped or len(dense) < 2 else factor_keys(dense)
+    best = _fewest(segments.with_dense(factored), rule, skipped)
+    if "dedupe_queries" in skipped or len(dense) < 2:
+        return best
+    most = math.inf if keys_repeat else len(best) * _most_keys(segments.with_dense())
+    deduped = dedupe_queries(dense, most)
+    if deduped is None:
+        return best
+    other = _fewest(segments.with_dense(deduped), rule, skipped, len(best), keys_repeat=keys_repeat)
+    return min(best, other or best, key=_cost)
+
+
 def _fewest(
-    way: LaunchSegments, rule: WindowRule, skipped: Collection[str], most: float = math.inf
+    way: LaunchSegments,
+    rule: WindowRule,
+    skipped: Collection[str],
+    most: float = math.inf,
+    *,
+    keys_repeat: bool = False,
 ) -> list[LaunchSegments]:
     """The segments in launches, with keys prepended to causal segments or not, by the lower cost. Empty if both need
     more launches than `most`.
@@ -81,7 +118,10 @@ def _fewest(
     for some in (joined, way) if len(joined) < len(way) else (way,):
         found: list[LaunchSegments] = []
         for group in _by_window(some, rule):
-            more = _one_by_one(group) if "split_disjoint" in skipped else split_disjoint(group, most - len(found))
+            if "split_disjoint" in skipped:
+                more = _one_by_one(group)
+            else:
+                more = split_disjoint(group, most - len(found), keys_repeat=keys_repeat)
             if more is None:
                 break
             found += more

@@ -76,13 +76,16 @@ def prepend_keys(segments: LaunchSegments) -> LaunchSegments:
     return replace(found, made_by=np.where(gained, _PREPEND, found.made_by), k=keys)
 
 
-def split_disjoint(segments: LaunchSegments, most: float = math.inf) -> list[LaunchSegments] | None:
+def split_disjoint(
+    segments: LaunchSegments, most: float = math.inf, *, keys_repeat: bool = False
+) -> list[LaunchSegments] | None:
     """The segments in launches without repeated rows of queries: large segments first, each in the first launch with
     room. Rows of keys may repeat, up to half the number of queries. To gather them and add their gradients costs less
     than another launch: it would read its queries and merge their results.
 
     Args:
         most: the most launches; None is returned if more are needed.
+        keys_repeat: whether any rows of keys may repeat: they cost nothing.
 
     >>> q, k = [(0, 0, 4), (1, 4, 6), (2, 6, 8)], [(0, 0, 4), (1, 0, 4), (2, 4, 6)]  # two with the same keys
     >>> three = LaunchSegments.of_rows(q, k)
@@ -101,7 +104,7 @@ def split_disjoint(segments: LaunchSegments, most: float = math.inf) -> list[Lau
         for number in _clear(taken, len(launches)):
             launch = launches[number]
             again = launch.again + (int(size[k][its.used(k, number)].sum()) if met >> number & 1 else 0)
-            if 2 * again <= launch.rows + own:
+            if keys_repeat or 2 * again <= launch.rows + own:
                 break
         else:
             number, again = len(launches), 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cp_fast.compile.executable_plan import Accumulations
 from cp_fast.compile.instructions import OWN, Accumulate, Free
 from cp_fast.movers.torch_movers.torch_merges import log_add_exp
 from cp_fast.runtime.pass_buffers import MISSING, PassBuffers
@@ -13,19 +14,22 @@ from cp_fast.runtime.tensors import Operation, State, Tensors
 __all__ = ["accumulate", "add_sink", "free"]
 
 
-def accumulate(buffers: PassBuffers, one: Accumulate[Rows], *, last: bool) -> Operation:
-    """Accumulate a partial result. The first one with all rows and heads of the sum becomes the sum. The sum is
-    widened for later results, but not for the last one: the result is rounded once in both cases.
+def accumulate(buffers: PassBuffers, one: Accumulate[Rows], *, of: Accumulations | None) -> Operation:
+    """Accumulate a partial result; `of`: how its sum is accumulated, None for a sink. The first one with all rows and
+    heads of the sum becomes the sum. Rows that are new to the sum are written. The sum is widened for rows that get
+    several further results; else the result is rounded once in both cases.
     """
     source, target = one.source, one.target
     number, total = source.buffer, target.buffer
     if number == OWN["sink"]:
         return _accumulate_sink(buffers, one)
+    assert of is not None
     take = None if buffers.is_whole(source) else (buffers.rows(source), source.heads)
     is_whole, into = buffers.is_whole(target), buffers.rows(target)
     spec = buffers.specs[total]
     allocation = buffers.shapes.allocation(spec)
-    final = buffers.shapes.dtype if last and spec.dtype == "input" else allocation.wide
+    filled, written = of.filled == buffers.shapes.rows(spec), id(one) in of.written
+    final = buffers.shapes.dtype if id(one) in of.rounded and spec.dtype == "input" else allocation.wide
     heads = None if target.heads == spec.all_heads else slice(*target.heads)
     kernels, wide = buffers.kernels, allocation.wide
     gather, scatter, merge = kernels.gather, kernels.scatter_, kernels.merge_
@@ -36,11 +40,16 @@ def accumulate(buffers: PassBuffers, one: Accumulate[Rows], *, last: bool) -> Op
         if take is not None:
             part = Tensors(rows_of(part.rows, *take, gather), columns_of(part.columns, *take))
         held = state.buffers[total]
-        if held is None:
-            if is_whole:
-                state.buffers[total] = part
-                return
-            held = state.buffers[total] = allocation.nothing([x.dtype for x in part.rows])
+        if held is None and is_whole:
+            state.buffers[total] = part
+            return
+        if held is None or written:
+            if held is None:
+                dtypes = [x.dtype for x in part.rows]
+                held = allocation.empty(dtypes) if filled else allocation.nothing(dtypes)
+            elif any(x.dtype != y.dtype for x, y in zip(held.rows, part.rows, strict=True)):
+                held, part = (Tensors([x.to(wide) for x in some.rows], some.columns) for some in (held, part))
+            state.buffers[total] = held
             rows, columns = _of_heads(held, heads)
             scatter(rows, part.rows, into)
             for column, x in zip(columns, part.columns, strict=True):

@@ -120,7 +120,6 @@ class _Memory:
 
     def _accumulate(self, one: Accumulate[Any]) -> None:
         source, target = one.source.buffer, one.target.buffer
-        spec = self.plan.buffers[target]
         part_is_wide = self.plan.buffers[source].dtype == "wide"
         if target not in self.memory:
             if self._covers(one.target) and source in self.memory:
@@ -128,7 +127,7 @@ class _Memory:
             else:
                 self.hold(target, self._full(target, wide=part_is_wide))
             self.wide |= {target} if part_is_wide else set()
-        elif target not in self.wide and not (self.plan.last_accumulations[target] is one and spec.dtype == "input"):
+        elif target not in self.wide and not self._keeps_dtype(one, part_is_wide=part_is_wide):
             self.wide.add(target)
             old = self.memory.pop(target)
             new = len(self.bytes)
@@ -137,6 +136,12 @@ class _Memory:
             self.users[old] -= 1
             if not self.users[old]:
                 self.now -= self.bytes[old]
+
+    def _keeps_dtype(self, one: Accumulate[Any], *, part_is_wide: bool) -> bool:
+        """Whether a sum in the inputs' dtype is not widened for this one."""
+        sums = self.plan.accumulations[one.target.buffer]
+        rounded = id(one) in sums.rounded and self.plan.buffers[one.target.buffer].dtype == "input"
+        return not part_is_wide if id(one) in sums.written else rounded
 
     def _covers(self, view: View[Any]) -> bool:
         spec = self.plan.buffers[view.buffer]

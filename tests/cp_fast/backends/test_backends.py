@@ -34,6 +34,7 @@ from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize, score_blocks
 from cp_fast.backends.host_lengths import Cumulative
 from cp_fast.backends.max_logit_launch import LargestLogit, largest_logit
 from cp_ref.spec import Feature, ScoreOptions, Unsupported
+from tests.cp_fast.backends.placed import both_ways
 from tests.marks import examples, seeds
 
 CPU = backends.by_name("cpu")
@@ -263,6 +264,17 @@ def test_blocks_that_follow_the_lengths_on_the_device(
     for x, y in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(x[: len(y)], y)
         assert not x[len(y) :].any()
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (3, 0)])
+@pytest.mark.parametrize("name", ["cpu", "cpu with max_logit"])
+def test_segments_with_common_keys(name: str, window: tuple[int | None, int | None]) -> None:
+    """They are computed as if each had a copy of its keys."""
+    backend = CPU if name == "cpu" else LargestLogit(CPU)
+    q, k, v = (torch.randn(n, h, 8, dtype=F64) for n, h in ((12, 4), (20, 2), (20, 2)))
+    options = LaunchOptions(ScoreOptions(0.4))
+    here, there = both_ways(backend, [5, 1, 6], [7, 4, 20], window, (q, k, v), options)
+    torch.testing.assert_close(here, there)
 
 
 def test_cpu_takes_strides_and_inputs_that_require_grad() -> None:

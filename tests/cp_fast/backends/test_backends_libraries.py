@@ -16,6 +16,7 @@ from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, Launc
 from cp_fast.backends.fa4 import fa4_backend as fa4
 from cp_fast.backends.lse_gradient import lse_launch
 from cp_ref.spec import ScoreOptions
+from tests.cp_fast.backends.placed import both_ways
 
 CPU = by_name("cpu")
 
@@ -107,6 +108,26 @@ def test_fa4_pads_head_dims_exactly(
     torch.testing.assert_close(computed, right)
     assert all(x.is_contiguous() for x in computed)
     assert dims == [forward_dims, backward_dims]
+
+
+def test_fa4_is_told_where_segments_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By first rows and lengths, in the library's arguments for them."""
+    given: list[dict[str, Any]] = []
+
+    def fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **o: Any) -> tuple[Any, ...]:
+        given.append(o)
+        return q, torch.zeros(q.shape[1], q.shape[0]), None, None, None
+
+    library = ModuleType("flash_attn.cute.interface")
+    vars(library).update(_flash_attn_fwd=fwd)
+    monkeypatch.setattr(fa4, "_interface", lambda: library)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    x = torch.randn(6, 2, 32)
+    both_ways(fa4.Fa4Backend(), [4, 2], [6, 3], (None, None), (x, x, x), LaunchOptions(ScoreOptions(1.0)))
+    names = ("cu_seqlens_q", "seqused_q", "cu_seqlens_k", "seqused_k")
+    here, there = ([None if o[name] is None else o[name].tolist() for name in names] for o in given)
+    assert here == [[4, 0, 0], [2, 4], [0, 0, 0], [3, 6]]
+    assert there == [[0, 4, 6], None, [0, 6, 9], None]
 
 
 def test_fa4_refuses_the_window_that_its_library_misreads() -> None:

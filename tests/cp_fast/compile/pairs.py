@@ -89,7 +89,7 @@ class Pairs:
         """What a launch computes: out or dq, and dkv. `padded`: operands may have rows behind the last segment."""
         (q, kv, *others), s = operands, launch.batch
         heads, heads_kv = self.work.heads_q, self.work.heads_kv
-        live_q, live_kv = q[: s.cu_q[-1]], kv[: s.cu_kv[-1]]
+        live_q, live_kv = (q, kv) if s.places else (q[: s.cu_q[-1]], kv[: s.cu_kv[-1]])
         assert (s.device_cu_q.tolist(), s.device_cu_kv.tolist()) == (list(s.cu_q), list(s.cu_kv))
         assert padded or (len(q), len(kv)) == (len(live_q), len(live_kv))
         for names in (live_q, live_kv):
@@ -103,8 +103,13 @@ class Pairs:
         shared = q.shape[1] // kv.shape[1]  # the kernel's rule: so many query heads use one kv head
         by_q = np.zeros((*q.shape, self.sizes["out" if len(operands) == 2 else "dq"]), dtype=np.int64)
         by_kv = np.zeros((*kv.shape, self.sizes["dkv"]), dtype=np.int64)
-        for (a, b), (c, d) in zip(pairwise(s.cu_q), pairwise(s.cu_kv), strict=True):
-            diagonal = np.arange(d - c)[None] - np.arange(b - a)[:, None] - (d - c - b + a)
+        rows, keys = ([b - a for a, b in pairwise(cumulative)] for cumulative in (s.cu_q, s.cu_kv))
+        if s.places:
+            assert sum(rows) == len(q), "rows of queries without a segment"
+            given = s.places.device_q[:-1], s.places.device_rows, s.places.device_kv[:-1], s.places.device_columns
+            assert [x.tolist() for x in given] == [list(s.places.q), rows, list(s.places.kv), keys]
+        for a, c, size_q, size_kv in zip(*s.first_rows, rows, keys, strict=True):
+            diagonal = np.arange(size_kv)[None] - np.arange(size_q)[:, None] - (size_kv - size_q)
             seen = np.ones_like(diagonal, dtype=bool)
             seen &= diagonal >= -s.left if s.left is not None else True
             seen &= diagonal <= s.right if s.right is not None else True

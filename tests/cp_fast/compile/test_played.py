@@ -61,12 +61,16 @@ def check(problem: Problem, *, fits: bool = True) -> None:
     """A problem's own schedule; and, updated in place, the same in its own shape."""
     packing = Packing(problem, may_fold=is_on("fold_batch"))
     work, sink = packing.packed_problem.workload, problem.softmax_type != "vanilla"
-    drafts = [
-        lowered(packing, rank, make_rank_schedule(problem, rank), saved_kinds(problem))
-        for rank in range(problem.cp_size)
-    ]
+    drafts, sharing = (
+        [
+            lowered(packing, rank, make_rank_schedule(problem, rank), saved_kinds(problem), shares_keys=shares_keys)
+            for rank in range(problem.cp_size)
+        ]
+        for shares_keys in (0, 1)
+    )
     plans = [uploaded(draft) for draft in drafts]
-    play(work, plans, sizes_of(packing.packed_problem), sink=sink)
+    for some in (plans, [uploaded(draft) for draft in sharing]):
+        play(work, some, sizes_of(packing.packed_problem), sink=sink)
     for plan in plans if has_positions(problem) else ():
         check_positions(plan, packing.packed_problem)
     if problem.qkv_format == "thd" and fits:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_fast.backends import LaunchOptions
+from cp_fast.compile.executable_plan import Accumulations
 from cp_fast.compile.instructions import OWN, Accumulate, BufferSpec, Copy, View
 from cp_fast.movers.select_kernels import kernels
 from cp_fast.movers.torch_movers.torch_merges import log_add_exp
@@ -55,16 +56,19 @@ def result(
     shapes = Shapes((ROWS, ROWS), DIMS, spare, final, CPU, has_dlse=False)
     buffers = PassBuffers(specs, shapes, kernels("cpu"), frozenset({RESULT}), frozenset())
     state = State(len(specs), PaperGroup(1, 0), LaunchOptions(ScoreOptions(1.0, 0.0)))
+    every = list[Accumulate[Rows]]()
     for n, part in enumerate(parts):
         state.buffers[FIRST_PART + n] = part.tensors
         source: View[Rows] = View(
             FIRST_PART + n, slice(0, part.tensors.rows[0].shape[0]), (0, part.heads[1] - part.heads[0])
         )
-        one = Accumulate(0, source, View(SUM, part.rows, part.heads))
-        accumulate(buffers, one, last=n == len(parts) - 1)(state)
+        every.append(Accumulate(0, source, View(SUM, part.rows, part.heads)))
+    of = Accumulations.of(specs[SUM], every)
+    for one in every:
+        accumulate(buffers, one, of=of)(state)
     if sink is not None:
         state.buffers[OWN["sink"]] = sink
-        accumulate(buffers, Accumulate(0, View(OWN["sink"], None, HEADS), View(SUM, None, HEADS)), last=True)(state)
+        accumulate(buffers, Accumulate(0, View(OWN["sink"], None, HEADS), View(SUM, None, HEADS)), of=None)(state)
     held = state.buffers[SUM]
     copy(buffers, Copy(0, View(SUM, None, HEADS), View(RESULT, None, HEADS)))(state)
     return state.buffers[RESULT], held
@@ -118,6 +122,33 @@ def test_gradients(count: int) -> None:
     if held is not None:
         assert held.rows[0].dtype == (HALF if count in (1, 2) else WIDE)
     assert torch.equal(dq, want.to(HALF))
+
+
+@pytest.mark.parametrize("starts", [(0, 3), (3, 0), (0, 3, 3, 0), (3, 0, 0)])
+def test_rows_with_two_partial_results(starts: tuple[int, ...]) -> None:
+    """However many the sum has: rows that are new are written, and the sum is not widened."""
+    given = drawn_parts(len(starts), outs=True)
+    for part, start in zip(given, starts, strict=True):
+        part.tensors = Tensors([x[:3] for x in part.tensors.rows], [x[:, :3] for x in part.tensors.columns])
+        part.rows = slice(start, start + 3)
+    ((out,), (lse,)), held = result(given, "out")
+    assert held is not None
+    assert held.rows[0].dtype == HALF
+    torch.testing.assert_close(out, merged_exactly(given).to(HALF), rtol=2**-7, atol=0)
+    assert bool(lse.isfinite().all())
+
+
+def test_new_rows_in_another_dtype() -> None:
+    """The sum is then widened, and not rounded before the end."""
+    first, second, third = drawn_parts(3, outs=True)
+    for part, start in ((first, 0), (second, 3), (third, 3)):
+        part.tensors = Tensors([x[:3] for x in part.tensors.rows], [x[:, :3] for x in part.tensors.columns])
+        part.rows = slice(start, start + 3)
+    second.tensors = Tensors([x.float() / 3 for x in second.tensors.rows], second.tensors.columns)
+    ((out,), _), held = result([first, second, third], "out")
+    assert held is not None
+    assert held.rows[0].dtype == WIDE
+    torch.testing.assert_close(out, merged_exactly([first, second, third]).to(HALF), rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,15 +16,17 @@ from conformance.draw.draw_areas import areas as drawn_areas
 from cp_fast import masks
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.pipeline import lowered
-from cp_fast.compile.tiles.joins import merge_dense
+from cp_fast.compile.row_maps import RowMap, Spans
+from cp_fast.compile.tiles.joins import merge_dense, merge_triangles
 from cp_fast.compile.tiles.launches import tile_launches
-from cp_fast.compile.tiles.segments import one_each
+from cp_fast.compile.tiles.placed import placed
+from cp_fast.compile.tiles.segments import LaunchSegments, one_each
 from cp_fast.compile.tiles.shared_keys import factor_keys
 from cp_fast.compile.tiles.sharing import prepend_keys, split_disjoint
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
 from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.spec import Problem, Sequence, Tiles, areas_of_rows, make_rank_schedule, saved_kinds
-from tests.cp_fast.compile.brute_force import band_pairs, disjoint, kernel_pairs, rows_twice, segments_of
+from tests.cp_fast.compile.brute_force import band_pairs, disjoint, kernel_pairs, rows_twice, segments_of, window_pairs
 
 WINDOWS = [(-1, -1), (-1, 0), (2, 0), (0, -1), (1, 2)]
 
@@ -65,10 +69,71 @@ def test_passes(tiles: BandTiles) -> None:
         assert sum(map(len, launches)) == len(some)
 
 
-def launches_of(areas: torch.Tensor, length: int) -> list[list[tuple[int, int | None, int | None]]]:
+@st.composite
+def cut_masks(draw: st.DrawFn) -> BandTiles:
+    """A causal mask and what it hides of some blocks, cut along rows and keys; some tiles are missing."""
+    size = draw(st.integers(2, 16))
+    mask = draw(
+        st.sampled_from(
+            [masks.block_causal(size, draw(st.integers(1, 6))), masks.prefix_lm(draw(st.integers(0, size)), size)]
+        )
+    )
+    areas = areas_of_rows(tuple(map(tuple, mask.tolist())))
+    cuts = disjoint(draw, size, 3, least=1)
+    tiles = [
+        (n, max(q0, a), min(q1, b), max(k0, c), min(k1, d), 0, 1)
+        for n, (q0, q1, k0, k1, _, _) in enumerate(areas.rows())
+        for (a, b), (c, d) in product(cuts, cuts)
+        if max(q0, a) < min(q1, b) and max(k0, c) < min(k1, d) and draw(st.integers(0, 9))
+    ]
+    return band_tiles(areas, Tiles.of_rows(draw(st.permutations(tiles))))
+
+
+@given(st.one_of(tiles_of_areas(), cut_masks()))
+def test_triangles(tiles: BandTiles) -> None:
+    """Merged or not, the pairs are the same, by their bands and by their windows."""
+    found = merge_triangles(tiles)
+    assert band_pairs(found) == window_pairs(found) == band_pairs(tiles)
+
+
+@given(st.one_of(tiles_of_areas(), cut_masks()), st.permutations(range(16)), st.integers(0, 3))
+def test_common_keys(tiles: BandTiles, order: list[int], cuts: int) -> None:
+    """The same pairs where segments of a launch have common keys; and where each reads them from a buffer, in which the
+    rows lie in any order.
+    """
+    launches = tile_launches(tiles, WindowRule((-1, 0), 2048), keys_repeat=True)
+    pairs = [kernel_pairs(segments_of(launch)) for launch in launches]
+    assert sum(pairs, start=type(band_pairs(tiles))()) == band_pairs(tiles)
+    assert not any(times > 1 for one in launches for times in rows_of_queries(one).values())
+    order = order if cuts else list(range(16))
+    buffer = RowMap.at(Spans(np.arange(16), np.arange(1, 17)), np.array(order))
+    for launch, one in zip(launches, placed(launches, buffer, buffer) or (), strict=False):
+        rows, keys = (
+            [row for a, b in zip(s.start, s.stop, strict=True) for row in range(a, b)] for s in (one.q, one.kv)
+        )
+        for some in (rows, keys):
+            assert [order[row] for row in some] == list(range(order[some[0]], order[some[0]] + len(some)))
+        assert sorted(rows) == sorted(rows_of_queries(launch))
+        windows = zip(one.segments.left.tolist(), one.segments.right.tolist(), strict=True)
+        lengths = (side.lengths(len(launch)).tolist() for side in (one.segments.q, one.segments.k))
+        each = zip(windows, one.start_q.tolist(), one.start_kv.tolist(), *lengths, strict=True)
+        read = [(window, rows[a : a + n], keys[c : c + m]) for window, a, c, n, m in each]
+        assert kernel_pairs(read) == kernel_pairs(segments_of(launch))
+        assert [len(k) for _, _, k in read] == sorted((len(k) for _, _, k in read), reverse=True)
+
+
+def rows_of_queries(launch: LaunchSegments) -> Counter[int]:
+    """How often a launch has each row of queries."""
+    return Counter(row for _, start, stop in launch.q.rows() for row in range(start, stop))
+
+
+def launches_of(
+    areas: torch.Tensor, length: int, *, shares_keys: int = 0
+) -> list[list[tuple[int, int | None, int | None]]]:
     """The forward launches of one rank alone, by step: segments, and the window."""
     problem = Problem(1, (Sequence(*[length] * 4),), qkv_format="thd", areas=tuple(map(tuple, areas.tolist())))
-    draft = lowered(Packing(problem), 0, make_rank_schedule(problem, 0), saved_kinds(problem))
+    steps, saved = make_rank_schedule(problem, 0), saved_kinds(problem)
+    draft = lowered(Packing(problem), 0, steps, saved, shares_keys=shares_keys)
     forward = draft.plan.forward
     batches = [(one.step, one.batch) for one in forward.of(Launch)]
     return [
@@ -99,6 +164,21 @@ def test_no_area_costs_a_launch_of_its_own(
     areas: torch.Tensor, length: int, expected: list[tuple[int, int | None, int | None]]
 ) -> None:
     assert launches_of(areas, length) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("areas", "length", "expected"),
+    [
+        (masks.block_causal(64, 8), 64, [(8, None, None)]),
+        (BLOCKS, 128, [(16, None, None)]),
+        (masks.prefix_lm(16, 64), 64, [(1, None, 0), (1, 0, None)]),
+        (masks.shared_prefix(16, [8] * 6), 64, [(7, None, 0), (1, None, None)]),
+    ],
+)
+def test_one_launch_where_segments_share_keys(
+    areas: torch.Tensor, length: int, expected: list[tuple[int, int | None, int | None]]
+) -> None:
+    assert launches_of(areas, length, shares_keys=1) == [expected]
 
 
 @pytest.mark.parametrize("case", ["nested", "holes", "prefixes", "sparse"])

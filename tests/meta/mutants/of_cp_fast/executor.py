@@ -105,11 +105,11 @@ def _no_dlse_from_afar(buffers: Any, view: Any, take: Any) -> Any:
     return wrong
 
 
-def _last_part_forgotten(buffers: Any, one: Any, accumulate: Any, *, last: bool) -> Any:
-    """What is added to a sum last is not added."""
+def _last_part_forgotten(buffers: Any, one: Any, accumulate: Any, *, of: Any) -> Any:
+    """What is added to rows of a sum last is not added."""
 
     def wrong(state: Any) -> None:
-        if not last or state.buffers[one.target.buffer] is None:
+        if of is None or id(one) not in of.rounded or state.buffers[one.target.buffer] is None:
             accumulate(state)
 
     return wrong

@@ -43,9 +43,9 @@ def _squares_in_windows(merge_causal: Any, tiles: Any, rule: Any) -> Any:
     return merge_causal(replace(tiles, lo=np.full_like(tiles.lo, -UNBOUNDED)), rule)
 
 
-def _tiles_of_one_launch(tile_launches: Any, *arguments: Any) -> Any:
+def _tiles_of_one_launch(tile_launches: Any, *arguments: Any, **named: Any) -> Any:
     """Of several launches of a step the last is left out."""
-    found = tile_launches(*arguments)
+    found = tile_launches(*arguments, **named)
     return found[:-1] if len(found) > 1 else found
 
 

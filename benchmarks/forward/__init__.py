@@ -1,0 +1,1 @@
+"""What a forward pass costs: counted on the CPU, and measured on one GPU."""
