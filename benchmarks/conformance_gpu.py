@@ -244,7 +244,7 @@ def main(
     died: list[str] = [f"{name} is not here: {reason}" for name, reason in missing.items()]
     record: dict[str, Any] = {
         "commit": commit,
-        "gpus": [torch.cuda.get_device_name(n) for n in range(max(ranks, 1))] if device == "cuda" else [],
+        "gpus": [torch.cuda.get_device_name(n) for n in range(min(max(ranks, 1), torch.cuda.device_count()))],
         "ranks": ranks or "simulated",
         "messages": os.environ.get("CP_FAST_MESSAGES", "auto"),
         "python": platform.python_version(),

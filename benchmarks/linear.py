@@ -4,6 +4,7 @@
     python -m benchmarks.linear warm --part 0 --parts 8 &                     # of 8 processes: compile for `speed`
     python -m benchmarks.linear speed --out speed.json                        # one rank of two, its messages left out
     python -m benchmarks.linear speed --gpus 2 --out speed.json               # two ranks over NCCL
+    python -m benchmarks.linear convolution --out convolution.json            # a causal convolution, by its bytes
 
 `check` prints, for each problem, the errors of all results and gradients relative to the oracle's, as roots of mean
 squares, and beside them those of the same call on one rank: spreading may add a half to them. Random problems are a
@@ -33,6 +34,7 @@ import torch.multiprocessing as mp
 import typer
 
 import cp_fast
+from benchmarks.parts.linear_layers.convolution_speed import BLOCKS, convolution_times
 from benchmarks.parts.linear_layers.tuning import tune_only, use_pieces
 from benchmarks.parts.ranks import Commit, Device, JsonOut, Silent, connect, largest, seconds_alone, seconds_queued
 from cp_ref.spec import Problem
@@ -112,6 +114,21 @@ def speed(
         return
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (options, folder), nprocs=gpus)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@app.command()
+def convolution(
+    rows: Annotated[int, typer.Option(help="Tokens a GPU.")] = ROWS,
+    channels: Annotated[int, typer.Option(help="Of Qwen3-Next.")] = 8192,
+    turns: Annotated[int, typer.Option(help="How often each is measured.")] = 3,
+    blocks: Annotated[str, typer.Option(help="Rows x channels x warps of the kernels, several with commas.")] = BLOCKS,
+    commit: Commit = "",
+    out: JsonOut = None,
+) -> None:
+    """Times of a causal convolution with SiLU, beside a copy of its input and flash-linear-attention's."""
+    torch.cuda.set_device(0)
+    found = convolution_times(rows, channels, turns, blocks.split(","))
+    _write(out, {"commit": commit, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()} | found)
 
 
 @app.command()

@@ -252,3 +252,17 @@ def test_the_speed_of_linear_attention() -> None:
         forward, both, gpu_forward, gpu_both = (f"{a / b:.2f}" for a, b in zip(alone, row, strict=True))
         title = name.removeprefix("cp_fast, ")
         assert f"| {title} | {gpu_forward}, {gpu_both} | {forward}, {both} |" in page
+
+
+def test_the_speed_of_convolutions() -> None:
+    record = json.loads((ROOT / "benchmarks" / "results" / "convolution_1x_h200.json").read_text())
+    page, times = (ROOT / "docs" / "how_to" / "hybrid.md").read_text(), record["ms"]
+    names = {
+        "ours": "cp_fast, contiguous, 32x128x4",
+        "flash-linear-attention, one sequence": "flash-linear-attention",
+        "plain PyTorch": "cp_fast, contiguous, torch",
+    }
+    for title, name in names.items():
+        forward, both, *_ = times[name]
+        assert f"| {title} | {forward:.3f} | {both:.3f} |" in page
+    assert f"A copy of x takes {times['copy'][0]:.3f} ms" in page

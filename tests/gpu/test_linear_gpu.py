@@ -6,7 +6,13 @@ import pytest
 import torch
 
 import cp_fast
+from conformance.implementation import Implementation
+from conformance.levels.linear.linear_case import CausalConv1d
+from conformance.levels.linear.play_linear import check
 from cp_fast.linear.choose_kernels import LIBRARIES
+from cp_fast.linear.convolution import torch_convolution
+from cp_fast.linear.convolution.convolution_kernels import choose_convolution
+from cp_ref import SimGroup
 from cp_ref.common.linear.linear_calls import KINDS
 from cp_ref.spec import Problem
 from cp_ref.spec import Sequence as Lengths
@@ -22,6 +28,10 @@ PROBLEMS = {
     ),
     "padding": Problem(4, tuple(Lengths(n, n, 160, 160) for n in (160, 33)), attn_mask_type="padding_causal"),
 }
+DOCUMENTS = {
+    "documents": ((300, 300), (1, 1), (0, 0), (2, 2), (217, 217)),
+    "padding": ((150, 160), (0, 3), (33, 40)),
+}
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -34,3 +44,36 @@ def test_linear_attention(kind: str, dtype: str, name: str) -> None:
     layer = Layer(kind=kind, heads=2, shared=2, d_k=64, d_v=128, initial_state=True, output_final_state=True)
     found = relative_errors(cp_fast, PROBLEMS[name], layer, getattr(torch, dtype), "cuda")
     assert {name: error for name, error in found.items() if not error <= LIMITS[dtype]} == {}
+
+
+@pytest.mark.parametrize("kernel_size", [1, 3, 4, 7])
+@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_causal_conv1d(dtype: str, documents: tuple[tuple[int, int], ...], kernel_size: int) -> None:
+    """By Triton, but for float64; channels that no block divides."""
+    x = torch.empty(1, device="cuda", dtype=getattr(torch, dtype))
+    assert (choose_convolution(x, "auto") is torch_convolution) == (dtype == "float64")
+    for number, layout in enumerate(("dual_chunk", "contiguous", "balanced")):
+        case = CausalConv1d(
+            cp_size=4, documents=documents, layout=layout, channels=(200, 136, 31)[number], dtype=dtype, spoiled=0,
+            kernel_size=kernel_size, bias=number != 1, activation="silu" if number else None, tail=number,
+            cp_comm_type="a2a+p2p" if number else "p2p", a2a_size=2 if number else 1,
+        )  # fmt: skip
+        assert check(Implementation(cp_fast), case, "cuda") == [], str(case)
+
+
+def test_gradients_of_a_convolution_have_the_same_bits_every_time() -> None:
+    x, dout = (torch.randn(3000, 1000, device="cuda").bfloat16() for _ in range(2))
+    weight, bias = torch.randn(1000, 4, device="cuda"), torch.randn(1000, device="cuda")
+    cp = SimGroup(1).run(cp_fast.ContextParallel)[0]
+    sizes = {"heads_q": 1, "heads_kv": 1, "d_qk": 64, "d_v": 64, "dtype": torch.bfloat16, "device": "cuda"}
+    cu = torch.tensor([0, 1000, 1001, 3000])
+    plan = cp_fast.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, linear=True, **sizes)  # type: ignore[arg-type]
+    leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        out = cp_fast.causal_conv1d(*leaves, cp=cp, plan=plan, activation="silu")
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    for once, again in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(once, again)

@@ -29,7 +29,7 @@ def relative_errors(
 ) -> dict[str, float]:
     """Of every result and gradient, the root of the mean square of the error over that of the oracle's value.
 
-    The tensors and the oracle are those of the suite; g and beta are in float32 beside a low dtype. cp_size: instead of
+    The tensors and the oracle are those of the suite; with a low dtype g and beta are in float32. cp_size: instead of
     the problem's, with the schedule p2p and rows in order. Of the ranks' final states the worst counts.
     """
     words: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}

@@ -9,7 +9,7 @@ __all__ = ["tune_only", "use_few_kernels", "use_pieces"]
 
 
 def tune_only(part: int, parts: int) -> None:
-    """Triton's tuners look at one of so many parts of their configurations, and at one configuration at least."""
+    """Triton's tuners look at one of `parts` parts of their configurations, and at one configuration at least."""
     from triton.runtime.autotuner import Autotuner  # pyright: ignore[reportMissingImports]
 
     init = Autotuner.__init__

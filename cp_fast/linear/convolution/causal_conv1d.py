@@ -9,7 +9,8 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.make_plan import Plan
 from cp_fast.dispatch.selective_checkpointing import unseen
-from cp_fast.linear.convolution.convolution_passes import convolve, gradients, with_halo
+from cp_fast.linear.convolution.convolution_kernels import ConvolutionInputs, choose_convolution
+from cp_fast.linear.convolution.halo_messages import exchange_gradients, exchange_rows
 from cp_fast.linear.linear_plan import LinearPlan, check_not_captured, check_same_batch
 from cp_ref.common.autocast import autocast, no_autocast
 from cp_ref.common.declared import implements
@@ -61,16 +62,14 @@ class Convolution(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         plan = owner.linear_plan
         with unseen(), cp.alone("causal_conv1d, forward"), no_autocast(x.device):
-            tables = plan.halo(call.kernel_size)
-            held = with_halo(tables, cp.comm, plan.rows.take(x.detach()))
-            sums = convolve(tables, held, weight.detach().to(wide), None if bias is None else bias.detach().to(wide))
-            out = torch.nn.functional.silu(sums) if call.activation else sums
-            out = plan.rows.put(out.to(x.dtype), x)
-        ctx.save_for_backward(held, weight, bias)
-        ctx.owner, ctx.plan, ctx.cp, ctx.call, ctx.shape = owner, plan, cp, call, x.shape
+            tables, rows = plan.halo(call.kernel_size), plan.rows.take(x.detach())
+            halo = exchange_rows(tables, cp.comm, rows)
+            inputs = ConvolutionInputs(rows, halo, tables.reads, weight, bias, call.activation is not None)
+            out = plan.rows.put(choose_convolution(rows, cp.backend).forward(inputs), x)
+        ctx.save_for_backward(rows, halo, weight, bias)
+        ctx.owner, ctx.plan, ctx.cp, ctx.call = owner, plan, cp, call
         return out
 
     @staticmethod
@@ -78,16 +77,15 @@ class Convolution(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
         plan: LinearPlan = ctx.plan
         check_same_batch(ctx.owner, plan)
-        held, weight, bias = ctx.saved_tensors
-        wide = torch.float64 if held.dtype == torch.float64 else torch.float32
-        with unseen(), ctx.cp.alone("causal_conv1d, backward"), no_autocast(held.device):
-            tables, factors = plan.halo(ctx.call.kernel_size), weight.to(wide)
-            dsums = plan.rows.take(dout).to(wide)
-            if ctx.call.activation:
-                sums = convolve(tables, held, factors, None if bias is None else bias.to(wide))
-                gate = torch.sigmoid(sums)
-                dsums = dsums * gate * (1 + sums * (1 - gate))
-            dx, dweight = gradients(tables, ctx.cp.comm, held, factors, dsums)
-            dx = plan.rows.put(dx.to(held.dtype), dout)
-            dbias = None if bias is None else dsums.sum(0).to(bias.dtype)
-        return None, None, None, dx, dweight.to(weight.dtype), dbias
+        x, halo, weight, bias = ctx.saved_tensors
+        with unseen(), ctx.cp.alone("causal_conv1d, backward"), no_autocast(x.device):
+            tables, kernels = plan.halo(ctx.call.kernel_size), choose_convolution(x, ctx.cp.backend)
+            inputs = ConvolutionInputs(x, halo, tables.reads, weight, bias, ctx.call.activation is not None)
+            dsums, dweight, dbias = kernels.sums_backward(inputs, plan.rows.take(dout))
+            wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+            edges = kernels.rows_backward(tables.edges_read_by, dsums, weight, wide)
+            exchange_gradients(tables, ctx.cp.comm, edges)
+            dx = kernels.rows_backward(tables.read_by, dsums, weight, x.dtype)
+            dx.index_copy_(0, tables.edges, edges[: len(tables.edges)].to(x.dtype))
+            dx = plan.rows.put(dx, dout)
+        return None, None, None, dx, dweight, dbias

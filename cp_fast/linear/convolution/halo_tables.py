@@ -1,7 +1,7 @@
 """One rank's part of a convolution as tables of numbers: the rows that travel, and the rows that each row reads.
 
 Every row that the rank has or receives has a slot: its own packed rows first, then those that arrive, message by
-message, and at last one row of zeros, for rows before a document.
+message. Behind all is the number of a row of zeros, for rows before a document.
 """
 
 from __future__ import annotations
@@ -17,18 +17,45 @@ from cp_ref.spec import Message, Problem, make_rank_halo
 from cp_ref.spec.linear.document_fragments import DocumentFragments
 from cp_ref.spec.tables.table import Column
 
-__all__ = ["Halo", "HaloTables", "halo_tables"]
+__all__ = ["HaloTables", "ReadTable", "Received", "Sent", "halo_tables"]
 
 
-class Halo(NamedTuple):
-    """A message of rows: the slots that they are in at this end, int64."""
+class Sent(NamedTuple):
+    """A message of the forward pass at its sender: where its rows are."""
 
     peer: int
     tag: int
-    slots: torch.Tensor
+    own: torch.Tensor  # own rows of it, int64
+    forwarded: torch.Tensor  # rows of it that arrived before, numbered from the first row that arrives, int64
+    order: torch.Tensor | None  # the place of each row of the message in [own, forwarded], int64; None: as they are
 
 
-Steps = tuple[tuple[tuple[Halo, ...], tuple[Halo, ...]], ...]
+class Received(NamedTuple):
+    """A message at its receiver: rows [start, stop) of those that arrive. The backward pass sends their gradients."""
+
+    peer: int
+    tag: int
+    start: int
+    stop: int
+
+
+class Edges(NamedTuple):
+    """A message of gradients: their numbers among the edges, int64."""
+
+    peer: int
+    tag: int
+    numbers: torch.Tensor
+
+
+class ReadTable(NamedTuple):
+    """The rows that each of r rows reads for each column of the weight.
+
+    A row is near if it reads the own row `i + step * (kernel_size - 1 - k)` for each column k, where i is its number.
+    """
+
+    slots: torch.Tensor  # int32 [r, kernel_size]
+    far: torch.Tensor  # int32 [r]: the next row from here on that is not near; r where there is none
+    step: int  # -1 or 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,29 +63,37 @@ class HaloTables:
     """Both passes on one rank.
 
     Attributes:
-        slots: how many slots there are, the row of zeros included.
+        arriving: how many rows arrive.
         forward: (sends, receives) of each step with messages: rows of x are copied.
-        backward: the same of their gradients, which are added where they arrive.
-        reads: the slot that each own row reads for each column of the weight, int64 [n, kernel_size].
-        read_by: the own row that reads each slot for each column of the weight, int64 [slots, kernel_size]; n where
-            there is none.
+        reads: the slots that each of n own rows reads.
+        read_by: the own rows that read each own row; n where there is none.
+        edges: the own rows whose gradients other ranks have a part of, int64, in order.
+        edges_read_by: `read_by` of the edges and, behind them, of the rows that arrive.
+        backward: the messages of the gradients of the rows in `edges_read_by`, which are added where they arrive.
     """
 
-    slots: int
-    forward: Steps
-    backward: Steps
-    reads: torch.Tensor
-    read_by: torch.Tensor
+    arriving: int
+    forward: tuple[tuple[tuple[Sent, ...], tuple[Received, ...]], ...]
+    reads: ReadTable
+    read_by: ReadTable
+    edges: torch.Tensor
+    edges_read_by: ReadTable
+    backward: tuple[tuple[tuple[Edges, ...], tuple[Edges, ...]], ...]
+
+    @property
+    def zeros(self) -> int:
+        """The slot that is a row of zeros."""
+        return len(self.reads.slots) + self.arriving
 
 
 def halo_tables(
     problem: Problem, rank: int, own: DocumentFragments, kernel_size: int, device: torch.device
 ) -> HaloTables:
     """The tables of one rank. own: its fragments, in the order of its rows."""
-    steps = make_rank_halo(problem, kernel_size, rank)
+    there, back = make_rank_halo(problem, kernel_size, rank)
     rows = [_ranges(own.start, own.stop)]
     n = len(rows[0])
-    rows += [_rows(message) for step in steps[0] for message in step.recvs]
+    rows += [_rows(message) for step in there for message in step.recvs]
     held = np.concatenate(rows)  # the global row in each slot
     order = np.argsort(held, kind="stable")
     zeros = len(held)
@@ -69,6 +104,16 @@ def halo_tables(
         found = order[place] if zeros else place
         return np.where(held[found] == wanted, found, zeros) if zeros else np.full_like(wanted, zeros)
 
+    def table(x: Column, dtype: type[np.signedinteger] = np.int64) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x, dtype=dtype)).to(device)
+
+    def read_table(slots: Column, step: int) -> ReadTable:
+        numbers = np.arange(len(slots))
+        neighbours = numbers[:, None] + step * np.arange(kernel_size - 1, -1, -1)
+        near = (slots == neighbours) & (slots < n)  # n, where no row reads, is a neighbour's number too
+        next_far = np.minimum.accumulate(np.where(near.all(1), len(slots), numbers)[::-1])[::-1]
+        return ReadTable(table(slots, np.int32), table(next_far, np.int32), step)
+
     first = np.array(problem.starts_q, dtype=np.int64)[own.document]
     begin = np.repeat(first, own.stop - own.start)[:, None]
     source = rows[0][:, None] - (kernel_size - 1) + np.arange(kernel_size)
@@ -76,20 +121,45 @@ def halo_tables(
     read_by = np.full((zeros + 1, kernel_size), n)
     for column in range(kernel_size):
         read_by[reads[:, column], column] = np.arange(n)
-    read_by[zeros] = n
 
-    def table(x: Column) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(device)
+    def sent(message: Message) -> Sent:
+        slots = slots_of(_rows(message))
+        mine = slots < n
+        order = np.empty_like(slots)
+        order[np.append(np.flatnonzero(mine), np.flatnonzero(~mine))] = np.arange(len(slots))
+        mixed = None if mine.all() or not mine.any() else table(order)
+        return Sent(message.peer, message.tag, table(slots[mine]), table(slots[~mine] - n), mixed)
 
-    def messages(of_pass: Sequence[tuple[Sequence[Message], Sequence[Message]]]) -> Steps:
-        return tuple(
-            tuple(tuple(Halo(m.peer, m.tag, table(slots_of(_rows(m)))) for m in side) for side in sides)  # pyright: ignore[reportReturnType]
-            for sides in of_pass
-            if sides[0] or sides[1]
-        )
+    forward: list[tuple[tuple[Sent, ...], tuple[Received, ...]]] = []
+    arrived = 0
+    for step in there:
+        received: list[Received] = []
+        for message in step.recvs:
+            stop = arrived + len(_rows(message))
+            received.append(Received(message.peer, message.tag, arrived, stop))
+            arrived = stop
+        forward.append((tuple(map(sent, step.sends)), tuple(received)))
 
-    there, back = ([(step.sends, step.recvs) for step in of_pass] for of_pass in steps)
-    return HaloTables(zeros + 1, messages(there), messages(back), table(reads), table(read_by))
+    returned = [slots_of(_rows(message)) for step in back for message in step.recvs]
+    edges = np.unique(np.concatenate([slots[slots < n] for slots in returned] or [np.empty(0, np.int64)]))
+
+    def gradients(messages: Sequence[Message]) -> tuple[Edges, ...]:
+        found: list[Edges] = []
+        for message in messages:
+            slots = slots_of(_rows(message))
+            numbers = np.where(slots < n, np.searchsorted(edges, slots), slots - n + len(edges))
+            found.append(Edges(message.peer, message.tag, table(numbers)))
+        return tuple(found)
+
+    return HaloTables(
+        zeros - n,
+        tuple(step for step in forward if step[0] or step[1]),
+        read_table(reads, -1),
+        read_table(read_by[:n], 1),
+        table(edges),
+        read_table(np.concatenate([read_by[edges], read_by[n:zeros]]), 1),
+        tuple((gradients(step.sends), gradients(step.recvs)) for step in back if step.sends or step.recvs),
+    )
 
 
 def _rows(message: Message) -> Column:

@@ -74,13 +74,13 @@ def _halved(name: str) -> Any:
 def _shorter_halo(halo_tables: Any, *arguments: Any) -> Any:
     """The oldest row counts as zero where it came from another rank."""
     tables = halo_tables(*arguments)
-    reads = tables.reads.clone()
-    reads[:, 0][reads[:, 0] >= len(reads)] = tables.slots - 1
-    return replace(tables, reads=reads)
+    slots = tables.reads.slots.clone()
+    slots[:, 0][slots[:, 0] >= len(slots)] = tables.zeros
+    return replace(tables, reads=tables.reads._replace(slots=slots))
 
 
-def _halo_without_gradient(gradients: Any, tables: Any, *arguments: Any) -> Any:
-    return gradients(replace(tables, backward=()), *arguments)
+def _halo_without_gradient(exchange_gradients: Any, tables: Any, *arguments: Any) -> Any:
+    return exchange_gradients(replace(tables, backward=()), *arguments)
 
 
 def _linear(text: str, target: str, change: Any, tier: str = "linear") -> Mutant:
@@ -108,7 +108,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "halo-gradients-not-sent": _linear(
         "dx of rows of other ranks is lost",
-        "cp_fast.linear.convolution.causal_conv1d.gradients",
+        "cp_fast.linear.convolution.causal_conv1d.exchange_gradients",
         wrap(_halo_without_gradient),
         _CONVOLUTION,
     ),
