@@ -144,9 +144,9 @@ def warm(
     with lifted():
         for small in (True, False):  # kernels of states are others where fragments are not cut
             use_pieces(small=small)
-            for name, (call, rows) in _calls(Silent(0, 2), options, device).items():
+            for name, (call, rows) in compared_calls(Silent(0, 2), options, device).items():
                 if not small or "one document" in name:
-                    layer = _layer(rows, device)
+                    layer = layer_of(rows, device)
                     torch.autograd.grad(call(**layer), list(layer.values()), torch.randn_like(layer["v"]))
     torch.cuda.synchronize()
 
@@ -196,7 +196,10 @@ def launches(fn: Callable[[], Any]) -> int:
 def _speed(group: Any, options: Speed) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with lifted():
-        found = {name: (call, _layer(rows, device)) for name, (call, rows) in _calls(group, options, device).items()}
+        found = {
+            name: (call, layer_of(rows, device))
+            for name, (call, rows) in compared_calls(group, options, device).items()
+        }
         times: dict[str, list[list[float]]] = {name: [] for name in found}
         counts: dict[str, list[int]] = {}
         for turn in range(options.turns + 1):
@@ -237,7 +240,7 @@ def _speed(group: Any, options: Speed) -> None:
     )
 
 
-def _calls(group: Any, options: Speed, device: torch.device) -> dict[str, tuple[Call, int]]:
+def compared_calls(group: Any, options: Speed, device: torch.device) -> dict[str, tuple[Call, int]]:
     """What is compared, and the rows of each."""
     from fla.ops.cp import build_cp_context  # pyright: ignore[reportMissingImports]
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
@@ -309,7 +312,7 @@ def _kernels(call: Call, layer: dict[str, torch.Tensor]) -> list[str]:
     return [f"  {row.self_device_time_total / 2e3:8.3f} {row.count // 2:4d}  {row.key[:90]}" for row in rows[:22]]
 
 
-def _layer(rows: int, device: torch.device) -> dict[str, torch.Tensor]:
+def layer_of(rows: int, device: torch.device) -> dict[str, torch.Tensor]:
     """The tensors of one rank."""
     draw = torch.Generator(device=device).manual_seed(1)
 
