@@ -180,7 +180,7 @@ class _OwnRows:
 
 
 class _Replicated(torch.autograd.Function):
-    """All ranks' slices behind each other. What follows gives every rank the whole gradient."""
+    """All ranks' slices, one after the other. The calls that follow give every rank the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any, axis: int) -> torch.Tensor:

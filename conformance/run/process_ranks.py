@@ -51,7 +51,7 @@ class _Member:
 
 def own_gpu(rank: int, size: int) -> torch.device:
     """Make a rank's GPU its process's current one, before the process joins a group. With fewer GPUs than ranks, ranks
-    share a GPU: NCCL takes each for a host of its own and sends through sockets, which is right and slow.
+    share a GPU: NCCL takes each for a separate host and sends through sockets, which is right and slow.
     """
     gpus = max(torch.cuda.device_count(), 1)
     if size > gpus:

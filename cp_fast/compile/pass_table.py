@@ -1,6 +1,6 @@
 """The table of compiler passes: every optimisation, in the order in which they run, with a switch for tests.
 
-With all passes off a plan is slow and right: each tile is a launch of its own, each message fills a buffer of its own,
+With all passes off a plan is slow and right: each tile is a separate launch, each message fills a separate buffer,
 and no buffer is freed before the end of the pass.
 """
 

@@ -54,7 +54,7 @@ class FragmentRows:
 
     @cached_property
     def kept(self) -> dict[Any, Any]:
-        """What libraries derive from `cu`, such as tables of chunks, by their own keys: made once for all layers."""
+        """Libraries keep here, by their own keys, tables that they derive from `cu`: made once for all layers."""
         return {}
 
 
@@ -84,7 +84,7 @@ class LinearGradients(NamedTuple):
 
 
 class ForwardRun(Protocol):
-    """The forward pass over a rank's fragments. What needs no state runs when it is made."""
+    """The forward pass over a rank's fragments. Kernels that need no state run when it is made."""
 
     @property
     def kept(self) -> tuple[torch.Tensor, ...]:
@@ -104,7 +104,7 @@ class ForwardRun(Protocol):
 
 
 class BackwardRun(Protocol):
-    """The backward pass over a rank's fragments. What needs no gradient of a state runs when it is made, or in
+    """The backward pass over a rank's fragments. Kernels that need no gradient of a state run when it is made, or in
     `meanwhile`.
     """
 

@@ -19,7 +19,7 @@ __all__ = ["Saved", "backward_pass", "forward_pass"]
 
 
 class Saved(NamedTuple):
-    """What the backward pass needs besides the inputs."""
+    """The tensors that the backward pass needs besides the inputs."""
 
     kept: tuple[torch.Tensor, ...]  # of the kernels
     maps: torch.Tensor  # M of the fragments that have one

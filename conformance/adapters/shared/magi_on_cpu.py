@@ -1,6 +1,6 @@
 """MagiAttention without a GPU: its planner, its messages over gloo, and its own backend of plain PyTorch.
 
-PyTorch stands in for three Triton kernels: the gathering and the sum of ranges of rows, and the merge of two partial
+PyTorch replaces three Triton kernels: the gathering and the sum of ranges of rows, and the merge of two partial
 results. The current device is the CPU. All of it is for the whole process.
 """
 
@@ -27,7 +27,7 @@ def install() -> bool:
 
 
 def range_gather(input: torch.Tensor, ranges: torch.Tensor, dim: int = 0, output: Any = None, **_: Any) -> torch.Tensor:
-    """The rows of ranges [n, 2], behind each other.
+    """The rows of ranges [n, 2], one after the other.
 
     >>> range_gather(torch.tensor([5, 6, 7, 8]), torch.tensor([[2, 4], [0, 1]])).tolist()
     [7, 8, 5]

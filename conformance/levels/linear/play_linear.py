@@ -31,7 +31,7 @@ __all__ = ["Results", "check", "compare_linear", "judged_results", "play_layer"]
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 Results = dict[str, torch.Tensor]  # One rank's local results and gradients.
-Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]  # What was found, and exact values.
+Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]  # Found values, and exact values.
 
 
 def check(impl: Implementation, case: LinearCase, device: str = "cpu") -> list[str]:
@@ -102,7 +102,7 @@ def compare_linear(case: LinearCase, tensors: LinearTensors, ranks: list[Results
 
 
 def judged_results(case: LinearCase, tensors: LinearTensors, ranks: list[Results]) -> Pairs:
-    """What the ranks found together, by name, beside the exact values. What a spoiled document is in is left out."""
+    """The ranks' results together, by name, with the exact values. A spoiled document's rows are left out."""
     exact, keep, documents = exact_linear(case, tensors), judged_rows(case), judged_documents(case)
     judged: Pairs = {}
     for name in ranks[0]:

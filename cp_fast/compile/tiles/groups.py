@@ -68,7 +68,7 @@ class LaunchRows:
 
 class TileGroup(NamedTuple):
     """Tiles of the same query heads, which share a kernel's launches; and the kv heads of these query heads.
-    `sharing`: fewer launches, whose segments have common keys; None where there are none.
+    `sharing`: fewer launches, whose segments have common keys; or None.
     """
 
     heads: Heads

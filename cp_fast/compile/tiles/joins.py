@@ -147,7 +147,7 @@ def merge_causal(tiles: BandTiles, rule: WindowRule) -> tuple[LaunchSegments, Co
 
 def merge_triangles(tiles: BandTiles) -> BandTiles:
     """Causal tiles cut where other tiles see all that they hide: both are then a rectangle. For example, a prefix that
-    sees itself wholly lies in a causal document, as the causal square and the triangle beside it.
+    sees itself wholly lies in a causal document, as the causal square and the triangle next to it.
 
     >>> from cp_fast.compile.tiles.windows import windowed
     >>> edge = UNBOUNDED

@@ -1,4 +1,4 @@
-"""Launches whose segments share keys: each reads its rows where they lie, so that no row is copied.
+"""Launches whose segments share keys. Each segment reads its rows where they lie, and no row is copied.
 
 A launch usually packs the rows of its segments one after the other. So it has common keys several times. Some kernel
 libraries take the first row and the length of each segment instead. In block-causal attention, for example, block n

@@ -49,7 +49,7 @@ class ConvolutionKernels(Protocol):
     ) -> torch.Tensor:
         """The gradients of rows [r, channels], in `dtype`.
 
-        read_by: the rows of dsums that read each row; n where there is none.
+        read_by: the rows of dsums that read each row; n for no row.
         """
         ...
 

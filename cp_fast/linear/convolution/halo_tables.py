@@ -54,7 +54,7 @@ class ReadTable(NamedTuple):
     """
 
     slots: torch.Tensor  # int32 [r, kernel_size]
-    far: torch.Tensor  # int32 [r]: the next row from here on that is not near; r where there is none
+    far: torch.Tensor  # int32 [r]: the next row from here on that is not near; r for no row
     step: int  # -1 or 1
 
 
@@ -66,7 +66,7 @@ class HaloTables:
         arriving: how many rows arrive.
         forward: (sends, receives) of each step with messages: rows of x are copied.
         reads: the slots that each of n own rows reads.
-        read_by: the own rows that read each own row; n where there is none.
+        read_by: the own rows that read each own row; n for no row.
         edges: the own rows whose gradients other ranks have a part of, int64, in order.
         edges_read_by: `read_by` of the edges and, behind them, of the rows that arrive.
         backward: the messages of the gradients of the rows in `edges_read_by`, which are added where they arrive.

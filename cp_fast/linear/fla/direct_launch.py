@@ -72,7 +72,7 @@ class DirectLaunch:
 
 
 def _kind(x: Any) -> Any:
-    """What Triton compiles for an argument that is not a constant."""
+    """The part of the key for an argument that is not a constant."""
     kind = type(x)
     if kind is torch.Tensor:
         return x.dtype, x.data_ptr() % 16 == 0

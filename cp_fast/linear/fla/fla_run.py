@@ -1,6 +1,6 @@
-"""What all passes on flash-linear-attention share: the fragments as its kernels take them, and sums of decays.
+"""The common part of all passes on flash-linear-attention: fragments as its kernels take them, and sums of decays.
 
-Its tensors have a batch of one in front. Its sums of g are in powers of 2, and start anew in every chunk of 64 rows.
+Its tensors have a batch of one in front. Its sums of g are in powers of 2, and begin at 0 in every chunk of 64 rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOG2_E = 1.4426950216293335  # in float32, as flash-linear-attention has it
 
 
 class _Rows(NamedTuple):
-    """What its kernels take to know the fragments."""
+    """The arguments that tell its kernels the fragments."""
 
     cu_seqlens: torch.Tensor
     chunk_indices: torch.Tensor
@@ -59,7 +59,7 @@ def sums_back(dg: torch.Tensor, rows: _Rows) -> torch.Tensor:
 
 
 class FlaRun:
-    """What all passes read: the inputs with a batch of one in front."""
+    """The inputs of all passes, with a batch of one in front."""
 
     def __init__(self, inputs: LinearInputs, fragments: FragmentRows) -> None:
         self.fragments, self.rows, self.scale = fragments, _rows(fragments), inputs.scale

@@ -61,7 +61,7 @@ class Expression(NamedTuple):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """What each node varies with."""
+        """The places with which each node varies."""
         levels = list[int]()
         for node in self.nodes:
             level = LEAVES[node.value][1] if node.op == "leaf" else TILE

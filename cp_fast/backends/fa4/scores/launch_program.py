@@ -1,4 +1,4 @@
-"""What a launch with scores passes to the library: a program, and the tensors and the number that it reads.
+"""The arguments of a launch with scores: a program, and the tensors and the number that it reads.
 
 A program is made once for each function, dtypes of captured tensors, and kind of places. So other tensors, and other
 lengths, compile no new kernel.

@@ -1,4 +1,4 @@
-"""What a kernel computes on its scores: the static facts, by which compiled kernels are kept."""
+"""The static facts of a kernel's work on its scores. Compiled kernels are kept by them."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """A Triton kernel of the gradients of q, k, w and g inside chunks, for one decay a head.
 
 flash-linear-attention has this kernel too, and refuses it on Hopper GPUs with Triton 3.4 to 3.7.0, which compile the
-product with a transposed sum wrongly. Here the transposed scores are a sum of their own, so nothing is transposed.
+product with a transposed sum wrongly. Here a separate sum has the transposed scores, so nothing is transposed.
 """
 
 from __future__ import annotations

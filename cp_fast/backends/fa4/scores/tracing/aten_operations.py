@@ -1,4 +1,4 @@
-"""What PyTorch's operators mean for one element: each becomes nodes of an expression, or has none."""
+"""The meaning of PyTorch's operators for one element: an operator becomes nodes of an expression, or is refused."""
 
 from __future__ import annotations
 
