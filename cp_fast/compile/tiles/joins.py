@@ -151,9 +151,9 @@ def merge_triangles(tiles: BandTiles) -> BandTiles:
 
     >>> from cp_fast.compile.tiles.windows import windowed
     >>> edge = UNBOUNDED
-    >>> two = [(0, 0, 6, 0, 6, -edge, 0), (1, 2, 3, 3, 4, 1, edge)]  # causal, and queries 2 and 3 see keys 2 and 3
+    >>> two = [(0, 0, 6, 0, 6, -edge, 0), (1, 2, 4, 3, 5, 1, edge)]  # causal, and queries 2 and 3 see keys up to 4
     >>> [row[1:5] + row[7:9] for row in merge_triangles(windowed(*map(np.array, zip(*two)))).rows()]
-    [(0, 2, 0, 2, -1, 0), (2, 4, 0, 4, -1, -1), (4, 6, 0, 6, -1, 0)]
+    [(0, 2, 0, 2, -1, 0), (2, 5, 0, 5, -1, -1), (5, 6, 0, 6, -1, -1)]
     """
     causal = np.flatnonzero(tiles.diagonal & (tiles.left < 0) & (tiles.right >= 0))
     beside = np.flatnonzero((tiles.left == 0) & (tiles.right < 0) & (tiles.k_start == tiles.q_start + tiles.lo))
