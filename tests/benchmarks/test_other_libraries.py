@@ -33,9 +33,7 @@ def problem(*lengths: int, **fields: Any) -> Problem:
     return Problem(2, sequences, qkv_format="thd", attn_mask_type="padding_causal", **sizes)
 
 
-def test_what_is_left_out_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "conformance.adapters.magi_attention", raising=False)  # Another test's.
-    monkeypatch.setitem(sys.modules, "magi_attention.api", None)  # type: ignore[arg-type]
+def test_what_is_left_out_is_named_with_its_reason() -> None:
     found, reasons = others(problem(32), by_name("cpu"), None, CPU)
     assert {f"{one.library} {one.schedule}" for one in found} | set(reasons) == {f"{a} {c}" for a, _, c in WAYS}
     assert "no sharding strategy" in reasons["pytorch p2p"]

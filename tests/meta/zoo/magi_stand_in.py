@@ -7,7 +7,10 @@ own, and rows are padded until they divide.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -133,21 +136,25 @@ def calc_attn(
     return torch.einsum("hnm,mhd->nhd", weights, v), SimpleNamespace(lse=lse.t(), max_logits=highest)
 
 
-def _install() -> None:
+@contextmanager
+def _stood_in() -> Iterator[None]:
+    """The library's modules in `sys.modules`, while its adapter is loaded. Nothing of either stays there."""
     api, common = ModuleType("magi_attention.api"), ModuleType("magi_attention.common")
     functions = magi_attn_varlen_key, magi_attn_flex_key, dispatch, undispatch, calc_attn
     for function in functions:
         setattr(api, function.__name__, function)
     api.squash_batch_dim = lambda x: x.flatten(0, 1)  # type: ignore[attr-defined]
     common.AttnRanges = SimpleNamespace(from_ranges=list)  # type: ignore[attr-defined]
-    sys.modules |= {"magi_attention": ModuleType("magi_attention"), api.__name__: api, common.__name__: common}
-    for name in ("comm.primitive.grpcoll.utils", "functional.dist_attn"):  # what a CPU's stand-ins go into
-        sys.modules[f"magi_attention.{name}"] = ModuleType(name)
+    others = ("magi_attention", "magi_attention.comm.primitive.grpcoll.utils", "magi_attention.functional.dist_attn")
+    modules = {name: ModuleType(name) for name in others} | {api.__name__: api, common.__name__: common}
+    sys.modules |= modules
+    yield
+    for name in (*modules, "conformance.adapters.magi_attention"):
+        del sys.modules[name]
 
 
-_install()
-
-from conformance.adapters import magi_attention as adapter  # noqa: E402
+with _stood_in():
+    adapter = import_module("conformance.adapters.magi_attention")
 
 adapter.sdpa.supported = adapter.sdpa.supported.having(dtype=("float64", "float32"))
 sdpa = adapter.sdpa
