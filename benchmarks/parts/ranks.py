@@ -85,22 +85,21 @@ class Silent:
 
 def seconds_alone(fn: Callable[[], Any], calls: int) -> float:
     """One of several calls in a row on this GPU, which waits for no other, by CUDA events."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    begin.record()
-    for _ in range(calls):
-        fn()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3 / calls
+    return _seconds_from_here(fn, calls)
 
 
 def seconds_queued(fn: Callable[[], Any], calls: int) -> float:
     """One call's time on the GPU, whose launches wait in its queue: those of a model, whose host runs ahead, do too."""
     torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     calls = min(calls, 6)  # the queue has room for about a thousand launches
     torch.cuda._sleep(12_000_000 * calls)  # pyright: ignore[reportPrivateUsage]  # 6 ms a call
+    return _seconds_from_here(fn, calls)
+
+
+def _seconds_from_here(fn: Callable[[], Any], calls: int) -> float:
+    """One of several calls in a row, from this place in the GPU's queue on."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(calls):
         fn()
