@@ -18,7 +18,6 @@ from cp_fast.api.plan_cache import Signature
 from cp_fast.api.planned_call import PLAIN_TENSORS, CallFlags, requires_grad
 from cp_fast.api.score_arguments import ScoreArguments
 from cp_fast.backends import Backend
-from cp_fast.backends.backend_protocol import check_score_inputs
 from cp_fast.runtime.row_selection import check_row_numbers
 from cp_ref.common.attention_call import refuse_plan, with_digest
 from cp_ref.common.plan_arguments import read_call
@@ -98,7 +97,7 @@ class Call(NamedTuple):
         check_global_lengths(problem, None, *self.tensors[:2])
         check_offset(problem, self.offset, q)
         inputs = read_score_inputs(problem, self.problem["score_mod"], q, **self.scores._asdict())
-        check_score_inputs(backend, problem.scores, inputs)
+        backend.check_score_inputs(problem.scores, inputs)
         return Agreement(problem, extras=self._extras(), compared=self.scores.seed), backend, q.device
 
     def made(self, earlier: Iterable[Plan]) -> Made:

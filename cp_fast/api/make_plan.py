@@ -12,7 +12,7 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan_cache import PlanCache
 from cp_fast.backends import KERNEL_FEATURES, Backend, choose
-from cp_fast.backends.backend_protocol import keeps_state
+from cp_fast.backends.backend_protocol import StatefulBackend
 from cp_fast.backends.required_features import EXECUTOR, required
 from cp_fast.compile.executable_plan import ExecutablePlan
 from cp_fast.compile.in_place.fixed_tables import Fitted, FixedTables
@@ -243,7 +243,7 @@ def backend_for(
 
 def _states(backend: Backend, plan: ExecutablePlan[Any]) -> int:
     """The number of launches' states that are kept between the passes."""
-    if not keeps_state(backend):
+    if not isinstance(backend, StatefulBackend):
         return 0
     if any(one.state is None for one in plan.backward.of(Launch)):
         why = f"each backward launch of {backend.name} needs the state of a forward launch of the same tiles"
@@ -279,7 +279,7 @@ def prepared(
         steps, saved = chosen_rank_schedule(problem, cp.rank, head_chunks), saved_kinds(problem)
     else:
         steps, saved = (in_order(custom.forward[cp.rank]), in_order(custom.backward[cp.rank])), custom.saved
-    shares_keys = getattr(backend, "shares_keys", 0) if room is None else 0
+    shares_keys = backend.shares_keys if room is None else 0
     draft = lowered(packing, cp.rank, steps, saved, shares_keys=shares_keys)
     fixed = None
     if room is None:
@@ -310,9 +310,7 @@ def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
     with cp.alone("an agreement on the messages of a plan"):
         carried = messages_for(cp.comm, problem, rows, plan.device)
         if "low_precision_grads" not in instructions.skipped and may_have_low_precision(problem):
-            instructions = low_precision_grads(
-                instructions, cp.comm, rounded=getattr(plan.backend, "rounded_gradients", False)
-            )
+            instructions = low_precision_grads(instructions, cp.comm, rounded=plan.backend.rounded_gradients)
     messages = None if carried is cp.comm else carried
     object.__setattr__(plan, "messages", messages)  # There is no other reference to the plan yet.
     return plan if instructions is plan.instructions else replace(plan, instructions=instructions)

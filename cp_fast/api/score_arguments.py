@@ -9,7 +9,6 @@ import torch
 
 from cp_fast.api.make_plan import Plan
 from cp_fast.backends import BACKENDS, features_of
-from cp_fast.backends.backend_protocol import check_score_inputs
 from cp_fast.dispatch.selective_checkpointing import unseen
 from cp_ref.common.scores.score_inputs import ScoreInputs, kinds, read_score_inputs
 from cp_ref.spec import Feature, Unsupported
@@ -59,7 +58,7 @@ class ScoreArguments(NamedTuple):
             able = " or ".join(f"backend={b.name!r}" for b in BACKENDS if missing <= features_of(b))
             hint = f"make the plan with a ContextParallel of {able}"
             raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, hint)
-        check_score_inputs(plan.backend, plan.problem.scores, inputs)
+        plan.backend.check_score_inputs(plan.problem.scores, inputs)
         if self.travel:
             plan.scores.find(self.signature(q.device), lambda: tuple(inputs.aux_tensors))
         return inputs if inputs.features else None

@@ -9,10 +9,11 @@ kernel does in one launch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple, Protocol, TypeGuard
+from typing import NamedTuple
 
 import torch
 
@@ -31,10 +32,7 @@ __all__ = [
     "Places",
     "StatefulBackend",
     "VarlenBatch",
-    "backward_letting_go",
-    "check_score_inputs",
     "check_scores",
-    "keeps_state",
 ]
 
 
@@ -189,27 +187,33 @@ class Gradients(NamedTuple):
     dv: torch.Tensor  # [m, h_kv, d_v]
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """One kernel library.
 
-    It may have `rounded_gradients` (`compile.passes.low_precision_grads`), `shares_keys` (if forward launches take a
-    batch with `places`: the rows of a tile, with the query heads of a kv head), and `backward_letting_go` and
-    `check_score_inputs`, the functions of these names.
+    Attributes:
+        name: as `ContextParallel` takes it.
+        features: of the kernel alone: heads, dims, scores, results, devices, dtypes.
+        rounded_gradients: whether gradients always come in the inputs' dtype (`compile.passes.low_precision_grads`).
+        shares_keys: if forward launches take a batch with `places`, the rows of a tile, with the query heads of a kv
+            head; else 0.
     """
 
     name: str
-    features: frozenset[Feature]  # of the kernel alone: heads, dims, scores, results, devices, dtypes
+    features: frozenset[Feature]
+    rounded_gradients: bool = False
+    shares_keys: int = 0
 
+    @abstractmethod
     def why_not(self) -> str | None:
         """None if the library works on this machine, else the reason in one line. May import it, runs nothing."""
-        ...
 
+    @abstractmethod
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
     ) -> Partial:
         """Attention of q [n, h_q, d_qk] over k [m, h_kv, d_qk], v [m, h_kv, d_v], segment by segment."""
-        ...
 
+    @abstractmethod
     def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """The launch's share of the gradients.
 
@@ -221,54 +225,38 @@ class Backend(Protocol):
         With dropout p is multiplied by its factors in dv, and dp by the same factors.
         Every library computes delta itself, so it is not passed.
         """
-        ...
+
+    def backward_letting_go(
+        self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions
+    ) -> Gradients:
+        """`backward` of the operands in a list, which it empties. A library may free operands without another reference
+        once its kernels have read them, before it returns.
+        """
+        return self.backward(given.pop(), segments, options)
+
+    def check_score_inputs(self, scores: ScoreOptions, inputs: ScoreInputs) -> None:  # noqa: B027
+        """Raise Unsupported for a score_mod that the library cannot compile; most run any function."""
 
 
-class StatefulBackend(Backend, Protocol):
+class StatefulBackend(Backend):
     """A library whose backward launch needs more of its forward launch than out and lse, such as the state of a random
     generator. Attention calls these methods in place of `forward` and `backward`. The state is opaque bytes, uint8 [n].
     """
 
+    @abstractmethod
     def forward_with_state(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
     ) -> tuple[Partial, torch.Tensor]:
         """See `forward`; and the launch's state."""
-        ...
 
+    @abstractmethod
     def backward_with_state(
         self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions, state: torch.Tensor
     ) -> Gradients:
         """See `backward`. `state`: that of the forward launch of the same rows, heads and window."""
-        ...
 
 
 def check_scores(backend: Backend, options: LaunchOptions) -> None:
     """Raise ValueError for scores that the backend's features already exclude, rather than compute something else."""
     for feature in options.features - backend.features:
         raise ValueError(f"backend {backend.name!r} has no {feature}: choose by Feature.{feature.name}")
-
-
-def check_score_inputs(backend: Backend, scores: ScoreOptions, inputs: ScoreInputs) -> None:
-    """Raise Unsupported for a score_mod that the backend cannot compile. A backend that compiles has a method of this
-    name; others run any function.
-    """
-    check = getattr(backend, "check_score_inputs", None)
-    if check is not None:
-        check(scores, inputs)
-
-
-def keeps_state(backend: Backend) -> TypeGuard[StatefulBackend]:
-    """Whether launches of the backend have a state."""
-    return hasattr(backend, "forward_with_state")
-
-
-def backward_letting_go(
-    backend: Backend, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions
-) -> Gradients:
-    """`backend.backward` of the operands in a list, which it empties. If the backend has a method of this name,
-    operands without another reference are freed once its kernels have read them, before it returns.
-    """
-    letting_go = getattr(backend, "backward_letting_go", None)
-    if letting_go is not None:
-        return letting_go(given, segments, options)
-    return backend.backward(given.pop(), segments, options)

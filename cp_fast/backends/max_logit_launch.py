@@ -17,8 +17,6 @@ from cp_fast.backends.backend_protocol import (
     LaunchOptions,
     Partial,
     VarlenBatch,
-    backward_letting_go,
-    check_score_inputs,
 )
 from cp_fast.backends.blockwise.placed_scores import modify, placed_scores
 from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize, fold, mask, score_blocks, size_of
@@ -30,15 +28,14 @@ __all__ = ["LargestLogit", "largest_logit"]
 _SIZE = ScoreBlockSize(scores=2**25, columns=2048, rows=4096)
 
 
-class LargestLogit:
+class LargestLogit(Backend):
     """A kernel library that gets max_logit of every launch from a separate pass."""
 
     def __init__(self, library: Backend) -> None:
         """Everything but max_logit is the library's."""
         self.name: str = library.name
         self.features: frozenset[Feature] = library.features | {Feature.MAX_LOGIT}
-        self.rounded_gradients: bool = getattr(library, "rounded_gradients", False)
-        self.shares_keys: int = getattr(library, "shares_keys", 0)
+        self.rounded_gradients, self.shares_keys = library.rounded_gradients, library.shares_keys
         self._library = library
 
     def why_not(self) -> str | None:
@@ -46,8 +43,8 @@ class LargestLogit:
         return self._library.why_not()
 
     def check_score_inputs(self, scores: ScoreOptions, inputs: ScoreInputs) -> None:
-        """See the function of this name."""
-        check_score_inputs(self._library, scores, inputs)
+        """The library's."""
+        self._library.check_score_inputs(scores, inputs)
 
     @torch.no_grad()
     def forward(
@@ -64,8 +61,8 @@ class LargestLogit:
     def backward_letting_go(
         self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions
     ) -> Gradients:
-        """The library's, if it has one."""
-        return backward_letting_go(self._library, given, segments, options)
+        """The library's."""
+        return self._library.backward_letting_go(given, segments, options)
 
 
 def largest_logit(

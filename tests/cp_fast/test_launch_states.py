@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import cp_fast
 from cp_fast.backends import BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch, by_name
+from cp_fast.backends.backend_protocol import StatefulBackend
 from cp_ref import SimGroup, Unsupported
 from cp_ref.simulator.sim_group import SimMember
 
@@ -18,7 +19,7 @@ SCHEDULES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 SIZES: dict[str, Any] = {"heads_q": 8, "heads_kv": 4, "d_qk": 4, "d_v": 4, "dtype": torch.float64, "device": "cpu"}
 
 
-class Remembers:
+class Remembers(StatefulBackend):
     """The library "cpu", whose forward launches return a fingerprint of their rows. `launches` has the states that
     backward launches got, and those that they should get.
     """
@@ -27,6 +28,15 @@ class Remembers:
         self.library = by_name("cpu")
         self.name, self.features = "remembers", self.library.features
         self.launches: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def why_not(self) -> str | None:
+        return None
+
+    def forward(self, *_: Any) -> Partial:
+        raise AssertionError("the forward launch of a library with states is asked for its state")
+
+    def backward(self, *_: Any) -> Gradients:
+        raise AssertionError("the backward launch of a library with states is given its state")
 
     def forward_with_state(self, q: torch.Tensor, k: torch.Tensor, *others: Any) -> tuple[Partial, torch.Tensor]:
         return self.library.forward(q, k, *others), fingerprint(q, k)

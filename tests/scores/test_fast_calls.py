@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import cp_fast
 import cp_ref
 from cp_fast.api import score_arguments
-from cp_fast.backends import VarlenBatch, by_name
+from cp_fast.backends import Backend, BackwardOperands, Gradients, VarlenBatch, by_name
 from cp_fast.backends.backend_protocol import LaunchOptions
 from cp_fast.backends.launch_scores import LaunchPositions, LaunchScores
 from cp_fast.backends.max_logit_launch import largest_logit
@@ -164,7 +164,7 @@ def test_seeds_are_compared_where_the_ranks_agree() -> None:
     SimGroup(2).run(one)
 
 
-class WithoutPlaces:
+class WithoutPlaces(Backend):
     """The library "cpu" without these features."""
 
     def __init__(self) -> None:
@@ -177,6 +177,9 @@ class WithoutPlaces:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Any, options: LaunchOptions) -> Any:
         assert options.score_inputs is None
         return self.library.forward(q, k, v, segments, options)
+
+    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
+        return self.library.backward(operands, segments, options)
 
 
 def test_a_library_without_them_is_never_asked() -> None:

@@ -18,7 +18,14 @@ from collections.abc import Sequence
 import torch
 
 from cp_fast.backends.aligned_matrices import aligned, aligned_view
-from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
+from cp_fast.backends.backend_protocol import (
+    Backend,
+    BackwardOperands,
+    Gradients,
+    LaunchOptions,
+    Partial,
+    VarlenBatch,
+)
 from cp_fast.backends.blockwise.placed_scores import dropped, modify, placed_scores, pulled_back
 from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize, fold, mask, score_blocks, size_of, unfold
 from cp_ref.spec import Feature, ScoreOptions
@@ -26,13 +33,14 @@ from cp_ref.spec import Feature, ScoreOptions
 __all__ = ["BlockwiseBackend"]
 
 
-class BlockwiseBackend:
+class BlockwiseBackend(Backend):
     """PyTorch operators on one device type; every feature, float16 to float64."""
+
+    shares_keys = 1
 
     def __init__(self, name: str, device: Feature, size: ScoreBlockSize) -> None:
         """`device` is Feature.CPU or Feature.CUDA."""
         self.name = name
-        self.shares_keys: int = 1
         self.size = size
         self.features: frozenset[Feature] = frozenset(
             {

@@ -31,6 +31,7 @@ from functools import cache
 import torch
 
 from cp_fast.backends.backend_protocol import (
+    Backend,
     BackwardOperands,
     Gradients,
     LaunchOptions,
@@ -50,7 +51,7 @@ __all__ = ["CudnnBackend"]
 _STEP = 16  # of head dims
 
 
-class CudnnBackend:
+class CudnnBackend(Backend):
     """cuDNN on Hopper; float16 and bfloat16, head dims up to 256, not deterministic."""
 
     name: str = "cudnn"

@@ -14,11 +14,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 import torch
 
 from cp_fast.backends.backend_protocol import (
+    Backend,
     BackwardOperands,
     Gradients,
     LaunchOptions,
@@ -49,7 +50,7 @@ _FEATURES = frozenset(
 )
 
 
-class Fa2Backend(ABC):
+class Fa2Backend(Backend):
     """FlashAttention 2; float16 and bfloat16 on CUDA, head dims up to 256. A subclass provides the kernels.
 
     With `in_place`, for plans updated in place, it is not deterministic.
@@ -65,10 +66,6 @@ class Fa2Backend(ABC):
         self.features: frozenset[Feature] = (
             features - {Feature.DETERMINISTIC} | {Feature.IN_PLACE} if in_place else features
         )
-
-    @abstractmethod
-    def why_not(self) -> str | None:
-        """None if the kernels are installed and run on this GPU, else the reason in one line. May import them."""
 
     @abstractmethod
     def version(self) -> str:

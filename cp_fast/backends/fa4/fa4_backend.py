@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from cp_fast.backends.backend_protocol import (
+    Backend,
     BackwardOperands,
     Gradients,
     LaunchOptions,
@@ -58,12 +59,12 @@ _launch_lock = Lock()
 _SEVERAL_BLOCKS = 257  # More rows than two blocks of any kernel.
 
 
-class Fa4Backend:
+class Fa4Backend(Backend):
     """FlashAttention 4 on Hopper; float16 and bfloat16, head dims up to 256."""
 
     name: str = "fa4"
-    rounded_gradients: bool = True  # Always in q's dtype: see `compile.passes.low_precision_grads`.
-    shares_keys: int = 128
+    rounded_gradients = True
+    shares_keys = 128
     features: frozenset[Feature] = frozenset(
         {
             Feature.GQA,
@@ -113,9 +114,7 @@ class Fa4Backend:
     def backward_letting_go(
         self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions
     ) -> Gradients:
-        """`backward` that empties the operands' list. Operands without another reference are freed once the kernels
-        have read them.
-        """
+        """See `Backend.backward_letting_go`: operands without another reference are freed early."""
         dout, q, k, v, out, lse, dlse = given.pop()
         dims = q.shape[2], v.shape[2]
         d_qk, d_v = _backward_dims(*dims, gqa=q.shape[1] != k.shape[1])

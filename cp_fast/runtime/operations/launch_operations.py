@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions
-from cp_fast.backends.backend_protocol import backward_letting_go, keeps_state
+from cp_fast.backends.backend_protocol import StatefulBackend
 from cp_fast.backends.launch_scores import LaunchScores
 from cp_fast.compile.instructions import Launch
 from cp_fast.runtime.pass_buffers import PassBuffers
@@ -20,7 +20,7 @@ def forward_launch(buffers: PassBuffers, backend: Backend, positions: RowPositio
     """One forward call of the kernel library."""
     take_q, take_kv = map(buffers.taker, one.operands)
     batch, (result,), first_head, slot = one.batch, one.results, one.first_head, one.state
-    stateful = backend if keeps_state(backend) else None
+    stateful = backend if isinstance(backend, StatefulBackend) else None
 
     def launch(state: State) -> None:
         (q,), _ = take_q(state)
@@ -44,7 +44,7 @@ def backward_launch(
     """
     take_q, take_kv, take_do, take_res = map(buffers.taker, one.operands)
     batch, (dq, dkv), slot = one.batch, one.results, one.state
-    stateful = backend if keeps_state(backend) else None
+    stateful = backend if isinstance(backend, StatefulBackend) else None
 
     def operands(state: State) -> BackwardOperands:
         (q,), _ = take_q(state)
@@ -58,7 +58,7 @@ def backward_launch(
     def launch(state: State) -> None:
         options = state.options if state.inputs is None else _with_places(state, positions, one)
         if stateful is None:
-            part = backward_letting_go(backend, [operands(state)], batch, options)
+            part = backend.backward_letting_go([operands(state)], batch, options)
         else:
             part = stateful.backward_with_state(operands(state), batch, options, state.opaque[slot])
         state.buffers[dq], state.buffers[dkv] = Tensors((part.dq,), ()), Tensors((part.dk, part.dv), ())

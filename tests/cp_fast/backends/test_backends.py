@@ -27,7 +27,6 @@ from cp_fast.backends.backend_protocol import (
     NotInstalled,
     Partial,
     VarlenBatch,
-    backward_letting_go,
 )
 from cp_fast.backends.blockwise.blockwise_backend import BlockwiseBackend
 from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize, score_blocks_on_device
@@ -202,7 +201,7 @@ def test_a_library_without_max_logit_is_given_it(seed: int, size: ScoreBlockSize
     )
     torch.testing.assert_close(*(b.backward(operands, segments, options) for b in (backend, library)))
     handed_over = [operands]
-    part = backward_letting_go(backend, handed_over, segments, options)
+    part = backend.backward_letting_go(handed_over, segments, options)
     torch.testing.assert_close(part, library.backward(operands, segments, options))
     assert not handed_over
 
@@ -224,7 +223,7 @@ def test_max_logit_of_a_library_keeps_how_it_rounds_and_lets_go() -> None:
     backend = LargestLogit(library)
     assert backend.rounded_gradients
     assert not LargestLogit(CPU).rounded_gradients
-    backward_letting_go(backend, [operands], segments, options)
+    backend.backward_letting_go([operands], segments, options)
     assert library.taken is operands
 
 

@@ -11,13 +11,13 @@ import torch
 
 from cp_fast.backends import by_name
 from cp_fast.backends.backend_probe import probe
-from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
+from cp_fast.backends.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
 from cp_ref.spec import Feature
 
 CPU = by_name("cpu")
 
 
-class Mutant:
+class Mutant(Backend):
     """The cpu backend behind changed segments or results."""
 
     name: str = "mutant"

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cp_fast
-from cp_fast.backends import BackwardOperands, Gradients, Partial
+from cp_fast.backends import Backend, BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
 from cp_fast.compile.instructions import Send
 from cp_fast.compile.passes.low_precision_grads import low_precision_grads, of_one_launch
 from cp_fast.transport.peer_exchange import PeerMessages, Shared
@@ -26,7 +26,7 @@ from cp_ref.spec import PaperGroup
 __all__ = ["Allocated", "arguments_of", "call_of"]
 
 
-class Allocates:
+class Allocates(Backend):
     """Allocates what FlashAttention 4 does on Hopper where heads are grouped, in the order of its recorded launches."""
 
     rounded_gradients = True
@@ -40,6 +40,9 @@ class Allocates:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Partial:
         out = q.new_empty(*q.shape[:2], v.shape[2])
         return Partial(out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), None)
+
+    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
+        return self.backward_letting_go([operands])
 
     def backward_letting_go(self, given: list[BackwardOperands], *rest: Any) -> Gradients:
         dtype, (q, k, v) = given[0].q.dtype, [torch.empty_like(x, dtype=torch.float32) for x in given[0][1:4]]

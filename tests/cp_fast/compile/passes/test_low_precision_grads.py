@@ -17,11 +17,14 @@ from cp_ref.simulator.sim_group import SimMember
 from cp_ref.spec import CPCommType
 
 
-class Rounded:
+class Rounded(Backend):
     """A kernel library that yields gradients in q's dtype, as those for GPUs do."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self.name, self.features = backend, backend.name, backend.features
+
+    def why_not(self) -> str | None:
+        return self._backend.why_not()
 
     def forward(self, *args: Any) -> Any:
         return self._backend.forward(*args)
