@@ -23,6 +23,7 @@ from cp_ref.common.scores.score_inputs import ScoreInputs
 from cp_ref.spec import Feature, ScoreOptions
 
 __all__ = [
+    "FUSED_KERNELS",
     "Backend",
     "BackwardOperands",
     "Gradients",
@@ -34,6 +35,21 @@ __all__ = [
     "VarlenBatch",
     "check_scores",
 ]
+
+FUSED_KERNELS = frozenset(
+    {
+        Feature.GQA,
+        Feature.ASYMMETRIC_DIMS,
+        Feature.GQA_ASYMMETRIC_DIMS,
+        Feature.HEAD_DIM_OVER_128,
+        Feature.HEAD_DIM_ODD,
+        Feature.LSE_GRADIENT,
+        Feature.CUDA,
+        Feature.FLOAT16,
+        Feature.BFLOAT16,
+    }
+)
+"""The features that every library of fused kernels has."""
 
 
 class NotInstalled(str):

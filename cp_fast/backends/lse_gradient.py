@@ -10,11 +10,33 @@ smaller in float16.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-__all__ = ["lse_launch"]
+from cp_fast.backends.backend_protocol import BackwardOperands, Gradients
+
+__all__ = ["lse_launch", "with_lse_gradient"]
 
 _FACTORS = (2.0**14, 1.0, 2.0**-10)  # Float16 holds at most 65504 and nothing finer than 2**-24.
+
+
+def with_lse_gradient(
+    launch: Callable[[BackwardOperands], Gradients], operands: BackwardOperands, dlse: torch.Tensor | None, d: int
+) -> Gradients:
+    """The gradients of a launch, and of the second one where there is a dlse: dq and dk are float32 then.
+
+    Args:
+        launch: a backward launch of operands without a dlse.
+        d: the head dim of v, dout and out in the second launch.
+    """
+    found = launch(operands)
+    if dlse is None:
+        return found
+    ones, products = lse_launch(dlse, operands.q.dtype, d)
+    nothing = operands.v.new_zeros(*operands.v.shape[:2], d)
+    more = launch(operands._replace(dout=ones, v=nothing, out=products))
+    return Gradients(found.dq.float() + more.dq, found.dk.float() + more.dk, found.dv)
 
 
 def lse_launch(dlse: torch.Tensor, dtype: torch.dtype, d: int) -> tuple[torch.Tensor, torch.Tensor]:

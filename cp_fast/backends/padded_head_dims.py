@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-__all__ = ["aligned", "round_up", "trim", "widen"]
+__all__ = ["copied_if_unaligned", "round_up", "trim", "widen"]
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -32,7 +32,7 @@ def trim(x: torch.Tensor, d: int) -> torch.Tensor:
     return x if x.shape[2] == d and x.is_contiguous() else x[..., :d].contiguous()
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
+def copied_if_unaligned(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy if its rows are not 16-byte aligned: kernels load 16 bytes at a time."""
     elements = 16 // x.element_size()
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % elements == 0 for s in x.stride()[:-1])

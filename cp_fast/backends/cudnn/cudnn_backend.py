@@ -26,11 +26,12 @@ Facts about cuDNN 9.19 with front end 1.32 on Hopper that this file rests on:
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from cp_fast.backends.backend_protocol import (
+    FUSED_KERNELS,
     Backend,
     BackwardOperands,
     Gradients,
@@ -42,8 +43,8 @@ from cp_fast.backends.backend_protocol import (
 )
 from cp_fast.backends.cudnn.cudnn_graphs import Id, backward_graph, forward_graph, library, run
 from cp_fast.backends.cudnn.cudnn_shapes import shape_class_of
-from cp_fast.backends.lse_gradient import lse_launch
-from cp_fast.backends.padded_head_dims import aligned, round_up, trim, widen
+from cp_fast.backends.lse_gradient import with_lse_gradient
+from cp_fast.backends.padded_head_dims import copied_if_unaligned, round_up, trim, widen
 from cp_ref.spec import Feature
 
 __all__ = ["CudnnBackend"]
@@ -55,19 +56,7 @@ class CudnnBackend(Backend):
     """cuDNN on Hopper; float16 and bfloat16, head dims up to 256, not deterministic."""
 
     name: str = "cudnn"
-    features: frozenset[Feature] = frozenset(
-        {
-            Feature.GQA,
-            Feature.ASYMMETRIC_DIMS,
-            Feature.GQA_ASYMMETRIC_DIMS,
-            Feature.HEAD_DIM_OVER_128,
-            Feature.HEAD_DIM_ODD,
-            Feature.LSE_GRADIENT,
-            Feature.CUDA,
-            Feature.FLOAT16,
-            Feature.BFLOAT16,
-        }
-    )
+    features: frozenset[Feature] = FUSED_KERNELS
 
     def why_not(self) -> str | None:
         """None where the library is installed and the GPU is a Hopper, else the reason."""
@@ -97,18 +86,13 @@ class CudnnBackend(Backend):
         check_scores(self, options)
         if options.deterministic:
             raise ValueError("backend 'cudnn' has no deterministic backward: choose by Feature.DETERMINISTIC")
-        d_qk, d_v, dlse = operands.q.shape[2], operands.v.shape[2], operands.dlse
+        d_qk, d_v = operands.q.shape[2], operands.v.shape[2]
         dout, q, k, v, out = map(_operand, operands[:5])
         given = BackwardOperands(dout, q, k, v, out, operands.lse, None)
         stats = operands.lse.T.contiguous()
         with torch.cuda.device(q.device):
-            dq, dk, dv = _gradients(given, stats, segments, options.scores.scale)
-            if dlse is not None:
-                ones, products = lse_launch(dlse, q.dtype, _STEP)
-                nothing = v.new_zeros(*v.shape[:2], _STEP)
-                more = given._replace(dout=ones, v=nothing, out=products)
-                more_dq, more_dk, _ = _gradients(more, stats, segments, options.scores.scale)
-                dq, dk = dq.float() + more_dq, dk.float() + more_dk
+            launch = partial(_gradients, stats=stats, segments=segments, scale=options.scores.scale)
+            dq, dk, dv = with_lse_gradient(launch, given, operands.dlse, _STEP)
         return Gradients(trim(dq, d_qk), trim(dk, d_qk), trim(dv, d_v))
 
 
@@ -143,4 +127,4 @@ def _why_not() -> str | None:
 
 def _operand(x: torch.Tensor) -> torch.Tensor:
     """x [rows, heads, d] contiguous and aligned, with zero columns up to a multiple of 16."""
-    return aligned(widen(x, round_up(x.shape[2], _STEP)).contiguous())
+    return copied_if_unaligned(widen(x, round_up(x.shape[2], _STEP)).contiguous())

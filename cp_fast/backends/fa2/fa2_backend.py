@@ -15,10 +15,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 
 import torch
 
 from cp_fast.backends.backend_protocol import (
+    FUSED_KERNELS,
     Backend,
     BackwardOperands,
     Gradients,
@@ -28,26 +30,11 @@ from cp_fast.backends.backend_protocol import (
     check_scores,
 )
 from cp_fast.backends.fa2.fa2_varlen import Varlen, varlen_arguments
-from cp_fast.backends.lse_gradient import lse_launch
-from cp_fast.backends.padded_head_dims import aligned, round_up, trim, widen
+from cp_fast.backends.lse_gradient import with_lse_gradient
+from cp_fast.backends.padded_head_dims import copied_if_unaligned, round_up, trim, widen
 from cp_ref.spec import Feature, Unsupported
 
 __all__ = ["Fa2Backend"]
-
-_FEATURES = frozenset(
-    {
-        Feature.GQA,
-        Feature.ASYMMETRIC_DIMS,
-        Feature.GQA_ASYMMETRIC_DIMS,
-        Feature.HEAD_DIM_OVER_128,
-        Feature.HEAD_DIM_ODD,
-        Feature.LSE_GRADIENT,
-        Feature.DETERMINISTIC,
-        Feature.CUDA,
-        Feature.FLOAT16,
-        Feature.BFLOAT16,
-    }
-)
 
 
 class Fa2Backend(Backend):
@@ -62,10 +49,8 @@ class Fa2Backend(Backend):
 
     def __init__(self, *, in_place: bool = False) -> None:
         """The features follow."""
-        features = _FEATURES | self.own_features
-        self.features: frozenset[Feature] = (
-            features - {Feature.DETERMINISTIC} | {Feature.IN_PLACE} if in_place else features
-        )
+        plan = Feature.IN_PLACE if in_place else Feature.DETERMINISTIC
+        self.features: frozenset[Feature] = FUSED_KERNELS | self.own_features | {plan}
 
     @abstractmethod
     def version(self) -> str:
@@ -88,7 +73,7 @@ class Fa2Backend(Backend):
         """See `Backend.forward`; out has q's dtype."""
         check_scores(self, options)
         d, d_v = _dim(q, v), v.shape[2]
-        q, k, v = (aligned(widen(x, d)) for x in (q, k, v))
+        q, k, v = (copied_if_unaligned(widen(x, d)) for x in (q, k, v))
         out, lse = self.launch_forward(q, k, v, varlen_arguments(segments, options))
         return Partial(trim(out, d_v), lse, None)
 
@@ -96,17 +81,13 @@ class Fa2Backend(Backend):
     def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients have q's dtype, float32 where dlse is given."""
         check_scores(self, options)
-        d_qk, d_v, dlse = operands.q.shape[2], operands.v.shape[2], operands.dlse
+        d_qk, d_v = operands.q.shape[2], operands.v.shape[2]
         d = _dim(operands.q, operands.v)
-        dout, q, k, v, out = (aligned(widen(x, d)) for x in operands[:5])
+        dout, q, k, v, out = (copied_if_unaligned(widen(x, d)) for x in operands[:5])
         given = BackwardOperands(dout, q, k, v, out, operands.lse.contiguous(), None)
         gradients = self._each_segment if options.deterministic else self._all_segments
-        dq, dk, dv = gradients(given, segments, options)
-        if dlse is not None:
-            ones, products = lse_launch(dlse, q.dtype, d)
-            more = given._replace(dout=ones, v=torch.zeros_like(v), out=products)
-            more_dq, more_dk, _ = gradients(more, segments, options)
-            dq, dk = dq.float() + more_dq, dk.float() + more_dk
+        launch = partial(gradients, segments=segments, options=options)
+        dq, dk, dv = with_lse_gradient(launch, given, operands.dlse, d)
         return Gradients(trim(dq, d_qk), trim(dk, d_qk), trim(dv, d_v))
 
     def _all_segments(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:

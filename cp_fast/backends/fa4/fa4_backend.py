@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from cp_fast.backends.backend_protocol import (
+    FUSED_KERNELS,
     Backend,
     BackwardOperands,
     Gradients,
@@ -65,25 +66,14 @@ class Fa4Backend(Backend):
     name: str = "fa4"
     rounded_gradients = True
     shares_keys = 128
-    features: frozenset[Feature] = frozenset(
-        {
-            Feature.GQA,
-            Feature.ASYMMETRIC_DIMS,
-            Feature.GQA_ASYMMETRIC_DIMS,
-            Feature.HEAD_DIM_OVER_128,
-            Feature.HEAD_DIM_ODD,
-            Feature.SOFTCAP,
-            Feature.ALIBI,
-            Feature.SCORE_MOD,
-            Feature.DROPOUT,
-            Feature.LSE_GRADIENT,
-            Feature.DETERMINISTIC,
-            Feature.IN_PLACE,
-            Feature.CUDA,
-            Feature.FLOAT16,
-            Feature.BFLOAT16,
-        }
-    )
+    features: frozenset[Feature] = FUSED_KERNELS | {
+        Feature.SOFTCAP,
+        Feature.ALIBI,
+        Feature.SCORE_MOD,
+        Feature.DROPOUT,
+        Feature.DETERMINISTIC,
+        Feature.IN_PLACE,
+    }
 
     def why_not(self) -> str | None:
         """None where the library is installed, looks as expected and the GPU is a Hopper, else the reason."""

@@ -33,11 +33,11 @@ def test_half_precision_holds_the_gradient_of_lse(dtype: torch.dtype) -> None:
 
 def test_operands_are_copied_only_where_they_are_not_aligned() -> None:
     x = torch.zeros(5, 2, 16, dtype=torch.float16)
-    assert dims.aligned(x) is x
-    assert dims.aligned(x[1:, :, :8]).data_ptr() == x[1:, :, :8].data_ptr()
+    assert dims.copied_if_unaligned(x) is x
+    assert dims.copied_if_unaligned(x[1:, :, :8]).data_ptr() == x[1:, :, :8].data_ptr()
     for odd in (x[..., 1:9], x[..., ::2], torch.zeros(5, 2, 12, dtype=torch.float16)[..., :8]):
-        assert dims.aligned(odd).is_contiguous()
-        assert dims.aligned(odd).data_ptr() % 16 == 0
+        assert dims.copied_if_unaligned(odd).is_contiguous()
+        assert dims.copied_if_unaligned(odd).data_ptr() % 16 == 0
 
 
 def fake_interface(dims: list[tuple[int, int]]) -> ModuleType:

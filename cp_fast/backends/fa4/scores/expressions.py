@@ -6,7 +6,7 @@ varies with: nothing in a tile, its rows, its columns, or both. So an interprete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -52,8 +52,8 @@ class Expression(NamedTuple):
     >>> writer = Writer()
     >>> score, slope = writer.leaf("score"), writer.constant(0.5, FLOAT)
     >>> half = writer.expression(writer.write("mul", (score, slope), FLOAT))
-    >>> half.evaluate({"mul": lambda kind, a, b: a * b}, {"score": 3.0}, None)
-    1.5
+    >>> [(node.op, node.inputs, node.value) for node in half.nodes]
+    [('leaf', (), 'score'), ('constant', (), 0.5), ('mul', (0, 1), None)]
     """
 
     nodes: tuple[Node, ...]
@@ -84,38 +84,6 @@ class Expression(NamedTuple):
     def is_leaf(self) -> bool:
         """Whether the result is what came in."""
         return self.nodes[self.result].op == "leaf"
-
-    def evaluate(
-        self, operations: Mapping[str, Callable[..., Any]], leaves: Mapping[str, Any], load: Callable[..., Any]
-    ) -> Any:
-        """The result.
-
-        Args:
-            operations: op -> function of the node's kind and of its inputs' values.
-            leaves: name -> value.
-            load: function of a captured tensor's name and a list of indices.
-        """
-        values = list[Any]()
-        for node in self.nodes:
-            values.append(evaluate_node(node, [values[n] for n in node.inputs], operations, leaves, load))
-        return values[self.result]
-
-
-def evaluate_node(
-    node: Node,
-    inputs: Sequence[Any],
-    operations: Mapping[str, Callable[..., Any]],
-    leaves: Mapping[str, Any],
-    load: Callable[..., Any],
-) -> Any:
-    """The value of one node."""
-    if node.op == "leaf":
-        return leaves[node.value]
-    if node.op == "constant":
-        return node.value
-    if node.op == "load":
-        return load(node.value, list(inputs))
-    return operations[node.op](node.kind, *inputs)
 
 
 class Writer:

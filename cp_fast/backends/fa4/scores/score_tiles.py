@@ -12,7 +12,7 @@ from typing import Any
 
 from cp_fast.backends.fa4.scores.cute_operations import constant, operations, select
 from cp_fast.backends.fa4.scores.cute_philox import philox4x32
-from cp_fast.backends.fa4.scores.expressions import FLOAT, PAIR, ROW, Expression, evaluate_node
+from cp_fast.backends.fa4.scores.expressions import FLOAT, PAIR, ROW, Expression
 from cp_fast.backends.fa4.scores.library_modules import library
 from cp_fast.backends.fa4.scores.score_program import ScoreProgram
 
@@ -168,7 +168,7 @@ class Values:
                 elif node.op == "load":
                     value = self._tile.load(node.value, inputs, node.kind, outside)
                 else:
-                    value = evaluate_node(node, inputs, operations(), {}, None)  # type: ignore[arg-type]
+                    value = operations()[node.op](node.kind, *inputs)
                 if level != PAIR:
                     self._shared[key] = value, outside
             refused += outside

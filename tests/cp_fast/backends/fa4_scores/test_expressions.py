@@ -61,8 +61,17 @@ def evaluated(
         return x.double() if x.is_floating_point() else x
 
     names = ("score", "grad", "b", "h", "q_idx", "kv_idx", "diagonal")
-    found = expression.evaluate(OPERATIONS, dict(zip(names, (score, grad, *at), strict=True)), load)
-    return torch.as_tensor(found, dtype=torch.float64).expand(score.shape)
+    leaves = dict(zip(names, (score, grad, *at), strict=True))
+    values: list[Any] = []
+    for node in expression.nodes:
+        inputs = [values[n] for n in node.inputs]
+        if node.op == "leaf":
+            values.append(leaves[node.value])
+        elif node.op == "constant":
+            values.append(node.value)
+        else:
+            values.append(load(node.value, inputs) if node.op == "load" else OPERATIONS[node.op](node.kind, *inputs))
+    return torch.as_tensor(values[expression.result], dtype=torch.float64).expand(score.shape)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
