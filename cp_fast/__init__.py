@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from cp_fast.api.checked_calls import checked
     from cp_fast.api.fast_context import ContextParallel
     from cp_fast.api.fast_trace import trace
-    from cp_fast.api.make_plan import Plan, make_plan, supports
+    from cp_fast.api.make_plan import make_plan, supports
+    from cp_fast.api.plan import Plan
     from cp_fast.linear.convolution.causal_conv1d import causal_conv1d
     from cp_fast.linear.linear_attention import linear_attention
     from cp_ref import SimGroup, Trace, compare, dense_attention
@@ -49,7 +50,7 @@ __all__ = [
 
 _WHERE = {
     "ContextParallel": "cp_fast.api.fast_context",
-    "Plan": "cp_fast.api.make_plan",
+    "Plan": "cp_fast.api.plan",
     "SimGroup": "cp_ref",
     "Trace": "cp_ref",
     "Unsupported": "cp_ref.spec",

@@ -10,7 +10,7 @@ import torch
 from cp_fast.api.checked_calls import checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.implicit_plan import Call, on_host, plan_of_call
-from cp_fast.api.make_plan import Plan
+from cp_fast.api.plan import Plan
 from cp_fast.api.planned_call import CallFlags, agree_on_forward, check_planned_call, compiled_call, known_call
 from cp_fast.api.score_arguments import NOTHING, ScoreArguments
 from cp_fast.dispatch.autograd_function import Attention

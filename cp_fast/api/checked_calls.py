@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.make_plan import Plan
+from cp_fast.api.plan import Plan
 from cp_fast.dispatch.module_names import named_modules
 from cp_ref.spec import Agreement, agree
 

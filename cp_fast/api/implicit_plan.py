@@ -13,7 +13,8 @@ import torch
 
 from cp_fast.api.checked_calls import checking
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.make_plan import Made, Plan, agree_on_plan, backend_for, prepared
+from cp_fast.api.make_plan import Made, backend_for, prepared
+from cp_fast.api.plan import Plan, agree_on
 from cp_fast.api.plan_cache import Signature
 from cp_fast.api.planned_call import PLAIN_TENSORS, CallFlags, requires_grad
 from cp_fast.api.score_arguments import ScoreArguments
@@ -45,13 +46,13 @@ def plan_of_call(call: Call) -> Plan:
     """
     cp = call.cp
     if checking() or (call.on_gpu and torch.cuda.is_current_stream_capturing()):  # A graph keeps its plan.
-        return agree_on_plan(cp, lambda: call.made(())).plan
+        return agree_on(cp, lambda: call.made(())).plan
     signature = call.signature()
     kept = cp.agreements
     if (found := kept.plan_of(signature)) is not None:
         return found
 
-    agreement, plan = agree_on_plan(cp, lambda: call.made(kept.plans(signature.stream)), kept.fingerprints)
+    agreement, plan = agree_on(cp, lambda: call.made(kept.plans(signature.stream)), kept.fingerprints)
     kept.keep(agreement.fingerprint, signature, plan)
     return plan
 

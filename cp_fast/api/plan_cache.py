@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from cp_fast.api.group_lock import GroupLock
 
 if TYPE_CHECKING:
-    from cp_fast.api.make_plan import Plan
+    from cp_fast.api.plan import Plan
 
 __all__ = ["Agreements", "PlanCache", "Signature", "agreements_of"]
 

@@ -9,7 +9,7 @@ import torch
 
 from cp_fast.api.checked_calls import agree_on_call, checking, describe
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.make_plan import Plan
+from cp_fast.api.plan import Plan
 from cp_fast.api.score_arguments import NOTHING, ScoreArguments
 from cp_fast.runtime.prepared_exchange import prepares
 from cp_fast.runtime.run import CompiledCall

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cp_fast.api.make_plan import Plan
+from cp_fast.api.plan import Plan
 from cp_fast.backends import BACKENDS, features_of
 from cp_fast.dispatch.selective_checkpointing import unseen
 from cp_ref.common.scores.score_inputs import ScoreInputs, kinds, read_score_inputs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cp_fast.api.log import log_once
 from cp_fast.backends import fa2
 from cp_fast.backends.backend_probe import probe
 from cp_fast.backends.backend_protocol import (
@@ -20,6 +19,7 @@ from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize
 from cp_fast.backends.cudnn.cudnn_backend import CudnnBackend
 from cp_fast.backends.fa2 import BUILT_IN, Fa2Backend
 from cp_fast.backends.fa4.fa4_backend import Fa4Backend
+from cp_fast.tools.log import log_once
 from cp_ref.spec import Feature, Unsupported
 
 __all__ = [

@@ -8,7 +8,7 @@ import torch
 
 from cp_fast.api.checked_calls import agree_on_call
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.make_plan import Plan
+from cp_fast.api.plan import Plan
 from cp_fast.api.planned_call import CallFlags
 from cp_fast.dispatch.library_operators import forward_as_operator
 from cp_fast.dispatch.selective_checkpointing import is_selective

@@ -20,7 +20,7 @@ import torch
 
 from cp_fast.api.checked_calls import agree_on_call, checking
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.make_plan import Plan
+from cp_fast.api.plan import Plan
 from cp_fast.api.planned_call import CallFlags, agree_on_forward, call_of_kinds, check_planned_call, compiled_call
 from cp_fast.api.score_arguments import ScoreArguments
 from cp_fast.dispatch.opaque import object_of

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.make_plan import Plan
+from cp_fast.api.plan import Plan
 from cp_fast.api.planned_call import PLAIN_TENSORS
 from cp_fast.dispatch.selective_checkpointing import unseen
 from cp_fast.linear.choose_kernels import choose_kernels, features_of_call

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
-from cp_fast.api.log import log_once
 from cp_fast.movers.mover_protocol import Kernels
+from cp_fast.tools.log import log_once
 from cp_ref.spec import check_choice
 
 __all__ = ["NAMES", "VARIABLE", "asked", "chosen", "kernels", "use", "why_not"]

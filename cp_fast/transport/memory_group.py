@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from cp_fast.api.log import log_once
+from cp_fast.tools.log import log_once
 from cp_fast.transport.crossed import Crossed
 from cp_fast.transport.peer_exchange import PeerMessages
 from cp_fast.transport.shared_memory import share

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_fast.api.log import log
+from cp_fast.tools.log import log
 from cp_fast.transport.peer_exchange import PeerMessages, Shared
 from cp_fast.transport.streams import CudaStreams
 from cp_fast.transport.watch import Watch

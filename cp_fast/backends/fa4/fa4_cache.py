@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any
 
-from cp_fast.api.log import log_once
+from cp_fast.tools.log import log_once
 
 __all__ = ["keep_on_disk", "kept_where", "says_when_it_compiles"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.make_plan import Plan
+from cp_fast.api.plan import Plan
 from cp_fast.dispatch.selective_checkpointing import unseen
 from cp_fast.linear.convolution.convolution_kernels import ConvolutionInputs, choose_convolution
 from cp_fast.linear.convolution.halo_messages import exchange_gradients, exchange_rows

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from cp_fast.api.log import log_once
 from cp_fast.linear.convolution import torch_convolution
 from cp_fast.linear.convolution.halo_tables import ReadTable
+from cp_fast.tools.log import log_once
 
 __all__ = ["ConvolutionInputs", "ConvolutionKernels", "choose_convolution"]
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.api.log import log
 from cp_fast.tools.build import cache, tools
 from cp_fast.tools.build.build_errors import BuildError, Unavailable
 from cp_fast.tools.build.recipe import Recipe, Target, recipe, target
+from cp_fast.tools.log import log
 
 __all__ = ["Status", "build", "find", "library", "status", "why_not"]
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cp_fast.api.log import log
 from cp_fast.tools.build import trust
+from cp_fast.tools.log import log
 
 __all__ = ["VARIABLE", "exclusive", "place"]
 

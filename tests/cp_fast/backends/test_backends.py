@@ -17,7 +17,6 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_fast import backends
-from cp_fast.api.log import log_once
 from cp_fast.backends.backend_probe import probe
 from cp_fast.backends.backend_protocol import (
     Backend,
@@ -32,6 +31,7 @@ from cp_fast.backends.blockwise.blockwise_backend import BlockwiseBackend
 from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize, score_blocks_on_device
 from cp_fast.backends.host_lengths import Cumulative
 from cp_fast.backends.max_logit_launch import LargestLogit, largest_logit
+from cp_fast.tools.log import log_once
 from cp_ref.spec import Feature, ScoreOptions, Unsupported
 from tests.cp_fast.backends.placed import both_ways
 from tests.marks import examples, seeds

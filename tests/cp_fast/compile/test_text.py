@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.api.make_plan import Plan
+from cp_fast.api.plan import Plan
 from cp_ref import SimGroup
 
 FOLDER = Path(__file__).parent / "golden"

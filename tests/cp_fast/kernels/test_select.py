@@ -9,10 +9,10 @@ import torch
 
 import cp_fast.tools.build
 from cp_fast import movers as package
-from cp_fast.api.log import log_once
 from cp_fast.movers import chosen, kernels, use, why_not
 from cp_fast.movers import select_kernels as select
 from cp_fast.movers.torch_movers.torch_kernels import TorchKernels
+from cp_fast.tools.log import log_once
 
 
 @pytest.fixture(autouse=True)
