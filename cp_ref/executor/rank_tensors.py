@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from cp_ref.executor.merge_partials import merge
-from cp_ref.spec import OPERANDS, RESULTS, Fragments, Message, Parcel, Pieces, Workload
+from cp_ref.spec import OPERANDS, RESULTS, Fragments, Message, Parcel, Pieces, Workload, side_of
 
 __all__ = ["World", "accumulator_dtype", "own_fragments"]
 
@@ -27,7 +27,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def own_fragments(work: Workload, rank: int, kind: str) -> Fragments:
     """The real tokens that a rank owns on the side of this kind of operand or result."""
-    return work.ownership.side(_side(kind)).of(rank)
+    return work.ownership.side(side_of(kind)).of(rank)
 
 
 class World:
@@ -109,16 +109,12 @@ class World:
 
     def _global_rows(self, kind: str) -> int:
         """The rows of the global buffer up to the last real token."""
-        return int(self.work.ownership.side(_side(kind)).stop.max(initial=0))
+        return int(self.work.ownership.side(side_of(kind)).stop.max(initial=0))
 
     def own_rows(self, kind: str) -> Iterator[tuple[slice, slice]]:
         """The rank's real tokens: their rows in its buffer and in the global one."""
         for _, start, stop, row in own_fragments(self.work, self.rank, kind).rows():
             yield slice(row, row + stop - start), slice(start, stop)
-
-
-def _side(kind: str) -> str:
-    return "kv" if kind in ("kv", "dkv") else "q"
 
 
 def _slices(pieces: Pieces) -> Iterator[tuple[slice, slice]]:

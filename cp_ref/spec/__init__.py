@@ -65,7 +65,7 @@ from cp_ref.spec.planners.make_schedule import make_rank_schedule, make_schedule
 from cp_ref.spec.planners.ring_members import RingMembers
 from cp_ref.spec.tables.attention_slices import UNBOUNDED, AttentionSlices
 from cp_ref.spec.tables.diagonal_band import DiagonalBand
-from cp_ref.spec.tables.messages import KINDS, OPERANDS, RESULTS, STATES, Message, Pieces, tag
+from cp_ref.spec.tables.messages import KINDS, OPERANDS, RESULTS, STATES, Message, Pieces, side_of, tag
 from cp_ref.spec.tables.ownership import Fragments, Ownership, contiguous, dual_chunk
 from cp_ref.spec.tables.problem import Problem, Sequence, Sequences
 from cp_ref.spec.tables.row_positions import check_one_document, row_positions
@@ -190,6 +190,7 @@ __all__ = [
     "row_positions",
     "saved_kinds",
     "sequences_of",
+    "side_of",
     "slice_axis",
     "slice_rows",
     "table_of",

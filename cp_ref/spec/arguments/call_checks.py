@@ -108,8 +108,7 @@ def check_global_lengths(problem: Problem, room: Any, q: Any, k: Any) -> None:
 
 def local_lengths(problem: Problem, side: str, rows: int) -> bool:
     """Whether packed lengths end at the number of rows of one rank's buffer, of which it needs fewer."""
-    slots = problem.lengths.slots_q if side == "q" else problem.lengths.slots_kv
-    return rows == sum(slots) and rows > slice_rows(problem, side)
+    return rows == sum(problem.lengths.slots(side)) and rows > slice_rows(problem, side)
 
 
 def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> None:

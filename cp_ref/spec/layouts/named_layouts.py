@@ -13,7 +13,7 @@ from cp_ref.spec.arguments.single_values import check_choice, check_data
 from cp_ref.spec.layouts.balanced import balanced
 from cp_ref.spec.tables.ownership import Fragments, Ownership, contiguous, dual_chunk
 from cp_ref.spec.tables.problem import Problem
-from cp_ref.spec.tables.table import Column
+from cp_ref.spec.tables.table import Column, starts_of
 from cp_ref.spec.tables.workload import areas_of
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "slice_rows",
     "slots_of",
     "slots_of_lengths",
-    "starts_of",
     "table_of",
 ]
 
@@ -33,7 +32,7 @@ Table = tuple[tuple[int, int, int, int], ...]
 
 def slice_rows(problem: Problem, side: str) -> int:
     """Rows of the sequence axis of every rank's slice of one side ("q" or "kv"): a share of the rows, rounded up."""
-    lengths = problem.lengths.slots_q if side == "q" else problem.lengths.slots_kv
+    lengths = problem.lengths.slots(side)
     held = problem.slots.side(side) if not isinstance(problem.layout, str) else None
     most = int((held.row + held.stop - held.start).max(initial=0)) if held is not None else 0
     if problem.qkv_format == "thd":
@@ -96,11 +95,6 @@ def slots_of_lengths(layout: str, starts: Column, packed: bool, cp_size: int) ->
     cut = cut.within(begin[:-1], begin[:-1] + slots)
     shift = (starts - begin)[np.searchsorted(begin, cut.start, side="right") - 1]
     return Fragments(cut.rank, cut.start + shift, cut.stop + shift, cut.row)
-
-
-def starts_of(slots: Seq[int]) -> Column:
-    """Where each sequence begins in the global buffer, and where the last ends."""
-    return np.append(0, np.cumsum(np.array(slots, dtype=np.int64)))
 
 
 def table_of(problem: Problem) -> Problem:

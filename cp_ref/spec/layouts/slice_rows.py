@@ -16,10 +16,10 @@ import numpy as np
 from cp_ref.spec.arguments.argument_words import QKV_FORMATS
 from cp_ref.spec.arguments.call_checks import check_plan_owner, check_settled
 from cp_ref.spec.arguments.single_values import check_choice, check_data, kind_of, read_count, read_lengths
-from cp_ref.spec.layouts.named_layouts import padded_to_cut, slice_rows, slots_of_lengths, starts_of
+from cp_ref.spec.layouts.named_layouts import padded_to_cut, slice_rows, slots_of_lengths
 from cp_ref.spec.tables.ownership import Fragments
 from cp_ref.spec.tables.problem import Problem
-from cp_ref.spec.tables.table import Column, ranges
+from cp_ref.spec.tables.table import Column, ranges, starts_of
 
 __all__ = ["Cut", "planned_cut", "planned_positions", "read_cut", "read_positions", "sequences_of", "slice_axis"]
 
@@ -144,7 +144,7 @@ def _by_plan(problem: Problem, x: Any, whole: bool) -> Cut:
 def planned_cut(problem: Problem, side: str, tail: int = 0) -> Cut:
     """How a problem's layout cuts global tensors of one side ("q" or "kv"); in thd with `tail` tokens behind them."""
     rows, cp_size, layout = slice_rows(problem, side), problem.cp_size, problem.layout
-    slots = problem.lengths.slots_q if side == "q" else problem.lengths.slots_kv
+    slots = problem.lengths.slots(side)
     if problem.qkv_format == "thd":
         return _packed(problem.slots.side(side), rows, sum(slots), cp_size, sum(slots) + tail, True)
     size = max(slots, default=0)

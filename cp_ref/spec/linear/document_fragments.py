@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_ref.spec.tables.problem import Problem
-from cp_ref.spec.tables.table import Column, Table, joined
+from cp_ref.spec.tables.table import Column, Table, overlaps
 
 __all__ = ["DocumentFragments", "document_fragments"]
 
@@ -43,9 +43,8 @@ def document_fragments(problem: Problem) -> DocumentFragments:
     first = np.array(problem.starts_q[:-1], dtype=np.int64)
     last = first + np.array(problem.lengths.len_q, dtype=np.int64)
     some = np.flatnonzero(first < last)
-    n, span = joined(rows.start, rows.stop, first[some], last[some])
+    n, span, start, stop = overlaps(rows.start, rows.stop, first[some], last[some])
     document, rank = some[span], rows.rank[n]
-    start, stop = np.maximum(rows.start[n], first[document]), np.minimum(rows.stop[n], last[document])
     row = rows.row[n] + start - rows.start[n]
 
     together = (document[1:] == document[:-1]) & (rank[1:] == rank[:-1])

@@ -15,7 +15,7 @@ from cp_ref.spec.linear.deliveries import ALL_HEADS, HEADS, Deliveries, brought_
 from cp_ref.spec.linear.document_fragments import DocumentFragments, document_fragments
 from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.schedule import RankSchedule, Schedule, Step, Tiles
-from cp_ref.spec.tables.table import Column, constant, joined
+from cp_ref.spec.tables.table import Column, constant, overlaps
 from cp_ref.spec.tables.workload import Workload, areas_of
 
 __all__ = ["halo_workload", "make_halo", "make_rank_halo"]
@@ -68,13 +68,7 @@ def _read(fragments: DocumentFragments, kernel_size: int, stop: Column) -> tuple
     """
     first = fragments.start[fragments.place == 0][np.unique(fragments.document, return_inverse=True)[1]]
     start = np.maximum(fragments.start - min(kernel_size - 1, int(stop.max(initial=0))), first)
-    reader, source = joined(start, stop, fragments.start, fragments.stop)
-    return (
-        reader,
-        source,
-        np.maximum(start[reader], fragments.start[source]),
-        np.minimum(stop[reader], fragments.stop[source]),
-    )
+    return overlaps(start, stop, fragments.start, fragments.stop)
 
 
 def _tiles(fragments: DocumentFragments, kernel_size: int, rank: int) -> Tiles:

@@ -17,9 +17,6 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Literal
 
-import numpy as np
-
-from cp_ref.spec.linear.deliveries import ALL_HEADS
 from cp_ref.spec.linear.document_fragments import document_fragments
 from cp_ref.spec.tables.attention_slices import AttentionSlices
 from cp_ref.spec.tables.messages import STATES
@@ -62,12 +59,8 @@ def verify_states(problem: Problem, schedule: Schedule) -> None:
         raise InvalidSchedule(errors)
     cells = grids(work.ownership, schedule)
     for name, kind in _PASSES:
-        owned = [np.zeros(cells["q"].size, dtype=np.bool_) for _ in range(work.cp_size)]
-        for rank, there in enumerate(owned):
-            rows = work.ownership.q.of(rank)
-            heads = (np.full_like(rows.start, head) for head in ALL_HEADS)
-            there[cells["q"].cells(rows.start, rows.stop, *heads).cell] = True
-        play = Play(name, schedule, cells, [{kind: there} for there in owned], _words)
+        has = [{kind: cells["q"].owned(work.ownership.q.of(rank))} for rank in range(work.cp_size)]
+        play = Play(name, schedule, cells, has, _words)
         play.run()
         errors += play.errors
         for rank, state in enumerate(play.ranks):
@@ -91,21 +84,19 @@ class _Documents:
         """Lines that mean nothing: tiles, operands saved, kinds of the other pass, spans that are no fragment."""
         if schedule.saved:
             yield f"the schedule saves {', '.join(schedule.saved)}, but a schedule of states saves nothing"
-        for (name, kind), rank_schedules in zip(_PASSES, (schedule.forward, schedule.backward), strict=True):
-            for rank, rank_schedule in enumerate(rank_schedules):
-                for number, step in enumerate(rank_schedule):
-                    where = f"{name} rank {rank} step {number}"
-                    if len(step.tiles):
-                        yield f"{where}: a schedule of states has no tiles"
-                    for message in (*step.sends, *step.recvs):
-                        if message.kind != kind:
-                            yield f"{where}: a message carries {message.kind}; in this pass it must be {kind}"
-                        for start, stop, *_ in message.pieces.rows():
-                            if (start, stop) not in self.rank_of:
-                                yield f"{where}: a message has [{start}:{stop}], which is no fragment"
-                    for document, start, stop in step.scans.rows():
-                        if (start, stop) not in self.of_document.get(document, ()):
-                            yield f"{where}: a scan has [{start}:{stop}], which is no fragment of document {document}"
+        for name, rank, number, step in schedule.steps():
+            where, kind = f"{name} rank {rank} step {number}", dict[str, str](_PASSES)[name]
+            if len(step.tiles):
+                yield f"{where}: a schedule of states has no tiles"
+            for message in (*step.sends, *step.recvs):
+                if message.kind != kind:
+                    yield f"{where}: a message carries {message.kind}; in this pass it must be {kind}"
+                for start, stop, *_ in message.pieces.rows():
+                    if (start, stop) not in self.rank_of:
+                        yield f"{where}: a message has [{start}:{stop}], which is no fragment"
+            for document, start, stop in step.scans.rows():
+                if (start, stop) not in self.of_document.get(document, ()):
+                    yield f"{where}: a scan has [{start}:{stop}], which is no fragment of document {document}"
 
     def composed(self, name: str, rank: int, steps: RankSchedule) -> Iterator[str]:
         """Each fragment of the rank is scanned once, behind the maps before it."""

@@ -181,7 +181,7 @@ def _tiles(schedule: Schedule) -> Iterator[tuple[int, int, tuple[int, ...]]]:
 def _owners(problem: Problem, side: str, where: dict[int, tuple[int, int]]) -> tuple[Owner, ...]:
     """Who owns the slots of these sequences; `where`: number -> (place in the plane, real tokens)."""
     owners: list[Owner] = []
-    starts = np.array(problem.starts_q if side == "q" else problem.starts_kv)
+    starts = np.array(problem.starts(side))
     slots = problem.slots.side(side)
     for seq, (offset, length) in where.items():
         first = int(starts[seq])

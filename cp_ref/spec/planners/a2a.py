@@ -28,7 +28,7 @@ import numpy as np
 
 from cp_ref.spec.planners.p2p import RingPlace, ring_schedules
 from cp_ref.spec.planners.ring_members import RingMembers, Spans, merged
-from cp_ref.spec.tables.messages import Heads, Message, Pieces, tag
+from cp_ref.spec.tables.messages import Heads, Message, Pieces, side_of, tag
 from cp_ref.spec.tables.ownership import Fragments
 from cp_ref.spec.tables.schedule import RankSchedule, Step
 from cp_ref.spec.tables.workload import Workload
@@ -74,7 +74,7 @@ def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSc
         """The own rows for the peers' heads, and the peers' rows for the own heads."""
 
         def message(kind: str, peer: int, rows_of: int, heads_of: int) -> list[Message]:
-            some = pieces(int(kind in ("kv", "dkv")), rows_of, heads_of)
+            some = pieces(int(side_of(kind) == "kv"), rows_of, heads_of)
             complete = kind in ("out", "dq") or (kind == "dkv" and not replicated)
             return [Message(kind, member * size + peer, tag(step, kind), some, complete)] if len(some) else []
 

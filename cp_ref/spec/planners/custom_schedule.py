@@ -49,12 +49,10 @@ def check_schedule(schedule: Any, problem: Problem, room: Room | None, group: Gr
 
 
 def _check_reach(schedule: Schedule, group: PairGroup) -> None:
-    for direction, rank_schedules in (("forward", schedule.forward), ("backward", schedule.backward)):
-        for rank, rank_schedule in enumerate(rank_schedules):
-            for number, step in enumerate(rank_schedule):
-                for message in step.sends:
-                    if not group.joins(rank, message.peer):
-                        raise ValueError(
-                            f"schedule has {schedule.message_text(message, 'send')!r} in {direction} step {number} of "
-                            f"rank {rank}, but the two ranks have neither their a2a group nor their p2p group in common"
-                        )
+    for direction, rank, number, step in schedule.steps():
+        for message in step.sends:
+            if not group.joins(rank, message.peer):
+                raise ValueError(
+                    f"schedule has {schedule.message_text(message, 'send')!r} in {direction} step {number} of rank "
+                    f"{rank}, but the two ranks have neither their a2a group nor their p2p group in common"
+                )

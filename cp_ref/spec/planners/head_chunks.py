@@ -26,7 +26,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from cp_ref.spec.tables.messages import KINDS, Heads, Message, Pieces
+from cp_ref.spec.tables.messages import KINDS, Heads, Message, Pieces, side_of
 from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.schedule import RankSchedule, Step, Tiles
 from cp_ref.spec.tables.table import constant
@@ -78,7 +78,7 @@ def _of_heads(step: Step, heads: Heads, later: int, group_size: int) -> Step:
         return {"head_start": first, "head_stop": last}
 
     def message(m: Message) -> Message:
-        size = 1 if m.kind in ("kv", "dkv") else group_size
+        size = 1 if side_of(m.kind) == "kv" else group_size
         return replace(m, tag=m.tag + later * len(KINDS), pieces=replace(m.pieces, **cut(m.pieces, size)))
 
     sends, recvs = (tuple(map(message, messages)) for messages in (step.sends, step.recvs))

@@ -49,30 +49,25 @@ class RingPlace(NamedTuple):
     first_step: int = 0
 
 
-class Hop(NamedTuple):
-    """A message to or from a ring member, and the rows that travel, by the distance 1, 2, ... of the block."""
-
-    member_at: Callable[[int], int]
-    rows: list[Spans]
+Hops = list[tuple[int, Spans]]  # by the distance 1, 2, ... of the block: the other ring member, the rows that travel
 
 
 class Route(NamedTuple):
     """The ways of blocks and of their gradients: the block at distance h arrives at step h - 1, its gradients leave at
-    step h + 1.
+    step h + 1. Ring members are counted modulo their number.
     """
 
-    kv_out: Hop
-    kv_in: Hop
-    dkv_out: Hop
-    dkv_in: Hop
+    kv_out: Hops
+    kv_in: Hops
+    dkv_out: Hops
+    dkv_in: Hops
 
 
 def plan_p2p_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward schedule."""
     work = members.workload
-    return ring_schedules(
-        members, RingPlace(rank, int, (0, work.heads_q), (0, work.heads_kv))
-    )  # a ring member is a rank
+    place = RingPlace(rank, int, (0, work.heads_q), (0, work.heads_kv))  # a ring member is a rank
+    return ring_schedules(members, place)
 
 
 def ring_schedules(members: RingMembers, place: RingPlace) -> tuple[RankSchedule, RankSchedule]:
@@ -84,13 +79,13 @@ def ring_schedules(members: RingMembers, place: RingPlace) -> tuple[RankSchedule
         return (Step(tiles=tiles[0]),), (Step(tiles=tiles[0]),)
     route = _halo(members, place.member, sees) if members.sparse else _ring(members, place.member)
 
-    def messages(kind: str, hop: Hop, h: int, step: int) -> tuple[Message, ...]:
+    def messages(kind: str, hops: Hops, h: int, step: int) -> tuple[Message, ...]:
         if not 0 < h < count:
             return ()
-        start, stop = hop.rows[h - 1]
+        member, (start, stop) = hops[h - 1]
         if not len(start):
             return ()
-        peer = place.rank_of(hop.member_at(h) % count)
+        peer = place.rank_of(member % count)
         return (Message(kind, peer, tag(place.first_step + step, kind), Pieces.spans(start, stop, place.kv_heads)),)
 
     kv = [(messages("kv", route.kv_out, s + 1, s), messages("kv", route.kv_in, s + 1, s)) for s in range(count + 1)]
@@ -113,15 +108,10 @@ def _halo(members: RingMembers, member: int, sees: list[Sights]) -> Route:
     gradients back.
     """
     seen = members.seen(member, (np.arange(members.count) - member) % members.count)
-
-    def ahead(h: int) -> int:
-        return member + h
-
-    def behind(h: int) -> int:
-        return member - h
-
     received, given = ([merged(some.k_start, some.k_stop) for some in side[1:]] for side in (sees, seen))
-    return Route(Hop(ahead, given), Hop(behind, received), Hop(behind, received), Hop(ahead, given))
+    behind = [(member - h, rows) for h, rows in enumerate(received, 1)]
+    ahead = [(member + h, rows) for h, rows in enumerate(given, 1)]
+    return Route(ahead, behind, behind, ahead)
 
 
 def _ring(members: RingMembers, member: int) -> Route:
@@ -129,21 +119,14 @@ def _ring(members: RingMembers, member: int) -> Route:
     Gradients follow: the rows that a ring member on the way has seen.
     """
     count, n = members.count, np.arange(members.count)
-    from_next, from_here = (
-        members.reach(member + 1 + n),
-        members.reach(member + n),
-    )  # the way that a block still has to go
-    here_back, last_back = members.reach(member - n), members.reach(member - 1 - n)  # and the way back to its owner
-
-    def to_next(_: int) -> int:
-        return member + 1
-
-    def from_last(_: int) -> int:
-        return member - 1
-
+    following, last = member + 1, member - 1
+    # The way that a block still has to go, and the way back to its owner:
+    from_next, from_here = members.reach(following + n), members.reach(member + n)
+    here_back, last_back = members.reach(member - n), members.reach(last - n)
+    distances = range(1, count)
     return Route(
-        Hop(to_next, [members.needed(member + 1 - h, from_next, count - 1 - h) for h in range(1, count)]),
-        Hop(from_last, [members.needed(member - h, from_here, count - 1 - h) for h in range(1, count)]),
-        Hop(to_next, [members.needed(member - h, here_back, h - 1) for h in range(1, count)]),
-        Hop(from_last, [members.needed(member - 1 - h, last_back, h - 1) for h in range(1, count)]),
+        [(following, members.needed(following - h, from_next, count - 1 - h)) for h in distances],
+        [(last, members.needed(member - h, from_here, count - 1 - h)) for h in distances],
+        [(following, members.needed(member - h, here_back, h - 1)) for h in distances],
+        [(last, members.needed(last - h, last_back, h - 1)) for h in distances],
     )

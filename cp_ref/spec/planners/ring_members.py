@@ -1,9 +1,8 @@
 """Which keys of each ring member every other ring member sees: every schedule is planned from this.
 
 A ring member takes one place in a ring. It is a rank, or a group of `a2a_size` ranks where these exchange heads: each
-of them then holds the rows of the whole group for some of the heads. Under dual_chunk the rows of a group are again a
-dual
-chunk:
+of them then holds the rows of the whole group for some of the heads. Under dual_chunk the rows of a group are two
+chunks again:
 
     cp_size 4, a2a_size 2:    chunk   0 1 2 3 4 5 6 7
                               rank    0 1 2 3 3 2 1 0
@@ -21,7 +20,7 @@ import numpy as np
 
 from cp_ref.spec.tables.attention_slices import UNBOUNDED, AttentionSlices, crop
 from cp_ref.spec.tables.ownership import Fragments, grouped
-from cp_ref.spec.tables.table import Column, Table, in_blocks, joined, ordered_by
+from cp_ref.spec.tables.table import Column, Table, in_blocks, joined, ordered_by, overlaps
 from cp_ref.spec.tables.workload import Workload
 
 __all__ = ["RingMembers", "Sights", "Spans", "merged", "spans_by"]
@@ -55,10 +54,8 @@ class OwnedRows(Table):
     @staticmethod
     def of(start: Column, stop: Column, rows: Fragments) -> OwnedRows:
         """The owners of the rows [start[n], stop[n]) of each attention slice n; `rows` are sorted by global row."""
-        area, n = joined(start, stop, rows.start, rows.stop)
-        return OwnedRows(
-            area, rows.rank[n], np.maximum(start[area], rows.start[n]), np.minimum(stop[area], rows.stop[n])
-        )
+        area, n, first, last = overlaps(start, stop, rows.start, rows.stop)
+        return OwnedRows(area, rows.rank[n], first, last)
 
 
 class RingMembers:
@@ -178,8 +175,7 @@ class Reach(NamedTuple):
 
 def _sights(areas: AttentionSlices, queries: Fragments, keys: Fragments, group: Column) -> list[Sights]:
     """The rectangles in which these queries see these keys, by group of the ring member that has the keys."""
-    area, q = joined(areas.q_start, areas.q_stop, queries.start, queries.stop)
-    q0, q1 = np.maximum(areas.q_start[area], queries.start[q]), np.minimum(areas.q_stop[area], queries.stop[q])
+    area, _, q0, q1 = overlaps(areas.q_start, areas.q_stop, queries.start, queries.stop)
     lo, hi = areas.lo[area], areas.hi[area]
     k0, k1 = np.maximum(areas.k_start[area], q0 + lo), np.minimum(areas.k_stop[area], q1 + hi)  # the keys that they see
     n, k = joined(k0, k1, keys.start, keys.stop)

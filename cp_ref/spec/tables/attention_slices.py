@@ -1,10 +1,8 @@
-"""Attention slices: who may see whom, as a table. The first of the three tables (attention slices, ownership,
-schedule).
+"""Attention slices: who may see whom. The first of the three tables (attention slices, ownership, schedule).
 
 An attention slice is a rectangle of the global score matrix, crossed by a diagonal band. Its rows are rows of the
-packed global q buffer, its columns rows of the packed global k buffer (padding included, sequence after sequence), so
-that every
-format, mask, window, alignment and padding is just a maker of attention slices:
+packed global q buffer, its columns rows of the packed global k buffer (padding included, sequence after sequence). So
+every format, mask, window, alignment and padding is just a maker of attention slices:
 
     visible(i, j)  iff  q_start <= i < q_stop  and  k_start <= j < k_stop  and  lo <= j - i <= hi
 

@@ -20,15 +20,19 @@ import numpy as np
 
 from cp_ref.spec.tables.table import Column, Table, constant, one_value
 
-__all__ = ["KINDS", "OPERANDS", "RESULTS", "STATES", "Heads", "Message", "Pieces", "tag"]
+__all__ = ["KINDS", "OPERANDS", "RESULTS", "STATES", "Heads", "Message", "Pieces", "side_of", "tag"]
 
 OPERANDS = ("kv", "q", "do")
 RESULTS = ("out", "dq", "dkv")
 KINDS = OPERANDS + RESULTS  # of attention
 STATES = ("state", "dstate")  # of linear layers
 
-
 Heads = tuple[int, int]
+
+
+def side_of(kind: str) -> str:
+    """Which buffer the rows of a kind are of: "q" or "kv"."""
+    return "kv" if kind in ("kv", "dkv") else "q"
 
 
 def tag(step: int, kind: str) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_ref.spec.tables.table import Column, Table, joined
+from cp_ref.spec.tables.table import Column, Table, overlaps
 
 __all__ = ["Fragments", "Ownership", "contiguous", "dual_chunk", "grouped"]
 
@@ -56,9 +56,8 @@ class Fragments(Table):
         [(0, 0, 3, 0), (1, 6, 8, 2)]
         """
         some = start < stop
-        number, span = joined(self.start, self.stop, start[some], stop[some])
+        number, _, first, last = overlaps(self.start, self.stop, start[some], stop[some])
         cut = self.take(number)
-        first, last = np.maximum(cut.start, start[some][span]), np.minimum(cut.stop, stop[some][span])
         return Fragments(cut.rank, first, last, cut.row + first - cut.start)
 
 

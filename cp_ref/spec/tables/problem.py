@@ -147,6 +147,10 @@ class Problem:
         """The first slot of each sequence's keys in the global buffer, and the end: `cu_seqlens_kv_padded`."""
         return tuple(accumulate(self.lengths.slots_kv, initial=0))
 
+    def starts(self, side: str) -> tuple[int, ...]:
+        """`starts_q` or `starts_kv`; `side` is "q" or "kv"."""
+        return self.starts_q if side == "q" else self.starts_kv
+
     def band(self, sequence: Sequence) -> DiagonalBand:
         """The visible pairs of one sequence (its real tokens), by DESIGN section 3. Not with attention slices, which
         know no sequences.

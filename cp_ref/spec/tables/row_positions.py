@@ -23,7 +23,7 @@ def row_positions(problem: Problem, side: str, rows: Column) -> tuple[Column, Co
     >>> document.tolist(), slot.tolist()
     ([0, 0, 2, 2], [0, 7, 0, 3])
     """
-    starts = np.array(problem.starts_q if side == "q" else problem.starts_kv, dtype=np.int64)
+    starts = np.array(problem.starts(side), dtype=np.int64)
     document = np.searchsorted(starts[:-1], rows, side="right") - 1
     return document, rows - starts[document]
 

@@ -33,7 +33,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from cp_ref.spec.arguments.single_values import MOST_RANKS
-from cp_ref.spec.tables.messages import KINDS, STATES, Heads, Message, Pieces
+from cp_ref.spec.tables.messages import KINDS, STATES, Heads, Message, Pieces, side_of
 from cp_ref.spec.tables.table import Column, Table
 
 __all__ = ["RankSchedule", "Scans", "Schedule", "Step", "Tiles"]
@@ -100,7 +100,14 @@ class Schedule:
 
     def all_heads(self, kind: str) -> Heads:
         """All heads of one kind of operand or result: (0, number of heads)."""
-        return 0, self.heads[1] if kind in ("kv", "dkv") else self.heads[0]
+        return _all_heads(self.heads, kind)
+
+    def steps(self) -> Iterator[tuple[str, int, int, Step]]:
+        """(direction, rank, number of the step, step): all of the forward pass, then all of the backward pass."""
+        for direction, rank_schedules in (("forward", self.forward), ("backward", self.backward)):
+            for rank, rank_schedule in enumerate(rank_schedules):
+                for number, step in enumerate(rank_schedule):
+                    yield direction, rank, number, step
 
     def __repr__(self) -> str:
         return f"Schedule.parse({str(self)!r})"
@@ -184,6 +191,10 @@ _SCAN = re.compile(r"scan (\d+)((?: \[\d+:\d+\])+)")
 _TILE = re.compile(rf"tile (\d+){_HEADS} q\[(\d+):(\d+)\] k\[(\d+):(\d+)\]")
 
 
+def _all_heads(heads: Heads, kind: str) -> Heads:
+    return 0, heads[1] if side_of(kind) == "kv" else heads[0]
+
+
 def _heads_text(heads: Heads, whole: Heads) -> str:
     return "" if heads == whole else f"h{heads[0]}:{heads[1]}"
 
@@ -210,7 +221,7 @@ class _StepText(NamedTuple):
         if (found := _MESSAGE.fullmatch(line)) and found[3] in KINDS + STATES:
             words = [_PIECE.fullmatch(word) for word in found[4].split()]
             if all(words):
-                whole = (0, heads[1] if found[3] in ("kv", "dkv") else heads[0])
+                whole = _all_heads(heads, found[3])
                 pieces = Pieces.of_rows(
                     (int(w[1]), int(w[2]), *(whole if w[3] is None else (int(w[3]), int(w[4])))) for w in words if w
                 )

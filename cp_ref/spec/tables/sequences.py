@@ -60,6 +60,14 @@ class Sequences(Seq[Sequence]):
         """len_q, len_kv, slots_q, slots_kv."""
         return self.len_q, self.len_kv, self.slots_q, self.slots_kv
 
+    def tokens(self, side: str) -> array[int]:
+        """The real tokens of each sequence on one side, "q" or "kv"."""
+        return self.len_q if side == "q" else self.len_kv
+
+    def slots(self, side: str) -> array[int]:
+        """The slots of each sequence on one side, padding included."""
+        return self.slots_q if side == "q" else self.slots_kv
+
     @cached_property
     def _made(self) -> tuple[Sequence, ...]:
         return tuple(map(Sequence, *self.columns))

@@ -12,7 +12,19 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Column", "Table", "constant", "in_blocks", "joined", "one_value", "ordered_by", "ranges", "runs"]
+__all__ = [
+    "Column",
+    "Table",
+    "constant",
+    "in_blocks",
+    "joined",
+    "one_value",
+    "ordered_by",
+    "overlaps",
+    "ranges",
+    "runs",
+    "starts_of",
+]
 
 Column = NDArray[Any]  # [n], signed integers of 32 or 64 bits
 
@@ -109,6 +121,15 @@ def one_value(column: Column) -> bool:
     return column.strides == (0,) or bool((column == column[:1]).all())
 
 
+def starts_of(sizes: Sequence[int]) -> Column:
+    """Where each part begins if parts of these sizes follow one another, and where the last one ends.
+
+    >>> starts_of([4, 0, 3]).tolist()
+    [0, 4, 4, 7]
+    """
+    return np.append(0, np.cumsum(np.array(sizes, dtype=np.int64)))
+
+
 def ranges(first: Column, count: Column) -> Column:
     """The numbers first, first + 1, ... of every range, concatenated.
 
@@ -159,3 +180,15 @@ def joined(start: Column, stop: Column, others_start: Column, others_stop: Colum
     count = np.where(start < stop, last - first, 0)
     np.maximum(count, 0, out=count)
     return np.repeat(np.arange(len(start)), count), ranges(first, count)
+
+
+def overlaps(
+    start: Column, stop: Column, others_start: Column, others_stop: Column
+) -> tuple[Column, Column, Column, Column]:
+    """What spans have in common with others: (number of a span, number of another span, start, stop), as in `joined`.
+
+    >>> [x.tolist() for x in overlaps(*np.array([[0, 5], [4, 9]]), *np.array([[0, 3, 6], [2, 5, 9]]))]
+    [[0, 0, 1], [0, 1, 2], [0, 3, 6], [2, 4, 9]]
+    """
+    span, other = joined(start, stop, others_start, others_stop)
+    return span, other, np.maximum(start[span], others_start[other]), np.minimum(stop[span], others_stop[other])

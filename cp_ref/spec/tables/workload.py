@@ -12,7 +12,7 @@ from cp_ref.spec.masks.read_areas import areas_of_rows
 from cp_ref.spec.tables.attention_slices import UNBOUNDED, AttentionSlices, crop
 from cp_ref.spec.tables.ownership import Fragments, Ownership
 from cp_ref.spec.tables.problem import Problem
-from cp_ref.spec.tables.table import Column, joined
+from cp_ref.spec.tables.table import Column, overlaps, starts_of
 
 __all__ = ["Workload", "areas_of", "workload_of"]
 
@@ -82,18 +82,12 @@ def areas_of(problem: Problem) -> AttentionSlices:
 
 def _between_tokens(areas: AttentionSlices, problem: Problem) -> AttentionSlices:
     """The pairs of real tokens: attention slices are cut where they reach over padding."""
-    area, q0, q1 = _cut(areas.q_start, areas.q_stop, *_stretches(problem, "q"))
-    part, k0, k1 = _cut(areas.k_start[area], areas.k_stop[area], *_stretches(problem, "kv"))
+    area, _, q0, q1 = overlaps(areas.q_start, areas.q_stop, *_stretches(problem, "q"))
+    part, _, k0, k1 = overlaps(areas.k_start[area], areas.k_stop[area], *_stretches(problem, "kv"))
     area = area[part]
     lo, hi = areas.lo[area], areas.hi[area]
     q0, q1, k0, k1 = crop(q0[part], q1[part], k0, k1, lo, hi)
     return AttentionSlices(q0, q1, k0, k1, lo, hi).take((q0 < q1) & (k0 < k1))
-
-
-def _cut(start: Column, stop: Column, first: Column, last: Column) -> tuple[Column, Column, Column]:
-    """Spans cut to stretches [first, last): (number of the span, start, stop)."""
-    span, stretch = joined(start, stop, first, last)
-    return span, np.maximum(start[span], first[stretch]), np.minimum(stop[span], last[stretch])
 
 
 def _stretches(problem: Problem, side: str) -> tuple[Column, Column]:
@@ -113,17 +107,11 @@ def _ownership_of(problem: Problem) -> Ownership:
 def _real(problem: Problem, side: str) -> Fragments:
     """The owners of the real tokens."""
     slots, (start, length) = problem.slots.side(side), _tokens(problem, side)
-    padded = bool((start + length < _starts(problem, side)[1:]).any())
+    padded = bool((start + length < starts_of(problem.lengths.slots(side))[1:]).any())
     return slots.within(start, start + length) if padded else slots
-
-
-def _starts(problem: Problem, side: str) -> Column:
-    """Where each sequence begins in the global buffer, padding included, and where the last ends."""
-    slots = problem.lengths.slots_q if side == "q" else problem.lengths.slots_kv
-    return np.append(0, np.cumsum(np.array(slots, dtype=np.int64)))
 
 
 def _tokens(problem: Problem, side: str) -> tuple[Column, Column]:
     """Where the real tokens of each sequence begin in the global buffer, and how many there are."""
-    lengths = problem.lengths.len_q if side == "q" else problem.lengths.len_kv
-    return _starts(problem, side)[:-1], np.array(lengths, dtype=np.int64)
+    lengths = problem.lengths
+    return starts_of(lengths.slots(side))[:-1], np.array(lengths.tokens(side), dtype=np.int64)

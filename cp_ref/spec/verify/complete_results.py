@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from cp_ref.spec.tables.messages import RESULTS, Message
+from cp_ref.spec.tables.messages import RESULTS, Message, side_of
 from cp_ref.spec.tables.schedule import Schedule
 from cp_ref.spec.tables.table import Column
-from cp_ref.spec.verify.grid import Cells, Grid, side_of
+from cp_ref.spec.verify.grid import Cells, Grid
 
 __all__ = ["Contributions"]
 

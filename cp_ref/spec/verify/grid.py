@@ -13,16 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.spec.tables.ownership import Ownership
+from cp_ref.spec.tables.messages import side_of
+from cp_ref.spec.tables.ownership import Fragments, Ownership
 from cp_ref.spec.tables.schedule import Schedule, Tiles
 from cp_ref.spec.tables.table import Column, ranges
 
-__all__ = ["Cells", "Grid", "boxes_of", "edges_of", "grids", "side_of"]
-
-
-def side_of(kind: str) -> str:
-    """Which buffer the rows of a kind are of: "q" or "kv"."""
-    return "kv" if kind in ("kv", "dkv") else "q"
+__all__ = ["Cells", "Grid", "boxes_of", "edges_of", "grids"]
 
 
 def edges_of(*columns: Column) -> Column:
@@ -67,6 +63,13 @@ class Grid(NamedTuple):
         first = ranges(row, row_stop - row) * (len(self.heads) - 1) + head[box]
         return Cells(ranges(first, count), np.repeat(box, count))
 
+    def owned(self, rows: Fragments) -> Column:
+        """Whether each cell lies in these rows, in any of the heads: bool [cells]."""
+        there = np.zeros(self.size, dtype=np.bool_)
+        heads = (np.full_like(rows.start, edge) for edge in (self.heads[0], self.heads[-1]))
+        there[self.cells(rows.start, rows.stop, *heads).cell] = True
+        return there
+
     def rows_of(self, cell: int) -> tuple[int, int]:
         """The rows of a cell."""
         n = cell // (len(self.heads) - 1)
@@ -77,7 +80,7 @@ def grids(ownership: Ownership, schedule: Schedule) -> dict[str, Grid]:
     """The cells of both sides, from everything that is owned, sent and computed."""
     rows = {side: [np.zeros(1, int), f.start, f.stop] for side in ("q", "kv") for f in (ownership.side(side),)}
     heads = {"q": [np.array([0, schedule.heads[0]])], "kv": [np.array([0, schedule.heads[1]])]}
-    for step in (step for rank_schedule in schedule.forward + schedule.backward for step in rank_schedule):
+    for *_, step in schedule.steps():
         rows["q"] += [step.scans.start, step.scans.stop]
         for message in (*step.sends, *step.recvs):
             side, pieces = side_of(message.kind), message.pieces

@@ -13,11 +13,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cp_ref.spec.tables.messages import OPERANDS, RESULTS, STATES, Message
+from cp_ref.spec.tables.messages import OPERANDS, RESULTS, STATES, Message, side_of
 from cp_ref.spec.tables.schedule import RankSchedule, Scans, Schedule, Tiles
 from cp_ref.spec.tables.table import Column
 from cp_ref.spec.verify.complete_results import Contributions
-from cp_ref.spec.verify.grid import Cells, Grid, boxes_of, side_of
+from cp_ref.spec.verify.grid import Cells, Grid, boxes_of
 from cp_ref.spec.verify.pair_coverage import TileUses
 
 __all__ = ["Play", "Store"]

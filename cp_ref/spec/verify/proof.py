@@ -21,12 +21,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_ref.spec.tables.messages import Pieces
+from cp_ref.spec.tables.messages import Pieces, side_of
 from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.schedule import Schedule
 from cp_ref.spec.tables.table import Column
 from cp_ref.spec.tables.workload import Workload
-from cp_ref.spec.verify.grid import Grid, grids, side_of
+from cp_ref.spec.verify.grid import grids
 from cp_ref.spec.verify.pair_coverage import Pair, coverage_errors
 from cp_ref.spec.verify.play_messages import Play, Store
 from cp_ref.spec.verify.schedule_costs import Report, report
@@ -59,7 +59,7 @@ def verify(problem: Problem, schedule: Schedule) -> Report:
     """
 
     def place(side: str, row: int) -> str:
-        starts = problem.starts_q if side == "q" else problem.starts_kv
+        starts = problem.starts(side)
         seq = bisect_right(starts, row) - 1
         return f"position {row - starts[seq]} of sequence {seq}"
 
@@ -79,7 +79,10 @@ def verify_tables(work: Workload, schedule: Schedule, place: Place = lambda side
     if errors := list(malformed(work, schedule)):
         raise InvalidSchedule(errors)
     names, sides = _Names(work, place), grids(work.ownership, schedule)
-    owned = [{side: _owned(work, sides[side], rank, side) for side in sides} for rank in range(work.cp_size)]
+    owned = [
+        {side: grid.owned(work.ownership.side(side).of(rank)) for side, grid in sides.items()}
+        for rank in range(work.cp_size)
+    ]
 
     def starts(*kinds: str) -> list[Store]:
         return [{kind: cells[side_of(kind)].copy() for kind in kinds} for cells in owned]
@@ -100,14 +103,6 @@ def verify_tables(work: Workload, schedule: Schedule, place: Place = lambda side
             errors += play.contributions.errors(schedule, owned, names.rows)
     if errors:
         raise InvalidSchedule(errors)
-
-
-def _owned(work: Workload, grid: Grid, rank: int, side: str) -> Column:
-    """Which cells a rank owns, all heads of them."""
-    there, rows = np.zeros(grid.size, dtype=np.bool_), work.ownership.side(side).of(rank)
-    heads = (np.full_like(rows.start, edge) for edge in (grid.heads[0], grid.heads[-1]))
-    there[grid.cells(rows.start, rows.stop, *heads).cell] = True
-    return there
 
 
 @dataclass(frozen=True)

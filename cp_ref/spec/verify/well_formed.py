@@ -10,7 +10,7 @@ import numpy as np
 
 from cp_ref.spec.tables.attention_slices import AttentionSlices
 from cp_ref.spec.tables.messages import KINDS, RESULTS, Message
-from cp_ref.spec.tables.schedule import Schedule, Tiles
+from cp_ref.spec.tables.schedule import Schedule, Step, Tiles
 from cp_ref.spec.tables.table import Column, Table
 from cp_ref.spec.tables.workload import Workload
 
@@ -32,36 +32,26 @@ def malformed(work: Workload, schedule: Schedule, kinds: Collection[str] = KINDS
         return
     if unknown := [kind for kind in schedule.saved if kind not in ("q", "kv")]:
         yield f"the schedule saves {', '.join(unknown)}; there is q and kv to save"
-    for direction, rank_schedules in (("forward", schedule.forward), ("backward", schedule.backward)):
-        for rank, rank_schedule in enumerate(rank_schedules):
-            for number, step in enumerate(rank_schedule):
-                where = f"{direction} rank {rank} step {number}"
-                if not _is_table(step.tiles):
-                    yield f"{where}: the tiles are no columns of integers, equally long"
-                    continue
-                if not _is_table(step.scans):
-                    yield f"{where}: the scans are no columns of integers, equally long"
-                    continue
-                if len(step.scans) and kinds is KINDS:
-                    yield f"{where}: a schedule of attention has no scans"
-                for verb, messages in (("send", step.sends), ("recv", step.recvs)):
-                    for message in messages:
-                        if not _is_table(message.pieces):
-                            yield f"{where}: the pieces of a {verb} are no columns of integers, equally long"
-                            continue
-                        said = f"{where}: {schedule.message_text(message, verb)!r}"
-                        if message.kind not in kinds:
-                            yield f"{said}: there is no kind {message.kind!r}"
-                        elif not _is_one_of(message.peer, work.cp_size) or message.peer == rank:
-                            yield f"{said}: rank {message.peer} is no peer"
-                        elif not _is_one_of(message.tag, _TAGS):
-                            yield f"{said}: tag {message.tag} is not among 0:{_TAGS}"
-                        elif message.complete and message.kind not in RESULTS:
-                            yield f"{said}: only {', '.join(RESULTS)} can be complete"
-                        elif problem := _message_problem(message, schedule):
-                            yield f"{said}: {problem}"
-                for tile, problem in _wrong_tiles(step.tiles, work.areas, work.heads_q):
-                    yield f"{where}: {schedule.tile_text(tile)} {problem}"
+    for direction, rank, number, step in schedule.steps():
+        for error in _step_errors(step, rank, work, schedule, kinds):
+            yield f"{direction} rank {rank} step {number}: {error}"
+
+
+def _step_errors(step: Step, rank: int, work: Workload, schedule: Schedule, kinds: Collection[str]) -> Iterator[str]:
+    for name, table in (("tiles", step.tiles), ("scans", step.scans)):
+        if not _is_table(table):
+            yield f"the {name} are no columns of integers, equally long"
+            return
+    if len(step.scans) and kinds is KINDS:
+        yield "a schedule of attention has no scans"
+    for verb, messages in (("send", step.sends), ("recv", step.recvs)):
+        for message in messages:
+            if not _is_table(message.pieces):
+                yield f"the pieces of a {verb} are no columns of integers, equally long"
+            elif error := _message_error(message, rank, schedule, kinds):
+                yield f"{schedule.message_text(message, verb)!r}: {error}"
+    for tile, error in _wrong_tiles(step.tiles, work.areas, work.heads_q):
+        yield f"{schedule.tile_text(tile)} {error}"
 
 
 def _is_one_of(number: object, size: int) -> bool:
@@ -81,8 +71,16 @@ def _is_column(x: object) -> TypeGuard[Column]:
     return column.ndim == 1 and column.dtype.kind == "i" and column.dtype.itemsize >= 4
 
 
-def _message_problem(message: Message, schedule: Schedule) -> str:
-    """An error of a message's pieces, or nothing."""
+def _message_error(message: Message, rank: int, schedule: Schedule, kinds: Collection[str]) -> str:
+    """An error of one of the rank's messages, or nothing."""
+    if message.kind not in kinds:
+        return f"there is no kind {message.kind!r}"
+    if not _is_one_of(message.peer, schedule.cp_size) or message.peer == rank:
+        return f"rank {message.peer} is no peer"
+    if not _is_one_of(message.tag, _TAGS):
+        return f"tag {message.tag} is not among 0:{_TAGS}"
+    if message.complete and message.kind not in RESULTS:
+        return f"only {', '.join(RESULTS)} can be complete"
     pieces, heads = message.pieces, schedule.all_heads(message.kind)[1]
     if not len(pieces):
         return "it has no rows"
@@ -103,9 +101,8 @@ def _overlap(start: Column, stop: Column, head_start: Column, head_stop: Column)
     >>> _overlap(*(np.array(x) for x in ([0, 3, 4], [4, 4, 8], [0, 0, 0], [1, 2, 2])))
     True
     """
-    for head in np.unique(
-        head_start
-    ).tolist():  # If two boxes have a head in common, the higher first head of both is one.
+    # If two boxes have a head in common, the higher first head of both is one.
+    for head in np.unique(head_start).tolist():
         here = (head_start <= head) & (head < head_stop)
         order = np.argsort(start[here], kind="stable")
         if bool((start[here][order][1:] < stop[here][order][:-1]).any()):
