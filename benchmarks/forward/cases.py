@@ -68,6 +68,7 @@ def cases_of(scale: int = 1) -> dict[str, Case]:
         Case("8:4:2:1:1", cut(16384, 8192, 4096, 2048, 2048), "balanced"),
         Case("sixteen documents", cut(*_SIXTEEN), "balanced"),
         Case("window 4,096", whole, window=4096 // scale),
+        Case("window 4,096, balanced", whole, "balanced", window=4096 // scale),
         Case("block-causal", whole, areas=lambda n: masks.block_causal(n, block)),
         Case("block-causal, balanced", whole, "balanced", areas=lambda n: masks.block_causal(n, block)),
         Case("prefix-LM", whole, areas=lambda n: masks.prefix_lm(prompt, n)),

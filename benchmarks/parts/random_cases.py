@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from conformance.case import Case
@@ -18,13 +20,17 @@ from conformance.draw.strategies import cases, tables
 from conformance.levels.linear.draw_linear import convolutions, linear_attentions
 from conformance.levels.linear.linear_case import CausalConv1d, LinearCase
 from conformance.run.play_problem import Runner
-from cp_ref.spec import LAYOUTS, Problem
+from cp_fast import masks
+from cp_fast.compile.instructions import Launch
+from cp_fast.compile.pipeline import compiled
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, Problem
 from cp_ref.spec import Sequence as Lengths
 from tests.masks.problems import problems as problems_of_areas
 
 __all__ = ["ATTENTION", "KINDS", "parts_of"]
 
 DTYPES = ("bfloat16", "float16")
+_GROUPS = st.sampled_from([1, 2, 4])
 
 
 class KernelClass(NamedTuple):
@@ -100,6 +106,35 @@ def of_areas(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: int
     )
 
 
+@st.composite
+def of_common_keys(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: int) -> Case:
+    """Cases whose launches have segments with common keys (`cp_fast.compile.tiles.placed`). Their rows fill the tiles
+    of a kernel, so that a plan has such launches."""
+    size, comm, group = draw(st.sampled_from(cp_sizes)), draw(st.sampled_from(CP_COMM_TYPES)), draw(_GROUPS)
+    unit, a2a = 128 // group, {"a2a": size, "a2a+p2p": 2}.get(comm, 1)
+    assume(size % a2a == 0)
+    block, count = unit * draw(st.integers(1, 3)), draw(st.integers(3, 12))
+    prompt = unit * draw(st.integers(1, 8))
+    made = draw(st.sampled_from(["block_causal", "shared_prefix", "seen_blocks"]))
+    if made == "block_causal":
+        areas = masks.block_causal(count * block, block)
+    elif made == "shared_prefix":
+        areas = masks.shared_prefix(prompt, [block] * count)
+    else:  # A block sees all keys up to its end.
+        areas = torch.tensor([(n, n + block, 0, n + block, -1, -1) for n in range(0, count * block, block)])
+    rows = int(areas[:, 1].max())
+    heads = draw(st.integers(1, 2)) * a2a
+    sizes: dict[str, Any] = {"heads_q": group * heads, "heads_kv": heads, "d_qk": 128, "d_v": 128}
+    layout, dtype = draw(st.sampled_from((*LAYOUTS, "balanced"))), draw(st.sampled_from(DTYPES))
+    slices = tuple(map(tuple, areas.tolist()))
+    problem = Problem(
+        *(size, (Lengths(*[rows] * 4),), comm, a2a), layout=layout, qkv_format="thd", areas=slices, dtype=dtype, **sizes
+    )
+    plans = (compiled(problem, rank).plan.forward for rank in range(size))
+    assume(any(one.batch.places for plan in plans for one in plan.of(Launch)))
+    return Case(problem, use_plan=draw(st.booleans()), return_lse=True, loss="out+lse")
+
+
 Kind = Callable[[Runner, Sequence[int], int], st.SearchStrategy[Case | LinearCase]]
 
 
@@ -142,5 +177,11 @@ SCORES: dict[str, Kind] = {
     "score_mod": of_scores(score_mods=("hidden", "near", "by_key", "by_document", "by_head")),
     "dropout": of_scores(dropout=(0.1, 0.25, 0.5)),
 }
-ATTENTION: dict[str, Kind] = {"anything": of_anything, "layouts": of_layouts, "areas": of_areas, **SCORES}
+ATTENTION: dict[str, Kind] = {
+    "anything": of_anything,
+    "layouts": of_layouts,
+    "areas": of_areas,
+    "common_keys": of_common_keys,
+    **SCORES,
+}
 KINDS: dict[str, Kind] = {**ATTENTION, "linear": of_linear}
