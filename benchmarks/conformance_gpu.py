@@ -14,7 +14,7 @@ Every problem of attention is played forward and backward in two tiers: `probes`
                layout, where one can be
     areas      `tests.masks.problems`, every layout, of up to some 700 rows
     common_keys
-               masks of blocks, with up to some thousand rows, whose launches have segments with common keys
+               masks of blocks, of up to some 2,000 rows, whose launches have segments with common keys
     alibi, score_mod, dropout
                cases without attention slices and windows, in bfloat16, each with this one score of places. A kind has
                five parts with a class of kernels each (`benchmarks.parts.random_cases`): one process compiles them

@@ -113,8 +113,8 @@ def of_common_keys(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], par
     size, comm, group = draw(st.sampled_from(cp_sizes)), draw(st.sampled_from(CP_COMM_TYPES)), draw(_GROUPS)
     unit, a2a = 128 // group, {"a2a": size, "a2a+p2p": 2}.get(comm, 1)
     assume(size % a2a == 0)
-    block, count = unit * draw(st.integers(1, 3)), draw(st.integers(3, 12))
-    prompt = unit * draw(st.integers(1, 8))
+    block, count = unit * draw(st.integers(1, 2)), draw(st.integers(3, 8))
+    prompt = unit * draw(st.integers(1, 4))
     made = draw(st.sampled_from(["block_causal", "shared_prefix", "seen_blocks"]))
     if made == "block_causal":
         areas = masks.block_causal(count * block, block)
