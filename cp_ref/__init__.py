@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from cp_ref.simulator.sim_group import SimGroup
     from cp_ref.spec import Unsupported, compare_layouts
     from cp_ref.tracing.compare_traces import compare
+    from cp_ref.tracing.recorded_trace import Trace
     from cp_ref.tracing.recorder import trace
-    from cp_ref.tracing.trace_items import Trace
 
 __all__ = [
     "ContextParallel",
@@ -54,7 +54,7 @@ _WHERE = {
     "ContextParallel": "api.reference_context",
     "Plan": "api.reference_plan",
     "SimGroup": "simulator.sim_group",
-    "Trace": "tracing.trace_items",
+    "Trace": "tracing.recorded_trace",
     "Unsupported": "spec",
     "attention": "api.reference_attention",
     "causal_conv1d": "linear.convolution_layer",

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from cp_ref.common.cli.terminal import CHECK_FAILED, readable_errors
 from cp_ref.tracing.compare_traces import compare as compare_traces
-from cp_ref.tracing.trace_items import Trace
+from cp_ref.tracing.recorded_trace import Trace
 
 __all__ = ["compare"]
 

@@ -16,9 +16,9 @@ from cp_ref.api.reference_plan import Plan, make_plan
 from cp_ref.common.cli.options import ProblemOptions, cumulative
 from cp_ref.common.sharding.shard import shard
 from cp_ref.simulator.sim_group import SimGroup, SimMember
-from cp_ref.spec import Problem, divisor
+from cp_ref.spec import Problem, divisor, side_of
+from cp_ref.tracing.recorded_trace import Trace
 from cp_ref.tracing.recorder import trace
-from cp_ref.tracing.trace_items import Trace
 
 __all__ = ["Request"]
 
@@ -70,10 +70,9 @@ class Request(ProblemOptions):
         made: dict[str, torch.Tensor] = {}
         for number, (name, shape) in enumerate((shapes | {"dout": (p.heads_q, p.d_v)}).items()):
             generator = torch.Generator().manual_seed(4 * self.seed + number)
-            starts = self._starts(name)
+            starts, lengths = p.starts(side_of(name)), p.lengths.tokens(side_of(name))
             x = torch.full((starts[-1], *shape), float("nan"), dtype=torch.float64)
-            for start, s in zip(starts, p.sequences, strict=False):
-                length = s.len_kv if name in ("k", "v") else s.len_q
+            for start, length in zip(starts, lengths, strict=False):
                 x[start : start + length] = torch.randn(length, *shape, generator=generator, dtype=torch.float64)
             made[name] = to_format(x.to(getattr(torch, p.dtype)), self.in_format, len(p.sequences))
         return made
@@ -90,7 +89,7 @@ class Request(ProblemOptions):
                 """The arguments of `shard`: the lengths of this tensor's side, or the plan for "balanced"."""
                 if self.layout == "balanced":
                     return {"plan": plan}
-                cu = torch.tensor(self._starts(name)) if self.in_format == "thd" else None
+                cu = torch.tensor(self.problem.starts(side_of(name))) if self.in_format == "thd" else None
                 return {"qkv_format": self.in_format, "cu_seqlens_padded": cu}
 
             mine = {name: shard(x, cp=cp, **cut(name)) for name, x in tensors.items()}
@@ -100,9 +99,6 @@ class Request(ProblemOptions):
         with trace() as recorded:
             SimGroup(self.cp_size).run(rank_main)
         return recorded
-
-    def _starts(self, name: str) -> tuple[int, ...]:
-        return self.problem.starts_kv if name in ("k", "v") else self.problem.starts_q
 
     def _context(self, member: SimMember) -> ContextParallel:
         group = member.split(self.exchanging) if self.cp_comm_type == "a2a+p2p" else member

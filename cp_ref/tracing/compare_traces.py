@@ -18,9 +18,10 @@ from itertools import zip_longest
 
 import torch
 
-from cp_ref.spec import Problem
+from cp_ref.spec import Problem, side_of
 from cp_ref.tracing.differences import Comparison, Difference
-from cp_ref.tracing.trace_items import DIRECTIONS, OF_KEYS, WHOLE, Item, Piece, Trace
+from cp_ref.tracing.recorded_trace import Trace
+from cp_ref.tracing.trace_items import DIRECTIONS, WHOLE, Item, Piece
 
 __all__ = ["compare"]
 
@@ -151,8 +152,7 @@ def _whole_items(trace: Trace, rows_of: Problem | None) -> list[Item]:
         if parts and parts[0].piece is None:  # one value a head, the same on every rank
             found.append(replace(parts[0], step=0, rank=-1))
         elif parts:
-            starts = rows_of.starts_kv if name in OF_KEYS else rows_of.starts_q
-            for start, x in zip(starts, trace.whole(name), strict=False):
+            for start, x in zip(rows_of.starts(side_of(name)), trace.whole(name), strict=False):
                 found.append(Item(direction, 0, -1, kind, "", name, Piece(start, start + len(x), 0, x.shape[1]), x))
     return found
 
@@ -188,7 +188,7 @@ def _difference(problem: Problem, a: Item | None, b: Item | None, rtol: float, a
     values = x[tuple(where)].item(), y[tuple(where)].item()
     seq, position, head, element = None, None, where[0], None
     if a.piece is not None:
-        starts, row = problem.starts_kv if a.name in OF_KEYS else problem.starts_q, a.piece.start + where[0]
+        starts, row = problem.starts(side_of(a.name)), a.piece.start + where[0]
         seq = bisect_right(starts, row) - 1
         position, head = row - starts[seq], a.piece.head_start + where[1]
         element = where[2] if len(where) > 2 else None

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 import torch
 
 from cp_ref.executor.rank_tensors import World, own_fragments
-from cp_ref.spec import Message, Parcel, Problem, Schedule
-from cp_ref.tracing.trace_items import OF_KEYS, Item, Piece, Trace
+from cp_ref.spec import Message, Parcel, Problem, Schedule, side_of
+from cp_ref.tracing.recorded_trace import Trace
+from cp_ref.tracing.trace_items import PER_HEAD, Item, Piece
 
 __all__ = ["SILENT", "Recorder", "recording", "trace"]
 
-_PER_HEAD = ("max_logit", "softmax_offset", "dsoftmax_offset")
 _NAMES = {  # The tensors of a message, as in `cp_ref.executor.rank_tensors`.
     "q": ("q",),
     "kv": ("k", "v"),
@@ -138,7 +138,7 @@ class _Recording(Recorder):
         text, group = self._schedule.tile_text(tile), self._problem.group_size
         first, last = head_start // group, -(-head_stop // group)  # the kv heads
         for name, x in results.items():
-            if name in OF_KEYS:
+            if side_of(name) == "kv":
                 self._add("tile", text, name, Piece(k_start, k_stop, first, last), x[:, first:last])
             else:
                 self._add("tile", text, name, Piece(q_start, q_stop, head_start, head_stop), x)
@@ -147,10 +147,10 @@ class _Recording(Recorder):
         for name, x in tensors.items():
             if x is None:
                 continue
-            if name in _PER_HEAD:
+            if name in PER_HEAD:
                 self._add(kind, "", name, None, x)
                 continue
-            own = own_fragments(self._problem.workload, self._rank, "kv" if name in OF_KEYS else "q")
+            own = own_fragments(self._problem.workload, self._rank, side_of(name))
             for _, start, stop, row in own.rows():
                 self._add(kind, "", name, Piece(start, stop, 0, x.shape[1]), x[row : row + stop - start])
 

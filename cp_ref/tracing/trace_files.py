@@ -8,43 +8,53 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
 
-from cp_ref.spec import Problem, Schedule, read_count
+from cp_ref.spec import Problem, Schedule, read_count, side_of
 from cp_ref.spec.arguments.single_values import FURTHEST, MOST_RANKS
 from cp_ref.spec.verify.well_formed import malformed
+from cp_ref.tracing.trace_items import DIRECTIONS, KINDS, PER_HEAD, Item, Piece
 
-__all__ = ["DIRECTIONS", "KINDS", "OF_KEYS", "Content", "read_content"]
+__all__ = ["Content", "read_content", "write_content"]
 
-DIRECTIONS = ("forward", "backward")
-KINDS = ("given", "received", "tile", "merged", "final")
-_FIELDS = {"direction", "step", "rank", "kind", "source", "name", "piece", "tensor"}
+_FIELDS = {f.name for f in fields(Item)}
 _DIMS = {  # the head dim of each name's tensors; None where they have none
     **dict.fromkeys(("q", "k", "dq", "dk"), "d_qk"),
     **dict.fromkeys(("v", "out", "dout", "dv"), "d_v"),
     **dict.fromkeys(("lse", "delta"), None),
 }
-OF_KEYS = ("k", "v", "dk", "dv")  # the names of items whose rows are rows of keys
-_PER_HEAD = ("max_logit", "softmax_offset", "dsoftmax_offset")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Content(NamedTuple):
-    """The content of a file. `items` have the fields of `cp_ref.tracing.trace_items.Item`; a piece is a tuple of four
-    numbers.
-    """
+    """What a file holds: the fields of a `Trace`, in their order."""
 
     call: int
-    problem: Problem
-    schedule: Schedule
+    problem: Problem | None
+    schedule: Schedule | None
     calls: dict[int, int]
-    items: list[dict[str, Any]]
+    items: list[Item]
+
+
+def write_content(path: str | os.PathLike[str], content: Content) -> None:
+    """Write a file of plain values, which `torch.load` reads without running any code."""
+    items = [{name: getattr(item, name) for name in _FIELDS} for item in content.items]
+    plain = {
+        "call": content.call,
+        "problem": str(content.problem or ""),
+        "schedule": str(content.schedule or ""),
+        "calls": content.calls,
+        "items": [values | {"piece": values["piece"] and tuple(values["piece"])} for values in items],
+    }
+    with open(path, "wb") as file:
+        torch.save(plain, file)
 
 
 def read_content(path: str) -> Content:
-    """The content of a file that `Trace.save` wrote.
+    """The content of a file that `write_content` wrote.
 
     Raises:
         OSError: it cannot be read. ValueError: it is no plain file, or it holds no trace; with the reason.
@@ -70,10 +80,10 @@ def _checked(content: Any) -> Content:
         read_count("rank", rank, at_least=0, at_most=last): read_count("calls", number, at_least=0)
         for rank, number in content["calls"].items()
     }
-    items: list[dict[str, Any]] = list(content["items"])
-    for n, values in enumerate(items):
+    items: list[Item] = []
+    for n, values in enumerate(list(content["items"])):
         try:
-            _check_item(problem, schedule, values)
+            items.append(_checked_item(problem, schedule, values))
         except Exception as error:
             raise ValueError(f"item {n} has no meaning: {error or type(error).__name__}") from error
     return Content(read_count("call", content["call"], at_least=0), problem, schedule, calls, items)
@@ -99,8 +109,8 @@ def _check_sizes(problem: Problem) -> None:
         raise ValueError(f"dtype is {problem.dtype!r}")
 
 
-def _check_item(problem: Problem, schedule: Schedule, values: Any) -> None:
-    """Raise unless an item has its fields, a place in the schedule, and a tensor of the shape that its piece says."""
+def _checked_item(problem: Problem, schedule: Schedule, values: Any) -> Item:
+    """An item; raises unless it has its fields, a place in the schedule, and a tensor of the shape of its piece."""
     if set(values) != _FIELDS:
         raise ValueError(f"its fields are {sorted(values)}")
     if values["direction"] not in DIRECTIONS or values["kind"] not in KINDS or not isinstance(values["source"], str):
@@ -113,14 +123,15 @@ def _check_item(problem: Problem, schedule: Schedule, values: Any) -> None:
         raise ValueError(f"its tensor is {type(tensor).__name__}; it must be of floating-point numbers, in their order")
     if (shape := _shape(problem, name, values["piece"])) != list(tensor.shape):
         raise ValueError(f"{name} of {values['piece']} has shape {list(tensor.shape)}; it must have {shape}")
+    return Item(**values | {"piece": values["piece"] and Piece(*values["piece"])})
 
 
 def _shape(problem: Problem, name: Any, piece: Any) -> list[int]:
     """The shape of a tensor of this name and these rows and heads."""
-    if name in _PER_HEAD and piece is None:
+    if name in PER_HEAD and piece is None:
         return [problem.heads_q]
-    rows = (problem.starts_kv if name in OF_KEYS else problem.starts_q)[-1]
-    heads = problem.heads_kv if name in OF_KEYS else problem.heads_q
+    side = side_of(name)
+    rows, heads = problem.starts(side)[-1], problem.heads_q if side == "q" else problem.heads_kv
     start, stop, head_start, head_stop = piece
     for what, first, last, end in (("rows", start, stop, rows), ("heads", head_start, head_stop, heads)):
         last = read_count(f"the end of its {what}", last, at_least=0, at_most=end)

@@ -127,6 +127,7 @@ NOT_YET = {  # after an import: what builds and loads kernels, Dynamo, which tak
         "cp_ref.oracle",
         "cp_ref.simulator.sim_group",
         "cp_ref.tracing.trace_items",
+        "cp_ref.tracing.recorded_trace",
         "cp_ref.tracing.compare_traces",
         "cp_ref.executor.play_schedule",
     ],

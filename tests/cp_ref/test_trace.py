@@ -17,10 +17,11 @@ from cp_ref.cli.explained_problem import Request
 from cp_ref.cli.plant import planted
 from cp_ref.executor.merge_partials import merge
 from cp_ref.simulator.sim_group import SimMember
-from cp_ref.spec import Schedule
+from cp_ref.spec import Schedule, side_of
 from cp_ref.tracing.compare_traces import compare
+from cp_ref.tracing.recorded_trace import Trace
 from cp_ref.tracing.recorder import trace
-from cp_ref.tracing.trace_items import OF_KEYS, Item, Trace
+from cp_ref.tracing.trace_items import Item
 
 PACKED: dict[str, Any] = {"seqlens": "13,0,5", "d_v": 6}
 REQUESTS = {
@@ -75,7 +76,7 @@ def test_recorded_parts_make_the_recorded_whole(name: str, traces: dict[str, Tra
     t = traces[name]
     problem = t.problem
     assert problem is not None
-    starts = {n: problem.starts_kv if n in OF_KEYS else problem.starts_q for n in ("out", "lse", "dq", "dk", "dv")}
+    starts = {n: problem.starts(side_of(n)) for n in ("out", "lse", "dq", "dk", "dv")}
     made = {n: torch.zeros(starts[n][-1], *t.whole(n)[0].shape[1:], dtype=torch.float64) for n in starts}
     made["lse"].fill_(float("-inf"))
     for item in t.select("backward", kind="tile") + t.select("forward", kind="tile", name="out"):
@@ -198,7 +199,7 @@ def test_a_changed_number_is_found_where_it_is(name: str, traces: dict[str, Trac
             assert t.problem is not None
             assert found.first.seq is not None
             assert found.first.position is not None
-            starts = t.problem.starts_kv if item.name in OF_KEYS else t.problem.starts_q
+            starts = t.problem.starts(side_of(item.name))
             assert starts[found.first.seq] + found.first.position == item.piece.stop - 1
             assert found.first.head == item.piece.head_stop - 1
         missing = compare(t, with_item(t, item, None)).first

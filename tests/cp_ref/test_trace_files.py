@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from cp_ref.cli import app
 from cp_ref.cli.explained_problem import Request
-from cp_ref.tracing.trace_items import Trace
+from cp_ref.tracing.recorded_trace import Trace
 
 runner = CliRunner()
 Content = dict[str, Any]

@@ -30,9 +30,13 @@ STATES = ("state", "dstate")  # of linear layers
 Heads = tuple[int, int]
 
 
-def side_of(kind: str) -> str:
-    """Which buffer the rows of a kind are of: "q" or "kv"."""
-    return "kv" if kind in ("kv", "dkv") else "q"
+def side_of(name: str) -> str:
+    """Which buffer the rows of a kind of message, or of a tensor, are of: "q" or "kv".
+
+    >>> [side_of(name) for name in ("dkv", "dk", "out")]
+    ['kv', 'kv', 'q']
+    """
+    return "kv" if name in ("kv", "k", "v", "dkv", "dk", "dv") else "q"
 
 
 def tag(step: int, kind: str) -> int:
