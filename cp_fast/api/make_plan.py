@@ -87,6 +87,7 @@ class Made(NamedTuple):
     plan: Plan
 
 
+@torch.inference_mode(False)  # an evaluation may make a plan, or the tables of its first call, and training use them
 def prepared(
     cp: ContextParallel,
     agreement: Agreement,

@@ -137,6 +137,7 @@ class Plan(OfThisProcess, plans.Plan):
         return self.custom or chosen_schedule(self.problem, self.head_chunks, {self.rank: self.steps})
 
     @cached_property
+    @torch.inference_mode(False)
     def position_ids(self) -> torch.Tensor:
         """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and
         sbhd. With `room`, [max_tokens_q / cp], 0 in the tail; `update` writes the new ones to the same memory.
@@ -151,6 +152,7 @@ class Plan(OfThisProcess, plans.Plan):
         return LinearPlan(self.problem, self.rank, self.device)
 
     @implements(plans.update)
+    @torch.inference_mode(False)
     def update(
         self,
         *,

@@ -27,6 +27,7 @@ class OfThisProcess:
         raise TypeError(f"a cp_fast.{kind} belongs to its process and cannot be pickled; make one in every process")
 
 
+@torch.inference_mode(False)  # autograd saves a handle
 def opaque_for(thing: Any) -> torch.Tensor:
     """A new handle, int64 [], of an object; it does not keep the object alive."""
     number = next(_numbers)

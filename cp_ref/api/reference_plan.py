@@ -76,6 +76,7 @@ class Plan(plans.Plan):
         return self.halos[kernel_size]
 
     @cached_property
+    @torch.inference_mode(False)  # training may use those that an evaluation made
     def position_ids(self) -> torch.Tensor:
         """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and
         sbhd. With `room`, [max_tokens_q / cp], 0 in the tail.

@@ -36,6 +36,7 @@ class ChunkRows:
         return x.flatten(0, 1)[self.places]
 
 
+@torch.inference_mode(False)  # autograd may save tables that an evaluation made
 def chunk_rows(fragments: FragmentRows, size: int) -> ChunkRows:
     """The chunks of `size` rows of every fragment, made once for a table of fragments.
 
