@@ -87,7 +87,7 @@ def shard_batch(
         batch: input_ids [b, s], and any of
             position_ids [1, t]: the batch is packed; the positions of each document are 0, 1, 2 and so on.
             attention_mask [b, s]: 1 for tokens, 0 for padding behind them.
-            labels [b, s]: one for each token, -100 where nothing is to be learnt.
+            labels [b, s]: one for each token, -100 where nothing is to be learnt, as on padding.
             All are of integer dtypes.
         cp: the group, the schedule and the layout. "balanced" shares documents, and rows with padding, out by the work
             that they make under a causal mask.
@@ -100,16 +100,17 @@ def shard_batch(
             None: the ranks of cp alone. Collective over all of them.
 
     Returns:
-        input_ids, position_ids (inside each document) and cp_batch. With labels also labels, shifted where that was
-        asked for; then as shift_labels too, for models that would shift them again; and num_items_in_batch, int64, how
-        many labels count on all ranks of `over`. A model's loss is then this rank's part of the mean: the parts of all
-        ranks of `over` add up to it, and so do the gradients. `cp_fast.integrations.loss.loss_for_backward` makes of
-        the part what a wrapper that averages gradients needs.
+        input_ids, position_ids (inside each document) and cp_batch. With labels also labels, int64, shifted where that
+        was asked for; then as shift_labels too, for models that would shift them again; and num_items_in_batch, int64,
+        how many labels count on all ranks of `over`. A model's loss is then this rank's part of the mean: the parts of
+        all ranks of `over` add up to it, and so do the gradients. `cp_fast.integrations.loss.loss_for_backward` makes
+        of the part what a wrapper that averages gradients needs.
 
     Raises:
         ValueError, TypeError: an entry that is not known, a row whose entries do not fit its tokens, a mask with
-        padding before or between tokens, a packed batch with a mask; a batch that is not the same on all ranks of cp,
-        which their loaders then gave other rows. What one rank refuses raises on all ranks of cp and of `over`.
+        padding before or between tokens, a label on padding, a packed batch with a mask; a batch that is not the same
+        on all ranks of cp, which their loaders then gave other rows. What one rank refuses raises on all ranks of cp
+        and of `over`.
 
     >>> from cp_ref import SimGroup
     >>> ids = torch.tensor([[5, 6, 7, 8]])
@@ -127,7 +128,7 @@ def shard_batch(
         return rows, digests(batch)
 
     rows, count = _agreed(cp, over, read)
-    targets = torch.full_like(rows.ids, -100) if rows.targets is None else rows.targets
+    targets = torch.full(rows.ids.shape, -100, device=rows.ids.device) if rows.targets is None else rows.targets
     cut = _balanced if cp.layout == "balanced" else _packed if rows.packed else _padded
     ids, targets, positions, sequences = cut(rows, targets, cp, pad_token_id)
     made: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "cp_batch": sequences}

@@ -53,7 +53,7 @@ def batch_of(lengths: tuple[int, ...], packed: bool) -> dict[str, torch.Tensor]:
         return {"input_ids": ids, "labels": ids, "position_ids": torch.cat([*map(torch.arange, lengths)])[None]}
     ids = torch.randint(30, (len(lengths), max(lengths)), generator=generator)
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
 
 
 def alone(model: Model, lengths: tuple[int, ...], batch: dict[str, torch.Tensor]) -> None:
@@ -115,7 +115,8 @@ def test_gradients_are_those_of_one_process(four: Processes, comm: str, lengths:
 def test_every_token_is_learnt_once(lengths: list[int], cp_size: int, packed: bool) -> None:
     """Slices of equal rows, of which none lies behind the batch; and no label that is not the batch's."""
     batch = batch_of(tuple(lengths), packed)
-    batch["labels"] = torch.arange(batch["input_ids"].numel()).view(batch["input_ids"].shape)
+    numbers = torch.arange(batch["input_ids"].numel()).view(batch["input_ids"].shape)
+    batch["labels"] = numbers.masked_fill(batch.get("attention_mask", torch.ones(())) == 0, -100)
 
     def one(member: Any) -> Any:
         local = shard_batch(batch, cp=cp_fast.ContextParallel(member, layout="balanced"), shift_labels=False)

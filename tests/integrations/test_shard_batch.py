@@ -43,6 +43,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"input_ids": IDS, "attention_mask": ONES[:, :5]},
         "row 0 of attention_mask has 5 entries for 8 tokens",
     ),
+    "a label on padding": (
+        with_mask([1, 1, 1, 0, 0]) | {"labels": IDS[:, :5]},
+        "row 1 of labels has 11 at token 3, which is padding by attention_mask",
+    ),
     "no ids": ({"labels": IDS}, "it must have input_ids"),
     "an unknown entry": ({"input_ids": IDS, "token_type_ids": IDS}, "batch has input_ids, token_type_ids; it must"),
     "no dict": ([IDS], "batch is of type list; it must be a dict"),  # type: ignore[dict-item]
@@ -102,6 +106,18 @@ def test_labels_that_are_not_shifted_stay_where_they_are(batch: dict[str, torch.
         ]
 
     assert SimGroup(2).run(one) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_labels_of_any_integers_are_those_of_cross_entropy(dtype: torch.dtype) -> None:
+    def one(member: Any) -> list[int]:
+        cp = cp_fast.ContextParallel(member)
+        part = shard_batch({"input_ids": IDS.to(dtype), "labels": IDS.to(dtype)}, cp=cp)
+        assert part["labels"].dtype == torch.int64
+        assert "labels" not in shard_batch({"input_ids": IDS.to(dtype)}, cp=cp)
+        return part["labels"][1].tolist()
+
+    assert SimGroup(2).run(one) == [[9, 10, 15, -100], [11, 12, 13, 14]]
 
 
 def counts(over: str) -> list[int]:

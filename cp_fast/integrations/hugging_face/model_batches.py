@@ -34,7 +34,7 @@ def shard_batch(
             cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, seq_idx: the same said again, or instead, as
                 `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` returns it.
             attention_mask [b, s]: 1 for tokens, 0 for padding behind them.
-            labels [b, s]: as the model takes them alone, -100 where nothing is to be learnt.
+            labels [b, s]: as the model takes them alone, -100 where nothing is to be learnt, as on padding.
         cp: the group, the schedule and the layout.
         model: the prepared model, which knows whether a token learns the label of the next one or its own, and how
             positions are numbered. None: a decoder, whose labels are the next tokens', and whose positions begin at 0.

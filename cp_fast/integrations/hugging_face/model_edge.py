@@ -77,6 +77,15 @@ class Edge:
                 "output_router_logits is True, which cp_fast does not support: a router's auxiliary loss is not a sum "
                 "over tokens"
             )
+        if given.get("position_ids") is None:
+            raise TypeError(
+                f"{name} is given no position_ids, and would number a slice's tokens from its own first: call it with "
+                "all that shard_batch returns"
+            )
+        if (kept := given.get("logits_to_keep")) is not None and (isinstance(kept, torch.Tensor) or kept):
+            raise NotImplementedError(
+                f"logits_to_keep is {kept!r}, which cp_fast does not support: it would count the tokens of a slice"
+            )
         given = ({"use_cache": False} if self.caches else {}) | given
         if self.first_position:
             given["position_ids"] = given["position_ids"] + self.first_position

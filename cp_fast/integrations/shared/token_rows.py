@@ -62,7 +62,9 @@ def read_rows(batch: Any, shift_labels: bool) -> TokenRows:
         cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     if labels is None:
         return TokenRows(ids, None, cu_seqlens, positions is not None)
-    targets = labels if mask is None else labels.masked_fill(mask == 0, -100)
+    targets = labels.to(torch.int64)  # cross_entropy takes no other integers, and -100 is none of the unsigned ones
+    if mask is not None:
+        _check_padding(targets, mask)
     if shift_labels:
         targets = F.pad(targets[:, 1:], (0, 1), value=-100)
         if positions is not None:
@@ -100,6 +102,17 @@ def _check_entries(batch: Any) -> None:
             )
         if list(x.shape) != shape:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be that of input_ids, {shape}")
+
+
+def _check_padding(targets: torch.Tensor, mask: torch.Tensor) -> None:
+    """Raise for a label on padding: a model alone would learn it, from keys that no rank has."""
+    odd = ((targets != -100) & (mask == 0).to(targets.device)).nonzero()
+    if len(odd):
+        row, at = odd[0].tolist()
+        raise ValueError(
+            f"row {row} of labels has {targets[row, at].item()} at token {at}, which is padding by attention_mask; "
+            "padding must have the label -100"
+        )
 
 
 def _documents(positions: torch.Tensor) -> torch.Tensor:

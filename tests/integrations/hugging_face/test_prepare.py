@@ -184,6 +184,8 @@ def test_calls_of_a_prepared_model() -> None:
             r"learns each token's next: call shard_batch\(batch, cp",
         ),
         ({**part, "output_router_logits": True}, "output_router_logits is True"),
+        ({**part, "logits_to_keep": 1}, "logits_to_keep is 1, .* tokens of a slice"),
+        ({n: x for n, x in part.items() if n != "position_ids"}, "is given no position_ids"),
         (ours.shard_batch(batch, cp=cp_fast.ContextParallel(dist_of_one())), "another group of ranks"),
     ):
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=said):
