@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from conformance.case import Case
 from conformance.draw.capabilities import Capabilities, narrowed
-from conformance.run.play_case import UnsupportedCase
+from conformance.judge.ranks import UnsupportedCase
 from cp_ref.spec import QKV_FORMATS, Problem, divisor
 
 __all__ = ["adapted", "first_of", "judged_plainly", "plainer"]

@@ -10,9 +10,10 @@ from typing import Any
 from conformance.case import Case
 from conformance.draw.case_features import SCORE_AXES
 from conformance.implementation import as_implementation, context
+from conformance.judge.ranks import UnsupportedCase
 from conformance.judge.reference import Hang, describe_error, run_ranks, watching
 from conformance.run.case_tensors import build, plan_arguments
-from conformance.run.play_case import UnsupportedCase, play
+from conformance.run.play_case import play
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, Problem, Sequence
 
 __all__ = [

@@ -10,11 +10,11 @@ from conformance.case import Case
 from conformance.draw.adapted import adapted, judged_plainly
 from conformance.draw.capabilities import capabilities_of
 from conformance.implementation import Implementation
+from conformance.judge.ranks import UnsupportedCase
 from conformance.judge.run_record import Judged, Verdict
 from conformance.run.case_tensors import GlobalTensors, build
-from conformance.run.play_case import UnsupportedCase
 from conformance.tiers import budget, determinism, hygiene, logic, metamorphic, plan, probes
-from conformance.tiers.malformed_calls import errors
+from conformance.tiers.calls import errors
 from cp_ref.spec import Problem, Sequence
 
 __all__ = ["SCHEDULES", "TableEntry", "dense", "every_schedule", "problem"]

@@ -8,13 +8,15 @@ import torch
 
 from conformance.implementation import Implementation
 from conformance.judge.named_entries import dense
+from conformance.judge.ranks import UnsupportedCase, values_of_ranks
 from conformance.judge.reference import Hang, describe_error, run_ranks
 from conformance.known.known_bug import case
 from conformance.run.case_tensors import build
-from conformance.run.play_case import UnsupportedCase
-from conformance.tiers.malformed_calls.local import Call, close, on_every_rank
+from conformance.tiers.calls.one_rank import Call, close, on_every_rank
 
 __all__ = ["batch_lengths_kept", "flat_group_for_two_levels", "packed_qkv", "trailing_equal_lengths"]
+
+_TOKENS = [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]  # of each of two ranks: sequences of 8 and 4 tokens, dual_chunk
 
 
 def packed_qkv(impl: Implementation, device: str = "cpu") -> list[str]:
@@ -67,16 +69,13 @@ def batch_lengths_kept(impl: Implementation, device: str = "cpu") -> list[str]:
         batch = {"input_ids": ids, "cu_seqlens": cu, "cu_seqlens_padded": cu}
         return cut(batch, cp=impl.ContextParallel(member), qkv_format="thd", cu_seqlens_padded=cu)
 
-    found, tokens = [], [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
-    for rank, outcome in enumerate(run_ranks(2, one_rank)):
-        if outcome.error is not None:
-            found.append(f"rank {rank} raised {describe_error(outcome.error)}")
-            continue
+    batches, found = values_of_ranks(2, one_rank)
+    for rank, batch in enumerate(batches):
         for name in ("cu_seqlens", "cu_seqlens_padded"):
-            if outcome.value[name].tolist() != cu.tolist():
-                found.append(f"rank {rank}: {name} became {outcome.value[name].tolist()}")
-        if outcome.value["input_ids"].tolist() != tokens[rank]:
-            found.append(f"rank {rank} has tokens {outcome.value['input_ids'].tolist()}, not {tokens[rank]}")
+            if batch[name].tolist() != cu.tolist():
+                found.append(f"rank {rank}: {name} became {batch[name].tolist()}")
+        if batch["input_ids"].tolist() != _TOKENS[rank]:
+            found.append(f"rank {rank} has tokens {batch['input_ids'].tolist()}, not {_TOKENS[rank]}")
     return found
 
 
@@ -84,7 +83,7 @@ def trailing_equal_lengths(impl: Implementation, device: str = "cpu") -> list[st
     """`thd_get_partitioned_indices` with lengths [0, 8, 12, 12, 12]: as without the entries that repeat."""
     indices = _helper(impl, "thd_get_partitioned_indices")
     found = []
-    for rank, want in enumerate(([0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10])):
+    for rank, want in enumerate(_TOKENS):
         padded = torch.tensor([0, 8, 12, 12, 12], dtype=torch.int32, device=device)
         got = indices(padded, 12, 2, rank).tolist()
         if got != want:

@@ -18,14 +18,14 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from conformance.implementation import Implementation, context
 from conformance.judge.compare_tensors import same_bytes, worst
-from conformance.judge.reference import Hang, describe_error, run_ranks
+from conformance.judge.ranks import values_of_ranks
+from conformance.judge.reference import describe_error
 from conformance.levels.helper_arguments import HELPERS, MOVED_DTYPES, Built
 from conformance.levels.helper_definitions import DEFINITIONS, batch_of_rank
 from conformance.levels.helper_rules import broken_rule
-from conformance.levels.level_calls import Raised, call, shape_findings
+from conformance.levels.level_calls import call, shape_findings
 from conformance.levels.problem_text import LevelCase
 from conformance.run.global_state import ASSERTED, context_error
-from conformance.run.play_case import UnsupportedCase
 from cp_ref.spec import Problem
 
 __all__ = [
@@ -221,21 +221,11 @@ def _check_batch(impl: Implementation, case: Helper, device: str) -> list[str]:
     helper, problem = getattr(impl.thd, case.name), Problem(case.cp_size, (), layout="dual_chunk")
 
     def one_rank(member: Any) -> Any:
-        mine = call(impl, helper, cp=context(impl, problem, member), **built.arguments)
+        mine = helper(cp=context(impl, problem, member), **built.arguments)
         return mine, batch_of_rank(cp_size=case.cp_size, rank=member.rank, **built.arguments)
 
-    try:
-        outcomes = run_ranks(case.cp_size, one_rank)
-    except Hang as hang:
-        return [str(hang)]
-    found = []
-    for rank, (value, error) in enumerate(outcomes):
-        if isinstance(error, UnsupportedCase):
-            raise error
-        if error is not None:
-            found.append(str(error) if isinstance(error, Raised) else f"rank {rank} raised {describe_error(error)}")
-            continue
-        got, exact = value
+    ranks, found = values_of_ranks(case.cp_size, one_rank, impl.Unsupported, NotImplementedError)
+    for rank, (got, exact) in enumerate(ranks):
         if list(got) != list(exact):
             found.append(f"rank {rank} has the entries {list(got)}, but should have {list(exact)}")
             continue

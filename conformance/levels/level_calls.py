@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from conformance.implementation import Implementation, Missing
+from conformance.judge.ranks import UnsupportedCase
 from conformance.judge.reference import describe_error, is_out_of_memory
-from conformance.run.play_case import UnsupportedCase
 
 __all__ = ["Raised", "call", "dtype_of", "parts_of", "shape_findings"]
 

@@ -8,9 +8,10 @@ import torch
 
 from conformance.case import Case
 from conformance.implementation import Implementation
+from conformance.judge.ranks import UnsupportedCase
 from conformance.report.mask_differences import MOST, Pair
 from conformance.run.case_tensors import GlobalTensors, build
-from conformance.run.play_case import UnsupportedCase, play
+from conformance.run.play_case import play
 
 __all__ = ["observed_pairs"]
 

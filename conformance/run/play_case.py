@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from conformance.case import Case
-from conformance.implementation import Implementation, as_implementation, context
-from conformance.judge.reference import Hang, Outcome, describe_error, run_ranks
+from conformance.implementation import Implementation, as_implementation
+from conformance.judge.ranks import UnsupportedCase, context_of, values_of_ranks
 from conformance.run.case_tensors import GlobalTensors, attention_arguments, plan_arguments, sequence_axis
 from conformance.run.placement import assemble, slice_rows_of, take_slice
 from conformance.scores.score_arguments import score_arguments
 from cp_ref.spec import Problem, divisor
 
-__all__ = ["Gathered", "UnsupportedCase", "lengths_to_cut", "local_slice", "named_results", "needs_plan", "play"]
+__all__ = ["Gathered", "lengths_to_cut", "local_slice", "named_results", "needs_plan", "play"]
 
 
 LAYOUTS_OF_LENGTHS = ("dual_chunk", "contiguous")  # Only a plan knows the others, such as tables.
@@ -25,10 +26,6 @@ LIMITS_S = {"cpu": 20.0, "cuda": 55.0}
 """When ranks that do not finish one call are given up, in seconds: on a GPU, libraries compile kernels on first use.
 The environment variable CONFORMANCE_LIMIT_S overrides both.
 """
-
-
-class UnsupportedCase(Exception):
-    """The implementation says, by `supports` and by raising `Unsupported` on every rank, that it does not have this."""
 
 
 @dataclass
@@ -60,17 +57,14 @@ def play(impl: Any, case: Case, tensors: GlobalTensors, limit_s: float | None = 
     if reason := impl.why_not(case.problem, case.alibi):
         raise UnsupportedCase(reason)
     limit = _limit_s(tensors.q.device.type) if limit_s is None else limit_s
-    try:
-        outcomes = run_ranks(case.problem.cp_size, lambda member: _one_rank(impl, case, tensors, member), limit)
-    except Hang as hang:
-        return Gathered(findings=[str(hang)])
-    _raise_if_unsupported(impl, case, outcomes)
-    gathered = Gathered()
-    for rank, outcome in enumerate(outcomes):
-        if outcome.error is not None:
-            gathered.findings.append(f"rank {rank} raised {describe_error(outcome.error)}")
-    if not gathered.findings:
-        _collect(case, tensors, [o.value for o in outcomes], gathered, impl.softmax_offset_grad)
+    may_refuse = "lse" in case.loss or case.alibi or not impl.offers("supports")
+    refusals = [impl.Unsupported] if may_refuse else []
+    ranks, findings = values_of_ranks(
+        case.problem.cp_size, partial(_one_rank, impl, case, tensors), *refusals, limit_s=limit
+    )
+    gathered = Gathered(findings=findings)
+    if not findings:
+        _collect(case, tensors, ranks, gathered, impl.softmax_offset_grad)
     return gathered
 
 
@@ -78,35 +72,19 @@ def _limit_s(device: str) -> float:
     return float(os.environ.get("CONFORMANCE_LIMIT_S", LIMITS_S.get(device, LIMITS_S["cuda"])))
 
 
-class _Refused(Exception):
-    """`supports` said no, and `attention` did as it said."""
-
-
-def _raise_if_unsupported(impl: Implementation, case: Case, outcomes: list[Outcome]) -> None:
-    errors = [o.error for o in outcomes]
-    if all(isinstance(e, _Refused) for e in errors):
-        raise UnsupportedCase(str(errors[0]))
-    may_refuse = "lse" in case.loss or case.alibi or not impl.offers("supports")
-    if may_refuse and all(isinstance(e, impl.Unsupported) for e in errors):
-        raise UnsupportedCase(str(errors[0]))
-
-
 def _one_rank(impl: Implementation, case: Case, tensors: GlobalTensors, member: Any) -> dict[str, torch.Tensor | None]:
     p, device = case.problem, str(tensors.q.device)
-    try:
-        cp = context(impl, p, member)
-    except impl.Unsupported as refusal:
-        raise _Refused(str(refusal)) from refusal
+    cp = context_of(impl, p, member)
     supported, reason = impl.supports(cp=cp, **plan_arguments(p, device), **case.wishes)
     if needs_plan(p) and not impl.offers("make_plan"):
-        raise _Refused("there is no make_plan, which this problem needs")
+        raise UnsupportedCase("there is no make_plan, which this problem needs")
     try:
         inputs = _Inputs(impl, case, tensors, cp, member.rank)
         results = _attend(impl, case, tensors, cp, inputs)
     except impl.Unsupported as refusal:
         if supported:
             raise
-        raise _Refused(reason) from refusal
+        raise UnsupportedCase(reason) from refusal
     if not supported:
         raise AssertionError(f"supports(...) is False ({reason}), but attention did not raise Unsupported")
     _backward(case, tensors, results, inputs, member.rank)

@@ -17,13 +17,14 @@ from typing import Any, Protocol
 from conformance.case import Case
 from conformance.draw.capabilities import EVERYTHING, Capabilities, probe
 from conformance.implementation import LEVEL_MEMBER, Implementation, Missing, as_implementation
+from conformance.judge.ranks import UnsupportedCase
 from conformance.judge.reference import Hang, Watch, describe_error, is_out_of_memory, run_ranks, watching
 from conformance.judge.run_record import FAILING, Judged, Level, Played, Verdict
 from conformance.levels import LEVEL_TIERS, Raised
 from conformance.run.global_state import context_error, forked, forks_of, kept
-from conformance.run.play_case import UnsupportedCase
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of, table_entry
-from conformance.tiers.malformed_calls.malformed import ERRORS, call_of
+from conformance.tiers.calls.error_cases import ERRORS
+from conformance.tiers.calls.small_calls import call_of
 
 __all__ = ["InProcess", "Offer", "Pairs", "Patience", "Runner", "Task", "pairs_of", "play_task", "task_of"]
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from conformance.implementation import Missing
+from conformance.judge.ranks import UnsupportedCase
 from conformance.judge.reference import Outcome, describe_error, running_ranks_by
-from conformance.run.play_case import UnsupportedCase
 
 __all__ = ["join_group", "own_gpu"]
 

@@ -47,7 +47,7 @@ from conformance.tiers import (
     probes,
     torch_integration,
 )
-from conformance.tiers.malformed_calls import errors, spellings
+from conformance.tiers.calls import errors, spellings
 
 __all__ = ["CASE_TIERS", "TABLE_TIERS", "TIER_NAMES", "TableTier", "Tier", "cases_of", "table_entry"]
 

@@ -14,7 +14,7 @@ import torch
 from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.run.case_tensors import build
-from conformance.tiers.malformed_calls.local import Call, Tensors, on_every_rank, same_bits
+from conformance.tiers.calls.one_rank import Call, Tensors, on_every_rank, same_bits
 
 __all__ = ["check"]
 

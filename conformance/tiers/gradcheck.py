@@ -11,7 +11,7 @@ from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.run.case_tensors import GlobalTensors, build
 from conformance.run.play_case import play
-from conformance.tiers.malformed_calls.local import Tensors
+from conformance.tiers.calls.one_rank import Tensors
 
 __all__ = ["gradcheck", "result_names"]
 

@@ -29,7 +29,7 @@ from conformance.run.case_tensors import build
 from conformance.run.global_state import changed, state
 from conformance.run.play_case import play
 from conformance.tiers import logic
-from conformance.tiers.malformed_calls.local import Call, Tensors, close, on_every_rank, same_bits
+from conformance.tiers.calls.one_rank import Call, Tensors, close, on_every_rank, same_bits
 
 __all__ = ["check", "poisoned_memory"]
 

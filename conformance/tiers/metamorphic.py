@@ -23,10 +23,11 @@ import torch
 
 from conformance.case import Case
 from conformance.implementation import Implementation
+from conformance.judge.ranks import UnsupportedCase
 from conformance.run.case_tensors import GlobalTensors, build, real_tokens
-from conformance.run.play_case import UnsupportedCase, play
+from conformance.run.play_case import play
 from conformance.scores.score_arguments import depends_on_number
-from conformance.tiers.malformed_calls.local import Tensors, close, same_bits
+from conformance.tiers.calls.one_rank import Tensors, close, same_bits
 from cp_ref.spec import Problem, divisor
 from cp_ref.spec import Sequence as OneSequence
 

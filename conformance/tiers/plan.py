@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from conformance.case import Case
-from conformance.implementation import Implementation, context
-from conformance.judge.reference import Hang, describe_error, digest_of, run_ranks
+from conformance.implementation import Implementation
+from conformance.judge.ranks import UnsupportedCase, context_of, values_of_ranks
+from conformance.judge.reference import digest_of
 from conformance.run.case_tensors import plan_arguments, sequence_axis
 from conformance.run.placement import positions, take_slice, unsharded
-from conformance.run.play_case import UnsupportedCase, lengths_to_cut, needs_plan
+from conformance.run.play_case import lengths_to_cut, needs_plan
 from conformance.scores.score_mods import score_mod_of
 from cp_ref.spec import InvalidSchedule, Problem, Schedule, verify
 
@@ -32,20 +33,11 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     p = case.problem
     if reason := impl.why_not(p):
         raise UnsupportedCase(reason)
-    try:
-        outcomes = run_ranks(p.cp_size, lambda member: _one_rank(impl, case, member, device))
-    except Hang as hang:
-        return [str(hang)]
-    errors = [o.error for o in outcomes]
-    if all(isinstance(error, UnsupportedCase) for error in errors):
-        raise UnsupportedCase(str(errors[0]))
-    found = [f"rank {rank} raised {describe_error(error)}" for rank, error in enumerate(errors) if error is not None]
-    if found:
-        return found
-    for rank, outcome in enumerate(outcomes):
-        found += [f"rank {rank}: {finding}" for finding in outcome.value[1]]
-    plans = [o.value[0] for o in outcomes]
-    return found + (_plans(p, plans) if impl.offers("make_plan") else [])
+    ranks, wrong = values_of_ranks(p.cp_size, lambda member: _one_rank(impl, case, member, device))
+    if wrong:
+        return wrong
+    found = [f"rank {rank}: {finding}" for rank, (_, findings) in enumerate(ranks) for finding in findings]
+    return found + (_plans(p, [plan for plan, _ in ranks]) if impl.offers("make_plan") else [])
 
 
 def _plans(p: Problem, plans: list[tuple[str, str, Schedule]]) -> list[str]:
@@ -69,10 +61,7 @@ def _plans(p: Problem, plans: list[tuple[str, str, Schedule]]) -> list[str]:
 def _one_rank(impl: Implementation, case: Case, member: Any, device: str) -> tuple[Any, list[str]]:
     """The plan as texts and schedule, None where there is no `make_plan`; and findings about what this rank has."""
     p = case.problem
-    try:
-        cp = context(impl, p, member)
-    except impl.Unsupported as refusal:
-        raise UnsupportedCase(str(refusal)) from refusal
+    cp = context_of(impl, p, member)
     supported, reason = impl.supports(cp=cp, **plan_arguments(p, device))
     if not impl.offers("make_plan"):
         if not supported or needs_plan(p):

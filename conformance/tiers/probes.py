@@ -25,10 +25,11 @@ import torch
 
 from conformance.case import Case
 from conformance.implementation import Implementation
+from conformance.judge.ranks import UnsupportedCase
 from conformance.judge.visibility import seen
 from conformance.run.case_tensors import GlobalTensors, build
 from conformance.run.placement import where
-from conformance.run.play_case import UnsupportedCase, play
+from conformance.run.play_case import play
 from conformance.scores.dropout_hash import kept_pairs
 from conformance.scores.score_arguments import dropout_seed
 from conformance.scores.score_mods import aux_tensors, hidden

@@ -28,11 +28,11 @@ from conformance.case import Case
 from conformance.draw.adapted import adapted, judged_plainly
 from conformance.draw.capabilities import Capabilities, capabilities_of
 from conformance.implementation import Implementation
+from conformance.judge.ranks import UnsupportedCase
 from conformance.judge.run_record import Judged, Verdict
 from conformance.run.case_tensors import build
-from conformance.run.play_case import UnsupportedCase
+from conformance.tiers.calls.one_rank import Call, Tensors, close, on_every_rank, same_bits
 from conformance.tiers.gradcheck import gradcheck, result_names
-from conformance.tiers.malformed_calls.local import Call, Tensors, close, on_every_rank, same_bits
 from cp_ref.spec import Problem, Sequence
 
 __all__ = ["cases", "check", "ids"]

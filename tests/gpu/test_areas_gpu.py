@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from conformance.adapters.cp_fast import OneBackend
 from conformance.case import Case
-from conformance.run.play_case import UnsupportedCase
+from conformance.judge.ranks import UnsupportedCase
 from conformance.tiers import budget, logic, probes
 from cp_fast import masks
 from cp_fast.backends import by_name

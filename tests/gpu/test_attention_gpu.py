@@ -14,7 +14,7 @@ import torch
 
 from conformance.adapters.cp_fast import OneBackend
 from conformance.case import Case
-from conformance.run.play_case import UnsupportedCase
+from conformance.judge.ranks import UnsupportedCase
 from conformance.tiers import budget, probes
 from cp_fast.backends import by_name
 from cp_ref.spec import Feature, Problem, Sequence

@@ -14,9 +14,9 @@ import cp_ref
 from conformance.case import Case
 from conformance.draw.capabilities import probe
 from conformance.implementation import Implementation, load
+from conformance.judge.ranks import UnsupportedCase
 from conformance.judge.reference import exact_results
 from conformance.run.case_tensors import build
-from conformance.run.play_case import UnsupportedCase
 from conformance.scores.dropout_hash import kept_pairs
 from conformance.scores.score_arguments import dropout_seed
 from conformance.scores.score_mods import SCORE_MODS

@@ -9,7 +9,7 @@ import torch
 
 from conformance.draw.capabilities import EVERYTHING
 from conformance.implementation import Implementation, load
-from conformance.run.play_case import UnsupportedCase
+from conformance.judge.ranks import UnsupportedCase
 from conformance.special import SPECIAL
 from conformance.tiers import TABLE_TIERS, table_entry
 from tests.meta.mutants import MUTANTS

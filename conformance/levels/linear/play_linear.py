@@ -13,7 +13,7 @@ import torch
 
 from conformance.implementation import Implementation, context
 from conformance.judge.compare_tensors import worst
-from conformance.judge.reference import Hang, describe_error, run_ranks
+from conformance.judge.ranks import values_of_ranks
 from conformance.levels.level_calls import shape_findings
 from conformance.levels.linear.linear_case import LinearAttention, LinearCase
 from conformance.levels.linear.linear_tensors import (
@@ -25,7 +25,6 @@ from conformance.levels.linear.linear_tensors import (
 )
 from conformance.run.case_tensors import plan_arguments, real_tokens
 from conformance.run.placement import assemble, take_slice
-from conformance.run.play_case import UnsupportedCase
 
 __all__ = ["Results", "check", "compare_linear", "judged_results", "play_layer"]
 
@@ -37,20 +36,12 @@ Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]  # Found values, and exact 
 def check(impl: Implementation, case: LinearCase, device: str = "cpu") -> list[str]:
     """Findings about the layer's results and gradients on all ranks, against the recurrence."""
     tensors = build_linear(case, device)
-    try:
-        outcomes = run_ranks(case.cp_size, partial(_play_rank, impl, case, tensors))
-    except Hang as hang:
-        return [str(hang)]
-    errors = [outcome.error for outcome in outcomes]
-    if all(isinstance(error, (impl.Unsupported, NotImplementedError)) for error in errors):
-        raise UnsupportedCase(str(errors[0]))
-    if any(errors):
-        return [f"rank {n} raised {describe_error(error)}" for n, error in enumerate(errors) if error is not None]
-    return compare_linear(case, tensors, [outcome.value for outcome in outcomes])
 
+    def one_rank(member: Any) -> Results:
+        return play_layer(impl, case, tensors, context(impl, case.problem, member), member.rank)
 
-def _play_rank(impl: Implementation, case: LinearCase, tensors: LinearTensors, member: Any) -> Results:
-    return play_layer(impl, case, tensors, context(impl, case.problem, member), member.rank)
+    ranks, found = values_of_ranks(case.cp_size, one_rank, impl.Unsupported, NotImplementedError)
+    return found or compare_linear(case, tensors, ranks)
 
 
 def play_layer(impl: Implementation, case: LinearCase, tensors: LinearTensors, cp: Any, rank: int) -> Results:

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from conformance.draw.capabilities import Capabilities, probe
 from conformance.draw.strategies import CP_SIZES, cases
 from conformance.implementation import Implementation
+from conformance.judge.ranks import UnsupportedCase
 from conformance.levels import LEVEL_TIERS
-from conformance.run.play_case import UnsupportedCase
 from conformance.tiers import CASE_TIERS, TABLE_TIERS
 from cp_fast.movers.select_kernels import use
 from tests.meta.mutants.model import Mutant, Package, loaded

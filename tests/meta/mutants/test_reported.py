@@ -9,8 +9,8 @@ import torch
 
 from conformance.draw.capabilities import EVERYTHING
 from conformance.implementation import Implementation, load
+from conformance.judge.ranks import UnsupportedCase
 from conformance.known import KNOWN
-from conformance.run.play_case import UnsupportedCase
 from conformance.tiers import TABLE_TIERS, table_entry
 from tests.meta.mutants import MUTANTS
 from tests.meta.mutants.reported import REPORTED

@@ -14,8 +14,8 @@ from conformance.case import Case
 from conformance.draw.capabilities import EVERYTHING
 from conformance.draw.strategies import cases
 from conformance.implementation import Implementation, load
+from conformance.judge.ranks import UnsupportedCase
 from conformance.run.case_tensors import build
-from conformance.run.play_case import UnsupportedCase
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, determinism, hygiene, metamorphic, probes, torch_integration
 from conformance.tiers.metamorphic import RELATIONS
 from cp_ref.spec import Problem, Sequence

@@ -22,7 +22,7 @@ import torch
 from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.run.case_tensors import build
-from conformance.tiers.malformed_calls.local import Call, Tensors, close, on_every_rank
+from conformance.tiers.calls.one_rank import Call, Tensors, close, on_every_rank
 from cp_ref.spec import SCORE_OPTIONS, Problem
 
 __all__ = ["SPELLINGS", "check"]

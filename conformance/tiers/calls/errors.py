@@ -14,12 +14,14 @@ from typing import Any
 from conformance.case import Case
 from conformance.draw.capabilities import Capabilities, capabilities_of, variants
 from conformance.implementation import Implementation
+from conformance.judge.ranks import UnsupportedCase
 from conformance.judge.reference import Hang, Outcome, describe_error, run_ranks
 from conformance.judge.run_record import Judged
 from conformance.run.case_tensors import build
-from conformance.run.play_case import UnsupportedCase, play
+from conformance.run.play_case import play
 from conformance.tiers import plan as plan_tier
-from conformance.tiers.malformed_calls.malformed import ERRORS, Call, ErrorCase, call_of
+from conformance.tiers.calls.error_cases import ERRORS, ErrorCase
+from conformance.tiers.calls.small_calls import SmallCall, call_of
 from cp_ref.spec import Problem, Sequence
 
 __all__ = ["cases", "check", "ids"]
@@ -101,15 +103,12 @@ def _check_alone(impl: Implementation, entry: ErrorCase, device: str) -> list[st
         outcomes = _run(impl, [good, entry.change(good)])
     except Hang as hang:
         return [f"wrong on rank 1 alone: {hang}"]
-    named = [
-        entry.names if entry.one_rank_only else "",
-        entry.names,
-    ]  # A correct rank need not repeat the error.
-    findings = [_judge(_who(n), o, names) for n, (o, names) in enumerate(zip(outcomes, named, strict=True))]
+    right, wrong = outcomes  # the rank that is right need not repeat the error
+    findings = [_judge(_who(0), right, entry.names if entry.one_rank_only else ""), _judge(_who(1), wrong, entry.names)]
     return [f"wrong on rank 1 alone: {finding}" for finding in findings if finding]
 
 
-def _run(impl: Implementation, calls: list[Call]) -> list[Outcome]:
+def _run(impl: Implementation, calls: list[SmallCall]) -> list[Outcome]:
     return run_ranks(2, lambda member: calls[member.rank].run(impl, member), _LIMIT_S)
 
 

@@ -11,20 +11,18 @@ from typing import Any
 import torch
 
 from conformance.case import Case
-from conformance.implementation import Implementation, as_implementation, context
+from conformance.implementation import Implementation, as_implementation
 from conformance.judge.compare_tensors import same_bytes
-from conformance.judge.reference import Hang, describe_error, run_ranks
+from conformance.judge.ranks import UnsupportedCase, context_of, values_of_ranks
 from conformance.run.case_tensors import GlobalTensors, attention_arguments, plan_arguments
 from conformance.run.placement import take_slice
-from conformance.run.play_case import UnsupportedCase, lengths_to_cut, local_slice, named_results, needs_plan
+from conformance.run.play_case import lengths_to_cut, local_slice, named_results, needs_plan
 from conformance.scores.score_arguments import score_arguments
 from conformance.tiers.logic import tolerance
 
 __all__ = ["Call", "close", "on_every_rank", "same_bits"]
 
 Tensors = dict[str, torch.Tensor]
-
-_LIMIT_S = 60.0
 
 
 @dataclass
@@ -100,33 +98,21 @@ def on_every_rank(
         UnsupportedCase: `supports` is false on every rank; `body` is then not called. Or, without a `supports`,
             `body` raised `Unsupported` on every rank.
     """
-
     impl = as_implementation(impl)
     if reason := impl.why_not(case.problem, case.alibi):
         raise UnsupportedCase(reason)
 
     def one_rank(member: Any) -> list[str]:
         p, device = case.problem, str(tensors.q.device)
-        try:
-            cp = context(impl, p, member)
-        except impl.Unsupported as refusal:
-            raise UnsupportedCase(str(refusal)) from refusal
+        cp = context_of(impl, p, member)
         supported, reason = impl.supports(cp=cp, **plan_arguments(p, device), **case.wishes)
         if not supported:
             raise UnsupportedCase(reason)
         return body(_call(impl, case, tensors, cp, member.rank))
 
-    try:
-        outcomes = run_ranks(case.problem.cp_size, one_rank, _LIMIT_S)
-    except Hang as hang:
-        return [str(hang)]
-    errors = [o.error for o in outcomes]
-    told = impl.offers("supports") and not case.alibi
-    refusals = UnsupportedCase if told else (UnsupportedCase, impl.Unsupported)
-    if all(isinstance(e, refusals) for e in errors):
-        raise UnsupportedCase(str(errors[0]))
-    found = [f"rank {rank} raised {describe_error(e)}" for rank, e in enumerate(errors) if e is not None]
-    return found or [f"rank {rank}: {finding}" for rank, o in enumerate(outcomes) for finding in o.value]
+    refusals = [] if impl.offers("supports") and not case.alibi else [impl.Unsupported]
+    ranks, found = values_of_ranks(case.problem.cp_size, one_rank, *refusals)
+    return found + [f"rank {rank}: {finding}" for rank, findings in enumerate(ranks) for finding in findings]
 
 
 def _call(impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any, rank: int) -> Call:
