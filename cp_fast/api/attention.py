@@ -11,7 +11,14 @@ from cp_fast.api.checked_calls import checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.implicit_plan import Call, on_host, plan_of_call
 from cp_fast.api.plan import Plan
-from cp_fast.api.planned_call import CallFlags, agree_on_forward, check_planned_call, compiled_call, known_call
+from cp_fast.api.planned_call import (
+    AttentionCall,
+    CallFlags,
+    agree_on_forward,
+    check_planned_call,
+    compiled_call,
+    known_call,
+)
 from cp_fast.api.score_arguments import NOTHING, ScoreArguments
 from cp_fast.dispatch.autograd_function import Attention
 from cp_fast.dispatch.library_operators import attention_in_graph
@@ -48,7 +55,7 @@ def attention(
     scores = ScoreArguments.taken_from(arguments) if arguments else NOTHING
     known = None if arguments or softmax_offset is not None else known_call(plan, cp, flags, scores, q, k, v)
     if known is not None:
-        results = Attention.apply(plan, known[0], cp, flags, 0, known[1], q, k, v, None)
+        results = Attention.apply(known, q, k, v, None)
         return asked_for(results, return_lse, return_max_logit)
     given = {"q": q, "k": k, "v": v}
     if torch.compiler.is_compiling():
@@ -69,9 +76,9 @@ def attention(
         return check_planned_call(made, cp, flags, scores, q, k, v, softmax_offset)
 
     with unseen():
-        call, inputs = agree_on_forward(made, cp, flags, look, scores, q, k, v, softmax_offset)
-    compiled = compiled_call(made, cp, q, k, v)
-    results = Attention.apply(made, compiled, cp, flags, call, inputs, q, k, v, softmax_offset)
+        number, inputs = agree_on_forward(made, cp, flags, look, scores, q, k, v, softmax_offset)
+    call = AttentionCall(made, compiled_call(made, cp, q, k, v), cp, flags, number, inputs)
+    results = Attention.apply(call, q, k, v, softmax_offset)
     results = placed_like(given["q"], made.problem.qkv_format, results)
     return asked_for(results, return_lse, return_max_logit)
 

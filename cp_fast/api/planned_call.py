@@ -29,6 +29,7 @@ from cp_ref.spec import (
 
 __all__ = [
     "PLAIN_TENSORS",
+    "AttentionCall",
     "CallFlags",
     "agree_on_forward",
     "call_of_kinds",
@@ -52,6 +53,17 @@ class CallFlags(NamedTuple):
     def check(self) -> None:
         for name, flag in zip(self._fields, self, strict=True):
             check_flag(name, flag)
+
+
+class AttentionCall(NamedTuple):
+    """All of a call but its tensors."""
+
+    plan: Plan
+    compiled: CompiledCall  # for the tensors' shapes
+    cp: ContextParallel
+    flags: CallFlags
+    number: int  # of a checked call, whose backward pass is checked too; 0 for one that is not
+    scores: ScoreInputs | None  # what scores depend on besides q and k; None for nothing
 
 
 def requires_grad(*tensors: torch.Tensor | None) -> bool:
@@ -114,9 +126,9 @@ def check_planned_call(
 
 def known_call(
     plan: Any, cp: ContextParallel, flags: CallFlags, scores: ScoreArguments, q: Any, k: Any, v: Any
-) -> tuple[CompiledCall, ScoreInputs | None] | None:
-    """The compiled call of an equal call before, of another layer or step, and the inputs of its scores, if this one
-    needs no more checks. Only for plain tensors in plain eager mode, without an offset.
+) -> AttentionCall | None:
+    """This call as an equal one before, of another layer or step, if it needs no more checks. Only for plain tensors in
+    plain eager mode, without an offset.
 
     Raises:
         ValueError: the plan is another context's. NotImplementedError: inside a transform of torch.func.
@@ -135,7 +147,7 @@ def known_call(
         return None
     refuse_transforms()
     check_plan_owner(plan.problem, plan.rank, cp)
-    return found, inputs
+    return AttentionCall(plan, found, cp, flags, 0, inputs)
 
 
 def compiled_call(plan: Plan, cp: ContextParallel, q: Any, k: Any, v: Any) -> CompiledCall:

@@ -7,41 +7,29 @@ from typing import Any
 import torch
 
 from cp_fast.api.checked_calls import agree_on_call
-from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan
-from cp_fast.api.planned_call import CallFlags
+from cp_fast.api.planned_call import AttentionCall
 from cp_fast.dispatch.library_operators import forward_as_operator
 from cp_fast.dispatch.selective_checkpointing import is_selective
 from cp_fast.runtime.forward_backward import backward_pass, forward_pass
-from cp_fast.runtime.run import CompiledCall
 from cp_ref.common.autocast import no_autocast
 from cp_ref.common.derivatives import differentiable_once
-from cp_ref.common.scores.score_inputs import ScoreInputs
 
 __all__ = ["Attention"]
 
 
 class Attention(torch.autograd.Function):
-    """From q, k, v and offset to out, lse and max_logit (or None). All but max_logit are differentiable.
-
-    compiled: the plan compiled for the tensors' shapes. call: the number of a checked call, whose backward pass is
-        checked too; 0 for one that is not. scores: what scores depend on besides q and k; None for nothing.
-    """
+    """From q, k, v and offset to out, lse and max_logit (or None). All but max_logit are differentiable."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        plan: Plan,
-        compiled: CompiledCall,
-        cp: ContextParallel,
-        flags: CallFlags,
-        call: int,
-        scores: ScoreInputs | None,
+        call: AttentionCall,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         offset: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        plan, compiled, cp, flags, _, scores = call
         # saved like this, the backward pass need not do it again
         q, k, v = q.detach(), k.detach(), v.detach()
         if is_selective():
@@ -52,9 +40,7 @@ class Attention(torch.autograd.Function):
                 out, lse, max_logit, kept = forward_pass(compiled, cp, q, k, v, offset, scores, **how)
         given, of_scores = (q, k, v) if plan.needs_inputs else (), () if scores is None else scores.tensors
         ctx.save_for_backward(out.detach(), lse.detach(), offset, *kept, *given, *of_scores)
-        ctx.scores, ctx.saved = scores, len(kept) + len(given)
-        ctx.plan, ctx.handle, ctx.compiled, ctx.cp, ctx.call = plan, plan.handle, compiled, cp, call
-        ctx.kept, ctx.deterministic, ctx.lse_given = len(kept), flags.deterministic, flags.return_lse
+        ctx.call, ctx.handle, ctx.kept, ctx.saved = call, plan.handle, len(kept), len(kept) + len(given)
         ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
         if max_logit is not None:
             ctx.mark_non_differentiable(max_logit)
@@ -63,20 +49,23 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        plan, compiled, cp, flags, number, scores = ctx.call
+        wants_offset = ctx.needs_input_grad[4]
+
         def look() -> None:
-            if ctx.plan.handle is not ctx.handle:  # every batch of a plan has its own
+            if plan.handle is not ctx.handle:  # every batch of a plan has its own
                 raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
 
-        if ctx.call:
-            details = ("of_call", ctx.call), ("deterministic", ctx.deterministic), ("wants", ctx.needs_input_grad[9])
-            agree_on_call(ctx.cp, ctx.plan, "backward", look, *details)
+        if number:
+            details = ("of_call", number), ("deterministic", flags.deterministic), ("wants", wants_offset)
+            agree_on_call(cp, plan, "backward", look, *details)
         look()
         out, lse, offset, *tensors = ctx.saved_tensors
         tensors, of_scores = tensors[: ctx.saved], tensors[ctx.saved :]
-        with ctx.cp.alone("attention, backward"), no_autocast(out.device):
+        with cp.alone("attention, backward"), no_autocast(out.device):
             dq, dk, dv, doffset = backward_pass(
-                ctx.compiled,
-                ctx.cp,
+                compiled,
+                cp,
                 tuple(tensors[ctx.kept :]) or None,
                 tensors[: ctx.kept],
                 out,
@@ -84,9 +73,9 @@ class Attention(torch.autograd.Function):
                 offset,
                 grads[0],
                 grads[1],
-                None if ctx.scores is None else ctx.scores.with_tensors(*of_scores),
-                deterministic=ctx.deterministic,
-                wants_offset=ctx.needs_input_grad[9],
-                lse_given=ctx.lse_given,
+                None if scores is None else scores.with_tensors(*of_scores),
+                deterministic=flags.deterministic,
+                wants_offset=wants_offset,
+                lse_given=flags.return_lse,
             )
-        return *(None,) * 6, dq, dk, dv, doffset
+        return None, dq, dk, dv, doffset

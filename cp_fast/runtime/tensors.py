@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,16 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@lru_cache
+def _new_empty(dtype: torch.dtype, device: torch.device) -> Callable[[Sequence[int]], torch.Tensor]:
+    """A function that allocates tensors of a shape, as `torch.empty` does, which reads a dtype and a device each time.
+
+    >>> _new_empty(torch.float16, torch.device("cpu"))((2, 3)).shape
+    torch.Size([2, 3])
+    """
+    return torch.empty(0, dtype=dtype, device=device).new_empty
+
+
 class Allocation(NamedTuple):
     """The shapes and dtypes of a buffer's tensors."""
 
@@ -58,11 +69,11 @@ class Allocation(NamedTuple):
 
     def empty(self, dtypes: Sequence[torch.dtype] = ()) -> Tensors:
         """Tensors with any values. `dtypes`: one for each tensor by row."""
-        _, _, dtype, wide, device = self
-        each = zip(self.rows, dtypes or [dtype] * len(self.rows), strict=True)
+        rows, columns, dtype, wide, device = self
+        each = zip(rows, dtypes or [dtype] * len(rows), strict=True)
         return Tensors(
-            [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in each],
-            [torch.empty(shape, dtype=wide, device=device) for shape in self.columns],
+            [_new_empty(dtype, device)(shape) for shape, dtype in each],
+            [_new_empty(wide, device)(shape) for shape in columns] if columns else (),
         )
 
     def nothing(self, dtypes: Sequence[torch.dtype] = ()) -> Tensors:

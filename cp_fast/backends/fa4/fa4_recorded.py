@@ -44,6 +44,7 @@ _ALLOWED = {
     torch.ops.aten.clone.default: torch.clone,
     torch.ops.aten.detach.default: torch.Tensor.detach,
 }
+_KINDS = {"dtype", "device", "pin_memory"}  # The options that an empty tensor passes on; not that of pinned memory.
 _UNKNOWN = object()  # There is no record yet.
 _DETACH = torch.ops.aten.detach.default
 
@@ -205,9 +206,21 @@ class _Watch(TorchDispatchMode):
             others += step.arguments
             for place, number in step.places:
                 its[place] = number
-            call = partial(step.call, **step.options) if step.options else step.call
-            steps.append(_Repeated(call, _taker(its), step.made, step.last))
+            steps.append(_Repeated(_bound(step.call, step.options), _taker(its), step.made, step.last))
         return _Record(tuple(steps), others, _taker(numbers))
+
+
+def _bound(call: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """A call with its options. An empty tensor allocates memory of its dtype and device: to read these from arguments
+    takes as long as the allocation.
+
+    >>> _bound(torch.zeros, {"dtype": torch.float16})([2])
+    tensor([0., 0.], dtype=torch.float16)
+    """
+    if call not in (torch.empty, torch.zeros) or options.get("pin_memory") or not options.keys() <= _KINDS:
+        return partial(call, **options) if options else call
+    like = torch.empty(0, **options)
+    return like.new_empty if call is torch.empty else like.new_zeros
 
 
 def _taker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Any]:

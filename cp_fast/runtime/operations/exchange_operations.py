@@ -36,7 +36,7 @@ def exchange(
     out = [message for send in sends for message in _sent(buffers, send, held=not hidden)]
     back = [message for some in _by_buffer(recvs) for recv in some for message in _received(buffers, recv)]
     prepared = prepare(group, where, out, back)
-    device = buffers.shapes.device
+    begins_first = hidden and buffers.shapes.device.type == "cuda"
 
     def post(state: State) -> None:
         given, arriving = list[torch.Tensor](), list[torch.Tensor]()
@@ -45,7 +45,7 @@ def exchange(
         for receive in receiving:
             arriving += receive(state)
         state.pending = work = prepared.post(state.group, given, arriving)
-        if hidden and device.type == "cuda" and not getattr(work, "by_copies", False):
+        if begins_first and not getattr(work, "by_copies", False):
             torch.cuda._sleep(_HEAD_START)  # On the stream; the host does not wait.
 
     return post
