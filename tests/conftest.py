@@ -38,6 +38,14 @@ def smokes(path: Path) -> bool:
     return path.is_relative_to(HERE) and path.relative_to(HERE).as_posix() in SMOKE
 
 
+# What processes of frameworks' tests import, for seconds each.
+FRAMEWORKS = (
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "megatron.core",
+    "torchtitan.models.llama3",
+)
+
 # Run by tests; they import what the tests' extra lacks.
 PROGRAMS = (HERE / "integrations" / "hugging_face" / "trainer_losses.py",)
 
@@ -70,11 +78,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Where tests of transformers are collected, their processes are forked from one that has imported it, too."""
-    if "transformers" in sys.modules and not session.config.option.collectonly:
+    """Where tests of frameworks are collected, their processes are forked from one that has imported these, too."""
+    used = [name for name in FRAMEWORKS if name.partition(".")[0] in sys.modules]
+    if used and not session.config.option.collectonly:
         from tests.dist.workers import start_server
 
-        start_server("transformers.trainer", "transformers.models.llama.modeling_llama")
+        start_server(*used)
 
 
 def _processes(size: int) -> Iterator[Processes]:

@@ -23,7 +23,8 @@ __all__ = ["CONTEXT", "Processes", "run_module", "run_program", "start_server"]
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = (
     __name__,
-    "cp_fast",
+    "cp_fast.api.attention",
+    "cp_fast.linear.linear_attention",
     "cp_fast.tools.cli.demo.ranks",
     "conformance.cli",
     "torch._dynamo",
@@ -125,13 +126,15 @@ def run_module(folder: Path, name: str, *arguments: str, path: tuple[Path, ...] 
         return process.exitcode or 0, said.read()
 
 
-def _say_into(said: str) -> None:
+def _as_fresh(said: str) -> None:
+    """What it prints goes to a file, and it starts processes as a fresh Python does: not by a server of their own."""
+    multiprocessing.set_start_method(None, force=True)
     for stream in (1, 2):
         os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), stream)
 
 
 def _module(folder: Path, name: str, arguments: tuple[str, ...], path: tuple[Path, ...], said: str) -> None:
-    _say_into(said)
+    _as_fresh(said)
     os.chdir(folder)
     os.environ["COLUMNS"] = "200"
     sys.path[:0] = [str(folder), *map(str, path)]
@@ -140,7 +143,7 @@ def _module(folder: Path, name: str, arguments: tuple[str, ...], path: tuple[Pat
 
 
 def _program(rank: int, program: str, arguments: tuple[str, ...], variables: dict[str, str], said: str) -> None:
-    _say_into(said)
+    _as_fresh(said)
     torch.set_num_threads(1)
     os.environ |= variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     sys.argv = [program, *arguments]
