@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_fast.dispatch import library_operators as compiled  # makes the operator
+from cp_fast.dispatch.selective_checkpointing import unseen
 from cp_ref.spec import Unsupported
 
 __all__ = ["OPERATOR", "LastCall", "offloading"]
@@ -134,7 +135,8 @@ class _OffloadMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         if func is OPERATOR:
-            self._calls.append(_SavedCall(results, self._last))
+            with unseen():  # a policy around it must not save copies, which the recomputation makes in another order
+                self._calls.append(_SavedCall(results, self._last))
         return results
 
 
@@ -159,7 +161,8 @@ class _RestoreMode(TorchDispatchMode):
         if self._number == len(self._calls):
             raise RuntimeError("a checkpointed region calls attention more often when it is recomputed than before")
         self._number += 1
-        return self._calls[self._number - 1].restore()
+        with unseen():
+            return self._calls[self._number - 1].restore()
 
 
 class _Both:

@@ -42,9 +42,10 @@ class ContextParallelMixin:
 
     Raises:
         NotImplementedError: what would be wrong on a slice: compute_metrics, compute_loss_func, label_smoothing_factor,
-        train_sampling_strategy "batch_rebalance", tensor parallelism, DataParallel, accelerate's own context or
-        sequence parallelism; what `prepare` refuses of the model. ValueError: ranks that are not consecutive;
-        average_tokens_across_devices is off, without which losses are means of means.
+        neftune_noise_alpha (its noise depends on the length), train_sampling_strategy "batch_rebalance", tensor
+        parallelism, DataParallel, accelerate's own context or sequence parallelism; what `prepare` refuses of the
+        model. ValueError: ranks that are not consecutive; average_tokens_across_devices is off, without which losses
+        are means of means.
     """
 
     def __init__(self, *given: Any, cp: ContextParallel, **others: Any) -> None:
@@ -136,7 +137,7 @@ class ContextParallelMixin:
 
 def _refuse_arguments(args: Any, others: dict[str, Any]) -> None:
     where = "ContextParallelMixin"
-    refuse(where, label_smoothing_factor=args.label_smoothing_factor)
+    refuse(where, label_smoothing_factor=args.label_smoothing_factor, neftune_noise_alpha=args.neftune_noise_alpha)
     refuse(where, **{name: others.get(name) for name in ("compute_metrics", "compute_loss_func")})
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         raise NotImplementedError(

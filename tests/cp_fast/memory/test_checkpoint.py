@@ -101,11 +101,17 @@ def products(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def everything(*_: Any, **__: Any) -> CheckpointPolicy:
+    """A policy that saves what each operator returns."""
+    return CheckpointPolicy.MUST_SAVE
+
+
 WAYS: dict[str, Callable[[], ContextFn]] = {
     "saved": save_attention,
     "offloaded": partial(save_attention, offload=True),
     "with products": partial(save_attention, products),
     "offloaded, with products": partial(save_attention, products, offload=True),
+    "offloaded, with everything": partial(save_attention, everything, offload=True),
 }
 
 
@@ -131,9 +137,6 @@ def test_the_usual_policy_sees_one_operator(comm: str) -> None:
 
 
 def test_a_policy_that_saves_every_operator() -> None:
-    def everything(*_: Any, **__: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE
-
     expected = run("p2p", lambda: None, planned=False)
     assert_same(run("p2p", lambda: partial(create_selective_checkpoint_contexts, everything), planned=False), expected)
 

@@ -75,6 +75,7 @@ def test_what_trainer_refuses_and_what_is_refused_of_it() -> None:
 
     def one(member: Any) -> None:
         assert "label_smoothing_factor is 0.1" in said(member, label_smoothing_factor=0.1)
+        assert "neftune_noise_alpha is 5.0" in said(member, neftune_noise_alpha=5.0)
         assert "compute_metrics is" in said(member, compute_metrics=print)
         assert "compute_loss_func is" in said(member, compute_loss_func=print)
         assert "train_sampling_strategy is 'batch_rebalance'" in said(member, train_sampling_strategy="batch_rebalance")
