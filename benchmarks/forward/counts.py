@@ -28,8 +28,9 @@ from benchmarks.forward.cases import SCHEDULES, Case, cases_of
 from benchmarks.parts.ranks import Schedules
 from benchmarks.parts.switches import switched
 from cp_fast.compile.index_tables import Tables
-from cp_fast.compile.instructions import Accumulate, Copy, Launch, Send, View
-from cp_fast.tools.cost.counts import Sizes, count_rank, is_gathered, rows_of
+from cp_fast.compile.instructions import Accumulate, Copy, Launch, Send
+from cp_fast.tools.cost.counts import count_rank
+from cp_fast.tools.cost.pass_bytes import PassBytes, is_gathered
 from cp_ref.spec import Column, PaperGroup, Problem
 
 _PROCESSORS = 132
@@ -116,25 +117,21 @@ def count(problem: Problem, rank: int) -> Rank:
     """Count a rank's forward pass."""
     counted = count_rank(problem, rank)
     plan, tables = counted.draft.plan.forward, counted.draft.tables
-    sizes = Sizes.of(problem)
-
-    def rows(view: View[Any]) -> int:
-        return rows_of(problem, plan.buffers[view.buffer]) if view.rows is None else tables.count(view.rows)
-
+    sizes = PassBytes(problem, plan, tables)
     gathered, merged, copied, begun = [0, 0], 0, 0, set[int]()
     moved = sum(step.moved for step in counted.forward)
     for one in plan.instructions:
         if isinstance(one, Launch):
             for n, view in enumerate(one.operands):
-                gathered[n] += rows(view) if is_gathered(view) else 0
+                gathered[n] += sizes.rows(view) if is_gathered(view) else 0
         elif isinstance(one, Accumulate):
-            merged += rows(one.source) if one.target.buffer in begun else 0
+            merged += sizes.rows(one.source) if one.target.buffer in begun else 0
             begun.add(one.target.buffer)
         elif isinstance(one, Copy) and plan.buffers[one.target.buffer].role == "operand":
-            copied += rows(one.source)
+            copied += sizes.rows(one.source)
         elif isinstance(one, Send):  # The copy into a staging buffer, which the transport makes beside the kernels.
             spec = plan.buffers[one.source.buffer]
-            moved -= 2 * rows(one.source) * (spec.heads[1] - spec.heads[0]) * sizes.row(spec.kind)
+            moved -= 2 * sizes.rows(one.source) * (spec.heads[1] - spec.heads[0]) * sizes.row(spec.kind)
     kernels = [kernel_of(one, tables, problem.heads_q // problem.heads_kv) for one in plan.of(Launch)]
     return Rank(kernels, (gathered[0], gathered[1]), copied, merged, moved / _BYTES_US)
 

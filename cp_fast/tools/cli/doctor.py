@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import shutil
-import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,18 +12,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from torch.cuda import nccl
 
 from cp_fast.backends import BACKENDS, Backend, installed, probe, remark_on
-from cp_fast.backends.fa4 import fa4_cache
-from cp_fast.movers.numba_cuda.address.simulated import SIMULATED
-from cp_fast.movers.select_kernels import chosen, why_not
+from cp_fast.movers.select_kernels import chosen
 from cp_fast.tools import build
-from cp_fast.tools.build import tools
+from cp_fast.tools.cli.installed import installed_rows
 from cp_fast.tools.cli.measure_command import measure_machine
-from cp_fast.transport import VARIABLE as MESSAGES
-from cp_fast.transport import carried_by
-from cp_fast.transport import why_not as why_not_peer_memory
 from cp_ref.common.cli.terminal import BAD_INPUT, CHECK_FAILED, complain, readable_errors, table
 from cp_ref.spec import Feature
 
@@ -40,14 +30,6 @@ _TITLES = {
     "kernels": "kernels that move and merge",
 }
 _CELLS = {None: "-", True: "[green]yes[/]", False: "[red]no[/]"}
-_PACKAGES = {
-    "numpy": "",
-    "numba-cuda": "kernels for GPUs without nvcc",
-    "flash-attn": "backend fa2 has softcap with it; this package's extra 'fa2' has it",
-    "flash-attn-4": "backend fa4; this package's extra 'fa4' has it",
-    "nvidia-cudnn-frontend": "backend cudnn; this package's extra 'cudnn' has it",
-    "ninja": "builds the native kernels",
-}
 
 
 def doctor(
@@ -73,7 +55,7 @@ def doctor(
         raise typer.Exit(BAD_INPUT)
     console = Console(stderr=as_json)
     with console.status("trying the attention backends"):
-        found = {"installed": _installed(), "attention backends": _backends(), "kernels": _kernels()}
+        found = {"installed": installed_rows(), "attention backends": _backends(), "kernels": _kernels()}
     working = [row for row in found["attention backends"] if row["works"]]
     served = {row["device"] for row in found["kernels"] if row["in use"]}
     ready = [f"{row['backend']} ({row['device']})" for row in working if row["device"] in served]
@@ -97,63 +79,6 @@ def _table(title: str, rows: list[Row]) -> Table:
     for row in rows:
         made.add_row(*(_CELLS.get(cell, escape(str(cell))) for cell in row.values()))
     return made
-
-
-def _installed() -> list[Row]:
-    made: list[Row] = []
-
-    def add(what: str, here: str | None, remark: str = "") -> None:
-        made.append({"what": what, "here": here, "remark": remark})
-
-    add("cp-attention", _version("cp-attention"), "" if _version("cp-attention") else "run from a checkout")
-    add("Python", platform.python_version(), platform.platform())
-    add("PyTorch", torch.__version__, f"{torch.get_num_threads()} CPU threads, {os.cpu_count()} CPUs")
-    cuda = torch.version.cuda
-    add("CUDA", cuda, "what PyTorch was built for" if cuda else "PyTorch was built without it")
-    gpus = range(torch.cuda.device_count())
-    for gpu in gpus:
-        p = torch.cuda.get_device_properties(gpu)
-        add(f"GPU {gpu}", p.name, f"compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB")
-    if not gpus:
-        add("GPU", None, "none that PyTorch sees")
-    for package, remark in _PACKAGES.items():
-        version = _version(package)
-        add(package, version, _numba_remark() if version and package == "numba-cuda" else "" if version else remark)
-    kept = _kept_where()
-    add("fa4's kernels", "on disk" if kept.startswith(os.sep) else None, kept)
-    add("messages", *_messages())
-    add("nvcc", *_tool("nvcc"))
-    add("C++ compiler", *_compiler())
-    dist = torch.distributed
-    if dist.is_available():
-        transports = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-        add("torch.distributed", ", ".join(n for n, there in transports.items() if there) or None, _nccl_version())
-    else:
-        add("torch.distributed", None, "PyTorch was built without it")
-    return made
-
-
-def _numba_remark() -> str:
-    """Whether the kernels in Numba load and compute, if there is a GPU (or Numba simulates one)."""
-    device = "cpu" if SIMULATED else "cuda"
-    return why_not("numba", device) or f"its kernels work on {device!r}"
-
-
-def _kept_where() -> str:
-    fa4_cache.keep_on_disk()
-    return fa4_cache.kept_where()
-
-
-def _messages() -> tuple[str | None, str]:
-    """The transport between this machine's GPUs, and the reason if it is not peer memory."""
-    try:
-        choice = carried_by()
-    except ValueError as error:
-        return None, str(error)
-    reason = why_not_peer_memory() or ("PyTorch sees one GPU" if torch.cuda.device_count() == 1 else None)
-    by_group = f"{MESSAGES}=group" if choice == "group" else reason
-    remark = "copy engines read the peers' memory; a group tries it before its first plan"
-    return ("the group's", by_group) if by_group else ("peer memory", remark)
 
 
 def _backends() -> list[Row]:
@@ -207,41 +132,3 @@ def _variables() -> dict[str, str]:
     """The environment variables of this package, PyTorch and the other libraries."""
     prefixes = ("CP_", "CUDA_", "CXX", "NCCL_", "NUMBA_", "PYTORCH_", "TORCH_")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _compiler() -> tuple[str | None, str]:
-    try:
-        program, _ = tools.host_compiler(tools.cxx())
-    except (build.Unavailable, ValueError) as error:
-        return None, str(error)
-    return _tool(program)
-
-
-def _tool(*names: str) -> tuple[str | None, str]:
-    """The first of these programs that is installed: its version line and its path."""
-    for name in names:
-        if name and (path := shutil.which(name)):
-            try:
-                said = subprocess.run(
-                    [path, "--version"], capture_output=True, text=True, timeout=10, check=False
-                ).stdout
-            except (OSError, subprocess.TimeoutExpired):
-                said = ""
-            lines = [line for line in said.splitlines() if line.strip()]
-            release = [line for line in lines if "release" in line]
-            return (release or lines or ["?"])[0].strip(), path
-    return None, "not found; builds native kernels"
-
-
-def _nccl_version() -> str:
-    try:
-        return f"NCCL {'.'.join(map(str, nccl.version()))}" if torch.cuda.is_available() else ""
-    except Exception:  # no NCCL in this build
-        return ""

@@ -64,10 +64,7 @@ def plan(
     of_steps = {"--saved": saved or None, "--fsdp": fsdp}
     of_times = {"--machine": machine or None, "--messages": messages or None, "--model": model or None} | of_steps
     if prediction:
-        from cp_fast.tools.cli.predict_command import (
-            Step,
-            show_prediction,
-        )  # which imports PyTorch: --help does without
+        from cp_fast.tools.cli.predict_command import Step, show_prediction  # They import PyTorch: --help does not.
 
         _refuse("--predict", **of_plans, **{"--compare": compare or None})
         if not model:

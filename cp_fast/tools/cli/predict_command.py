@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -26,7 +25,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Step:
-    """What of a training step its memory depends on, besides attention; see `step_memory`."""
+    """The sizes of a training step besides attention; see `step_memory`."""
 
     model: ModelShape
     saved: str
@@ -70,15 +69,9 @@ def show_prediction(
                 continue
             said = predict(one.problem, machine, messages)
             found.append(said)
-            numbers = (
-                1e3 * said.forward_s,
-                1e3 * said.seconds,
-                said.efficiency,
-                1e3 * said.host_s,
-                said.peak_bytes / 2**30,
-            )
+            times = 1e3 * said.forward_s, 1e3 * said.seconds, said.efficiency, 1e3 * said.host_s
             inner = f" {one.problem.a2a_size} x {problem.cp_size // one.problem.a2a_size}" if name == "a2a+p2p" else ""
-            shown.add_row(one.problem.layout_name, name + inner, *_cells(numbers))
+            shown.add_row(one.problem.layout_name, name + inner, *map(_cell, (*times, said.peak_bytes / 2**30)))
     if found:
         best = recommended(found)
         console.print(
@@ -112,6 +105,5 @@ def _problem(request: Request, layout: str) -> Problem:
     return replace(problem_of(alone), cp_size=request.cp_size)
 
 
-def _cells(numbers: tuple[float, ...]) -> Iterator[str]:
-    for number in numbers:
-        yield f"{number:.3f}" if number < 10 else f"{number:.1f}"
+def _cell(number: float) -> str:
+    return f"{number:.3f}" if number < 10 else f"{number:.1f}"

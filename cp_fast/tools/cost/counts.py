@@ -17,18 +17,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cp_fast.compile.executable_plan import PassPlan
-from cp_fast.compile.index_tables import Tables
-from cp_fast.compile.instructions import Accumulate, BufferSpec, Copy, Launch, Recv, Send, View
+from cp_fast.compile.instructions import OWN, Accumulate, Copy, Launch, Recv, Send
 from cp_fast.compile.lowering.lower_schedule import Draft
 from cp_fast.compile.passes.low_precision_grads import in_input_dtype, may_have_low_precision, of_one_launch
 from cp_fast.compile.pipeline import compiled
-from cp_ref.spec import UNBOUNDED, Column, Problem, slice_rows
+from cp_fast.tools.cost.pass_bytes import PassBytes, is_gathered
+from cp_ref.spec import UNBOUNDED, Column, Problem
 from cp_ref.spec.planners.ring_members import merged
 from cp_ref.spec.tables.attention_slices import pairs
 
-__all__ = ["LaunchCounts", "RankCounts", "Sizes", "StepCounts", "count_alone", "count_plan", "count_rank"]
+__all__ = ["LaunchCounts", "RankCounts", "StepCounts", "count_alone", "count_rank"]
 
-_ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _TENSORS = {"q": 1, "kv": 2, "do": 1, "res": 2, "out": 2, "dq": 1, "dkv": 2}
 
 
@@ -63,27 +62,6 @@ class RankCounts:
     draft: Draft = field(repr=False, compare=False)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of rows, of one problem."""
-
-    problem: Problem
-    item: int
-    wide: int
-
-    @staticmethod
-    def of(problem: Problem) -> Sizes:
-        """The sizes for a problem's dtype, and for the dtype of its sums."""
-        item = _ITEM[problem.dtype]
-        return Sizes(problem, item, max(item, 4))
-
-    def row(self, kind: str, *, wide: bool = False) -> int:
-        """Bytes of one row and head of all tensors of a kind, with its lse."""
-        d_qk, d_v, item = self.problem.d_qk, self.problem.d_v, self.wide if wide else self.item
-        dims = {"q": d_qk, "kv": d_qk + d_v, "do": d_v, "res": d_v, "out": d_v, "dq": d_qk, "dkv": d_qk + d_v}[kind]
-        return dims * item + (self.wide if kind in ("res", "out") else 0)
-
-
 def count_alone(problem: Problem) -> LaunchCounts:
     """The whole problem as one launch on one GPU.
 
@@ -111,11 +89,11 @@ def count_rank(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None 
     (LaunchCounts(heads=2, heads_kv=1, rows=4, keys=4, pairs=10),) {1: 64}
     (LaunchCounts(heads=2, heads_kv=1, rows=2, keys=4, pairs=8),) {}
     """
-    draft, sizes = compiled(problem, rank, head_chunks), Sizes.of(problem)
+    draft = compiled(problem, rank, head_chunks)
     if may_have_low_precision(problem):
         draft = replace(draft, plan=replace(draft.plan, backward=_low_precision(draft.plan.backward)))
     passes = draft.plan.forward, draft.plan.backward
-    forward, backward = (count_plan(one, draft.tables, sizes) for one in passes)
+    forward, backward = (_counted(PassBytes(problem, plan, draft.tables)) for plan in passes)
     return RankCounts(forward, backward, draft)
 
 
@@ -129,16 +107,28 @@ def _low_precision(plan: PassPlan[Any]) -> PassPlan[Any]:
     return in_input_dtype(plan, sent | received)
 
 
-def count_plan(plan: PassPlan[Any], tables: Tables, sizes: Sizes) -> tuple[StepCounts, ...]:
+def _counted(sizes: PassBytes) -> tuple[StepCounts, ...]:
     """The steps of one pass."""
-    counting = _Counting(plan, tables, sizes, [_Step() for _ in range(plan.steps)])
-    for one in plan.instructions:
-        counting.count(one)
-    return tuple(step.counts() for step in counting.steps)
+    steps = [_Step(sizes) for _ in range(sizes.plan.steps)]
+    begun = set[int]()  # Sums with a partial result.
+    for one in sizes.plan.instructions:
+        if isinstance(one, Send):
+            steps[one.step].send(one)
+        elif isinstance(one, Recv):
+            steps[one.step].receive(one)
+        elif isinstance(one, Copy):
+            steps[one.step].moved += _copied(sizes, one, begun)
+        elif isinstance(one, Launch):
+            steps[one.step].launch(one)
+        elif isinstance(one, Accumulate) and one.source.buffer != OWN["sink"]:
+            steps[one.step].moved += _accumulated(sizes, one, begun)
+            begun.add(one.target.buffer)
+    return tuple(step.counts() for step in steps)
 
 
 @dataclass
 class _Step:
+    sizes: PassBytes
     launches: list[LaunchCounts] = field(default_factory=list)
     sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     received: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -148,93 +138,41 @@ class _Step:
     def counts(self) -> StepCounts:
         return StepCounts(tuple(self.launches), dict(self.sent), dict(self.received), self.tensors, self.moved)
 
+    def send(self, one: Send[Any]) -> None:
+        size = self._message(one.source.buffer, self.sizes.rows(one.source))
+        self.sent[one.peer] += size
+        self.moved += 2 * size
 
-@dataclass
-class _Counting:
-    plan: PassPlan[Any]
-    tables: Tables
-    sizes: Sizes
-    steps: list[_Step]
-    begun: set[int] = field(default_factory=set)  # Sums with a partial result.
+    def receive(self, one: Recv) -> None:
+        self.received[one.peer] += self._message(one.buffer, one.size)
 
-    def count(self, one: Any) -> None:
-        """One instruction."""
-        if isinstance(one, Send | Recv):
-            self._message(one)
-        elif isinstance(one, Copy):
-            self.steps[one.step].moved += self._copied(one)
-        elif isinstance(one, Launch):
-            self._launch(one)
-        elif isinstance(one, Accumulate):
-            self.steps[one.step].moved += self._accumulated(one)
+    def _message(self, buffer: int, rows: int) -> int:
+        """Count the tensors of a message; returns its bytes."""
+        spec = self.sizes.plan.buffers[buffer]
+        self.tensors += _TENSORS[spec.kind]
+        return rows * (spec.heads[1] - spec.heads[0]) * self.sizes.row(spec.kind, wide=spec.dtype == "wide")
 
-    def _spec(self, number: int) -> BufferSpec:
-        return self.plan.buffers[number]
-
-    def _rows(self, view: View[Any]) -> int:
-        spec = self._spec(view.buffer)
-        return rows_of(self.sizes.problem, spec) if view.rows is None else self.tables.count(view.rows)
-
-    def _bytes(self, view: View[Any], *, wide: bool = False) -> int:
-        spec = self._spec(view.buffer)
-        parts = max(spec.parts, 1)
-        return parts * self._rows(view) * (view.heads[1] - view.heads[0]) * self.sizes.row(spec.kind, wide=wide)
-
-    def _message(self, one: Send[Any] | Recv) -> None:
-        step = self.steps[one.step]
-        if isinstance(one, Send):
-            number, rows = one.source.buffer, self._rows(one.source)
-        else:
-            number, rows = one.buffer, one.size
-        spec = self._spec(number)
-        size = rows * (spec.heads[1] - spec.heads[0]) * self.sizes.row(spec.kind, wide=spec.dtype == "wide")
-        way = step.sent if isinstance(one, Send) else step.received
-        way[one.peer] += size
-        step.tensors += _TENSORS[spec.kind]
-        if isinstance(one, Send):
-            step.moved += 2 * size
-
-    def _copied(self, one: Copy[Any]) -> int:
-        source, target = self._spec(one.source.buffer), self._spec(one.target.buffer)
-        if target.role in ("message", "result") and one.source.rows is None and not source.parts:
-            wide = source.role == "sum" and one.source.buffer in self.begun and source.dtype != target.dtype
-            return self._bytes(one.target) + self._bytes(one.source, wide=True) if wide else 0
-        if source.parts:
-            return 2 * self._bytes(one.source)
-        if target.parts:
-            return 2 * self._bytes(one.target)
-        return 2 * self._bytes(one.source)
-
-    def _launch(self, one: Launch[Any]) -> None:
-        step, (q, kv) = self.steps[one.step], one.operands[:2]
-        of_q, of_kv = (np.diff(self.tables.cumulative(key)) for key in (one.batch.cu_q, one.batch.cu_kv))
+    def launch(self, one: Launch[Any]) -> None:
+        sizes, (q, kv) = self.sizes, one.operands[:2]
+        of_q, of_kv = (np.diff(sizes.tables.cumulative(key)) for key in (one.batch.cu_q, one.batch.cu_kv))
         visible = _visible(of_q, of_kv, one.batch.left, one.batch.right)
         heads, heads_kv = (view.heads[1] - view.heads[0] for view in (q, kv))
-        step.launches.append(LaunchCounts(heads, heads_kv, self._rows(q), self._rows(kv), visible))
-        step.moved += sum(2 * self._bytes(view) for view in one.operands if is_gathered(view))
-
-    def _accumulated(self, one: Accumulate[Any]) -> int:
-        if self._spec(one.source.buffer).kind == "sink":
-            return 0
-        total = one.target.buffer
-        if total not in self.begun:
-            self.begun.add(total)
-            whole = one.target.rows is None or self._rows(one.target) == rows_of(self.sizes.problem, self._spec(total))
-            return 0 if whole else 2 * self._bytes(one.target)
-        return self._bytes(one.source) + 2 * self._bytes(one.target, wide=True)
+        self.launches.append(LaunchCounts(heads, heads_kv, sizes.rows(q), sizes.rows(kv), visible))
+        self.moved += sum(2 * sizes.bytes(view) for view in one.operands if is_gathered(view))
 
 
-def is_gathered(view: View[Any]) -> bool:
-    """Whether rows are read by an index table."""
-    return not (view.rows is None or isinstance(view.rows, slice))
+def _copied(sizes: PassBytes, one: Copy[Any], begun: set[int]) -> int:
+    source, target = (sizes.plan.buffers[view.buffer] for view in (one.source, one.target))
+    if target.role in ("message", "result") and one.source.rows is None and not source.parts:
+        wide = source.role == "sum" and one.source.buffer in begun and source.dtype != target.dtype
+        return sizes.bytes(one.target) + sizes.bytes(one.source, wide=True) if wide else 0
+    return 2 * sizes.bytes(one.target if target.parts and not source.parts else one.source)
 
 
-def rows_of(problem: Problem, spec: BufferSpec) -> int:
-    """The rows of a buffer."""
-    if spec.rows is not None:
-        return spec.rows
-    batch = 1 if problem.qkv_format == "thd" else len(problem.sequences)
-    return batch * slice_rows(problem, "kv" if spec.kind in ("kv", "dkv") else "q")
+def _accumulated(sizes: PassBytes, one: Accumulate[Any], begun: set[int]) -> int:
+    if one.target.buffer in begun:
+        return sizes.bytes(one.source) + 2 * sizes.bytes(one.target, wide=True)
+    return 0 if sizes.has_all_rows(one.target) else 2 * sizes.bytes(one.target)
 
 
 def _visible(q: Column, k: Column, left: int | None, right: int | None) -> int:

@@ -1,4 +1,4 @@
-"""From counts and a machine to times, memory, and the best schedule and layout. Standard library and numpy.
+"""From counts and a machine to times and memory. Standard library and numpy.
 
 A step takes the time to pack and add, and then the longer of its kernels and its messages, since messages travel while
 kernels run. So the first exchange of `a2a` and the last return of dK and dV are exposed: no kernel runs with them. A
@@ -11,25 +11,21 @@ link, optimizers and other layers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from cp_fast.compile.planning.machine import Kernel, Link, Machine
 from cp_fast.tools.cost.counts import LaunchCounts, RankCounts, StepCounts, count_alone, count_rank
 from cp_fast.tools.cost.predicted_memory import most_bytes
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, Problem, Unsupported, check_choice, joined
-from cp_ref.spec.layouts.named_layouts import check_layout
+from cp_ref.spec import Problem, check_choice, joined
 from cp_ref.spec.tables.attention_slices import pairs
 
 __all__ = [
     "MESSAGES",
-    "Candidate",
     "Counts",
     "PassTime",
     "Prediction",
-    "candidates",
     "counted",
     "predict",
     "priced",
@@ -197,46 +193,6 @@ class _Pass:
                 travel = 1e-6 * link.latency_us + max(ways) / (1e9 * link.gbytes_s)
                 times.append((travel, link.slows * travel))
         return max(travel for travel, _ in times), sum(lost for _, lost in times)
-
-
-class Candidate(NamedTuple):
-    """The problem in one layout and schedule; `refused`: why it is impossible, or empty."""
-
-    problem: Problem
-    refused: str
-
-
-def candidates(problem: Problem, domain: int, layouts: Iterable[str] = LAYOUTS) -> list[Candidate]:
-    """The problem in every layout and schedule. In "a2a+p2p" the largest number of ranks exchange heads that its heads
-    and a domain of GPUs allow.
-
-    >>> from cp_ref.spec import Sequence
-    >>> for found in candidates(Problem(4, (Sequence(64, 64, 64, 64),), heads_q=2, heads_kv=2), 8, ["dual_chunk"]):
-    ...     print(found.problem.cp_comm_type, found.problem.a2a_size, found.refused or "taken")
-    p2p 1 taken
-    all_gather 1 taken
-    a2a 4 2 query heads over 2 are not shared by 4 ranks
-    a2a+p2p 2 taken
-    """
-    return [_candidate(problem, layout, name, domain) for layout in layouts for name in CP_COMM_TYPES]
-
-
-def _candidate(problem: Problem, layout: str, name: str, domain: int) -> Candidate:
-    ranks, q, kv = problem.cp_size, problem.heads_q, problem.heads_kv
-    inner = [n for n in range(min(domain, ranks - 1), 1, -1) if ranks % n == 0]
-    sizes = {"a2a": [ranks], "a2a+p2p": inner}.get(name, [1])
-    legal = next((n for n in sizes if q % n == 0 and (kv % n == 0 or n % kv == 0)), None)
-    size = legal or next(iter(sizes), 1)
-    made = replace(problem, layout=layout, cp_comm_type=name, a2a_size=size)
-    if not sizes:
-        return Candidate(made, f"{ranks} ranks are not several groups of several")
-    if legal is None:
-        return Candidate(made, f"{q} query heads over {kv} are not shared by {size} ranks")
-    try:
-        check_layout(made)
-    except (ValueError, Unsupported) as error:
-        return Candidate(made, str(error))
-    return Candidate(made, "")
 
 
 def recommended(found: Iterable[Prediction]) -> Prediction:

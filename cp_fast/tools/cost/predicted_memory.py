@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cp_fast.compile.executable_plan import PassPlan
-from cp_fast.compile.index_tables import Tables
 from cp_fast.compile.instructions import OWN, Accumulate, Copy, Free, Launch, Recv, View
-from cp_fast.tools.cost.counts import RankCounts, Sizes, is_gathered, rows_of
+from cp_fast.tools.cost.counts import RankCounts
+from cp_fast.tools.cost.pass_bytes import PassBytes, is_gathered
 from cp_ref.spec import Problem
 
 __all__ = ["most_bytes"]
@@ -30,11 +30,11 @@ def most_bytes(problem: Problem, counts: RankCounts) -> int:
     >>> most_bytes(alone, count_rank(alone, 0))  # out and lse, dq, dk, dv, and dq in float32
     832
     """
-    sizes, plan, tables = Sizes.of(problem), counts.draft.plan, counts.draft.tables
-    forward = _Memory(plan.forward, tables, sizes)
+    plan, tables = counts.draft.plan, counts.draft.tables
+    forward = _Memory(PassBytes(problem, plan.forward, tables))
     forward.run()
     out = forward.size_of(plan.forward.results["out"])
-    backward = _Memory(plan.backward, tables, sizes)
+    backward = _Memory(PassBytes(problem, plan.backward, tables))
     for number, other in plan.kept:
         backward.hold(other, forward.size_of(number), shared=True)  # Autograd keeps it until the end of the pass.
     backward.run()
@@ -47,15 +47,18 @@ class _Memory:
     `memory`.
     """
 
-    plan: PassPlan[Any]
-    tables: Tables
-    sizes: Sizes
+    sizes: PassBytes
     memory: dict[int, int] = field(default_factory=dict)  # By buffer: the number of its memory.
     bytes: dict[int, int] = field(default_factory=dict)  # By memory.
     users: dict[int, int] = field(default_factory=dict)  # By memory: the number of its buffers.
     wide: set[int] = field(default_factory=set)  # Sums in the wide dtype.
     now: int = 0
     peak: int = 0
+
+    @property
+    def plan(self) -> PassPlan[Any]:
+        """The pass."""
+        return self.sizes.plan
 
     def size_of(self, number: int) -> int:
         """The current bytes of a buffer."""
@@ -75,9 +78,13 @@ class _Memory:
 
     def _release(self, number: int) -> None:
         if (memory := self.memory.pop(number, None)) is not None:
-            self.users[memory] -= 1
-            if not self.users[memory]:
-                self.now -= self.bytes[memory]
+            self._unshare(memory)
+
+    def _unshare(self, memory: int) -> None:
+        """One buffer less has this memory; the last one frees it."""
+        self.users[memory] -= 1
+        if not self.users[memory]:
+            self.now -= self.bytes[memory]
 
     def _add(self, size: int) -> None:
         self.now += size
@@ -86,9 +93,8 @@ class _Memory:
     def _full(self, number: int, *, wide: bool = False) -> int:
         """All bytes of a buffer."""
         spec = self.plan.buffers[number]
-        rows = rows_of(self.sizes.problem, spec) * max(spec.parts, 1)
-        row = self.sizes.row(spec.kind, wide=wide or (spec.role != "sum" and spec.dtype == "wide"))
-        return rows * (spec.heads[1] - spec.heads[0]) * row
+        wide = wide or (spec.role != "sum" and spec.dtype == "wide")
+        return self.sizes.bytes(self.sizes.whole(number), wide=wide)
 
     def run(self) -> None:
         """All instructions."""
@@ -130,12 +136,8 @@ class _Memory:
         elif target not in self.wide and not self._keeps_dtype(one, part_is_wide=part_is_wide):
             self.wide.add(target)
             old = self.memory.pop(target)
-            new = len(self.bytes)
-            self.memory[target], self.bytes[new], self.users[new] = new, self._full(target, wide=True), 1
-            self._add(self.bytes[new])  # In addition to the old one.
-            self.users[old] -= 1
-            if not self.users[old]:
-                self.now -= self.bytes[old]
+            self.hold(target, self._full(target, wide=True))  # In addition to the old one.
+            self._unshare(old)
 
     def _keeps_dtype(self, one: Accumulate[Any], *, part_is_wide: bool) -> bool:
         """Whether a sum in the inputs' dtype is not widened for this one."""
@@ -144,22 +146,15 @@ class _Memory:
         return not part_is_wide if id(one) in sums.written else rounded
 
     def _covers(self, view: View[Any]) -> bool:
-        spec = self.plan.buffers[view.buffer]
-        rows = rows_of(self.sizes.problem, spec) if view.rows is None else self.tables.count(view.rows)
-        whole_heads = view.heads == spec.all_heads
-        return not is_gathered(view) and whole_heads and rows == rows_of(self.sizes.problem, spec)
+        whole_heads = view.heads == self.plan.buffers[view.buffer].all_heads
+        return not is_gathered(view) and whole_heads and self.sizes.has_all_rows(view)
 
     def _gathered(self, view: View[Any]) -> int:
         """The bytes of an operand that a launch copies: rows read by index; of a slice only the lse."""
         if view.rows is None or self._covers(view):
             return 0
-        kind, count = (
-            self.plan.buffers[view.buffer].kind,
-            self.tables.count(view.rows) * (view.heads[1] - view.heads[0]),
-        )
-        if is_gathered(view):
-            return count * self.sizes.row(kind)
-        return count * self.sizes.wide * (kind == "res")
+        kind, count = self.plan.buffers[view.buffer].kind, self.sizes.rows(view) * (view.heads[1] - view.heads[0])
+        return count * (self.sizes.row(kind) if is_gathered(view) else self.sizes.wide_item * (kind == "res"))
 
     def _launch(self, one: Launch[Any], free: tuple[int, ...]) -> None:
         gathered = sum(map(self._gathered, one.operands))
