@@ -11,7 +11,7 @@ import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.drop_in import Asked, drop_in
-from cp_fast.integrations.shared.shared_arguments import check_longest, check_tensors, lengths_on_host, refuse
+from cp_fast.integrations.shared.shared_arguments import check_tensors, lengths_of_both, refuse
 from cp_ref.spec import check_flag, read_window
 
 __all__ = ["asked_aligned", "flash_attn_func", "flash_attn_varlen_func"]
@@ -48,13 +48,13 @@ def flash_attn_func(
     """
     refuse("flash_attn_func", dropout_p=dropout_p)
     check_tensors("b s/cp h d", q=q, k=k, v=v)
-    how = {
-        "alibi_slopes": alibi_slopes,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "deterministic": deterministic,
-    }
-    return asked_aligned(q, k, v, cp, causal, window_size, q.shape[1] == k.shape[1], return_attn_probs, **how)
+    return asked_aligned(
+        *(q, k, v, cp, causal, window_size, q.shape[1] == k.shape[1], return_attn_probs),
+        alibi_slopes=alibi_slopes,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
 
 
 @drop_in()
@@ -92,19 +92,18 @@ def flash_attn_varlen_func(
         The others: as `cp_fast.attention`.
     """
     refuse("flash_attn_varlen_func", dropout_p=dropout_p, block_table=block_table)
-    cu_seqlens_q, cu_seqlens_k = lengths_on_host(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k).values()
-    check_longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q)
-    check_longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k)
-    same = cu_seqlens_q is cu_seqlens_k or torch.equal(cu_seqlens_q.long(), cu_seqlens_k.long())
-    how = {
-        "alibi_slopes": alibi_slopes,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "deterministic": deterministic,
-        "qkv_format": "thd",
-    }
-    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": None if same else cu_seqlens_k}
-    return asked_aligned(q, k, v, cp, causal, window_size, same, return_attn_probs, **lengths, **how)
+    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    cu_q, cu_k, same = lengths_of_both({"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, longest)
+    return asked_aligned(
+        *(q, k, v, cp, causal, window_size, same, return_attn_probs),
+        qkv_format="thd",
+        cu_seqlens_q=cu_q,
+        cu_seqlens_kv=None if same else cu_k,
+        alibi_slopes=alibi_slopes,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
 
 
 def asked_aligned(
@@ -137,10 +136,7 @@ def asked_aligned(
             f"window_size is {window_size} without causal, and the lengths of q and k differ: a window that is aligned "
             "to the end is there for causal masks alone"
         )
-    how = {"attn_mask_type": mask, "window_size": window_size, "return_lse": return_attn_probs}
-    return Asked(q, k, v, cp, how | problem, with_none if return_attn_probs else lambda out: out)
-
-
-def with_none(results: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """(out, lse, None), as where the probabilities are not computed."""
-    return (*results, None)
+    asked = Asked(q, k, v, cp, {"attn_mask_type": mask, "window_size": window_size} | problem)
+    if not return_attn_probs:
+        return asked
+    return asked._replace(arguments=asked.arguments | {"return_lse": True}, give=lambda results: (*results, None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -121,8 +122,5 @@ def _check_counted(counted: Any, shape: list[int] | None = None) -> None:
 
 
 def _sum(over: Any, read: Any) -> int:
-    groups = groups_of(over)
-    if isinstance(over, ContextParallel):
-        with over.alone("a count of tokens"):
-            return together(groups, read, sum)
-    return together(groups, read, sum)
+    with over.alone("a count of tokens") if isinstance(over, ContextParallel) else nullcontext():
+        return together(groups_of(over), read, sum)

@@ -143,8 +143,8 @@ class CoreAttention(torch.nn.Module):
         table = getattr(packed_seq_params, "table", None)
         packed = table is not None or (packed_seq_params is not None and packed_seq_params.qkv_format == "thd")
         mask = (attn_mask_type or self.attn_mask_type).name
-        mask = mask.removeprefix("padding_") if packed and mask != "padding" else mask
-        mask = "no_mask" if packed and mask == "padding" else mask
+        if packed:
+            mask = "no_mask" if mask == "padding" else mask.removeprefix("padding_")
         if mask not in _MASKS:
             raise NotImplementedError(
                 f"attn_mask_type is {mask!r}, whose mask is a tensor; it must be one of {', '.join(_MASKS)}, or the "

@@ -15,7 +15,13 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.flash_attn import asked_aligned
 from cp_fast.integrations.shared.drop_in import Asked, drop_in
-from cp_fast.integrations.shared.shared_arguments import check_longest, check_tensors, lengths_on_host, refuse
+from cp_fast.integrations.shared.shared_arguments import (
+    check_longest,
+    check_tensors,
+    lengths_of_both,
+    lengths_on_host,
+    refuse,
+)
 from cp_ref.spec import check_flag, read_count, read_lengths
 
 __all__ = [
@@ -55,8 +61,12 @@ def zigzag_ring_flash_attn_func(
     refuse("zigzag_ring_flash_attn_func", dropout_p=dropout_p)
     _check_layout(cp, "dual_chunk")
     check_tensors("b s/cp h d", q=q, k=k, v=v)
-    how = {"alibi_slopes": alibi_slopes, "softmax_scale": softmax_scale, "deterministic": deterministic}
-    return asked_aligned(q, k, v, cp, causal, window_size, q.shape[1] == k.shape[1], return_attn_probs, **how)
+    return asked_aligned(
+        *(q, k, v, cp, causal, window_size, q.shape[1] == k.shape[1], return_attn_probs),
+        alibi_slopes=alibi_slopes,
+        softmax_scale=softmax_scale,
+        deterministic=deterministic,
+    )
 
 
 @drop_in()
@@ -89,9 +99,14 @@ def zigzag_ring_flash_attn_varlen_func(
     _check_layout(cp, "dual_chunk")
     (cu_seqlens,) = lengths_on_host(cu_seqlens=cu_seqlens).values()
     check_longest("max_seqlen", max_seqlen, cu_seqlens)
-    how = {"alibi_slopes": alibi_slopes, "softmax_scale": softmax_scale, "deterministic": deterministic}
-    lengths = {"qkv_format": "thd", "cu_seqlens_q": _of_all_ranks(cu_seqlens, cp.size)}
-    return asked_aligned(q, k, v, cp, causal, window_size, True, return_attn_probs, **lengths, **how)
+    return asked_aligned(
+        *(q, k, v, cp, causal, window_size, True, return_attn_probs),
+        qkv_format="thd",
+        cu_seqlens_q=_of_all_ranks(cu_seqlens, cp.size),
+        alibi_slopes=alibi_slopes,
+        softmax_scale=softmax_scale,
+        deterministic=deterministic,
+    )
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
@@ -148,19 +163,21 @@ def llama3_flash_attn_varlen_func(
     check_tensors("t/cp h d", q=q, k=k, v=v)
     if k.shape[1] % read_count("heads_k_stride", heads_k_stride, at_least=1):
         raise ValueError(f"heads_k_stride is {heads_k_stride}; it must divide the {k.shape[1]} heads of k")
-    cu_seqlens_q, cu_seqlens_k = lengths_on_host(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k).values()
-    everything = slice(0, int(cu_seqlens_q[-1]))
-    same = cu_seqlens_k is cu_seqlens_q or torch.equal(cu_seqlens_k.long(), cu_seqlens_q.long())
-    if not same or not isinstance(local_k_slice, slice) or local_k_slice != everything:
+    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    cu_q, _, same = lengths_of_both({"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, longest)
+    if not same or not isinstance(local_k_slice, slice) or local_k_slice != slice(0, int(cu_q[-1])):
         raise ValueError(
             f"cu_seqlens_q, cu_seqlens_k and local_k_slice {local_k_slice!r} are not from this module's "
             "llama3_flash_attn_prepare_cu_seqlens, which keeps the global lengths"
         )
-    check_longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q)
-    check_longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k)
-    how = {"alibi_slopes": alibi_slopes, "softmax_scale": softmax_scale, "deterministic": deterministic}
-    lengths = {"qkv_format": "thd", "cu_seqlens_q": cu_seqlens_q}
-    return asked_aligned(q, k, v, cp, causal, window_size, True, return_attn_probs, **lengths, **how)
+    return asked_aligned(
+        *(q, k, v, cp, causal, window_size, True, return_attn_probs),
+        qkv_format="thd",
+        cu_seqlens_q=cu_q,
+        alibi_slopes=alibi_slopes,
+        softmax_scale=softmax_scale,
+        deterministic=deterministic,
+    )
 
 
 def _of_all_ranks(cu_seqlens: torch.Tensor, cp_size: int) -> torch.Tensor:

@@ -21,8 +21,8 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.balanced_table import table_of_batch
 from cp_fast.integrations.shared.drop_in import Asked, drop_in
 from cp_fast.integrations.shared.shared_arguments import (
-    check_longest,
     check_tensors,
+    lengths_of_both,
     lengths_on_host,
     read_equal,
     refuse,
@@ -126,11 +126,9 @@ def attention_forward(
         )
     if not enable_gqa and q_BLNH.shape[2] != k_BLNH.shape[2]:
         raise ValueError(f"q has {q_BLNH.shape[2]} heads and k {k_BLNH.shape[2]}; that needs enable_gqa=True")
-    lengths = lengths_on_host(cu_seq_q=attention_masks.cu_seq_q, cu_seq_k=attention_masks.cu_seq_k)
-    cu_q, cu_k = lengths["cu_seq_q"], lengths["cu_seq_k"]
-    check_longest("max_q", attention_masks.max_q, cu_q)
-    check_longest("max_k", attention_masks.max_k, cu_k)
-    if not torch.equal(cu_q, cu_k):
+    lengths = {"cu_seq_q": attention_masks.cu_seq_q, "cu_seq_k": attention_masks.cu_seq_k}
+    cu_q, _, same = lengths_of_both(lengths, {"max_q": attention_masks.max_q, "max_k": attention_masks.max_k})
+    if not same:
         raise ValueError("attention_masks has other lengths for keys than for queries; documents attend to themselves")
     narrow = q_BLNH.is_cuda and q_BLNH.dtype == torch.float32
     q, k, v = (x[0].to(torch.bfloat16) if narrow else x[0] for x in (q_BLNH, k_BLNH, v_BLNH))

@@ -30,8 +30,10 @@ from cp_ref.spec import check_context
 
 __all__ = ["ContextParallelMixin"]
 
+_Trainer: Any = object  # whose methods come behind those of the mixin
 
-class ContextParallelMixin:
+
+class ContextParallelMixin(_Trainer):
     """To stand before Trainer among the bases of a class. The model is prepared (`transformers.prepare`).
 
     Args:
@@ -53,12 +55,11 @@ class ContextParallelMixin:
         args = others["args"] if "args" in others else given[1]
         _refuse_arguments(args, others)
         super().__init__(*given, **others)
-        trainer: Any = self
-        _refuse_parallelism(trainer, args)
-        self.cp, self._mesh = cp, _mesh(trainer, cp)
-        prepare(trainer.model, cp)
-        if not trainer.model_accepts_loss_kwargs:
-            raise NotImplementedError(f"{type(trainer.model).__name__} takes no num_items_in_batch for its loss")
+        _refuse_parallelism(self, args)
+        self.cp, self._mesh = cp, _mesh(self, cp)
+        prepare(self.model, cp)
+        if not self.model_accepts_loss_kwargs:
+            raise NotImplementedError(f"{type(self.model).__name__} takes no num_items_in_batch for its loss")
 
     def get_cp_size(self) -> int:
         """How many processes share a batch, for Trainer's count of rows in a step."""
@@ -67,17 +68,17 @@ class ContextParallelMixin:
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Trainer's, with the same batches on all ranks of the context."""
         with self._same_batches():
-            return super().get_train_dataloader()  # type: ignore[misc]
+            return super().get_train_dataloader()
 
     def get_eval_dataloader(self, *given: Any, **named: Any) -> DataLoader[Any]:
         """The same for the evaluation."""
         with self._same_batches():
-            return super().get_eval_dataloader(*given, **named)  # type: ignore[misc]
+            return super().get_eval_dataloader(*given, **named)
 
     def get_test_dataloader(self, *given: Any, **named: Any) -> DataLoader[Any]:
         """The same for a test."""
         with self._same_batches():
-            return super().get_test_dataloader(*given, **named)  # type: ignore[misc]
+            return super().get_test_dataloader(*given, **named)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
@@ -88,45 +89,39 @@ class ContextParallelMixin:
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """The loss of a batch alone, the same on all ranks of the context: logits would be those of a slice."""
-        trainer: Any = self
-        part = trainer._prepare_inputs(self._part(inputs))
-        count = self._count([part], trainer.args.device)
+        part = self._prepare_inputs(self._part(inputs))
+        count = self._count([part], self.args.device)
         if count is None:
             return None, None, None
-        with torch.no_grad(), trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(model, part, num_items_in_batch=count)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, part, num_items_in_batch=count)
         return all_reduce_sum(self.cp.comm, loss.detach()) / self.cp.size, None, None
 
     def evaluation_loop(self, *given: Any, **named: Any) -> Any:
         """Trainer's, over losses that each context gives once."""
-        trainer: Any = self
-        trainer.gather_function = self._gather
-        return super().evaluation_loop(*given, **named)  # type: ignore[misc]
+        self.gather_function = self._gather
+        return super().evaluation_loop(*given, **named)
 
     def _part(self, batch: Any) -> dict[str, Any]:
-        trainer: Any = self
-        return shard_batch(dict(batch), cp=self.cp, model=trainer.model)
+        return shard_batch(dict(batch), cp=self.cp, model=self.model)
 
     def _count(self, parts: list[dict[str, Any]], device: Any) -> torch.Tensor | None:
         if not parts or "labels" not in parts[0]:
             return None
-        trainer: Any = self
         mine = torch.stack([(part["labels"] != -100).sum() for part in parts]).sum()
-        return trainer.accelerator.gather(mine.to(device)).sum()
+        return self.accelerator.gather(mine.to(device)).sum()
 
     def _gather(self, losses: torch.Tensor) -> torch.Tensor:
         """Every context's losses once, without the rows that accelerate added to the last batch."""
-        trainer: Any = self
-        state, size = trainer.accelerator.gradient_state, self.cp.size
-        found = trainer.accelerator.gather(losses)
+        state, size = self.accelerator.gradient_state, self.cp.size
+        found = self.accelerator.gather(losses)
         found = found.view(-1, size, len(losses))[:, 0].flatten()
         return found[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else found
 
     @contextlib.contextmanager
     def _same_batches(self) -> Iterator[None]:
         """accelerate prepares loaders by a mesh with the context's ranks in it, and leaves batches on the CPU."""
-        trainer: Any = self
-        accelerator = trainer.accelerator
+        accelerator = self.accelerator
         before = accelerator.state.device_mesh, accelerator.device_placement
         accelerator.state.device_mesh, accelerator.device_placement = self._mesh, False
         try:

@@ -52,7 +52,7 @@ def has_alibi(model: nn.Module) -> bool:
 
 
 def with_alibi(model: nn.Module, attention: Attention) -> None:
-    """Give the model's layers `attention`, with their slopes. It stays as it is without `cp_batch`.
+    """Give the model's layers `attention`, with their slopes. A call without `cp_batch` runs the model's own.
 
     Raises:
         NotImplementedError: the model's biases are no slopes times positions.

@@ -50,48 +50,32 @@ def causal_conv1d_fn(
     return out.to(hidden_states.dtype).transpose(1, 2)
 
 
-def torch_chunk_gated_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    chunk_size: int = 64,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    *,
-    cp_batch: Any = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """The gated delta rule: q, k [b, s/cp, h, d_k], v [b, s/cp, h_v, d_v], g, beta [b, s/cp, h_v] -> out like v."""
-    states = {"initial_state": initial_state, "output_final_state": output_final_state}
-    sequences = _sequences("torch_chunk_gated_delta_rule", cp_batch, kwargs | states)
-    if use_qk_l2norm_in_kernel:
-        query, key = _of_length_one(query), _of_length_one(key)
-    return _recurrence(sequences, "gated_delta_rule", query, key, value, g, beta), None
+def _delta_rule(name: str, kind: LinearKind) -> Callable[..., tuple[torch.Tensor, None]]:
+    """A delta rule: q, k [b, s/cp, h, d_k], v [b, s/cp, h_v, d_v], beta [b, s/cp, h_v] -> out like v; g [b, s/cp, h_v],
+    of Kimi's [b, s/cp, h, d_k].
+    """
 
+    def rule(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        chunk_size: int = 64,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        *,
+        cp_batch: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        states = {"initial_state": initial_state, "output_final_state": output_final_state}
+        sequences = _sequences(name, cp_batch, kwargs | states)
+        if use_qk_l2norm_in_kernel:
+            query, key = _of_length_one(query), _of_length_one(key)
+        return _recurrence(sequences, kind, query, key, value, g, beta), None
 
-def chunk_kimi_delta_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    chunk_size: int = 64,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    *,
-    cp_batch: Any = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Kimi's delta rule, as `torch_chunk_gated_delta_rule`, with g [b, s/cp, h, d_k]."""
-    states = {"initial_state": initial_state, "output_final_state": output_final_state}
-    sequences = _sequences("chunk_kimi_delta_attention", cp_batch, kwargs | states)
-    if use_qk_l2norm_in_kernel:
-        query, key = _of_length_one(query), _of_length_one(key)
-    return _recurrence(sequences, "kda", query, key, value, g, beta), None
+    return rule
 
 
 def mamba2_chunk_scan(
@@ -133,13 +117,10 @@ def one_token(*_: Any, **__: Any) -> Any:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        causal_conv1d_fn,
-        torch_chunk_gated_delta_rule,
-        chunk_kimi_delta_attention,
-        mamba2_chunk_scan,
-    )
+    "causal_conv1d_fn": causal_conv1d_fn,
+    "torch_chunk_gated_delta_rule": _delta_rule("torch_chunk_gated_delta_rule", "gated_delta_rule"),
+    "chunk_kimi_delta_attention": _delta_rule("chunk_kimi_delta_attention", "kda"),
+    "mamba2_chunk_scan": mamba2_chunk_scan,
 }
 OF_CACHES = (
     *("causal_conv1d_update", "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"),

@@ -53,7 +53,7 @@ def put_over_ranks(model: nn.Module) -> None:
         for function in _functions(kind) & set(_LACKING):
             raise NotImplementedError(f"{name} calls {function}, which cp_fast does not have over ranks")
         for function in _functions(kind) & set(FUNCTIONS):
-            _check_parameters(name, function, _plain(kind.forward).__globals__[function])
+            _check_parameters(name, function, inspect.unwrap(kind.forward).__globals__[function])
         module.__dict__["forward"] = MethodType(_forward(kind.forward), module)
 
 
@@ -109,14 +109,9 @@ def _copy(function: FunctionType, names: dict[str, Any], cells: Any) -> Callable
     return copy
 
 
-def _plain(function: Any) -> Any:
-    """The function in its decorators."""
-    return inspect.unwrap(function)
-
-
 def _functions(kind: type[nn.Module]) -> set[str]:
     """The names that a module's forward looks up in its file."""
-    plain = _plain(kind.forward)
+    plain = inspect.unwrap(kind.forward)
     return set(_names(plain.__code__)) & set(plain.__globals__) if isinstance(plain, FunctionType) else set()
 
 
@@ -131,7 +126,7 @@ def _check_parameters(name: str, function: str, theirs: Any) -> None:
     """Raise where a function of this name takes other arguments than the one that is to replace it."""
     found, known = (
         [p.name for p in inspect.signature(f).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        for f in (_plain(theirs), FUNCTIONS[function])
+        for f in (inspect.unwrap(theirs), FUNCTIONS[function])
     )
     if found != known:
         raise NotImplementedError(f"{name} calls {function}({', '.join(found)}); cp_fast knows ({', '.join(known)})")

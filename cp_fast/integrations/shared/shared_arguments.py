@@ -12,7 +12,15 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_ref.common.collective_calls import together
 from cp_ref.spec import check_data, check_lengths, kind_of, read_count
 
-__all__ = ["check_longest", "check_tensors", "context_for", "lengths_on_host", "read_equal", "refuse"]
+__all__ = [
+    "check_longest",
+    "check_tensors",
+    "context_for",
+    "lengths_of_both",
+    "lengths_on_host",
+    "read_equal",
+    "refuse",
+]
 
 T = TypeVar("T")
 _DROPOUT = (
@@ -100,6 +108,21 @@ def check_longest(name: str, longest: Any, cu_seqlens: torch.Tensor) -> None:
         found = int(cu_seqlens.diff().max())
         if found > longest:
             raise ValueError(f"{name} is {longest}, but a sequence has {found} tokens")
+
+
+def lengths_of_both(lengths: dict[str, Any], longest: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Cumulative lengths of queries and of keys on the CPU, and whether they are equal.
+
+    Args:
+        lengths, longest: of queries and of keys, by the names of the arguments.
+
+    Raises:
+        ValueError, TypeError: as `lengths_on_host` and `check_longest`.
+    """
+    q, k = lengths_on_host(**lengths).values()
+    for (name, most), cu_seqlens in zip(longest.items(), (q, k), strict=True):
+        check_longest(name, most, cu_seqlens)
+    return q, k, q is k or torch.equal(q.long(), k.long())
 
 
 def read_equal(cp: ContextParallel, where: str, other: str, read: Callable[[], T]) -> T:
