@@ -16,8 +16,8 @@ from cp_fast.backends.backend_protocol import StatefulBackend
 from cp_fast.compile.executable_plan import ExecutablePlan
 from cp_fast.compile.in_place.fixed_tables import Fitted, FixedTables
 from cp_fast.compile.instructions import Launch
-from cp_fast.compile.pipeline import Schedules, lowered
-from cp_fast.compile.planning.chosen_schedule import chosen_rank_schedule, chosen_schedule
+from cp_fast.compile.pipeline import lowered
+from cp_fast.compile.planning.chosen_schedule import Schedules, chosen_rank_schedule, chosen_schedule
 from cp_fast.dispatch.opaque import OfThisProcess, forget, opaque_for
 from cp_fast.linear.linear_plan import LinearPlan
 from cp_fast.runtime.packed_tensors import Packing

@@ -1,4 +1,4 @@
-"""Attention kernel libraries behind one interface (`base.Backend`), in order of preference."""
+"""Attention kernel libraries behind one interface (`backend_protocol.Backend`), in order of preference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cp_fast.backends.backend_protocol import (
     Partial,
     VarlenBatch,
 )
-from cp_fast.backends.backend_variants import IN_PLACE_RULE, missing_in, variants
+from cp_fast.backends.backend_variants import IN_PLACE_RULE, features_of, missing_in, variants
 from cp_fast.backends.blockwise.blockwise_backend import BlockwiseBackend
 from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize
 from cp_fast.backends.cudnn.cudnn_backend import CudnnBackend
@@ -49,7 +49,7 @@ BACKENDS: tuple[Backend, ...] = (  # the features on any machine; `installed` ma
     BlockwiseBackend("torch", Feature.CUDA, ScoreBlockSize(scores=2**25, columns=2048, rows=4096)),
 )
 
-KERNEL_FEATURES: frozenset[Feature] = frozenset().union(*(v.features for b in BACKENDS for v in variants(b)))
+KERNEL_FEATURES: frozenset[Feature] = frozenset().union(*map(features_of, BACKENDS))
 """What a kernel library decides; schedules, formats, masks and sinks are the executor's, on every library alike."""
 
 
@@ -99,11 +99,6 @@ def choose(required: frozenset[Feature], backend: str) -> Backend:
         reasons.append(IN_PLACE_RULE)
     missing = {c.name: lacking for c in seen if (lacking := missing_in(c, wanted))}
     raise Unsupported(f"attention with backend {backend!r}", missing, hint="\n  ".join(reasons))
-
-
-def features_of(backend: Backend) -> frozenset[Feature]:
-    """All features that a backend can be chosen for, in any of its variants."""
-    return frozenset().union(*(v.features for v in variants(backend)))
 
 
 def installed(backend: Backend) -> Backend:

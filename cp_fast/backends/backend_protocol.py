@@ -63,12 +63,12 @@ class Places(NamedTuple):
     Segments have no common rows of q, but may have common rows of k and v. Together they have all rows.
     """
 
-    q: Sequence[int]  # [segments]
-    kv: Sequence[int]  # [segments]
-    device_q: torch.Tensor  # int32 [segments + 1]; the last number is not used
-    device_rows: torch.Tensor  # int32 [segments]
-    device_kv: torch.Tensor  # int32 [segments + 1]; the last number is not used
-    device_columns: torch.Tensor  # int32 [segments]
+    q: Sequence[int]  # [segments].
+    kv: Sequence[int]  # [segments].
+    device_q: torch.Tensor  # int32 [segments + 1]; the last number is not used.
+    device_rows: torch.Tensor  # int32 [segments].
+    device_kv: torch.Tensor  # int32 [segments + 1]; the last number is not used.
+    device_columns: torch.Tensor  # int32 [segments].
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +93,15 @@ class VarlenBatch:
     with others, so a GPU kernel reads lengths from the device only.
     """
 
-    cu_q: Sequence[int]  # a tuple, or a lazy one: `Cumulative`
+    cu_q: Sequence[int]  # A tuple, or a lazy one: `Cumulative`.
     cu_kv: Sequence[int]
     left: int | None
     right: int | None
-    device_cu_q: torch.Tensor  # int32 [segments + 1], on the tiles' device
-    device_cu_kv: torch.Tensor  # int32 [segments + 1]
-    places: Places | None = None  # for a forward launch of a backend that shares keys
-    max_q: int = field(init=False)  # the longest segment's query rows
-    max_kv: int = field(init=False)  # the longest segment's key columns
+    device_cu_q: torch.Tensor  # int32 [segments + 1], on the tiles' device.
+    device_cu_kv: torch.Tensor  # int32 [segments + 1].
+    places: Places | None = None  # For a forward launch of a backend that shares keys.
+    max_q: int = field(init=False)  # The longest segment's query rows.
+    max_kv: int = field(init=False)  # The longest segment's key columns.
 
     @property
     def first_rows(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -161,8 +161,8 @@ class LaunchOptions(NamedTuple):
     """The options of launches. All launches of a pass share them, except `score_inputs`."""
 
     scores: ScoreOptions
-    deterministic: bool = False  # equal bits from equal backward launches; only a backend with DETERMINISTIC takes True
-    score_inputs: LaunchScores | None = None  # where scores depend on the places of their rows and heads
+    deterministic: bool = False  # Equal bits from equal backward launches: only for a backend with DETERMINISTIC.
+    score_inputs: LaunchScores | None = None  # Where scores depend on the places of their rows and heads.
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -176,12 +176,12 @@ class BackwardOperands(NamedTuple):
     all ranks, sinks included.
     """
 
-    dout: torch.Tensor  # [n, h_q, d_v], in q's dtype, as all up to out
-    q: torch.Tensor  # [n, h_q, d_qk]
-    k: torch.Tensor  # [m, h_kv, d_qk]
-    v: torch.Tensor  # [m, h_kv, d_v]
-    out: torch.Tensor  # [n, h_q, d_v]
-    lse: torch.Tensor  # [h_q, n], float32, float64 for float64
+    dout: torch.Tensor  # [n, h_q, d_v], in q's dtype, as all up to out.
+    q: torch.Tensor  # [n, h_q, d_qk].
+    k: torch.Tensor  # [m, h_kv, d_qk].
+    v: torch.Tensor  # [m, h_kv, d_v].
+    out: torch.Tensor  # [n, h_q, d_v].
+    lse: torch.Tensor  # [h_q, n], float32, float64 for float64.
     dlse: (
         torch.Tensor | None
     )  # [h_q, n], as lse: its gradient, None for zero; only a backend with LSE_GRADIENT takes one
@@ -190,17 +190,17 @@ class BackwardOperands(NamedTuple):
 class Partial(NamedTuple):
     """The result of one launch for its q rows, contiguous."""
 
-    out: torch.Tensor  # [n, h_q, d_v], normalised over the launch's own columns, with dropout; any float dtype
-    lse: torch.Tensor  # [h_q, n], natural logarithm; float32, or float64 for float64 inputs
-    max_logit: torch.Tensor | None  # [h_q], largest visible score after score_mod; None without Feature.MAX_LOGIT
+    out: torch.Tensor  # [n, h_q, d_v], normalised over the launch's own columns, with dropout; any float dtype.
+    lse: torch.Tensor  # [h_q, n], natural logarithm; float32, or float64 for float64 inputs.
+    max_logit: torch.Tensor | None  # [h_q], largest visible score after score_mod; None without Feature.MAX_LOGIT.
 
 
 class Gradients(NamedTuple):
     """One launch's addition to the gradients of its q rows and kv rows, contiguous; any float dtype."""
 
-    dq: torch.Tensor  # [n, h_q, d_qk]
-    dk: torch.Tensor  # [m, h_kv, d_qk]
-    dv: torch.Tensor  # [m, h_kv, d_v]
+    dq: torch.Tensor  # [n, h_q, d_qk].
+    dk: torch.Tensor  # [m, h_kv, d_qk].
+    dv: torch.Tensor  # [m, h_kv, d_v].
 
 
 class Backend(ABC):

@@ -15,7 +15,7 @@ from cp_fast.backends.fa2 import Fa2Backend
 from cp_fast.backends.max_logit_launch import LargestLogit
 from cp_ref.spec import Feature
 
-__all__ = ["IN_PLACE_RULE", "missing_in", "variants"]
+__all__ = ["IN_PLACE_RULE", "features_of", "missing_in", "variants"]
 
 IN_PLACE_RULE = (
     "a captured graph finds new lengths only where its kernels read them on the device; 'cudnn', and 'fa2' where it is "
@@ -30,6 +30,11 @@ def variants(backend: Backend) -> tuple[Backend, ...]:
     """
     plain = (backend, type(backend)(in_place=True)) if isinstance(backend, Fa2Backend) else (backend,)
     return (*plain, *map(LargestLogit, plain))
+
+
+def features_of(backend: Backend) -> frozenset[Feature]:
+    """All features that a backend can be chosen for, in any of its variants."""
+    return frozenset().union(*(v.features for v in variants(backend)))
 
 
 def missing_in(backend: Backend, wanted: frozenset[Feature]) -> frozenset[Feature]:

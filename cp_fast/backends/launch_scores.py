@@ -21,11 +21,11 @@ class LaunchPositions(NamedTuple):
     use: `segment_places`. `aligned`: whether it is there, and all its positions are multiples of 16.
     """
 
-    q_documents: torch.Tensor  # int32 [n]: the number of each query's document in the batch
-    q_positions: torch.Tensor  # int32 [n]: its position inside the document
-    q_diagonals: torch.Tensor  # int32 [n]: its position + len_kv - len_q: the key that it is aligned to
-    k_positions: torch.Tensor  # int32 [m]: the position of each key
-    segment_places: torch.Tensor | None = None  # int32 [4, segments]: document, first q position, diagonal, k position
+    q_documents: torch.Tensor  # int32 [n]: the number of each query's document in the batch.
+    q_positions: torch.Tensor  # int32 [n]: its position inside the document.
+    q_diagonals: torch.Tensor  # int32 [n]: its position + len_kv - len_q: the key that it is aligned to.
+    k_positions: torch.Tensor  # int32 [m]: the position of each key.
+    segment_places: torch.Tensor | None = None  # int32 [4, segments]: document, first q position, diagonal, k position.
     aligned: bool = False
 
 
@@ -33,5 +33,5 @@ class LaunchScores(NamedTuple):
     """The inputs of a call's scores, and where the rows and heads of one launch are."""
 
     positions: LaunchPositions
-    first_head: int  # the number of the launch's first query head, of all query heads
-    inputs: ScoreInputs  # of the call: slopes of all heads
+    first_head: int  # The number of the launch's first query head, of all query heads.
+    inputs: ScoreInputs  # Of the call: slopes of all heads.

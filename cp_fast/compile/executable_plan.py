@@ -82,7 +82,7 @@ class PassPlan(Generic[R]):
         """How each sum is accumulated, sinks aside; by buffer."""
         found: dict[int, list[Accumulate[R]]] = {}
         for one in self.of(Accumulate):
-            if one.source.buffer != OWN["sink"]:
+            if not one.of_sink:
                 found.setdefault(one.target.buffer, []).append(one)
         return {total: Accumulations.of(self.buffers[total], some) for total, some in found.items()}
 

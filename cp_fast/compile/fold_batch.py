@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from cp_fast.compile.instructions import side_of
 from cp_ref.spec import Message, Pieces, Problem, RankSchedule, Step, Tiles
 
 __all__ = ["fold_batch"]
@@ -25,7 +26,7 @@ def _folded(rank_schedule: RankSchedule, problem: Problem) -> RankSchedule:
 
     def message(m: Message) -> Message:
         p = m.pieces
-        end = slots["kv" if m.kind in ("kv", "dkv") else "q"]
+        end = slots[side_of(m.kind)]
         first = p.take(p.start < end)  # a piece may go on in the next sequence
         stop = np.minimum(first.stop, end)
         return replace(m, pieces=Pieces(first.start, stop, first.head_start, first.head_stop * batch))

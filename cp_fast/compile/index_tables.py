@@ -84,7 +84,7 @@ class Tables:
         return self.numbers_of(cumulative)
 
     def numbers_of(self, values: Column) -> Key:
-        """These numbers, as they are; none of them is empty."""
+        """These numbers, unchanged; there is at least one."""
         known = self._known_lengths.setdefault((len(values), int(values[-1])), [])
         for key in known:
             if np.array_equal(values, self._lengths[key]):

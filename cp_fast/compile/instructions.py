@@ -19,8 +19,8 @@ A buffer holds the tensors of one kind. Tensors by row are [rows, heads, head di
     dkv    dk, dv
     sink                        each head's sink logit [heads]
 
-Rows are generic (R). On the host they are slices and keys of `cp_fast.compile.tables.Tables`; on the device they are
-slices and index tensors. Heads of a view are counted from the buffer's first head.
+Rows are generic (R). On the host they are slices and keys of `cp_fast.compile.index_tables.Tables`. On the device they
+are slices and index tensors. Heads of a view are counted from the buffer's first head.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ __all__ = [
     "View",
     "Wait",
     "reads",
+    "side_of",
     "with_views",
     "writes",
 ]
@@ -55,6 +56,15 @@ R = TypeVar("R")  # Rows.
 Heads = tuple[int, int]
 Role = Literal["own", "operand", "partial", "sum", "message", "result"]
 OWN = {"q": 0, "kv": 1, "do": 2, "res": 3, "sink": 4}  # the numbers of the rank's own buffers, the same in both passes
+
+
+def side_of(kind: str) -> Literal["q", "kv"]:
+    """Whose rows and heads the tensors of a kind have: those of queries, or those of keys.
+
+    >>> side_of("dkv"), side_of("out")
+    ('kv', 'q')
+    """
+    return "kv" if kind in ("kv", "dkv") else "q"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +184,17 @@ class Launch(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Accumulate(Generic[R]):
-    """Accumulate a view of a partial result into a view of a sum."""
+    """Accumulate a view of a partial result, or the sink, into a view of a sum."""
 
     step: int
     source: View[R]
     target: View[R]
     made_by: str = "lower"
+
+    @property
+    def of_sink(self) -> bool:
+        """Whether it accumulates the sink."""
+        return self.source.buffer == OWN["sink"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import Rows
 from cp_ref.spec import Problem, saved_kinds
 
-__all__ = ["Schedules", "compiled", "lowered", "optimized", "upload"]
+__all__ = ["compiled", "lowered", "optimized", "upload"]
 
 _TILE = 128  # rows of a tile of FlashAttention 4
 _LARGE = 2048  # query rows from which a tile of a packed batch keeps its own window

@@ -19,7 +19,7 @@ Facts about cuDNN 9.19 with front end 1.32 on Hopper that this file rests on:
   (`lse_gradient`). Its accumulators are sized by the rows of the launch only for head dims that are multiples of 16.
 - In GQA the backward rounds each query head's share of dk and dv before they are summed, in a buffer of h_q heads.
 - Its deterministic mode on Hopper keeps all of dP, quadratic in the lengths: it is not used, and not declared.
-- It has no softcap beside a mask, so that is not declared.
+- It has no softcap together with a mask, so that is not declared.
 - The front end also ranks its own kernels, which are not cuDNN's, so they are excluded by name.
 - A handle belongs to one thread and one device, and carries the stream.
 """

@@ -3,8 +3,8 @@
 Facts about these kernels that hold for PyTorch's own copy of them (2.11 and later) and for the flash-attn package
 (2.8):
 
-- A negative window side means unbounded, so a side of -1 cannot be expressed: tiles must be cropped until both sides
-  are None or non-negative. Causal is the window (unbounded, 0); the causal flag adds nothing and stays False.
+- A negative window side means unbounded, so a side of -1 cannot be expressed: tiles must be cropped until no side
+  is negative. Causal is the window (unbounded, 0); the causal flag adds nothing and stays False.
 - A side >= max_k counts as unbounded, and an unbounded right side with a bounded left one is replaced by max_k. Both
   are wrong if a segment has more rows than columns. `varlen_arguments` gives a max_k that keeps either from mattering:
   max_k only sizes the backward's grid.

@@ -6,8 +6,8 @@ This file relies on these facts about `flash_attn.cute.interface` 4.0.0b36 on Ho
   recognised as causal.
 - max_seqlen_* size nothing in the varlen forward, but are part of its compile cache's key. They are left out, so that a
   shape class compiles once (2-4 s) and not again for short segments. In the backward they size the semaphores of the
-  deterministic mode, and nothing without it; a class of its own has each side of one block, also where they are left
-  out and few rows are given. So they are given, with a minimum of a few blocks.
+  deterministic mode, and nothing without it. A side of one block is another shape class, also where they are left out
+  and few rows are given. So they are given, with a minimum of a few blocks.
 - With seqused_*, a segment has the rows from cu_seqlens[s] on, seqused[s] of them: segments lie in any order, and have
   common keys. Tiles of 128 rows (the query heads of a kv head times tokens) start in the order of the segments, and
   with a window each segment's last tile is the first. There is no other order. The forward pass has no out and lse to

@@ -18,7 +18,6 @@ from cp_fast.compile.in_place.padded_tables import PaddedTables, pad
 from cp_fast.compile.in_place.shape import Shape
 from cp_fast.compile.index_tables import Key, RowKey, Tables
 from cp_fast.compile.instructions import (
-    OWN,
     Accumulate,
     BufferSpec,
     Copy,
@@ -208,6 +207,6 @@ class _Fitting:
         return replace(one, operands=tuple(operands), batch=batch, q_rows=q_rows, kv_rows=kv_rows)
 
     def _accumulate(self, one: Accumulate[RowKey], given: Accumulate[RowKey]) -> Accumulate[Any]:
-        if one.source.buffer == OWN["sink"]:
+        if one.of_sink:
             return one if one.target.rows is None else replace(one, target=replace(one.target, rows=self._real))
         return self._moved_rows(one, given, self._size(one.source.buffer))

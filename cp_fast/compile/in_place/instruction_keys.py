@@ -8,7 +8,7 @@ from typing import Any
 
 from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.index_tables import RowKey
-from cp_fast.compile.instructions import OWN, Accumulate, Copy, Instruction, Launch, Recv, Send
+from cp_fast.compile.instructions import Accumulate, Copy, Instruction, Launch, Recv, Send
 
 __all__ = ["by_key"]
 
@@ -31,7 +31,7 @@ def _key(plan: PassPlan[RowKey], one: Instruction[RowKey]) -> tuple[Any, ...] | 
 
     if isinstance(one, Copy) and one.source.rows is None and one.target.rows is None:
         return None  # whole buffers: independent of the batch
-    if isinstance(one, Accumulate) and one.source.buffer == OWN["sink"]:
+    if isinstance(one, Accumulate) and one.of_sink:
         return None
     if isinstance(one, Send):
         return one.step, "send", *names((one.source.buffer,)), one.part, one.peer, one.tag

@@ -13,6 +13,7 @@ from typing import Any
 
 from cp_fast.compile.executable_plan import ExecutablePlan
 from cp_fast.compile.index_tables import RowKey, Tables
+from cp_fast.compile.instructions import side_of
 from cp_ref.spec import Problem, Room
 
 __all__ = ["Shape"]
@@ -32,7 +33,7 @@ class Shape:
 
     def side_rows(self, kind: str) -> int:
         """The rows of a rank's own buffer of a kind of operands or results."""
-        return self.room.rows_kv if kind in ("kv", "dkv") else self.room.rows_q
+        return self.room.rows_kv if side_of(kind) == "kv" else self.room.rows_q
 
     def message_rows(self, kind: str, peer: int) -> int:
         """The most rows of a message: inside an a2a group those of one rank, else those that a ring member may see of

@@ -22,9 +22,7 @@ Instructions = list[Instruction[RowKey]]
 def lower_messages(
     state: PassState, number: int, sends: Sequence[Parcels], recvs: Sequence[Parcels], groups: Sequence[TileGroup]
 ) -> tuple[Instructions, Instructions, list[Held], list[Accumulate[RowKey]]]:
-    """The copies before the sends, the sends and receives, the operands that arrive, and where results that arrive
-    go.
-    """
+    """The copies before the sends; the sends and receives; the arriving operands; the sums of arriving results."""
     packed, posted = _sends(state, number, sends, groups)
     arriving, received = _recvs(state, number, recvs)
     posted += received

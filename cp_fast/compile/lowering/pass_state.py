@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.index_tables import RowKey, Tables
-from cp_fast.compile.instructions import OWN, Heads
+from cp_fast.compile.instructions import OWN, Heads, side_of
 from cp_fast.compile.lowering.buffers import Buffers, Held, Operands
 from cp_fast.compile.lowering.sums import Parcels, Sums
 from cp_fast.compile.row_maps import RowMap, Spans, SpanSets
@@ -32,8 +32,8 @@ class Shared(NamedTuple):
 
     def side(self, kind: str) -> tuple[int, RowMap]:
         """All heads and the own rows of a kind."""
-        kv = kind in ("kv", "dkv")
-        return (self.work.heads_kv if kv else self.work.heads_q), self.own["kv" if kv else "q"]
+        side = side_of(kind)
+        return (self.work.heads_kv if side == "kv" else self.work.heads_q), self.own[side]
 
 
 @dataclass
@@ -58,7 +58,8 @@ class PassState:
         shared, made = self.shared, list[Held]()
         for kind, number in OWN.items():
             heads, rows = shared.side(kind)
-            assert self.buffers.new(f"own {kind}", kind, (0, heads), None, "own") == number
+            own_number = self.buffers.new(f"own {kind}", kind, (0, heads), None, "own")
+            assert own_number == number
             if kind in self.kinds:
                 made.append(Held(number, kind, (0, heads), rows))
         self.operands = Operands(self.buffers, shared.tables, shared.sets)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.index_tables import RowKey
-from cp_fast.compile.instructions import OWN, Accumulate, Copy, Instruction, Launch
+from cp_fast.compile.instructions import Accumulate, Copy, Instruction, Launch
 
 __all__ = ["accumulate_late"]
 
@@ -39,7 +39,7 @@ class _Moving:
 
     def instructions(self) -> tuple[Instruction[RowKey], ...]:
         plan = self.plan
-        parts = [one for one in plan.of(Accumulate) if one.source.buffer != OWN["sink"]]
+        parts = [one for one in plan.of(Accumulate) if not one.of_sink]
         self.parts = Counter(one.target.buffer for one in parts)
         sums_of: dict[int, set[int]] = {}
         for one in parts:
@@ -48,7 +48,7 @@ class _Moving:
             if one.step != self.step:
                 self._end_step()
                 self.step = one.step
-            if isinstance(one, Accumulate) and one.source.buffer != OWN["sink"]:
+            if isinstance(one, Accumulate) and not one.of_sink:
                 self.waiting.append(one)
                 continue
             if isinstance(one, Launch):

@@ -59,21 +59,21 @@ def ways_to_cut(heads: int) -> list[tuple[int, ...]]:
 class _Pass(NamedTuple):
     """Microseconds of one pass, for each kv head of a rank."""
 
-    come: float  # its rows, in an exchange
-    attend: float  # one step of the ring
-    leave: float  # its results
-    tail: float  # the time lost at the end of a launch, for any number of heads
+    come: float  # Its rows, in an exchange.
+    attend: float  # One step of the ring.
+    leave: float  # Its results.
+    tail: float  # The time lost at the end of a launch, for any number of heads.
 
 
 def _passes(problem: Problem, at: Costs) -> tuple[_Pass, _Pass]:
     """The forward and the backward pass."""
     element = {"float64": 8, "float32": 4}.get(problem.dtype, 2)
     d_qk, d_v, group = problem.d_qk, problem.d_v, problem.heads_q // problem.heads_kv
-    a_number = element * (problem.a2a_size - 1) / problem.cp_size / at.bytes_per_us  # of all rows: a rank's to peers
+    a_number = element * (problem.a2a_size - 1) / problem.cp_size / at.bytes_per_us  # Of all rows: a rank's to peers.
     tokens_q, tokens_kv = sum(problem.lengths.len_q), sum(problem.lengths.len_kv)
     q, do, kv = (n * a_number for n in (tokens_q * group * d_qk, tokens_q * group * d_v, tokens_kv * (d_qk + d_v)))
-    own_pairs = problem.pairs * (problem.a2a_size / problem.cp_size) ** 2  # of one step
-    product = 2 * group * own_pairs / at.flops_per_us  # of unit head dimension
+    own_pairs = problem.pairs * (problem.a2a_size / problem.cp_size) ** 2  # Of one step.
+    product = 2 * group * own_pairs / at.flops_per_us  # Of unit head dimension.
     forward, backward = product * (d_qk + d_v), product * (3 * d_qk + 2 * d_v)
     idle = at.idle_rows / max(tokens_q * group * problem.a2a_size / problem.cp_size, 1.0)
     return _Pass(q + kv, forward, do, idle * forward), _Pass(do, backward, q + kv, idle * backward)

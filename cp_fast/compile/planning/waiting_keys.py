@@ -12,9 +12,8 @@ a kernel launch with an output to merge and gradients to add:
 Nothing of the prompt is hidden, so its keys need no order, and both parts are one segment of one launch. The messages
 do not change: gradients of own keys stay on the rank, at any step. Tiles of the first step wait if all of this holds:
 
-- They are of attention slices that hide nothing. All such tiles of the step wait together, so their launch is saved. (A
-    part of a
-  causal attention slice stays: without it the area's square would not be one.)
+- They are of attention slices that hide nothing. All such tiles of the step wait together, so their launch is saved. A
+  part of a causal attention slice stays: without it the slice's square would not be one.
 - Their attention slices have arrived keys at a later step. They wait for the first one: in all_gather for all keys, in
   a ring for the next unit's, as gradients of received keys have to leave one step after these came.
 - Any two of these attention slices have the same keys or no keys in common; otherwise one launch could become two.

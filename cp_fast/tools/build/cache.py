@@ -1,9 +1,10 @@
 """Finished builds by key, in a folder of the user that any number of processes share.
 
-<root>/<key>/                  a finished build: the library, and build.json with its checksum; appears by one rename.
-<root>/<key>.lock              held by the building process, whose id is in it (`locks`).
-<root>/<key>.failed            why the last try failed, for the waiting processes.
-<root>/.<key>.building-*/      one process's build folder; the next build removes leftovers.
+    <root>/<key>/                  a finished build: the library, and build.json with its checksum. It appears by one
+                                   rename.
+    <root>/<key>.lock              held by the building process, whose id is in it (`locks`).
+    <root>/<key>.failed            why the last try failed, for the waiting processes.
+    <root>/.<key>.building-*/      one process's build folder; the next build removes leftovers.
 
 Nothing here relies on locks: without them several processes build the same library, the first to finish is kept, and no
 process touches another's build folder. Only files that are this user's are used (`trust`).

@@ -42,7 +42,7 @@ def doctor(
     dims: Annotated[str, typer.Option(help="--measure: head dims d_qk,d_v of the kernels.")] = "128,128",
     start: Annotated[str, typer.Option(help="--measure: the machine that the rest is taken from.")] = "h200-nvlink",
 ) -> None:
-    """Say what is installed, which attention backends and kernels work here, and why not where not.
+    """Say what is installed, and which attention backends and kernels work here; of the others say why not.
 
     Exit code: 0 when attention runs here on at least one backend, else 1.
     """

@@ -34,7 +34,7 @@ _PACKAGES = {
 
 
 def installed_rows() -> list[dict[str, Any]]:
-    """What is here, or None, and a remark, by name."""
+    """A row for each program, package and device: its version or name, None without one, and a remark."""
     made: list[dict[str, Any]] = []
 
     def add(what: str, here: str | None, remark: str = "") -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cp_fast.compile.executable_plan import PassPlan
-from cp_fast.compile.instructions import OWN, Accumulate, Copy, Launch, Recv, Send
+from cp_fast.compile.instructions import Accumulate, Copy, Launch, Recv, Send
 from cp_fast.compile.lowering.lower_schedule import Draft
 from cp_fast.compile.passes.low_precision_grads import in_input_dtype, may_have_low_precision, of_one_launch
 from cp_fast.compile.pipeline import compiled
@@ -120,7 +120,7 @@ def _counted(sizes: PassBytes) -> tuple[StepCounts, ...]:
             steps[one.step].moved += _copied(sizes, one, begun)
         elif isinstance(one, Launch):
             steps[one.step].launch(one)
-        elif isinstance(one, Accumulate) and one.source.buffer != OWN["sink"]:
+        elif isinstance(one, Accumulate) and not one.of_sink:
             steps[one.step].moved += _accumulated(sizes, one, begun)
             begun.add(one.target.buffer)
     return tuple(step.counts() for step in steps)

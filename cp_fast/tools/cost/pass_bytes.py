@@ -7,7 +7,7 @@ from typing import Any
 
 from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.index_tables import Tables
-from cp_fast.compile.instructions import View
+from cp_fast.compile.instructions import View, side_of
 from cp_ref.spec import Problem, slice_rows
 
 __all__ = ["PassBytes", "is_gathered"]
@@ -52,7 +52,7 @@ class PassBytes:
         if spec.rows is not None:
             return spec.rows
         batch = 1 if self.problem.qkv_format == "thd" else len(self.problem.sequences)
-        return batch * slice_rows(self.problem, "kv" if spec.kind in ("kv", "dkv") else "q")
+        return batch * slice_rows(self.problem, side_of(spec.kind))
 
     def bytes(self, view: View[Any], *, wide: bool = False) -> int:
         """The bytes of a view, in all parts of its buffer."""
@@ -65,5 +65,5 @@ class PassBytes:
         return View(number, None, self.plan.buffers[number].all_heads)
 
     def has_all_rows(self, view: View[Any]) -> bool:
-        """Whether a view has as many rows as its buffer."""
+        """Whether a view has all rows of its buffer."""
         return self.rows(view) == self.rows(self.whole(view.buffer))

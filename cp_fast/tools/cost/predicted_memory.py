@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cp_fast.compile.executable_plan import PassPlan
-from cp_fast.compile.instructions import OWN, Accumulate, Copy, Free, Launch, Recv, View
+from cp_fast.compile.instructions import Accumulate, Copy, Free, Launch, Recv, View
 from cp_fast.tools.cost.counts import RankCounts
 from cp_fast.tools.cost.pass_bytes import PassBytes, is_gathered
 from cp_ref.spec import Problem
@@ -107,7 +107,7 @@ class _Memory:
                 self._copy(one)
             elif isinstance(one, Launch):
                 self._launch(one, following.buffers if isinstance(following, Free) else ())
-            elif isinstance(one, Accumulate) and one.source.buffer != OWN["sink"]:
+            elif isinstance(one, Accumulate) and not one.of_sink:
                 self._accumulate(one)
             elif isinstance(one, Free):
                 for number in one.buffers:

@@ -17,7 +17,7 @@ from cp_ref.spec import Problem, check_choice
 
 __all__ = ["SAVED", "ModelShape", "StepMemory", "step_memory"]
 
-SAVED = ("offload", "attention", "layers", "all")  # What is kept for the backward pass, from least to most.
+SAVED = ("offload", "attention", "layers", "all")  # Kept for the backward pass, from least to most.
 _FLOAT = 4  # Bytes.
 _CHUNK = 2048  # Tokens whose logits exist at once.
 _GATHERED = 2  # Layers whose whole weights or gradients are there.

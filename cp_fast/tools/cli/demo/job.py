@@ -101,7 +101,7 @@ class Job:
         return getattr(torch, self.dtype or ("float32" if self.where[1] == "cpu" else "bfloat16"))
 
     def problem(self) -> dict[str, Any]:
-        """The arguments of `make_plan`, but for the context and the device."""
+        """The arguments of `make_plan`, except the context and the device."""
         sizes = {"heads_q": self.heads, "heads_kv": self.heads_kv, "d_qk": self.head_dim, "d_v": self.head_dim}
         lengths = cumulative([len(d.data) for d in self.documents])
         cu_seqlens = {"cu_seqlens_q": lengths, "cu_seqlens_q_padded": cumulative(self.slots)}

@@ -44,7 +44,7 @@ class RankFailed(RuntimeError):
 
 
 def spawn(job: Job) -> Measured:
-    """Run every rank in a process of its own. Raises what the first one raised; then the others have been ended."""
+    """Run every rank in a separate process. Raises what the first one raised; then the others have been ended."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # PyTorch is imported once, not in every rank.
     with tempfile.TemporaryDirectory(prefix="cp_fast_demo_") as folder:
