@@ -60,18 +60,14 @@ def save_attention(policy: Policy | None = None, *, offload: bool = False) -> Ca
         raise TypeError(f"policy is a {type(policy).__name__}; it must be a function or None")
     decide = policy or _recompute
 
-    def saved(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
-        if operator is attention_forward:
-            return CheckpointPolicy.MUST_SAVE
-        return decide(context, operator, *args, **kwargs)
+    def contexts(of_attention: CheckpointPolicy) -> tuple[Any, Any]:
+        def decided(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
+            return of_attention if operator is attention_forward else decide(context, operator, *args, **kwargs)
+
+        return create_selective_checkpoint_contexts(decided)
 
     def saving_contexts() -> tuple[Any, Any]:
-        return create_selective_checkpoint_contexts(saved)
-
-    def elsewhere(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
-        if operator is attention_forward:  # the outer contexts have its results
-            return CheckpointPolicy.MUST_RECOMPUTE
-        return decide(context, operator, *args, **kwargs)
+        return contexts(CheckpointPolicy.MUST_SAVE)
 
     last = LastCall()
 
@@ -80,7 +76,8 @@ def save_attention(policy: Policy | None = None, *, offload: bool = False) -> Ca
             raise Unsupported(
                 "save_attention(offload=True) inside torch.compile", {}, "compile what lies inside a layer"
             )
-        return offloading(last, None if policy is None else create_selective_checkpoint_contexts(elsewhere))
+        around = None if policy is None else contexts(CheckpointPolicy.MUST_RECOMPUTE)  # `last` has the results.
+        return offloading(last, around)
 
     return offloading_contexts if offload else saving_contexts
 

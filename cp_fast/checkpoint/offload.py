@@ -37,7 +37,7 @@ class LastCall(threading.local):
 
 
 class _Copies:
-    """Copies to or from the host's memory, on a stream of their own where there are streams."""
+    """Copies to or from the host's memory, on a separate stream where there are streams."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
         self._done: torch.cuda.Event | None = None

@@ -7,9 +7,8 @@ graph.
 Both are opaque to the compiler, which sees shapes alone. In eager mode `autograd.Attention` does the same with less
 overhead; it calls the forward operator only where selective checkpointing looks at operators
 (`selective_checkpointing.py`). An operator's results must not share memory with its arguments, so the forward operator
-gives back only what the backward
-pass cannot find among them: the group's rows, in the a2a schedules. How many these are is known to the plan alone, so
-the compiler takes them for unknown sizes.
+gives back only what the backward pass cannot find among them: the group's rows, in the a2a schedules. Only the plan
+knows how many these are, so the compiler takes them for unknown sizes.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ def attention_in_graph(
     offset: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`Attention.apply` as one operator. The call's arguments are checked when it runs."""
-    how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, *flags
-    out, lse, max_logit, *_ = _forward(q, k, v, offset, *scores.packed(q.device), plan.handle, cp.handle, *how)
+    out, lse, max_logit, *_ = _called(plan, cp, flags, scores, q, k, v, offset)
     return out, lse, max_logit
 
 
@@ -62,10 +60,16 @@ def forward_as_operator(
     offset: Tensor | None,
 ) -> Results:
     """`forward_pass` as the one operator that selective checkpointing sees."""
-    how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, *flags
-    given = ScoreArguments.of_inputs(scores).packed(q.device)
-    out, lse, max_logit, *kept = _forward(q, k, v, offset, *given, plan.handle, cp.handle, *how)
+    out, lse, max_logit, *kept = _called(plan, cp, flags, ScoreArguments.of_inputs(scores), q, k, v, offset)
     return Results(out, lse, max_logit if max_logit.numel() else None, kept)
+
+
+def _called(
+    plan: Plan, cp: ContextParallel, flags: CallFlags, scores: ScoreArguments, q: Tensor, *others: Tensor | None
+) -> list[Tensor]:
+    """The forward operator's results. others: k, v and offset."""
+    how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, *flags
+    return _forward(q, *others, *scores.packed(q.device), plan.handle, cp.handle, *how)
 
 
 @torch.library.custom_op("cp_attention::attention_forward", mutates_args=())

@@ -13,7 +13,7 @@ that a kernel computes them from, without a table in memory. `lengths` below are
     unpad           row i with padding, to rows without              a
 
 A row of the part may have no row in the whole. A gather takes the tail behind the last sequence along; a scatter or a
-merge leaves it as it is.
+merge leaves it unchanged.
 """
 
 from __future__ import annotations

@@ -86,11 +86,14 @@ class Kernels(Protocol):
     ) -> None:
         """Merge a partial result into normalised accumulators, both in one pass over out.
 
-        With new = log(exp(lse) + exp(lse_step)): out = out * exp(lse - new) + out_step * exp(lse_step - new), and
-        lse = new. out [t, h, d] and out_step [n, h, d] of any float dtypes, computed with in float32 (float64) and
-        rounded once; d may be 0. lse [h, t] and lse_step [h, n] in float32 or float64, or with a map by lengths both
-        padded, [b, h, s]. A step row with lse -inf changes nothing, for any out_step. An accumulator row with lse -inf
-        counts as 0 (it may hold NaN). If both are -inf, out becomes 0.
+            new = log(exp(lse) + exp(lse_step))
+            out = out * exp(lse - new) + out_step * exp(lse_step - new)
+            lse = new
+
+        The tensors out [t, h, d] and out_step [n, h, d] have any float dtypes. They are computed with in float32
+        (float64) and rounded once; d may be 0. The LSEs, lse [h, t] and lse_step [h, n], are float32 or float64, or
+        with a map by lengths both padded, [b, h, s]. A step row with lse -inf changes nothing, for any out_step. An
+        accumulator row with lse -inf counts as 0 (it may hold NaN). If both are -inf, out becomes 0.
 
         final: lse is that of all parts together and stays: out += exp(lse_step - lse) * out_step.
         """

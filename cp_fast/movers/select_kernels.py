@@ -78,7 +78,11 @@ def kernels(device_type: str, name: str | None = None) -> Kernels:
     >>> kernels("cpu", "torch").name
     'torch'
     """
-    return _loaded(_name(device_type, name), device_type)
+    if name is None:
+        name = _choice(device_type, *asked())
+    elif (reason := why_not(name, device_type)) is not None:
+        raise RuntimeError(f"the kernels {name!r} cannot be had: {reason}")
+    return _loaded(name, device_type)
 
 
 @contextmanager
@@ -117,15 +121,6 @@ def _choice(device_type: str, asked_name: str | None, by: str) -> str:
             f"{VARIABLE}={taken} takes them without a word"
         )
     return taken
-
-
-def _name(device_type: str, name: str | None) -> str:
-    """The name of an available implementation: the given one, or else the `chosen` one."""
-    if name is None:
-        return _choice(device_type, *asked())
-    if (reason := why_not(name, device_type)) is not None:
-        raise RuntimeError(f"the kernels {name!r} cannot be had: {reason}")
-    return name
 
 
 @lru_cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,12 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.movers.length_checks import end_of, sizes_of
 from cp_fast.movers.operators import mover_gradients  # noqa: F401  (registers the gradients)
-from cp_fast.thd.slices import cut_packed
 from cp_ref.common.plan_arguments import check_plan
 from cp_ref.common.sharding.shard import shard
 from cp_ref.common.thd import declared_batches
-from cp_ref.common.thd.checks import check_room
+from cp_ref.common.thd.checks import check_given, check_lengths, check_room, check_tail
 from cp_ref.spec import QKV_FORMATS, check_choice, check_context
+from cp_ref.spec.layouts.slice_rows import check_known
 
 __all__ = ["get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
 
@@ -61,7 +61,63 @@ def get_batch_on_this_cp_rank(
     check_plan(plan)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     if plan is None and qkv_format == "thd":  # lengths on a GPU are not read
-        return declared_batches.cut_entries(batch, qkv_format, lambda xs: cut_packed(xs, cp, cu_seqlens_padded))
+        return declared_batches.cut_entries(batch, qkv_format, lambda xs: _cut_packed(xs, cp, cu_seqlens_padded))
     lengths: dict[str, Any] = {"qkv_format": qkv_format, "cu_seqlens_padded": cu_seqlens_padded, "plan": plan}
     in_format = qkv_format if plan is None else plan.problem.qkv_format
     return declared_batches.cut_entries(batch, in_format, lambda xs: [shard(x, cp=cp, **lengths) for x in xs])
+
+
+def _cut_packed(
+    xs: Sequence[torch.Tensor], cp: ContextParallel, cu_seqlens_padded: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """thd, all tensors in one launch for layout dual_chunk."""
+    check_known(cp.layout)
+    if not xs:
+        return []
+    check_given("cu_seqlens_padded", cu_seqlens_padded)
+    assert cu_seqlens_padded is not None
+    by_device: dict[torch.device, list[int]] = {}
+    for number, x in enumerate(xs):
+        by_device.setdefault(x.device, []).append(number)
+    parts = list(xs)
+    for numbers in by_device.values():
+        here = [xs[number] for number in numbers]
+        if cp.layout == "dual_chunk":
+            cut = torch.ops.cp_attention.partition(here, cu_seqlens_padded, cp.size, cp.rank)
+        else:
+            cut = _cut_contiguous(here, cp, cu_seqlens_padded)
+        for number, part in zip(numbers, cut, strict=True):
+            parts[number] = part
+    return parts
+
+
+def _cut_contiguous(
+    xs: Sequence[torch.Tensor], cp: ContextParallel, cu_seqlens_padded: torch.Tensor
+) -> list[torch.Tensor]:
+    """Layout contiguous: the rank's part of the sequences' tokens, then its part of the tail."""
+    tokens = xs[0].shape[0]
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
+    sizes_of("cu_seqlens_padded", cu_seqlens_padded)
+    end = end_of(cu_seqlens_padded)
+    check_tail("x.shape[0]", tokens, end, cp.size)
+    if end is None:
+        rows = _contiguous_rows(cu_seqlens_padded[-1].long(), tokens, cp)
+        return [x.index_select(0, rows) for x in xs]
+    if end % cp.size:
+        raise ValueError(
+            f"the packed buffer has length {end}, padding included, but layout 'contiguous' at cp_size {cp.size} needs "
+            f"a multiple of cp_size = {cp.size}"
+        )
+    own, tail = end // cp.size, (tokens - end) // cp.size
+    start = end + cp.rank * tail
+    return [torch.cat([x[cp.rank * own : (cp.rank + 1) * own], x[start : start + tail]]) for x in xs]
+
+
+def _contiguous_rows(end: torch.Tensor, tokens: int, cp: ContextParallel) -> torch.Tensor:
+    """The same as rows, int64 [tokens / cp_size], where the end of the sequences is known to the GPU alone."""
+    right = (end >= 0) & (end <= tokens) & (end % cp.size == 0)
+    rule = f"cu_seqlens_padded must end by {tokens}, at a multiple of cp_size = {cp.size}"
+    torch.ops.aten._assert_async.msg(right, f"cp_fast get_batch_on_this_cp_rank: {rule}")
+    row, own = torch.arange(tokens // cp.size, device=end.device), end // cp.size
+    tail = (tokens - end) // cp.size
+    return torch.where(row < own, cp.rank * own + row, end + cp.rank * tail + row - own)

@@ -54,6 +54,6 @@ def move(plan: Plan, scatter: bool, moves: Sequence[Move], device: torch.device)
     kernel: Callable[..., Any] = move_kernel(plan.helper, plan.kind, scatter, size)
     for at in range(0, len(moves), MOST_MOVES):
         some = moves[at : at + MOST_MOVES]
-        rows = rows_per_block(some)
+        rows = rows_per_block(max(one.heads * one.piece for one in some))
         arguments = table_of(some, size), plan.numbers, plan.count, rows
         launch(kernel, device, -(-plan.count // rows), *arguments, layers=len(some))

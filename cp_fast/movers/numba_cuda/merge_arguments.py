@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from cp_fast.movers.numba_cuda.launch_plans import Plan
 from cp_fast.movers.numba_cuda.merge_kernels import add_heads_kernel, pairs_kernel
-from cp_fast.movers.numba_cuda.move_arguments import fold
-from cp_fast.movers.numba_cuda.move_kernels import FIELDS, THREADS
+from cp_fast.movers.numba_cuda.move_arguments import fold, log_lanes, rows_per_block
+from cp_fast.movers.numba_cuda.move_kernels import FIELDS
 from cp_fast.movers.numba_cuda.numba_launch import launch
 from cp_fast.movers.numba_cuda.weight_kernels import PIECES, weigh_kernel
 
 __all__ = ["add_heads_", "pairs_", "weigh_"]
 
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64"}
-BLOCK_BYTES = 32768
 
 
 def _wide(*dtypes: str) -> str:
@@ -29,12 +29,17 @@ def _width(ends: Sequence[tuple[int, torch.dtype]], elements: Sequence[int]) -> 
     return 4 if dense and all(where % min(4 * dtype.itemsize, 16) == 0 for where, dtype in ends) else 1
 
 
-def _log_lanes(words: int) -> int:
-    """The logarithm of the number of threads that share a piece: 4 words each, but a warp if there are enough words."""
-    lanes = 1
-    while lanes < THREADS and (lanes * 4 < words or (lanes < 32 and lanes < words)):
-        lanes *= 2
-    return lanes.bit_length() - 1
+class Pair(NamedTuple):
+    """Addresses, and strides in bytes, of a target and a source: see `merge_kernels.pairs_kernel`."""
+
+    target: int
+    source: int
+    target_row: int
+    source_row: int
+    heads: int
+    target_head: int
+    source_head: int
+    dim: int  # in elements
 
 
 def pairs_(plan: Plan, add: bool, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -44,26 +49,23 @@ def pairs_(plan: Plan, add: bool, pairs: Sequence[tuple[torch.Tensor, torch.Tens
         if target.numel() and source.numel() and plan.count:
             groups.setdefault((DTYPES[target.dtype], DTYPES[source.dtype]), []).append((target, source))
     for dtypes, group in groups.items():
-        rows: list[tuple[int, ...]] = []
+        rows: list[Pair] = []
         ends: list[tuple[int, torch.dtype]] = []
         elements: list[int] = []
         for target, source in group:
-            folded = fold(target, source)
-            sizes = target.element_size(), source.element_size()
-            strides = target.stride(0), source.stride(0)
-            elements += [folded.dim, *strides, *folded.head_strides]
+            folded, size, step_size = fold(target, source), target.element_size(), source.element_size()
+            (row, step_row), (head, step_head) = (target.stride(0), source.stride(0)), folded.head_strides
+            elements += [folded.dim, row, step_row, head, step_head]
             for x, y in folded.offsets:
-                where = target.data_ptr() + x * sizes[0], source.data_ptr() + y * sizes[1]
-                ends += [(where[0], target.dtype), (where[1], source.dtype)]
-                row_strides = strides[0] * sizes[0], strides[1] * sizes[1]
-                head_strides = folded.head_strides[0] * sizes[0], folded.head_strides[1] * sizes[1]
-                rows.append((*where, *row_strides, folded.heads, *head_strides, folded.dim))
+                to, of = target.data_ptr() + x * size, source.data_ptr() + y * step_size
+                ends += [(to, target.dtype), (of, source.dtype)]
+                strides = row * size, step_row * step_size, folded.heads, head * size, step_head * step_size
+                rows.append(Pair(to, of, *strides, folded.dim))
         width = _width(ends, elements)
         kernel = pairs_kernel(plan.helper, plan.kind, add, *dtypes, _wide(*dtypes), width)
-        table = [number for row in rows for number in (*row, _log_lanes(-(-row[7] // width)), 0)]
+        table = [number for row in rows for number in (*row, log_lanes(-(-row.dim // width)), 0)]
         assert len(table) == FIELDS * len(rows)
-        bytes_of_row = max(row[4] * row[7] for row in rows) * group[0][0].element_size()
-        block = min(max(BLOCK_BYTES // bytes_of_row, 1), THREADS)
+        block = rows_per_block(max(row.heads * row.dim for row in rows) * group[0][0].element_size())
         arguments = tuple(table), plan.numbers, plan.count, block
         launch(kernel, group[0][0].device, -(-plan.count // block), *arguments, layers=len(rows))
 
@@ -76,8 +78,8 @@ def add_heads_(plan: Plan, out: torch.Tensor, x: torch.Tensor, first_heads: tupl
     ends = [(out.data_ptr(), out.dtype), (x.data_ptr(), x.dtype)]
     width = _width(ends, [dim, *target.stride()[:2], *parts.stride()[:3]])
     kernel = add_heads_kernel(plan.helper, plan.kind, *dtypes, _wide(*dtypes), width)
-    block = min(max(BLOCK_BYTES // (target.shape[1] * dim * size), 1), THREADS)
-    shape = plan.count, block, target.shape[1], parts.shape[2], dim, _log_lanes(-(-dim // width))
+    block = rows_per_block(target.shape[1] * dim * size)
+    shape = plan.count, block, target.shape[1], parts.shape[2], dim, log_lanes(-(-dim // width))
     to = out.data_ptr(), target.stride(0) * size, target.stride(1) * size
     source = x.data_ptr(), *(stride * step_size for stride in parts.stride()[:3])
     launch(kernel, out.device, -(-plan.count // block), first_heads, plan.numbers, *shape, *to, *source)
@@ -101,7 +103,7 @@ def weigh_(
         )
     kernel = weigh_kernel(plan.helper, plan.kind, final, *dtypes, DTYPES[lse.dtype], DTYPES[lse_step.dtype], width)
     blocks = -(-plan.count * heads // PIECES)
-    target = (*target, heads, dim, _log_lanes(-(-dim // width)))
+    target = (*target, heads, dim, log_lanes(-(-dim // width)))
     ends = target, source, _lse_end(lse), _lse_end(lse_step)
     launch(kernel, lse.device, blocks, plan.numbers, plan.count, *ends)
 

@@ -9,7 +9,7 @@ import torch
 
 from cp_fast.movers.numba_cuda.move_kernels import FIELDS, THREADS
 
-__all__ = ["Folded", "Move", "fold", "moves_of", "rows_per_block", "table_of", "word_size"]
+__all__ = ["Folded", "Move", "fold", "log_lanes", "moves_of", "rows_per_block", "table_of", "word_size"]
 
 BLOCK_BYTES = 32768  # About the bytes that a block moves.
 
@@ -93,16 +93,19 @@ def table_of(moves: Sequence[Move], size: int) -> tuple[int, ...]:
     table: list[int] = []
     for move in moves:
         words = move.piece // size
-        lanes = 1
-        while lanes < THREADS and lanes * 4 < words:
-            lanes *= 2
-        lanes = min(max(lanes, 1 << (min(words, 32) - 1).bit_length()), THREADS)
-        table += [*move[:7], words, lanes.bit_length() - 1, 0]
+        table += [*move[:7], words, log_lanes(words), 0]
     assert len(table) == FIELDS * len(moves)
     return tuple(table)
 
 
-def rows_per_block(moves: Sequence[Move]) -> int:
-    """Enough rows for a block to have work, and at most one for each of its threads to look up."""
-    row = max(move.heads * move.piece for move in moves)
+def log_lanes(words: int) -> int:
+    """The logarithm of the number of threads that share a piece: 4 words each, but a warp if there are enough words."""
+    lanes = 1
+    while lanes < THREADS and (lanes * 4 < words or (lanes < 32 and lanes < words)):
+        lanes *= 2
+    return lanes.bit_length() - 1
+
+
+def rows_per_block(row: int) -> int:
+    """Enough rows, of so many bytes each, for a block to have work; at most one for each of its threads to look up."""
     return min(max(BLOCK_BYTES // row, 1), THREADS)

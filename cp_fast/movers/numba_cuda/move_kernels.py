@@ -4,7 +4,7 @@
 """The kernel that moves rows: every gather, scatter and transposition of bytes is this kernel with another row map.
 
 A block takes some rows. Its threads find the sequence of the first row together. From there each thread finds the
-sequence of its own row, and stores it in shared memory. Then groups of `lanes` threads copy pieces of rows, in words of
+sequence of one row, and stores it in shared memory. Then groups of `lanes` threads copy pieces of rows, in words of
 up to 16 bytes, four in flight at once.
 
 A move is 10 integers of a table. These are the source and target addresses, the row strides of both, the number of

@@ -250,27 +250,24 @@ _MAPS = {
 }
 
 
-@lru_cache
+_KEYS = {"slice": _key_of_slice_row, "rank_order": _key_in_rank_order, "half": _key_of_half_row}
+
+
 def row_map(kind: str) -> Callable[..., Any]:
-    """map(i, plan, hint), a device function; the hint is a sequence at or before that of row i, or -1."""
+    """A device function map(i, plan, hint). The hint is a sequence at or before that of row i, or -1."""
     return _MAPS[kind]
 
 
-@lru_cache
 def row_key(kind: str) -> Callable[..., Any]:
-    """key(i, plan), a device function: the number that row i searches for in the lengths. It rises with i, except at a
+    """A device function key(i, plan): row i searches for this number in the lengths. It rises with i, except at a
     slice's end.
     """
-    return {
-        "slice": _key_of_slice_row,
-        "rank_order": _key_in_rank_order,
-        "half": _key_of_half_row,
-    }.get(kind, _key_of_row)
+    return _KEYS.get(kind, _key_of_row)
 
 
 @lru_cache
 def plan_is_right(kind: str) -> Callable[..., Any]:
-    """right(plan, thread, threads), a device function: whether this thread's share of the lengths obeys all rules."""
+    """A device function right(plan, thread, threads): whether this thread's share of the lengths obeys all rules."""
     if kind in ("span", "index"):
         return _always
     chunked, halves = kind in ("slice", "rank_order", "sequence_order"), kind in ("half", "in_half")

@@ -81,7 +81,7 @@ def _lse_correction_(lse: Tensor, lse_step: Tensor, cu_seqlens_padded: Tensor, l
     check_apart("lse", lse, lse_step=lse_step)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, lse.device)
     late = LengthsMap("lse_correction_", "half", lengths, a=1)
-    # There is no output: rows of no elements. Halves have at most as many rows as their padded LSE has places.
+    # There is no output: rows of no elements. Halves have no more rows than their padded LSE has places.
     heads, step_rows = lse_step.shape[-2], lse_step.shape[-1] * (1 if lse_packed else len(lengths) - 1)
     nothing = lse.new_empty(2 * step_rows, heads, 0), lse.new_empty(step_rows, heads, 0)
     kernels(lse.device.type).merge_(nothing[0], plain_out("lse", lse), nothing[1], plain(lse_step), late)

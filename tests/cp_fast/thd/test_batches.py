@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cp_fast
 import cp_ref
-from cp_fast.thd.slices import _contiguous_rows
+from cp_fast.thd.fast_batches import _contiguous_rows
 from cp_ref import SimGroup
 from tests.cp_ref.thd import test_thd_batches as reference
 
