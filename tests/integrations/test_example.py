@@ -69,15 +69,22 @@ def test_long_context_finds_the_longest(monkeypatch: pytest.MonkeyPatch, capsys:
         assert fitting / (1 + 1 / 16) <= found <= fitting
 
 
-def test_long_context_runs_each_length_in_processes_of_its_own() -> None:
+def test_long_context_runs_each_length_in_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
     program = runpy.run_path(str(ROOT / "examples" / "long_context.py"))
     given = Namespace(tiny=True, no_offload=False, documents=1, layers=1, steps=1, processes=1, optimizer="adamw")
     given.cp_comm_type, given.peak_tflops = "p2p", 1.0
-    assert program["run_alone"](given, 64)
-    given.steps = 0
-    with pytest.raises(RuntimeError, match="64 tokens"):
-        program["run_alone"](given, 64)
+    run_alone: Any = program["run_alone"]
+    assert run_alone(given, 64)
+
+    def ends_with(said: str) -> None:
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, "", said))
+
+    ends_with(f"torch.{program['OUT_OF_MEMORY']}: no memory is left")
+    assert not run_alone(given, 64)
+    ends_with("the driver is too old")
+    with pytest.raises(RuntimeError, match=r"64 tokens(?s:.*)the driver is too old"):
+        run_alone(given, 64)
 
 
 def test_the_notebook_draws(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from tests.dist.workers import run_module
+from conformance.cli import app
 
 pytestmark = pytest.mark.thorough
 
-ROOT = Path(__file__).parents[3]
-
 
 def conformance(folder: Path, *arguments: str) -> tuple[int, str]:
-    return run_module(folder, "conformance", *arguments, path=(ROOT,))
+    """The command in a folder, in this process: its workers are forked from one that has imported PyTorch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        done = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    return done.exit_code, done.output
 
 
 def report_of(folder: Path, name: str) -> tuple[dict[str, Any], str]:
