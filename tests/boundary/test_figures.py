@@ -92,6 +92,34 @@ def test_efficiencies(gpus: int) -> None:
         assert f"| {name} | {cells} |".replace("|  |", "| |") in page, of
 
 
+_FORWARD = {
+    "one sequence": "dense",
+    "one sequence, 8,192 a GPU": "dense, 8,192 a GPU",
+    "one sequence, 4,096 a GPU": "dense, 4,096 a GPU",
+    "five documents, 8:4:2:1:1, `balanced`": "8:4:2:1:1",
+    "sixteen documents of 64 to 8,192, `balanced`": "sixteen documents",
+    "window 4,096": "window 4,096",
+    "block-causal, blocks of 2,048": "block-causal",
+    "a prefix of 8,192": "prefix-LM",
+    "a prompt of 8,192 with 24 answers, `balanced`": "a prompt with answers",
+}
+_THE_SAME = {
+    "the same, `balanced`": ("window 4,096, balanced", "prefix-LM, balanced"),
+    "the same, with wide sums": ("prefix-LM",),
+    "the same, `balanced`, with wide sums": ("prefix-LM, balanced",),
+}
+
+
+def test_forward_passes() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "forward_sums_1x_h200.json").read_text())["rows"]
+    shares = {(row["case"], row["schedule"], row["sums"]): rounded(str(row["share"])) for row in rows}
+    for title, cases in [*((title, (case,)) for title, case in _FORWARD.items()), *_THE_SAME.items()]:
+        for case in cases:
+            sums = "wide" if "wide" in title else "now"
+            cells = (shares.get((case, schedule, sums), "") for schedule in SCHEDULES[:3])
+            assert f"| {title} | {' | '.join(cells)} |".replace("  ", " ") in PAGE
+
+
 def test_host() -> None:
     """Milliseconds of a pass, and the largest parts of one, over all runs."""
     rows = record("host_time_1x_h200.csv")

@@ -48,8 +48,8 @@ def test_the_other_functions_are_one_object() -> None:
 
 
 def parameters_of_the_code(function: Any) -> list[tuple[str, Any]]:
-    """The parameters that a function's own code has, whatever signature it shows."""
-    plain = FunctionType(function.__code__, {})
+    """The parameters that a function's own code has, whatever signature it and its decorators show."""
+    plain = FunctionType(inspect.unwrap(function).__code__, {})
     return [(p.name, p.kind) for p in inspect.signature(plain).parameters.values()]
 
 
