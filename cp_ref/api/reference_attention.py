@@ -10,12 +10,12 @@ import torch
 
 from cp_ref.api.packed_formats import lse_from_packed, lse_to_packed, to_format, to_packed
 from cp_ref.api.reference_context import ContextParallel
-from cp_ref.api.reference_plan import Plan, plan_together
+from cp_ref.api.reference_plan import Plan, backward_pass, plan_together
 from cp_ref.common import attention_call
 from cp_ref.common.attention_call import asked_for, problem_arguments, refuse_plan, with_digest
 from cp_ref.common.autocast import autocast, no_autocast
 from cp_ref.common.declared import implements
-from cp_ref.common.derivatives import differentiable_once, refuse_transforms
+from cp_ref.common.derivatives import refuse_transforms
 from cp_ref.common.dtensor_results import placed_like
 from cp_ref.common.groups.collectives import all_reduce_max, offset_grad
 from cp_ref.common.plan_arguments import read_call
@@ -145,18 +145,10 @@ class _Attention(torch.autograd.Function):
         return to_format(narrow, fmt, batch_size), lse_from_packed(lse, fmt, batch_size), max_logit
 
     @staticmethod
-    @differentiable_once
+    @backward_pass
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with no_autocast(grads[0].device):
-            return _Attention.differentiate(ctx, *grads)
-
-    @staticmethod
-    def differentiate(ctx: Any, *grads: torch.Tensor) -> Any:
-        """The backward pass."""
         q, k, v, out, lse, offset, *of_scores = ctx.saved_tensors
         plan, cp, problem = ctx.plan, ctx.cp, ctx.problem
-        if plan.problem is not problem:
-            raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
         fmt, batch_size = problem.qkv_format, len(problem.sequences)
         q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
         dout = to_packed(grads[0], fmt)

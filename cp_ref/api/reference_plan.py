@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any
 
 import torch
 
 from cp_ref.api.reference_context import ContextParallel
 from cp_ref.common import plan_arguments as plans
+from cp_ref.common.autocast import no_autocast
 from cp_ref.common.declared import bind, implements, same_parameters
+from cp_ref.common.derivatives import differentiable_once
 from cp_ref.common.named_device import check_usable
 from cp_ref.common.plan_arguments import read_plan_arguments
 from cp_ref.common.scores.score_mod import ScoreMod, frozen
@@ -30,7 +32,7 @@ from cp_ref.spec import (
     read_together,
 )
 
-__all__ = ["Plan", "make_plan", "plan_together", "supports"]
+__all__ = ["Plan", "backward_pass", "make_plan", "plan_together", "supports"]
 
 
 @dataclass(frozen=True)
@@ -136,3 +138,19 @@ def plan_together(cp: Any, read: Callable[[], tuple[Agreement, torch.device]]) -
     check_context(cp, ContextParallel)
     agreement, device = read_together(cp.comm, read, lambda found: found[0])
     return Plan(agreement.problem, cp.rank, device, agreement.room)
+
+
+def backward_pass(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward of an autograd function, whose ctx has the plan and the problem of the forward pass: gradients
+    are differentiable once, autocast is off, and the plan may not have been updated.
+    """
+
+    @differentiable_once
+    @wraps(backward)
+    def guarded(ctx: Any, *grads: torch.Tensor) -> Any:
+        if ctx.plan.problem is not ctx.problem:
+            raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
+        with no_autocast(grads[0].device):
+            return backward(ctx, *grads)
+
+    return guarded

@@ -15,10 +15,10 @@ import torch
 
 from cp_ref.api.packed_formats import to_format, to_packed
 from cp_ref.api.reference_context import ContextParallel
-from cp_ref.api.reference_plan import Plan
+from cp_ref.api.reference_plan import Plan, backward_pass
 from cp_ref.common.autocast import autocast, no_autocast
 from cp_ref.common.declared import implements
-from cp_ref.common.derivatives import differentiable_once, refuse_transforms
+from cp_ref.common.derivatives import refuse_transforms
 from cp_ref.common.groups.collectives import all_reduce_sum
 from cp_ref.common.linear import linear_calls
 from cp_ref.common.linear.linear_checks import LinearCall, agree_on_layer, read_linear_attention
@@ -113,17 +113,9 @@ class _LinearAttention(torch.autograd.Function):
         return to_format(out.to(tensors[0].dtype), plan.problem.qkv_format, len(plan.problem.sequences)), final_state
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with no_autocast(grads[0].device):
-            return _LinearAttention.differentiate(ctx, *grads)
-
-    @staticmethod
-    def differentiate(ctx: Any, dout: torch.Tensor, dfinal: torch.Tensor) -> Any:
-        """The backward pass."""
+    @backward_pass
+    def backward(ctx: Any, dout: torch.Tensor, dfinal: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         plan, cp, call, problem = ctx.plan, ctx.cp, ctx.call, ctx.problem
-        if plan.problem is not problem:
-            raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
         *of_tokens, initial_state = ctx.saved_tensors
         rank = _Rank(plan, call, tuple(of_tokens))
         dout = to_packed(dout, problem.qkv_format).to(rank.packed.v.dtype)

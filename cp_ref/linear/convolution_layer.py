@@ -14,10 +14,10 @@ import torch
 
 from cp_ref.api.packed_formats import to_format, to_packed
 from cp_ref.api.reference_context import ContextParallel
-from cp_ref.api.reference_plan import Plan
+from cp_ref.api.reference_plan import Plan, backward_pass
 from cp_ref.common.autocast import autocast, no_autocast
 from cp_ref.common.declared import implements
-from cp_ref.common.derivatives import differentiable_once, refuse_transforms
+from cp_ref.common.derivatives import refuse_transforms
 from cp_ref.common.linear import linear_calls
 from cp_ref.common.linear.linear_checks import ConvolutionCall, agree_on_layer, read_convolution
 from cp_ref.executor.play_schedule import run_rank_schedule
@@ -94,11 +94,9 @@ class _Convolution(torch.autograd.Function):
         return to_format(out.to(x.dtype), problem.qkv_format, len(problem.sequences))
 
     @staticmethod
-    @differentiable_once
+    @backward_pass
     def backward(ctx: Any, dout: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         plan, cp, call, problem = ctx.plan, ctx.cp, ctx.call, ctx.problem
-        if plan.problem is not problem:
-            raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
         x, weight, bias, x_all, sums = ctx.saved_tensors
         wide = sums.dtype
         factors = weight.to(wide)

@@ -12,7 +12,7 @@ from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
 
-_LAYER, _BACKWARD = "cp_ref.linear.attention_layer", "cp_ref.linear.attention_layer._LinearAttention.differentiate"
+_LAYER, _BACKWARD = "cp_ref.linear.attention_layer", "cp_ref.linear.attention_layer._LinearAttention.backward"
 _DG, _DBETA = 6, 7  # among the gradients of the backward pass
 
 
@@ -49,13 +49,13 @@ def _documents_touch(play_states: Any, direction: str, steps: Any, group: Any, o
     return {span: state + 0 * begin.sum() for span, state in entering.items()}
 
 
-def _one_ranks_dfinal(differentiate: Any, ctx: Any, dout: torch.Tensor, dfinal: torch.Tensor) -> Any:
-    return differentiate(ctx, dout, dfinal if ctx.cp.rank == 0 else torch.zeros_like(dfinal))
+def _one_ranks_dfinal(backward: Any, ctx: Any, dout: torch.Tensor, dfinal: torch.Tensor) -> Any:
+    return backward(ctx, dout, dfinal if ctx.cp.rank == 0 else torch.zeros_like(dfinal))
 
 
 def _halved(number: int) -> Any:
-    def wrong(differentiate: Any, *arguments: Any) -> Any:
-        grads = list(differentiate(*arguments))
+    def wrong(backward: Any, *arguments: Any) -> Any:
+        grads = list(backward(*arguments))
         grads[number] = None if grads[number] is None else grads[number] / 2
         return tuple(grads)
 
