@@ -16,8 +16,9 @@ from cp_ref.cli.explained_problem import Request
 from cp_ref.common.cli.options import check_number, with_options
 from cp_ref.common.cli.terminal import check_svg, coloured
 from cp_ref.spec import Problem, Schedule, Step, verify
+from cp_ref.spec.pictures.schedule_svg import svg_picture
 from cp_ref.spec.pictures.table_pictures import ownership_picture
-from cp_ref.spec.pictures.text_pictures import svg_picture, text_picture
+from cp_ref.spec.pictures.text_pictures import text_picture
 
 __all__ = ["explain"]
 

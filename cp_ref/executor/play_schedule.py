@@ -133,8 +133,7 @@ def run_backward(
 
     q, k, v as in `run_forward`; dout [t_q, h_q, d_v]; lse [t_q, h_q] final, sinks included; delta [t_q, h_q] is
     sum(dout * out) - dlse; kept: from the forward pass; inputs: as in the forward pass; recorder: sees every
-    intermediate. Returns dq, dk, dv in
-    float32 or float64, 0 in padding and tail.
+    intermediate. Returns dq, dk, dv in float32 or float64, 0 in padding and tail.
     """
     recorder.begin("backward")
     recorder.own("given", dout=dout, lse=lse, delta=delta)

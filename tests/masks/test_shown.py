@@ -14,7 +14,8 @@ import cp_fast.tools.cli
 import cp_ref.cli
 from cp_ref import masks
 from cp_ref.spec import Problem, Sequence, make_schedule
-from cp_ref.spec.pictures.text_pictures import svg_picture, text_picture
+from cp_ref.spec.pictures.schedule_svg import svg_picture
+from cp_ref.spec.pictures.text_pictures import text_picture
 
 TWO = (Sequence(3, 3, 4, 4), Sequence(4, 4, 4, 4))
 ACROSS = Problem(2, TWO, qkv_format="thd", layout="contiguous", areas=((0, 8, 0, 8, -1, 0), (0, 2, 4, 6, -1, -1)))

@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_ref.spec import UNBOUNDED, Problem, Schedule, Sequence, Step, Tiles, make_schedule
-from cp_ref.spec.pictures.text_pictures import rank_colour, svg_picture, text_picture
-from cp_ref.spec.pictures.tile_polygons import Box, Point, area, band_edge, centre, plane, staircase
+from cp_ref.spec.pictures.outlines import Box, Point, band_edge, centre, staircase
+from cp_ref.spec.pictures.plane import plane
+from cp_ref.spec.pictures.schedule_svg import svg_picture
+from cp_ref.spec.pictures.svg_elements import rank_colour
+from cp_ref.spec.pictures.text_pictures import text_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -136,6 +139,12 @@ def test_boxes_by_counting(box: Box) -> None:
     moved = box.moved(3, 5)
     assert (moved.pairs, moved.size) == (box.pairs, box.size)
     assert moved.moved(-3, -5) == box
+
+
+def area(outline: list[Point]) -> float:
+    """The area of a polygon."""
+    edges = zip(outline, outline[1:] + outline[:1], strict=True)
+    return abs(sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in edges)) / 2
 
 
 @given(BOXES)

@@ -16,7 +16,7 @@ from cp_fast.tools.cli.planned_problem import Request, plan_of
 from cp_ref.common.cli.options import check_number, with_options
 from cp_ref.common.cli.terminal import check_svg, table
 from cp_ref.spec import Message, Problem, RankSchedule, Report, Schedule, message_bytes, tile_pairs, verify
-from cp_ref.spec.pictures.text_pictures import svg_picture
+from cp_ref.spec.pictures.schedule_svg import svg_picture
 
 __all__ = ["plan"]
 

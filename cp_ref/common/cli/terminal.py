@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cp_ref.spec import Unsupported
-from cp_ref.spec.pictures.svg_elements import ink_on
-from cp_ref.spec.pictures.text_pictures import rank_colour
+from cp_ref.spec.pictures.svg_elements import ink_on, rank_colour
 
 __all__ = ["BAD_INPUT", "CHECK_FAILED", "check_svg", "coloured", "complain", "one_line", "readable_errors", "table"]
 

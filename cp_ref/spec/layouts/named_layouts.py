@@ -27,7 +27,7 @@ __all__ = [
     "table_of",
 ]
 
-Table = tuple[tuple[int, int, int, int], ...]
+LayoutTable = tuple[tuple[int, int, int, int], ...]
 
 
 def slice_rows(problem: Problem, side: str) -> int:
@@ -41,7 +41,7 @@ def slice_rows(problem: Problem, side: str) -> int:
     return max(share, -(-most // max(len(lengths), 1)))
 
 
-def padded_to_cut(length: int, layout: str | Table, cp_size: int) -> int:
+def padded_to_cut(length: int, layout: str | LayoutTable, cp_size: int) -> int:
     """The length of a sequence of bshd or sbhd with the padding that lets it be cut in equal parts.
 
     >>> padded_to_cut(13, "dual_chunk", 4), padded_to_cut(13, "contiguous", 4)
@@ -51,7 +51,7 @@ def padded_to_cut(length: int, layout: str | Table, cp_size: int) -> int:
     return -(-length // parts) * parts
 
 
-def divisor(layout: str | Table, cp_size: int) -> int:
+def divisor(layout: str | LayoutTable, cp_size: int) -> int:
     """The number of parts that a layout cuts a sequence into: multiples of it are cut without a remainder."""
     return 2 * cp_size if layout == "dual_chunk" else cp_size
 
@@ -112,7 +112,7 @@ def table_of(problem: Problem) -> Problem:
     return replace(problem, layout=tuple(zip(*(column.tolist() for column in columns), strict=True)))
 
 
-def read_layout(layout: Any) -> str | Table:
+def read_layout(layout: Any) -> str | LayoutTable:
     """A layout's name, or a table [n, 4] of integers as tuples, sorted by rank, each rank's rows in the order given.
 
     Raises:
@@ -157,7 +157,7 @@ def check_layout(problem: Problem) -> None:
         _check_table(layout, lengths.slots_q, problem.cp_size)
 
 
-def _check_table(table: Table, slots: Seq[int], cp_size: int) -> None:
+def _check_table(table: LayoutTable, slots: Seq[int], cp_size: int) -> None:
     for n, (rank, sequence, start, stop) in enumerate(table):
         if not 0 <= rank < cp_size:
             raise ValueError(f"layout has rank {rank} (row {n}, sorted by rank); ranks go from 0 to {cp_size - 1}")
@@ -180,7 +180,7 @@ def _check_table(table: Table, slots: Seq[int], cp_size: int) -> None:
             raise ValueError(f"layout gives row {stop} of sequence {sequence} to nobody; every row needs one rank")
 
 
-def _of_table(table: Table, starts: Column) -> Fragments:
+def _of_table(table: LayoutTable, starts: Column) -> Fragments:
     rank, sequence, start, stop = np.array(table, dtype=np.int64).reshape(-1, 4).T
     rows = np.cumsum(stop - start) - (stop - start)
     return Fragments(rank, starts[sequence] + start, starts[sequence] + stop, rows - rows[np.searchsorted(rank, rank)])

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from cp_ref.spec.pictures.plane import Plane, plane
 from cp_ref.spec.pictures.problem_title import title
 from cp_ref.spec.pictures.svg_elements import LINE, MASKED, PADDING, SOFT, Drawing, rank_colour
 from cp_ref.spec.pictures.svg_matrix import STRIP, Matrix
-from cp_ref.spec.pictures.tile_polygons import Plane, plane
 from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.schedule import Schedule
 from cp_ref.spec.verify.schedule_costs import report
 
-__all__ = ["rank_colour", "svg_picture"]
+__all__ = ["svg_picture"]
 
 _SIDE, _LEFT, _TOP, _PANEL, _GAP = 640, 96, 144, 300, 40  # pixels; the side is the longer one of the matrix
 

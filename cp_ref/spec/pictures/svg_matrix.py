@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from cp_ref.spec.pictures.outlines import band_edge, centre, staircase
+from cp_ref.spec.pictures.plane import Block, Owner, Part, Plane
 from cp_ref.spec.pictures.svg_elements import MASKED, PADDING, SOFT, Drawing, ink_on, rank_colour
-from cp_ref.spec.pictures.tile_polygons import Block, Owner, Part, Plane, band_edge, centre, staircase
 
 __all__ = ["STRIP", "Matrix"]
 

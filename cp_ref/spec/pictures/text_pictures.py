@@ -28,13 +28,13 @@ from textwrap import wrap
 from typing import Literal
 
 from cp_ref.spec.layouts.named_layouts import divisor
+from cp_ref.spec.pictures.outlines import Box
+from cp_ref.spec.pictures.plane import Block, Owner, Plane, plane
 from cp_ref.spec.pictures.problem_title import title
-from cp_ref.spec.pictures.schedule_svg import rank_colour, svg_picture
-from cp_ref.spec.pictures.tile_polygons import Block, Box, Owner, Plane, plane
 from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.schedule import Schedule
 
-__all__ = ["rank_colour", "svg_picture", "text_picture"]
+__all__ = ["text_picture"]
 
 _MOST_CELLS = 32  # down the page, however wide the terminal
 

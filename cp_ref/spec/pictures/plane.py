@@ -1,0 +1,126 @@
+"""The tiles of a schedule and the owners of its tokens on one plane, before a picture is drawn of them.
+
+The plane has a unit square for every (query, key) pair, queries downwards and keys to the right. Several sequences lie
+on its diagonal, as they lie in a packed buffer:
+
+         keys of 0     keys of 1
+        .-----------.
+    q   |  .        |
+    0   |     .     |
+        '-----------.-------.
+    q               | .     |
+    1               |    .  |
+                    '-------'
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_ref.spec.pictures.outlines import Box
+from cp_ref.spec.tables.problem import Problem, Sequence
+from cp_ref.spec.tables.schedule import Schedule
+
+__all__ = ["Block", "Owner", "Part", "Plane", "plane"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One sequence's score matrix, its first query and key at row `y` and column `x` of the plane."""
+
+    number: int
+    sequence: Sequence
+    x: int
+    y: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tile where it lies in the plane, computed by whom and when."""
+
+    block: Block
+    box: Box
+    text: str  # of the tile
+    rank: int
+    step: int
+
+    @property
+    def pairs(self) -> int:
+        """How many of its pairs are visible."""
+        return self.box.pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Slots [start, stop) of an axis belong to `rank`; the first `real` of them hold tokens, the rest is padding."""
+
+    start: int
+    stop: int
+    real: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Everything that is drawn. `some_heads`: tiles of some heads only are among it."""
+
+    rows: int
+    columns: int
+    blocks: tuple[Block, ...]
+    parts: tuple[Part, ...]
+    owners_q: tuple[Owner, ...]
+    owners_kv: tuple[Owner, ...]
+    some_heads: bool = False
+
+    @property
+    def steps(self) -> int:
+        """The number of steps up to the last one that computes anything."""
+        return 1 + max((p.step for p in self.parts), default=0)
+
+
+def plane(problem: Problem, schedule: Schedule, sequences: Iterable[int], head: int = 0) -> Plane:
+    """The forward tiles of these sequences that hold query head `head`; the sequences lie on the diagonal. With
+    attention slices, which reach from one to another, the whole buffer is one block.
+    """
+    blocks: dict[int, Block] = {}
+    if problem.areas is not None:
+        rows, columns = problem.starts_q[-1], problem.starts_kv[-1]
+        blocks[0] = Block(0, Sequence(rows, columns, rows, columns), 0, 0)
+        places_q, places_kv = (dict(enumerate(problem.starts(side)[:-1])) for side in ("q", "kv"))
+    else:
+        rows = columns = 0
+        for number in sequences:
+            sequence = problem.sequences[number]
+            blocks[number] = Block(number, sequence, columns, rows)
+            rows, columns = rows + sequence.slots_q, columns + sequence.slots_kv
+        places_q, places_kv = {n: b.y for n, b in blocks.items()}, {n: b.x for n, b in blocks.items()}
+    bands = [(lo, hi) for *_, lo, hi in problem.workload.areas.rows()]
+    parts: list[Part] = []
+    some_heads = False
+    for direction, rank, number, step in schedule.steps():
+        for tile in step.tiles.rows() if direction == "forward" else ():
+            n, q0, q1, k0, k1, first, last = tile
+            block = blocks.get(0 if problem.areas is not None else bisect_right(problem.starts_q, q0) - 1)
+            if block is not None and first <= head < last:
+                down, right = block.y - problem.starts_q[block.number], block.x - problem.starts_kv[block.number]
+                box = Box(q0, q1, k0, k1, *bands[n]).moved(down, right)
+                parts.append(Part(block, box, schedule.tile_text(tile), rank, number))
+                some_heads |= (first, last) != (0, problem.heads_q)
+    owners_q, owners_kv = _owners(problem, "q", places_q), _owners(problem, "kv", places_kv)
+    return Plane(rows, columns, tuple(blocks.values()), tuple(parts), owners_q, owners_kv, some_heads)
+
+
+def _owners(problem: Problem, side: str, places: dict[int, int]) -> tuple[Owner, ...]:
+    """Who owns the slots of these sequences; `places`: where each begins in the plane."""
+    owners: list[Owner] = []
+    starts, lengths, slots = np.array(problem.starts(side)), problem.lengths.tokens(side), problem.slots.side(side)
+    for seq, place in places.items():
+        first = int(starts[seq])
+        for rank, start, stop, _ in slots.within(starts[seq : seq + 1], starts[seq + 1 : seq + 2]).rows():
+            real = max(min(stop - first, lengths[seq]) - (start - first), 0)
+            owners.append(Owner(start - first + place, stop - first + place, real, rank))
+    return tuple(sorted(owners, key=lambda o: o.start))
