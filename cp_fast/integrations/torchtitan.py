@@ -28,7 +28,7 @@ from cp_fast.integrations.shared.shared_arguments import (
     refuse,
 )
 from cp_ref.common.sharding.shard import shard
-from cp_ref.spec import check_context
+from cp_ref.spec import check_context, kind_of
 
 __all__ = ["apply_cp_to_forward", "attention_forward", "prepare_context_parallel_input"]
 
@@ -78,6 +78,7 @@ def prepare_context_parallel_input(
                 raise ValueError(
                     f"{name} has shape {list(x.shape)} and inputs {list(inputs.shape)}; they must be equal"
                 )
+        _check_metadata(masks)
         lengths = lengths_on_host(cu_seq_q=masks.cu_seq_q)["cu_seq_q"]
         _check_divides(lengths, inputs.numel(), cp)
         return lengths.tolist()
@@ -126,6 +127,7 @@ def attention_forward(
         )
     if not enable_gqa and q_BLNH.shape[2] != k_BLNH.shape[2]:
         raise ValueError(f"q has {q_BLNH.shape[2]} heads and k {k_BLNH.shape[2]}; that needs enable_gqa=True")
+    _check_metadata(attention_masks)
     lengths = {"cu_seq_q": attention_masks.cu_seq_q, "cu_seq_k": attention_masks.cu_seq_k}
     cu_q, _, same = lengths_of_both(lengths, {"max_q": attention_masks.max_q, "max_k": attention_masks.max_k})
     if not same:
@@ -155,6 +157,12 @@ def _entry(extra_kwargs: Any, name: str) -> Any:
     if not isinstance(extra_kwargs, Mapping) or name not in extra_kwargs:
         raise ValueError(f"extra_kwargs has no {name!r}; it must be a dict with positions and attention_masks")
     return cast("Mapping[str, Any]", extra_kwargs)[name]
+
+
+def _check_metadata(masks: Any) -> None:
+    """Other attention of torchtitan has None, a BlockMask, or a dict of them."""
+    if not all(hasattr(masks, name) for name in ("cu_seq_q", "cu_seq_k", "max_q", "max_k")):
+        raise TypeError(f"attention_masks is {kind_of(masks)}; it must be torchtitan's VarlenMetadata")
 
 
 def _check_divides(lengths: torch.Tensor, tokens: int, cp: ContextParallel) -> None:

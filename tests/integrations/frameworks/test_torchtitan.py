@@ -131,6 +131,7 @@ def test_balanced_documents_over_processes(four: Processes, comm: str) -> None:
 WRONG: dict[str, tuple[Callable[[Any, dict[str, Any]], tuple[Any, ...]], str]] = {
     "labels one short": (lambda x, extra: (x, x[:, 1:], extra), "labels has shape"),
     "no positions": (lambda x, extra: (x, x, {"attention_masks": extra["attention_masks"]}), "has no 'positions'"),
+    "masks of other attention": (lambda x, extra: (x, x, extra | {"attention_masks": None}), "attention_masks is None"),
     "rows that do not divide": (
         lambda x, extra: (x[:, :7], x[:, :7], extra | {"positions": extra["positions"][:, :7]}),
         "attention_masks has documents of 16 tokens, and inputs has 7",
@@ -147,7 +148,7 @@ def test_a_wrong_batch_on_one_rank_raises_on_all(which: str) -> None:
     def one(member: Any) -> str:
         cp = cp_fast.ContextParallel(member)
         given: Any = spoiled(x, extra) if member.rank else (x, x, extra)
-        with pytest.raises(ValueError, match=says) as caught:
+        with pytest.raises((ValueError, TypeError), match=says) as caught:
             ours.prepare_context_parallel_input(given[0], given[1], given[2], cp)
         return str(caught.value)
 
@@ -202,6 +203,8 @@ def test_what_cannot_be_honoured_is_named() -> None:
             ours.attention_forward(q, q, q, attention_masks=masks._replace(cu_seq_k=other), **how)
         with pytest.raises(NotImplementedError, match="score_mod is"):
             ours.attention_forward(q, q, q, attention_masks=masks, score_mod=len, **how)
+        with pytest.raises(TypeError, match="attention_masks is of type dict; it must be torchtitan's VarlenMetadata"):
+            ours.attention_forward(q, q, q, attention_masks={}, **how)
         with pytest.raises(TypeError, match="has a Linear"):
             ours.apply_cp_to_forward([torch.nn.Linear(1, 1)], cp)
 
