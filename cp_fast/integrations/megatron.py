@@ -74,7 +74,8 @@ class CoreAttention(torch.nn.Module):
     """The arguments are those that SelfAttention gives to every core attention.
 
     Raises:
-        NotImplementedError: dropout. ValueError: "a2a+p2p" without hierarchical groups.
+        NotImplementedError: dropout. ValueError: "a2a+p2p" without hierarchical groups; config.context_parallel_size is
+        not the size of the group.
     """
 
     def __init__(
@@ -99,6 +100,12 @@ class CoreAttention(torch.nn.Module):
         self.config, self.layer_number, self.attn_mask_type = config, layer_number, attn_mask_type
         self.cp_comm_type = cp_comm_type or "p2p"
         self.groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        if (size := self.groups.cp.size()) != config.context_parallel_size:
+            raise ValueError(
+                f"config.context_parallel_size is {config.context_parallel_size}, but the context parallel group has "
+                f"{size} ranks; they must be equal. A layer of whole sequences takes a pg_collection whose cp is a "
+                "group of one rank"
+            )
         self.softmax_scale = softmax_scale  # None: d_qk ** -0.5
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window_size = tuple(config.window_size) if windowed else (-1, -1)

@@ -281,6 +281,9 @@ def refused() -> list[str]:
     with pytest.raises(NotImplementedError) as caught:
         CoreAttention(config, 1, AttnMaskType.causal, "self")
     said.append(str(caught.value).partition(",")[0])
+    switched_off = SimpleNamespace(**vars(layer.config) | {"context_parallel_size": 1})  # TransformerEngine looks at it
+    with pytest.raises(ValueError, match="context_parallel_size is 1, but the context parallel group has 4 ranks"):
+        CoreAttention(switched_off, 1, AttnMaskType.causal, "self")
     core.cp_comm_type = "a2a+p2p"
     core.groups = SimpleNamespace(cp=core.groups.cp)
     other = PackedSeqParams("sbhd", cp_group=core.groups.cp)
