@@ -149,14 +149,7 @@ class CoreAttention(torch.nn.Module):
         refuse("CoreAttention", attention_bias=attention_bias)
         table = getattr(packed_seq_params, "table", None)
         packed = table is not None or (packed_seq_params is not None and packed_seq_params.qkv_format == "thd")
-        mask = (attn_mask_type or self.attn_mask_type).name
-        if packed:
-            mask = "no_mask" if mask == "padding" else mask.removeprefix("padding_")
-        if mask not in _MASKS:
-            raise NotImplementedError(
-                f"attn_mask_type is {mask!r}, whose mask is a tensor; it must be one of {', '.join(_MASKS)}, or the "
-                "lengths of a packed batch in packed_seq_params"
-            )
+        mask = _mask((attn_mask_type or self.attn_mask_type).name, packed=packed)
         if table is not None and getattr(packed_seq_params, "qkv_format", None) == "thd":
             raise ValueError(
                 "packed_seq_params has layout 'balanced', and this layer's self attention has positions for "
@@ -177,15 +170,17 @@ class CoreAttention(torch.nn.Module):
             arguments |= {name: getattr(packed_seq_params, name) for name in _PACKED}
 
         def give(results: Any) -> torch.Tensor:
-            out = results[0] if self.wants_max_logit else results
+            out = results
             if self.wants_max_logit:
-                before, largest = self.current_max_attn_logits, results[1]
+                out, largest = results
+                before = self.current_max_attn_logits
                 self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
             return out.flatten(-2) if table is None else out.flatten(-2)[:, None]
 
         if table is None:
             return Asked(query, key, value, cp, arguments, give)
-        return Asked(query.squeeze(1), key.squeeze(1), value.squeeze(1), table.over(cp), arguments, give)
+        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        return Asked(q, k, v, table.over(cp), arguments, give)
 
     def _context(self, packed: Any) -> ContextParallel:
         """The layer's context, or that of a batch with its own group."""
@@ -213,3 +208,15 @@ class CoreAttention(torch.nn.Module):
         state = self.state_dict(prefix="", keep_vars=True)
         groups = {"tp_group": self.groups.tp, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
+
+
+def _mask(name: str, *, packed: bool) -> str:
+    """The mask of a Megatron mask type. The lengths of a packed batch say where its padding is."""
+    if packed:
+        name = "no_mask" if name == "padding" else name.removeprefix("padding_")
+    if name not in _MASKS:
+        raise NotImplementedError(
+            f"attn_mask_type is {name!r}, whose mask is a tensor; it must be one of {', '.join(_MASKS)}, or the "
+            "lengths of a packed batch in packed_seq_params"
+        )
+    return name

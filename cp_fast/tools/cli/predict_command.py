@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from cp_fast.tools.cli.planned_problem import Request, problem_of
 from cp_fast.tools.cost import Machine, Prediction, candidates, predict, recommended
+from cp_fast.tools.cost.candidates import Candidate
 from cp_fast.tools.cost.step_memory import SAVED, ModelShape, step_memory
 from cp_ref.common.cli.terminal import table
 from cp_ref.spec import LAYOUTS, Problem, check_choice
@@ -52,42 +55,46 @@ def show_prediction(
         layouts.remove("balanced")
         console.print(f"above {_BALANCED_UP_TO} ranks balanced is predicted only if --layout asks for it")
     problem = _problem(request, layouts[0])
-    machine.rates(problem)  # Raises before anything is counted.
+    rates = machine.rates(problem)  # Raises before anything is counted.
+    with console.status("counting what ranks do"):
+        tried = candidates(problem, machine.domain, layouts)
+        predictions = [None if one.refused else predict(one.problem, machine, messages) for one in tried]
+    best = recommended(found) if (found := [one for one in predictions if one is not None]) else None
+    if best is not None:
+        console.print(
+            f"[green]take[/] {best.problem.cp_comm_type}, {best.problem.layout_name}: "
+            f"{1e3 * best.seconds:.2f} ms, {best.peak_bytes / 2**30:.2f} GiB"
+        )
+    console.print(_table(problem, machine, tried, predictions))
+    if best is None:
+        raise ValueError("no layout and schedule takes this problem; the table says why")
+    if step is not None:
+        _show_step(console, best, step)
+    if (rates.d_qk, rates.d_v) != (problem.d_qk, problem.d_v):
+        console.print(f"kernels of {rates.d_qk}/{rates.d_v} stand in for {problem.d_qk}/{problem.d_v}, not measured")
+    console.print(f"[dim]{escape(machine.source)}[/]")
+
+
+def _table(
+    problem: Problem, machine: Machine, tried: Sequence[Candidate], predictions: Sequence[Prediction | None]
+) -> Table:
+    """A line for each layout and schedule."""
     shown = table(
         f"{len(problem.sequences):,} sequences, {sum(problem.lengths.len_q):,} tokens on {problem.cp_size} ranks of "
         f"{escape(machine.name)}, predicted",
         *("layout", "schedule", ">forward", ">both", ">efficiency", ">host", ">peak GiB"),
     )
-    found: list[Prediction] = []
-    refused: dict[str, None] = {}
-    with console.status("counting what ranks do"):
-        for one in candidates(problem, machine.domain, layouts):
-            name = one.problem.cp_comm_type
-            if one.refused:
-                shown.add_row(one.problem.layout_name, name, "refused")
-                refused[f"refused: {escape(one.refused)}"] = None
-                continue
-            said = predict(one.problem, machine, messages)
-            found.append(said)
-            times = 1e3 * said.forward_s, 1e3 * said.seconds, said.efficiency, 1e3 * said.host_s
-            inner = f" {one.problem.a2a_size} x {problem.cp_size // one.problem.a2a_size}" if name == "a2a+p2p" else ""
-            shown.add_row(one.problem.layout_name, name + inner, *map(_cell, (*times, said.peak_bytes / 2**30)))
-    if found:
-        best = recommended(found)
-        console.print(
-            f"[green]take[/] {best.problem.cp_comm_type}, {best.problem.layout_name}: "
-            f"{1e3 * best.seconds:.2f} ms, {best.peak_bytes / 2**30:.2f} GiB"
-        )
+    for (one, _), said in zip(tried, predictions, strict=True):
+        name = one.cp_comm_type
+        if said is None:
+            shown.add_row(one.layout_name, name, "refused")
+            continue
+        inner = f" {one.a2a_size} x {problem.cp_size // one.a2a_size}" if name == "a2a+p2p" else ""
+        times = 1e3 * said.forward_s, 1e3 * said.seconds, said.efficiency, 1e3 * said.host_s
+        shown.add_row(one.layout_name, name + inner, *map(_cell, (*times, said.peak_bytes / 2**30)))
+    refused = dict.fromkeys(f"refused: {escape(one.refused)}" for one in tried if one.refused)
     shown.caption = "\n".join((_COLUMNS, *refused))
-    console.print(shown)
-    if found and step is not None:
-        _show_step(console, recommended(found), step)
-    if not found:
-        raise ValueError("no layout and schedule takes this problem; the table says why")
-    rates = machine.rates(problem)
-    if (rates.d_qk, rates.d_v) != (problem.d_qk, problem.d_v):
-        console.print(f"kernels of {rates.d_qk}/{rates.d_v} stand in for {problem.d_qk}/{problem.d_v}, not measured")
-    console.print(f"[dim]{escape(machine.source)}[/]")
+    return shown
 
 
 def _show_step(console: Console, best: Prediction, step: Step) -> None:
