@@ -17,26 +17,20 @@ class Cumulative(Sequence[int]):
     and a plan has hundreds of launches of thousands of sequences.
 
     `bound`: the upper bound of all lengths, if they will be replaced by others; it then counts as the longest.
-    `longest`: the largest length, if known.
 
     >>> cu = Cumulative(np.array([0, 3, 5]))
     >>> cu == (0, 3, 5), cu[-1], cu[0:2], len(cu), cu.longest, Cumulative(np.array([0, 3, 5]), bound=8).longest
     (True, 5, (0, 3), 3, 3, 8)
     """
 
-    def __init__(self, values: np.ndarray, bound: int | None = None, longest: int | None = None) -> None:
+    def __init__(self, values: np.ndarray, bound: int | None = None) -> None:
         self.values = values
         self.bound = bound
-        self._longest = longest
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """The largest difference of neighbours, 0 without any; or the bound."""
-        if self.bound is not None:
-            return self.bound
-        if self._longest is None:
-            self._longest = int(np.diff(self.values).max(initial=0))
-        return self._longest
+        return int(np.diff(self.values).max(initial=0)) if self.bound is None else self.bound
 
     @cached_property
     def _numbers(self) -> tuple[int, ...]:

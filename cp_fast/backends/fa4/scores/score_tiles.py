@@ -147,7 +147,6 @@ class Values:
     def __init__(self, expression: Expression, tile: Tile) -> None:
         self._expression, self._tile, self._levels = expression, tile, expression.levels
         self._shared: dict[tuple[int, int, int], Any] = {}
-        self._refused: list[Any] = []
 
     def at(self, row: int, column: int, **given: Any) -> Any:
         """The result for one pair; given: its score, and its gradient."""
