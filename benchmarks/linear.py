@@ -50,6 +50,7 @@ SMALL = {
     "four documents, contiguous": Problem(
         4, tuple(Lengths(n, n, n, n) for n in (150, 1, 0, 217)), layout="contiguous", qkv_format="thd"
     ),
+    "many documents, dual_chunk": Problem(2, tuple(Lengths(n, n, n, n) for n in range(40, 120, 4)), qkv_format="thd"),
     "padding, bshd": Problem(4, tuple(Lengths(n, n, 160, 160) for n in (160, 33)), attn_mask_type="padding_causal"),
 }
 

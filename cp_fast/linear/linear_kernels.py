@@ -43,6 +43,7 @@ class FragmentRows:
 
     cu: tuple[int, ...]
     device: torch.device
+    mapped: tuple[tuple[int, ...], ...] = ()  # those whose maps each pass needs: what cutting a fragment is worth
 
     def __len__(self) -> int:
         return len(self.cu) - 1

@@ -54,7 +54,7 @@ def forward_pass(
 
     initial_state: [b, h_v, d_k, d_v] in the states' dtype, or None.
     """
-    fragments, (tables, _) = plan.sequences.packed, plan.passes
+    fragments, (tables, _) = plan.fragments, plan.passes
     running = kernels.forward(inputs, fragments) if len(fragments) else NoRowsForward(inputs)
     maps = running.maps(tables.chosen)
     exchange = MapExchange(tables, maps, group, "states, forward")
@@ -87,7 +87,7 @@ def backward_pass(
 
     dfinal: this rank's gradient of the final states of all documents [b, h_v, d_k, d_v]; None where the call had none.
     """
-    fragments, (_, tables) = plan.sequences.packed, plan.passes
+    fragments, (_, tables) = plan.fragments, plan.passes
     begin, begun, ending, ended = plan.ends
     if len(fragments):
         running = kernels.backward(inputs, fragments, saved.kept, saved.entering, dout)

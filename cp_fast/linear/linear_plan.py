@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from cp_fast.linear.convolution.halo_tables import HaloTables, halo_tables
+from cp_fast.linear.linear_kernels import FragmentRows
 from cp_fast.linear.local_rows import LocalRows
 from cp_fast.linear.state_tables import StateTables, state_tables
 from cp_ref.spec import Problem
@@ -45,6 +46,11 @@ class LinearPlan:
         forward, backward = make_rank_states(self.problem, self.rank)
         own = self.sequences.fragments
         return state_tables(forward, own, self.device), state_tables(backward, own, self.device)
+
+    @cached_property
+    def fragments(self) -> FragmentRows:
+        """Those of `sequences`, side by side, with the maps that both passes need."""
+        return replace(self.sequences.packed, mapped=tuple(tables.chosen for tables in self.passes))
 
     @cached_property
     def ends(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

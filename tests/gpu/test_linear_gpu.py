@@ -26,6 +26,7 @@ PROBLEMS = {
     "contiguous": Problem(
         4, tuple(Lengths(n, n, n, n) for n in (150, 1, 0, 217)), layout="contiguous", qkv_format="thd"
     ),
+    "many documents": Problem(2, tuple(Lengths(n, n, n, n) for n in range(40, 120, 4)), qkv_format="thd"),
     "padding": Problem(4, tuple(Lengths(n, n, 160, 160) for n in (160, 33)), attn_mask_type="padding_causal"),
 }
 DOCUMENTS = {

@@ -27,7 +27,7 @@ def use_pieces(*, small: bool) -> bool:
         from cp_fast.linear.fla import piecewise
     except ImportError:
         return False
-    piecewise.LEAST, piecewise.PROGRAMS, piecewise.WORTH = (1, 2**40, 2**40) if small else (16, 128, 27)
+    piecewise.LEAST, piecewise.PROGRAMS, piecewise.SCANS = (1, 2**40, -(2**40)) if small else (16, 64, 24)
     return small
 
 

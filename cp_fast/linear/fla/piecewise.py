@@ -23,9 +23,9 @@ from cp_fast.linear.state_tables import ScanTable, scan_table
 
 __all__ = ["PiecewiseBackward", "PiecewiseForward"]
 
-PROGRAMS = 128  # about as many pieces times heads as a GPU has multiprocessors
+PROGRAMS = 64  # pieces times heads: with two blocks of columns about as many programs as a GPU has multiprocessors
 LEAST = 16  # chunks of a piece
-WORTH = 27  # with so many heads one long fragment keeps a GPU busy without pieces, whose maps cost time too
+SCANS = 24  # what composing the pieces' maps costs, in steps of `_worth_cutting`
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,12 +73,29 @@ def _cut(inputs: LinearInputs, fragments: FragmentRows) -> _Pieces | None:
         chunks = [-(-(stop - start) // CHUNK) for start, stop in pairwise(fragments.cu)]
         target = max(LEAST, sum(chunks) * heads // PROGRAMS)
         found = None
-        if max(chunks) > target and max(chunks) * WORTH > sum(chunks) * heads:
+        if max(chunks) > target and _worth_cutting(chunks, heads, fragments.mapped, target):
             cuts = [_even(start, stop, target) for start, stop in pairwise(fragments.cu)]
             rows = FragmentRows((0, *(stop for cut in cuts for stop in cut)), fragments.device)
             found = _Pieces(rows, (0, *accumulate(map(len, cuts))))
         fragments.kept["pieces", heads] = found
     return fragments.kept["pieces", heads]
+
+
+def _worth_cutting(chunks: Sequence[int], heads: int, mapped: Sequence[Sequence[int]], target: int) -> bool:
+    """Whether a step of training takes less time with pieces of `target` chunks than with fragments of `chunks`.
+
+    Times are in steps: one chunk of one program in a kernel of states, of which a step of training has three. A kernel
+    of maps takes 4/3 as long, and with pieces there are maps of all rows, not of the fragments in `mapped` alone. A
+    full GPU does 50 chunks of one head in one step. Measured on an H200.
+
+    >>> _worth_cutting([256], 16, [[0], []], 64), _worth_cutting([128, 128], 16, [[0], [1]], 64)
+    (True, True)
+    >>> _worth_cutting([141, 97, 19], 16, [[2], []], 64)  # its one map is short
+    False
+    """
+    full = sum(chunks) * heads / 50
+    whole = 3 * max(max(chunks), full) + 4 / 3 * sum(max((chunks[f] for f in each), default=0) for each in mapped)
+    return 3 * max(target, full) + 4 / 3 * 2 * full + SCANS < whole
 
 
 def _even(start: int, stop: int, target: int) -> list[int]:

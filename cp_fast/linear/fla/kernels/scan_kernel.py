@@ -16,7 +16,7 @@ from cp_fast.linear.state_tables import ScanTable
 __all__ = ["LARGEST", "composed_maps", "states_before"]
 
 LARGEST = 128  # head dim of keys whose M fits in the memory of a multiprocessor
-_COLUMNS = 16  # of a program's state; more do not fit in registers
+_PROGRAMS = 128  # about as many as a GPU has multiprocessors
 
 
 @DirectLaunch
@@ -101,15 +101,16 @@ def _launch(
     end: Maps | None = None,
 ) -> None:
     h_v, d_k, d_v = maps.b.shape[1:]
-    blocks = -(-d_v // _COLUMNS)
-    if end is not None and not transposed:
-        blocks += -(-d_k // _COLUMNS)
     if not (scans := table.starts.shape[0]):
         return
+    columns = 64 if scans * h_v * d_v >= 64 * _PROGRAMS else 32  # of a program's state: each program reads all of M
+    blocks = -(-d_v // columns)
+    if end is not None and not transposed:
+        blocks += -(-d_k // columns)
     _scan[blocks, h_v, scans](
         maps.m, maps.b, None if states is None else states.float().contiguous(), table.starts, table.first,
         table.steps, before, None if end is None else end.b, None if end is None else end.m,
-        maps.m.stride(0), maps.b.stride(0), h_v, d_k, d_v, _rows(d_k), _COLUMNS,
+        maps.m.stride(0), maps.b.stride(0), h_v, d_k, d_v, _rows(d_k), columns,
         transposed, maps.m.dim() == 2, states is not None, before is not None,
     )  # fmt: skip
 
