@@ -38,7 +38,7 @@ def smokes(path: Path) -> bool:
     return path.is_relative_to(HERE) and path.relative_to(HERE).as_posix() in SMOKE
 
 
-# What processes of frameworks' tests import, for seconds each.
+# What takes processes seconds to import, where tests of these frameworks are collected.
 FRAMEWORKS = (
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
@@ -78,12 +78,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Where tests of frameworks are collected, their processes are forked from one that has imported these, too."""
-    used = [name for name in FRAMEWORKS if name.partition(".")[0] in sys.modules]
-    if used and not session.config.option.collectonly:
+    """The server of processes is started before another one takes its place, which has imported less."""
+    if "tests.dist.workers" in sys.modules and not session.config.option.collectonly:
         from tests.dist.workers import start_server
 
-        start_server(*used)
+        start_server(*(name for name in FRAMEWORKS if name.partition(".")[0] in sys.modules))
 
 
 def _processes(size: int) -> Iterator[Processes]:
