@@ -38,14 +38,6 @@ def smokes(path: Path) -> bool:
     return path.is_relative_to(HERE) and path.relative_to(HERE).as_posix() in SMOKE
 
 
-# What takes processes seconds to import, where tests of these frameworks are collected.
-FRAMEWORKS = (
-    "transformers.trainer",
-    "transformers.models.llama.modeling_llama",
-    "megatron.core",
-    "torchtitan.models.llama3",
-)
-
 # Run by tests; they import what the tests' extra lacks.
 PROGRAMS = (HERE / "integrations" / "hugging_face" / "trainer_losses.py",)
 
@@ -82,7 +74,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if "tests.dist.workers" in sys.modules and not session.config.option.collectonly:
         from tests.dist.workers import start_server
 
-        start_server(*(name for name in FRAMEWORKS if name.partition(".")[0] in sys.modules))
+        start_server()
 
 
 def _processes(size: int) -> Iterator[Processes]:

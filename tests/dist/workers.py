@@ -31,12 +31,19 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "pytest",
 )
+FRAMEWORKS = (
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "megatron.core",
+    "torchtitan.models.llama3",
+)
 CONTEXT.set_forkserver_preload(list(PRELOADED))
 
 
-def start_server(*more: str) -> None:
-    """Start the process that all others are forked from now, and let it import these modules too."""
-    CONTEXT.set_forkserver_preload([*PRELOADED, *more])
+def start_server() -> None:
+    """Start the process that all others are forked from now, with all of these frameworks that tests have imported."""
+    used = [name for name in FRAMEWORKS if name.partition(".")[0] in sys.modules]
+    CONTEXT.set_forkserver_preload([*PRELOADED, *used])
     forkserver.ensure_running()
 
 
