@@ -72,7 +72,7 @@ class _SavedCall:
             before.free_on_device()
         self._on_device: list[torch.Tensor] | None = [_alias(x) for x in results]
         self._versions = [x._version for x in self._on_device]
-        self._on_host = [on_host(x) for x in self._on_device]
+        self._on_host = [host_memory_for(x) for x in self._on_device]
         self._copies: _Copies | None = _Copies(list(zip(self._on_host, self._on_device, strict=True)), self._device)
         last.call = weakref.ref(self)
 
@@ -116,7 +116,7 @@ def _alias(x: torch.Tensor) -> torch.Tensor:
         return x.detach()
 
 
-def on_host(x: torch.Tensor) -> torch.Tensor:
+def host_memory_for(x: torch.Tensor) -> torch.Tensor:
     """Memory of the host for a tensor, pinned where copies from and to its device need that."""
     return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cp_fast.compile.instructions import side_of
-from cp_ref.spec import Message, Pieces, Problem, RankSchedule, Step, Tiles
+from cp_ref.spec import Message, Pieces, Problem, RankSchedule, Step, Tiles, side_of
 
 __all__ = ["fold_batch"]
 

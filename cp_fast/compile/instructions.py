@@ -47,7 +47,6 @@ __all__ = [
     "View",
     "Wait",
     "reads",
-    "side_of",
     "with_views",
     "writes",
 ]
@@ -56,15 +55,6 @@ R = TypeVar("R")  # Rows.
 Heads = tuple[int, int]
 Role = Literal["own", "operand", "partial", "sum", "message", "result"]
 OWN = {"q": 0, "kv": 1, "do": 2, "res": 3, "sink": 4}  # the numbers of the rank's own buffers, the same in both passes
-
-
-def side_of(kind: str) -> Literal["q", "kv"]:
-    """Whose rows and heads the tensors of a kind have: those of queries, or those of keys.
-
-    >>> side_of("dkv"), side_of("out")
-    ('kv', 'q')
-    """
-    return "kv" if kind in ("kv", "dkv") else "q"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from cp_fast.backends.backend_protocol import VarlenBatch
 from cp_fast.backends.host_lengths import Cumulative
 from cp_fast.backends.padded_head_dims import round_up
 
-__all__ = ["DiagonalBand", "ShapeClass", "shape_class_of"]
+__all__ = ["CornerBand", "ShapeClass", "shape_class_of"]
 
 
-class DiagonalBand(NamedTuple):
+class CornerBand(NamedTuple):
     """Which columns a row sees, from one corner of every segment: i - left <= j <= i + right."""
 
     top_left: bool
@@ -36,7 +36,7 @@ class ShapeClass(NamedTuple):
     max_kv: int
     rows_q: int
     rows_kv: int
-    band: DiagonalBand
+    band: CornerBand
     scale: float
 
 
@@ -71,25 +71,25 @@ def shape_class_of(
     )
 
 
-def _band(segments: VarlenBatch) -> DiagonalBand:
+def _band(segments: VarlenBatch) -> CornerBand:
     """The segments' diagonal band from the top-left corner, if that is one diagonal band with no negative side, else
     unchanged.
 
     >>> _band(VarlenBatch.pack([4, 6], [9, 11], 7, 0)), _band(VarlenBatch.pack([4, 6], [4, 9], None, 0))
-    (DiagonalBand(top_left=True, left=2, right=5), DiagonalBand(top_left=False, left=None, right=0))
+    (CornerBand(top_left=True, left=2, right=5), CornerBand(top_left=False, left=None, right=0))
     """
     left, right = segments.left, segments.right
     if (left is not None and left < 0) or (right is not None and right < 0):
         raise ValueError(f"backend 'cudnn' takes window sides of None or >= 0, got ({left}, {right}): crop the tile")
     if left is None and right is None:
-        return DiagonalBand(True, None, None)
+        return CornerBand(True, None, None)
     shifts = np.diff(_array(segments.cu_kv)) - np.diff(_array(segments.cu_q))
     shift = int(shifts[0])
     if (shifts != shift).any():
-        return DiagonalBand(False, left, right)
-    from_top = DiagonalBand(True, None if left is None else left - shift, None if right is None else right + shift)
+        return CornerBand(False, left, right)
+    from_top = CornerBand(True, None if left is None else left - shift, None if right is None else right + shift)
     fits = all(side is None or side >= 0 for side in from_top[1:])
-    return from_top if fits else DiagonalBand(False, left, right)
+    return from_top if fits else CornerBand(False, left, right)
 
 
 def _array(cu: Sequence[int]) -> np.ndarray:

@@ -13,8 +13,7 @@ from typing import Any
 
 from cp_fast.compile.executable_plan import ExecutablePlan
 from cp_fast.compile.index_tables import RowKey, Tables
-from cp_fast.compile.instructions import side_of
-from cp_ref.spec import Problem, Room
+from cp_ref.spec import Problem, Room, side_of
 
 __all__ = ["Shape"]
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.index_tables import RowKey, Tables
-from cp_fast.compile.instructions import OWN, Heads, side_of
+from cp_fast.compile.instructions import OWN, Heads
 from cp_fast.compile.lowering.buffers import Buffers, Held, Operands
 from cp_fast.compile.lowering.sums import Parcels, Sums
 from cp_fast.compile.row_maps import RowMap, Spans, SpanSets
 from cp_fast.compile.tiles.groups import SegmentKeys, TileGroups
-from cp_ref.spec import RESULTS, Workload
+from cp_ref.spec import RESULTS, Workload, side_of
 
 __all__ = ["PassState", "Shared"]
 

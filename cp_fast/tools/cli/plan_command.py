@@ -12,7 +12,7 @@ from rich.table import Table
 from cp_fast.compile.planning.machine import built_in, read_machine
 from cp_fast.tools.cli.common import cost_table, show_picture, size_text
 from cp_fast.tools.cli.layouts_command import comparison
-from cp_fast.tools.cli.planned_problem import Request, plan_of
+from cp_fast.tools.cli.planned_problem import Request, planned
 from cp_ref.common.cli.options import check_number, with_options
 from cp_ref.common.cli.terminal import check_svg, table
 from cp_ref.spec import Message, Problem, RankSchedule, Report, Schedule, message_bytes, tile_pairs, verify
@@ -64,12 +64,13 @@ def plan(
     of_steps = {"--saved": saved or None, "--fsdp": fsdp}
     of_times = {"--machine": machine or None, "--messages": messages or None, "--model": model or None} | of_steps
     if prediction:
-        from cp_fast.tools.cli.predict_command import Step, show_prediction  # They import PyTorch: --help does not.
+        # These import PyTorch: --help does not.
+        from cp_fast.tools.cli.predict_command import TrainingStep, show_prediction
 
         _refuse("--predict", **of_plans, **{"--compare": compare or None})
         if not model:
             _refuse("--predict without --model", **of_steps)
-        step = Step.read(model, saved or "offload", fsdp or request.cp_size) if model else None
+        step = TrainingStep.read(model, saved or "offload", fsdp or request.cp_size) if model else None
         show_prediction(console, request, read_machine(machine or "h200-nvlink"), messages or "peer_memory", step)
         return
     _refuse("--compare" if compare else "a plan without --predict", **of_times, **(of_plans if compare else {}))
@@ -79,7 +80,7 @@ def plan(
     check_svg(svg)
     if rank is not None:
         check_number("--rank", rank, request.cp_size)
-    problem, schedule = plan_of(request)
+    problem, schedule = planned(request)
     check_number("--head", head, problem.heads_q)
     if svg is not None:
         svg.write_text(svg_picture(problem, schedule, head), encoding="utf-8")

@@ -11,7 +11,7 @@ import cp_fast
 from cp_ref.common.cli.options import ProblemOptions
 from cp_ref.spec import PaperGroup, Problem, Schedule
 
-__all__ = ["Request", "plan_of", "problem_of"]
+__all__ = ["Request", "planned", "problem_of"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Request(ProblemOptions):
         return 8192 if self.seqlen is None else self.seqlen
 
 
-def plan_of(request: Request) -> tuple[Problem, Schedule]:
+def planned(request: Request) -> tuple[Problem, Schedule]:
     """The problem and the schedule of all ranks.
 
     Raises:

@@ -16,7 +16,7 @@ from cp_fast.tools.cost.step_memory import SAVED, ModelShape, step_memory
 from cp_ref.common.cli.terminal import table
 from cp_ref.spec import LAYOUTS, Problem, check_choice
 
-__all__ = ["Step", "show_prediction"]
+__all__ = ["TrainingStep", "show_prediction"]
 
 _BALANCED_UP_TO = 256  # Ranks: with more, deciding the layout takes longer than everything else.
 
@@ -27,7 +27,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """The sizes of a training step besides attention; see `step_memory`."""
 
     model: ModelShape
@@ -35,14 +35,14 @@ class Step:
     sharded_over: int
 
     @staticmethod
-    def read(model: str, saved: str, sharded_over: int) -> Step:
+    def read(model: str, saved: str, sharded_over: int) -> TrainingStep:
         """From options; a ValueError says which one is wrong."""
         check_choice("--saved", saved, SAVED)
-        return Step(ModelShape.read(model), saved, sharded_over)
+        return TrainingStep(ModelShape.read(model), saved, sharded_over)
 
 
 def show_prediction(
-    console: Console, request: Request, machine: Machine, messages: str, step: Step | None = None
+    console: Console, request: Request, machine: Machine, messages: str, step: TrainingStep | None = None
 ) -> None:
     """Print the best layout and schedule, a line for each, and of the best one the memory of a whole step. Layout of
     the request: "" for all; its schedule is ignored.
@@ -97,7 +97,7 @@ def _table(
     return shown
 
 
-def _show_step(console: Console, best: Prediction, step: Step) -> None:
+def _show_step(console: Console, best: Prediction, step: TrainingStep) -> None:
     memory = step_memory(best.problem, best.peak_bytes, step.model, saved=step.saved, sharded_over=step.sharded_over)
     name = f"{best.problem.cp_comm_type}, {best.problem.layout_name}"
     shown = table(f"GiB of a rank where a step of {step.model.layers} layers is fullest, with {name}", "", ">GiB")

@@ -7,8 +7,8 @@ from typing import Any
 
 from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.index_tables import Tables
-from cp_fast.compile.instructions import View, side_of
-from cp_ref.spec import Problem, slice_rows
+from cp_fast.compile.instructions import View
+from cp_ref.spec import Problem, side_of, slice_rows
 
 __all__ = ["PassBytes", "is_gathered"]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cp_fast.backends.fa4.scores.score_program import Places, ScoreProgram
+from cp_fast.backends.fa4.scores.score_program import PlaceTables, ScoreProgram
 from cp_fast.backends.fa4.scores.tracing.trace_scores import TracedScores, trace_scores
 from cp_fast.backends.launch_scores import LaunchScores
 from cp_ref.common.scores.score_inputs import ScoreInputs
@@ -38,7 +38,7 @@ def launch_program(given: LaunchScores, options: ScoreOptions) -> LaunchProgram:
     inputs, positions = given.inputs, given.positions
     captured = _captured(inputs)
     by_segment = positions.segment_places is not None
-    places = Places(by_segment=by_segment, aligned=by_segment and positions.aligned and inputs.dropout_p > 0)
+    places = PlaceTables(by_segment=by_segment, aligned=by_segment and positions.aligned and inputs.dropout_p > 0)
     traced = _traced(inputs.score_mod, options.softcap, _forms(captured))
     program = _program(traced, places, inputs.dropout_p, inputs.score_mod is not None)
     if positions.segment_places is not None:
@@ -85,7 +85,7 @@ def _traced(score_mod: Callable[..., torch.Tensor] | None, softcap: float, forms
 
 
 @lru_cache(256)
-def _program(traced: TracedScores, places: Places, dropout_p: float, guarded: bool) -> ScoreProgram:
+def _program(traced: TracedScores, places: PlaceTables, dropout_p: float, guarded: bool) -> ScoreProgram:
     return ScoreProgram(traced, places, dropout_p, guarded=guarded)
 
 

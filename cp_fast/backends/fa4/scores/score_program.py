@@ -12,7 +12,7 @@ from cp_fast.backends.fa4.scores.tracing.trace_scores import TracedScores
 __all__ = ["ScoreProgram"]
 
 
-class Places(NamedTuple):
+class PlaceTables(NamedTuple):
     """How a kernel finds the places of its pairs.
 
     by_segment: each segment has one row of a table: its document, and the places of its first rows. Without it each row
@@ -26,7 +26,7 @@ class Places(NamedTuple):
 class ScoreProgram:
     """The scores of a kernel. The library takes it for a function, and only asks for its hash."""
 
-    def __init__(self, traced: TracedScores, places: Places, dropout_p: float, *, guarded: bool) -> None:
+    def __init__(self, traced: TracedScores, places: PlaceTables, dropout_p: float, *, guarded: bool) -> None:
         """guarded: scores and derivatives of masked pairs may be NaN or infinite."""
         self.traced, self.places, self.dropout_p, self.guarded = traced, places, dropout_p, guarded
 

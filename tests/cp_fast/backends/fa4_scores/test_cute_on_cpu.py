@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cp_fast.backends.fa4.scores.library_modules import library
-from cp_fast.backends.fa4.scores.score_program import Places, ScoreProgram
+from cp_fast.backends.fa4.scores.score_program import PlaceTables, ScoreProgram
 from cp_fast.backends.fa4.scores.score_tiles import Tile, Values
 from cp_fast.backends.fa4.scores.tracing.trace_scores import trace_scores
 from cp_ref.common.scores.philox import kept
@@ -26,7 +26,7 @@ def host_tensor(x: torch.Tensor) -> Any:
     return library("cutlass.cute.runtime").from_dlpack(x).mark_layout_dynamic()
 
 
-def program_of(name: str, position: Places, dropout_p: float = 0.0) -> ScoreProgram:
+def program_of(name: str, position: PlaceTables, dropout_p: float = 0.0) -> ScoreProgram:
     return ScoreProgram(trace_scores(*FUNCTIONS[name]), position, dropout_p, guarded=True)
 
 
@@ -37,7 +37,7 @@ def test_a_function_of_one_pair(name: str) -> None:
     count, generator = 400, torch.Generator().manual_seed(1)
     score, grad = (3 * torch.randn(count, generator=generator) for _ in range(2))
     b, h, i, j, d = at = places(count)
-    program = program_of(name, Places(by_segment=False, aligned=False))
+    program = program_of(name, PlaceTables(by_segment=False, aligned=False))
     tensors = [b, i, d, j, *(captured[one] for one in program.traced.captured)]
     tensors = [(x.view(torch.uint8) if x.dtype == torch.bool else x).reshape(-1) for x in tensors]
     seqlen = SimpleNamespace(offset_q=0, offset_k=0, seqlen_q=count, seqlen_k=count)
@@ -68,7 +68,7 @@ def test_a_function_of_one_pair(name: str) -> None:
 def test_an_index_outside_gives_nan() -> None:
     captured = {"t": torch.arange(5.0)}
     traced = trace_scores(lambda s, b, h, i, j, d, t: s + t[i], captured)
-    program = ScoreProgram(traced, Places(by_segment=False, aligned=False), 0.0, guarded=True)
+    program = ScoreProgram(traced, PlaceTables(by_segment=False, aligned=False), 0.0, guarded=True)
     rows = torch.tensor([4, 5, -5, -6, 2**31 - 1, -(2**31)], dtype=torch.int32)
     zeros, out = torch.zeros(6, dtype=torch.int32), torch.empty(6)
     seqlen = SimpleNamespace(offset_q=0, offset_k=0, seqlen_q=6, seqlen_k=6)
@@ -94,7 +94,7 @@ def test_an_index_outside_gives_nan() -> None:
 def test_a_tile_keeps_the_pairs_of_the_definition(*, aligned: bool, apart: bool) -> None:
     """A thread's rows and columns as a tensor core's tile has them, of a segment that begins anywhere."""
     first_q, first_k, size = (64, 160, 32) if aligned else (61, 7, 32)
-    program = program_of("unchanged", Places(by_segment=aligned, aligned=aligned), 0.3)
+    program = program_of("unchanged", PlaceTables(by_segment=aligned, aligned=aligned), 0.3)
     seed, lanes = torch.tensor([-(2**40) + 11]), 32
     documents = torch.full((size,), 3, dtype=torch.int32)
     rows = first_q + torch.arange(size, dtype=torch.int32)

@@ -4,5 +4,5 @@ trace_scores         PyTorch writes down the operators of the function and of it
 aten_operations      each element-wise operator becomes nodes of an expression
 composed_operations  operators that become several nodes
 operator_kinds       in which kind an operator computes: where a value is rounded
-operands             the values so far: leaves, numbers, captured tensors
+traced_values        the values so far: leaves, numbers, captured tensors
 """

@@ -8,8 +8,8 @@ from torch.fx import Node
 
 from cp_fast.backends.fa4.scores.expressions import BOOL, NoExpression
 from cp_fast.backends.fa4.scores.tracing.composed_operations import COMPOSED
-from cp_fast.backends.fa4.scores.tracing.operands import Operands
 from cp_fast.backends.fa4.scores.tracing.operator_kinds import UNCHANGED, common_kind, name_of, result_kind
+from cp_fast.backends.fa4.scores.tracing.traced_values import TracedValues
 
 __all__ = ["DOCUMENTED", "translate"]
 
@@ -53,7 +53,7 @@ _ZEROS_ONES = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_lik
 _SHAPES = {"expand", "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"}
 
 
-def translate(operands: Operands, node: Node) -> None:
+def translate(values: TracedValues, node: Node) -> None:
     """Translate a node whose inputs are translated.
 
     Raises:
@@ -61,48 +61,48 @@ def translate(operands: Operands, node: Node) -> None:
     """
     name, args = name_of(node), node.args
     if node.op == "get_attr":
-        operands.give(node, operands.constant_tensor(node))
-    elif name == "select" and (chosen := operands.captured(args[0])) is not None:
-        operands.give(node, operands.selected(chosen, *cast(Any, args[1:])))
+        values.give(node, values.constant_tensor(node))
+    elif name == "select" and (chosen := values.captured(args[0])) is not None:
+        values.give(node, values.selected(chosen, *cast(Any, args[1:])))
     elif name == "index":
-        operands.give(node, operands.element(args[0], cast(Any, args[1])))
+        values.give(node, values.element(args[0], cast(Any, args[1])))
     else:
-        operands.give(node, _element(operands, name, node))
+        values.give(node, _element(values, name, node))
 
 
-def _element(operands: Operands, name: str, node: Node) -> int:
+def _element(values: TracedValues, name: str, node: Node) -> int:
     """The number of an element-wise operator's result."""
-    writer, args, kwargs = operands.writer, node.args, node.kwargs
+    writer, args, kwargs = values.writer, node.args, node.kwargs
     if name in UNCHANGED:
-        return operands.number_of(args[0])
+        return values.number_of(args[0])
     kind = result_kind(node)
     if name in _CONSTANTS and isinstance(args[_CONSTANTS[name]], int | float | bool):
         return writer.constant(cast(Any, args[_CONSTANTS[name]]), kind)
     if name in _ZEROS_ONES:
         return writer.constant(_ZEROS_ONES[name], kind)
     if name == "_to_copy":
-        return operands.number_of(args[0], kind)
+        return values.number_of(args[0], kind)
     if name in _SHAPES:
-        if not operands.is_constant(args[0]) and cast(Any, args[0]).meta["val"].shape != node.meta["val"].shape:
+        if not values.is_constant(args[0]) and cast(Any, args[0]).meta["val"].shape != node.meta["val"].shape:
             raise NoExpression(f"{node.target}, which moves elements")
-        return operands.number_of(args[0], kind)
+        return values.number_of(args[0], kind)
     if name in _COMPARISONS:
         common = common_kind(args[:2])
-        return writer.write(name, [operands.number_of(x, common) for x in args[:2]], BOOL)
+        return writer.write(name, [values.number_of(x, common) for x in args[:2]], BOOL)
     if name in _LOGICAL:
-        return writer.write(_LOGICAL[name], [operands.truth(x) for x in args], BOOL)
+        return writer.write(_LOGICAL[name], [values.truth(x) for x in args], BOOL)
     if name == "where" and len(args) == 3:
-        chosen = (operands.number_of(x, kind) for x in args[1:])
-        return writer.write("where", [operands.truth(args[0]), *chosen], kind)
+        chosen = (values.number_of(x, kind) for x in args[1:])
+        return writer.write("where", [values.truth(args[0]), *chosen], kind)
     if name == "div" and (mode := kwargs.get("rounding_mode")) is not None:
         if mode != "floor":
             raise NoExpression(f"division with rounding_mode={mode!r}")
-        return writer.write("floor_div", [operands.number_of(x, kind) for x in args[:2]], kind)
+        return writer.write("floor_div", [values.number_of(x, kind) for x in args[:2]], kind)
     if name in _SAME and (kind != BOOL or name.startswith("bitwise")):
-        inputs = [operands.number_of(x, kind) for x in args[:2]]
+        inputs = [values.number_of(x, kind) for x in args[:2]]
         if (alpha := kwargs.get("alpha", 1)) != 1:
-            inputs[1] = writer.write("mul", [inputs[1], operands.number_of(alpha, kind)], kind)
+            inputs[1] = writer.write("mul", [inputs[1], values.number_of(alpha, kind)], kind)
         return writer.write(_SAME[name], inputs, kind)
     if name not in COMPOSED:
         raise NoExpression(str(node.target))
-    return COMPOSED[name](operands, kind, args)
+    return COMPOSED[name](values, kind, args)

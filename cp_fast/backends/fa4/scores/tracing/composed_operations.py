@@ -7,20 +7,20 @@ from math import log2
 from typing import Any
 
 from cp_fast.backends.fa4.scores.expressions import BOOL, FLOAT, NoExpression
-from cp_fast.backends.fa4.scores.tracing.operands import Operands
+from cp_fast.backends.fa4.scores.tracing.traced_values import TracedValues
 
 __all__ = ["COMPOSED"]
 
 _POWERS = 8  # The largest exponent, in whole numbers; halves too.
 
-Composed = Callable[[Operands, str, Sequence[Any]], int]
+Composed = Callable[[TracedValues, str, Sequence[Any]], int]
 
 
-def _power(operands: Operands, kind: str, args: Sequence[Any]) -> int:
+def _power(values: TracedValues, kind: str, args: Sequence[Any]) -> int:
     """x ** n for a constant n, or c ** x for a constant c > 0."""
-    writer, (base, exponent) = operands.writer, args[:2]
+    writer, (base, exponent) = values.writer, args[:2]
     if not hasattr(exponent, "op"):
-        x, (whole, half) = operands.number_of(base, kind), divmod(abs(exponent), 1)
+        x, (whole, half) = values.number_of(base, kind), divmod(abs(exponent), 1)
         if half not in (0, 0.5) or whole > _POWERS or ((half or exponent < 0) and kind != FLOAT):
             raise NoExpression(f"the power {exponent}")
         factors = [x] * int(whole) + ([writer.write("sqrt", [x], kind)] if half else [])
@@ -31,21 +31,21 @@ def _power(operands: Operands, kind: str, args: Sequence[Any]) -> int:
     if hasattr(base, "op") or base <= 0 or kind != FLOAT:
         raise NoExpression(f"a power of {base if not hasattr(base, 'op') else 'one tensor by another'}")
     by = writer.constant(log2(base), FLOAT)
-    return writer.write("exp2", [writer.write("mul", [operands.number_of(exponent, FLOAT), by], FLOAT)], FLOAT)
+    return writer.write("exp2", [writer.write("mul", [values.number_of(exponent, FLOAT), by], FLOAT)], FLOAT)
 
 
-def _clamp(operands: Operands, kind: str, args: Sequence[Any]) -> int:
+def _clamp(values: TracedValues, kind: str, args: Sequence[Any]) -> int:
     low, high = args[1] if len(args) > 1 else None, args[2] if len(args) > 2 else None
-    x = operands.number_of(args[0], kind)
+    x = values.number_of(args[0], kind)
     if low is not None:
-        x = operands.writer.write("maximum", [x, operands.number_of(low, kind)], kind)
+        x = values.writer.write("maximum", [x, values.number_of(low, kind)], kind)
     if high is not None:
-        x = operands.writer.write("minimum", [x, operands.number_of(high, kind)], kind)
+        x = values.writer.write("minimum", [x, values.number_of(high, kind)], kind)
     return x
 
 
-def _sign(operands: Operands, kind: str, args: Sequence[Any]) -> int:
-    writer, x = operands.writer, operands.number_of(args[0], kind)
+def _sign(values: TracedValues, kind: str, args: Sequence[Any]) -> int:
+    writer, x = values.writer, values.number_of(args[0], kind)
     zero, one = writer.constant(0, kind), writer.constant(1, kind)
     below = writer.write("where", [writer.write("lt", [x, zero], BOOL), writer.constant(-1, kind), zero], kind)
     return writer.write("where", [writer.write("gt", [x, zero], BOOL), one, below], kind)
@@ -54,8 +54,8 @@ def _sign(operands: Operands, kind: str, args: Sequence[Any]) -> int:
 def _scaled(first: str | None, factor: float, last: str | None, shift: float = 0.0, before: float = 0.0) -> Composed:
     """last(first(x + before) * factor) + shift."""
 
-    def written(operands: Operands, kind: str, args: Sequence[Any]) -> int:
-        writer, x = operands.writer, operands.number_of(args[0], kind)
+    def written(values: TracedValues, kind: str, args: Sequence[Any]) -> int:
+        writer, x = values.writer, values.number_of(args[0], kind)
         if before:
             x = writer.write("add", [x, writer.constant(before, kind)], kind)
         x = x if first is None else writer.write(first, [x], kind)
@@ -66,30 +66,30 @@ def _scaled(first: str | None, factor: float, last: str | None, shift: float = 0
     return written
 
 
-def _reversed_sub(operands: Operands, kind: str, args: Sequence[Any]) -> int:
-    return operands.writer.write("sub", [operands.number_of(x, kind) for x in reversed(args[:2])], kind)
+def _reversed_sub(values: TracedValues, kind: str, args: Sequence[Any]) -> int:
+    return values.writer.write("sub", [values.number_of(x, kind) for x in reversed(args[:2])], kind)
 
 
-def _reciprocal(operands: Operands, kind: str, args: Sequence[Any]) -> int:
-    one = operands.writer.constant(1, kind)
-    return operands.writer.write("div", [one, operands.number_of(args[0], kind)], kind)
+def _reciprocal(values: TracedValues, kind: str, args: Sequence[Any]) -> int:
+    one = values.writer.constant(1, kind)
+    return values.writer.write("div", [one, values.number_of(args[0], kind)], kind)
 
 
-def _relu(operands: Operands, kind: str, args: Sequence[Any]) -> int:
-    zero = operands.writer.constant(0, kind)
-    return operands.writer.write("maximum", [operands.number_of(args[0], kind), zero], kind)
+def _relu(values: TracedValues, kind: str, args: Sequence[Any]) -> int:
+    zero = values.writer.constant(0, kind)
+    return values.writer.write("maximum", [values.number_of(args[0], kind), zero], kind)
 
 
-def _masked_fill(operands: Operands, kind: str, args: Sequence[Any]) -> int:
-    inputs = [operands.truth(args[1]), operands.number_of(args[2], kind), operands.number_of(args[0], kind)]
-    return operands.writer.write("where", inputs, kind)
+def _masked_fill(values: TracedValues, kind: str, args: Sequence[Any]) -> int:
+    inputs = [values.truth(args[1]), values.number_of(args[2], kind), values.number_of(args[0], kind)]
+    return values.writer.write("where", inputs, kind)
 
 
 COMPOSED: dict[str, Composed] = {
     "pow": _power,
     "clamp": _clamp,
     "clamp_min": _clamp,
-    "clamp_max": lambda operands, kind, args: _clamp(operands, kind, (args[0], None, args[1])),
+    "clamp_max": lambda values, kind, args: _clamp(values, kind, (args[0], None, args[1])),
     "sign": _sign,
     "sgn": _sign,
     "rsub": _reversed_sub,

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cp_fast.backends.fa4.scores.expressions import Expression, NoExpression
 from cp_fast.backends.fa4.scores.tracing.aten_operations import DOCUMENTED, translate
-from cp_fast.backends.fa4.scores.tracing.operands import Operands
+from cp_fast.backends.fa4.scores.tracing.traced_values import TracedValues
 from cp_ref.spec import Unsupported
 
 __all__ = ["TracedScores", "trace_scores"]
@@ -104,20 +104,20 @@ _SHAPE = (2, 3)  # No place has a size of 1, so that a captured tensor of severa
 
 def _read(module: GraphModule, leaves: tuple[str, ...], captured: list[str], name: str) -> TracedScores:
     """The expressions of a traced module whose inputs are the leaves and then the captured tensors."""
-    operands = Operands(module)
+    values = TracedValues(module)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node, leaf in zip(inputs, leaves, strict=False):
-        operands.give_leaf(node, leaf)
+        values.give_leaf(node, leaf)
     for node, tensor in zip(inputs[len(leaves) :], captured, strict=True):
-        operands.give_tensor(node, tensor)
+        values.give_tensor(node, tensor)
     results: list[Node] = []
     try:
         for node in module.graph.nodes:
             if node.op == "output":
                 results = list(node.args[0])
             elif node.op != "placeholder":
-                translate(operands, node)
-        modified, pulled_back = (operands.writer.expression(operands.number_of(one)) for one in results)
+                translate(values, node)
+        modified, pulled_back = (values.writer.expression(values.number_of(one)) for one in results)
     except NoExpression as found:
         raise Unsupported(
             f"{name} on backend 'fa4', which compiles it,",

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from cp_fast.backends.fa4.scores.expressions import BOOL, FLOAT, INT, LONG, NoExpression, Writer
 from cp_fast.backends.fa4.scores.tracing.operator_kinds import LOADED, kind_of_number
 
-__all__ = ["Captured", "Operands"]
+__all__ = ["Captured", "TracedValues"]
 
 
 class Captured(NamedTuple):
@@ -34,7 +34,7 @@ class Captured(NamedTuple):
         return self._replace(indices=tuple(chosen.get(n, one) for n, one in enumerate(self.indices)))
 
 
-class Operands:
+class TracedValues:
     """The value of each node of a traced module: the number of an expression's node, or a captured tensor."""
 
     def __init__(self, module: GraphModule) -> None:
