@@ -96,5 +96,7 @@ def _run(job: Job) -> Any:
 
     try:
         return run(job)
+    except StepError as error:
+        raise StepError(f"{job.name}: {error}") from None
     except BaseException:
         raise StepError(f"{job.name} raised:\n{traceback.format_exc()}") from None

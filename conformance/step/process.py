@@ -149,10 +149,19 @@ def _resolved(given: Any) -> Any:
     if not isinstance(given, str):
         return given
     module, _, name = given.partition(":")
+    if not module or not name:
+        raise StepError(f"{given!r} is no module:name, such as train:build")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    found: Any = importlib.import_module(module)
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):  # of an import in the module
+            raise
+        raise StepError(f"{given!r}: there is no module {error.name!r} here or on Python's path") from None
     for part in name.split("."):
+        if not hasattr(found, part):
+            raise StepError(f"{given!r}: {module} has no {name!r}")
         found = getattr(found, part)
     return found
 
