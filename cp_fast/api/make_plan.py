@@ -19,10 +19,10 @@ from cp_fast.compile.passes.low_precision_grads import low_precision_grads, may_
 from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.compile.planning.chosen_schedule import chosen_rank_schedule
+from cp_fast.compile.row_numbers import check_row_numbers
 from cp_fast.movers.select_kernels import kernels
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions
-from cp_fast.runtime.row_selection import check_row_numbers
 from cp_fast.transport import messages_for
 from cp_ref.common import plan_arguments as plans
 from cp_ref.common.declared import bind, implements, same_parameters

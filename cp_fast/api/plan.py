@@ -20,9 +20,9 @@ from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.planning.chosen_schedule import Schedules, chosen_rank_schedule, chosen_schedule
 from cp_fast.dispatch.opaque import OfThisProcess, forget, opaque_for
 from cp_fast.linear.linear_plan import LinearPlan
+from cp_fast.movers.rows import Rows
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions
-from cp_fast.runtime.row_selection import Rows
 from cp_fast.runtime.run import CompiledCall
 from cp_ref.common import plan_arguments as plans
 from cp_ref.common.declared import implements

@@ -11,6 +11,7 @@ pipeline          runs the passes
 tiles             passes on tiles, which become few launches of few windows
 passes            passes on instructions: functions from plan to plan
 row_maps          the positions of global rows in a buffer
+row_numbers       how many rows a buffer may have
 index_tables      the row numbers and cumulative lengths of a whole plan, in one upload
 link              a plan with its tables on the device
 in_place          plans updated in place with the next batch's lengths

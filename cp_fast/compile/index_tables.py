@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from cp_fast.backends.host_lengths import Cumulative
-from cp_fast.runtime.row_selection import Rows
+from cp_fast.movers.rows import Rows
 from cp_ref.spec import Column, ranges
 
 __all__ = ["Key", "RowKey", "Tables", "Uploaded", "one_range", "spread"]

@@ -13,7 +13,7 @@ from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
 from cp_fast.compile.index_tables import Uploaded
 from cp_fast.compile.instructions import Instruction, Launch, View, with_views
 from cp_fast.compile.tiles.groups import SegmentKeys
-from cp_fast.runtime.row_selection import Rows
+from cp_fast.movers.rows import Rows
 
 __all__ = ["linked"]
 

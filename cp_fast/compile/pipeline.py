@@ -23,8 +23,8 @@ from cp_fast.compile.passes.recv_in_place import recv_in_place
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.compile.planning.chosen_schedule import Schedules, chosen_rank_schedule
 from cp_fast.compile.tiles.windows import WindowRule, own_window
+from cp_fast.movers.rows import Rows
 from cp_fast.runtime.packed_tensors import Packing
-from cp_fast.runtime.row_selection import Rows
 from cp_ref.spec import Problem, saved_kinds
 
 __all__ = ["compiled", "lowered", "optimized", "upload"]

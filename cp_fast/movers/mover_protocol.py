@@ -30,7 +30,7 @@ from typing import Protocol
 import torch
 
 from cp_fast.movers.lengths_map import LengthsMap
-from cp_fast.runtime.row_selection import Rows
+from cp_fast.movers.rows import Rows
 
 __all__ = ["Kernels"]
 

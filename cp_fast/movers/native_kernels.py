@@ -16,7 +16,7 @@ import torch
 
 from cp_fast.movers.lengths_map import HELPERS, KINDS, LengthsMap
 from cp_fast.movers.mover_protocol import Kernels
-from cp_fast.runtime.row_selection import Rows
+from cp_fast.movers.rows import Rows
 from cp_fast.tools import build
 
 __all__ = ["NativeKernels", "load"]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.instructions import BufferSpec, Copy, View, writes
 from cp_fast.movers.mover_protocol import Kernels
-from cp_fast.runtime.row_selection import Rows, columns_of, count, is_all, rows_of
+from cp_fast.movers.rows import Rows
+from cp_fast.runtime.row_selection import columns_of, count, is_all, rows_of
 from cp_fast.runtime.tensors import Shapes, State, Tensors
 
 __all__ = ["MISSING", "PassBuffers"]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from cp_fast.backends import Backend
 from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.instructions import Accumulate, Copy, Free, Instruction, Launch, Recv, Send, Wait
+from cp_fast.movers.rows import Rows
 from cp_fast.movers.select_kernels import kernels
 from cp_fast.runtime.operations.copy_operations import copy
 from cp_fast.runtime.operations.exchange_operations import exchange, wait
@@ -14,7 +15,6 @@ from cp_fast.runtime.operations.launch_operations import backward_launch, forwar
 from cp_fast.runtime.operations.sum_operations import accumulate, free
 from cp_fast.runtime.pass_buffers import PassBuffers
 from cp_fast.runtime.row_positions import RowPositions
-from cp_fast.runtime.row_selection import Rows
 from cp_fast.runtime.tensors import Operation, Shapes
 from cp_ref.spec import Group
 

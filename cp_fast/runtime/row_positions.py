@@ -22,7 +22,7 @@ from cp_fast.compile.executable_plan import ExecutablePlan
 from cp_fast.compile.index_tables import spread
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.row_maps import Spans
-from cp_fast.runtime.row_selection import Rows
+from cp_fast.movers.rows import Rows
 from cp_ref.spec import Problem, row_positions
 
 __all__ = ["RowPositions", "segment_places", "span_places"]

@@ -1,4 +1,4 @@
-"""Rows of a packed buffer: a slice if they are contiguous (no copy), else an index on the device."""
+"""What a selection of rows gives: rows of tensors by row, columns of tensors by column."""
 
 from __future__ import annotations
 
@@ -7,18 +7,9 @@ from typing import TypeGuard
 
 import torch
 
-from cp_ref.spec import Problem, Room
+from cp_fast.movers.rows import Rows
 
-__all__ = ["MOST_ROWS", "Rows", "check_row_numbers", "columns_of", "count", "is_all", "is_mask", "put_columns"]
-__all__ += ["rows_of", "take"]
-
-Rows = slice | torch.Tensor
-MOST_ROWS = 2**31 - 1  # Of one buffer of a rank: row numbers and the lengths of launches are int32.
-
-
-def take(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """x's rows: a view for a slice, a copy for an index."""
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+__all__ = ["columns_of", "count", "is_all", "is_mask", "put_columns", "rows_of"]
 
 
 def is_all(rows: Rows, size: int) -> bool:
@@ -80,26 +71,3 @@ def is_mask(rows: Rows) -> TypeGuard[torch.Tensor]:
     (True, False, False)
     """
     return isinstance(rows, torch.Tensor) and rows.dtype == torch.bool
-
-
-def check_row_numbers(problem: Problem, room: Room | None = None) -> None:
-    """Refuse a problem, or room, for which a rank would hold more rows of q or of k and v than int32 numbers.
-
-    Raises:
-        ValueError: naming the lengths (or the room), and how many rows a rank would hold.
-    """
-    for side, total, most in (
-        ("q", problem.starts_q[-1], None if room is None else room.max_tokens_q),
-        ("kv", problem.starts_kv[-1], None if room is None else room.max_tokens_kv),
-    ):
-        gathered = side == "kv" and problem.cp_comm_type == "all_gather"
-        ranks = problem.cp_size if gathered else problem.a2a_size  # The ranks that gather rows.
-        what, tokens = f"max_tokens_{side} is", most
-        if tokens is None:
-            what, tokens = f"cu_seqlens_{side}, padding included, ends at", total
-        rows = -(-tokens // problem.cp_size) * ranks
-        if rows > MOST_ROWS:
-            raise ValueError(
-                f"{what} {tokens}: with cp_comm_type {problem.cp_comm_type!r} at cp_size {problem.cp_size} a rank would"
-                f" hold {rows} rows of {side}; row numbers are int32, so it must be at most {MOST_ROWS}"
-            )

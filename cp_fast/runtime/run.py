@@ -15,11 +15,11 @@ from cp_fast.backends import Backend, LaunchOptions
 from cp_fast.backends.backend_protocol import StatefulBackend
 from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
 from cp_fast.compile.instructions import OWN
+from cp_fast.movers.rows import Rows
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.prepared_exchange import Prepares
 from cp_fast.runtime.resolve import resolve
 from cp_fast.runtime.row_positions import RowPositions
-from cp_fast.runtime.row_selection import Rows
 from cp_fast.runtime.tensors import Operation, Shapes, State, Tensors, wide_dtype
 from cp_ref.common.scores.score_inputs import ScoreInputs
 from cp_ref.spec import Group

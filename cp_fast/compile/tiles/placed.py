@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_fast.compile.row_maps import RowMap, Spans
+from cp_fast.compile.row_numbers import MOST_ROWS
 from cp_fast.compile.tiles.segments import LaunchSegments, SegmentSpans
-from cp_fast.runtime.row_selection import MOST_ROWS
 from cp_ref.spec import Column
 from cp_ref.spec.planners.ring_members import merged
 

@@ -11,7 +11,7 @@ from cp_fast.movers.lengths_map import LengthsMap
 from cp_fast.movers.numba_cuda.move_arguments import Move, rows_per_block, table_of, word_size
 from cp_fast.movers.numba_cuda.move_kernels import move_kernel
 from cp_fast.movers.numba_cuda.numba_launch import launch
-from cp_fast.runtime.row_selection import Rows
+from cp_fast.movers.rows import Rows
 
 __all__ = ["Plan", "move", "plan_of"]
 

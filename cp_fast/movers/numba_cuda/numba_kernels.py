@@ -13,7 +13,7 @@ from cp_fast.movers.numba_cuda.merge_arguments import add_heads_, pairs_, weigh_
 from cp_fast.movers.numba_cuda.move_arguments import moves_of
 from cp_fast.movers.numba_cuda.move_kernels import THREADS
 from cp_fast.movers.numba_cuda.numba_launch import launch
-from cp_fast.runtime.row_selection import Rows
+from cp_fast.movers.rows import Rows
 
 __all__ = ["NumbaKernels"]
 

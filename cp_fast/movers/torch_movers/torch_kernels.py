@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from cp_fast.movers.lengths_map import LengthsMap
+from cp_fast.movers.rows import Rows, take
 from cp_fast.movers.torch_movers import torch_merges
-from cp_fast.movers.torch_movers.torch_merges import put, taken, wide_dtype
+from cp_fast.movers.torch_movers.torch_merges import put, wide_dtype
 from cp_fast.movers.torch_movers.torch_rows import bits, table_of, targets_of
-from cp_fast.runtime.row_selection import Rows
 
 __all__ = ["TorchKernels", "load"]
 
@@ -40,10 +40,10 @@ class TorchKernels:
             if add and isinstance(at.whole, slice) and out.dtype == wide:
                 out[at.whole].add_(x)
             elif add:
-                put(out, taken(out, at.whole).to(wide).add(taken(x, at.part)), at.whole, at.valid)
+                put(out, take(out, at.whole).to(wide).add(take(x, at.part)), at.whole, at.valid)
             else:
                 same = out.dtype == x.dtype
-                put(bits(out) if same else out, taken(bits(x) if same else x, at.part), at.whole, at.valid)
+                put(bits(out) if same else out, take(bits(x) if same else x, at.part), at.whole, at.valid)
 
     def gather_heads(self, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], heads: int) -> torch.Tensor:
         moved = bits(x)
@@ -59,7 +59,7 @@ class TorchKernels:
     ) -> None:
         heads = x.shape[2]
         if add:
-            whole = taken(out, rows).to(wide_dtype(out, x))
+            whole = take(out, rows).to(wide_dtype(out, x))
             for part, first in zip(x, first_heads, strict=True):
                 whole[:, first : first + heads] += part
             put(out, whole, rows)
@@ -82,11 +82,11 @@ class TorchKernels:
             torch_merges.merge_padded_halves_(lse, lse_step, rows)
             return
         at = targets_of(rows, out.shape[0])
-        step = taken(out_step, at.part)
+        step = take(out_step, at.part)
         if final:
             torch_merges.correct_(out, lse, step, lse_step, at)
         else:
-            torch_merges.merge_(out, lse, step, taken(lse_step.t(), at.part), at)
+            torch_merges.merge_(out, lse, step, take(lse_step.t(), at.part), at)
 
 
 def load(device: str) -> TorchKernels:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from cp_fast.movers.lengths_map import LengthsMap
+from cp_fast.movers.rows import Rows, take
 from cp_fast.movers.torch_movers.torch_asserts import assert_lengths
 from cp_fast.movers.torch_movers.torch_rows import Targets
-from cp_fast.runtime.row_selection import Rows
 
-__all__ = ["correct_", "log_add_exp", "merge_", "merge_padded_halves_", "put", "taken", "wide_dtype"]
+__all__ = ["correct_", "log_add_exp", "merge_", "merge_padded_halves_", "put", "wide_dtype"]
 
 INF = float("inf")
 
@@ -17,11 +17,6 @@ INF = float("inf")
 def wide_dtype(*operands: torch.Tensor) -> torch.dtype:
     """The dtype of sums: float32, or float64 if an operand is float64."""
     return torch.float64 if any(x.dtype == torch.float64 for x in operands) else torch.float32
-
-
-def taken(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """x's rows: a view for a slice."""
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
 def put(out: torch.Tensor, x: torch.Tensor, rows: Rows, valid: torch.Tensor | None = None) -> None:
@@ -37,8 +32,8 @@ def put(out: torch.Tensor, x: torch.Tensor, rows: Rows, valid: torch.Tensor | No
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_step: torch.Tensor, at: Targets) -> None:
     """`Kernels.merge_` of the part's rows: out_step [n, h, d], lse_step [n, h]."""
-    old = taken(lse.t(), at.whole)
-    merged, new = _merged(taken(out, at.whole), old, out_step, lse_step)
+    old = take(lse.t(), at.whole)
+    merged, new = _merged(take(out, at.whole), old, out_step, lse_step)
     put(out, merged, at.whole, at.valid)
     put(lse.t(), new, at.whole, at.valid)
 
@@ -49,7 +44,7 @@ def correct_(out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_s
     wide = wide_dtype(out, out_step, lse, lse_step)
     weight = torch.exp(step.to(wide) - total.to(wide))[..., None]
     share = (weight * out_step).masked_fill((step == -INF)[..., None], 0.0)
-    put(out, taken(out, at.whole) + share, at.whole, at.valid)
+    put(out, take(out, at.whole) + share, at.whole, at.valid)
 
 
 def merge_padded_halves_(lse: torch.Tensor, lse_step: torch.Tensor, rows: LengthsMap) -> None:
@@ -67,7 +62,7 @@ def merge_padded_halves_(lse: torch.Tensor, lse_step: torch.Tensor, rows: Length
 def _lse_of(lse: torch.Tensor, at: Targets, *, whole: bool) -> torch.Tensor:
     """The LSE of the part's rows, [n, h], from that of the whole tensor or of the part."""
     if lse.ndim == 2:
-        return taken(lse.t(), at.whole if whole else at.part)
+        return take(lse.t(), at.whole if whole else at.part)
     assert at.place is not None
     position = at.place.in_whole if whole else at.place.in_part
     if not lse.numel():  # All sequences are empty: these rows are the tail.

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.movers.lengths_map import LengthsMap
+from cp_fast.movers.rows import Rows
 from cp_fast.movers.torch_movers.torch_asserts import assert_lengths, assert_real_lengths
-from cp_fast.runtime.row_selection import Rows
 from cp_ref.common.thd.row_tables import (
     half_rows,
     in_half,

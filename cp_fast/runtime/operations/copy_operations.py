@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from cp_fast.compile.instructions import Copy
+from cp_fast.movers.rows import Rows
 from cp_fast.runtime.pass_buffers import MISSING, PassBuffers
-from cp_fast.runtime.row_selection import Rows, columns_of, put_columns, rows_of
+from cp_fast.runtime.row_selection import columns_of, put_columns, rows_of
 from cp_fast.runtime.tensors import Operation, State, Tensors
 
 __all__ = ["copy"]

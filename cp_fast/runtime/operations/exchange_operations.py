@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cp_fast.compile.instructions import Recv, Send
+from cp_fast.movers.rows import Rows
 from cp_fast.runtime.pass_buffers import PassBuffers
 from cp_fast.runtime.prepared_exchange import Message, prepare
-from cp_fast.runtime.row_selection import Rows, count, is_all
+from cp_fast.runtime.row_selection import count, is_all
 from cp_fast.runtime.tensors import Allocation, Operation, State
 from cp_ref.spec import Group
 

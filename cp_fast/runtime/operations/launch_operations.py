@@ -8,9 +8,9 @@ from cp_fast.backends import Backend, BackwardOperands, LaunchOptions
 from cp_fast.backends.backend_protocol import StatefulBackend
 from cp_fast.backends.launch_scores import LaunchScores
 from cp_fast.compile.instructions import Launch
+from cp_fast.movers.rows import Rows
 from cp_fast.runtime.pass_buffers import PassBuffers
 from cp_fast.runtime.row_positions import RowPositions
-from cp_fast.runtime.row_selection import Rows
 from cp_fast.runtime.tensors import Operation, State, Tensors
 
 __all__ = ["backward_launch", "forward_launch"]

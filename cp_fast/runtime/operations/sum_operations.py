@@ -6,9 +6,10 @@ import torch
 
 from cp_fast.compile.executable_plan import Accumulations
 from cp_fast.compile.instructions import OWN, Accumulate, Free
+from cp_fast.movers.rows import Rows
 from cp_fast.movers.torch_movers.torch_merges import log_add_exp
 from cp_fast.runtime.pass_buffers import MISSING, PassBuffers
-from cp_fast.runtime.row_selection import Rows, columns_of, is_mask, put_columns, rows_of
+from cp_fast.runtime.row_selection import columns_of, is_mask, put_columns, rows_of
 from cp_fast.runtime.tensors import Operation, State, Tensors
 
 __all__ = ["accumulate", "add_sink", "free"]

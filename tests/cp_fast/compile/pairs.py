@@ -10,7 +10,7 @@ import numpy as np
 
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.row_maps import Spans
-from cp_fast.runtime.row_selection import Rows
+from cp_fast.movers.rows import Rows
 from cp_ref.spec import Workload
 
 __all__ = ["Cells", "Pairs", "rows_of"]

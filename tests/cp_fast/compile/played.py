@@ -19,7 +19,7 @@ import numpy as np
 
 from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
 from cp_fast.compile.instructions import OWN, Accumulate, BufferSpec, Copy, Free, Launch, Recv, Send, View, Wait
-from cp_fast.runtime.row_selection import Rows
+from cp_fast.movers.rows import Rows
 from cp_ref.spec import Workload
 from tests.cp_fast.compile.pairs import Cells, Pairs
 

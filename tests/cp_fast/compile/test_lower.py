@@ -13,8 +13,8 @@ from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
 from cp_fast.compile.instructions import OWN, Accumulate, Copy, Free, Instruction, Launch, Recv, Send, View
 from cp_fast.compile.lowering.lower_schedule import Draft
 from cp_fast.compile.pipeline import lowered, optimized, upload
+from cp_fast.movers.rows import Rows
 from cp_fast.runtime.packed_tensors import Packing
-from cp_fast.runtime.row_selection import Rows
 from cp_ref.spec import Problem, Schedule, Sequence, make_rank_schedule, make_schedule, saved_kinds
 from tests.spec.other_schedules.other_rings import backward_ring
 from tests.spec.problems import SCHEDULES

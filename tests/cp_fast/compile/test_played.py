@@ -23,9 +23,9 @@ from cp_fast.compile.lowering.lower_schedule import Draft, lower
 from cp_fast.compile.pass_table import PASSES, is_on, skipped, switched_off
 from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.compile.tiles.windows import WindowRule
+from cp_fast.movers.rows import Rows
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions
-from cp_fast.runtime.row_selection import Rows
 from cp_ref.spec import (
     Problem,
     Room,

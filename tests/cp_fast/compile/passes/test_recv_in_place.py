@@ -11,7 +11,7 @@ import cp_fast
 from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
 from cp_fast.compile.instructions import Copy, Recv
 from cp_fast.compile.pass_table import switched_off
-from cp_fast.runtime.row_selection import Rows
+from cp_fast.movers.rows import Rows
 from cp_ref import SimGroup
 from cp_ref.simulator.sim_group import SimMember
 
