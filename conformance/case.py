@@ -73,16 +73,15 @@ class Case:
         """Refuse what no call can mean, so that a mistyped text does not replay something else."""
         _check_meaning(self.problem)
         for f in fields(self)[1:]:
-            if not isinstance(value := getattr(self, f.name), kind := type(f.default)) and (kind, type(value)) != (
-                float,
-                int,
-            ):
+            value, kind = getattr(self, f.name), type(f.default)
+            if not isinstance(value, kind) and not (kind is float and type(value) is int):
                 raise ValueError(f"{f.name} is {value!r}; it must be of type {kind.__name__}")
         cp_size = self.problem.cp_size
-        for name, tail in (("tail_q", self.tail_q), ("tail_kv", self.tail_kv)):
+        for side in ("q", "kv"):
+            name, tail = f"tail_{side}", self.tail(side)
             if tail < 0 or tail % cp_size or (tail and self.problem.qkv_format != "thd"):
                 raise ValueError(f"{name} is {tail}; it must be a multiple of cp_size = {cp_size}, and 0 outside thd")
-            if tail and _looks_local(self.problem, name.removeprefix("tail_"), tail):
+            if tail and _looks_local(self.problem, side, self.rows(side)):
                 object.__setattr__(self, name, tail + cp_size)
         if self.loss not in LOSSES:
             raise ValueError(f"loss is {self.loss!r}; it must be one of {LOSSES}")
@@ -111,6 +110,14 @@ class Case:
         names = {"q": "dq", "k": "dk", "v": "dv", "o": "d_offset"}
         return tuple(name for name, wanted in asked.items() if wanted) + tuple(names[letter] for letter in self.wanted)
 
+    def tail(self, side: str) -> int:
+        """`tail_q` or `tail_kv`; `side` is "q" or "kv"."""
+        return self.tail_q if side == "q" else self.tail_kv
+
+    def rows(self, side: str) -> int:
+        """How many slots of the packed buffer there are, with the tail."""
+        return self.problem.starts(side)[-1] + self.tail(side)
+
     def __str__(self) -> str:
         """One line that `parse` reads back: the problem, and every other field that differs from its default."""
         words = [f"{f.name}={v!r}" for f in fields(self)[1:] if (v := getattr(self, f.name)) != f.default]
@@ -130,10 +137,9 @@ class Case:
             raise ValueError(f"cannot read a case from {text!r}: {error}") from error
 
 
-def _looks_local(p: Problem, side: str, tail: int) -> bool:
-    """Whether lengths with a tail look like those of one rank's slices."""
-    total = p.starts_q[-1] if side == "q" else p.starts_kv[-1]
-    return local_lengths(p, side, max(slice_rows(p, side), -(-(total + tail) // p.cp_size)))
+def _looks_local(p: Problem, side: str, rows: int) -> bool:
+    """Whether the lengths look like those of one rank's slices, if all slices together have this many rows."""
+    return local_lengths(p, side, max(slice_rows(p, side), -(-rows // p.cp_size)))
 
 
 def _check_meaning(p: Problem) -> None:

@@ -26,12 +26,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from conformance.commands import DEFAULT_TIME_LIMIT_S, replay_options
 from conformance.draw.feature_coverage import coverage
 from conformance.draw.strategies import CP_SIZES
-from conformance.folders import unwritable
 from conformance.implementation import LoadError, load
 from conformance.judge.known_failures import KnownFailures, KnownFailuresError
 from conformance.judge.run_record import LEVELS, RunRecord
 from conformance.levels import LEVEL_TIERS
 from conformance.printing import print_coverage, print_failures, print_table
+from conformance.report.writable import unwritable
 from conformance.run.play_problem import InProcess, Runner, task_of
 from conformance.run.run_tiers import PROFILES, TierResult
 from conformance.run.suite_run import ALL_TIERS, SuiteRun, describe_run, level_of, nothing_tested

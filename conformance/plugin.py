@@ -70,7 +70,7 @@ def settings_of(config: pytest.Config) -> Settings:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A report that cannot be written is a mistake of the command line."""
-    from conformance.folders import unwritable
+    from conformance.report.writable import unwritable
 
     folder = config.getoption("--cp-report", None)
     if folder is not None and (problem := unwritable(folder)):

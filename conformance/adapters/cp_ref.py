@@ -8,6 +8,7 @@ import torch
 
 import cp_ref as package
 from conformance.adapters.shared.band_tiles import empty_tile, out_of_nothing
+from conformance.dtypes import wide_dtype
 from cp_ref.executor.merge_partials import merge as merge_two
 from cp_ref.executor.tile_attention import tile_backward as exact_backward
 from cp_ref.executor.tile_attention import tile_forward, visible_pairs
@@ -56,7 +57,7 @@ def tile_backward(
 
 
 def _operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> Any:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q.dtype)
     shift, (left, right) = len(k) - len(q), (options.pop("left"), options.pop("right"))
     lo, hi = -UNBOUNDED if left is None else shift - left, UNBOUNDED if right is None else shift + right
     visible = visible_pairs(slice(0, len(q)), slice(0, len(k)), lo, hi, q.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from conformance.dtypes import wide_dtype
 from conformance.judge.visibility import scopes
 from conformance.scores.score_formula import PLAIN, CaseScores, Places, scores_of
 from cp_ref.spec import Problem
@@ -40,7 +41,7 @@ def eager_attention(
         out like q with d_v; lse [b, h_q, s_q] or [h_q, t_q], float32 (float64 for float64); max_logit [h_q], in lse's
         dtype.
     """
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q.dtype)
     max_logit = torch.full((problem.heads_q,), -torch.inf, dtype=wide, device=q.device)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = torch.full(_lse_shape(q, problem.qkv_format), -torch.inf, dtype=wide, device=q.device)

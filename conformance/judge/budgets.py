@@ -31,6 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
+from conformance.dtypes import wide_dtype
 from conformance.judge.baseline import eager_attention
 
 __all__ = [
@@ -173,7 +174,7 @@ def _row(
             mean_unit = min(mean_unit, (CAREFUL_GRADIENT_FACTOR if gradient else CAREFUL_FACTOR) * mean_other)
             if gradient and mean_baseline <= _ALIKE * mean_other:
                 mean_unit = _ONE_ROUNDING_FACTOR * mean_other
-    wide_eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    wide_eps = torch.finfo(wide_dtype(dtype)).eps
     eps = wide_eps if name in _WIDE else torch.finfo(dtype).eps
     rows = max(int((exact.isfinite() & counted).sum()) // (1 if name in _WIDE else exact.shape[-1] or 1), 1)
     low = name in _WIDE and torch.finfo(dtype).eps > wide_eps

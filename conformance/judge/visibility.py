@@ -91,6 +91,5 @@ def _index(problem: Problem, n: int, start: int, length: int) -> Any:
 
 def _tokens(problem: Problem, side: str) -> list[int]:
     """The packed rows of real tokens."""
-    starts = problem.starts_q if side == "q" else problem.starts_kv
-    lengths = [getattr(s, f"len_{side}") for s in problem.sequences]
-    return [row for start, length in zip(starts, lengths, strict=False) for row in range(start, start + length)]
+    places = zip(problem.starts(side), problem.lengths.tokens(side), strict=False)
+    return [row for start, length in places for row in range(start, start + length)]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from conformance.dtypes import dtype_of, wide_dtype
 from conformance.levels.helper_values import (
     Lengths,
     any_bits,
@@ -20,9 +21,7 @@ from conformance.levels.helper_values import (
     lse_sizes,
     normal,
     random_lse,
-    wide_dtype,
 )
-from conformance.levels.level_calls import dtype_of
 
 if TYPE_CHECKING:
     from conformance.levels.helpers import Helper
@@ -102,7 +101,7 @@ def _read_lse(case: Helper, device: str) -> Built:
     lengths = Lengths(case, 2, device)
     shape, room = lse_sizes(case, lengths)
     known = lengths.lse_values(shape[-2], room, case.packed, (1,))
-    lse = random_lse(shape, known, generator_of(case), wide_dtype(case), device)
+    lse = random_lse(shape, known, generator_of(case), wide_dtype(case.dtype), device)
     needed = lengths.starts[-1] // 2 if case.packed else max(lengths.slots, default=0) // 2
     arguments = {"lse": lse, "cu_seqlens_padded": lengths.padded, "lse_packed": case.packed}
     return Built(arguments | {"max_seqlen": needed + case.spare})
@@ -114,9 +113,9 @@ def _correct_lse(case: Helper, device: str) -> Built:
     shape, room = lse_sizes(case, lengths)
     step_shape, step_room = lse_sizes(case, lengths, half=True)
     touched = lengths.lse_values(shape[-2], room, case.packed, (1,))
-    lse = random_lse(shape, torch.ones_like(touched), generator, wide_dtype(case), device)
+    lse = random_lse(shape, torch.ones_like(touched), generator, wide_dtype(case.dtype), device)
     known = halves.lse_values(shape[-2], step_room, case.packed)
-    step = random_lse(step_shape, known, generator, wide_dtype(case), device)
+    step = random_lse(step_shape, known, generator, wide_dtype(case.dtype), device)
     arguments = {"lse": lse, "lse_step": step, "cu_seqlens_padded": lengths.padded, "lse_packed": case.packed}
     return Built(arguments, target="lse", touched=touched)
 
@@ -130,9 +129,9 @@ def _correct_out(case: Helper, device: str) -> Built:
     step_shape, step_room = lse_sizes(_with_heads(case, dims[0]), lengths, half=only_second)
     halves = (1,) if only_second else (0, 1)
     known = lengths.lse_values(dims[0], room, case.packed, halves)
-    final = random_lse(shape, known, generator, wide_dtype(case), device)
+    final = random_lse(shape, known, generator, wide_dtype(case.dtype), device)
     known = source.lse_values(dims[0], step_room, case.packed)
-    step_lse = random_lse(step_shape, known, generator, wide_dtype(case), device)
+    step_lse = random_lse(step_shape, known, generator, wide_dtype(case.dtype), device)
     # The final LSE is over all steps, so it is no less than the LSE of any step.
     final = torch.where(final.isnan(), final, final.nan_to_num(neginf=0.0) + 12.0)
     out_step = normal((source.tokens, *dims), generator, dtype_of(case.dtype), device)
@@ -140,7 +139,7 @@ def _correct_out(case: Helper, device: str) -> Built:
     if case.packed:  # A step without keys for a row may leave any values there.
         out_step = out_step.masked_fill((step_lse.t() == -torch.inf)[..., None], torch.nan)
     rows = lengths.rows(halves)
-    out = normal((lengths.tokens, *dims), generator, wide_dtype(case) if case.wide else dtype_of(case.dtype), device)
+    out = normal((lengths.tokens, *dims), generator, _target_dtype(case), device)
     arguments = {"out": out, "out_step": out_step, "lse": final, "lse_step": step_lse}
     arguments |= {"cu_seqlens_padded": lengths.padded, "only_second_half": only_second, "lse_packed": case.packed}
     return Built(arguments, target="out", touched=rows[:, None, None].expand(out.shape))
@@ -150,13 +149,17 @@ def _with_heads(case: Helper, heads: int) -> Helper:
     return replace(case, dims=(heads,))
 
 
+def _target_dtype(case: Helper) -> torch.dtype:
+    """The dtype of the result that a step's part is added to."""
+    return wide_dtype(case.dtype) if case.wide else dtype_of(case.dtype)
+
+
 def _correct_grad(case: Helper, device: str) -> Built:
     lengths, generator = Lengths(case, 2, device), generator_of(case)
     first, second = (_ACTIONS[choice] for choice in case.choices)
     idle = (first, second).count("none")
     source = halved(case, lengths, device) if idle == 1 else lengths
-    target_dtype = wide_dtype(case) if case.wide else dtype_of(case.dtype)
-    grad = normal(_token_shape(case, lengths.tokens), generator, target_dtype, device)
+    grad = normal(_token_shape(case, lengths.tokens), generator, _target_dtype(case), device)
     step = normal(_token_shape(case, source.tokens), generator, dtype_of(case.dtype), device)
     axis = 1 if grad.ndim == 4 else 0
     used = source.rows() if idle < 2 else torch.zeros_like(source.rows())

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from conformance.levels.level_calls import dtype_of
+from conformance.dtypes import dtype_of
 
 if TYPE_CHECKING:
     from conformance.levels.helpers import Helper
 
-__all__ = ["Lengths", "any_bits", "generator_of", "halved", "lse_sizes", "normal", "random_lse", "wide_dtype"]
+__all__ = ["Lengths", "any_bits", "generator_of", "halved", "lse_sizes", "normal", "random_lse"]
 
 
 class Lengths:
@@ -82,11 +82,6 @@ def random_lse(
     lse = torch.randn(shape, generator=generator, dtype=torch.float64) * 3
     lse = lse.masked_fill(torch.rand(shape, generator=generator) < 0.2, -torch.inf)
     return lse.to(device, dtype).masked_fill(~known, torch.nan)
-
-
-def wide_dtype(case: Helper) -> torch.dtype:
-    """The dtype of sums: float32, or float64 for float64."""
-    return torch.float64 if case.dtype == "float64" else torch.float32
 
 
 def halved(case: Helper, lengths: Lengths, device: str) -> Lengths:

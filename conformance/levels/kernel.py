@@ -18,12 +18,13 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from conformance.dtypes import dtype_of, wide_dtype
 from conformance.implementation import Implementation
 from conformance.judge.budgets import compare
 from conformance.judge.compare_tensors import same_bytes, worst
 from conformance.judge.rounded_reference import RoundedScope
 from conformance.judge.run_record import Judged
-from conformance.levels.level_calls import call, dtype_of, parts_of, shape_findings
+from conformance.levels.level_calls import call, parts_of, shape_findings
 from conformance.levels.problem_text import LevelCase
 from conformance.levels.tile_definition import exact_tile, visible
 from conformance.levels.tile_rounding import UNITS, rounding
@@ -112,8 +113,7 @@ def check(impl: Implementation, case: Tile, device: str = "cpu") -> Judged:
     results = _call(impl, case, inputs)
     found = [f"tile changed {name}" for name, x in inputs.items() if not same_bytes(x, kept[name])]
     exact = exact_tile(**kept, **case.band, scores=case.scores)
-    wide = torch.float64 if case.dtype == "float64" else torch.float32
-    dtypes = {"lse": wide}
+    dtypes = {"lse": wide_dtype(case.dtype)}
     for name, x in results.items():
         found += shape_findings(name, x, exact[name].shape, (dtypes.get(name, dtype_of(case.dtype)),))
     if found:

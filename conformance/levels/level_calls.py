@@ -11,7 +11,7 @@ from conformance.implementation import Implementation, Missing
 from conformance.judge.ranks import UnsupportedCase
 from conformance.judge.reference import describe_error, is_out_of_memory
 
-__all__ = ["Raised", "call", "dtype_of", "parts_of", "shape_findings"]
+__all__ = ["Raised", "call", "parts_of", "shape_findings"]
 
 
 class Raised(Exception):
@@ -42,11 +42,6 @@ def parts_of(name: str, returned: Any, *parts: str) -> tuple[torch.Tensor, ...]:
         what = f"({', '.join(found)})" if found else type(returned).__name__
         raise Raised(f"{name} returned {what}; it must return tensors ({', '.join(parts)})")
     return tuple(returned)
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """torch's dtype of this name."""
-    return getattr(torch, name)
 
 
 def shape_findings(name: str, got: Any, shape: Sequence[int] | torch.Size, dtypes: Sequence[torch.dtype]) -> list[str]:

@@ -15,9 +15,10 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from conformance.dtypes import dtype_of, wide_dtype
 from conformance.implementation import Implementation
 from conformance.judge.compare_tensors import same_bytes, worst
-from conformance.levels.level_calls import call, dtype_of, parts_of, shape_findings
+from conformance.levels.level_calls import call, parts_of, shape_findings
 from conformance.levels.problem_text import LevelCase
 
 __all__ = ["Merge", "check", "strategy"]
@@ -83,7 +84,7 @@ def _judge(
     case: Merge, result: tuple[torch.Tensor, ...], exact_out: torch.Tensor, exact_lse: torch.Tensor
 ) -> list[str]:
     out, lse = result
-    dtype, wide = dtype_of(case.dtype), torch.float64 if case.dtype == "float64" else torch.float32
+    dtype, wide = dtype_of(case.dtype), wide_dtype(case.dtype)
     wider = (dtype, torch.float32, torch.float64)
     found = shape_findings("out", out, exact_out.shape, wider) + shape_findings("lse", lse, exact_lse.shape, (wide,))
     if found:
@@ -99,7 +100,7 @@ def _judge(
 
 def _parts(case: Merge, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(case.seed)
-    wide = torch.float64 if case.dtype == "float64" else torch.float32
+    wide = wide_dtype(case.dtype)
     parts = []
     for _ in range(case.parts):
         out = torch.randn(case.rows, case.heads, case.dim, generator=generator, dtype=torch.float64).clamp(

@@ -88,7 +88,7 @@ def visibility_difference(case: Case, got_pairs: Iterable[Pair] | None) -> Diffe
     Raises:
         ValueError: a pair lies outside the buffers.
     """
-    expected, n, m = visible(case), case.problem.starts_q[-1] + case.tail_q, case.problem.starts_kv[-1] + case.tail_kv
+    expected, n, m = visible(case), case.rows("q"), case.rows("kv")
     got = expected if got_pairs is None else frozenset((q, k) for q, k in got_pairs)
     for q, k in got - expected:
         if not (0 <= q < n and 0 <= k < m):

@@ -30,7 +30,7 @@ def observed_pairs(impl: Implementation, case: Case, device: str = "cpu") -> tup
         came back.
     """
     p = case.problem
-    rows, keys = p.starts_q[-1] + case.tail_q, p.starts_kv[-1] + case.tail_kv
+    rows, keys = case.rows("q"), case.rows("kv")
     if max(rows, keys) > MOST:
         return None
     masked = replace(p, score_mod="", dropout_p=0.0)  # The mask is what is drawn.
@@ -52,7 +52,7 @@ def observed_pairs(impl: Implementation, case: Case, device: str = "cpu") -> tup
 def _indicators(case: Case, plain: GlobalTensors, first: int) -> GlobalTensors:
     """q = 0, and v with 1 in head dim d for key `first + d`; NaN stays in padding."""
     p = case.problem
-    keys = p.starts_kv[-1] + case.tail_kv
+    keys = case.rows("kv")
     v = torch.zeros(keys, p.heads_kv, p.d_v, dtype=plain.v.dtype, device=plain.v.device)
     for d in range(min(p.d_v, keys - first)):
         v[first + d, :, d] = 1.0

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from conformance.case import Case
+from conformance.dtypes import dtype_of, wide_dtype
 from conformance.judge.visibility import seen
 from conformance.scores.score_mods import score_mod_of
 from cp_ref.spec import SCORE_OPTIONS, Problem
@@ -47,10 +48,9 @@ class GlobalTensors:
 def build(case: Case, device: str = "cpu") -> GlobalTensors:
     """The case's tensors, equal for equal cases, whatever the device."""
     p = case.problem
-    dtype = getattr(torch, p.dtype)
-    wide = torch.float64 if p.dtype == "float64" else torch.float32
+    dtype, wide = dtype_of(p.dtype), wide_dtype(p.dtype)
     generator = torch.Generator().manual_seed(case.seed)
-    real_q, real_kv = real_tokens(p, "q", case.tail_q), real_tokens(p, "kv", case.tail_kv)
+    real_q, real_kv = real_tokens(case, "q"), real_tokens(case, "kv")
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -65,26 +65,25 @@ def build(case: Case, device: str = "cpu") -> GlobalTensors:
     dout = rows(real_q, p.heads_q, p.d_v, 1.0)
     dlse = normal(*real_q.shape, p.heads_q).masked_fill(~real_q[..., None], float("nan"))
     if p.softmax_type == "vanilla":
-        dlse.masked_fill_(_blind(p, case.tail_q)[..., None], float("-inf"))
+        dlse.masked_fill_(_blind(case)[..., None], float("-inf"))
     offset = normal(p.heads_q).to(device, wide) if p.softmax_type == "learnable" else None
     dlse = rows_to_lse(dlse, p.qkv_format).to(device, wide).contiguous()
     return GlobalTensors(q, k, v, dout, dlse, offset, real_q.to(device), real_kv.to(device))
 
 
-def real_tokens(problem: Problem, side: str, tail: int) -> torch.Tensor:
+def real_tokens(case: Case, side: str) -> torch.Tensor:
     """Which slots hold a real token: bool [b, s] (bshd), [s, b] (sbhd) or [t + tail] (thd); side is "q" or "kv"."""
-    lengths = [getattr(s, f"len_{side}") for s in problem.sequences]
-    slots = [getattr(s, f"slots_{side}") for s in problem.sequences]
-    per_sequence = [torch.arange(n) < length for n, length in zip(slots, lengths, strict=True)]
-    if problem.qkv_format == "thd":
-        return torch.cat([*per_sequence, torch.zeros(tail, dtype=torch.bool)])
+    lengths = case.problem.lengths
+    per_sequence = [torch.arange(n) < m for n, m in zip(lengths.slots(side), lengths.tokens(side), strict=True)]
+    if case.problem.qkv_format == "thd":
+        return torch.cat([*per_sequence, torch.zeros(case.tail(side), dtype=torch.bool)])
     real = torch.stack(per_sequence)
-    return real if problem.qkv_format == "bshd" else real.t().contiguous()
+    return real if case.problem.qkv_format == "bshd" else real.t().contiguous()
 
 
-def _blind(problem: Problem, tail: int) -> torch.Tensor:
+def _blind(case: Case) -> torch.Tensor:
     """Which queries are real and see nothing; axes as in `real_tokens`."""
-    blind = real_tokens(problem, "q", tail)
+    problem, blind = case.problem, real_tokens(case, "q")
     packed = {"thd": blind, "bshd": blind, "sbhd": blind.t()}[problem.qkv_format].flatten()
     packed[[row for row, keys in seen(problem) if len(keys)]] = False
     return packed.view(blind.t().shape).t() if problem.qkv_format == "sbhd" else packed.view(blind.shape)
@@ -141,7 +140,7 @@ def plan_arguments(problem: Problem, device: str = "cpu") -> dict[str, Any]:
     if problem.qkv_format != "thd":
         sizes |= {"batch_size": len(problem.sequences)}
         sizes |= {"seqlen_q": problem.sequences[0].slots_q, "seqlen_kv": problem.sequences[0].slots_kv}
-    types = {"dtype": getattr(torch, problem.dtype), "device": torch.device(device)}
+    types = {"dtype": dtype_of(problem.dtype), "device": torch.device(device)}
     table = {} if isinstance(problem.layout, str) else {"layout": list(problem.layout)}
     return attention_arguments(problem, device) | sizes | types | table
 

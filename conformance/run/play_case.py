@@ -15,7 +15,7 @@ from conformance.judge.ranks import UnsupportedCase, context_of, values_of_ranks
 from conformance.run.case_tensors import GlobalTensors, attention_arguments, plan_arguments, sequence_axis
 from conformance.run.placement import assemble, slice_rows_of, take_slice
 from conformance.scores.score_arguments import score_arguments
-from cp_ref.spec import Problem, divisor
+from cp_ref.spec import Problem, divisor, side_of
 
 __all__ = ["Gathered", "lengths_to_cut", "local_slice", "named_results", "needs_plan", "play"]
 
@@ -141,14 +141,12 @@ def lengths_to_cut(impl: Implementation, problem: Problem, cp: Any, device: str)
         plan = impl.make_plan(cp=cp, **plan_arguments(problem, device)) if impl.offers("shard") else None
         return {side: {"plan": plan} for side in ("q", "kv")}
     packed = problem.qkv_format == "thd"
-    starts = {"q": problem.starts_q, "kv": problem.starts_kv}
-    return {
-        side: {
-            "qkv_format": problem.qkv_format,
-            "cu_seqlens_padded": torch.tensor(starts[side], dtype=torch.int32, device=device) if packed else None,
-        }
-        for side in starts
-    }
+
+    def words(side: str) -> dict[str, Any]:
+        cu = torch.tensor(problem.starts(side), dtype=torch.int32, device=device) if packed else None
+        return {"qkv_format": problem.qkv_format, "cu_seqlens_padded": cu}
+
+    return {side: words(side) for side in ("q", "kv")}
 
 
 def local_slice(
@@ -161,10 +159,9 @@ def local_slice(
     rank: int,
 ) -> torch.Tensor:
     """A rank's slice of q, k, v or dout, cut by the implementation's `shard` or, without one, by the suite."""
-    p, whole = case.problem, getattr(tensors, name)
-    side, tail = ("q", case.tail_q) if name in ("q", "dout") else ("kv", case.tail_kv)
+    whole, side = getattr(tensors, name), side_of(name)
     if not impl.offers("shard"):
-        return take_slice(p, whole, side, tail, rank)
+        return take_slice(case, whole, side, rank)
     return impl.shard(whole, cp=cp, **cut[side]).detach()
 
 
@@ -205,7 +202,7 @@ def _backward(
     if "out" in case.loss and (out := results["out"]) is not None and out.requires_grad:
         upstream.append((out, inputs.dout))
     if "lse" in case.loss and (lse := results["lse"]) is not None and lse.requires_grad:
-        upstream.append((lse, take_slice(case.problem, tensors.dlse, "q", case.tail_q, rank, lse=True)))
+        upstream.append((lse, take_slice(case, tensors.dlse, "q", rank, lse=True)))
     if case.wanted and upstream:
         torch.autograd.backward([x for x, _ in upstream], [grad for _, grad in upstream])
 
@@ -226,7 +223,7 @@ def _collect(
             shares = name == "d_offset" and offset_grad == "share"
             _collect_heads(case, name, [values[name] for values in ranks], tensors, gathered, shares=shares)
             continue
-        side = "kv" if name in ("dk", "dv") else "q"
+        side = side_of(name)
         model, token_axis = like[name], -1 if name == "lse" else axis
         parts: list[torch.Tensor] = []
         for rank, values in enumerate(ranks):

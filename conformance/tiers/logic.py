@@ -17,6 +17,7 @@ from conformance.judge.reference import exact_results
 from conformance.run.case_tensors import GlobalTensors, batch_axis, build, sequence_axis
 from conformance.run.placement import where
 from conformance.run.play_case import play
+from cp_ref.spec import side_of
 
 __all__ = ["check", "check_tensors", "compare", "tolerance"]
 
@@ -76,7 +77,7 @@ def compare(case: Case, tensors: GlobalTensors, name: str, got: torch.Tensor, ex
 
 def _padding(case: Case, tensors: GlobalTensors, name: str, x: torch.Tensor) -> torch.Tensor:
     """Which values of a result belong to no real token: bool, x's shape."""
-    real = tensors.real_kv if name in ("dk", "dv") else tensors.real_q
+    real = tensors.real_q if side_of(name) == "q" else tensors.real_kv
     if name == "lse":
         real = {"bshd": real, "sbhd": real.t(), "thd": real[None]}[case.problem.qkv_format]  # [b, s] or [1, t]
         real = real if case.problem.qkv_format == "thd" else real[:, None]
@@ -90,7 +91,7 @@ def _place(case: Case, name: str, index: Sequence[int]) -> str:
     if name in ("max_logit", "d_offset"):
         return f"head {index[0]}"
     fmt = case.problem.qkv_format
-    side = "kv" if name in ("dk", "dv") else "q"
+    side = side_of(name)
     if name == "lse":
         batch, head, row = (None, index[0], index[1]) if fmt == "thd" else (index[0], index[1], index[2])
         return f"{where(case, side, batch, row)}, head {head}"

@@ -28,7 +28,7 @@ from conformance.run.case_tensors import GlobalTensors, build, real_tokens
 from conformance.run.play_case import play
 from conformance.scores.score_arguments import depends_on_number
 from conformance.tiers.calls.one_rank import Tensors, close, same_bits
-from cp_ref.spec import Problem, divisor
+from cp_ref.spec import Problem, divisor, side_of
 from cp_ref.spec import Sequence as OneSequence
 
 __all__ = ["RELATIONS", "check"]
@@ -185,7 +185,7 @@ def _part(case: Case, name: str, x: torch.Tensor, n: int) -> torch.Tensor:
     """Sequence n's slots of a result or an input."""
     p = case.problem
     if p.qkv_format == "thd":
-        starts = p.starts_kv if name in ("dk", "dv", "k", "v") else p.starts_q
+        starts = p.starts(side_of(name))
         rows = slice(starts[n], starts[n + 1])
         return x[:, rows] if name in ("lse", "dlse") else x[rows]
     return x[:, n] if p.qkv_format == "sbhd" and name not in ("lse", "dlse") else x[n]
@@ -199,18 +199,16 @@ def _take(case: Case, tensors: GlobalTensors, chosen: Sequence[int], other: Case
         x = getattr(tensors, name)
         parts = [_part(case, name, x, n) for n in chosen]
         along = {"thd": 1 if name == "dlse" else 0}.get(p.qkv_format, 0 if name == "dlse" else axis)
-        side = "kv" if name in ("k", "v") else "q"
         for s in other.problem.sequences[len(chosen) :]:
             shape = list(parts[0].shape) if parts else []
             if p.qkv_format == "thd":
-                shape[along] = getattr(s, f"slots_{side}")
+                shape[along] = s.slots_kv if side_of(name) == "kv" else s.slots_q
             parts.append(x.new_full(shape, float("nan")))
         if p.qkv_format == "thd":
-            start = (p.starts_kv if side == "kv" else p.starts_q)[-1]
+            start = p.starts(side_of(name))[-1]
             parts.append(x[:, start:] if name == "dlse" else x[start:])
             made[name] = torch.cat(parts, dim=along)
         else:
             made[name] = torch.stack(parts, dim=along)
-    real_q = real_tokens(other.problem, "q", other.tail_q).to(tensors.q.device)
-    real_kv = real_tokens(other.problem, "kv", other.tail_kv).to(tensors.q.device)
+    real_q, real_kv = (real_tokens(other, side).to(tensors.q.device) for side in ("q", "kv"))
     return GlobalTensors(**made, softmax_offset=tensors.softmax_offset, real_q=real_q, real_kv=real_kv)

@@ -85,13 +85,13 @@ def _one_rank(impl: Implementation, case: Case, member: Any, device: str) -> tup
 def _sharding(impl: Implementation, case: Case, cp: Any, plan: Any, device: str) -> list[str]:
     """Those of shard, unshard and position_ids that are there, on token numbers, against the ownership."""
     p, findings = case.problem, []
-    for side, tail in (("q", case.tail_q), ("kv", case.tail_kv)):
-        tokens = _token_numbers(case, side, tail).to(device)
+    for side in ("q", "kv"):
+        tokens = _token_numbers(case, side).to(device)
         axis, packed = sequence_axis(p.qkv_format), p.qkv_format == "thd"
         by_plan = plan is not None and (p.layout == "balanced" or (side == "q" and case.use_plan))
         lengths = {"plan": plan} if by_plan else lengths_to_cut(impl, p, cp, device)[side]
         seqlen = {} if by_plan or packed else {"seqlen": tokens.shape[axis]}
-        want = take_slice(p, tokens, side, tail, cp.rank)
+        want = take_slice(case, tokens, side, cp.rank)
         if impl.offers("shard"):
             mine = impl.shard(tokens, cp=cp, **lengths)
             if not torch.equal(mine, want):
@@ -99,11 +99,11 @@ def _sharding(impl: Implementation, case: Case, cp: Any, plan: Any, device: str)
                 findings.append(f"shard of the {side} token numbers gives {given}, but should give {want.tolist()}")
                 continue
         if impl.offers("unshard"):
-            back, whole = impl.unshard(want, cp=cp, **lengths, **seqlen), unsharded(p, tokens, side, tail)
+            back, whole = impl.unshard(want, cp=cp, **lengths, **seqlen), unsharded(case, tokens, side)
             if not torch.equal(back, whole):
                 given = back.tolist()
                 findings.append(f"unshard of the ranks' {side} token numbers gives {given}, not {whole.tolist()}")
-        findings += _gradients(impl, case, tokens.double(), side, tail, cp, lengths, seqlen)
+        findings += _gradients(impl, case, tokens.double(), side, cp, lengths, seqlen)
         if impl.offers("position_ids") and (side == "q" or p.lengths.slots_q == p.lengths.slots_kv):
             ids, want_ids = impl.position_ids(cp=cp, **lengths, **seqlen, device=device), positions(p, cp.rank)
             if ids.dtype != torch.int64 or ids.tolist() != want_ids:
@@ -116,16 +116,15 @@ def _gradients(
     case: Case,
     x: torch.Tensor,
     side: str,
-    tail: int,
     cp: Any,
     lengths: dict[str, Any],
     seqlen: dict[str, int],
 ) -> list[str]:
     """shard's gradient is the slice's, in its place; unshard's is the sum over the ranks' global tensors."""
-    p, findings = case.problem, []
+    findings = []
     if impl.offers("shard"):
         whole, again = x.clone().requires_grad_(), x.clone().requires_grad_()
-        slices = impl.shard(whole, cp=cp, **lengths), take_slice(p, again, side, tail, cp.rank)
+        slices = impl.shard(whole, cp=cp, **lengths), take_slice(case, again, side, cp.rank)
         grads = [
             torch.autograd.grad(mine, leaf, mine.detach() + 1)[0]
             for mine, leaf in zip(slices, (whole, again), strict=True)
@@ -134,22 +133,22 @@ def _gradients(
             findings.append(f"the gradient through shard of the {side} tokens is {grads[0]}, not {grads[1]}")
     if not impl.offers("unshard"):
         return findings
-    part = take_slice(p, x, side, tail, cp.rank).nan_to_num().requires_grad_()
+    part = take_slice(case, x, side, cp.rank).nan_to_num().requires_grad_()
     back = impl.unshard(part, cp=cp, **lengths, **seqlen)
     back.backward((back.detach() + 1) * (cp.rank + 1))
-    want = take_slice(p, unsharded(p, x, side, tail) + 1, side, tail, cp.rank).nan_to_num()
+    want = take_slice(case, unsharded(case, x, side) + 1, side, cp.rank).nan_to_num()
     want = want * (cp.size * (cp.size + 1) // 2)
     if part.grad is None or not torch.equal(part.grad, want):
         findings.append(f"the gradient through unshard of the {side} tokens is {part.grad}, but should be {want}")
     return findings
 
 
-def _token_numbers(case: Case, side: str, tail: int) -> torch.Tensor:
+def _token_numbers(case: Case, side: str) -> torch.Tensor:
     """Numbers from 0, in the format's leading axes: [b, s], [s, b] or [t]."""
     p = case.problem
     if p.qkv_format == "thd":
-        return torch.arange((p.starts_q if side == "q" else p.starts_kv)[-1] + tail)
-    slots, batch = getattr(p.sequences[0], f"slots_{side}"), len(p.sequences)
+        return torch.arange(case.rows(side))
+    slots, batch = p.lengths.slots(side)[0], len(p.sequences)
     return torch.arange(slots * batch).view((batch, slots) if p.qkv_format == "bshd" else (slots, batch))
 
 

@@ -99,7 +99,7 @@ def _by_head(numbers: torch.Tensor) -> torch.Tensor:
 def visible_pairs(case: Case) -> torch.Tensor:
     """Which packed query row sees which packed key row, over all sequences and tails: bool [rows of q, rows of kv]."""
     p = case.problem
-    visible = torch.zeros(p.starts_q[-1] + case.tail_q, p.starts_kv[-1] + case.tail_kv, dtype=torch.bool)
+    visible = torch.zeros(case.rows("q"), case.rows("kv"), dtype=torch.bool)
     for row, keys in seen(p):
         visible[row, keys] = True
     return visible
@@ -164,14 +164,10 @@ def _places(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def _counting(case: Case, plain: GlobalTensors, denominators: torch.Tensor) -> GlobalTensors:
     """The case's tensors with q = 0, v and dout as described above, the sink's logit 0; NaN in padding as before."""
     p = case.problem
-    spelled = (
-        indicators
-        if p.dropout_p and p.d_v >= max(p.starts_q[-1] + case.tail_q, p.starts_kv[-1] + case.tail_kv)
-        else digits
-    )
-    v = spelled(p.starts_kv[-1] + case.tail_kv, p.d_v)[:, None].repeat(1, p.heads_kv, 1)
+    spelled = indicators if p.dropout_p and p.d_v >= max(case.rows("q"), case.rows("kv")) else digits
+    v = spelled(case.rows("kv"), p.d_v)[:, None].repeat(1, p.heads_kv, 1)
     v *= torch.arange(1, p.heads_kv + 1)[None, :, None]  # A wrong kv head is seen too.
-    dout = spelled(p.starts_q[-1] + case.tail_q, p.d_v)[:, None].repeat(1, p.heads_q, 1)
+    dout = spelled(case.rows("q"), p.d_v)[:, None].repeat(1, p.heads_q, 1)
     dout = dout.to(denominators.device) * _by_head(denominators)
     return replace(
         plain,

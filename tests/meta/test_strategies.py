@@ -186,17 +186,17 @@ def test_tensors_are_deterministic_and_padded_with_nan(drawn: list[Case]) -> Non
 def test_slices_put_together_are_the_whole(drawn: list[Case]) -> None:
     for case in drawn[:60]:
         p, tensors = case.problem, build(replace(case, seed=1))
-        for x, side, tail in ((tensors.q, "q", case.tail_q), (tensors.k, "kv", case.tail_kv)):
-            whole = assemble(case, [take_slice(p, x, side, tail, rank) for rank in range(p.cp_size)], side)
+        for x, side in ((tensors.q, "q"), (tensors.k, "kv")):
+            whole = assemble(case, [take_slice(case, x, side, rank) for rank in range(p.cp_size)], side)
             assert torch.equal(whole.nan_to_num(), x.nan_to_num())
 
 
 def test_placement_agrees_with_the_specification_by_hand() -> None:
     p = Problem(2, (Sequence(7, 7, 8, 8), Sequence(4, 4, 4, 4)), qkv_format="thd", attn_mask_type="padding_causal")
-    assert global_rows(p, "q", 4, 0) == (0, 1, 6, 7, 8, 11, 12, 13)
-    assert global_rows(p, "q", 4, 1) == (2, 3, 4, 5, 9, 10, 14, 15)
-    assert len(p.slots.q.of(0)) == 4
     case = Case(p, tail_q=4)
+    assert global_rows(case, "q", 0) == (0, 1, 6, 7, 8, 11, 12, 13)
+    assert global_rows(case, "q", 1) == (2, 3, 4, 5, 9, 10, 14, 15)
+    assert len(p.slots.q.of(0)) == 4
     assert where(case, "q", None, 7) == "sequence 0 padding slot 7 (rank 0)"
     assert where(case, "q", None, 9) == "sequence 1 query 1 (rank 1)"
     assert where(case, "q", None, 14) == "tail slot 2 (rank 1)"

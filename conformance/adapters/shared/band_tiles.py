@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from conformance.dtypes import wide_dtype
+
 __all__ = ["Crop", "crop", "empty_tile", "out_of_nothing"]
 
 
@@ -57,6 +59,6 @@ def empty_tile(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 def out_of_nothing(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of rows that see nothing."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q.dtype)
     out = q.new_zeros(len(q), q.shape[1], v.shape[2])
     return out, q.new_full((q.shape[1], len(q)), -torch.inf, dtype=wide)

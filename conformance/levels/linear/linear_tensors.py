@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from conformance.dtypes import dtype_of, wide_dtype
 from conformance.judge.reference import dense_causal_conv1d, dense_linear_attention
 from conformance.levels.linear.linear_case import CausalConv1d, LinearAttention, LinearCase
 from conformance.run.case_tensors import real_tokens
@@ -40,8 +41,8 @@ def build_linear(case: LinearCase, device: str = "cpu") -> LinearTensors:
     """The problem's tensors, equal for equal problems. Keys have length 1, so that states do not grow; decays are
     weak, so that a state is still there after many tokens."""
     draw = torch.Generator().manual_seed(case.seed)
-    lead, low = tuple(real_tokens(case.problem, "q", case.case.tail_q).shape), getattr(torch, case.dtype)
-    state_dtype = torch.float64 if case.dtype == "float64" else torch.float32
+    lead, low = tuple(real_tokens(case.case, "q").shape), dtype_of(case.dtype)
+    state_dtype = wide_dtype(case.dtype)
     gates = torch.float32 if case.wide else low
 
     def some(*shape: int) -> torch.Tensor:
@@ -71,7 +72,7 @@ def build_linear(case: LinearCase, device: str = "cpu") -> LinearTensors:
 def exact_linear(case: LinearCase, tensors: LinearTensors) -> dict[str, torch.Tensor]:
     """The oracle's results and gradients in float64, by name (out, final_state, dq, ...), of all ranks together."""
     leaves = {name: x.double().requires_grad_() for name, x in (tensors.rows | tensors.alike).items()}
-    real = real_tokens(case.problem, "q", case.case.tail_q).to(tensors.dout.device)
+    real = real_tokens(case.case, "q").to(tensors.dout.device)
     real = real[(..., *[None] * (tensors.dout.dim() - real.dim()))]
     lengths: dict[str, Any] = {"qkv_format": case.qkv_format, "cu_seqlens": _cumulative(case, 0)}
     lengths |= {"cu_seqlens_padded": _cumulative(case, 1)} if case.qkv_format == "thd" else {}

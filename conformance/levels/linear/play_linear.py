@@ -78,10 +78,9 @@ def play_layer(impl: Implementation, case: LinearCase, tensors: LinearTensors, c
 
 def _slice(case: LinearCase, x: torch.Tensor, rank: int) -> torch.Tensor:
     """A rank's slice, with NaN wherever nobody may read."""
-    tail = case.case.tail_q
-    hidden = ~(real_tokens(case.problem, "q", tail) & judged_rows(case)).to(x.device)
+    hidden = ~(real_tokens(case.case, "q") & judged_rows(case)).to(x.device)
     hidden = hidden[(..., *[None] * (x.dim() - hidden.dim()))]
-    return take_slice(case.problem, x.masked_fill(hidden, torch.nan), "q", tail, rank)
+    return take_slice(case.case, x.masked_fill(hidden, torch.nan), "q", rank)
 
 
 def compare_linear(case: LinearCase, tensors: LinearTensors, ranks: list[Results]) -> list[str]:
@@ -131,9 +130,9 @@ def _size(x: torch.Tensor) -> float:
 
 def _form(case: LinearCase, tensors: LinearTensors, results: Results, rank: int) -> list[str]:
     """Findings about shapes, dtypes, and rows that are no token of any document."""
-    tail, found = case.case.tail_q, list[str]()
-    real = real_tokens(case.problem, "q", tail).to(tensors.dout.device, torch.int64)
-    real = take_slice(case.problem, real, "q", tail, rank) == 0
+    found: list[str] = []
+    real = real_tokens(case.case, "q").to(tensors.dout.device, torch.int64)
+    empty = take_slice(case.case, real, "q", rank) == 0
     inputs = {f"d{name}": x for name, x in (tensors.rows | tensors.alike).items()} | {"out": tensors.dout}
     for name, x in results.items():
         if name == "final_state":
@@ -141,9 +140,9 @@ def _form(case: LinearCase, tensors: LinearTensors, results: Results, rank: int)
             found += shape_findings(name, x, tensors.dfinal.shape[1:], [tensors.dfinal.dtype])
             continue
         like, alike = inputs[name], name.removeprefix("d") in tensors.alike
-        shape = like.shape if alike else (*real.shape, *like.shape[real.dim() :])
+        shape = like.shape if alike else (*empty.shape, *like.shape[empty.dim() :])
         wrong = shape_findings(name, x, shape, [like.dtype])
-        if not wrong and not alike and not (x[real] == 0).all():
+        if not wrong and not alike and not (x[empty] == 0).all():
             wrong = [f"{name} is not zero where there is no token"]
         found += wrong
     return found

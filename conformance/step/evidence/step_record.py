@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
+from conformance.dtypes import wide_dtype
 from conformance.step.evidence.step_without import CLIPPING, PARTS
 
 __all__ = ["Look"]
@@ -152,7 +153,7 @@ def _numbers(x: Any) -> torch.Tensor | None:
     if not x.is_floating_point() or x.ndim == 1:
         return x.detach().clone().cpu()
     with torch.no_grad(), torch._C.DisableTorchFunction():
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(x.dtype)
         chance = torch.Generator().manual_seed(x.shape[-1])
         vectors = torch.randn(x.shape[-1], _NUMBERS, generator=chance, dtype=wide).to(x.device)
         return (x.detach().to(wide) @ vectors).cpu()

@@ -125,7 +125,7 @@ def _call(impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any, ran
     dout = local.pop("dout")
     if tensors.softmax_offset is not None:
         local["offset"] = tensors.softmax_offset.detach().clone()
-    dlse = take_slice(p, tensors.dlse, "q", case.tail_q, rank, lse=True)
+    dlse = take_slice(case, tensors.dlse, "q", rank, lse=True)
     arguments = attention_arguments(p, str(device)), score_arguments(case, device)
     return Call(impl, case, cp, rank, local, dout, dlse, *arguments)
 

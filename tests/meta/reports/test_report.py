@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from conformance.case import Case
 from conformance.commands import replay_command
-from conformance.folders import unwritable
 from conformance.judge.run_record import FAILING, VERDICTS, Played, RunRecord
 from conformance.report import read_record, write_report
 from conformance.report.__main__ import app
@@ -24,6 +23,7 @@ from conformance.report.failures import failures, refusals
 from conformance.report.matrix import SYMBOLS, matrix, worst
 from conformance.report.page import summary
 from conformance.report.ratios import ratios
+from conformance.report.writable import unwritable
 from cp_ref.spec import CP_COMM_TYPES, MASKS, QKV_FORMATS, Problem, Sequence
 from tests.meta.reports.report_records import META, made_up
 
