@@ -74,11 +74,12 @@ from cp_ref.spec.tables.score_options import ScoreOptions
 from cp_ref.spec.tables.table import Column, Table, joined, ranges
 from cp_ref.spec.tables.workload import Workload, areas_of, workload_of
 from cp_ref.spec.verify.proof import InvalidSchedule, verify, verify_tables
-from cp_ref.spec.verify.schedule_costs import RankCost, Report, message_bytes, report, tile_pairs
+from cp_ref.spec.verify.schedule_costs import ITEM_BYTES, RankCost, Report, message_bytes, report, tile_pairs
 
 __all__ = [
     "AXES",
     "CP_COMM_TYPES",
+    "ITEM_BYTES",
     "KINDS",
     "LAYOUTS",
     "MASKS",

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from cp_fast.compile.pass_table import is_on
 from cp_fast.compile.planning import machine_costs
 from cp_fast.compile.planning.machine_costs import Costs
-from cp_ref.spec import Problem
+from cp_ref.spec import ITEM_BYTES, Problem
 
 __all__ = ["choose_head_chunks", "ways_to_cut"]
 
@@ -67,9 +67,9 @@ class _Pass(NamedTuple):
 
 def _passes(problem: Problem, at: Costs) -> tuple[_Pass, _Pass]:
     """The forward and the backward pass."""
-    element = {"float64": 8, "float32": 4}.get(problem.dtype, 2)
     d_qk, d_v, group = problem.d_qk, problem.d_v, problem.heads_q // problem.heads_kv
-    a_number = element * (problem.a2a_size - 1) / problem.cp_size / at.bytes_per_us  # Of all rows: a rank's to peers.
+    to_peers = (problem.a2a_size - 1) / problem.cp_size  # The share of all rows that a rank sends.
+    a_number = ITEM_BYTES[problem.dtype] * to_peers / at.bytes_per_us
     tokens_q, tokens_kv = sum(problem.lengths.len_q), sum(problem.lengths.len_kv)
     q, do, kv = (n * a_number for n in (tokens_q * group * d_qk, tokens_q * group * d_v, tokens_kv * (d_qk + d_v)))
     own_pairs = problem.pairs * (problem.a2a_size / problem.cp_size) ** 2  # Of one step.

@@ -29,7 +29,7 @@ def _width(ends: Sequence[tuple[int, torch.dtype]], elements: Sequence[int]) -> 
     return 4 if dense and all(where % min(4 * dtype.itemsize, 16) == 0 for where, dtype in ends) else 1
 
 
-class Pair(NamedTuple):
+class PairMove(NamedTuple):
     """Addresses, and strides in bytes, of a target and a source: see `merge_kernels.pairs_kernel`."""
 
     target: int
@@ -49,7 +49,7 @@ def pairs_(plan: Plan, add: bool, pairs: Sequence[tuple[torch.Tensor, torch.Tens
         if target.numel() and source.numel() and plan.count:
             groups.setdefault((DTYPES[target.dtype], DTYPES[source.dtype]), []).append((target, source))
     for dtypes, group in groups.items():
-        rows: list[Pair] = []
+        rows: list[PairMove] = []
         ends: list[tuple[int, torch.dtype]] = []
         elements: list[int] = []
         for target, source in group:
@@ -60,7 +60,7 @@ def pairs_(plan: Plan, add: bool, pairs: Sequence[tuple[torch.Tensor, torch.Tens
                 to, of = target.data_ptr() + x * size, source.data_ptr() + y * step_size
                 ends += [(to, target.dtype), (of, source.dtype)]
                 strides = row * size, step_row * step_size, folded.heads, head * size, step_head * step_size
-                rows.append(Pair(to, of, *strides, folded.dim))
+                rows.append(PairMove(to, of, *strides, folded.dim))
         width = _width(ends, elements)
         kernel = pairs_kernel(plan.helper, plan.kind, add, *dtypes, _wide(*dtypes), width)
         table = [number for row in rows for number in (*row, log_lanes(-(-row.dim // width)), 0)]

@@ -8,11 +8,9 @@ from typing import Any
 from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.index_tables import Tables
 from cp_fast.compile.instructions import View
-from cp_ref.spec import Problem, side_of, slice_rows
+from cp_ref.spec import ITEM_BYTES, Problem, side_of, slice_rows
 
 __all__ = ["PassBytes", "is_gathered"]
-
-_ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def is_gathered(view: View[Any]) -> bool:
@@ -31,7 +29,7 @@ class PassBytes:
     @property
     def item(self) -> int:
         """Bytes of a number of the inputs' dtype."""
-        return _ITEM[self.problem.dtype]
+        return ITEM_BYTES[self.problem.dtype]
 
     @property
     def wide_item(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cp_ref.spec import Problem, check_choice
+from cp_ref.spec import ITEM_BYTES, Problem, check_choice
 
 __all__ = ["SAVED", "ModelShape", "StepMemory", "step_memory"]
 
@@ -72,7 +72,7 @@ def step_memory(
         sharded_over: ranks over which FSDP2 shards the weights; 1: each rank has all.
     """
     check_choice("saved", saved, SAVED)
-    item = {"bfloat16": 2, "float16": 2}.get(problem.dtype, _FLOAT)
+    item = ITEM_BYTES[problem.dtype]
     slices = [problem.slots.q.of(rank) for rank in range(problem.cp_size)]
     tokens = max(int((own.stop - own.start).sum()) for own in slices)
     hidden, ffn, layers = model.hidden, model.ffn, model.layers

@@ -12,9 +12,9 @@ from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.schedule import RankSchedule, Schedule, Step, Tiles
 from cp_ref.spec.tables.table import Column
 
-__all__ = ["RankCost", "Report", "message_bytes", "report", "tile_pairs"]
+__all__ = ["ITEM_BYTES", "RankCost", "Report", "message_bytes", "report", "tile_pairs"]
 
-_ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # of a number, by dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def tile_pairs(areas: AttentionSlices, tiles: Tiles) -> Column:
 
 def message_bytes(problem: Problem, message: Message) -> int:
     """The bytes that travel: operands in the problem's dtype, results in float32 (float64 for float64)."""
-    item = _ITEM_BYTES[problem.dtype]
+    item = ITEM_BYTES[problem.dtype]
     wide = max(item, 4)
     row_bytes = {
         "q": problem.d_qk * item,
