@@ -84,7 +84,8 @@ def prepare_context_parallel_input(
         return lengths.tolist()
 
     other = "attention_masks has other documents"
-    lengths = torch.tensor(read_equal(cp, "prepare_context_parallel_input", other, read), dtype=torch.int32)
+    everyone = read_equal(cp, "prepare_context_parallel_input", other, read)
+    lengths = torch.tensor(everyone, dtype=torch.int32, device="cpu")
     cut: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_padded": lengths}
     if cp.layout == "balanced":
         cut = {"plan": table_of_batch(cp, "thd", lengths)}

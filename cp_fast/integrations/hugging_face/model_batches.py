@@ -68,7 +68,8 @@ def _positions_said(batch: Any, first: int) -> Any:
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if (lengths := flat.get(name)) is None:
             continue
-        said = torch.cat([torch.arange(n) for n in lengths.flatten().diff().tolist()] or [torch.arange(0)])[None]
+        documents = (*lengths.flatten().diff().tolist(), 0)
+        said = torch.cat([torch.arange(n, device="cpu") for n in documents])[None]
         if said.shape != batch["input_ids"].shape:
             raise ValueError(f"{name} is of {said.shape[1]} tokens; input_ids is {list(batch['input_ids'].shape)}")
         if positions is not None and not torch.equal(said, positions.cpu()):

@@ -104,7 +104,7 @@ def balanced_batch(batch: Mapping[str, Any], packed_seq_params: Any, cp_group: A
         "packed_seq_params has other lengths",
         lambda: _lengths(batch, packed_seq_params, cp.size),
     )
-    real, padded = (torch.tensor(lengths, dtype=torch.int32) for lengths in both)
+    real, padded = (torch.tensor(lengths, dtype=torch.int32, device="cpu") for lengths in both)
     table = table_of_batch(cp, "thd", real, padded)
     local = {name: x if x is None else shard(x[0], cp=cp, plan=table)[None] for name, x in batch.items()}
     device = next((x.device for x in batch.values() if x is not None), torch.device("cpu"))

@@ -58,7 +58,7 @@ def read_rows(batch: Any, shift_labels: bool) -> TokenRows:
     if positions is not None:
         cu_seqlens = _documents(positions[0].cpu())
     else:
-        lengths = torch.full((len(ids),), ids.shape[1]) if mask is None else _lengths(mask.cpu())
+        lengths = torch.full((len(ids),), ids.shape[1], device="cpu") if mask is None else _lengths(mask.cpu())
         cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     if labels is None:
         return TokenRows(ids, None, cu_seqlens, positions is not None)
@@ -129,7 +129,7 @@ def _documents(positions: torch.Tensor) -> torch.Tensor:
             "of a document go 0, 1, 2 and so on, and 0 begins the next one"
         )
     starts = (positions == 0).nonzero()[:, 0]
-    return torch.cat((starts, torch.tensor([len(positions)]))).to(torch.int32)
+    return F.pad(starts, (0, 1), value=len(positions)).to(torch.int32)
 
 
 def _lengths(mask: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ def _lengths(mask: torch.Tensor) -> torch.Tensor:
             "padding"
         )
     lengths = mask.sum(dim=1)
-    gaps = (mask.bool() != (torch.arange(mask.shape[1]) < lengths[:, None])).nonzero()
+    gaps = (mask.bool() != (torch.arange(mask.shape[1], device="cpu") < lengths[:, None])).nonzero()
     if len(gaps):
         raise ValueError(
             f"row {int(gaps[0, 0])} of attention_mask has padding before or between tokens; pad behind them "

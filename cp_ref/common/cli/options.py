@@ -227,7 +227,7 @@ def cumulative(sizes: list[int]) -> torch.Tensor:
     """
     import torch
 
-    return torch.tensor([*accumulate(sizes, initial=0)], dtype=torch.int32)
+    return torch.tensor([*accumulate(sizes, initial=0)], dtype=torch.int32, device="cpu")
 
 
 def check_number(option: str, number: int, count: int) -> None:

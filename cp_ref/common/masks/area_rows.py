@@ -32,7 +32,7 @@ def upper(start: int, stop: int) -> AttentionSliceRow:
 def tensor(rows: Iterable[AttentionSliceRow]) -> torch.Tensor:
     """The attention slices, int64 [n, 6], without those that have no row or no column."""
     kept = [row for row in rows if row[0] < row[1] and row[2] < row[3]]
-    return torch.tensor(kept, dtype=torch.int64).reshape(-1, 6)
+    return torch.tensor(kept, dtype=torch.int64, device="cpu").reshape(-1, 6)
 
 
 def listed(x: Any) -> Any:

@@ -88,7 +88,7 @@ def packed(masks: Sequence[torch.Tensor], starts_q: Lengths, starts_kv: Lengths 
     for name, starts in (("starts_q", q), ("starts_kv", k)):
         if len(starts) < len(masks):
             raise ValueError(f"{name} has {len(starts)} entries for {len(masks)} masks; each needs its first row")
-    moved = [mask + torch.tensor([i, i, j, j, 0, 0]) for mask, i, j in zip(masks, q, k, strict=False)]
+    moved = [mask + mask.new_tensor([i, i, j, j, 0, 0]) for mask, i, j in zip(masks, q, k, strict=False)]
     return torch.cat(moved) if moved else tensor(())
 
 

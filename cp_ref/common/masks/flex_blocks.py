@@ -91,14 +91,14 @@ def _table(block_mask: Any, name: str, shape: list[int]) -> torch.Tensor:
     """How often each block is listed: int64 [blocks of the rows, blocks of the columns]."""
     count, index = getattr(block_mask, f"{name}_num_blocks"), getattr(block_mask, f"{name}_indices")
     if count is None:
-        return torch.zeros(shape, dtype=torch.int64)
+        return torch.zeros(shape, dtype=torch.int64, device="cpu")
     count, index = count[0, 0].cpu().long(), index[0, 0].cpu().long()
     if len(count) < shape[0] or len(index) != len(count) or bool(((count < 0) | (count > index.shape[1])).any()):
         raise ValueError(
             f"block_mask.{name}_num_blocks is {count.tolist()} for {name}_indices of shape {list(index.shape)}; it "
             f"must have a number from 0 to {index.shape[1]} for each of {shape[0]} rows of blocks"
         )
-    there = torch.arange(index.shape[1]) < count[:, None]
+    there = torch.arange(index.shape[1], device="cpu") < count[:, None]
     there[shape[0] :] = False
     row, place = there.nonzero(as_tuple=True)
     block = index[row, place]

@@ -132,7 +132,7 @@ def _some_places(problem: Problem, device: torch.device) -> list[torch.Tensor]:
     i = [row for _, last, _ in documents for row in (0, last)]
     j = [[0, last] for *_, last in documents for _ in range(2)]
     shaped = ((b, (-1, 1, 1)), (h, (1, -1, 1)), (i, (-1, 1, 1)), (j, (-1, 1, 2)))
-    return [torch.tensor(values, dtype=torch.int32).view(shape) for values, shape in shaped]
+    return [torch.tensor(values, dtype=torch.int32, device=device).view(shape) for values, shape in shaped]
 
 
 def _read_slopes(problem: Problem, slopes: Any, q: torch.Tensor, room: Room | None) -> torch.Tensor | None:
