@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -38,6 +39,7 @@ FRAMEWORKS = (
     "torchtitan.models.llama3",
 )
 CONTEXT.set_forkserver_preload(list(PRELOADED))
+os.register_at_fork(after_in_child=gc.freeze)  # a collection would look at all that the server has imported
 
 
 def start_server() -> None:

@@ -114,7 +114,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def play(size: int, device: str) -> dict[str, Any]:
     """The errors by layout, of the ranks and of one process, and what is too large."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     [(exact, plain)] = run_together(context, reference, {"one process": device}, RuntimeError, LIMIT_S)
     with tempfile.TemporaryDirectory() as folder:
         jobs = {f"rank {rank}": Rank(rank, size, device, folder) for rank in range(size)}
