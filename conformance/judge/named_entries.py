@@ -15,11 +15,10 @@ from conformance.judge.run_record import Judged, Verdict
 from conformance.run.case_tensors import GlobalTensors, build
 from conformance.tiers import budget, determinism, hygiene, logic, metamorphic, plan, probes
 from conformance.tiers.calls import errors
-from cp_ref.spec import Problem, Sequence
+from cp_ref.spec import CP_COMM_TYPES, Problem, Sequence
 
-__all__ = ["SCHEDULES", "TableEntry", "dense", "every_schedule", "problem"]
+__all__ = ["TableEntry", "dense", "every_schedule", "problem"]
 
-SCHEDULES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _TIERS = {
     module.__name__.rsplit(".", 1)[1]: module.check
     for module in (budget, determinism, hygiene, logic, metamorphic, plan, probes)
@@ -130,7 +129,7 @@ def problem(cp_size: int, *sequences: Sequence, **fields: object) -> Problem:
     return Problem(cp_size, sequences, **(plain | fields))  # pyright: ignore[reportArgumentType]
 
 
-def every_schedule(case: Case, only: tuple[str, ...] = SCHEDULES) -> tuple[Case, ...]:
+def every_schedule(case: Case, only: tuple[str, ...] = CP_COMM_TYPES) -> tuple[Case, ...]:
     """The case under every schedule whose a2a the heads allow; a2a+p2p with the inner group as large as it can be,
     short of all ranks.
     """

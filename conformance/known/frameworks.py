@@ -7,11 +7,10 @@ from typing import Any
 from conformance.judge.named_entries import TableEntry, dense
 from conformance.known.by_hand import batch_lengths_kept, flat_group_for_two_levels, trailing_equal_lengths
 from conformance.known.known_bug import Known, case, reported
-from cp_ref.spec import Sequence
+from cp_ref.spec import CP_COMM_TYPES, Sequence
 
 __all__ = ["REPORTS"]
 
-_ALL = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _BSHD: dict[str, Any] = {"qkv_format": "bshd", "attn_mask_type": "causal"}
 
 REPORTS: dict[str, Known] = {
@@ -41,20 +40,20 @@ REPORTS: dict[str, Known] = {
         "K and V were gathered along the wrong dimension; where sizes happen to agree nothing notices.",
         case(2, *[dense(4)] * 4, qkv_format="sbhd", attn_mask_type="causal", heads_q=4, heads_kv=4, d_qk=4, d_v=4),
         case(2, *[dense(4)] * 4, qkv_format="bshd", attn_mask_type="causal", heads_q=4, heads_kv=4, d_qk=4, d_v=4),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
     ),
     "accelerate-4177": reported(
         "huggingface/accelerate#4177",
         "Layers with a sliding window silently became full causal attention.",
         case(2, dense(16), **_BSHD, window_size=(3, 0)),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
     ),
     "trl-6843": reported(
         "huggingface/trl#6843",
         "Packed documents silently attended across each other's borders.",
         case(2, dense(4), dense(8), dense(4)),
         case(2, dense(4), dense(8), dense(4), layout="contiguous"),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
     ),
     "diffusers-14265": reported(
         "huggingface/diffusers#14265",
@@ -67,7 +66,7 @@ REPORTS: dict[str, Known] = {
         "NVIDIA-NeMo/Automodel#3157",
         "The backward pass transposed twice, and gradients were silently those of other heads and rows.",
         case(2, *[dense(4)] * 2, qkv_format="sbhd", attn_mask_type="causal", heads_q=4, heads_kv=4),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
         tiers=("logic", "hygiene"),
     ),
     "automodel-2384": reported(
@@ -75,7 +74,7 @@ REPORTS: dict[str, Known] = {
         "A non-contiguous permute made the backward pass read wrong strides, and gradients were NaN.",
         case(2, dense(8), dense(4), call="strided"),
         case(2, dense(8), **_BSHD, call="strided"),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
         tiers=("hygiene",),
     ),
     "deepspeed-7384": reported(
@@ -83,7 +82,7 @@ REPORTS: dict[str, Known] = {
         "Ulysses gave silently corrupt outputs where the sequence length does not divide by the group.",
         case(4, dense(13), **_BSHD),
         case(4, dense(13), dense(6)),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
     ),
     "deepspeed-5808": reported(
         "deepspeedai/DeepSpeed#5808",
@@ -109,7 +108,7 @@ REPORTS: dict[str, Known] = {
         "NaN where all tokens of a rank are masked.",
         case(4, Sequence(2, 2, 16, 16), Sequence(3, 3, 16, 16), qkv_format="sbhd"),
         case(4, dense(16, 8), attn_mask_type="causal_bottom_right"),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
     ),
     "megatron-7097": reported(
         "NVIDIA/Megatron-LM#7097",
@@ -118,7 +117,7 @@ REPORTS: dict[str, Known] = {
         case(5, dense(20), heads_q=5, heads_kv=1),
         case(6, dense(24), heads_q=6, heads_kv=2),
         case(7, dense(14), heads_q=7, heads_kv=7),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
         tiers=("plan", "logic"),
     ),
     "megatron-5597": reported(
@@ -153,6 +152,6 @@ REPORTS: dict[str, Known] = {
         "A sequence with fewer tokens than there are ranks crashed.",
         case(4, Sequence(1, 1, 8, 8), Sequence(3, 3, 8, 8), dense(16)),
         case(4, dense(1), dense(2), dense(1), layout="contiguous"),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
     ),
 }

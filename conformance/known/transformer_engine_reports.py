@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from conformance.judge.named_entries import dense
 from conformance.known.known_bug import Known, case, reported
-from cp_ref.spec import Sequence
+from cp_ref.spec import CP_COMM_TYPES, Sequence
 
 __all__ = ["REPORTS"]
 
 _TE = "NVIDIA/TransformerEngine#"
-_ALL = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 REPORTS: dict[str, Known] = {
     "te-3331": reported(
@@ -25,7 +24,7 @@ REPORTS: dict[str, Known] = {
         "Packing rounded a sequence's length down to a multiple, and the last tokens were left out.",
         case(2, Sequence(7, 7, 8, 8), Sequence(11, 11, 12, 12)),
         case(2, dense(7), dense(11)),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
     ),
     "te-1931": reported(
         _TE + "1931",
@@ -51,7 +50,7 @@ REPORTS: dict[str, Known] = {
         "Packed sequences with d_v < d_qk need V padded for the kernel and the output trimmed; "
         "without, no kernel fits.",
         case(2, dense(8), Sequence(3, 3, 4, 4), heads_q=4, heads_kv=4, d_qk=192, d_v=128),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
     ),
     "te-2829": reported(
         _TE + "2829",
@@ -65,7 +64,7 @@ REPORTS: dict[str, Known] = {
         "Packed sequences where a chunk is all padding gave NaN, and huge dK and dV.",
         case(4, Sequence(5, 5, 32, 32), Sequence(9, 9, 16, 16)),
         case(4, Sequence(1, 1, 32, 32)),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
     ),
     "te-1557": reported(
         _TE + "1557",
@@ -83,7 +82,7 @@ REPORTS: dict[str, Known] = {
         _TE + "909",
         "Packed sequences were cut by other indices than those that attention took them to have.",
         case(2, dense(4), Sequence(9, 9, 12, 12), dense(8)),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
         tiers=("plan", "logic"),
     ),
     "te-716": reported(
@@ -104,7 +103,7 @@ REPORTS: dict[str, Known] = {
         case(2, dense(16, 8), attn_mask_type="causal_bottom_right"),
         case(4, Sequence(8, 0, 8, 0), dense(8)),
         case(4, dense(16), window_size=(0, 0)),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
     ),
     "te-3532": reported(
         _TE + "3532",
@@ -112,7 +111,7 @@ REPORTS: dict[str, Known] = {
         case(2, dense(16), window_size=(-1, 0)),
         case(2, dense(16), window_size=(-1, -1), attn_mask_type="no_mask"),
         case(2, dense(16), window_size=(-1, 2), attn_mask_type="no_mask"),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
     ),
     "te-2541": reported(
         _TE + "2541",
@@ -130,7 +129,7 @@ REPORTS: dict[str, Known] = {
         _TE + "3249",
         "The backward pass of packed sequences with a learnable sink read out of bounds.",
         case(2, dense(8), Sequence(3, 3, 4, 4), softmax_type="learnable", call="strided"),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
         tiers=("logic", "hygiene"),
     ),
     "te-1467": reported(
@@ -149,19 +148,19 @@ REPORTS: dict[str, Known] = {
         _TE + "2892",
         "Lengths with and without padding differed, padding was counted as tokens, and training went wrong.",
         case(2, Sequence(5, 5, 16, 16), Sequence(9, 9, 16, 16)),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
     ),
     "te-3205": reported(
         _TE + "3205",
         "Padding and the rows behind the last sequence of a static buffer held what memory held, not exact zeros.",
         case(2, Sequence(5, 5, 8, 8), tails=(12, 12)),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
         tiers=("logic", "hygiene"),
     ),
     "te-2391": reported(
         _TE + "2391",
         "Padding between sequences was not supported by the kernel at hand, and packed rows were misplaced.",
         case(2, Sequence(3, 3, 12, 12), dense(8), Sequence(1, 1, 8, 8)),
-        schedules=_ALL,
+        schedules=CP_COMM_TYPES,
     ),
 }

@@ -42,7 +42,7 @@ __all__ = [
 HELPER_NAMES = tuple(HELPERS)
 MAY_BE_MALFORMED = tuple(name for name, helper in HELPERS.items() if helper.lengths)
 _SPOILS = ("one too long", "decreasing", "beyond the buffer", "not from 0", "float", "2-d", "empty")
-_MARGIN = 3  # Rows of a guard diagonal band.
+_MARGIN = 3  # Rows of a guarded margin.
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ def entry(
     options = {"return_lse": True, "return_max_logit": True, "loss": "out+lse", "seed": 7, **(call or {})}
     p = problem(cp_size, *sequences, **fields)
     case = Case(p, tail_q=tails[0], tail_kv=tails[1], **options)  # pyright: ignore[reportArgumentType]
-    only = (p.cp_comm_type,) if "cp_comm_type" in fields else ("p2p", "all_gather", "a2a", "a2a+p2p")
-    cases = (case,) if "cp_comm_type" in fields else every_schedule(case, only)
+    cases = (case,) if "cp_comm_type" in fields else every_schedule(case)
     free = tuple(name for name in _FREE if name not in fields)
     return TableEntry(text, cases, tiers, change, free=free, gpu=gpu)
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from conformance.judge.named_entries import TableEntry, dense
 from conformance.run.case_tensors import GlobalTensors
 from conformance.special.entry import entry, one_dominant_key
 
 __all__ = ["GRADIENTS"]
-
-_FEW: dict[str, Any] = {"dtype": "float32", "heads_q": 2, "heads_kv": 1, "d_qk": 1, "d_v": 4}
-_FEW_WIDE: dict[str, Any] = _FEW | {"dtype": "float64"}
 
 
 def _no_dout(t: GlobalTensors) -> GlobalTensors:
@@ -34,7 +30,11 @@ GRADIENTS: dict[str, TableEntry] = {
         8,
         dense(256),
         attn_mask_type="no_mask",
-        **(_FEW | {"dtype": "float16", "d_qk": 32, "d_v": 32}),
+        dtype="float16",
+        heads_q=2,
+        heads_kv=1,
+        d_qk=32,
+        d_v=32,
         tiers=("budget",),
         call={"loss": "out"},
     ),

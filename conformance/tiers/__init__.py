@@ -8,7 +8,7 @@ drawn cases, `check(impl, case, device) -> findings` (sentences; empty when all 
     budget        low precision, in units of plain PyTorch's error
     metamorphic   problems that must have the same answer: fewer ranks, other orders, other company
     spellings     the same call in other words: lengths in int64, defaults by name
-    hygiene       reads and writes out of place: NaN in fresh memory, guard diagonal bands, strides, aliases
+    hygiene       reads and writes out of place: NaN in fresh memory, guarded margins, strides, aliases
     determinism   the same bits from run to run
 
 made cases, of the same kind

@@ -2,7 +2,7 @@
 
     poison       fresh memory is full of NaN while the implementation runs, and so are padding and tail of every input:
                  what nobody wrote, and what nobody may read, shows
-    guard diagonal bands  q, k, v and dout lie inside larger buffers; a write beside them shows
+    margins      q, k, v and dout lie inside larger buffers; a write outside them shows
     inputs       every input, lengths included, has the same bytes after both passes
     aliases      no result lies in the memory of an input, or of another result
     strides      transposed memory, every second element, a dout of stride 0 (what out.sum().backward() gives)

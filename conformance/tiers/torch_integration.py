@@ -18,11 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import combinations
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from conformance.case import Case
 from conformance.draw.adapted import adapted, judged_plainly
@@ -31,20 +29,20 @@ from conformance.implementation import Implementation
 from conformance.judge.ranks import UnsupportedCase
 from conformance.judge.run_record import Judged, Verdict
 from conformance.run.case_tensors import build
-from conformance.tiers.calls.one_rank import Call, Tensors, close, on_every_rank, same_bits
-from conformance.tiers.gradcheck import gradcheck, result_names
+from conformance.tiers.calls.one_rank import on_every_rank
+from conformance.tiers.calls.uses import USES
+from conformance.tiers.gradcheck import gradcheck
 from cp_ref.spec import Problem, Sequence
 
 __all__ = ["cases", "check", "ids"]
 
 _FREE = ("qkv_format", "layout", "heads_kv", "softmax_type")
 _SCHEDULES = {"p2p": 1, "all_gather": 1, "a2a": 2, "a2a+p2p": 1}
-_RankCheck = Callable[[Call], list[str]]
 
 
 def ids(capabilities: Capabilities) -> list[str]:
     """The ids that `check` takes."""
-    return [f"{name} {comm}" for name in (*_ON_RANKS, "gradcheck") for comm in _SCHEDULES] + ["opcheck"]
+    return [f"{name} {comm}" for name in (*USES, "gradcheck") for comm in _SCHEDULES] + ["opcheck"]
 
 
 def cases(entry_id: str) -> tuple[Case, ...]:
@@ -67,7 +65,7 @@ def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]
     name, _, comm = entry_id.partition(" ")
     if entry_id == "opcheck":
         return _check_ops(impl, device)
-    if comm not in _SCHEDULES or (name not in _ON_RANKS and name != "gradcheck"):
+    if comm not in _SCHEDULES or (name not in USES and name != "gradcheck"):
         raise ValueError(f"there is no torch case {entry_id!r}")
     if name == "gradcheck":
         if not capabilities_of(impl, device).has("dtype", "float64"):
@@ -75,7 +73,7 @@ def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]
         return _each(cases(entry_id), impl, lambda case: gradcheck(impl, case, device), device)
     if name == "compile" and _claim(impl, "supports_compile") is not True:
         raise UnsupportedCase("supports_compile is not claimed")
-    body = _ON_RANKS[name]
+    body = USES[name]
     return _each(cases(entry_id), impl, lambda case: on_every_rank(impl, case, build(case, device), body), device)
 
 
@@ -156,104 +154,6 @@ def _cases(comm: str) -> Iterator[Case]:
             case.problem, sequences=batch, qkv_format="bshd", attn_mask_type="causal", softmax_type="vanilla"
         ),
     )
-
-
-def _autocast(call: Call) -> list[str]:
-    plain = call.both(call.leaves())
-    with torch.autocast(call.dout.device.type, dtype=torch.bfloat16):
-        results = call.attend(leaves := call.leaves())
-    dtype = results["out"].dtype
-    if dtype == call.dout.dtype:
-        got = {name: x.detach() for name, x in results.items()} | call.backward(results, leaves)
-        return same_bits("inside autocast", plain, got)
-    cast = {n: x.detach().to(dtype if n != "offset" else x.dtype).requires_grad_() for n, x in leaves.items()}
-    want = call.attend(cast)
-    found = same_bits(
-        "inside autocast", {n: x.detach() for n, x in want.items()}, {n: x.detach() for n, x in results.items()}
-    )
-    dout = call.dout.to(dtype)
-    expected = call.backward(want, cast, dout=dout)
-    grads = call.backward(results, leaves, dout=dout)
-    found += [f"{n} has dtype {x.dtype} inside autocast" for n, x in grads.items() if x.dtype != torch.float32]
-    return found + same_bits("inside autocast", {n: x.float() for n, x in expected.items()}, grads)
-
-
-def _checkpointed(call: Call) -> list[str]:
-    want, leaves = call.both(call.leaves()), call.leaves()
-    names = list(leaves)
-
-    def attend(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(call.attend(dict(zip(names, inputs, strict=True))).values())
-
-    results = checkpoint(attend, *leaves.values(), use_reentrant=False)
-    assert results is not None
-    named: dict[str, torch.Tensor] = dict(zip(result_names(call.case), results, strict=True))
-    got = {name: x.detach() for name, x in named.items()} | call.backward(named, leaves)
-    return same_bits("inside a checkpoint", want, got)
-
-
-def _retained(call: Call) -> list[str]:
-    results = call.attend(leaves := call.leaves())
-    first = call.backward(results, leaves, retain_graph=True)
-    return same_bits("of a second backward pass", first, call.backward(results, leaves))
-
-
-def _no_grad(call: Call) -> list[str]:
-    want = {name: x.detach() for name, x in call.attend(call.leaves()).items()}
-    found: list[str] = []
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            got = call.attend(call.leaves())
-        found += [f"{n} needs a gradient under {mode.__name__}" for n, x in got.items() if x.requires_grad]
-        found += same_bits(f"under {mode.__name__}", want, got)
-    return found
-
-
-def _subsets(call: Call) -> list[str]:
-    everything, found = call.both(call.leaves()), []
-    letters = [name[0] for name in call.inputs]
-    for size in (1, 2):
-        for wanted in combinations(letters, size):
-            got = call.both(call.leaves("".join(wanted)))
-            found += same_bits(f"with gradients of {', '.join(wanted)} alone", {n: everything[n] for n in got}, got)
-    return found
-
-
-class _Layer(torch.nn.Module):
-    """A product, attention with a plan, a product: what is compiled."""
-
-    def __init__(self, call: Call, plan: Any) -> None:
-        super().__init__()
-        self.call, self.plan = call, plan
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: torch.Tensor | None) -> Any:
-        more = self.call.score_arguments | ({} if offset is None else {"softmax_offset": offset})
-        attention, wishes = self.call.impl.attention, self.call.case.wishes
-        results = attention(q * 1.5, k, v, cp=self.call.cp, plan=self.plan, **more, **wishes)
-        return (results[0] * 2.0, results[1]) if self.call.case.return_lse else (results * 2.0,)
-
-
-def _compiled(call: Call) -> list[str]:
-    layer = _Layer(call, call.plan())
-    torch._dynamo.reset()
-    graph = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    both: list[Tensors] = []
-    for run in (layer, graph):
-        leaves = call.leaves()
-        results = run(leaves["q"], leaves["k"], leaves["v"], leaves.get("offset"))
-        named: Tensors = dict(zip(result_names(call.case), results, strict=True))
-        both.append({n: x.detach() for n, x in named.items()} | call.backward(named, leaves))
-    return close("compiled", call.case, *both)
-
-
-_ON_RANKS: dict[str, _RankCheck] = {
-    "autocast": _autocast,
-    "checkpoint": _checkpointed,
-    "retain-graph": _retained,
-    "no-grad": _no_grad,
-    "requires-grad": _subsets,
-    "compile": _compiled,
-}
 
 
 def _check_ops(impl: Implementation, device: str) -> list[str]:

@@ -1,1 +1,1 @@
-"""Tiers about calls: malformed ones, other spellings, and calls of one rank."""
+"""Calls that tiers make by hand: malformed ones, other spellings, uses of a layer, and calls of one rank."""
