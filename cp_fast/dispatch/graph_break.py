@@ -1,4 +1,4 @@
-"""`attention` as a graph break of torch.compile, with a message that names the cure."""
+"""Calls that are a graph break of torch.compile, with a message that names the cure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ __all__ = ["graph_break"]
 
 
 @torch.compiler.disable(
-    reason="attention makes plans and looks at DTensors outside of graphs: call make_plan outside, give local tensors"
+    reason="linear layers run outside of graphs; attention makes plans and looks at DTensors there: call make_plan "
+    "outside, give local tensors"
 )
 def graph_break(function: Callable[..., Any], *given: Any, **arguments: Any) -> Any:
-    """Call `attention`, or a function that calls it, with the same arguments."""
+    """Call `attention`, a function that calls it, or a linear layer, with the same arguments."""
     return function(*given, **arguments)

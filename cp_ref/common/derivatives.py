@@ -15,7 +15,7 @@ def refuse_transforms() -> None:
     """Raise NotImplementedError inside a transform of torch.func: these cannot follow messages between ranks."""
     if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportPrivateUsage]  # there is no other way
         raise NotImplementedError(
-            "attention inside torch.func (vmap, grad, vjp, jvp, ...) is not supported; use backward"
+            "attention and linear layers inside torch.func (vmap, grad, vjp, jvp, ...) are not supported; use backward"
         )
 
 
@@ -48,4 +48,6 @@ class _Last(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise RuntimeError("attention is differentiable once: a gradient that it gave has no gradient")
+        raise RuntimeError(
+            "attention and linear layers are differentiable once: a gradient that one of them gave has no gradient"
+        )
