@@ -72,10 +72,11 @@ class _Fitting:
     ) -> None:
         self._wanted, self._tables, self._shape, self._real = wanted, given_tables, shape, real_q_rows
         self._padded = tables
-        self._given = by_key(given)
-        self._keys = {id(one): key for key, one in by_key(wanted).items()}
-        for step, kind, *names in self._given:
-            if (step, kind, *names) not in self._keys.values():
+        self._given, known = by_key(given), by_key(wanted)
+        self._keys = {id(one): key for key, one in known.items()}
+        for key in self._given:
+            if key not in known:
+                step, kind, *names = key
                 raise ValueError(
                     f"{wanted.direction} step {step} needs the {kind} {names}, which the plan does not have; make a "
                     "plan with a batch that needs it"

@@ -107,5 +107,5 @@ def log_lanes(words: int) -> int:
 
 
 def rows_per_block(row: int) -> int:
-    """Enough rows, of so many bytes each, for a block to have work; at most one for each of its threads to look up."""
+    """Enough rows of `row` bytes for a block to have work, and at most one for each of its threads to look up."""
     return min(max(BLOCK_BYTES // row, 1), THREADS)
