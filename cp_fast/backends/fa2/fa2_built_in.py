@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from threading import Lock
+from typing import Any
 
 import torch
 
@@ -46,43 +47,25 @@ class BuiltIn(Fa2Backend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: Varlen
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Fa2Backend.launch_forward`."""
-        out, lse = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            varlen.cu_q,
-            varlen.cu_k,
-            varlen.max_q,
-            varlen.max_k,
-            0.0,
-            False,
-            False,
-            scale=varlen.scores.scale,
-            window_size_left=varlen.left,
-            window_size_right=varlen.right,
-            **_forward_extras(),
-        )[:2]
+        lengths = varlen.cu_q, varlen.cu_k, varlen.max_q, varlen.max_k
+        how = _scale_and_window(varlen) | _forward_extras()
+        out, lse = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, False, False, **how)[:2]
         return out, checked_lse(lse, q, f"aten::_flash_attention_forward of PyTorch {torch.__version__}")
 
     def launch_backward(self, operands: BackwardOperands, varlen: Varlen, *, deterministic: bool) -> Gradients:
         """See `Fa2Backend.launch_backward`."""
+        lengths = varlen.cu_q, varlen.cu_k, varlen.max_q, varlen.max_k
         rng_state = torch.zeros(2, dtype=torch.uint64, device=operands.q.device)  # of dropout, which is off
+        dropout = 0.0, False, rng_state, rng_state.new_empty(0)
+        given = *operands[:-1], *lengths, *dropout
         with _deterministic() if deterministic else nullcontext():
-            dq, dk, dv = torch.ops.aten._flash_attention_backward(
-                *operands[:-1],
-                varlen.cu_q,
-                varlen.cu_k,
-                varlen.max_q,
-                varlen.max_k,
-                0.0,
-                False,
-                rng_state,
-                rng_state.new_empty(0),
-                scale=varlen.scores.scale,
-                window_size_left=varlen.left,
-                window_size_right=varlen.right,
-            )
+            dq, dk, dv = torch.ops.aten._flash_attention_backward(*given, **_scale_and_window(varlen))
         return Gradients(dq, dk, dv)
+
+
+def _scale_and_window(varlen: Varlen) -> dict[str, Any]:
+    """The keywords of both operators."""
+    return {"scale": varlen.scores.scale, "window_size_left": varlen.left, "window_size_right": varlen.right}
 
 
 @cache
