@@ -1,8 +1,6 @@
 """The compiler: a rank's schedule becomes an executable plan.
 
-- planning          the schedule that runs: its head chunks, and own keys that wait, by a machine's numbers
-- fold_batch        equal sequences as heads of one sequence
-- message_order     the tags of a user's schedule
+- planning          the schedule that runs: its head chunks, own keys that wait, folded sequences, ordered messages
 - executable_plan   a flat list of instructions for each pass
 - instructions      the instructions, and the buffers that they work on
 - lowering          one rank's schedule as such a plan: right but slow

@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 
 from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
-from cp_fast.compile.fold_batch import fold_batch
 from cp_fast.compile.index_tables import RowKey
 from cp_fast.compile.link import linked
 from cp_fast.compile.lowering.lower_schedule import Draft, lower
@@ -22,6 +21,7 @@ from cp_fast.compile.passes.hoist_copies import hoist_copies
 from cp_fast.compile.passes.recv_in_place import recv_in_place
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.compile.planning.chosen_schedule import Schedules, chosen_rank_schedule
+from cp_fast.compile.planning.fold_batch import fold_batch
 from cp_fast.compile.tiles.windows import WindowRule, own_window
 from cp_fast.movers.rows import Rows
 from cp_fast.runtime.packed_tensors import Packing

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cp_fast.compile.executable_plan import ExecutablePlan
-from cp_fast.compile.fold_batch import fold_batch
 from cp_fast.compile.in_place.fit import fit
 from cp_fast.compile.in_place.shape import Shape
 from cp_fast.compile.instructions import Launch
@@ -22,6 +21,7 @@ from cp_fast.compile.link import linked
 from cp_fast.compile.lowering.lower_schedule import Draft, lower
 from cp_fast.compile.pass_table import PASSES, is_on, skipped, switched_off
 from cp_fast.compile.pipeline import lowered, optimized, upload
+from cp_fast.compile.planning.fold_batch import fold_batch
 from cp_fast.compile.tiles.windows import WindowRule
 from cp_fast.movers.rows import Rows
 from cp_fast.runtime.packed_tensors import Packing
