@@ -15,14 +15,13 @@ Megatron's own get_batch_on_this_cp_rank cuts batches; the function of this name
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.drop_in import Asked, drop_in
-from cp_fast.integrations.shared.megatron_balanced import balanced_batch, self_attention
+from cp_fast.integrations.shared.megatron_balanced import get_batch_on_this_cp_rank, self_attention
 from cp_fast.integrations.shared.shared_arguments import context_for, refuse
 from cp_ref.spec import PaperGroup
 
@@ -45,29 +44,6 @@ def use_cp_fast(spec: Any) -> Any:
     if attention.module is SelfAttention:
         attention.module = self_attention()
     return changed
-
-
-def get_batch_on_this_cp_rank(
-    batch: Mapping[str, Any], packed_seq_params: Any, *, cp_group: Any = None
-) -> tuple[dict[str, Any], Any]:
-    """This rank's part, in layout "balanced", of a packed batch that every rank has in full: documents are distributed
-    by their work. Collective. Megatron's function of this name cuts all documents in 2 * cp_size chunks.
-
-    Args:
-        batch: by name tensors [1, t, ...], such as tokens, labels, loss_mask and position_ids, which are cut, or None.
-        packed_seq_params: of the whole batch, with qkv_format "thd". t is the end of its lengths, padding included, and
-            divides by cp_size. Documents may have any lengths.
-        cp_group: by default that of packed_seq_params, or Megatron's context parallel group.
-
-    Returns:
-        The batch with tensors [1, t / cp, ...], and packed_seq_params for the layers that `use_cp_fast` has changed. It
-        has the table of each rank's rows; its lengths are on the CPU.
-
-    Raises:
-        ValueError, TypeError: another format or shape, t does not divide, or keys have other lengths than queries; here
-        or on another rank. ValueError: the ranks have other lengths.
-    """
-    return balanced_batch(batch, packed_seq_params, cp_group)
 
 
 class CoreAttention(torch.nn.Module):

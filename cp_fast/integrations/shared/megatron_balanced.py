@@ -20,7 +20,7 @@ from cp_fast.integrations.shared.shared_arguments import context_for, lengths_on
 from cp_ref.common.sharding.shard import position_ids, shard
 from cp_ref.spec.arguments.single_values import kind_of
 
-__all__ = ["balanced_batch", "self_attention", "seq_params"]
+__all__ = ["get_batch_on_this_cp_rank", "self_attention", "seq_params"]
 
 
 @cache
@@ -91,8 +91,26 @@ def _of_rows(embedding: torch.Tensor | None, packed: Any) -> torch.Tensor | None
     return embedding.index_select(0, packed.position_ids.to(embedding.device))
 
 
-def balanced_batch(batch: Mapping[str, Any], packed_seq_params: Any, cp_group: Any) -> tuple[dict[str, Any], Any]:
-    """See `cp_fast.integrations.megatron.get_batch_on_this_cp_rank`."""
+def get_batch_on_this_cp_rank(
+    batch: Mapping[str, Any], packed_seq_params: Any, *, cp_group: Any = None
+) -> tuple[dict[str, Any], Any]:
+    """This rank's part, in layout "balanced", of a packed batch that every rank has in full: documents are distributed
+    by their work. Collective. Megatron's function of this name cuts all documents in 2 * cp_size chunks.
+
+    Args:
+        batch: by name tensors [1, t, ...], such as tokens, labels, loss_mask and position_ids, which are cut, or None.
+        packed_seq_params: of the whole batch, with qkv_format "thd". t is the end of its lengths, padding included, and
+            divides by cp_size. Documents may have any lengths.
+        cp_group: by default that of packed_seq_params, or Megatron's context parallel group.
+
+    Returns:
+        The batch with tensors [1, t / cp, ...], and packed_seq_params for the layers that `use_cp_fast` has changed. It
+        has the table of each rank's rows; its lengths are on the CPU.
+
+    Raises:
+        ValueError, TypeError: another format or shape, t does not divide, or keys have other lengths than queries; here
+        or on another rank. ValueError: the ranks have other lengths.
+    """
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.filesize import decimal
+from rich.filesize import decimal as size_text
 from rich.table import Table
 
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
@@ -56,8 +56,3 @@ def cost_table(title: str, costs: Report, **more: Sequence[str]) -> Table:
         work = f"{cost.tokens:,}", f"{cost.tiles:,}", f"{cost.pairs / total:.1%}"
         made.add_row(str(rank), *work, size_text(cost.forward_bytes), size_text(cost.backward_bytes), *others)
     return made
-
-
-def size_text(count: int) -> str:
-    """A number of bytes, in decimal units."""
-    return decimal(count)
