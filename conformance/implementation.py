@@ -37,8 +37,8 @@ schedule   `attention`, with the signature and meaning of `cp_ref.attention`, on
            softmax_offset_grad   "share" (the default): a rank's gradient of softmax_offset is of its own queries, and
                             the ranks' shares add up to the total. "total": it is the total, the same on every rank.
 
-linear     `linear_attention`, and `causal_conv1d` beside it, with the signatures and meaning of those of `cp_ref`, on
-           every rank; with `ContextParallel` and `make_plan(..., linear=True)` as for the level schedule.
+linear     `linear_attention` and `causal_conv1d`, with the signatures and meaning of those of `cp_ref`, on every
+           rank; with `ContextParallel` and `make_plan(..., linear=True)` as for the level schedule.
 """
 
 from __future__ import annotations

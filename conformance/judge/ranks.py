@@ -1,4 +1,4 @@
-"""A function of every rank: the values of all ranks, or the reason why there are none."""
+"""A function of every rank: the values of all ranks, or findings, or a refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tiers return, and the record of a run as data: a `Played` for every problem, a `TierResult`, a `RunRecord`.
+"""The results of tiers, and the record of a run as data: a `Played` for every problem, a `TierResult`, a `RunRecord`.
 
 The report, the known failures and the coverage table read only this; the tiers and the entry points write it.
 """

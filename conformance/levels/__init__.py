@@ -1,4 +1,4 @@
-"""The levels beside the whole attention: THD helpers, merging, one diagonal band tile, linear layers.
+"""The levels other than whole attention: THD helpers, merging, one diagonal band tile, linear layers.
 
 Each tier here plays one kind of problem, which has a text: Helper(...), Merge(...), Tile(...), LinearAttention(...).
 The problems of helpers, merges and tiles run without a group except for `get_batch_on_this_cp_rank`; their definitions

@@ -10,7 +10,7 @@ from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.judge.ranks import UnsupportedCase
 from conformance.report.mask_differences import MOST, Pair
-from conformance.run.case_tensors import GlobalTensors, build
+from conformance.run.case_tensors import GlobalTensors, build, in_format, packed_rows
 from conformance.run.play_case import play
 
 __all__ = ["observed_pairs"]
@@ -44,7 +44,7 @@ def observed_pairs(impl: Implementation, case: Case, device: str = "cpu") -> tup
             return None
         if played.findings:
             return None
-        out = _packed(p.qkv_format, played.results["out"])[:, 0].double().nan_to_num(1.0)  # a NaN came from somewhere
+        out = packed_rows(case, played.results["out"])[:, 0].double().nan_to_num(1.0)  # a NaN came from somewhere
         found += [(q, first + d) for q, d in (out.abs() > 1e-6).nonzero().tolist() if first + d < keys]
     return tuple(sorted(found))
 
@@ -56,13 +56,5 @@ def _indicators(case: Case, plain: GlobalTensors, first: int) -> GlobalTensors:
     v = torch.zeros(keys, p.heads_kv, p.d_v, dtype=plain.v.dtype, device=plain.v.device)
     for d in range(min(p.d_v, keys - first)):
         v[first + d, :, d] = 1.0
-    if p.qkv_format == "sbhd":
-        v = v.unflatten(0, (len(p.sequences), -1)).transpose(0, 1)
-    v = v.reshape(plain.v.shape).masked_fill(plain.v.isnan(), float("nan"))
     offset = None if plain.softmax_offset is None else torch.zeros_like(plain.softmax_offset)
-    return replace(plain, q=plain.q * 0.0, v=v, softmax_offset=offset)
-
-
-def _packed(qkv_format: str, x: torch.Tensor) -> torch.Tensor:
-    """[rows, h, d], sequence after sequence."""
-    return x if qkv_format == "thd" else (x.transpose(0, 1) if qkv_format == "sbhd" else x).flatten(0, 1)
+    return replace(plain, q=plain.q * 0.0, v=in_format(case, v, plain.v), softmax_offset=offset)

@@ -25,6 +25,8 @@ __all__ = [
     "attention_arguments",
     "batch_axis",
     "build",
+    "in_format",
+    "packed_rows",
     "plan_arguments",
     "real_tokens",
     "sequence_axis",
@@ -102,6 +104,19 @@ def batch_axis(qkv_format: str) -> int | None:
 def rows_to_lse(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
     """From the format's rows, [b, s, h], [s, b, h] or [t, h], to the LSE's axes: [b, h, s] or [h, t]."""
     return x.permute({"bshd": (0, 2, 1), "sbhd": (1, 2, 0), "thd": (1, 0)}[qkv_format])
+
+
+def packed_rows(case: Case, x: torch.Tensor) -> torch.Tensor:
+    """The format's rows, sequence after sequence: [rows, h, d]."""
+    fmt = case.problem.qkv_format
+    return x if fmt == "thd" else (x.transpose(0, 1) if fmt == "sbhd" else x).flatten(0, 1)
+
+
+def in_format(case: Case, rows: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """The inverse of `packed_rows`, in the dtype of `model` and with NaN where it has NaN."""
+    if case.problem.qkv_format == "sbhd" and rows.numel():
+        rows = rows.unflatten(0, (len(case.problem.sequences), -1)).transpose(0, 1)
+    return rows.reshape(model.shape).to(model.dtype).masked_fill(model.isnan(), float("nan"))
 
 
 def attention_arguments(problem: Problem, device: str = "cpu") -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Pool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None  # of the ranks' store
 
     def start(self) -> None:
-        """Start the workers if there are none. Raises LoadError."""
+        """Start the workers, unless they run. Raises LoadError."""
         if self.workers:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="conformance-")

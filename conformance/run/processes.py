@@ -19,7 +19,7 @@ _END_S = 10.0  # that a process may take to end after its answer
 def run_together(
     context: Any, function: Callable[[Any], Any], jobs: Mapping[str, Any], failed: Any, limit_s: float = math.inf
 ) -> list[Any]:
-    """`function(job)` for every job, each in a process of its own.
+    """`function(job)` for every job, each in its own process.
 
     Args:
         context: starts the processes (`multiprocessing.get_context`).

@@ -65,7 +65,7 @@ class WorkerRunner(Pool):
             self._clean_up("wrong")
 
     def start(self) -> None:
-        """Start the workers if there are none, and tell them what is known. Raises LoadError."""
+        """Start the workers, unless they run, and tell them what is known. Raises LoadError."""
         if not self.workers:
             super().start()
             if self._known is not None:

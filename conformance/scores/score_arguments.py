@@ -1,4 +1,4 @@
-"""What a call gets besides its problem: slopes, captured tensors and the seed of dropout, from the case alone."""
+"""A call's arguments for scores, from the case alone: slopes, captured tensors and the seed of dropout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["alibi_slopes", "depends_on_number", "dropout_seed", "score_arguments
 
 
 def score_arguments(case: Case, device: str | torch.device = "cpu") -> dict[str, Any]:
-    """Arguments of `attention` beside its plan: those that the case needs, no others."""
+    """Arguments of `attention` in addition to its plan: those that the case needs, no others."""
     p = case.problem
     found = {
         "alibi_slopes": alibi_slopes(case, device),

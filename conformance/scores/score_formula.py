@@ -29,7 +29,7 @@ class Places(NamedTuple):
 
 
 class CaseScores(NamedTuple):
-    """What scores depend on besides q and k, of a case."""
+    """A case's inputs of scores, in addition to q and k."""
 
     problem: Problem | None = None
     slopes: torch.Tensor | None = None

@@ -27,7 +27,7 @@ from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.judge.ranks import UnsupportedCase
 from conformance.judge.visibility import seen
-from conformance.run.case_tensors import GlobalTensors, build
+from conformance.run.case_tensors import GlobalTensors, build, in_format, packed_rows
 from conformance.run.placement import where
 from conformance.run.play_case import play
 from conformance.scores.dropout_hash import kept_pairs
@@ -65,18 +65,17 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     weights = visible
     if case.problem.dropout_p:
         weights = visible * dropout_factors(case).to(device)
-    out = _packed(case, played.results["out"].double())
-    values = _packed(case, tensors.v.double()).nan_to_num(0.0).repeat_interleave(case.problem.group_size, dim=1)
-    want = torch.cat(
-        [_sums(block, values) for block in weights.split(_BLOCK, dim=-2)]
-    )  # Each may be as wide as float64.
+    out = packed_rows(case, played.results["out"].double())
+    values = packed_rows(case, tensors.v.double()).nan_to_num(0.0).repeat_interleave(case.problem.group_size, dim=1)
+    # All weights at once would take a matrix in float64.
+    want = torch.cat([_sums(block, values) for block in weights.split(_BLOCK, dim=-2)])
     found += _check_digits(case, "q", "n * out", out * _by_head(count + sink), want)
-    upstream = _packed(case, tensors.dout.double()).nan_to_num(0.0) / _by_head((count + sink).clamp(min=1))
+    upstream = packed_rows(case, tensors.dout.double()).nan_to_num(0.0) / _by_head((count + sink).clamp(min=1))
     want = torch.zeros(visible.shape[-1], *upstream.shape[1:], dtype=torch.float64, device=upstream.device)
     for block, rows in zip(weights.split(_BLOCK, dim=-2), upstream.split(_BLOCK), strict=True):
         want += _sums(block.mT, rows)
     want = want.unflatten(1, (case.problem.heads_kv, case.problem.group_size)).sum(2)
-    return found + _check_digits(case, "kv", "dv", _packed(case, played.results["dv"].double()), want)
+    return found + _check_digits(case, "kv", "dv", packed_rows(case, played.results["dv"].double()), want)
 
 
 def _plain_but_for_counts(case: Case) -> Case:
@@ -136,8 +135,9 @@ def shown_pairs(case: Case) -> torch.Tensor:
 
 
 def dropout_factors(case: Case) -> torch.Tensor:
-    """What dropout multiplies each pair's probability by, of every head: float64 [h, rows of q, rows of kv]. It is 0 in
-    tails, and for pairs of two documents.
+    """Dropout's factor for each pair's probability, of every head: float64 [h, rows of q, rows of kv].
+
+    It is 0 in tails, and for pairs of two documents.
     """
     p = case.problem
     b, i, j = (x.numpy() for x in _places(case))
@@ -172,28 +172,10 @@ def _counting(case: Case, plain: GlobalTensors, denominators: torch.Tensor) -> G
     return replace(
         plain,
         q=plain.q * 0.0,  # NaN stays.
-        v=_like(case, v.to(plain.v.device), plain.v),
-        dout=_like(case, dout, plain.dout),
+        v=in_format(case, v.to(plain.v.device), plain.v),
+        dout=in_format(case, dout, plain.dout),
         softmax_offset=None if plain.softmax_offset is None else torch.zeros_like(plain.softmax_offset),
     )
-
-
-def _like(case: Case, rows: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """Packed rows in the format and dtype of `model`, with its NaN."""
-    if case.problem.qkv_format != "thd":
-        rows = rows.unflatten(0, (len(case.problem.sequences), -1)) if rows.numel() else rows.reshape(model.shape)
-        if case.problem.qkv_format == "sbhd" and rows.numel():
-            rows = rows.transpose(0, 1)
-    return rows.to(model.dtype).masked_fill(model.isnan(), float("nan"))
-
-
-def _packed(case: Case, x: torch.Tensor) -> torch.Tensor:
-    """The format's rows, sequence after sequence: [rows, h, d]."""
-    if case.problem.qkv_format == "thd":
-        return x
-    if case.problem.qkv_format == "sbhd":
-        x = x.transpose(0, 1)
-    return x.flatten(0, 1)
 
 
 def _check_counts(case: Case, got: torch.Tensor, count: torch.Tensor, sink: float, tensors: GlobalTensors) -> list[str]:
@@ -239,5 +221,5 @@ def _few(values: list[float]) -> str:
 def _row(case: Case, side: str, row: int) -> str:
     if case.problem.qkv_format == "thd":
         return where(case, side, None, row)
-    batch, row = divmod(row, getattr(case.problem.sequences[0], f"slots_{side}"))
+    batch, row = divmod(row, case.problem.lengths.slots(side)[0])
     return where(case, side, batch, row)

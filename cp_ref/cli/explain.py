@@ -57,7 +57,7 @@ def explain(
     rank: Annotated[int | None, Option(help="Show the steps of this rank only.")] = None,
     svg: Annotated[Path | None, Option(help="Write the whole picture to this file too.")] = None,
 ) -> None:
-    """Walk through a problem: who owns what, and step by step what is sent and what is computed where.
+    """Walk through a problem: the owners of its tokens, and the messages and tiles of each step.
 
     Exit code: 0, or 2 for a problem that is refused.
     """

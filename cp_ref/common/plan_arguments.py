@@ -47,8 +47,8 @@ __all__ = [
     "update",
 ]
 
-OF_THE_PROBLEM = inspect.signature(read_problem).parameters.keys() | SCORE_OPTIONS.keys()  # what makes a problem
-_FEW = 8  # sequences whose lengths a summary names
+OF_THE_PROBLEM = inspect.signature(read_problem).parameters.keys() | SCORE_OPTIONS.keys()  # Of a problem.
+_FEW = 8  # Sequences whose lengths a summary names.
 _SIZES = ("heads_q", "heads_kv", "d_qk", "d_v", "batch_size", "seqlen_q", "seqlen_kv")
 
 
@@ -62,9 +62,9 @@ class Plan:
     rank: int
     device: torch.device
     room: Room | None = None
-    linear: bool = False  # whether it serves linear layers
-    agreed: set[bytes]  # calls of linear layers that the ranks have agreed on: see `agree_on_layer`
-    head_chunks: tuple[int, ...] = ()  # see `make_schedule`
+    linear: bool = False  # Whether it serves linear layers.
+    agreed: set[bytes]  # Calls of linear layers that the ranks have agreed on: see `agree_on_layer`.
+    head_chunks: tuple[int, ...] = ()  # See `make_schedule`.
     score_mod: ScoreMod | None = None  # a frozen copy of the function whose digest the problem has
 
     @property
@@ -257,7 +257,7 @@ def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, t
 
 
 def read_linear(linear: Any, problem: Problem) -> tuple[tuple[str, object], ...]:
-    """What the ranks have to agree on; raises where the problem has no documents that linear layers could follow."""
+    """The part of the agreement about linear layers. Raises ValueError if the problem has no documents to follow."""
     check_flag("linear", linear)
     if linear and problem.areas is not None:
         raise ValueError("linear is True, but areas are given; linear layers follow documents, from their first token")

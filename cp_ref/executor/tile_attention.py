@@ -3,7 +3,7 @@
     legend   n = query rows, m = key rows, h = query heads; every tensor has its rows first
 
 K and V come with one row of heads for every query head (grouped heads repeated), so that nothing below knows of groups.
-What ALiBi, score_mod and dropout do to scores is a `PairScores`, or None.
+ALiBi, score_mod and dropout come as a `PairScores`, or None.
 """
 
 from __future__ import annotations

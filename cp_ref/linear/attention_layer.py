@@ -1,8 +1,8 @@
 """`linear_attention`: the recurrence over documents that are spread over ranks.
 
 Forward, each rank makes the maps of its fragments, exchanges them, and runs the recurrence of each fragment from the
-state that enters it. Backward, the gradient of the state goes through a fragment by an affine map too: with M of the
-forward pass, `dS_before = M^T dS_after + D`, where D is the gradient that reaches the state through the fragment's own
+state that enters it. Backward, the gradient of the state goes through a fragment by an affine map too, with M of the
+forward pass: `dS_before = M^T dS_after + D`. D is the gradient that reaches the state through the fragment's own
 outputs. So the second schedule of maps (M^T, D) is played in the same way, from the end of each document.
 """
 
@@ -61,7 +61,7 @@ def linear_attention(
 
 
 class _Rank:
-    """What a rank has of a batch: its fragments, and their rows."""
+    """A rank's share of a batch: its fragments, and their rows."""
 
     def __init__(self, plan: Plan, call: LinearCall, tensors: tuple[torch.Tensor | None, ...]) -> None:
         fragments = document_fragments(plan.problem)

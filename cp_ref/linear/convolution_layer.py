@@ -48,7 +48,7 @@ def causal_conv1d(
 
 
 def taps(tile: Sequence[int], kernel_size: int) -> Iterator[tuple[int, slice, slice]]:
-    """What a tile computes: (column of weight, rows of the result, rows of x), for rows that are in the tile.
+    """The products of a tile: (column of weight, rows of the result, rows of x), for rows that are in the tile.
 
     >>> for tap in taps((0, 4, 8, 2, 4, 0, 1), 3): print(*tap)        # results 4:8 of x 2:4
     0 slice(4, 6, None) slice(2, 4, None)

@@ -30,7 +30,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Content(NamedTuple):
-    """What a file holds: the fields of a `Trace`, in their order."""
+    """The content of a file: the fields of a `Trace`, in their order."""
 
     call: int
     problem: Problem | None

@@ -29,7 +29,7 @@ class LinearCase(LevelCase):
     a2a_size: int = 1
     tail: int = 0  # Slots behind the last document, for each rank; thd only.
     dtype: str = "float64"
-    wide: bool = False  # g and beta, or weight and bias, are in float32 beside a low dtype.
+    wide: bool = False  # g and beta, or weight and bias, are in float32 with a low dtype.
     spoiled: int = -1  # The document whose tokens are NaN on the ranks; the others may not know. -1: none.
     seed: int = 0
 

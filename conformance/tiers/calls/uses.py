@@ -1,4 +1,4 @@
-"""What training loops do with a layer, each on one rank: the rows of the tier `torch` that play no whole group."""
+"""Uses of a layer in training loops, each on one rank: the rows of the tier `torch` that play no whole group."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _CAPTURE = "it may capture plain values, and functions and modules of torch and 
 def digest_of(score_mod: Any) -> str:
     """The digest of a function, equal where name, code and captured values are equal; "" for None.
 
-    Functions that it captures count with their own code. Plain values are None, bool, int, float, str, dtypes, and
+    Functions that it captures count with their own code. Plain values: None, bool, int, float, str, dtypes, and
     tuples of these.
 
     Raises:

@@ -42,7 +42,7 @@ OFFSET_GRADS: tuple[OffsetGrad, ...] = get_args(OffsetGrad)
 
 
 def canonical_layout(layout: Any) -> Any:
-    """The name that the packages use for a layout: "dual_chunk" for "zigzag"; any other value as it is.
+    """The name that the packages use for a layout: "dual_chunk" for "zigzag"; any other value unchanged.
 
     >>> canonical_layout("zigzag"), canonical_layout("balanced")
     ('dual_chunk', 'balanced')

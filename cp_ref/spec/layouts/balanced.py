@@ -92,8 +92,7 @@ def pairs_before(areas: AttentionSlices, rows: int) -> Column:
     """
     areas = areas.take(areas.pairs > 0)
     q0, q1, k0, k1 = crop(*areas.columns)
-    # Row i sees keys from max(k0, i + lo) to min(k1, i + hi + 1), each of which changes once from one term to the
-    # other.
+    # Row i sees keys from max(k0, i + lo) to min(k1, i + hi + 1); each bound changes once from one term to the other.
     last, first = np.clip(k1 - areas.hi - 1, q0, q1), np.clip(k0 - areas.lo, q0, q1)
     terms = [  # of rows [start, stop): constant + slope * i
         (q0, last, areas.hi + 1, 1), (last, q1, k1, 0), (q0, first, -k0, 0), (first, q1, -areas.lo, -1),

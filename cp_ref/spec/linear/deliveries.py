@@ -1,8 +1,8 @@
 """Rows, or maps of fragments, on their way from owners to readers: as messages of one step, or of two.
 
-A rank of a pair of groups (`a2a+p2p`) reaches its row and its column of the grid of ranks. What goes elsewhere is sent
-along the column to the reader's row at the first step, and along this row at the second. The rank between the two
-forwards it, to several readers if they are in one row.
+A rank of a pair of groups (`a2a+p2p`) reaches its row and its column of the grid of ranks. Rows for
+another rank are sent along the column to the reader's row at the first step, and along this row at the second. The rank
+between the two forwards them, to several readers if they are in one row.
 
                  a2a_rank 0   1          cp_size 4, a2a_size 2: rank 0 sends to rank 3
     p2p_rank 0            0   1          step 0: from rank 0 to rank 2
@@ -67,7 +67,7 @@ def _hops(needs: Deliveries, a2a_size: int) -> list[Deliveries]:
 
 
 def _distinct(needs: Deliveries) -> Deliveries:
-    """What goes from rank to rank, each row once: sorted by source, reader and row. Spans that overlap are one."""
+    """The deliveries from rank to rank, each row once: sorted by source, reader and row. Spans that overlap are one."""
     needs = needs.take(needs.source != needs.reader)
     needs = needs.take(np.lexsort((needs.start, needs.reader, needs.source)))
     if not len(needs):

@@ -22,7 +22,7 @@ __all__ = ["halo_workload", "make_halo", "make_rank_halo"]
 
 
 def halo_workload(problem: Problem, kernel_size: int) -> Workload:
-    """What a causal convolution computes, as tables: the window of each document, and the problem's ownership."""
+    """The tables of a causal convolution: the window of each document, and the problem's ownership."""
     windows = replace(problem, window_size=(kernel_size - 1, 0), attn_mask_type="causal", areas=None)
     return Workload(areas_of(windows), problem.workload.ownership)
 
@@ -72,7 +72,7 @@ def _read(fragments: DocumentFragments, kernel_size: int, stop: Column) -> tuple
 
 
 def _tiles(fragments: DocumentFragments, kernel_size: int, rank: int) -> Tiles:
-    """What a rank computes: its fragments' rows, of the rows that they read. Documents without tokens have no area."""
+    """A rank's tiles: its fragments' rows, of the rows that they read. Documents without tokens have no area."""
     reader, _, start, stop = _read(fragments, kernel_size, fragments.stop)
     own = fragments.rank[reader] == rank
     reader, start, stop = reader[own], start[own], stop[own]

@@ -1,4 +1,4 @@
-"""The maps that each fragment composes, as a text picture: whose map goes where in a linear layer."""
+"""The maps that each fragment composes in a linear layer, as a text picture."""
 
 from __future__ import annotations
 

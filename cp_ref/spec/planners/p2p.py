@@ -3,17 +3,17 @@
 Without a window the blocks travel round a ring. At step s ring member u has the block of ring member u - s and passes
 it on:
 
-    step      ring member 0    ring member 1    ring member 2    ring member 3          4 ring members, the number is
-      the owner of the current block; 0          0         1         2         3            during each step, every
-      block travels to the next ring member 1          3         0         1         2
-      2          2         3         0         1
-      3          1         2         3         0
+    step   ring member  0    1    2    3        4 ring members; the number is the owner of the block that each one has.
+      0                 0    1    2    3        During each step every block travels to the next ring member.
+      1                 3    0    1    2
+      2                 2    3    0    1
+      3                 1    2    3    0
 
 In the backward pass the gradients of a block travel one step behind it. Each ring member adds its part, and they end at
 the owner of the block.
 
 With a window on both sides, or documents that lie on a few ring members, a ring member sees little of most blocks and
-nothing of many. Then every ring member receives only the rows that it sees (the halo), directly from their owner: ring
+nothing of many. Then every ring member receives only the rows that it sees (the halo), directly from their owner. Ring
 member u receives from ring member u - s at step s - 1, and its gradients of these rows go directly back. In both cases,
 rows that no later ring member needs are not sent, and a tile that sees nothing is not computed.
 
@@ -49,7 +49,7 @@ class RingPlace(NamedTuple):
     first_step: int = 0
 
 
-Hops = list[tuple[int, Spans]]  # by the distance 1, 2, ... of the block: the other ring member, the rows that travel
+Hops = list[tuple[int, Spans]]  # By the distance 1, 2, ... of the block: the other ring member, the rows.
 
 
 class Route(NamedTuple):
@@ -66,14 +66,14 @@ class Route(NamedTuple):
 def plan_p2p_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward schedule."""
     work = members.workload
-    place = RingPlace(rank, int, (0, work.heads_q), (0, work.heads_kv))  # a ring member is a rank
+    place = RingPlace(rank, int, (0, work.heads_q), (0, work.heads_kv))  # A ring member is a rank.
     return ring_schedules(members, place)
 
 
 def ring_schedules(members: RingMembers, place: RingPlace) -> tuple[RankSchedule, RankSchedule]:
     """The forward and backward steps of one rank: at step s it computes on the block of ring member - s."""
     count = members.count
-    sees = members.sees(place.member, (place.member - np.arange(count)) % count)  # by distance
+    sees = members.sees(place.member, (place.member - np.arange(count)) % count)  # By distance.
     tiles = [tiles_of(some, place.q_heads) for some in sees]
     if count == 1:
         return (Step(tiles=tiles[0]),), (Step(tiles=tiles[0]),)

@@ -4,8 +4,8 @@ A ring member takes one place in a ring. It is a rank, or a group of `a2a_size` 
 of them then holds the rows of the whole group for some of the heads. Under dual_chunk the rows of a group are two
 chunks again:
 
-    cp_size 4, a2a_size 2:    chunk   0 1 2 3 4 5 6 7
-                              rank    0 1 2 3 3 2 1 0
+    cp_size 4, a2a_size 2:    chunk          0 1 2 3 4 5 6 7
+                              rank           0 1 2 3 3 2 1 0
                               ring member    0 0 1 1 1 1 0 0
 """
 
@@ -166,7 +166,7 @@ class RingMembers:
 
 class Reach(NamedTuple):
     """The keys that ring members see of each attention slice, [ring members, attention slices]: the first, and the one
-    after the last. `start` is None if every attention slice is seen from its first key on.
+    after the last. Without `start`, every attention slice is seen from its first key on.
     """
 
     start: Column | None

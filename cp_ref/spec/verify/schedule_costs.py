@@ -14,7 +14,7 @@ from cp_ref.spec.tables.table import Column
 
 __all__ = ["ITEM_BYTES", "RankCost", "Report", "message_bytes", "report", "tile_pairs"]
 
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # of a number, by dtype
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # Of a number, by dtype.
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class RankCost:
     """One rank's share. Pairs are visible (query, key) pairs times query heads; both passes have the same tiles."""
 
     tokens: int  # Query slots that the rank owns, padding included.
-    tiles: int  # in the forward pass
-    pairs: int  # in the forward pass
+    tiles: int  # In the forward pass.
+    pairs: int  # In the forward pass.
     forward_bytes: int  # sent
     backward_bytes: int  # sent
     held_rows: int  # Most kv rows received and still needed at one time, in the forward pass.
