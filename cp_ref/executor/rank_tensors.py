@@ -73,7 +73,7 @@ class World:
         """A message's tensors, flat, one parcel each. A result that is sent is no longer here."""
         parcels: list[Parcel] = []
         for number, x in enumerate(self.tensors[message.kind]):
-            parts = [x[where] for where in _slices(message.pieces)]
+            parts = [x[where] for where in _places(message.pieces)]
             flat = torch.cat([x.new_empty(0), *(part.reshape(-1) for part in parts)])
             parcels.append(Parcel(message.peer, _tag(message, number), flat))
             if message.kind in RESULTS:
@@ -87,7 +87,7 @@ class World:
             Parcel(
                 message.peer,
                 _tag(message, number),
-                x.new_empty(sum(x[where].numel() for where in _slices(message.pieces))),
+                x.new_empty(sum(x[where].numel() for where in _places(message.pieces))),
             )
             for number, x in enumerate(self.tensors[message.kind])
         ]
@@ -95,7 +95,7 @@ class World:
     def unpack(self, message: Message, parcels: list[Parcel]) -> None:
         """Take a message in: operands are written where they belong, results are added."""
         offset = [0] * len(parcels)
-        for rows, heads in _slices(message.pieces):
+        for rows, heads in _places(message.pieces):
             values: list[torch.Tensor] = []
             for number, (x, parcel) in enumerate(zip(self.tensors[message.kind], parcels, strict=True)):
                 target = x[rows, heads]
@@ -107,17 +107,17 @@ class World:
             else:
                 self.add(message.kind, rows, heads, *values)
 
-    def _global_rows(self, kind: str) -> int:
-        """The rows of the global buffer up to the last real token."""
-        return int(self.work.ownership.side(side_of(kind)).stop.max(initial=0))
-
     def own_rows(self, kind: str) -> Iterator[tuple[slice, slice]]:
         """The rank's real tokens: their rows in its buffer and in the global one."""
         for _, start, stop, row in own_fragments(self.work, self.rank, kind).rows():
             yield slice(row, row + stop - start), slice(start, stop)
 
+    def _global_rows(self, kind: str) -> int:
+        """The rows of the global buffer up to the last real token."""
+        return int(self.work.ownership.side(side_of(kind)).stop.max(initial=0))
 
-def _slices(pieces: Pieces) -> Iterator[tuple[slice, slice]]:
+
+def _places(pieces: Pieces) -> Iterator[tuple[slice, slice]]:
     """Rows and heads of each piece."""
     for start, stop, head_start, head_stop in pieces.rows():
         yield slice(start, stop), slice(head_start, head_stop)

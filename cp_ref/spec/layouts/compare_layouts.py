@@ -121,19 +121,17 @@ def _cost(problem: Problem, comm: str, sizes: Sizes) -> BatchCost:
         return BatchCost(problem.layout_name, comm, refused=str(error))
     check_layout(problem)
     schedule = make_schedule(problem)
-    ranks = report(problem, schedule).ranks
-    pairs = [rank.pairs for rank in ranks]
+    costs = report(problem, schedule)
     return BatchCost(
         problem.layout_name,
         comm,
-        work=max(pairs) * len(pairs) / sum(pairs) if sum(pairs) else 1.0,
+        work=1 / costs.balance,
         kv_rows=max(_received(rank_schedule) / problem.heads_kv for rank_schedule in schedule.forward),
-        sent_bytes=max(rank.forward_bytes + rank.backward_bytes for rank in ranks),
+        sent_bytes=max(rank.forward_bytes + rank.backward_bytes for rank in costs.ranks),
         tail=slice_rows(problem, "q") * problem.cp_size - sum(problem.lengths.len_q),
     )
 
 
 def _received(rank_schedule: RankSchedule) -> int:
     """Rows times heads of K and V that a rank receives in a pass."""
-    pieces = [message.pieces for step in rank_schedule for message in step.recvs if message.kind == "kv"]
-    return sum(int(((p.stop - p.start) * (p.head_stop - p.head_start)).sum()) for p in pieces)
+    return sum(message.pieces.row_heads for step in rank_schedule for message in step.recvs if message.kind == "kv")

@@ -70,6 +70,11 @@ class Pieces(Table):
         """The number of rows of all pieces; a row of some of the heads counts as one."""
         return int((self.stop - self.start).sum())
 
+    @property
+    def row_heads(self) -> int:
+        """The number of rows of all pieces, each times its heads."""
+        return int(((self.stop - self.start) * (self.head_stop - self.head_start)).sum())
+
 
 @dataclass(frozen=True, eq=False)
 class Message:

@@ -78,8 +78,7 @@ def message_bytes(problem: Problem, message: Message) -> int:
         "dq": problem.d_qk * wide,
         "dkv": (problem.d_qk + problem.d_v) * wide,
     }[message.kind]
-    pieces = message.pieces
-    return int(((pieces.stop - pieces.start) * (pieces.head_stop - pieces.head_start)).sum()) * row_bytes
+    return message.pieces.row_heads * row_bytes
 
 
 def _sent(problem: Problem, rank_schedule: RankSchedule) -> int:
