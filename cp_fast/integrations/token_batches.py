@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
 import torch
@@ -25,15 +24,28 @@ from cp_ref.spec.arguments.single_values import read_count
 __all__ = ["CpBatch", "raise_on_all_ranks", "shard_batch"]
 
 
-@dataclass(frozen=True, eq=False)
 class CpBatch:
-    """The sequences of a batch, for every layer's attention: `shard_batch` makes it."""
+    """The sequences of a batch, for every layer's attention: `shard_batch` makes it.
 
-    cp: ContextParallel  # for this batch: its layout is a table where that of the given one is "balanced"
-    qkv_format: str
-    cu_seqlens: torch.Tensor | None = None  # global; None: all sequences are full
-    cu_seqlens_padded: torch.Tensor | None = None  # packed batches
-    _plans: dict[Any, Plan] = field(default_factory=dict, init=False, repr=False)
+    It is no dataclass, because fully_shard with a mixed precision policy copies the dataclasses among a module's
+    arguments, field by field.
+
+    Args:
+        cp: for this batch: its layout is a table where that of the given one is "balanced".
+        cu_seqlens: global; None: all sequences are full.
+        cu_seqlens_padded: of packed batches.
+    """
+
+    def __init__(
+        self,
+        cp: ContextParallel,
+        qkv_format: str,
+        cu_seqlens: torch.Tensor | None = None,
+        cu_seqlens_padded: torch.Tensor | None = None,
+    ) -> None:
+        self.cp, self.qkv_format = cp, qkv_format
+        self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
+        self._plans: dict[Any, Plan] = {}
 
     def linear_plan(self, x: torch.Tensor) -> Plan:
         """The plan of linear layers and convolutions, made by the first of them. x: a layer's slice [b, s/cp, ...]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -114,6 +115,7 @@ def test_labels_of_any_integers_are_those_of_cross_entropy(dtype: torch.dtype) -
         cp = cp_fast.ContextParallel(member)
         part = shard_batch({"input_ids": IDS.to(dtype), "labels": IDS.to(dtype)}, cp=cp)
         assert part["labels"].dtype == torch.int64
+        assert not is_dataclass(part["cp_batch"])  # fully_shard copies dataclasses by their fields
         assert "labels" not in shard_batch({"input_ids": IDS.to(dtype)}, cp=cp)
         return part["labels"][1].tolist()
 

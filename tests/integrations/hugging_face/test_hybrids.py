@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -130,15 +130,18 @@ def wrapped(name: str, kind: str) -> Part:
     outer: Any = model
     if kind == "DDP":
         outer = DistributedDataParallel(model)
-    elif kind == "FSDP":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    elif kind.startswith("FSDP"):  # with a policy it looks into a module's arguments, to cast them
+        cast = MixedPrecisionPolicy(param_dtype=torch.float32)
+        policy: dict[str, Any] = {"mp_policy": cast} if kind == "FSDP, cast" else {}
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)), **policy)
     elif kind == "checkpointing":
         model.gradient_checkpointing_enable()
     else:
         outer = torch.compile(model, backend="aot_eager")
     out = outer(**ours.shard_batch(batches()["packed"], cp=cp, model=outer))
-    loss_for_backward(out.loss, averaged_over=outer if kind in ("DDP", "FSDP") else None).backward()
-    size = 2 if kind in ("DDP", "FSDP") else 1
+    loss_for_backward(out.loss, averaged_over=outer if kind.startswith(("DDP", "FSDP")) else None).backward()
+    size = 2 if kind.startswith(("DDP", "FSDP")) else 1
     grads = {n: (g.full_tensor() if isinstance(g, DTensor) else g) / size for n, g in grads_of(model).items()}
     numbers = part_of(name, "packed", cp)[1]
     return out.logits.detach().flatten(0, 1), numbers, out.loss.detach(), grads
@@ -147,7 +150,10 @@ def wrapped(name: str, kind: str) -> Part:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((NEXT, kind) for kind in ("DDP", "FSDP", "checkpointing", "compile")), ("BambaForCausalLM", "checkpointing")],
+    [
+        *((NEXT, kind) for kind in ("DDP", "FSDP", "FSDP, cast", "checkpointing", "compile")),
+        ("BambaForCausalLM", "checkpointing"),
+    ],
 )
 def test_wrappers(two: Processes, name: str, kind: str) -> None:
     check(name, "packed", two.run(wrapped, name, kind))
