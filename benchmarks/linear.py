@@ -34,7 +34,7 @@ import torch.multiprocessing as mp
 import typer
 
 import cp_fast
-from benchmarks.parts.linear_layers.convolution_speed import BLOCKS, convolution_times
+from benchmarks.parts.linear_layers.convolution_speed import convolution_times
 from benchmarks.parts.linear_layers.tuning import tune_only, use_pieces
 from benchmarks.parts.ranks import Commit, Device, JsonOut, Silent, connect, largest, seconds_alone, seconds_queued
 from cp_ref.spec import Problem
@@ -122,13 +122,12 @@ def convolution(
     rows: Annotated[int, typer.Option(help="Tokens a GPU.")] = ROWS,
     channels: Annotated[int, typer.Option(help="Of Qwen3-Next.")] = 8192,
     turns: Annotated[int, typer.Option(help="How often each is measured.")] = 3,
-    blocks: Annotated[str, typer.Option(help="Rows x channels x warps of the kernels, several with commas.")] = BLOCKS,
     commit: Commit = "",
     out: JsonOut = None,
 ) -> None:
     """Times of a causal convolution with SiLU, beside a copy of its input and flash-linear-attention's."""
     torch.cuda.set_device(0)
-    found = convolution_times(rows, channels, turns, blocks.split(","))
+    found = convolution_times(rows, channels, turns)
     _write(out, {"commit": commit, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()} | found)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,12 @@ import torch
 import cp_fast
 from benchmarks.parts.ranks import Silent, seconds_alone, seconds_queued
 
-__all__ = ["BLOCKS", "convolution_times"]
+__all__ = ["convolution_times"]
 
-BLOCKS = "32x128x4"
 Call = Callable[..., torch.Tensor]
 
 
-def convolution_times(rows: int, channels: int, turns: int, blocks: Sequence[str]) -> dict[str, Any]:
+def convolution_times(rows: int, channels: int, turns: int) -> dict[str, Any]:
     """Milliseconds of the forward pass and of both, on the GPU alone and of calls in a row, the best of all turns. A
     forward pass has to read and write the bytes of one copy. Both passes read x twice and dout once, and write two
     results: the bytes of 2.5 copies.
@@ -26,7 +25,7 @@ def convolution_times(rows: int, channels: int, turns: int, blocks: Sequence[str
     weight, target = torch.randn(channels, 4, device="cuda").bfloat16(), torch.empty_like(x)
     x.requires_grad_()
     weight.requires_grad_()
-    calls = _calls(rows, blocks)
+    calls = _calls(rows)
     times: dict[str, list[list[float]]] = {}
     for turn in range(turns + 1):
         copied = seconds_queued(lambda: target.copy_(x.detach()), 6)
@@ -51,26 +50,15 @@ def convolution_times(rows: int, channels: int, turns: int, blocks: Sequence[str
     return {"rows": rows, "channels": channels, "ms": best}
 
 
-def _calls(rows: int, blocks: Sequence[str]) -> dict[str, Call]:
-    from cp_fast.linear.convolution import triton_convolution
-
+def _calls(rows: int) -> dict[str, Call]:
     found: dict[str, Call] = {}
     sizes = {"heads_q": 2, "heads_kv": 2, "d_qk": 64, "d_v": 64, "dtype": torch.bfloat16, "device": "cuda"}
     cu = torch.tensor([0, 2 * rows])
     for layout, backend in (("contiguous", "torch"), ("contiguous", "auto"), ("dual_chunk", "auto")):
         cp = cp_fast.ContextParallel(Silent(0, 2), layout=layout, backend=backend)  # type: ignore[arg-type]
         plan = cp_fast.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, linear=True, **sizes)  # type: ignore[arg-type]
-
-        def ours(
-            x: torch.Tensor, weight: torch.Tensor, block: str, cp: Any = cp, plan: cp_fast.Plan = plan
-        ) -> torch.Tensor:
-            rows, channels, warps = map(int, block.split("x"))
-            triton_convolution.BLOCK = rows, channels, warps
-            triton_convolution.PART = max(rows // 2, 8), channels // 2, warps
-            return cp_fast.causal_conv1d(x, weight, cp=cp, plan=plan, activation="silu")
-
-        for block in blocks if backend == "auto" else blocks[:1]:
-            found[f"cp_fast, {layout}, {block if backend == 'auto' else 'torch'}"] = partial(ours, block=block)
+        name = f"cp_fast, {layout}" if backend == "auto" else f"cp_fast, {layout}, {backend}"
+        found[name] = partial(cp_fast.causal_conv1d, cp=cp, plan=plan, activation="silu")
     try:
         from fla.modules.causal_conv1d import causal_conv1d  # pyright: ignore[reportMissingImports]
     except ImportError:

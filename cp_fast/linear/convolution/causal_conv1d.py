@@ -67,7 +67,8 @@ class Convolution(torch.autograd.Function):
             tables, rows = plan.halo(call.kernel_size), plan.rows.take(x.detach())
             halo = exchange_rows(tables, cp.comm, rows)
             inputs = ConvolutionInputs(rows, halo, tables.reads, weight, bias, call.activation is not None)
-            out = plan.rows.put(choose_convolution(rows, cp.backend).forward(inputs), x)
+            kernels = choose_convolution(rows, call.kernel_size, cp.backend)
+            out = plan.rows.put(kernels.forward(inputs), x)
         ctx.save_for_backward(rows, halo, weight, bias)
         ctx.owner, ctx.plan, ctx.cp, ctx.call = owner, plan, cp, call
         return out
@@ -79,13 +80,13 @@ class Convolution(torch.autograd.Function):
         check_same_batch(ctx.owner, plan)
         x, halo, weight, bias = ctx.saved_tensors
         with unseen(), ctx.cp.alone("causal_conv1d, backward"), no_autocast(x.device):
-            tables, kernels = plan.halo(ctx.call.kernel_size), choose_convolution(x, ctx.cp.backend)
+            size = ctx.call.kernel_size
+            tables, kernels = plan.halo(size), choose_convolution(x, size, ctx.cp.backend)
             inputs = ConvolutionInputs(x, halo, tables.reads, weight, bias, ctx.call.activation is not None)
-            dsums, dweight, dbias = kernels.sums_backward(inputs, plan.rows.take(dout))
-            wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-            edges = kernels.rows_backward(tables.edges_read_by, dsums, weight, wide)
+            grads = plan.rows.take(dout)
+            edges = kernels.edges_backward(inputs, grads, tables.edges_read_by)
             exchange_gradients(tables, ctx.cp.comm, edges)
-            dx = kernels.rows_backward(tables.read_by, dsums, weight, x.dtype)
+            dx, dweight, dbias = kernels.backward(inputs, grads)
             dx.index_copy_(0, tables.edges, edges[: len(tables.edges)].to(x.dtype))
             dx = plan.rows.put(dx, dout)
         return None, None, None, dx, dweight, dbias

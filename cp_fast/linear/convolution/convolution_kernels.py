@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from cp_fast.linear.convolution import torch_convolution
-from cp_fast.linear.convolution.halo_tables import ReadTable
+from cp_fast.linear.convolution.halo_tables import Reads
 from cp_fast.tools.log import log_once
 
 __all__ = ["ConvolutionInputs", "ConvolutionKernels", "choose_convolution"]
@@ -23,7 +23,7 @@ class ConvolutionInputs(NamedTuple):
 
     x: torch.Tensor  # [n, channels]
     halo: torch.Tensor  # [a, channels]
-    reads: ReadTable  # of the own rows: slots, s for a row of zeros
+    reads: Reads  # of the own rows: slots, s for a row of zeros
     weight: torch.Tensor  # [channels, kernel_size]
     bias: torch.Tensor | None  # [channels]
     silu: bool
@@ -36,29 +36,31 @@ class ConvolutionKernels(Protocol):
         """The result [n, channels], in x's dtype."""
         ...
 
-    def sums_backward(
+    def backward(
         self, inputs: ConvolutionInputs, dout: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Given dout [n, channels], the gradients of the sums before the activation [n, channels], of the weight and
-        of the bias.
+        """Given dout [n, channels], the gradients of x from the own rows, of the weight and of the bias, in the dtypes
+        of these.
         """
         ...
 
-    def rows_backward(
-        self, read_by: ReadTable, dsums: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """The gradients of rows [r, channels], in `dtype`.
+    def edges_backward(self, inputs: ConvolutionInputs, dout: torch.Tensor, read_by: torch.Tensor) -> torch.Tensor:
+        """The gradients of some rows [r, channels] from the own rows, wide.
 
-        read_by: the rows of dsums that read each row; n for no row.
+        read_by: the own rows that read each of them, by columns of the weight, int32 [r, kernel_size]; n for no row.
         """
         ...
 
 
-def choose_convolution(x: torch.Tensor, backend: str) -> ConvolutionKernels:
-    """Triton on NVIDIA GPUs from Ampere on. Float64, other devices, and `ContextParallel.backend` "torch" or "cpu" take
-    plain PyTorch.
+_MOST = 16  # the kernel_size whose rows fit into registers
+
+
+def choose_convolution(x: torch.Tensor, kernel_size: int, backend: str) -> ConvolutionKernels:
+    """Triton on NVIDIA GPUs from Ampere on. Float64, kernel sizes above 16, other devices, and
+    `ContextParallel.backend` "torch" or "cpu" take plain PyTorch.
     """
-    if x.device.type != "cuda" or x.dtype == torch.float64 or backend in ("torch", "cpu") or not _on_triton():
+    given = x.device.type != "cuda" or x.dtype == torch.float64 or kernel_size > _MOST or backend in ("torch", "cpu")
+    if given or not _on_triton():
         return torch_convolution
     return importlib.import_module("cp_fast.linear.convolution.triton_convolution")  # pyright: ignore[reportReturnType]
 

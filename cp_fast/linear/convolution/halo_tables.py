@@ -17,7 +17,7 @@ from cp_ref.spec import Message, Problem, make_rank_halo
 from cp_ref.spec.linear.document_fragments import DocumentFragments
 from cp_ref.spec.tables.table import Column
 
-__all__ = ["HaloTables", "ReadTable", "Received", "Sent", "halo_tables"]
+__all__ = ["HaloTables", "Reads", "Received", "Sent", "halo_tables"]
 
 
 class Sent(NamedTuple):
@@ -47,15 +47,14 @@ class Edges(NamedTuple):
     numbers: torch.Tensor
 
 
-class ReadTable(NamedTuple):
-    """The rows that each of r rows reads for each column of the weight.
-
-    A row is near if it reads the own row `i + step * (kernel_size - 1 - k)` for each column k, where i is its number.
+class Reads(NamedTuple):
+    """What n own rows read, and where runs of them end. A run is rows that lie together and follow on each other in one
+    document: each row but the first reads its neighbours, and the rows that the first one reads are before them.
     """
 
-    slots: torch.Tensor  # int32 [r, kernel_size]
-    far: torch.Tensor  # int32 [r]: the next row from here on that is not near; r for no row
-    step: int  # -1 or 1
+    slots: torch.Tensor  # int32 [n, kernel_size]: the slots that each row reads, the last its own
+    stops: torch.Tensor  # int32 [n]: the row where the run of each row ends
+    after: torch.Tensor  # int32 [n, kernel_size - 1]: the slots of the next rows of each row's document
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,19 +64,18 @@ class HaloTables:
     Attributes:
         arriving: how many rows arrive.
         forward: (sends, receives) of each step with messages: rows of x are copied.
-        reads: the slots that each of n own rows reads.
-        read_by: the own rows that read each own row; n for no row.
+        reads: what each of n own rows reads.
         edges: the own rows whose gradients other ranks have a part of, int64, in order.
-        edges_read_by: `read_by` of the edges and, behind them, of the rows that arrive.
+        edges_read_by: the own rows that read each of the edges and, behind them, of the rows that arrive, by columns of
+            the weight, int32 [edges + arriving, kernel_size]; n for no row.
         backward: the messages of the gradients of the rows in `edges_read_by`, which are added where they arrive.
     """
 
     arriving: int
     forward: tuple[tuple[tuple[Sent, ...], tuple[Received, ...]], ...]
-    reads: ReadTable
-    read_by: ReadTable
+    reads: Reads
     edges: torch.Tensor
-    edges_read_by: ReadTable
+    edges_read_by: torch.Tensor
     backward: tuple[tuple[tuple[Edges, ...], tuple[Edges, ...]], ...]
 
     @property
@@ -107,17 +105,13 @@ def halo_tables(
     def table(x: Column, dtype: type[np.signedinteger] = np.int64) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(x, dtype=dtype)).to(device)
 
-    def read_table(slots: Column, step: int) -> ReadTable:
-        numbers = np.arange(len(slots))
-        neighbours = numbers[:, None] + step * np.arange(kernel_size - 1, -1, -1)
-        near = (slots == neighbours) & (slots < n)  # n, where no row reads, is a neighbour's number too
-        next_far = np.minimum.accumulate(np.where(near.all(1), len(slots), numbers)[::-1])[::-1]
-        return ReadTable(table(slots, np.int32), table(next_far, np.int32), step)
-
-    first = np.array(problem.starts_q, dtype=np.int64)[own.document]
-    begin = np.repeat(first, own.stop - own.start)[:, None]
-    source = rows[0][:, None] - (kernel_size - 1) + np.arange(kernel_size)
-    reads = np.where(source >= begin, slots_of(np.maximum(source, begin)), zeros)
+    first, lengths = (np.array(x, dtype=np.int64)[own.document] for x in (problem.starts_q, problem.lengths.len_q))
+    begin, end = (np.repeat(x, own.stop - own.start)[:, None] for x in (first, first + lengths))
+    source = rows[0][:, None] + np.arange(1 - kernel_size, kernel_size)
+    slots = np.where((source >= begin) & (source < end), slots_of(np.clip(source, begin, end - 1)), zeros)
+    reads, after = slots[:, :kernel_size], slots[:, kernel_size:]
+    starts = np.flatnonzero((reads[:, -2:-1] != np.arange(n)[:, None] - 1).all(1)) if kernel_size > 1 else np.arange(0)
+    stops = np.append(starts, n)[np.searchsorted(starts, np.arange(n), side="right")]
     read_by = np.full((zeros + 1, kernel_size), n)
     for column in range(kernel_size):
         read_by[reads[:, column], column] = np.arange(n)
@@ -154,10 +148,9 @@ def halo_tables(
     return HaloTables(
         zeros - n,
         tuple(step for step in forward if step[0] or step[1]),
-        read_table(reads, -1),
-        read_table(read_by[:n], 1),
+        Reads(table(reads, np.int32), table(stops, np.int32), table(after, np.int32)),
         table(edges),
-        read_table(np.concatenate([read_by[edges], read_by[n:zeros]]), 1),
+        table(np.concatenate([read_by[edges], read_by[n:zeros]]), np.int32),
         tuple((gradients(step.sends), gradients(step.recvs)) for step in back if step.sends or step.recvs),
     )
 

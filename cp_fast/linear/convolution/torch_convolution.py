@@ -1,6 +1,6 @@
 """A convolution on one rank in plain PyTorch: see `ConvolutionKernels`.
 
-Rows are gathered by tables, in both directions, so that every sum has a fixed order.
+Rows are gathered and added by tables, column by column of the weight, so that every sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -11,36 +11,37 @@ import torch
 
 if TYPE_CHECKING:
     from cp_fast.linear.convolution.convolution_kernels import ConvolutionInputs
-    from cp_fast.linear.convolution.halo_tables import ReadTable
 
-__all__ = ["forward", "rows_backward", "sums_backward"]
+__all__ = ["backward", "edges_backward", "forward"]
 
 
 def forward(inputs: ConvolutionInputs) -> torch.Tensor:
     """See `ConvolutionKernels`."""
-    sums = _sums(inputs, _held(inputs))
+    sums = _sums(inputs, _held(inputs), inputs.reads.slots)
     return (torch.nn.functional.silu(sums) if inputs.silu else sums).to(inputs.x.dtype)
 
 
-def sums_backward(
-    inputs: ConvolutionInputs, dout: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def backward(inputs: ConvolutionInputs, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """See `ConvolutionKernels`."""
-    held, dsums = _held(inputs), dout.to(_wide(dout))
-    if inputs.silu:
-        sums = _sums(inputs, held)
-        gate = torch.sigmoid(sums)
-        dsums = dsums * gate * (1 + sums * (1 - gate))
-    dweight = torch.empty_like(inputs.weight)
-    for column, slots in enumerate(inputs.reads.slots.unbind(1)):
+    x, _, reads, weight, bias, _ = inputs
+    held = _held(inputs)
+    dsums = _sums_backward(inputs, held, reads.slots, dout)
+    dheld, dweight = dsums.new_zeros(held.shape), torch.empty_like(weight)
+    for column, slots in enumerate(reads.slots.unbind(1)):  # no two rows read one slot, but for the row of zeros
+        dheld.index_copy_(0, slots.long(), dheld.index_select(0, slots) + dsums * weight[:, column].to(dsums.dtype))
         dweight[:, column] = (dsums * held.index_select(0, slots)).sum(0)
-    return dsums, dweight, None if inputs.bias is None else dsums.sum(0).to(inputs.bias.dtype)
+    return dheld[: len(x)].to(x.dtype), dweight, None if bias is None else dsums.sum(0).to(bias.dtype)
 
 
-def rows_backward(read_by: ReadTable, dsums: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def edges_backward(inputs: ConvolutionInputs, dout: torch.Tensor, read_by: torch.Tensor) -> torch.Tensor:
     """See `ConvolutionKernels`."""
-    padded = torch.cat([dsums, dsums.new_zeros(1, dsums.shape[1])])
-    return _weighted(padded, read_by.slots, weight.to(dsums.dtype), None).to(dtype)
+    held, n = _held(inputs), len(dout)
+    found = held.new_zeros(len(read_by), held.shape[1], dtype=_wide(held))
+    for column, readers in enumerate(read_by.unbind(1) if n else ()):
+        own = readers.clamp(max=n - 1)
+        dsums = _sums_backward(inputs, held, inputs.reads.slots.index_select(0, own), dout.index_select(0, own))
+        found += torch.where((readers < n)[:, None], dsums * inputs.weight[:, column].to(found.dtype), 0)
+    return found
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
@@ -52,20 +53,24 @@ def _held(inputs: ConvolutionInputs) -> torch.Tensor:
     return torch.cat([inputs.x, inputs.halo, inputs.x.new_zeros(1, inputs.x.shape[1])])
 
 
-def _sums(inputs: ConvolutionInputs, held: torch.Tensor) -> torch.Tensor:
-    """The sums before the activation [n, channels]."""
+def _sums(inputs: ConvolutionInputs, held: torch.Tensor, reads: torch.Tensor) -> torch.Tensor:
+    """The sums before the activation [r, channels] of rows that read slots [r, kernel_size]."""
     wide = _wide(held)
-    bias = None if inputs.bias is None else inputs.bias.to(wide)
-    return _weighted(held, inputs.reads.slots, inputs.weight.to(wide), bias)
-
-
-def _weighted(
-    rows: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, first: torch.Tensor | None
-) -> torch.Tensor:
-    """The sum over columns of the rows that the table [r, kernel_size] names, times weights, and `first` [channels]."""
-    sums = first
-    for column, numbers in enumerate(table.unbind(1)):
-        part = rows.index_select(0, numbers) * weight[:, column]
-        sums = part if sums is None else sums + part
-    assert sums is not None
+    sums = held.new_zeros(len(reads), held.shape[1], dtype=wide)
+    if inputs.bias is not None:
+        sums += inputs.bias.to(wide)
+    for slots, column in zip(reads.unbind(1), inputs.weight.to(wide).unbind(1), strict=True):
+        sums += held.index_select(0, slots) * column
     return sums
+
+
+def _sums_backward(
+    inputs: ConvolutionInputs, held: torch.Tensor, reads: torch.Tensor, dout: torch.Tensor
+) -> torch.Tensor:
+    """The gradients of these sums, given those of the results [r, channels]."""
+    dsums = dout.to(_wide(dout))
+    if not inputs.silu:
+        return dsums
+    sums = _sums(inputs, held, reads)
+    gate = torch.sigmoid(sums)
+    return dsums * gate * (1 + sums * (1 - gate))
