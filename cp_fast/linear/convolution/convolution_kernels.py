@@ -52,7 +52,7 @@ class ConvolutionKernels(Protocol):
         ...
 
 
-_MOST = 16  # the kernel_size whose rows fit into registers
+_MOST = 16  # kernel_size: beyond it registers run out, and compiling takes long
 
 
 def choose_convolution(x: torch.Tensor, kernel_size: int, backend: str) -> ConvolutionKernels:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["backward", "edges_backward", "forward"]
 
-FORWARD = 128, 512, 8, 4  # rows and channels of a program, rows that it loads at once, and warps
-BACKWARD = 128, 256, 8, 4
+FORWARD = 64, 512, 8, 4  # rows and channels of a program, rows that it loads at once, and warps
+BACKWARD = 256, 512, 8, 4
 
 
 def forward(inputs: ConvolutionInputs) -> torch.Tensor:
