@@ -286,7 +286,7 @@ def test_the_speed_of_convolutions() -> None:
     record = json.loads((ROOT / "benchmarks" / "results" / "convolution_1x_h200.json").read_text())
     page, times = (ROOT / "docs" / "how_to" / "hybrid.md").read_text(), record["ms"]
     names = {
-        "ours": "cp_fast, contiguous, 32x128x4",
+        "ours": "cp_fast, contiguous",
         "flash-linear-attention, one sequence": "flash-linear-attention",
         "plain PyTorch": "cp_fast, contiguous, torch",
     }
@@ -294,3 +294,7 @@ def test_the_speed_of_convolutions() -> None:
         forward, both, *_ = times[name]
         assert f"| {title} | {forward:.3f} | {both:.3f} |" in page
     assert f"A copy of x takes {times['copy'][0]:.3f} ms" in page
+    assert f"copies, {times['copy'][1]:.3f} ms" in page
+    turns = record["kernels in turns"]["us"]
+    short, one = (turns[name]["now"][0][1] for name in ("320 documents of 102, dual_chunk", "one document, contiguous"))
+    assert f"the backward pass takes {short / one:.1f} times as long" in page
