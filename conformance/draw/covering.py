@@ -77,11 +77,8 @@ def _goals_in(found: tuple[Choice, ...]) -> set[Goal]:
 
 def _choices(capabilities: Capabilities, cp_sizes: Sequence[int]) -> dict[str, list[str]]:
     """The choices on every axis that are worth asking for."""
-    has, wishes, wished = (
-        capabilities.has,
-        capabilities.wishes,
-        {axis: list(names) for axis, (names, _) in AXES.items()},
-    )
+    has, wishes = capabilities.has, capabilities.wishes
+    wished = {axis: list(names) for axis, (names, _) in AXES.items()}
     for axis, asked in _ASKED.items():
         wished[axis] = [name for name in wished[axis] if name in ("none", "areas") or has(asked, name)]
     without = {

@@ -112,8 +112,8 @@ def compare(
         baseline: the same of `eager_attention`, on the same inputs in `dtype`.
         dtype: of q, k and v. (lse, max_logit and d_offset are float32 results for float16 and bfloat16.)
         rounded: the same of `rounded_results`. A kernel forms delta from an output that was rounded, which the
-        baseline
-            does not; where few keys are seen, and gradients are small differences, that error is the larger one.
+            baseline does not. Where few keys are seen, gradients are small differences, and that error is the larger
+            one.
 
     Returns:
         One row for each result in `fast`, in its order. `ok` is false for an error beyond a bound, for a NaN, for an

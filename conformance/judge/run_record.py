@@ -54,22 +54,28 @@ def readable(text: str) -> str:
 
 @dataclass(frozen=True)
 class Played:
-    """One problem, played once."""
+    """One problem, played once.
+
+    Attributes:
+        text: the argument of --repro: "Case(...)", "error ID", "special ID", "known ID", "helper ...", ...
+        findings: sentences; for unsupported and missing, the reason.
+        ratios: error / bound of the budget tier's "out max", "dq mean" and so on.
+        shrunk: the smallest failing problem found, and not one drawn.
+        cases: for a text that is a name: each "Case(...)" played, and its verdict, so that the tables can count it.
+        pairs: who saw whom: (query row, key row) of the global packed buffers, padding and tails counted. None if no
+            probe can tell.
+    """
 
     level: Level
     tier: str
-    text: str  # The argument of --repro: "Case(...)", "error ID", "special ID", "known ID", "helper ...", ...
+    text: str
     verdict: Verdict
-    findings: tuple[str, ...] = ()  # Sentences; for unsupported and missing, the reason.
-    ratios: dict[str, float] = field(
-        default_factory=dict
-    )  # Error / bound of the budget tier's "out max", "dq mean" and so on.
+    findings: tuple[str, ...] = ()
+    ratios: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
-    shrunk: bool = False  # The smallest failing problem found, and not one drawn.
-    cases: tuple[tuple[str, Verdict], ...] = ()  # For a text that is a name: each "Case(...)" played, and its verdict,
-    # so that the tables can count it.
-    pairs: tuple[tuple[int, int], ...] | None = None  # Who saw whom: (query row, key row) of the global packed
-    # buffers, padding and tails counted. None if no probe can tell.
+    shrunk: bool = False
+    cases: tuple[tuple[str, Verdict], ...] = ()
+    pairs: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         """Messages of other libraries can be printed and written."""

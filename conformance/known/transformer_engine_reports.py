@@ -13,9 +13,8 @@ _TE = "NVIDIA/TransformerEngine#"
 REPORTS: dict[str, Known] = {
     "te-3331": reported(
         _TE + "3331",
-        "p2p on packed sequences whose real length does not divide by 2 * cp_size mislabelled rows: "
-        "lengths were divided, "
-        "not counted; rows and gradients were wrong and differed from run to run.",
+        "p2p on packed sequences whose real length does not divide by 2 * cp_size mislabelled rows: lengths were "
+        "divided, not counted; rows and gradients were wrong and differed from run to run.",
         case(4, Sequence(13, 13, 16, 16), Sequence(30, 30, 32, 32), Sequence(7, 7, 8, 8), call="deterministic"),
         tiers=("logic", "probes", "determinism"),
     ),

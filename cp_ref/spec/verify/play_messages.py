@@ -39,13 +39,11 @@ class Sent(NamedTuple):
 
 @dataclass
 class _Rank:
-    """Where one rank is in its schedule."""
+    """Where one rank is in its schedule. `waiting`: verb, message, its number between the two ranks."""
 
     rank_schedule: RankSchedule
     step: int = 0
-    waiting: list[tuple[str, Message, int]] = field(
-        default_factory=list[tuple[str, Message, int]]
-    )  # verb, message, its number between the two ranks
+    waiting: list[tuple[str, Message, int]] = field(default_factory=list[tuple[str, Message, int]])
 
 
 class Play:
