@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations import token_batches
 from cp_fast.integrations.hugging_face.model_edge import edge_of
 from cp_ref.common.collective_calls import collective
+from cp_ref.spec import read_count, read_lengths
 
 __all__ = ["shard_batch"]
 
@@ -68,8 +70,8 @@ def _positions_said(batch: Any, first: int) -> Any:
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if (lengths := flat.get(name)) is None:
             continue
-        documents = (*lengths.flatten().diff().tolist(), 0)
-        said = torch.cat([torch.arange(n, device="cpu") for n in documents])[None]
+        ends = read_lengths(name, lengths.flatten() if isinstance(lengths, torch.Tensor) else lengths) or [0]
+        said = torch.cat([torch.arange(b - a, device="cpu") for a, b in pairwise([0, *ends])])[None]
         if said.shape != batch["input_ids"].shape:
             raise ValueError(f"{name} is of {said.shape[1]} tokens; input_ids is {list(batch['input_ids'].shape)}")
         if positions is not None and not torch.equal(said, positions.cpu()):
@@ -82,8 +84,11 @@ def _positions_said(batch: Any, first: int) -> Any:
             )
         return batch
     for name in ("max_length_q", "max_length_k"):
-        if name in flat and int(flat[name]) != int(positions.max()) + 1:
-            raise ValueError(f"{name} is {int(flat[name])}; the longest document has {int(positions.max()) + 1} tokens")
+        if name in flat:
+            given_longest = flat[name].item() if isinstance(flat[name], torch.Tensor) else flat[name]
+            longest = int(positions.max()) + 1
+            if read_count(name, given_longest, at_least=0) != longest:
+                raise ValueError(f"{name} is {given_longest}; the longest document has {longest} tokens")
     if (which := flat.get("seq_idx")) is not None:
         starts = which.diff(dim=-1).ne(0).cpu()
         if not torch.equal(starts, positions[:, 1:].cpu() == 0):

@@ -237,10 +237,14 @@ def test_batches_of_the_flattening_collator() -> None:
     for name, odd in (
         ("cu_seq_lens_q", torch.tensor([0, 9, 14, 19])),
         ("cu_seq_lens_k", torch.tensor([0, 9, 13])),
+        ("cu_seq_lens_q", torch.tensor([2, 11, 15, 21])),
+        ("cu_seq_lens_q", torch.tensor([0, 13, 9, 19])),
+        ("cu_seq_lens_q", [0, 9, 13, 19]),
         ("max_length_q", 12),
+        ("max_length_q", "9"),
         ("seq_idx", torch.zeros(1, 19, dtype=torch.int32)),
     ):
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises((ValueError, TypeError), match=name):
             ours.shard_batch({**flat, name: odd}, cp=cp)
     model = ours.prepare(tiny("RobertaForMaskedLM"), cp)
     flat = collate(position_ids_start=1)(rows)
