@@ -47,7 +47,7 @@ class ConvolutionKernels(Protocol):
     def edges_backward(self, inputs: ConvolutionInputs, dout: torch.Tensor, read_by: torch.Tensor) -> torch.Tensor:
         """The gradients of some rows [r, channels] from the own rows, wide.
 
-        read_by: the own rows that read each of them, by columns of the weight, int32 [r, kernel_size]; n for no row.
+        read_by: see `HaloTables.edges_read_by`.
         """
         ...
 

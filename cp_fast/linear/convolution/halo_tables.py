@@ -48,8 +48,8 @@ class Edges(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What n own rows read, and where runs of them end. A run is rows that lie together and follow on each other in one
-    document: each row but the first reads its neighbours, and the rows that the first one reads are before them.
+    """The rows that n own rows read, and the runs of own rows. A run is consecutive rows of one document that lie side
+    by side. A row of a run reads the rows before it in the run and, behind these, rows that the run's first row reads.
     """
 
     slots: torch.Tensor  # int32 [n, kernel_size]: the slots that each row reads, the last its own
@@ -66,8 +66,8 @@ class HaloTables:
         forward: (sends, receives) of each step with messages: rows of x are copied.
         reads: what each of n own rows reads.
         edges: the own rows whose gradients other ranks have a part of, int64, in order.
-        edges_read_by: the own rows that read each of the edges and, behind them, of the rows that arrive, by columns of
-            the weight, int32 [edges + arriving, kernel_size]; n for no row.
+        edges_read_by: the readers of each edge and, behind the edges, of each row that arrives, int32
+            [edges + arriving, kernel_size]. A reader is an own row for each column of the weight; n for no row.
         backward: the messages of the gradients of the rows in `edges_read_by`, which are added where they arrive.
     """
 

@@ -27,7 +27,7 @@ def backward(inputs: ConvolutionInputs, dout: torch.Tensor) -> tuple[torch.Tenso
     held = _held(inputs)
     dsums = _sums_backward(inputs, held, reads.slots, dout)
     dheld, dweight = dsums.new_zeros(held.shape), torch.empty_like(weight)
-    for column, slots in enumerate(reads.slots.unbind(1)):  # no two rows read one slot, but for the row of zeros
+    for column, slots in enumerate(reads.slots.unbind(1)):  # no two rows read one slot, except the row of zeros
         dheld.index_copy_(0, slots.long(), dheld.index_select(0, slots) + dsums * weight[:, column].to(dsums.dtype))
         dweight[:, column] = (dsums * held.index_select(0, slots)).sum(0)
     return dheld[: len(x)].to(x.dtype), dweight, None if bias is None else dsums.sum(0).to(bias.dtype)
