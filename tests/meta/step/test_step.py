@@ -13,9 +13,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import cp_fast
 from conformance.step import CAUSES, StepError, compare_step
+from conformance.step.step_command import app
 from tests.dist.workers import run_module
 from tests.meta.step_mutants.model import Shape, batch_of, build_of
 from tests.meta.step_mutants.table import MUTANTS, Mutant
@@ -112,20 +114,26 @@ def raises(cp: Any) -> Any:
     raise RuntimeError("no such model")
 
 
-def step(*arguments: str) -> tuple[int, str]:
+def words(*arguments: str) -> list[str]:
     here = "tests.meta.step.test_step:"
-    names = [here + word[1:] if word.startswith(":") else word for word in arguments]
-    return run_module(ROOT, "conformance", "step", *names)
+    return [here + word[1:] if word.startswith(":") else word for word in arguments]
 
 
 def test_the_command_says_right() -> None:
-    code, said = step(":four_layers", "--batch", ":of_four_layers", "--cp-size", "4", "--cp-comm-type", "a2a")
+    given = words(":four_layers", "--batch", ":of_four_layers", "--cp-size", "4", "--cp-comm-type", "a2a")
+    code, said = run_module(ROOT, "conformance", "step", *given)
     assert code == 0, said
     assert "step over 4 ranks, a2a, dual_chunk, float32: right" in said
 
 
 @pytest.mark.thorough
 def test_the_command_s_other_exit_codes() -> None:
+    """In this process: the steps' processes are forked from the server that is there."""
+
+    def step(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, words(*arguments))
+        return done.exit_code, done.output
+
     code, said = step(":silent", "--batch", ":of_four_layers")
     assert code == 1, said
     code, said = step(":raises", "--batch", ":of_four_layers")
