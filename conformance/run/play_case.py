@@ -16,11 +16,10 @@ from conformance.run.case_tensors import GlobalTensors, attention_arguments, pla
 from conformance.run.placement import assemble, slice_rows_of, take_slice
 from conformance.scores.score_arguments import score_arguments
 from cp_ref.spec import Problem, divisor, side_of
+from cp_ref.spec.layouts.named_layouts import LAYOUTS_OF_LENGTHS
 
 __all__ = ["Gathered", "lengths_to_cut", "local_slice", "named_results", "needs_plan", "play"]
 
-
-LAYOUTS_OF_LENGTHS = ("dual_chunk", "contiguous")  # Only a plan knows the others, such as tables.
 
 LIMITS_S = {"cpu": 20.0, "cuda": 55.0}
 """When ranks that do not finish one call are given up, in seconds: on a GPU, libraries compile kernels on first use.

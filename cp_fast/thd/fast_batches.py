@@ -15,7 +15,7 @@ from cp_ref.common.sharding.shard import shard
 from cp_ref.common.thd import declared_batches
 from cp_ref.common.thd.checks import check_given, check_lengths, check_room, check_tail
 from cp_ref.spec import QKV_FORMATS, check_choice, check_context
-from cp_ref.spec.layouts.slice_rows import check_known
+from cp_ref.spec.layouts.cuts import check_known
 
 __all__ = ["get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
 

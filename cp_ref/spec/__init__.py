@@ -43,9 +43,7 @@ from cp_ref.spec.groups.group import Group, PaperGroup, Parcel, Pending, agree, 
 from cp_ref.spec.groups.pair_group import PairGroup
 from cp_ref.spec.layouts.agreed_cut import agreed_cut
 from cp_ref.spec.layouts.compare_layouts import BatchCost, compare_layouts
-from cp_ref.spec.layouts.named_layouts import divisor, slice_rows, table_of
-from cp_ref.spec.layouts.roll_rows import Roll, roll_of
-from cp_ref.spec.layouts.slice_rows import (
+from cp_ref.spec.layouts.cuts import (
     Cut,
     planned_cut,
     planned_positions,
@@ -54,6 +52,8 @@ from cp_ref.spec.layouts.slice_rows import (
     sequences_of,
     slice_axis,
 )
+from cp_ref.spec.layouts.named_layouts import divisor, slice_rows, table_of
+from cp_ref.spec.layouts.roll_rows import Roll, roll_of
 from cp_ref.spec.linear.document_fragments import DocumentFragments, document_fragments
 from cp_ref.spec.linear.halos import halo_workload, make_halo, make_rank_halo
 from cp_ref.spec.linear.states import make_rank_states, make_states

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from cp_ref.spec.arguments.argument_words import MASKS, QKV_FORMATS
-from cp_ref.spec.arguments.read_problem import SCORE_OPTIONS, Sizes, read_sizes
+from cp_ref.spec.arguments.read_problem import SCORE_OPTIONS, read_sizes
 from cp_ref.spec.arguments.single_values import kind_of, read_choice, read_window
 from cp_ref.spec.layouts.named_layouts import slice_rows
 from cp_ref.spec.tables.problem import Problem
@@ -90,18 +90,14 @@ def check_global_lengths(problem: Problem, room: Any, q: Any, k: Any) -> None:
     """
     if room is not None or problem.qkv_format != "thd":
         return
-    lengths = problem.lengths
-    for side, name, tensor, slots, real in (
-        ("q", "q", q, lengths.slots_q, lengths.len_q),
-        ("kv", "k", k, lengths.slots_kv, lengths.len_kv),
-    ):
+    for name, side, tensor in (("q", "q", q), ("k", "kv", k)):
         rows = tensor.shape[0]
         if local_lengths(problem, side, rows):
-            which = f"cu_seqlens_{side}{'' if slots == real else '_padded'}"
             raise ValueError(
-                f"{which} ends at {rows}, and {name} has {rows} rows on this rank alone; cu_seqlens are global, so "
-                f"that of slices without a tail they end at {rows * problem.cp_size} on {problem.cp_size} ranks. Give "
-                f"the lengths of the whole batch. If {rows - slice_rows(problem, side)} rows of {name} are a tail, "
+                f"{_name_of_slots(problem, side)} ends at {rows}, and {name} has {rows} rows on this rank alone; "
+                "cu_seqlens are global, so that of slices without a tail they end at "
+                f"{rows * problem.cp_size} on {problem.cp_size} ranks. Give the lengths of the whole batch. "
+                f"If {rows - slice_rows(problem, side)} rows of {name} are a tail, "
                 f"give it another row, or make a plan with max_sequences and max_tokens_{side}"
             )
 
@@ -111,32 +107,31 @@ def local_lengths(problem: Problem, side: str, rows: int) -> bool:
     return rows == sum(problem.lengths.slots(side)) and rows > slice_rows(problem, side)
 
 
+def _name_of_slots(problem: Problem, side: str) -> str:
+    """The argument that gave the slots of one side."""
+    padded = problem.lengths.slots(side) != problem.lengths.tokens(side)
+    return f"cu_seqlens_{side}{'_padded' if padded else ''}"
+
+
 def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> None:
     """This rank's slices must have the shapes that the problem gives them; in thd they may be longer (a tail).
 
     Raises:
         ValueError, TypeError: naming the tensor, its shape and the expected one.
     """
-    got = read_sizes(q, k, v, problem.qkv_format, problem.cp_size)
-    wanted = Sizes(problem.heads_q, problem.heads_kv, problem.d_qk, problem.d_v, problem.dtype)
+    sizes = read_sizes(q, k, v, problem.qkv_format, problem.cp_size)
     for name in ("heads_q", "heads_kv", "d_qk", "d_v", "dtype"):
-        if getattr(got, name) != getattr(wanted, name):
-            raise ValueError(
-                f"{name} of q, k, v is {getattr(got, name)}, but the plan was made for {getattr(wanted, name)}"
-            )
-    lengths = problem.lengths
-    for name, side, tensor, slots, real in (
-        ("q", "q", q, lengths.slots_q, lengths.len_q),
-        ("k", "kv", k, lengths.slots_kv, lengths.len_kv),
-    ):
-        rows, shape = slice_rows(problem, side), list(tensor.shape)
+        got, wanted = getattr(sizes, name), getattr(problem, name)
+        if got != wanted:
+            raise ValueError(f"{name} of q, k, v is {got}, but the plan was made for {wanted}")
+    for name, side, tensor in (("q", "q", q), ("k", "kv", k)):
+        slots, rows, shape = problem.lengths.slots(side), slice_rows(problem, side), list(tensor.shape)
         if problem.qkv_format == "thd":
             if shape[0] < rows:
-                padded = "" if slots == real else "_padded"
                 raise ValueError(
-                    f"{name} has {shape[0]} tokens; by the global lengths, cu_seqlens_{side}{padded}, which end at "
-                    f"{sum(slots)}, rank {rank} of a group of {problem.cp_size} holds {rows} (more is a tail, fewer is "
-                    "a mistake)"
+                    f"{name} has {shape[0]} tokens; by the global lengths, {_name_of_slots(problem, side)}, which end "
+                    f"at {sum(slots)}, rank {rank} of a group of {problem.cp_size} holds {rows} (more is a tail, fewer "
+                    "is a mistake)"
                 )
             continue
         batch_axis, axis = (0, 1) if problem.qkv_format == "bshd" else (1, 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from cp_ref.spec.arguments.single_values import MOST, read_count
 from cp_ref.spec.groups.group import read_together
-from cp_ref.spec.layouts.slice_rows import Cut, read_cut
+from cp_ref.spec.layouts.cuts import Cut, read_cut
 
 __all__ = ["agreed_cut"]
 

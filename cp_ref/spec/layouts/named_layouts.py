@@ -17,6 +17,7 @@ from cp_ref.spec.tables.table import Column, starts_of
 from cp_ref.spec.tables.workload import areas_of
 
 __all__ = [
+    "LAYOUTS_OF_LENGTHS",
     "check_layout",
     "divisor",
     "padded_to_cut",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 LayoutTable = tuple[tuple[int, int, int, int], ...]
+LAYOUTS_OF_LENGTHS = ("dual_chunk", "contiguous")  # A plan alone knows the others.
 
 
 def slice_rows(problem: Problem, side: str) -> int:
@@ -58,18 +60,18 @@ def divisor(layout: str | LayoutTable, cp_size: int) -> int:
 
 def slots_of(problem: Problem) -> Ownership:
     """The slots that each rank holds."""
-    starts, layout = starts_of(problem.lengths.slots_q), problem.layout
+    starts, layout, cp_size = starts_of(problem.lengths.slots_q), problem.layout, problem.cp_size
     if isinstance(layout, str) and layout != "balanced":
         packed, same = problem.qkv_format == "thd", problem.lengths.slots_q == problem.lengths.slots_kv
-        q = slots_of_lengths(layout, starts, packed, problem.cp_size)
-        others = starts_of(problem.lengths.slots_kv)
-        return Ownership(problem.cp_size, q, q if same else slots_of_lengths(layout, others, packed, problem.cp_size))
+        q = slots_of_lengths(layout, starts, packed, cp_size)
+        kv = q if same else slots_of_lengths(layout, starts_of(problem.lengths.slots_kv), packed, cp_size)
+        return Ownership(cp_size, q, kv)
     if layout == "balanced":
         tokens = np.array(problem.lengths.len_q, dtype=np.int64)
-        own = balanced(starts, tokens, areas_of(problem), problem.cp_size)
+        own = balanced(starts, tokens, areas_of(problem), cp_size)
     else:
         own = _of_table(layout, starts)
-    return Ownership(problem.cp_size, own, own)
+    return Ownership(cp_size, own, own)
 
 
 def slots_of_lengths(layout: str, starts: Column, packed: bool, cp_size: int) -> Fragments:
@@ -141,7 +143,7 @@ def check_layout(problem: Problem) -> None:
     once.
     """
     layout, lengths = problem.layout, problem.lengths
-    if layout in ("dual_chunk", "contiguous"):
+    if layout in LAYOUTS_OF_LENGTHS:
         return
     if lengths.slots_q != lengths.slots_kv:
         raise ValueError(

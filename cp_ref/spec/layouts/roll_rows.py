@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_ref.spec.layouts.slice_rows import Cut
+from cp_ref.spec.layouts.cuts import Cut
 from cp_ref.spec.tables.table import Column
 
 __all__ = ["Roll", "roll_of"]

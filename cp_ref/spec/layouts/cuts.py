@@ -16,7 +16,7 @@ import numpy as np
 from cp_ref.spec.arguments.argument_words import QKV_FORMATS
 from cp_ref.spec.arguments.call_checks import check_plan_owner, check_settled
 from cp_ref.spec.arguments.single_values import check_choice, check_data, kind_of, read_count, read_lengths
-from cp_ref.spec.layouts.named_layouts import padded_to_cut, slice_rows, slots_of_lengths
+from cp_ref.spec.layouts.named_layouts import LAYOUTS_OF_LENGTHS, padded_to_cut, slice_rows, slots_of_lengths
 from cp_ref.spec.tables.ownership import Fragments
 from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.table import Column, ranges, starts_of
@@ -148,7 +148,7 @@ def planned_cut(problem: Problem, side: str, tail: int = 0) -> Cut:
     if problem.qkv_format == "thd":
         return _packed(problem.slots.side(side), rows, sum(slots), cp_size, sum(slots) + tail, True)
     size = max(slots, default=0)
-    if layout in ("dual_chunk", "contiguous"):
+    if isinstance(layout, str) and layout in LAYOUTS_OF_LENGTHS:
         fragments = slots_of_lengths(layout, starts_of([rows * cp_size]), False, cp_size)
         return Cut(fragments, cp_size, problem.qkv_format, size, rows)
     return Cut(problem.slots.side(side), cp_size, problem.qkv_format, size, rows, len(slots))
@@ -169,7 +169,7 @@ def _packed(fragments: Fragments, rows: int, total: int, cp_size: int, count: in
 
 def check_known(layout: Any) -> None:
     """Raise ValueError for a layout that the lengths alone do not decide."""
-    if layout not in ("dual_chunk", "contiguous"):
+    if layout not in LAYOUTS_OF_LENGTHS:
         named = "'balanced'" if isinstance(layout, str) else "of a table"
         raise ValueError(f"plan is None, but layout {named} is known to a plan alone; give plan=make_plan(...)")
 
