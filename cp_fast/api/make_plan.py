@@ -42,7 +42,9 @@ def make_plan(**arguments: Any) -> Plan:
         given = bind(plans.make_plan, arguments)
         agreement, backend, device = _read_plan_arguments(given)
         how = agreement, backend, device, custom, given["score_mod"]
-        return Made(agreement, prepared(cp, *how, linear=given["linear"]))
+        plan = prepared(cp, *how, linear=given["linear"])
+        _ = plan.position_ids  # made now: a compiled layer that asks for them first could not
+        return Made(agreement, plan)
 
     plan = agree_on(cp, make).plan
     if custom is None:

@@ -187,6 +187,7 @@ class Plan(OfThisProcess, plans.Plan):
         )
         for name in ("schedule", "position_ids", "linear_plan"):
             vars(self).pop(name, None)
+        _ = self.position_ids  # as `make_plan`
 
 
 class _Batch(NamedTuple):

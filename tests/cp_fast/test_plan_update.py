@@ -456,6 +456,21 @@ def test_a_compiled_layer_follows_the_plan() -> None:
     SimGroup(1).run(one)
 
 
+@pytest.mark.parametrize("room", [{}, ROOM], ids=["fixed", "updated"])
+def test_a_compiled_layer_may_be_the_first_to_ask_for_positions(room: dict[str, Any]) -> None:
+    def one(member: SimMember) -> None:
+        case = Case(1, "p2p", "dual_chunk", {}, ROOM, LONG, MANY)
+        plan = case.plan(case.context(member), LONG, **room)
+        compiled = torch.compile(lambda x, plan: x + plan.position_ids, fullgraph=True, backend="eager")
+        for batch in (LONG, MANY):
+            if room:
+                plan.update(cp=case.context(member), **batch.arguments())
+            found = compiled(torch.zeros(()), plan)
+            assert torch.equal(found, plan.position_ids.float())
+
+    SimGroup(1).run(one)
+
+
 def test_plans_without_room_are_not_updated() -> None:
     def one(member: SimMember) -> None:
         case = typical()
