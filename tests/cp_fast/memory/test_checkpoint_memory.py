@@ -44,7 +44,7 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     account = Host()
-    monkeypatch.setattr(offload, "on_host", account.give)
+    monkeypatch.setattr(offload, "host_memory_for", account.give)
     yield account
     gc.collect()
     assert account.now == 0  # nothing outlives its step
