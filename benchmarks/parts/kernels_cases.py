@@ -189,8 +189,8 @@ def exchange(tokens: int, heads: int, dim: int, cp_size: int, to_front: bool, ta
 
         def run(k: Kernels) -> object:
             if to_front:
-                return k.gather_heads(whole, rows, firsts, part)
-            return k.scatter_heads_(whole, parts, rows, firsts, False)
+                return k.gather_heads([whole], rows, firsts, [part])[0]
+            return k.scatter_heads_([whole], [parts], rows, firsts)
 
         def check(k: Kernels) -> None:
             got = run(k)

@@ -59,19 +59,24 @@ class Kernels(Protocol):
         """
         ...
 
-    def gather_heads(self, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], heads: int) -> torch.Tensor:
-        """Gather x [t, h, ...] into [p, n, heads, ...] with [i] = x[rows, first_heads[i] : first_heads[i] + heads]: the
-        rows to send in an all-to-all, gathered and transposed in one pass. Head ranges may overlap (replicated K/V
-        heads).
+    def gather_heads(
+        self, xs: Sequence[torch.Tensor], rows: Rows, first_heads: Sequence[int], heads: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Gather each x [t, h, ...] into [p, n, heads, ...]: the rows to send in an all-to-all, gathered and transposed
+        in one pass.
+
+        Args:
+            first_heads: p numbers for each x, one tensor after the other. Of x these are f: its result has [i] =
+                x[rows, f[i] : f[i] + heads]. Head ranges may overlap (replicated K/V heads).
+            heads: of each x's result.
         """
         ...
 
     def scatter_heads_(
-        self, out: torch.Tensor, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], add: bool
+        self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows, first_heads: Sequence[int]
     ) -> None:
-        """The inverse: out[rows, first_heads[i] : first_heads[i] + heads] = x[i], or += the sum over the i that
-        hold a head, in order of i, with add (out in float32 or float64). x [p, n, heads, ...]. Without add the head
-        ranges are distinct. Nothing else of out is written.
+        """The inverse: out[rows, f[i] : f[i] + heads] = x[i] for each x [p, n, heads, ...]. The head ranges of an out
+        are distinct. Nothing else of it is written.
         """
         ...
 

@@ -76,13 +76,15 @@ class NativeKernels(Kernels):
         if outs:
             self._scatter(outs, xs, add, *_map(rows, outs[0].shape[0]))
 
-    def gather_heads(self, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], heads: int) -> torch.Tensor:
-        return self._gather_heads(x, first_heads, heads, *_map(rows, x.shape[0]))
+    def gather_heads(
+        self, xs: Sequence[torch.Tensor], rows: Rows, first_heads: Sequence[int], heads: Sequence[int]
+    ) -> list[torch.Tensor]:
+        return self._gather_heads(xs, first_heads, heads, *_map(rows, xs[0].shape[0]))
 
     def scatter_heads_(
-        self, out: torch.Tensor, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], add: bool
+        self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows, first_heads: Sequence[int]
     ) -> None:
-        self._scatter_heads(out, x, first_heads, add, *_map(rows, out.shape[0]))
+        self._scatter_heads(outs, xs, first_heads, *_map(rows, outs[0].shape[0]))
 
     def merge_(
         self,

@@ -15,8 +15,8 @@
   OP(row_indices, "(int tokens, " MAP ") -> Tensor")                                              \
   OP(gather, "(Tensor[] xs, " MAP ") -> Tensor[]")                                                \
   OP(scatter_, "(Tensor(a!)[] outs, Tensor[] xs, bool add, " MAP ") -> ()")                       \
-  OP(gather_heads, "(Tensor x, int[] first_heads, int heads, " MAP ") -> Tensor")                 \
-  OP(scatter_heads_, "(Tensor(a!) out, Tensor x, int[] first_heads, bool add, " MAP ") -> ()")    \
+  OP(gather_heads, "(Tensor[] xs, int[] first_heads, int[] heads, " MAP ") -> Tensor[]")          \
+  OP(scatter_heads_, "(Tensor(a!)[] outs, Tensor[] xs, int[] first_heads, " MAP ") -> ()")        \
   OP(merge_,                                                                                      \
      "(Tensor(a!) out, Tensor(b!) lse, Tensor out_step, Tensor lse_step, bool final, " MAP ") -> ()")
 

@@ -24,15 +24,10 @@ void move_rows(const Move* moves, int64_t count, RowMap rows, bool scatter, Stre
 
 // parts[i][j] = whole[rows[j]], heads first_heads[i] to first_heads[i] + heads - 1; with `scatter` the inverse. The rows
 // are given.
-void move_heads(HeadMove move, RowMap rows, bool scatter, Stream);
+void move_heads(const HeadMove* moves, int64_t count, RowMap rows, bool scatter, Stream);
 
 // to[rows[i]] = from[i] of another dtype, or += with `add`
 void put_values(const Pair* pairs, int64_t count, RowMap rows, bool add, Stream);
-
-// out [t, h, d] (f32 or f64); parts[i], i < count, are [n, heads, d] at parts.data + i * part_stride elements. For
-// every head, out + x[i] + x[i'] + ... in order of i, in `wide`, rounded once. The rows are given.
-void add_heads(Values out, Values parts, int64_t part_stride, const int64_t* first_heads, int64_t count, RowMap rows,
-               Stream);
 
 // ---- merge
 

@@ -85,7 +85,7 @@ inline void scatter_(Tensors outs, Tensors xs, bool add, CP_MAP) {
 }
 
 // Heads of `whole` [t, h, ...] and parts [p, n, heads, ...]; the axes after the heads are contiguous on both sides.
-inline HeadMove head_move(const Operand& whole, const Operand& parts, const Ints& first_heads) {
+inline HeadMove head_move(const Operand& whole, const Operand& parts, const int64_t* first_heads) {
   int64_t dim = 1, heads = parts.sizes[2];
   for (int64_t i = whole.ndim() - 1; i >= 2; --i) {
     for (auto* x : {&whole, &parts}) {
@@ -96,10 +96,11 @@ inline HeadMove head_move(const Operand& whole, const Operand& parts, const Ints
     }
     dim *= whole.sizes[i];
   }
-  for (int64_t first : first_heads)
-    if (first < 0 || first > whole.sizes[1] - heads)
-      value_error("first_heads are " + text(first_heads) + "; each plus " + std::to_string(heads) +
-                  " heads must be at most the " + std::to_string(whole.sizes[1]) + " heads of " + whole.name);
+  for (int64_t i = 0; i < parts.sizes[0]; ++i)
+    if (first_heads[i] < 0 || first_heads[i] > whole.sizes[1] - heads)
+      value_error("first_heads are " + text(Ints(first_heads, first_heads + parts.sizes[0])) + "; each plus " +
+                  std::to_string(heads) + " heads must be at most the " + std::to_string(whole.sizes[1]) +
+                  " heads of " + whole.name);
   return HeadMove{whole.data,
                   whole.strides[0] * whole.item,
                   whole.strides[1] * whole.item,
@@ -109,59 +110,75 @@ inline HeadMove head_move(const Operand& whole, const Operand& parts, const Ints
                   parts.strides[2] * parts.item,
                   dim * whole.item,
                   heads,
-                  static_cast<int64_t>(first_heads.size()),
-                  first_heads.data()};
+                  parts.sizes[0],
+                  first_heads};
 }
 
-inline RowMap given_rows(Call& call, const MapArguments& given, int64_t tokens) {
-  RowMap rows = row_map(call, given, tokens, true);
+// The rows of tensors [t, h, ...] whose heads are moved.
+inline RowMap rows_of_heads(Call& call, const std::vector<Operand>& xs, const MapArguments& given) {
+  for (const Operand& x : xs)
+    if (x.ndim() < 2) x.refuse("[t, h, ...]");
+  RowMap rows = row_map(call, given, common_tokens(xs), true);
   if (!rows.given()) refuse_map("lengths; rows of heads must be given");
   return rows;
 }
 
-inline Tensor gather_heads(Tensor x_, Ints first_heads, int64_t heads, CP_MAP) {
-  Call call;
-  Operand x = call.operand("x", x_);
-  if (x.ndim() < 2) x.refuse("[t, h, ...]");
-  if (heads < 0) value_error("heads is " + std::to_string(heads) + "; it must be at least 0");
-  RowMap rows = given_rows(call, CP_MAP_ARGUMENTS, x.sizes[0]);
-  Sizes sizes{static_cast<int64_t>(first_heads.size()), rows.count, heads};
-  sizes.insert(sizes.end(), x.sizes.begin() + 2, x.sizes.end());
-  Operand made = call.result(x, sizes);
-  HeadMove move = head_move(x, made, first_heads);
-  if (!made.empty()) device::move_heads(move, rows, false, call.stream());
-  return made.tensor;
+// How many ranges of heads each of `tensors` tensors has.
+inline int64_t ranges_of(const Ints& first_heads, size_t tensors) {
+  if (tensors == 0 || first_heads.size() % tensors)
+    value_error(std::to_string(first_heads.size()) + " first_heads of " + std::to_string(tensors) +
+                " tensors; there must be tensors, each with as many");
+  return static_cast<int64_t>(first_heads.size() / tensors);
 }
 
-inline void scatter_heads_(Tensor out_, Tensor x_, Ints first_heads, bool add, CP_MAP) {
+inline Tensors gather_heads(Tensors xs, Ints first_heads, Ints heads, CP_MAP) {
   Call call;
-  Operand out = call.written("out", out_), x = call.operand("x", x_);
-  if (out.ndim() < 2) out.refuse("[t, h, ...]");
-  RowMap rows = given_rows(call, CP_MAP_ARGUMENTS, out.sizes[0]);
-  Sizes rule{static_cast<int64_t>(first_heads.size()), rows.count, x.ndim() > 2 ? x.sizes[2] : 0};
-  rule.insert(rule.end(), out.sizes.begin() + 2, out.sizes.end());
-  if (x.sizes != rule)
-    value_error(x.shape() + "; with " + out.shape() + " it must be " + text(rule) + ", [p, n, heads, ...]");
-  if (add) {
-    out.accumulator();
-    x.floating();
-  } else {
-    if (x.dtype != out.dtype) type_error(x.shape() + ", " + out.shape() + "; they must have the same dtype");
-    Ints sorted = first_heads;
-    std::sort(sorted.begin(), sorted.end());
-    for (size_t i = 1; i < sorted.size(); ++i)
-      if (sorted[i] < sorted[i - 1] + x.sizes[2])
-        value_error("first_heads are " + text(first_heads) + " with " + std::to_string(x.sizes[2]) +
-                    " heads each; without add they must not overlap");
+  auto given = call.operands("xs", xs);
+  RowMap rows = rows_of_heads(call, given, CP_MAP_ARGUMENTS);
+  const int64_t ranges = ranges_of(first_heads, given.size());
+  if (heads.size() != given.size())
+    value_error(std::to_string(heads.size()) + " heads for " + std::to_string(given.size()) + " xs; one for each");
+  Tensors results;
+  std::vector<HeadMove> moves;
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (heads[i] < 0) value_error("heads is " + std::to_string(heads[i]) + "; it must be at least 0");
+    Sizes sizes{ranges, rows.count, heads[i]};
+    sizes.insert(sizes.end(), given[i].sizes.begin() + 2, given[i].sizes.end());
+    Operand made = call.result(given[i], sizes);
+    HeadMove move = head_move(given[i], made, first_heads.data() + i * ranges);
+    if (!made.empty()) moves.push_back(move);
+    results.push_back(made.tensor);
   }
-  HeadMove move = head_move(out, x, first_heads);
-  if (x.empty()) return;
-  if (!add) return device::move_heads(move, rows, true, call.stream());
-  int64_t dim = 1;
-  for (int64_t i = 2; i < out.ndim(); ++i) dim *= out.sizes[i];
-  Values to{out.data, out.floating(), out.sizes[0], out.sizes[1], dim, out.strides[0], out.strides[1]};
-  Values from{x.data, x.floating(), x.sizes[1], x.sizes[2], dim, x.strides[1], x.strides[2]};
-  device::add_heads(to, from, x.strides[0], first_heads.data(), move.count, rows, call.stream());
+  device::move_heads(moves.data(), static_cast<int64_t>(moves.size()), rows, false, call.stream());
+  return results;
+}
+
+inline void scatter_heads_(Tensors outs, Tensors xs, Ints first_heads, CP_MAP) {
+  Call call;
+  auto targets = call.operands("outs", outs, true), given = call.operands("xs", xs);
+  if (targets.size() != given.size())
+    value_error(std::to_string(targets.size()) + " outs and " + std::to_string(given.size()) +
+                " xs; there must be as many");
+  RowMap rows = rows_of_heads(call, targets, CP_MAP_ARGUMENTS);
+  const int64_t ranges = ranges_of(first_heads, given.size());
+  std::vector<HeadMove> moves;
+  for (size_t i = 0; i < given.size(); ++i) {
+    const Operand &out = targets[i], &x = given[i];
+    Sizes rule{ranges, rows.count, x.ndim() > 2 ? x.sizes[2] : 0};
+    rule.insert(rule.end(), out.sizes.begin() + 2, out.sizes.end());
+    if (x.sizes != rule)
+      value_error(x.shape() + "; with " + out.shape() + " it must be " + text(rule) + ", [p, n, heads, ...]");
+    if (x.dtype != out.dtype) type_error(x.shape() + ", " + out.shape() + "; they must have the same dtype");
+    Ints sorted(first_heads.begin() + i * ranges, first_heads.begin() + (i + 1) * ranges), firsts = sorted;
+    std::sort(sorted.begin(), sorted.end());
+    for (size_t n = 1; n < sorted.size(); ++n)
+      if (sorted[n] < sorted[n - 1] + x.sizes[2])
+        value_error("first_heads are " + text(firsts) + " with " + std::to_string(x.sizes[2]) +
+                    " heads each; they must not overlap");
+    HeadMove move = head_move(out, x, first_heads.data() + i * ranges);
+    if (!x.empty()) moves.push_back(move);
+  }
+  device::move_heads(moves.data(), static_cast<int64_t>(moves.size()), rows, true, call.stream());
 }
 
 inline void check_shape(const Operand& x, const Sizes& rule) {

@@ -120,33 +120,40 @@ void move_rows(const Move* moves, int64_t count, RowMap rows, bool scatter, Stre
   }
 }
 
-void move_heads(HeadMove m, RowMap rows, bool scatter, Stream stream) {
-  if (m.count == 0 || rows.count == 0 || m.heads == 0 || m.head_bytes == 0) return;
-  int64_t whole_head = m.whole_head;  // the head ranges begin at multiples of it
-  if (m.whole_head == m.head_bytes && m.part_head == m.head_bytes) m.head_bytes *= m.heads, m.heads = 1;
-  Move sides{m.whole, m.parts, m.whole_row, m.part_row, 1, m.whole_head, m.part_head, m.head_bytes};
-  int access = access_bytes(sides);
-  while (m.part % access != 0 || whole_head % access != 0) access /= 2;
-  for (int64_t done = 0; done < m.count; done += kGroups) {
+void move_heads(const HeadMove* moves, int64_t count, RowMap rows, bool scatter, Stream stream) {
+  for (int64_t i = 0, done = 0; i < count;) {  // `done`: the head ranges of move i in earlier launches
     MoveJob job{};
     Heads heads{};
-    int64_t groups = std::min<int64_t>(kGroups, m.count - done);
-    for (int64_t g = 0; g < groups; ++g) heads.first[g] = static_cast<int32_t>(m.first_heads[done + g]);
+    Shape shapes[kTensors];
     job.plan = plan_of(rows, scatter);
-    job.parts = 1;
-    Part& part = job.part[0];
-    char* parts = m.parts + done * m.part;
-    part.from = scatter ? parts : m.whole;
-    part.to = scatter ? m.whole : parts;
-    part.from_row = scatter ? m.part_row : m.whole_row;
-    part.to_row = scatter ? m.whole_row : m.part_row;
-    part.from_group = scatter ? m.part : 0;
-    part.to_group = scatter ? 0 : m.part;
-    part.from_head = scatter ? m.part_head : m.whole_head;
-    part.to_head = scatter ? m.whole_head : m.part_head;
-    part.head_bytes = m.head_bytes;
-    Shape shape{rows.count, groups, m.heads};
-    launch(job, &shape, access, heads, stream, rows.helper);
+    int access = 16, ranges = 0;
+    while (i < count && job.parts < kTensors && ranges < kGroups) {
+      HeadMove m = moves[i];
+      int64_t whole_head = m.whole_head;  // the head ranges begin at multiples of it
+      if (m.whole_head == m.head_bytes && m.part_head == m.head_bytes) m.head_bytes *= m.heads, m.heads = 1;
+      access = std::min(access, access_bytes(Move{m.whole, m.parts, m.whole_row, m.part_row, 1, m.whole_head,
+                                                  m.part_head, m.head_bytes}));
+      while (m.part % access != 0 || whole_head % access != 0) access /= 2;
+      const int64_t here = std::min<int64_t>(kGroups - ranges, m.count - done);
+      char* parts = m.parts + done * m.part;
+      Part& part = job.part[job.parts];
+      part = Part{};
+      part.from = scatter ? parts : m.whole;
+      part.to = scatter ? m.whole : parts;
+      part.from_row = scatter ? m.part_row : m.whole_row;
+      part.to_row = scatter ? m.whole_row : m.part_row;
+      part.from_group = scatter ? m.part : 0;
+      part.to_group = scatter ? 0 : m.part;
+      part.from_head = scatter ? m.part_head : m.whole_head;
+      part.to_head = scatter ? m.whole_head : m.part_head;
+      part.head_bytes = m.head_bytes;
+      part.first_group = ranges;
+      shapes[job.parts++] = {rows.count, here, m.heads};
+      for (int64_t g = 0; g < here; ++g) heads.first[ranges++] = static_cast<int32_t>(m.first_heads[done + g]);
+      done += here;
+      if (done == m.count) ++i, done = 0;
+    }
+    launch(job, shapes, access, heads, stream, rows.helper);
   }
 }
 

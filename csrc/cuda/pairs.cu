@@ -1,5 +1,4 @@
-// Scatters of numbers: rows of one tensor added to, or converted into, rows of another of any float dtype; add_heads:
-// the sum over the parts from an all-to-all.
+// Scatters of numbers: rows of one tensor added to, or converted into, rows of another of any float dtype.
 #include "entry_points.h"
 #include "include/row_plan.cuh"
 #include "include/typed.cuh"
@@ -12,7 +11,6 @@ constexpr int kThreads = 256;
 constexpr int kUnroll = 4;
 constexpr int kVectors = kThreads * kUnroll * 2;  // of a block, about
 constexpr int kPairs = 4;                         // of one launch
-constexpr int kGroups = 256;                      // parts of one launch of add_heads
 
 struct PairPart {
   Values to, from;
@@ -116,50 +114,6 @@ void launch(const Pair* pairs, int64_t count, PairJob job, Stream stream, const 
   }
 }
 
-struct HeadsJob {
-  RowPlan plan;
-  Values out, parts;
-  int64_t part_stride;
-  Divider by_row, by_head;  // vectors
-  int32_t groups, heads;
-  int32_t first[kGroups];
-};
-
-// A thread's vector of out: read once, all parts that hold its head added in their order, written once.
-template <typename E>
-__global__ void __launch_bounds__(kThreads) add_heads_kernel(const __grid_constant__ HeadsJob job) {
-  __shared__ int64_t rows[kWarp];
-  constexpr int kVector = E::kVector;
-  const int row_vectors = static_cast<int>(job.by_row.divisor), head_vectors = static_cast<int>(job.by_head.divisor);
-  const int tile_rows = min(max(kVectors / row_vectors, 1), kWarp);
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * tile_rows;
-  const int count = static_cast<int>(min(static_cast<int64_t>(tile_rows), job.plan.count - first));
-  if (threadIdx.x < kWarp) {
-    rows[threadIdx.x] =
-        look_up<false>(job.plan, first + min(static_cast<int>(threadIdx.x), count - 1), threadIdx.x).row;
-  }
-  __syncthreads();
-  for (int vector = threadIdx.x; vector < count * row_vectors; vector += kThreads) {
-    const int i = job.by_row.of(vector), inside = vector - i * row_vectors, head = job.by_head.of(inside);
-    const int offset = (inside - head * head_vectors) * kVector;
-    if (rows[i] < 0) continue;
-    const int64_t at = rows[i] * job.out.row_stride + head * job.out.head_stride + offset;
-    const int64_t part = (first + i) * job.parts.row_stride + offset;
-    decltype(E::load_to(job.out, 0)) sum;
-    bool held = false;
-    for (int g = 0; g < job.groups; ++g) {
-      const int inner = head - job.first[g];
-      if (inner < 0 || inner >= job.heads) continue;
-      const auto x = E::load_from(job.parts, part + g * job.part_stride + inner * job.parts.head_stride);
-      if (!held) sum = E::load_to(job.out, at);
-      held = true;
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) sum.x[k] += x.x[k];
-    }
-    if (held) E::store_to(job.out, at, sum);
-  }
-}
-
 }  // namespace
 
 void put_values(const Pair* pairs, int64_t count, RowMap rows, bool add, Stream stream) {
@@ -167,34 +121,6 @@ void put_values(const Pair* pairs, int64_t count, RowMap rows, bool add, Stream 
   job.plan = plan_of(rows, true);
   job.add = add;
   launch(pairs, count, job, stream, rows.helper);
-}
-
-void add_heads(Values out, Values parts, int64_t part_stride, const int64_t* first_heads, int64_t count, RowMap rows,
-               Stream stream) {
-  if (rows.count == 0 || out.heads == 0 || out.dim == 0 || parts.heads == 0) return;
-  bool parts_in_fours = (part_stride * size_of(parts.dtype)) % (4 * size_of(parts.dtype)) == 0;
-  Values checked = parts;
-  if (!parts_in_fours) checked.row_stride |= 1;  // then elements go one by one
-  for (int64_t done = 0; done < count; done += kGroups) {
-    visit_elements(out, checked, false, [&](auto elements) {
-      using E = decltype(elements);
-      HeadsJob job{};
-      job.plan = plan_of(rows, true);
-      job.out = out, job.parts = parts;
-      job.parts.data = static_cast<char*>(parts.data) + done * part_stride * size_of(parts.dtype);
-      job.part_stride = part_stride;
-      int64_t head_vectors = out.dim / E::kVector, row_vectors = head_vectors * out.heads;
-      if (row_vectors > INT_MAX / 2) throw std::runtime_error("ValueError: scatter_heads_: a row has too many elements");
-      job.by_row = Divider::by(row_vectors), job.by_head = Divider::by(head_vectors);
-      job.groups = static_cast<int32_t>(std::min<int64_t>(kGroups, count - done));
-      job.heads = static_cast<int32_t>(parts.heads);
-      for (int g = 0; g < job.groups; ++g) job.first[g] = static_cast<int32_t>(first_heads[done + g]);
-      int64_t tile_rows = std::clamp<int64_t>(kVectors / row_vectors, 1, kWarp);
-      int64_t blocks = divide_up(rows.count, tile_rows);
-      add_heads_kernel<E><<<grid_of(blocks, rows.helper), kThreads, 0, stream_of(stream)>>>(job);
-    });
-    check_launch(rows.helper);
-  }
 }
 
 }  // namespace cuda

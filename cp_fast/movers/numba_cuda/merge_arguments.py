@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.movers.numba_cuda.launch_plans import Plan
-from cp_fast.movers.numba_cuda.merge_kernels import add_heads_kernel, pairs_kernel
+from cp_fast.movers.numba_cuda.merge_kernels import pairs_kernel
 from cp_fast.movers.numba_cuda.move_arguments import fold, log_lanes, rows_per_block
 from cp_fast.movers.numba_cuda.move_kernels import FIELDS
 from cp_fast.movers.numba_cuda.numba_launch import launch
 from cp_fast.movers.numba_cuda.weight_kernels import PIECES, weigh_kernel
 
-__all__ = ["add_heads_", "pairs_", "weigh_"]
+__all__ = ["pairs_", "weigh_"]
 
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64"}
 
@@ -68,21 +68,6 @@ def pairs_(plan: Plan, add: bool, pairs: Sequence[tuple[torch.Tensor, torch.Tens
         block = rows_per_block(max(row.heads * row.dim for row in rows) * group[0][0].element_size())
         arguments = tuple(table), plan.numbers, plan.count, block
         launch(kernel, group[0][0].device, -(-plan.count // block), *arguments, layers=len(rows))
-
-
-def add_heads_(plan: Plan, out: torch.Tensor, x: torch.Tensor, first_heads: tuple[int, ...]) -> None:
-    """x [p, n, heads, ...] added to heads of out [t, h, ...], whose axes behind the heads are dense."""
-    target, parts = out.flatten(2) if out.ndim > 2 else out[..., None], x.flatten(3) if x.ndim > 3 else x[..., None]
-    dtypes = DTYPES[out.dtype], DTYPES[x.dtype]
-    size, step_size, dim = out.element_size(), x.element_size(), target.shape[2]
-    ends = [(out.data_ptr(), out.dtype), (x.data_ptr(), x.dtype)]
-    width = _width(ends, [dim, *target.stride()[:2], *parts.stride()[:3]])
-    kernel = add_heads_kernel(plan.helper, plan.kind, *dtypes, _wide(*dtypes), width)
-    block = rows_per_block(target.shape[1] * dim * size)
-    shape = plan.count, block, target.shape[1], parts.shape[2], dim, log_lanes(-(-dim // width))
-    to = out.data_ptr(), target.stride(0) * size, target.stride(1) * size
-    source = x.data_ptr(), *(stride * step_size for stride in parts.stride()[:3])
-    launch(kernel, out.device, -(-plan.count // block), first_heads, plan.numbers, *shape, *to, *source)
 
 
 def weigh_(

@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportOptionalSubscript=false, reportAttributeAccessIssue=false
 # (kernels are compiled by Numba: their types are not Python's)
-"""The kernels that add: pairs of tensors added or converted, and heads from several ranks.
+"""The kernel that adds: pairs of tensors, added or converted.
 
 Blocks work as in `move_kernels`: rows are looked up once, by one thread each. Numbers are read four at a time if
 addresses allow (`width` 4), widened to `wide`, and rounded once, at the store.
@@ -18,7 +18,7 @@ from cp_fast.movers.numba_cuda.address.memory import divide, fault, load_values,
 from cp_fast.movers.numba_cuda.move_kernels import FIELDS, INDEX_RULE, LENGTHS_RULE, THREADS
 from cp_fast.movers.numba_cuda.row_maps_on_gpu import plan_is_right, row_map
 
-__all__ = ["SIZES", "add_heads_kernel", "pairs_kernel"]
+__all__ = ["SIZES", "pairs_kernel"]
 
 SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 
@@ -75,76 +75,6 @@ def pairs_kernel(helper: str, kind: str, add: bool, dtype: str, step_dtype: str,
                         b += f
                         c += g
                         d += h
-                    store(t + element * size, a, b, c, d)
-                    element += lanes * width
-            piece += THREADS >> log_lanes
-
-    return kernel
-
-
-@lru_cache
-def add_heads_kernel(helper: str, kind: str, dtype: str, step_dtype: str, wide: str, width: int) -> Any:
-    """kernel(firsts, plan, count, rows, heads, part_heads, dim, log_lanes, target, target_row, target_head, source,
-    part, source_row, source_head): to every head the parts that hold it, in order; strides in bytes.
-    """
-    load, load_step = load_values(dtype, wide, width), load_values(step_dtype, wide, width)
-    store = store_values(dtype, wide, width)
-    size, step_size = SIZES[dtype], SIZES[step_dtype]
-    mapped, by_index = row_map(kind), kind == "index"
-    fail = fault(f"cp_fast {helper}: {INDEX_RULE}")
-
-    @cuda.jit
-    def kernel(
-        firsts,
-        plan,
-        count,
-        rows,
-        heads,
-        part_heads,
-        dim,
-        log_lanes,
-        target,
-        target_row,
-        target_head,
-        source,
-        part,
-        source_row,
-        source_head,
-    ):
-        found = cuda.shared.array(THREADS, int64)
-        thread = cuda.threadIdx.x
-        first = cuda.blockIdx.x * rows
-        here = min(rows, count - first)
-        if thread < here:
-            row = mapped(first + thread, plan, -1)
-            if by_index and row < 0:
-                fail()
-            found[thread] = row
-        cuda.syncthreads()
-        lanes = 1 << log_lanes
-        pieces = here * heads
-        piece = thread >> log_lanes
-        while piece < pieces:
-            row = divide(piece, heads)
-            head = piece - row * heads
-            other = found[row]
-            held = False
-            for i in range(len(firsts)):
-                if firsts[i] <= head and head < firsts[i] + part_heads:
-                    held = True
-            if other >= 0 and held:
-                t = target + other * target_row + head * target_head
-                element = (thread & (lanes - 1)) * width
-                while element < dim:
-                    a, b, c, d = load(t + element * size)
-                    for i in range(len(firsts)):
-                        if firsts[i] <= head and head < firsts[i] + part_heads:
-                            s = source + i * part + (first + row) * source_row + (head - firsts[i]) * source_head
-                            e, f, g, h = load_step(s + element * step_size)
-                            a += e
-                            b += f
-                            c += g
-                            d += h
                     store(t + element * size, a, b, c, d)
                     element += lanes * width
             piece += THREADS >> log_lanes

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from cp_fast.movers.lengths_map import LengthsMap
 from cp_fast.movers.numba_cuda.index_kernel import indices_kernel
 from cp_fast.movers.numba_cuda.launch_plans import move, plan_of
-from cp_fast.movers.numba_cuda.merge_arguments import add_heads_, pairs_, weigh_
+from cp_fast.movers.numba_cuda.merge_arguments import pairs_, weigh_
 from cp_fast.movers.numba_cuda.move_arguments import moves_of
 from cp_fast.movers.numba_cuda.move_kernels import THREADS
 from cp_fast.movers.numba_cuda.numba_launch import launch
@@ -50,25 +50,21 @@ class NumbaKernels:
         move(plan, True, [m for out, x in same if x.numel() for m in moves_of(x, out)], outs[0].device)
         pairs_(plan, add, pairs if add else [(out, x) for out, x in pairs if out.dtype != x.dtype])
 
-    def gather_heads(self, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], heads: int) -> torch.Tensor:
-        plan = plan_of("gather_heads", rows, x.shape[0])
-        out = x.new_empty(len(first_heads), plan.count, heads, *x.shape[2:])
-        parts = zip(out, first_heads, strict=True)
-        if out.numel():
-            move(plan, False, [m for part, n in parts for m in moves_of(x[:, n : n + heads], part)], x.device)
-        return out
+    def gather_heads(
+        self, xs: Sequence[torch.Tensor], rows: Rows, first_heads: Sequence[int], heads: Sequence[int]
+    ) -> list[torch.Tensor]:
+        plan, parts = plan_of("gather_heads", rows, xs[0].shape[0]), len(first_heads) // len(xs)
+        outs = [x.new_empty(parts, plan.count, n, *x.shape[2:]) for x, n in zip(xs, heads, strict=True)]
+        moves = [m for x, out, n in _heads(xs, outs, first_heads) for m in moves_of(x[:, n : n + out.shape[1]], out)]
+        move(plan, False, moves, xs[0].device)
+        return outs
 
     def scatter_heads_(
-        self, out: torch.Tensor, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], add: bool
+        self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows, first_heads: Sequence[int]
     ) -> None:
-        plan, heads = plan_of("scatter_heads_", rows, out.shape[0]), x.shape[2]
-        if not x.numel():
-            return
-        if add:
-            add_heads_(plan, out, x, tuple(first_heads))
-            return
-        parts = zip(x, first_heads, strict=True)
-        move(plan, True, [m for part, n in parts for m in moves_of(part, out[:, n : n + heads])], out.device)
+        plan = plan_of("scatter_heads_", rows, outs[0].shape[0])
+        moves = [m for out, x, n in _heads(outs, xs, first_heads) for m in moves_of(x, out[:, n : n + x.shape[1]])]
+        move(plan, True, moves, outs[0].device)
 
     def merge_(
         self,
@@ -80,3 +76,15 @@ class NumbaKernels:
         final: bool = False,
     ) -> None:
         weigh_(plan_of("merge_", rows, out.shape[0]), final, out, out_step, lse, lse_step)
+
+
+def _heads(
+    wholes: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], first_heads: Sequence[int]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Each part of each tensor that is not empty: its whole, itself, its first head."""
+    firsts = iter(first_heads)
+    for whole, some in zip(wholes, parts, strict=True):
+        for part in some:
+            first = next(firsts)
+            if part.numel():
+                yield whole, part, first

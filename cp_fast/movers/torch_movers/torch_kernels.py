@@ -45,27 +45,26 @@ class TorchKernels:
                 same = out.dtype == x.dtype
                 put(bits(out) if same else out, take(bits(x) if same else x, at.part), at.whole, at.valid)
 
-    def gather_heads(self, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], heads: int) -> torch.Tensor:
-        moved = bits(x)
-        count = len(moved[rows]) if isinstance(rows, slice) else len(rows)
-        result = moved.new_empty(len(first_heads), count, heads, *x.shape[2:])
-        for box, first in zip(result, first_heads, strict=True):
-            part = moved[:, first : first + heads]
-            box.copy_(part[rows] if isinstance(rows, slice) else part.index_select(0, rows))
-        return result.view(x.dtype)
+    def gather_heads(
+        self, xs: Sequence[torch.Tensor], rows: Rows, first_heads: Sequence[int], heads: Sequence[int]
+    ) -> list[torch.Tensor]:
+        found, parts = list[torch.Tensor](), len(first_heads) // len(xs)
+        for number, (x, size) in enumerate(zip(xs, heads, strict=True)):
+            moved = bits(x)
+            count = len(moved[rows]) if isinstance(rows, slice) else len(rows)
+            result = moved.new_empty(parts, count, size, *x.shape[2:])
+            for box, first in zip(result, first_heads[number * parts :], strict=False):
+                box.copy_(take(moved[:, first : first + size], rows))
+            found.append(result.view(x.dtype))
+        return found
 
     def scatter_heads_(
-        self, out: torch.Tensor, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], add: bool
+        self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows, first_heads: Sequence[int]
     ) -> None:
-        heads = x.shape[2]
-        if add:
-            whole = take(out, rows).to(wide_dtype(out, x))
-            for part, first in zip(x, first_heads, strict=True):
-                whole[:, first : first + heads] += part
-            put(out, whole, rows)
-            return
-        for part, first in zip(bits(x), first_heads, strict=True):
-            self.scatter_([bits(out)[:, first : first + heads]], [part], rows)
+        ranges = iter(first_heads)
+        for out, x in zip(outs, xs, strict=True):
+            for part, first in zip(bits(x), ranges, strict=False):
+                self.scatter_([bits(out)[:, first : first + x.shape[2]]], [part], rows)
 
     def merge_(
         self,

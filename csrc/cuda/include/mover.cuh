@@ -15,7 +15,7 @@ namespace cp {
 namespace cuda {
 
 constexpr int kTensors = 4;   // of one launch
-constexpr int kGroups = 256;  // head ranges of one launch
+constexpr int kGroups = 256;  // head ranges of one launch, of all tensors
 
 struct Part {
   const char* from;
@@ -28,6 +28,7 @@ struct Part {
   Divider by_row, by_group, by_head;  // copies of a row, of a group of heads, of a head
   int64_t first_block, tiles;
   int32_t tile_copies;
+  int32_t first_group;  // its head ranges in `Heads`
 };
 
 struct MoveJob {
@@ -36,7 +37,7 @@ struct MoveJob {
   Part part[kTensors];
 };
 
-// Ranges of heads of an all-to-all: group g begins at head first[g] of the whole tensor.
+// Ranges of heads of an all-to-all: group g of a part begins at head first[part.first_group + g] of the whole tensor.
 struct Heads {
   int32_t first[kGroups];
 };
@@ -89,12 +90,13 @@ __device__ __forceinline__ Copy copy_of(const RowPlan& plan, const Part& part, c
     inside -= group * static_cast<int32_t>(part.by_group.divisor);
     int32_t head = part.by_head.of(inside), piece = inside - head * static_cast<int32_t>(part.by_head.divisor);
     int64_t from_head = head, to_head = head, offset = piece * part.piece_bytes;
-    if constexpr (sizeof(kHeads) > 1) (plan.scatter ? to_head : from_head) += heads.first[group];
+    if constexpr (sizeof(kHeads) > 1) (plan.scatter ? to_head : from_head) += heads.first[part.first_group + group];
     from += group * part.from_group + from_head * part.from_head + offset;
     to += group * part.to_group + to_head * part.to_head + offset;
     bytes = min(part.piece_bytes, part.head_bytes - offset);
   } else if constexpr (sizeof(kHeads) > 1) {
-    (plan.scatter ? to : const_cast<char*&>(from)) += heads.first[0] * (plan.scatter ? part.to_head : part.from_head);
+    const int64_t head = heads.first[part.first_group];
+    (plan.scatter ? to : const_cast<char*&>(from)) += head * (plan.scatter ? part.to_head : part.from_head);
   }
   return {from, to, mine && mapped >= 0 ? static_cast<int32_t>(bytes) : 0};
 }

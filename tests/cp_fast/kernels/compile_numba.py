@@ -10,7 +10,7 @@ from numba import cuda, types
 
 from cp_fast.movers.lengths_map import KINDS
 from cp_fast.movers.numba_cuda.index_kernel import indices_kernel
-from cp_fast.movers.numba_cuda.merge_kernels import add_heads_kernel, pairs_kernel
+from cp_fast.movers.numba_cuda.merge_kernels import pairs_kernel
 from cp_fast.movers.numba_cuda.move_kernels import move_kernel
 from cp_fast.movers.numba_cuda.weight_kernels import weigh_kernel
 
@@ -43,7 +43,6 @@ def main() -> None:
                 compiled(
                     pairs_kernel("name", kind, kind != "valid", *dtypes, wide, width), tuple_of(10), plan, INT, INT
                 )
-            compiled(add_heads_kernel("name", "index", *dtypes, wide, width), tuple_of(3), plan, *[INT] * 13)
         for kind in ("span", "index", "half", "valid"):
             ends = tuple_of(6), tuple_of(3), tuple_of(5), tuple_of(5)
             text = compiled(weigh_kernel("name", kind, False, *dtypes, "f32", "f32", 4), plan, INT, *ends)

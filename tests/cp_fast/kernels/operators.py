@@ -98,8 +98,8 @@ def _add(t: dict[str, torch.Tensor]) -> torch.Tensor:
 def _back(t: dict[str, torch.Tensor]) -> torch.Tensor:
     out = t["out"].clone()
     use = kernels(out.device.type)
-    use.scatter_heads_(out, t["half_step"][None], t["rows"], [0], True)
-    use.scatter_heads_(out, t["half_step"].float()[None, :, :1], slice(0, 4), [1], False)
+    use.scatter_heads_([out], [t["half_step"].float()[None]], t["rows"], [0])
+    use.scatter_heads_([out], [t["half_step"].float()[None, :, :1]], slice(0, 4), [1])
     return out
 
 
@@ -108,7 +108,9 @@ KERNELS: dict[str, Helper] = {  # what no helper is made of
     "partition": lambda t: tuple(
         kernels(t["x"].device.type).gather([t["x"], t["y"]], LengthsMap("partition", "slice", t["cu"], a=2, b=1))
     ),
-    "heads to front": lambda t: kernels(t["x"].device.type).gather_heads(t["out"], t["rows"], [0, 1, 1], 1),
+    "heads to front": lambda t: tuple(
+        kernels(t["x"].device.type).gather_heads([t["out"]] * 2, t["rows"], [0, 1, 1, 1, 0, 0], [1, 1])
+    ),
     "heads to back": _back,
     "put": _put,
     "add": _add,

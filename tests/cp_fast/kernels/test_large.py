@@ -48,8 +48,8 @@ def test_heads(where: Where, dim: int, offset: int, gaps: tuple[int, int]) -> No
     firsts = [4, 0, 6, 2]
     box, source = Boxed.of(whole, "cpu", gaps, offset), Boxed.of(parts, "cpu", (0, *gaps), offset)
     want = torch.stack([whole[rows, n : n + 2] for n in firsts])
-    assert torch.equal(bytes_of(where.kernels.gather_heads(box.view, rows, firsts, 2)), bytes_of(want))
-    where.kernels.scatter_heads_(box.view, source.view, rows, firsts, False)
+    assert torch.equal(bytes_of(where.kernels.gather_heads([box.view], rows, firsts, [2])[0]), bytes_of(want))
+    where.kernels.scatter_heads_([box.view], [source.view], rows, firsts)
     for part, n in zip(parts, firsts, strict=True):
         whole[rows, n : n + 2] = part
     box.assert_holds(whole)

@@ -39,13 +39,11 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
         kernels.scatter_([sums], [x.half()], index, add=True)
         packed.grad_correction_(grads, x.double(), lengths, "copy", "add")
         packed.out_correction_(corrected, x, lse, step_lse, lengths, False, True)
-        front = kernels.gather_heads(x, index, [0, 1, 2, 3], 1)
-        back = torch.zeros_like(x)
-        kernels.scatter_heads_(back, front, index, [0, 1, 2, 3], False)
-        more = torch.zeros_like(x)
-        kernels.scatter_heads_(more, front, index, [0, 0, 2, 2], True)
+        fronts = kernels.gather_heads([x, x], index, [0, 1, 2, 3, 3, 2, 1, 0], [1, 1])
+        backs = [torch.zeros_like(x), torch.zeros_like(x)]
+        kernels.scatter_heads_(backs, fronts, index, [0, 1, 2, 3] * 2)
         return [
-            out, merged_lse, sums, grads, corrected, front, back, more,
+            out, merged_lse, sums, grads, corrected, *fronts, *backs,
             packed.partition_indices(lengths, tokens, 4, 1),
             packed.read_second_half_lse(lse, lengths, True, tokens),
             packed.pad_sequences(index, lengths, lengths, tokens, -1),
@@ -103,7 +101,7 @@ def test_arithmetic_past_two_to_the_31() -> None:
     assert torch.equal(out, step.float())
     native().scatter_([out], [step], slice(0, 2), add=True)
     assert torch.equal(out, 2 * step.float())
-    front = native().gather_heads(step, slice(0, 2), [0], 1)
+    (front,) = native().gather_heads([step], slice(0, 2), [0], [1])
     assert torch.equal(front[0], step)
 
 

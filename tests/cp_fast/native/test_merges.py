@@ -117,24 +117,6 @@ def test_add_rows(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_add_heads(data: st.DataObject) -> None:
-    tokens, heads, parts = data.draw(st.integers(0, 7)), data.draw(st.integers(1, 3)), data.draw(st.integers(0, 4))
-    all_heads = heads + data.draw(st.integers(0, 4))
-    first_heads = [data.draw(st.integers(0, all_heads - heads)) for _ in range(parts)]
-    inner = data.draw(st.sampled_from([(), (5,), (300,), (2, 3)]))
-    rows = data.draw(row_sets(tokens))
-    index = as_index(rows, tokens)
-    out = data.draw(guarded((tokens, all_heads, *inner), WIDE, inner_gap=False, numbers=True))
-    x = data.draw(guarded((parts, len(index), heads, *inner), FLOATS, inner_gap=False, numbers=True))
-    expected = out.x[index].to(torch.float64 if x.x.dtype == torch.float64 else out.x.dtype)
-    for part, first in zip(x.x, first_heads, strict=True):
-        expected[:, first : first + heads] += part
-    native().scatter_heads_(out.x, x.x, rows, first_heads, True)
-    assert torch.equal(out.x[index], expected.to(out.x.dtype))
-    out.check(index)
-
-
-@given(st.data())
 def test_lse_correction(data: st.DataObject) -> None:
     sizes, tail = data.draw(packed(2, 2))
     heads, packs, lengths = (

@@ -191,15 +191,16 @@ def test_heads(data: st.DataObject) -> None:
     rows = data.draw(row_sets(tokens))
     index = as_index(rows, tokens)
     x = data.draw(guarded((tokens, all_heads, *inner), DTYPES, inner_gap=False))
-    front = native().gather_heads(x.x, rows, first_heads, heads)
+    front, again = native().gather_heads([x.x, x.x], rows, [*first_heads, *reversed(first_heads)], [heads, heads])
     assert front.shape == (len(first_heads), len(index), heads, *inner)
     for part, first in zip(front, first_heads, strict=True):
         if part.numel():
             assert torch.equal(bits(part), bits(x.x[:, first : first + heads])[index])
+    assert equal_bits(again, front.flip(0))
     out = data.draw(guarded((tokens, all_heads, *inner), [x.x.dtype], inner_gap=False))
     parts = data.draw(guarded(tuple(front.shape), [x.x.dtype], inner_gap=False))
     before = out.x.clone()
-    native().scatter_heads_(out.x, parts.x, rows, first_heads, False)
+    native().scatter_heads_([out.x], [parts.x], rows, first_heads)
     for part, first in zip(parts.x, first_heads, strict=True):
         if part.numel():
             assert torch.equal(bits(out.x[:, first : first + heads])[index], bits(part))
@@ -210,5 +211,5 @@ def test_heads(data: st.DataObject) -> None:
 
 def test_heads_may_be_sent_twice() -> None:
     x = torch.randn(3, 2, 4)
-    front = native().gather_heads(x, slice(0, 3), [0, 0, 1, 1], 1)
+    (front,) = native().gather_heads([x], slice(0, 3), [0, 0, 1, 1], [1])
     assert torch.equal(front, torch.stack([x[:, :1], x[:, :1], x[:, 1:], x[:, 1:]]))

@@ -138,24 +138,29 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"real_lengths has shape \[2\] and lengths has shape \[3\]; they must be as long",
     ),
     "heads that are not there": (
-        lambda: native().gather_heads(X, slice(0, 12), [0, 1], 2),
+        lambda: native().gather_heads([X], slice(0, 12), [0, 1], [2]),
         ValueError,
-        r"first_heads are \[0, 1\]; each plus 2 heads must be at most the 2 heads of x",
+        r"first_heads are \[0, 1\]; each plus 2 heads must be at most the 2 heads of xs\[0\]",
     ),
     "heads written twice": (
-        lambda: native().scatter_heads_(X.clone(), torch.zeros(2, 12, 2, 4), slice(0, 12), [0, 0], False),
+        lambda: native().scatter_heads_([X.clone()], [torch.zeros(2, 12, 2, 4)], slice(0, 12), [0, 0]),
         ValueError,
-        r"first_heads are \[0, 0\] with 2 heads each; without add they must not overlap",
+        r"first_heads are \[0, 0\] with 2 heads each; they must not overlap",
     ),
     "heads with gaps inside": (
-        lambda: native().gather_heads(torch.zeros(12, 2, 8)[..., ::2], slice(0, 12), [0], 1),
+        lambda: native().gather_heads([torch.zeros(12, 2, 8)[..., ::2]], slice(0, 12), [0], [1]),
         ValueError,
-        r"x has shape \[12, 2, 4\] and strides \[16, 8, 2\]; the axes behind the heads must be contiguous",
+        r"xs\[0\] has shape \[12, 2, 4\] and strides \[16, 8, 2\]; the axes behind the heads must be contiguous",
     ),
-    "an accumulator of 16 bits": (
-        lambda: native().scatter_heads_(X.bfloat16(), X[None], slice(0, 12), [0], True),
+    "heads of another dtype": (
+        lambda: native().scatter_heads_([X.bfloat16()], [X[None]], slice(0, 12), [0]),
         TypeError,
-        r"out has shape \[12, 2, 4\] in 16 bits; it must be float32 or float64",
+        r"xs\[0\] has shape .*they must have the same dtype",
+    ),
+    "heads for some of the tensors": (
+        lambda: native().gather_heads([X, X], slice(0, 12), [0], [1, 1]),
+        ValueError,
+        "1 first_heads of 2 tensors; there must be tensors, each with as many",
     ),
     "an LSE of another buffer": (
         lambda: native().merge_(X.clone(), LSE[:, :8], X, LSE, slice(0, 12)),

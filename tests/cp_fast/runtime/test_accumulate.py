@@ -70,7 +70,7 @@ def result(
         state.buffers[OWN["sink"]] = sink
         accumulate(buffers, Accumulate(0, View(OWN["sink"], None, HEADS), View(SUM, None, HEADS)), of=None)(state)
     held = state.buffers[SUM]
-    copy(buffers, Copy(0, View(SUM, None, HEADS), View(RESULT, None, HEADS)))(state)
+    copy(buffers, [Copy(0, View(SUM, None, HEADS), View(RESULT, None, HEADS))])(state)
     return state.buffers[RESULT], held
 
 

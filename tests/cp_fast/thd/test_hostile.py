@@ -202,7 +202,7 @@ def test_without_memory_a_native_operator_raises_what_pytorch_raises() -> None:
         lambda: load("cpu").gather(
             [torch.zeros(1).expand(rows)], LengthsMap("rows", "slice", torch.tensor([0, rows]), a=1)
         ),
-        lambda: load("cpu").gather_heads(torch.zeros(1, 1, 1).expand(1, rows, 1), slice(0, 1), [0], rows),
+        lambda: load("cpu").gather_heads([torch.zeros(1, 1, 1).expand(1, rows, 1)], slice(0, 1), [0], [rows]),
     ):
         with pytest.raises(type(plain.value), match=r"allocate memory|too large|out of memory") as raised:
             call()

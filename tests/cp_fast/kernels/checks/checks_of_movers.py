@@ -7,7 +7,7 @@ import torch
 import cp_fast
 import cp_ref
 from cp_fast.movers import LengthsMap
-from tests.cp_fast.kernels.checks.case import FLOATS, NAN, NEAR, Case, Where, bytes_of, lse_shape, once, rows_of
+from tests.cp_fast.kernels.checks.case import FLOATS, NAN, Case, Where, bytes_of, lse_shape, once, rows_of
 from tests.cp_fast.kernels.checks.memory import Boxed, assert_same_bits
 
 
@@ -137,7 +137,7 @@ def padding(where: Where, case: Case) -> None:
 
 def rows_and_heads(where: Where, case: Case) -> None:
     """Rows that the caller gives."""
-    use, all_heads, heads = where.kernels, 6, 2
+    use = where.kernels
     dtype = case.dtypes[0]
     for rows, index in rows_of(case, where, case.tokens):
         x, y = case.random(case.tokens, *case.shape, dtype=dtype), case.random(case.tokens, 5, dtype=case.dtypes[1])
@@ -151,23 +151,18 @@ def rows_and_heads(where: Where, case: Case) -> None:
             bytes_of(want)[index] = bytes_of(new)
             box.assert_holds(want)
 
-        whole = case.random(case.tokens, all_heads, 4, dtype=dtype)
-        box = case.boxed(where, whole)
-        overlapping = [0, 2, 2, 4]
-        want = torch.stack([bytes_of(whole)[index][:, n : n + heads] for n in overlapping])
-        assert torch.equal(bytes_of(use.gather_heads(box.view, rows, overlapping, heads).cpu()), want)
-        parts, distinct = case.random(2, len(index), heads, 4, dtype=dtype), [4, 1]
-        use.scatter_heads_(box.view, parts.to(where.device), rows, distinct, False)
-        want = whole.clone()
-        for part, n in zip(parts, distinct, strict=True):
-            bytes_of(want)[index, n : n + heads] = bytes_of(part)
-        box.assert_holds(want)
-
-        total = case.random(case.tokens, all_heads, 4)
-        parts = case.random(4, len(index), heads, 4, dtype=FLOATS[case.seed % 3])
-        box = case.boxed(where, total)
-        use.scatter_heads_(box.view, parts.to(where.device), rows, overlapping, True)
-        exact = total.double()
-        for part, n in zip(parts, overlapping, strict=True):
-            exact[index, n : n + heads] += part.double()
-        box.assert_holds(exact.float(), NEAR[torch.float32])
+        wholes = [case.random(case.tokens, n, 4, dtype=kind) for n, kind in zip((6, 3), case.dtypes, strict=False)]
+        boxes = [case.boxed(where, whole) for whole in wholes]
+        views, sizes, overlapping = [box.view for box in boxes], [2, 1], [[0, 2, 2, 4], [0, 0, 2, 1]]
+        got = use.gather_heads(views, rows, [*overlapping[0], *overlapping[1]], sizes)
+        for whole, size, firsts, front in zip(wholes, sizes, overlapping, got, strict=True):
+            want = torch.stack([bytes_of(whole)[index][:, n : n + size] for n in firsts])
+            assert torch.equal(bytes_of(front.cpu()), want)
+        parts = [case.random(2, len(index), n, 4, dtype=x.dtype) for n, x in zip(sizes, wholes, strict=True)]
+        distinct = [[4, 1], [0, 2]]
+        use.scatter_heads_(views, [x.to(where.device) for x in parts], rows, [*distinct[0], *distinct[1]])
+        for box, whole, size, firsts, some in zip(boxes, wholes, sizes, distinct, parts, strict=True):
+            want = whole.clone()
+            for part, n in zip(some, firsts, strict=True):
+                bytes_of(want)[index, n : n + size] = bytes_of(part)
+            box.assert_holds(want)

@@ -12,12 +12,13 @@ from tests.meta.mutants.model import Mutant, wrap, wrap_operation
 __all__ = ["MUTANTS"]
 
 
-def _rotated(buffers: Any, one: Any, unpack: Any) -> Any:
+def _rotated(buffers: Any, some: Any, unpack: Any) -> Any:
     """Results of other ranks' heads are put into the places of the next ones."""
 
     def wrong(state: Any) -> None:
-        held = state.buffers[one.source.buffer]
-        state.buffers[one.source.buffer] = held._replace(rows=[x.roll(1, 0) for x in held.rows])
+        for one in some:
+            held = state.buffers[one.source.buffer]
+            state.buffers[one.source.buffer] = held._replace(rows=[x.roll(1, 0) for x in held.rows])
         unpack(state)
 
     return wrong
@@ -72,13 +73,12 @@ def _keys_travel_as_values(buffers: Any, send: Any, give: Any) -> Any:
     return (lambda state: give(state)[::-1]) if buffers.specs[send.source.buffer].kind == "kv" else give
 
 
-def _last_row_left_out(buffers: Any, one: Any, move: Any) -> Any:
-    if buffers.specs[one.target.buffer].role != "operand":
-        return move
+def _last_row_left_out(buffers: Any, some: Any, move: Any) -> Any:
+    targets = [one.target.buffer for one in some if buffers.specs[one.target.buffer].role == "operand"]
 
     def wrong(state: Any) -> None:
         move(state)
-        for x in state.buffers[one.target.buffer].rows:
+        for x in (x for target in targets for x in state.buffers[target].rows):
             x[-1] = 0
 
     return wrong
@@ -123,11 +123,11 @@ def _some_rows_are_all(accumulate: Any, buffers: Any, one: Any, **named: Any) ->
     return accumulate(buffers, one, **named)
 
 
-def _arrived_lse_left_out(buffers: Any, one: Any, unpack: Any) -> Any:
+def _arrived_lse_left_out(buffers: Any, some: Any, unpack: Any) -> Any:
     """Complete results that arrive bring no lse."""
 
     def wrong(state: Any) -> None:
-        for x in state.buffers[one.source.buffer].columns:
+        for x in (x for one in some for x in state.buffers[one.source.buffer].columns):
             x.zero_()
         unpack(state)
 

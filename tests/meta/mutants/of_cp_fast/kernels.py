@@ -26,8 +26,9 @@ def _put_in_reverse(scatter: Any, self: Any, outs: Any, xs: Any, rows: Any, add:
     scatter(self, outs, xs if add else [x.flip(0) for x in xs], rows, add)
 
 
-def _heads_of_rank_0(front: Any, self: Any, x: Tensor, rows: Any, first_heads: Any, heads: int) -> Tensor:
-    return front(self, x, rows, [first_heads[0]] * len(first_heads), heads)
+def _heads_of_rank_0(front: Any, self: Any, xs: Any, rows: Any, first_heads: Any, heads: Any) -> Any:
+    parts = len(first_heads) // len(xs)
+    return front(self, xs, rows, [first_heads[n // parts * parts] for n in range(len(first_heads))], heads)
 
 
 Side = int | None
