@@ -56,12 +56,17 @@ def columns_of(tensors: Sequence[torch.Tensor], rows: Rows, heads: tuple[int, in
     return found
 
 
-def put_columns(into: torch.Tensor, x: torch.Tensor, rows: Rows) -> None:
-    """Write x [h, n] to rows of an LSE [h, t]."""
+def put_columns(
+    into: torch.Tensor,
+    x: torch.Tensor,
+    rows: Rows,
+    scatter: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Rows], None],
+) -> None:
+    """Write x [h, n] to rows of an LSE [h, t]. scatter: that of `Kernels`, whose indices are int32."""
     if isinstance(rows, slice):
         into[:, rows] = x
     else:
-        into.index_copy_(1, rows.long(), x)
+        scatter([into.t()], [x.t()], rows)
 
 
 def is_mask(rows: Rows) -> TypeGuard[torch.Tensor]:

@@ -77,7 +77,7 @@ def _pack(buffers: PassBuffers, some: Sequence[Copy[Rows]]) -> Operation:
 
 def _unpack(buffers: PassBuffers, some: Sequence[Copy[Rows]]) -> Operation:
     """The parts of stacked buffers into the heads of results."""
-    rows, scatter = buffers.rows(some[0].target), buffers.kernels.scatter_heads_
+    rows, scatter, put = buffers.rows(some[0].target), buffers.kernels.scatter_heads_, buffers.kernels.scatter_
     each = [(one.source.buffer, one.target.buffer, one.first_heads, buffers.maker(one.target.buffer)) for one in some]
 
     def unpack(state: State) -> None:
@@ -88,7 +88,7 @@ def _unpack(buffers: PassBuffers, some: Sequence[Copy[Rows]]) -> Operation:
             xs += held.rows
             firsts += first_heads * len(held.rows)
             for first, x in zip(first_heads, held.columns, strict=False):
-                put_columns(into.columns[0][first : first + len(x)], x, rows)
+                put_columns(into.columns[0][first : first + len(x)], x, rows, put)
         scatter(outs, xs, rows, firsts)
 
     return unpack
@@ -130,7 +130,7 @@ def _move(buffers: PassBuffers, some: Sequence[Copy[Rows]]) -> Operation:
             xs += [x.to(one.dtype) for x in taken] if one.is_sum else taken
             if into_columns:
                 for column, x in zip(into_columns, columns_of(held.columns, one.rows, one.heads), strict=True):
-                    put_columns(column, x, into_rows)
+                    put_columns(column, x, into_rows, scatter)
         scatter(outs, xs, into_rows)
 
     return move

@@ -54,7 +54,7 @@ def accumulate(buffers: PassBuffers, one: Accumulate[Rows], *, of: Accumulations
             rows, columns = _of_heads(held, heads)
             scatter(rows, part.rows, into)
             for column, x in zip(columns, part.columns, strict=True):
-                put_columns(column, x, into)
+                put_columns(column, x, into, scatter)
             return
         if any(x.dtype != final for x in held.rows):
             held = state.buffers[total] = Tensors([x.to(wide) for x in held.rows], held.columns)

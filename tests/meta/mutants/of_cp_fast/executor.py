@@ -84,8 +84,8 @@ def _last_row_left_out(buffers: Any, some: Any, move: Any) -> Any:
     return wrong
 
 
-def _columns_reversed(put: Any, into: Any, x: Any, rows: Any) -> None:
-    put(into, x.flip(1), rows)
+def _columns_reversed(put: Any, into: Any, x: Any, *where: Any) -> None:
+    put(into, x.flip(1), *where)
 
 
 def _no_sink_on_the_way(buffers: Any, one: Any, accumulate: Any) -> Any:
