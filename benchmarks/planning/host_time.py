@@ -5,7 +5,8 @@
 
 Ranks are processes that share a GPU and its peer memory. Their messages and kernels are slow there, so a few calls are
 made in a row, and then everybody waits for the GPU: the host does not. Medians over the calls of rank 0, microseconds.
-The backward pass runs in the thread of the forward pass.
+The backward pass runs in the thread of the forward pass. This thread has a core of its own, and the processors that
+share the core are idle where the machine has enough.
 
     whole       a pass, with no clock inside: `processor_us` of its thread, `us` by the clock
     engine      a backward pass in autograd's own thread, as training runs it
@@ -20,6 +21,7 @@ measured in other calls than the whole: a clock around each takes time too.
 from __future__ import annotations
 
 import csv
+import os
 import statistics
 import tempfile
 import time
@@ -97,7 +99,10 @@ def _rank(rank: int, folder: str, device: str, schedules: list[str], rounds: int
     torch.set_num_threads(1)
     if device == "cuda":
         memory_group.why_not = lambda: None  # Ranks that share a GPU reach its memory.
+        own, others = cores_of(rank)
+        os.sched_setaffinity(0, others)  # Of the threads that begin from here on.
         connect(rank, SIZE, folder, seconds=120)
+        os.sched_setaffinity(0, {own})
     rows: list[dict[str, Any]] = []
     for case, (layout, lengths) in CASES.items():
         for schedule in schedules:
@@ -116,6 +121,26 @@ def _rank(rank: int, folder: str, device: str, schedules: list[str], rounds: int
             writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
+
+
+def cores_of(rank: int) -> tuple[int, set[int]]:
+    """The processor of a rank's main thread, and those of all other threads. They share no core if possible."""
+    allowed = os.sched_getaffinity(0)
+    free, own = sorted(allowed), list[int]()
+    for _ in range(SIZE):
+        own.append(free[-1])
+        taken = _neighbours(own[-1])
+        free = [core for core in free if core not in taken] or sorted(allowed)
+    return own[rank], set(free)
+
+
+def _neighbours(core: int) -> set[int]:
+    """The processors that share a core with this one, itself included, as Linux says."""
+    file = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+    if not file.exists():
+        return {core}
+    ends = [[int(n) for n in part.split("-")] for part in file.read_text().strip().split(",")]
+    return {n for first, *last in ends for n in range(first, (last or [first])[0] + 1)}
 
 
 def _on_gpu(schedule: Any, layout: Any, lengths: list[int]) -> Call:
