@@ -121,29 +121,22 @@ def test_forward_passes() -> None:
 
 
 def test_host() -> None:
-    """Milliseconds of a pass, and the largest parts of one, over all runs."""
+    """Milliseconds of a pass, and the largest parts of one."""
     rows = record("host_time_1x_h200.csv")
 
-    def ms(case: str, schedule: str, direction: str) -> str:
-        wanted = [case, schedule, direction, "whole"]
-        found = [r for r in rows if [r["case"], r["schedule"], r["pass"], r["part"]] == wanted]
-        return span((float(r["us"]) / 1000 for r in found), 2)
+    def parts(case: str, schedule: str, direction: str) -> dict[str, float]:
+        wanted = [case, schedule, direction]
+        return {r["part"]: float(r["us"]) for r in rows if [r["case"], r["schedule"], r["pass"]] == wanted}
 
-    for case in ("one sequence, 4,096 a rank", "sixteen documents"):
-        cells = (f"{ms(case, one, 'forward')}; {ms(case, one, 'backward')}" for one in ("p2p", "a2a"))
-        assert f"| {case} | {' | '.join(cells)} |" in PAGE
+    def cell(case: str, schedule: str) -> str:
+        return "; ".join(f"{parts(case, schedule, one)['whole'] / 1000:.2f}" for one in ("forward", "backward"))
 
-    shares: dict[str, list[float]] = {}
-    for run in {r["run"] for r in rows}:
-        parts = {
-            r["part"]: float(r["us"])
-            for r in rows
-            if [r["run"], r["schedule"], r["pass"], r["case"][:3]] == [run, "p2p", "forward", "one"]
-        }
-        total = sum(us for part, us in parts.items() if part not in ("whole", "messages", "library"))
-        for part, us in parts.items():
-            shares.setdefault(part, []).append(100 * us / total)
-    launch, post, edge = (span(shares[part]) for part in ("launch", "post", "edge"))
+    one_sequence = "one sequence, 4,096 a rank"
+    for case in (one_sequence, "sixteen documents"):
+        assert f"| {case} | {cell(case, 'p2p')} | {cell(case, 'a2a')} |" in PAGE
+    found = parts(one_sequence, "p2p", "forward")
+    total = sum(us for part, us in found.items() if part not in ("whole", "messages", "library"))
+    launch, post, edge = (f"{100 * found[part] / total:.0f}" for part in ("launch", "post", "edge"))
     assert f"launches take {launch} %, messages {post} %, checks and autograd {edge} %." in " ".join(PAGE.split())
 
 
