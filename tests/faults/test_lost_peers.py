@@ -94,6 +94,7 @@ def _main(rank: int, store: str, comm: Any, phase: str, fault: str, results: Any
     limit = timedelta(seconds=LIMIT)
     size = 4 if comm == "a2a+p2p" else 5
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.barrier()  # rank 0 is done at once, and must not leave before all are connected
     armed: list[str] = []
 
     def member(kind: int) -> Any:
