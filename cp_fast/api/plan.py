@@ -12,7 +12,6 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan_cache import PlanCache
 from cp_fast.backends import Backend
-from cp_fast.backends.backend_protocol import StatefulBackend
 from cp_fast.compile.executable_plan import ExecutablePlan
 from cp_fast.compile.in_place.fixed_tables import Fitted, FixedTables
 from cp_fast.compile.instructions import Launch
@@ -101,7 +100,7 @@ class Plan(OfThisProcess, plans.Plan):
     linear: bool = False
     agreed: set[bytes] = field(default_factory=set[bytes], repr=False)
     handle: torch.Tensor = field(init=False, repr=False)  # See `cp_fast.dispatch.opaque`.
-    kept: str = field(init=False, repr=False)  # See `ExecutablePlan.kept_tensors`, and `StatefulBackend`.
+    kept: str = field(init=False, repr=False)  # See `ExecutablePlan.kept_tensors`, and `Backend.keeps_states`.
     needs_inputs: bool = field(init=False, repr=False)  # See `ExecutablePlan.needs_inputs`.
     plain: bool = field(init=False, repr=False)  # `Problem.position_free_scores`.
     calls: PlanCache[Any, CompiledCall] = field(init=False, repr=False)  # By shape.
@@ -209,7 +208,7 @@ def agree_on(cp: ContextParallel, read: Callable[[], Found], known: Set[bytes] =
 
 def _states(backend: Backend, plan: ExecutablePlan[Any]) -> int:
     """The number of launches' states that are kept between the passes."""
-    if not isinstance(backend, StatefulBackend):
+    if not backend.keeps_states:
         return 0
     if any(one.state is None for one in plan.backward.of(Launch)):
         why = f"each backward launch of {backend.name} needs the state of a forward launch of the same tiles"

@@ -31,7 +31,6 @@ __all__ = [
     "NotInstalled",
     "Partial",
     "Places",
-    "StatefulBackend",
     "VarlenBatch",
     "check_scores",
 ]
@@ -182,9 +181,8 @@ class BackwardOperands(NamedTuple):
     v: torch.Tensor  # [m, h_kv, d_v].
     out: torch.Tensor  # [n, h_q, d_v].
     lse: torch.Tensor  # [h_q, n], float32, float64 for float64.
-    dlse: (
-        torch.Tensor | None
-    )  # [h_q, n], as lse: its gradient, None for zero; only a backend with LSE_GRADIENT takes one
+    dlse: torch.Tensor | None  # [h_q, n], as lse; None for zero; only a backend with LSE_GRADIENT takes one.
+    state: torch.Tensor | None = None  # That of the forward launch of the same rows, heads and window, if any.
 
 
 class Partial(NamedTuple):
@@ -193,6 +191,7 @@ class Partial(NamedTuple):
     out: torch.Tensor  # [n, h_q, d_v], normalised over the launch's own columns, with dropout; any float dtype.
     lse: torch.Tensor  # [h_q, n], natural logarithm; float32, or float64 for float64 inputs.
     max_logit: torch.Tensor | None  # [h_q], largest visible score after score_mod; None without Feature.MAX_LOGIT.
+    state: torch.Tensor | None = None  # Opaque bytes, uint8 [bytes]; None unless the library `keeps_states`.
 
 
 class Gradients(NamedTuple):
@@ -212,12 +211,15 @@ class Backend(ABC):
         rounded_gradients: whether gradients always come in the inputs' dtype (`compile.passes.low_precision_grads`).
         shares_keys: if forward launches take a batch with `places`, the rows of a tile, with the query heads of a kv
             head; else 0.
+        keeps_states: whether a backward launch needs more of its forward launch than out and lse, such as the state of
+            a random generator. Then `forward` returns a state with every result, and `backward` gets it back.
     """
 
     name: str
     features: frozenset[Feature]
     rounded_gradients: bool = False
     shares_keys: int = 0
+    keeps_states: bool = False
 
     @abstractmethod
     def why_not(self) -> str | None:
@@ -252,24 +254,6 @@ class Backend(ABC):
 
     def check_score_inputs(self, scores: ScoreOptions, inputs: ScoreInputs) -> None:  # noqa: B027
         """Raise Unsupported for a score_mod that the library cannot compile; most run any function."""
-
-
-class StatefulBackend(Backend):
-    """A library whose backward launch needs more of its forward launch than out and lse, such as the state of a random
-    generator. Attention calls these methods in place of `forward` and `backward`. The state is opaque bytes, uint8 [n].
-    """
-
-    @abstractmethod
-    def forward_with_state(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
-    ) -> tuple[Partial, torch.Tensor]:
-        """See `forward`; and the launch's state."""
-
-    @abstractmethod
-    def backward_with_state(
-        self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions, state: torch.Tensor
-    ) -> Gradients:
-        """See `backward`. `state`: that of the forward launch of the same rows, heads and window."""
 
 
 def check_scores(backend: Backend, options: LaunchOptions) -> None:

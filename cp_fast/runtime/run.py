@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.backends import Backend, LaunchOptions
-from cp_fast.backends.backend_protocol import StatefulBackend
 from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
 from cp_fast.compile.instructions import OWN
 from cp_fast.movers.rows import Rows
@@ -89,7 +88,7 @@ class CompiledCall:
             operation(state)
         (out,), lse = self._result(state, plan, "out")
         kept = [x for number, _ in self.instructions.kept for some in state.buffers[number] for x in some]
-        if isinstance(self.backend, StatefulBackend):
+        if self.backend.keeps_states:
             kept += [state.opaque[slot] for slot in range(self.instructions.states)]
         return Results(out, lse[0], _largest(state, q), kept)
 

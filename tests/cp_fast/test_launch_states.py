@@ -10,8 +10,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import cp_fast
-from cp_fast.backends import BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch, by_name
-from cp_fast.backends.backend_protocol import StatefulBackend
+from cp_fast.backends import Backend, BackwardOperands, Gradients, Partial, by_name
 from cp_ref import SimGroup, Unsupported
 from cp_ref.simulator.sim_group import SimMember
 
@@ -19,10 +18,12 @@ SCHEDULES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 SIZES: dict[str, Any] = {"heads_q": 8, "heads_kv": 4, "d_qk": 4, "d_v": 4, "dtype": torch.float64, "device": "cpu"}
 
 
-class Remembers(StatefulBackend):
+class Remembers(Backend):
     """The library "cpu", whose forward launches return a fingerprint of their rows. `launches` has the states that
     backward launches got, and those that they should get.
     """
+
+    keeps_states = True
 
     def __init__(self) -> None:
         self.library = by_name("cpu")
@@ -32,20 +33,13 @@ class Remembers(StatefulBackend):
     def why_not(self) -> str | None:
         return None
 
-    def forward(self, *_: Any) -> Partial:
-        raise AssertionError("the forward launch of a library with states is asked for its state")
+    def forward(self, q: torch.Tensor, k: torch.Tensor, *others: Any) -> Partial:
+        return self.library.forward(q, k, *others)._replace(state=fingerprint(q, k))
 
-    def backward(self, *_: Any) -> Gradients:
-        raise AssertionError("the backward launch of a library with states is given its state")
-
-    def forward_with_state(self, q: torch.Tensor, k: torch.Tensor, *others: Any) -> tuple[Partial, torch.Tensor]:
-        return self.library.forward(q, k, *others), fingerprint(q, k)
-
-    def backward_with_state(
-        self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions, state: torch.Tensor
-    ) -> Gradients:
-        self.launches.append((state, fingerprint(operands.q, operands.k)))
-        return self.library.backward(operands, segments, options)
+    def backward(self, operands: BackwardOperands, *others: Any) -> Gradients:
+        assert operands.state is not None
+        self.launches.append((operands.state, fingerprint(operands.q, operands.k)))
+        return self.library.backward(operands._replace(state=None), *others)
 
 
 def fingerprint(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -119,7 +119,7 @@ class BlockwiseBackend(Backend):
     @torch.no_grad()
     def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients come in the compute dtype, and always deterministic."""
-        scores, (dout, q, k, v, out, lse, dlse) = options.scores, operands
+        scores, (dout, q, k, v, out, lse, dlse, *_) = options.scores, operands
         dtype = _compute_dtype(q)
         dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
         keys, values = _head_major(k, dtype), _head_major(v, dtype)

@@ -100,7 +100,7 @@ class Fa2Backend(Backend):
             raise Unsupported(
                 "a plan with max_sequences", {"backend 'fa2'": {Feature.DETERMINISTIC}}, "make a plan for each batch"
             )
-        dout, q, k, v, out, lse, _ = operands
+        dout, q, k, v, out, lse, *_ = operands
         parts: list[Gradients] = []
         for s in range(len(segments.cu_q) - 1):
             rows, columns = slice(*segments.cu_q[s : s + 2]), slice(*segments.cu_kv[s : s + 2])

@@ -57,7 +57,7 @@ class BuiltIn(Fa2Backend):
         lengths = varlen.cu_q, varlen.cu_k, varlen.max_q, varlen.max_k
         rng_state = torch.zeros(2, dtype=torch.uint64, device=operands.q.device)  # of dropout, which is off
         dropout = 0.0, False, rng_state, rng_state.new_empty(0)
-        given = *operands[:-1], *lengths, *dropout
+        given = *operands[:6], *lengths, *dropout
         with _deterministic() if deterministic else nullcontext():
             dq, dk, dv = torch.ops.aten._flash_attention_backward(*given, **_scale_and_window(varlen))
         return Gradients(dq, dk, dv)

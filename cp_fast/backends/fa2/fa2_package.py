@@ -68,7 +68,7 @@ class Package(Fa2Backend):
         """See `Fa2Backend.launch_backward`."""
         made = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in operands[1:4]))
         _library()._flash_attn_varlen_backward(
-            *operands[:-1],
+            *operands[:6],
             *made,
             **_options(varlen),
             deterministic=deterministic,

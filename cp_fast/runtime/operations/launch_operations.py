@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions
-from cp_fast.backends.backend_protocol import StatefulBackend
 from cp_fast.backends.launch_scores import LaunchScores
 from cp_fast.compile.instructions import Launch
 from cp_fast.movers.rows import Rows
@@ -20,16 +19,14 @@ def forward_launch(buffers: PassBuffers, backend: Backend, positions: RowPositio
     """One forward call of the kernel library."""
     take_q, take_kv = map(buffers.taker, one.operands)
     batch, (result,), first_head, slot = one.batch, one.results, one.first_head, one.state
-    stateful = backend if isinstance(backend, StatefulBackend) else None
 
     def launch(state: State) -> None:
         (q,), _ = take_q(state)
         (k, v), _ = take_kv(state)
         options = state.options if state.inputs is None else _with_places(state, positions, one)
-        if stateful is None:
-            out, lse, max_logit = backend.forward(q, k, v, batch, options)
-        else:
-            (out, lse, max_logit), state.opaque[slot] = stateful.forward_with_state(q, k, v, batch, options)
+        out, lse, max_logit, opaque = backend.forward(q, k, v, batch, options)
+        if opaque is not None:
+            state.opaque[slot] = opaque
         state.buffers[result] = Tensors((out,), (lse,))
         state.max_logit.append((first_head, max_logit))
 
@@ -44,7 +41,6 @@ def backward_launch(
     """
     take_q, take_kv, take_do, take_res = map(buffers.taker, one.operands)
     batch, (dq, dkv), slot = one.batch, one.results, one.state
-    stateful = backend if isinstance(backend, StatefulBackend) else None
 
     def operands(state: State) -> BackwardOperands:
         (q,), _ = take_q(state)
@@ -53,14 +49,11 @@ def backward_launch(
         (out,), (lse,) = take_res(state)
         for number in free:
             state.buffers[number] = None
-        return BackwardOperands(dout, q, k, v, out, lse, dlse[0] if dlse else None)
+        return BackwardOperands(dout, q, k, v, out, lse, dlse[0] if dlse else None, state.opaque.get(slot))
 
     def launch(state: State) -> None:
         options = state.options if state.inputs is None else _with_places(state, positions, one)
-        if stateful is None:
-            part = backend.backward_letting_go([operands(state)], batch, options)
-        else:
-            part = stateful.backward_with_state(operands(state), batch, options, state.opaque[slot])
+        part = backend.backward_letting_go([operands(state)], batch, options)
         state.buffers[dq], state.buffers[dkv] = Tensors((part.dq,), ()), Tensors((part.dk, part.dv), ())
 
     return launch

@@ -148,7 +148,7 @@ def _positions(case: Case, lengths_q: list[int], lengths_kv: list[int], device: 
 def launched(backend: Backend, problem: Problem) -> Results:
     """Both passes of a launch, by a kernel library."""
     (q, k, v, dout, dlse), batch, options = problem
-    out, lse, _ = backend.forward(q, k, v, batch, options)
+    out, lse, *_ = backend.forward(q, k, v, batch, options)
     grads = backend.backward(BackwardOperands(dout, q, k, v, out, lse, dlse), batch, options)
     return Results(out, lse, *grads)
 
@@ -216,7 +216,7 @@ def wrong_masks(case: Case, backend: Backend) -> list[str]:
             out = backend.forward(q, k, v, batch, options).out[rows]
             forward[:, :, start : start + size] = (out[:, :, :size] > 0).transpose(0, 1)
         if group == 1:
-            _, lse, _ = backend.forward(q, k, v, batch, options)
+            _, lse, *_ = backend.forward(q, k, v, batch, options)
             for start in range(0, n, d):
                 size = min(d, n - start)
                 dout.zero_()
@@ -225,7 +225,7 @@ def wrong_masks(case: Case, backend: Backend) -> list[str]:
                 dv = backend.backward(given, batch, options).dv[columns]
                 backward[:, start : start + size] = (dv[:, :, :size] > 0).permute(1, 2, 0)
         else:  # The queries of a group share dv: give each head its turn.
-            _, lse, _ = backend.forward(q, k, v, batch, options)
+            _, lse, *_ = backend.forward(q, k, v, batch, options)
             for head in range(group):
                 for start in range(0, n, d):
                     size = min(d, n - start)
