@@ -23,8 +23,9 @@ from hypothesis.strategies import SearchStrategy
 
 from conformance.implementation import Implementation
 from conformance.judge.run_record import Level
-from conformance.levels import helpers, kernel, merge
-from conformance.levels.helpers import HELPER_NAMES
+from conformance.levels import kernel, merge
+from conformance.levels.helpers.check_helper import check, check_malformed
+from conformance.levels.helpers.helper_case import HELPERS, Helper, Malformed, malformed, strategy
 from conformance.levels.level_calls import Raised
 from conformance.levels.linear import play_linear
 from conformance.levels.linear.draw_linear import SIZES, convolutions, linear_attentions
@@ -64,8 +65,9 @@ class LevelTier:
         return self.problem.parse(text)
 
 
-_HELPERS = {name: helpers.strategy(name) for name in HELPER_NAMES}
-_MALFORMED = {name: helpers.malformed(name) for name in helpers.MAY_BE_MALFORMED}
+HELPER_NAMES = tuple(HELPERS)
+_HELPERS = {name: strategy(name) for name in HELPERS}
+_MALFORMED = {name: malformed(name) for name, helper in HELPERS.items() if helper.rule}
 
 
 def _linear(name: str, problem: type[LevelCase], sized: Callable[..., SearchStrategy[Any]]) -> LevelTier:
@@ -76,8 +78,8 @@ def _linear(name: str, problem: type[LevelCase], sized: Callable[..., SearchStra
 LEVEL_TIERS = {
     tier.name: tier
     for tier in (
-        LevelTier("helpers", "helpers", helpers.Helper, _HELPERS, helpers.check),
-        LevelTier("helpers-malformed", "helpers", helpers.Malformed, _MALFORMED, helpers.check_malformed, 4),
+        LevelTier("helpers", "helpers", Helper, _HELPERS, check),
+        LevelTier("helpers-malformed", "helpers", Malformed, _MALFORMED, check_malformed, 4),
         LevelTier("merge", "merge", merge.Merge, {"merge": merge.strategy}, merge.check),
         LevelTier("kernel", "kernel", kernel.Tile, {"tile": kernel.strategy}, kernel.check),
         LevelTier("kernel-backward", "kernel", kernel.TileGradients, {"tile": kernel.gradients_strategy}, kernel.check),

@@ -11,8 +11,7 @@ import torch
 
 import cp_fast
 import cp_ref
-from conformance.levels.helper_arguments import HELPERS
-from conformance.levels.helpers import Helper
+from conformance.levels.helpers.helper_case import HELPERS, Helper
 from cp_fast.integrations import flash_attn, loss, ring_flash_attn, sdpa, token_batches, transformer_engine
 
 __all__ = ["NOT_ATTACKED", "TARGETS", "Target", "public_functions"]

@@ -15,7 +15,9 @@ from conformance.cli import cp_sizes_of
 from conformance.draw.capabilities import EVERYTHING
 from conformance.implementation import as_implementation
 from conformance.judge.run_record import Played
-from conformance.levels import LEVEL_TIERS, helpers
+from conformance.levels import HELPER_NAMES, LEVEL_TIERS
+from conformance.levels.helpers import check_helper
+from conformance.levels.helpers.helper_case import Malformed
 from conformance.run.global_state import ASSERTED, context_error
 from conformance.run.play_problem import InProcess, Task
 from conformance.run.pool import Answer, Worker
@@ -52,8 +54,8 @@ class Silent:
     """A helper that computes what has no right answer, and the GPU's word about it, later."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, later: str) -> None:
-        monkeypatch.setattr(helpers, "context_error", lambda device: later)
-        names = {name: lambda **_: None for name in helpers.HELPER_NAMES}
+        monkeypatch.setattr(check_helper, "context_error", lambda device: later)
+        names = {name: lambda **_: None for name in HELPER_NAMES}
         self.thd = SimpleNamespace(**names)
 
 
@@ -61,8 +63,8 @@ class Silent:
     ("later", "finding"), [(ASSERTION, ""), ("CUDA error: an illegal memory access", "ended in"), ("", "returned")]
 )
 def test_an_assertion_is_a_refusal(later: str, finding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = helpers.check_malformed(
-        as_implementation(Silent(monkeypatch, later)), helpers.Malformed.parse(TASK.text), "cpu"
+    found = check_helper.check_malformed(
+        as_implementation(Silent(monkeypatch, later)), Malformed.parse(TASK.text), "cpu"
     )
     assert [finding in f for f in found] == ([True] if finding else [])
 
@@ -100,7 +102,7 @@ def test_on_a_gpu_a_few_malformed_calls_are_enough(monkeypatch: pytest.MonkeyPat
     few = LEVEL_TIERS["helpers-malformed"].most_on_gpu
     assert few is not None
     result = run_tier(Few(), "helpers-malformed", replace(EVERYTHING, device="cuda"), PROFILES["quick"])
-    assert result.run == few * len(helpers.MAY_BE_MALFORMED)
+    assert result.run == few * len(LEVEL_TIERS["helpers-malformed"].parts)
 
 
 @pytest.mark.parametrize(("gpus", "place", "shared"), [(1, "cuda:0", True), (2, "cuda:1", False)])

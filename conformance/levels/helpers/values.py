@@ -10,9 +10,9 @@ import torch
 from conformance.dtypes import dtype_of
 
 if TYPE_CHECKING:
-    from conformance.levels.helpers import Helper
+    from conformance.levels.helpers.helper_case import Helper
 
-__all__ = ["Lengths", "any_bits", "generator_of", "halved", "lse_sizes", "normal", "random_lse"]
+__all__ = ["Lengths", "any_bits", "generator_of", "halved", "lse_sizes", "normal", "random_lse", "token_shape"]
 
 
 class Lengths:
@@ -98,3 +98,9 @@ def lse_sizes(case: Helper, lengths: Lengths, half: bool = False) -> tuple[tuple
     if case.packed:
         return (heads, lengths.tokens // (2 if half else 1)), room
     return (len(lengths.slots), heads, room), room
+
+
+def token_shape(case: Helper, tokens: int) -> tuple[int, ...]:
+    """[t], [t, d], [t, h, d] or, if `packed` is not set, [2, t, h, d]."""
+    shape = (tokens, *case.dims)
+    return (2, *shape) if len(case.dims) == 2 and not case.packed else shape

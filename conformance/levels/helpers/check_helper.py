@@ -1,128 +1,31 @@
-"""Level `helpers`: every THD helper against its definition by row numbers (`helper_definitions`), on buffers that show
-what a helper must not touch.
+"""What a helper returned, by its definition, on buffers that show what a helper must not touch.
 
 A target that is changed in place lies inside a larger buffer, and its margins must stay. Rows outside the sequences
 (the tail, the other half) keep their bits. Memory that must not be read holds NaN. Helpers that move data have to give
 the same bits. Helpers that compute have to be right to float32 (float64 for float64), with one rounding when they
-store.
+store. A call that has no right answer must raise.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn, SearchStrategy
 
 from conformance.implementation import Implementation, context
 from conformance.judge.compare_tensors import same_bytes, worst
 from conformance.judge.ranks import values_of_ranks
 from conformance.judge.reference import describe_error
-from conformance.levels.helper_arguments import HELPERS, MOVED_DTYPES, Built
-from conformance.levels.helper_definitions import DEFINITIONS, batch_of_rank
-from conformance.levels.helper_rules import broken_rule
+from conformance.levels.helpers.helper_case import HELPERS, Helper, Malformed
+from conformance.levels.helpers.helper_record import Arguments, Built
+from conformance.levels.helpers.length_rules import Broken
 from conformance.levels.level_calls import call, shape_findings
-from conformance.levels.problem_text import LevelCase
 from conformance.run.global_state import ASSERTED, context_error
 from cp_ref.spec import Problem
 
-__all__ = [
-    "HELPER_NAMES",
-    "MAY_BE_MALFORMED",
-    "Helper",
-    "Malformed",
-    "check",
-    "check_malformed",
-    "malformed",
-    "strategy",
-]
+__all__ = ["check", "check_malformed"]
 
-HELPER_NAMES = tuple(HELPERS)
-MAY_BE_MALFORMED = tuple(name for name, helper in HELPERS.items() if helper.lengths)
-_SPOILS = ("one too long", "decreasing", "beyond the buffer", "not from 0", "float", "2-d", "empty")
 _MARGIN = 3  # Rows of a guarded margin.
-
-
-@dataclass(frozen=True)
-class Helper(LevelCase):
-    """One call of a helper. Which fields it depends on is in `helper_arguments`.
-
-    `slots` are the padded lengths in units that the helper can divide, `real` the share of them, in eighths, that are
-    valid tokens; both are repeated `repeat` times.
-    """
-
-    name: str = ""
-    slots: tuple[int, ...] = ()
-    real: tuple[int, ...] = ()
-    repeat: int = 1
-    tail: int = 0  # In units too.
-    cp_size: int = 1
-    rank: int = 0
-    index_dtype: str = "int32"
-    dtype: str = "float32"
-    wide: bool = False  # Accumulate into float32 from another dtype.
-    dims: tuple[int, ...] = ()  # Of a row.
-    packed: bool = True  # LSEs are [h, t], and not [b, h, s].
-    choices: tuple[int, ...] = (0, 0)  # The half, the actions or the format: see the helper.
-    spare: int = 0  # Room beyond what is needed.
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse a mistyped text."""
-        if self.name not in HELPERS:
-            raise ValueError(f"there is no helper {self.name!r}; there are: {', '.join(HELPERS)}")
-        if len(self.real) != len(self.slots):
-            raise ValueError(f"slots has {len(self.slots)} lengths and real has {len(self.real)}")
-
-
-@dataclass(frozen=True)
-class Malformed(Helper):
-    """A call that was well-formed until `spoil`."""
-
-    spoil: str = _SPOILS[0]
-
-
-@st.composite
-def _cases(draw: DrawFn, name: str) -> Helper:
-    count = draw(st.integers(0, 6))
-    many = draw(st.sampled_from([False] * 15 + [True]))  # More than 12,287 sequences, all tiny.
-    cp_size = draw(st.sampled_from([1] if many else [1, 2, 3, 4, 8]))
-    length = st.integers(0, 1) if many else st.one_of(st.integers(0, 4), st.just(17))
-    dtypes = MOVED_DTYPES if HELPERS[name].moves else ("float32", "float64", "bfloat16", "float16")
-    return Helper(
-        name=name,
-        slots=tuple(draw(st.lists(length, min_size=count, max_size=count))),
-        real=tuple(draw(st.lists(st.integers(0, 8), min_size=count, max_size=count))),
-        repeat=2500 if many else 1,
-        tail=draw(st.integers(0, 3)),
-        cp_size=cp_size,
-        rank=draw(st.integers(0, cp_size - 1)),
-        index_dtype=draw(st.sampled_from(["int32", "int64"])),
-        dtype=draw(st.sampled_from(dtypes)),
-        wide=draw(st.booleans()),
-        dims=draw(st.sampled_from([(), (3,), (2, 4)] + ([] if many else [(1, 64), (8, 16), (5, 7)]))),
-        packed=draw(st.booleans()),
-        choices=(draw(st.integers(0, 2)), draw(st.integers(0, 2))),
-        spare=draw(st.integers(0, 2)),
-        seed=draw(st.integers(0, 99)),
-    )
-
-
-def strategy(name: str) -> SearchStrategy[Helper]:
-    """Well-formed calls of one helper."""
-    return _cases(name)
-
-
-def malformed(name: str) -> SearchStrategy[Malformed]:
-    """Calls of one helper that have no right answer."""
-
-    def spoil(case: Helper, how: str) -> Malformed:
-        fields = {key: value for key, value in vars(case).items() if key != "repeat"}
-        return Malformed(**{**fields, "slots": (*case.slots, 2), "real": (*case.real, 4)}, spoil=how)
-
-    return st.builds(spoil, _cases(name), st.sampled_from(_SPOILS))
 
 
 def check(impl: Implementation, case: Helper, device: str = "cpu") -> list[str]:
@@ -161,14 +64,14 @@ def _guard(built: Built) -> torch.Tensor:
 
 
 def _judge(case: Helper, built: Built, kept: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    definition, moves = DEFINITIONS[case.name], HELPERS[case.name].moves
+    record = HELPERS[case.name]
     arguments = {
-        name: x.double() if not moves and isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        name: x.double() if not record.moves and isinstance(x, torch.Tensor) and x.is_floating_point() else x
         for name, x in kept.items()
     }
     target = arguments.get(built.target)
     arguments = arguments | ({built.target: target.clone()} if target is not None else {})
-    result = definition(**arguments)
+    result = record.definition(**arguments)
     result = arguments[built.target] if built.target else result
     exact = dict(zip(got, result if isinstance(result, tuple) else (result,), strict=False))
     found = []
@@ -179,7 +82,7 @@ def _judge(case: Helper, built: Built, kept: dict[str, Any], got: dict[str, Any]
         wrong = shape_findings(name, x, model.shape, (model.dtype,))
         if wrong:
             found += wrong
-        elif moves:
+        elif record.moves:
             found += _same(name, x, exact[name])
         else:
             found += _same(f"{name} outside the sequences", x[~built.touched], kept[name][~built.touched])
@@ -217,12 +120,12 @@ def _values(x: torch.Tensor) -> str:
 
 def _check_batch(impl: Implementation, case: Helper, device: str) -> list[str]:
     """`get_batch_on_this_cp_rank` of every rank, with the implementation's own ContextParallel."""
-    built = HELPERS[case.name].build(case, device)
-    helper, problem = getattr(impl.thd, case.name), Problem(case.cp_size, (), layout="dual_chunk")
+    record, problem = HELPERS[case.name], Problem(case.cp_size, (), layout="dual_chunk")
+    built, helper = record.build(case, device), getattr(impl.thd, case.name)
 
     def one_rank(member: Any) -> Any:
         mine = helper(cp=context(impl, problem, member), **built.arguments)
-        return mine, batch_of_rank(cp_size=case.cp_size, rank=member.rank, **built.arguments)
+        return mine, record.definition(cp_size=case.cp_size, rank=member.rank, **built.arguments)
 
     ranks, found = values_of_ranks(case.cp_size, one_rank, impl.Unsupported, NotImplementedError)
     for rank, (got, exact) in enumerate(ranks):
@@ -243,11 +146,11 @@ def check_malformed(impl: Implementation, case: Malformed, device: str = "cpu") 
 
     Where the lengths lie on a GPU, and nobody waits for them, it may end in a device-side assertion instead.
     """
-    built = HELPERS[case.name].build(replace(case), device)
+    built = HELPERS[case.name].build(case, device)
     name, arguments = built.lengths, built.arguments
     arguments[name] = _spoiled(arguments[name], case.spoil)
     kept = arguments[built.target].clone() if built.target else None
-    why = broken_rule(case.name, arguments)
+    why = _broken_rule(case.name, arguments)
     if why is None:
         return []  # The call has a right answer after all.
     try:
@@ -278,3 +181,19 @@ def _spoiled(lengths: torch.Tensor, how: str) -> torch.Tensor:
     if how == "float":
         return lengths.double()
     return lengths[None].repeat(2, 1) if how == "2-d" else lengths[:0]
+
+
+def _broken_rule(name: str, arguments: Arguments) -> str | None:
+    """The rule that a call breaks, in words; None if the call has an answer.
+
+    >>> arguments = {"x": torch.zeros(6), "cu_seqlens_padded": torch.tensor([0, 3]), "half": 0}
+    >>> _broken_rule("thd_read_half_tensor", arguments)
+    'every length of cu_seqlens_padded must be a multiple of 2: [3]'
+    """
+    rule = HELPERS[name].rule
+    assert rule is not None, f"{name} takes no lengths"
+    try:
+        rule(arguments)
+    except Broken as broken:
+        return str(broken)
+    return None
