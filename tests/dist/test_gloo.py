@@ -196,14 +196,19 @@ def test_a_pair_of_groups_crosses_in_one_rank(groups: Groups, package: str) -> N
 
 
 def gather_bytes(package: str) -> None:
-    """8-bit floats, bits and bools of every rank on every rank."""
+    """8-bit floats, bits, bools and complex numbers of every rank on every rank, and shifted across ranks."""
     impl = importlib.import_module(package)
     cp = impl.ContextParallel(dist.group.WORLD)
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.int16, torch.bfloat16):
+    dtypes = torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.int16, torch.bfloat16, torch.complex64
+    for dtype in dtypes:
         x = (torch.arange(16).reshape(2, 8) % 3).to(dtype)
         found = impl.unshard(impl.shard(x, cp=cp), cp=cp)
         assert found.dtype == dtype
-        assert torch.equal(found.float(), x.float())
+        assert torch.equal(found.to(torch.complex64), x.to(torch.complex64))
+        shifted = impl.unshard(impl.roll(impl.shard(x, cp=cp), -1, cp=cp, fill_value=1), cp=cp)
+        expected = torch.cat([x.to(torch.complex64)[:, 1:], torch.ones(2, 1)], dim=1)
+        assert shifted.dtype == dtype
+        assert torch.equal(shifted.to(torch.complex64), expected)
 
 
 @pytest.mark.parametrize("package", ["cp_ref", "cp_fast"])

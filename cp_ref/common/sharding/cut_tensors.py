@@ -13,7 +13,7 @@ from cp_ref.common.groups.collectives import all_gather, all_to_all
 from cp_ref.common.named_device import check_usable, read_device
 from cp_ref.spec import Column, Cut, read_positions
 
-__all__ = ["gathered", "in_format", "lined_up", "numbers", "positions_on", "rows_axis", "slice_of"]
+__all__ = ["as_bytes", "gathered", "in_format", "lined_up", "numbers", "positions_on", "rows_axis", "slice_of"]
 
 
 def numbers(values: Column, device: torch.device) -> torch.Tensor:
@@ -57,9 +57,9 @@ class _Gather(torch.autograd.Function):
         ctx.cp, ctx.axis, ctx.index = cp, axis, index
         shape = list(x.shape)
         shape[axis] *= cp.size
-        whole = _as_bytes(x.new_empty(shape))
+        whole = as_bytes(x.new_empty(shape))
         with cp.alone("unshard"):
-            parts = all_gather(cp.comm, _as_bytes(x))
+            parts = all_gather(cp.comm, as_bytes(x))
         for rows, part in zip(index, parts, strict=True):
             whole.index_copy_(axis, rows, part)
         return whole if whole.dtype == x.dtype else whole.view(x.dtype)
@@ -95,6 +95,6 @@ def in_format(rows: torch.Tensor, cut: Cut) -> torch.Tensor:
     return (x if cut.qkv_format == "bshd" else x.transpose(0, 1)).contiguous()
 
 
-def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """8-bit floats as bytes, others unchanged: not every operator that moves rows supports 8-bit floats."""
     return x.detach().view(torch.uint8) if x.dtype.is_floating_point and x.element_size() == 1 else x

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.groups.collectives import all_to_all
-from cp_ref.common.sharding.cut_tensors import in_format, lined_up, numbers, rows_axis
+from cp_ref.common.sharding.cut_tensors import as_bytes, in_format, lined_up, numbers, rows_axis
 from cp_ref.spec import Column, Cut, PairGroup, Parcel, roll_of
 
 __all__ = ["rolled"]
@@ -51,7 +51,8 @@ def _moved(
     x: torch.Tensor, cp: ContextParallel, sends: Numbers, recvs: Numbers, most: int, fill: float
 ) -> torch.Tensor:
     """Rows `sends[r]` of x go to rank r, rows `recvs[r]` of the result come from it, and all others are `fill`."""
-    group, result = cp.comm, torch.full_like(x, fill, memory_format=torch.contiguous_format)
+    group, filled = cp.comm, torch.full_like(x, fill, memory_format=torch.contiguous_format)
+    x, result = as_bytes(x), as_bytes(filled)  # the same memory
     result.index_copy_(0, recvs[cp.rank], x.index_select(0, sends[cp.rank]))
     if isinstance(group, PairGroup):  # Two hops need parts of one size.
         parts = [x.new_zeros(most, *x.shape[1:]) for _ in sends]
@@ -67,4 +68,4 @@ def _moved(
     for r, rows in enumerate(recvs):
         if r != cp.rank:
             result.index_copy_(0, rows, buffers[r][: len(rows)])
-    return result
+    return filled
