@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -113,8 +114,17 @@ def test_commands_have_the_options_that_are_named() -> None:
             known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
             named = {word for word in words if word.startswith("--")}
             assert named <= known | {"--help"}, line
+            pictures = [value for option, value in pairwise(words) if option == "--svg"]
+            assert all(value.endswith(".svg") for value in pictures), line  # others are refused
             seen += 1
     assert seen > 10
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_installs_are_from_a_checkout(path: Path) -> None:
+    """No package index has this project."""
+    for line in re.findall(r"pip install .*", path.read_text()):
+        assert not re.search(r"(?<!\./)cp-attention", line), line
 
 
 PICTURES = {"plan": ["--seqlens", "96,32,56"]} | {

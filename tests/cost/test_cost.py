@@ -202,6 +202,15 @@ def test_the_command(tmp_path: Path) -> None:
         assert words_said in said.stderr
 
 
+def test_two_ranks_and_one_sequence_are_said_in_words() -> None:
+    said = runner.invoke(app, ["plan", "--predict", "--cp-size", "2", "--seqlen", "65536"], env={"COLUMNS": "200"})
+    assert "1 sequence, 65,536 tokens on 2 ranks" in said.output
+    text = " ".join(said.output.split())
+    assert "refused: no size of groups (at least 2, less than 2, at most a domain of 8) divides 2 ranks" in text
+    assert "over the ranks and over both" in text  # an efficiency of 1 is the best, whatever the number of ranks
+    assert "within 1 % of the fastest, the one of the least memory" in text
+
+
 @pytest.mark.thorough
 def test_a_thousand_ranks() -> None:
     said = runner.invoke(app, ["plan", "--predict", "--cp-size", "1024", "--seqlen", "4194304"])

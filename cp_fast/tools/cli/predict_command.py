@@ -21,8 +21,9 @@ __all__ = ["TrainingStep", "show_prediction"]
 _BALANCED_UP_TO = 256  # Ranks: with more, deciding the layout takes longer than everything else.
 
 _COLUMNS = (
-    "ms of the forward pass and of both passes; time of the attention kernel alone on one GPU, over both; ms of the "
-    "host; peak memory above the inputs. a2a+p2p: ranks that exchange heads x ranks of the ring"
+    "forward, both, host: ms of the forward pass, of both passes, and of the host. efficiency: the time of the "
+    "attention kernel alone on one GPU, over the ranks and over both. peak: memory above the inputs. a2a+p2p: ranks "
+    "that exchange heads x ranks of the ring. Taken: of what is within 1 % of the fastest, the one of the least memory"
 )
 
 
@@ -79,8 +80,9 @@ def _table(
     problem: Problem, machine: Machine, tried: Sequence[Candidate], predictions: Sequence[Prediction | None]
 ) -> Table:
     """A line for each layout and schedule."""
+    count = len(problem.sequences)
     shown = table(
-        f"{len(problem.sequences):,} sequences, {sum(problem.lengths.len_q):,} tokens on {problem.cp_size} ranks of "
+        f"{count:,} sequence{'s' * (count != 1)}, {sum(problem.lengths.len_q):,} tokens on {problem.cp_size} ranks of "
         f"{escape(machine.name)}, predicted",
         *("layout", "schedule", ">forward", ">both", ">efficiency", ">host", ">peak GiB"),
     )

@@ -42,7 +42,8 @@ def _candidate(problem: Problem, layout: str, name: str, domain: int) -> Candida
     size = legal or next(iter(sizes), 1)
     made = replace(problem, layout=layout, cp_comm_type=name, a2a_size=size)
     if not sizes:
-        return Candidate(made, f"{ranks} ranks are not several groups of several")
+        bounds = f"at least 2, less than {ranks}, at most a domain of {domain}"
+        return Candidate(made, f"no size of groups ({bounds}) divides {ranks} ranks")
     if legal is None:
         return Candidate(made, f"{q} query heads over {kv} are not shared by {size} ranks")
     try:
