@@ -10,7 +10,7 @@ import torch
 from conformance.scores.score_formula import Places
 from cp_ref.spec import Problem
 
-__all__ = ["Scope", "scopes", "seen"]
+__all__ = ["Scope", "scopes", "seen", "seen_table"]
 
 
 class Scope(NamedTuple):
@@ -49,13 +49,19 @@ def seen(problem: Problem) -> Iterator[tuple[int, Sequence[int]]]:
                 yield i, [j for j in range(first, last + 1) if j in keys]
 
 
+def seen_table(problem: Problem, rows_q: int, rows_kv: int) -> torch.Tensor:
+    """Which packed query row sees which packed key row: bool [rows_q, rows_kv]."""
+    visible = torch.zeros(rows_q, rows_kv, dtype=torch.bool)
+    for row, keys in seen(problem):
+        visible[row, slice(keys.start, keys.stop) if isinstance(keys, range) else keys] = True
+    return visible
+
+
 def scopes(problem: Problem, device: torch.device | str = "cpu") -> Iterator[Scope]:
     """All scopes of a problem; padding is in none."""
     if problem.areas is not None:
         rows, keys = (torch.tensor(_tokens(problem, side), dtype=torch.int64, device=device) for side in ("q", "kv"))
-        visible = torch.zeros(problem.starts_q[-1], problem.starts_kv[-1], dtype=torch.bool)
-        for i, its in seen(problem):
-            visible[i, its] = True
+        visible = seen_table(problem, problem.starts_q[-1], problem.starts_kv[-1])
         places = Places(*(x.to(device) for x in _places(problem)))
         yield Scope((rows,), (keys,), (slice(None), rows), visible.to(device)[rows][:, keys], places)
         return

@@ -26,7 +26,7 @@ import torch
 from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.judge.ranks import UnsupportedCase
-from conformance.judge.visibility import seen
+from conformance.judge.visibility import seen_table
 from conformance.run.case_tensors import GlobalTensors, build, in_format, packed_rows
 from conformance.run.placement import where
 from conformance.run.play_case import play
@@ -97,11 +97,7 @@ def _by_head(numbers: torch.Tensor) -> torch.Tensor:
 
 def visible_pairs(case: Case) -> torch.Tensor:
     """Which packed query row sees which packed key row, over all sequences and tails: bool [rows of q, rows of kv]."""
-    p = case.problem
-    visible = torch.zeros(case.rows("q"), case.rows("kv"), dtype=torch.bool)
-    for row, keys in seen(p):
-        visible[row, keys] = True
-    return visible
+    return seen_table(case.problem, case.rows("q"), case.rows("kv"))
 
 
 def digits(rows: int, dims: int) -> torch.Tensor:
