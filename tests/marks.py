@@ -13,9 +13,12 @@ HANGS_S = 1800.0  # seconds after which something hangs: no test may fail becaus
 needs_cxx = pytest.mark.skipif(build.why_not("cpu") is not None, reason="needs a C++ compiler")
 
 
-def examples(count: int) -> int:
-    """How many examples a test of Hypothesis draws: all, or in the fast tests 15 of 100 (see `tests/conftest.py`)."""
-    return max(1, count * settings().max_examples // 100)
+def examples(count: int, fast: int | None = None) -> int:
+    """How many examples a test of Hypothesis draws: all, or in the fast tests 15 of 100 (see `tests/conftest.py`), or
+    `fast` of them where one takes long.
+    """
+    share = settings().max_examples
+    return fast if fast is not None and share < 100 else max(1, count * share // 100)
 
 
 def seeds(count: int) -> list[ParameterSet]:

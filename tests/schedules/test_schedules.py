@@ -73,32 +73,19 @@ def test_rings_that_no_planner_has(name: str, ring: str, package: str) -> None:
     check(package, PROBLEMS[name], RINGS[ring](PROBLEMS[name].workload))
 
 
-DRAWN = given(
+@pytest.mark.parametrize("package", PACKAGES)
+@settings(max_examples=examples(int(os.environ.get("CP_SCHEDULES", "250")), fast=9))
+@given(
     drawn=scheduled_problems(),
     softmax_type=st.sampled_from(SOFTMAX_TYPES),
     softcap=st.sampled_from([0.0, 2.0]),
     tail=st.integers(0, 1),
 )
-
-
-def play_drawn(package: str, drawn: tuple[Problem, Schedule], softmax_type: str, softcap: float, tail: int) -> None:
+def test_random_schedules(
+    package: str, drawn: tuple[Problem, Schedule], softmax_type: str, softcap: float, tail: int
+) -> None:
     problem = replace(drawn[0], softmax_type=softmax_type, softcap=softcap, d_qk=3, d_v=2, dtype="float64")
     check(package, problem, drawn[1], tail * problem.cp_size if problem.qkv_format == "thd" else 0)
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-@settings(max_examples=examples(60))
-@DRAWN
-def test_a_few_random_schedules(package: str, **drawn: Any) -> None:
-    play_drawn(package, **drawn)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("package", PACKAGES)
-@settings(max_examples=examples(int(os.environ.get("CP_SCHEDULES", "250"))))
-@DRAWN
-def test_random_schedules(package: str, **drawn: Any) -> None:
-    play_drawn(package, **drawn)
 
 
 def errors(problem: Problem, of_rank: Callable[[SimMember], Any], comm: Any = "p2p", **more: Any) -> list[Exception]:
