@@ -1,4 +1,4 @@
-"""The state messages of a linear layer as one SVG file: a lane for each rank, a box for each fragment."""
+"""The picture on the page about hybrid models: a lane for each rank, a box for each fragment, an arrow for each map."""
 
 from __future__ import annotations
 
