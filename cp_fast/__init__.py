@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from cp_fast.api.attention import attention
     from cp_fast.api.checked_calls import checked
     from cp_fast.api.fast_context import ContextParallel
-    from cp_fast.api.fast_trace import trace
     from cp_fast.api.make_plan import make_plan, supports
     from cp_fast.api.plan import Plan
     from cp_fast.linear.convolution.causal_conv1d import causal_conv1d
     from cp_fast.linear.linear_attention import linear_attention
+    from cp_fast.tools.fast_trace import trace
     from cp_ref import SimGroup, Trace, compare, dense_attention
     from cp_ref.common.sharding.shard import position_ids, roll, shard, unshard
     from cp_ref.spec import Unsupported, compare_layouts
@@ -66,7 +66,7 @@ _WHERE = {
     "roll": "cp_ref.common.sharding.shard",
     "shard": "cp_ref.common.sharding.shard",
     "supports": "cp_fast.api.make_plan",
-    "trace": "cp_fast.api.fast_trace",
+    "trace": "cp_fast.tools.fast_trace",
     "unshard": "cp_ref.common.sharding.shard",
 }
 

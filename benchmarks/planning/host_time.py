@@ -39,9 +39,9 @@ from torch.multiprocessing.spawn import spawn
 
 import cp_fast
 from benchmarks.parts.ranks import Commit, Device, Schedules, connect
+from cp_fast.api import autograd_function
 from cp_fast.api.planned_call import compiled_call
 from cp_fast.backends.fa4.fa4_recorded import Launches
-from cp_fast.dispatch import autograd_function
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.transport import memory_group
 from cp_fast.transport.peer_exchange import _Pulls  # pyright: ignore[reportPrivateUsage]

@@ -8,8 +8,8 @@ from typing import Any
 from unittest.mock import patch
 
 import cp_fast
-from cp_fast.dispatch import autograd_function as autograd
-from cp_fast.dispatch import library_operators as compiled
+from cp_fast.api import autograd_function as autograd
+from cp_fast.api import library_operators as compiled
 from cp_fast.linear import linear_attention as linear
 from cp_fast.linear.convolution import causal_conv1d as convolution
 from cp_ref.spec import Problem

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from cp_fast.api.autograd_function import Attention
 from cp_fast.api.checked_calls import checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.implicit_plan import Call, on_host, plan_of_call
+from cp_fast.api.library_operators import attention_in_graph
 from cp_fast.api.plan import Plan
 from cp_fast.api.planned_call import (
     AttentionCall,
@@ -20,8 +22,6 @@ from cp_fast.api.planned_call import (
     known_call,
 )
 from cp_fast.api.score_arguments import NOTHING, ScoreArguments
-from cp_fast.dispatch.autograd_function import Attention
-from cp_fast.dispatch.library_operators import attention_in_graph
 from cp_fast.dispatch.selective_checkpointing import unseen
 from cp_ref.common import attention_call
 from cp_ref.common.attention_call import asked_for, problem_arguments, with_digest

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from cp_fast.api.group_lock import HoldLocks, locks_of
 from cp_fast.api.plan_cache import agreements_of
 from cp_fast.backends import BACKENDS
+from cp_fast.dispatch.group_lock import HoldLocks, locks_of
 from cp_fast.dispatch.opaque import OfThisProcess, opaque_for
 from cp_ref.common import context
 

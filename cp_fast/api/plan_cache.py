@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from cp_fast.api.group_lock import GroupLock
+from cp_fast.dispatch.group_lock import GroupLock
 
 if TYPE_CHECKING:
     from cp_fast.api.plan import Plan

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_fast.dispatch import library_operators as compiled  # makes the operator
+from cp_fast.api import library_operators as compiled  # makes the operator
 from cp_fast.dispatch.selective_checkpointing import unseen
 from cp_ref.spec import Unsupported
 

@@ -1,1 +1,3 @@
-"""Attention as PyTorch sees it: an autograd function, operators for torch.compile, a graph break."""
+"""What calls need of PyTorch and of the process: handles and graph breaks for torch.compile, selective checkpointing,
+the names of modules, and one call at a time on a group. Nothing here knows attention.
+"""

@@ -19,8 +19,9 @@ from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.prepared_exchange import Prepares
 from cp_fast.runtime.resolve import resolve
 from cp_fast.runtime.row_positions import RowPositions
-from cp_fast.runtime.tensors import Operation, Shapes, State, Tensors, wide_dtype
+from cp_fast.runtime.tensors import Operation, Shapes, State, Tensors
 from cp_ref.common.scores.score_inputs import ScoreInputs
+from cp_ref.common.wide_dtype import wide_dtype
 from cp_ref.spec import Group
 
 __all__ = ["CompiledCall", "Results"]

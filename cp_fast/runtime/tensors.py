@@ -12,9 +12,10 @@ import torch
 from cp_fast.backends import LaunchOptions
 from cp_fast.compile.instructions import BufferSpec
 from cp_ref.common.scores.score_inputs import ScoreInputs
+from cp_ref.common.wide_dtype import wide_dtype
 from cp_ref.spec import Group, Pending
 
-__all__ = ["Allocation", "Operation", "Shapes", "State", "Tensors", "wide_dtype"]
+__all__ = ["Allocation", "Operation", "Shapes", "State", "Tensors"]
 
 
 class Tensors(NamedTuple):
@@ -41,11 +42,6 @@ class State:
 
 
 Operation = Callable[[State], None]
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of accumulation."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @lru_cache

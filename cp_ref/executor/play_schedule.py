@@ -22,7 +22,8 @@ import torch
 
 from cp_ref.common.groups.process_groups import during
 from cp_ref.common.scores.score_inputs import PLAIN, ScoreInputs
-from cp_ref.executor.rank_tensors import World, accumulator_dtype
+from cp_ref.common.wide_dtype import wide_dtype
+from cp_ref.executor.rank_tensors import World
 from cp_ref.executor.tile_attention import tile_backward, tile_forward, visible_pairs
 from cp_ref.executor.tile_places import pair_scores
 from cp_ref.spec import Group, Problem, RankSchedule, Schedule
@@ -85,7 +86,7 @@ def run_forward(
     """
     recorder.begin("forward")
     recorder.own("given", q=q, k=k, v=v)
-    wide = accumulator_dtype(q.dtype)
+    wide = wide_dtype(q.dtype)
     world = World(problem.workload, group.rank, q.device)
     world.put_own("q", q)
     world.put_own("kv", k, v)
@@ -137,7 +138,7 @@ def run_backward(
     """
     recorder.begin("backward")
     recorder.own("given", dout=dout, lse=lse, delta=delta)
-    wide = accumulator_dtype(q.dtype)
+    wide = wide_dtype(q.dtype)
     world = World(problem.workload, group.rank, q.device)
     world.put_own("q", q)
     world.put_own("kv", k, v)

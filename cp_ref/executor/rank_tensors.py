@@ -17,12 +17,7 @@ import torch
 from cp_ref.executor.merge_partials import merge
 from cp_ref.spec import OPERANDS, RESULTS, Fragments, Message, Parcel, Pieces, Workload, side_of
 
-__all__ = ["World", "accumulator_dtype", "own_fragments"]
-
-
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partial results are computed and added up: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+__all__ = ["World", "own_fragments"]
 
 
 def own_fragments(work: Workload, rank: int, kind: str) -> Fragments:

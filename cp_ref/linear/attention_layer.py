@@ -22,7 +22,7 @@ from cp_ref.common.derivatives import refuse_transforms
 from cp_ref.common.groups.collectives import all_reduce_sum
 from cp_ref.common.linear import linear_calls
 from cp_ref.common.linear.linear_checks import LinearCall, agree_on_layer, read_linear_attention
-from cp_ref.executor.rank_tensors import accumulator_dtype
+from cp_ref.common.wide_dtype import wide_dtype
 from cp_ref.linear.play_states import Span, play_states
 from cp_ref.linear.recurrence import AffineMap, Tokens, map_of, run
 from cp_ref.spec import DocumentFragments, check_context, document_fragments
@@ -69,7 +69,7 @@ class _Rank:
         for document, _, _, start, stop, row in fragments.of(plan.rank).rows():
             self.own.append((document, slice(row, row + stop - start), (start, stop)))
         self.first, self.last = _ends(fragments)
-        wide = accumulator_dtype(getattr(torch, call.dtype))
+        wide = wide_dtype(getattr(torch, call.dtype))
         fmt = plan.problem.qkv_format
         self.packed = Tokens(*(None if x is None else to_packed(x.detach(), fmt).to(wide) for x in tensors))  # pyright: ignore[reportArgumentType]
         self.empty = [n for n, length in enumerate(plan.problem.lengths.len_q) if not length]

@@ -20,8 +20,9 @@ from cp_ref.common.declared import implements
 from cp_ref.common.derivatives import refuse_transforms
 from cp_ref.common.linear import linear_calls
 from cp_ref.common.linear.linear_checks import ConvolutionCall, agree_on_layer, read_convolution
+from cp_ref.common.wide_dtype import wide_dtype
 from cp_ref.executor.play_schedule import run_rank_schedule
-from cp_ref.executor.rank_tensors import World, accumulator_dtype
+from cp_ref.executor.rank_tensors import World
 from cp_ref.spec import check_context, halo_workload
 
 __all__ = ["causal_conv1d"]
@@ -73,7 +74,7 @@ class _Convolution(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        problem, wide = plan.problem, accumulator_dtype(x.dtype)
+        problem, wide = plan.problem, wide_dtype(x.dtype)
         packed, factors = to_packed(x, problem.qkv_format), weight.to(wide)
         world = World(halo_workload(problem, call.kernel_size), cp.rank, x.device)
         world.put_own("kv", packed[:, None])

@@ -10,6 +10,7 @@ import torch
 from cp_ref.common.thd import declared_corrections
 from cp_ref.common.thd.checks import check_leaf, check_room, token_axis
 from cp_ref.common.thd.row_tables import half_rows
+from cp_ref.common.wide_dtype import wide_dtype
 from cp_ref.spec import check_apart
 from cp_ref.thd.lse import check_lse_room, lse_rows
 from cp_ref.thd.packed_lengths import end_of, even_lengths_on, lengths_on
@@ -60,7 +61,7 @@ def thd_out_correction(
     rows = half_rows(lengths, end_of(lengths), 1)[0] if only_second_half else step_rows
     final, at = lse_rows(lse, rows, lengths, lse_packed)
     step, step_at = lse_rows(lse_step, step_rows, step_lengths, lse_packed)
-    wide = _accumulator_dtype(out, out_step, lse, lse_step)
+    wide = wide_dtype(out.dtype, out_step.dtype, lse.dtype, lse_step.dtype)
     weight = torch.exp(step[step_at].to(wide) - final[at].to(wide))[..., None]  # [n, h, 1]
     unseen = (step[step_at] == float("-inf"))[..., None]
     contribution = (weight * out_step[step_rows]).masked_fill(unseen, 0.0)
@@ -84,9 +85,5 @@ def thd_grad_correction(
         if action == "copy":
             target[rows] = share.to(grad.dtype)
         elif action == "add":
-            wide = _accumulator_dtype(grad, grad_step)
+            wide = wide_dtype(grad.dtype, grad_step.dtype)
             target[rows] = (target[rows].to(wide) + share.to(wide)).to(grad.dtype)
-
-
-def _accumulator_dtype(*operands: torch.Tensor) -> torch.dtype:
-    return torch.float64 if any(x.dtype == torch.float64 for x in operands) else torch.float32

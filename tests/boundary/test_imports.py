@@ -67,7 +67,7 @@ def test_what_both_sides_share_needs_the_specification_and_torch_alone() -> None
 
 def test_cp_fast_sees_of_cp_ref_the_specification_and_what_both_share() -> None:
     """`cp_fast/__init__.py` also names what debugs (the oracle, the simulated group, traces) for type checkers, and
-    `cp_fast/api/fast_trace.py` imports it when it is asked for.
+    `cp_fast/tools/fast_trace.py` imports it when it is asked for.
     """
     for path in files("cp_fast"):
         for module in imports(path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.api.group_lock import HoldLocks, locks_of
+from cp_fast.dispatch.group_lock import HoldLocks, locks_of
 from cp_ref import SimGroup
 from cp_ref.simulator.sim_group import SimMember
 

@@ -28,6 +28,7 @@ from cp_fast.backends.backend_protocol import (
 )
 from cp_fast.backends.blockwise.placed_scores import dropped, modify, placed_scores, pulled_back
 from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize, fold, mask, score_blocks, size_of, unfold
+from cp_ref.common.wide_dtype import wide_dtype
 from cp_ref.spec import Feature, ScoreOptions
 
 __all__ = ["BlockwiseBackend"]
@@ -77,7 +78,7 @@ class BlockwiseBackend(Backend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
     ) -> Partial:
         """See `Backend.forward`; out, lse and max_logit come in the compute dtype."""
-        scores, dtype = options.scores, _compute_dtype(q)
+        scores, dtype = options.scores, wide_dtype(q.dtype)
         (n, h_q, _), d_v = q.shape, v.shape[2]
         out = torch.zeros(n, h_q, d_v, dtype=dtype, device=q.device)
         lse = torch.full((h_q, n), -torch.inf, dtype=dtype, device=q.device)
@@ -120,7 +121,7 @@ class BlockwiseBackend(Backend):
     def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients come in the compute dtype, and always deterministic."""
         scores, (dout, q, k, v, out, lse, dlse, *_) = options.scores, operands
-        dtype = _compute_dtype(q)
+        dtype = wide_dtype(q.dtype)
         dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
         keys, values = _head_major(k, dtype), _head_major(v, dtype)
         dkeys, dvalues = (aligned(x.shape, dtype, x.device).zero_() for x in (keys, values))
@@ -164,16 +165,11 @@ class _Scratch:
 
     def __init__(self, q: torch.Tensor) -> None:
         """Of q's compute dtype; they grow to the largest shape that is asked for."""
-        self._buffers = [torch.empty(0, dtype=_compute_dtype(q), device=q.device) for _ in range(3)]
+        self._buffers = [torch.empty(0, dtype=wide_dtype(q.dtype), device=q.device) for _ in range(3)]
 
     def buffer(self, which: int, shape: Sequence[int]) -> torch.Tensor:
         """Buffer 0, 1 or 2 in this shape, its contents undefined."""
         return aligned_view(self._buffers[which], shape)
-
-
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Float64 for float64, float32 for everything else."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _head_major(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

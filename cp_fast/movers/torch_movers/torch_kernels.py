@@ -9,8 +9,9 @@ import torch
 from cp_fast.movers.lengths_map import LengthsMap
 from cp_fast.movers.rows import Rows, take
 from cp_fast.movers.torch_movers import torch_merges
-from cp_fast.movers.torch_movers.torch_merges import put, wide_dtype
+from cp_fast.movers.torch_movers.torch_merges import put
 from cp_fast.movers.torch_movers.torch_rows import bits, table_of, targets_of
+from cp_ref.common.wide_dtype import wide_dtype
 
 __all__ = ["TorchKernels", "load"]
 
@@ -36,7 +37,7 @@ class TorchKernels:
             return
         at = targets_of(rows, outs[0].shape[0])
         for out, x in zip(outs, xs, strict=True):
-            wide = wide_dtype(out, x)
+            wide = wide_dtype(out.dtype, x.dtype)
             if add and isinstance(at.whole, slice) and out.dtype == wide:
                 out[at.whole].add_(x)
             elif add:

@@ -8,15 +8,11 @@ from cp_fast.movers.lengths_map import LengthsMap
 from cp_fast.movers.rows import Rows, take
 from cp_fast.movers.torch_movers.torch_asserts import assert_lengths
 from cp_fast.movers.torch_movers.torch_rows import Targets
+from cp_ref.common.wide_dtype import wide_dtype
 
-__all__ = ["correct_", "log_add_exp", "merge_", "merge_padded_halves_", "put", "wide_dtype"]
+__all__ = ["correct_", "log_add_exp", "merge_", "merge_padded_halves_", "put"]
 
 INF = float("inf")
-
-
-def wide_dtype(*operands: torch.Tensor) -> torch.dtype:
-    """The dtype of sums: float32, or float64 if an operand is float64."""
-    return torch.float64 if any(x.dtype == torch.float64 for x in operands) else torch.float32
 
 
 def put(out: torch.Tensor, x: torch.Tensor, rows: Rows, valid: torch.Tensor | None = None) -> None:
@@ -41,7 +37,7 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_ste
 def correct_(out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_step: torch.Tensor, at: Targets) -> None:
     """`Kernels.merge_` with `final`: out_step [n, h, d] of the part's rows, both LSEs whole."""
     total, step = _lse_of(lse, at, whole=True), _lse_of(lse_step, at, whole=False)
-    wide = wide_dtype(out, out_step, lse, lse_step)
+    wide = wide_dtype(out.dtype, out_step.dtype, lse.dtype, lse_step.dtype)
     weight = torch.exp(step.to(wide) - total.to(wide))[..., None]
     share = (weight * out_step).masked_fill((step == -INF)[..., None], 0.0)
     put(out, take(out, at.whole) + share, at.whole, at.valid)
@@ -90,7 +86,7 @@ def _merged(
     out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_step: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted mean [n, h, d] and the LSE [n, h] of two partial results, in the wide dtype."""
-    wide = wide_dtype(out, lse, out_step, lse_step)
+    wide = wide_dtype(out.dtype, lse.dtype, out_step.dtype, lse_step.dtype)
     old, step = lse.to(wide), lse_step.to(wide)
     new = log_add_exp(old, step)
     return _weighted(out.to(wide), old, new).add_(_weighted(out_step.to(wide), step, new)), new

@@ -11,8 +11,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import cp_fast
+from cp_fast.api import library_operators as compiled
 from cp_fast.checkpoint import attention_forward, save_attention
-from cp_fast.dispatch import library_operators as compiled
 from cp_ref import SimGroup
 from cp_ref.simulator.rank_scheduler import RankScheduler
 from cp_ref.simulator.sim_group import SimMember

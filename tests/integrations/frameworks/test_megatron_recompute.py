@@ -29,8 +29,8 @@ def steps() -> dict[str, tuple[int, list[torch.Tensor]]]:
     import torch.distributed as dist
     from megatron.core.tensor_parallel import random
 
-    from cp_fast.dispatch import autograd_function as autograd
-    from cp_fast.dispatch import library_operators as compiled
+    from cp_fast.api import autograd_function as autograd
+    from cp_fast.api import library_operators as compiled
     from cp_fast.integrations.megatron import CoreAttention
 
     states: Any = random

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import cp_fast
+from cp_fast.api import autograd_function as autograd
+from cp_fast.api import library_operators as compiled
 from cp_fast.checkpoint import attention_forward, save_attention
-from cp_fast.dispatch import autograd_function as autograd
-from cp_fast.dispatch import library_operators as compiled
 from cp_fast.integrations import torchtitan as ours
 from cp_ref import SimGroup
 

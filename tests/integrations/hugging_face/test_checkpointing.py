@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import cp_fast
+from cp_fast.api import autograd_function as autograd
+from cp_fast.api import library_operators as compiled
 from cp_fast.checkpoint import save_attention
-from cp_fast.dispatch import autograd_function as autograd
-from cp_fast.dispatch import library_operators as compiled
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.loss import loss_for_backward
 from tests.dist.workers import Processes

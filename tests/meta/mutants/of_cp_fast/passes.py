@@ -114,8 +114,8 @@ def _one_scale_for_all(
 
 _SINK = "cp_fast.runtime.operations.sum_operations.add_sink"
 _FORWARD, _BACKWARD = (
-    "cp_fast.dispatch.autograd_function.forward_pass",
-    "cp_fast.dispatch.autograd_function.backward_pass",
+    "cp_fast.api.autograd_function.forward_pass",
+    "cp_fast.api.autograd_function.backward_pass",
 )
 
 MUTANTS: dict[str, Mutant] = {

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from cp_fast.api.checked_calls import agree_on_call
+from cp_fast.api.library_operators import forward_as_operator
 from cp_fast.api.planned_call import AttentionCall
-from cp_fast.dispatch.library_operators import forward_as_operator
 from cp_fast.dispatch.selective_checkpointing import is_selective
 from cp_fast.runtime.forward_backward import backward_pass, forward_pass
 from cp_ref.common.autocast import no_autocast
