@@ -163,7 +163,7 @@ class Plan(OfThisProcess, plans.Plan):
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise ValueError("plan.update is called while a CUDA graph is captured; update before it is replayed")
             check_plan_owner(self.problem, self.rank, cp)
-            problem = next_batch(self.problem, self.room, **given)
+            problem = next_batch(self.problem, self.room, given)
             assert self.fixed is not None
             steps = chosen_rank_schedule(problem, self.rank, self.head_chunks)
             draft = lowered(Packing(problem), self.rank, steps, saved_kinds(problem))

@@ -96,7 +96,7 @@ class Plan(plans.Plan):
         def read() -> Agreement:
             given = plans.lengths_of_update(self, cp, lengths)
             check_plan_owner(self.problem, self.rank, cp)
-            problem = next_batch(self.problem, self.room, **given)
+            problem = next_batch(self.problem, self.room, given)
             return Agreement(problem, self.room, plans.read_linear(self.linear, problem))
 
         made = plan_together(cp, lambda: (read(), self.device))

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import typer
-
-from cp_ref.common.cli.lazy_commands import SETTINGS, LazyGroup
+from cp_ref.common.cli.lazy_commands import lazy_commands
 
 __all__ = ["app"]
 
 
-class _Commands(LazyGroup):
-    commands_of: ClassVar = {
+app = lazy_commands(
+    "Context-parallel attention, step by step: see how it works, and find where two runs part.",
+    {
         "explain": ("cp_ref.cli.explain", "Walk through a problem: who owns, sends and computes what, step by step."),
         "record": ("cp_ref.cli.record", "Run a problem on random tensors, and record every intermediate."),
         "compare": ("cp_ref.cli.compare_runs", "Name the first step and rank at which two recorded runs differ."),
-    }
-
-
-app = typer.Typer(
-    cls=_Commands,
-    help="Context-parallel attention, step by step: see how it works, and find where two runs part.",
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_show_locals=False,
-    context_settings=SETTINGS,
+    },
 )
 
 

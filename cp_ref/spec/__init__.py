@@ -50,10 +50,9 @@ from cp_ref.spec.layouts.cuts import (
     read_cut,
     read_positions,
     sequences_of,
-    slice_axis,
 )
 from cp_ref.spec.layouts.named_layouts import divisor, slice_rows, table_of
-from cp_ref.spec.layouts.roll_rows import Roll, roll_of
+from cp_ref.spec.layouts.roll_rows import roll_of
 from cp_ref.spec.linear.document_fragments import DocumentFragments, document_fragments
 from cp_ref.spec.linear.halos import halo_workload, make_halo, make_rank_halo
 from cp_ref.spec.linear.states import make_rank_states, make_states
@@ -65,14 +64,14 @@ from cp_ref.spec.planners.make_schedule import make_rank_schedule, make_schedule
 from cp_ref.spec.planners.ring_members import RingMembers
 from cp_ref.spec.tables.attention_slices import UNBOUNDED, AttentionSlices
 from cp_ref.spec.tables.diagonal_band import DiagonalBand
-from cp_ref.spec.tables.messages import KINDS, OPERANDS, RESULTS, STATES, Message, Pieces, side_of, tag
+from cp_ref.spec.tables.messages import KINDS, OPERANDS, RESULTS, Message, Pieces, side_of, tag
 from cp_ref.spec.tables.ownership import Fragments, Ownership, contiguous, dual_chunk
 from cp_ref.spec.tables.problem import Problem, Sequence, Sequences
 from cp_ref.spec.tables.row_positions import check_one_document, row_positions
 from cp_ref.spec.tables.schedule import RankSchedule, Scans, Schedule, Step, Tiles
 from cp_ref.spec.tables.score_options import ScoreOptions
 from cp_ref.spec.tables.table import Column, Table, joined, ranges
-from cp_ref.spec.tables.workload import Workload, areas_of, workload_of
+from cp_ref.spec.tables.workload import Workload
 from cp_ref.spec.verify.proof import InvalidSchedule, verify, verify_tables
 from cp_ref.spec.verify.schedule_costs import ITEM_BYTES, RankCost, Report, message_bytes, report, tile_pairs
 
@@ -89,7 +88,6 @@ __all__ = [
     "RESULTS",
     "SCORE_OPTIONS",
     "SOFTMAX_TYPES",
-    "STATES",
     "UNBOUNDED",
     "Agreement",
     "AttentionSliceRow",
@@ -120,7 +118,6 @@ __all__ = [
     "RankSchedule",
     "Report",
     "RingMembers",
-    "Roll",
     "Room",
     "Scans",
     "Schedule",
@@ -136,7 +133,6 @@ __all__ = [
     "Workload",
     "agree",
     "agreed_cut",
-    "areas_of",
     "areas_of_rows",
     "check_apart",
     "check_choice",
@@ -192,7 +188,6 @@ __all__ = [
     "saved_kinds",
     "sequences_of",
     "side_of",
-    "slice_axis",
     "slice_rows",
     "table_of",
     "tag",
@@ -201,5 +196,4 @@ __all__ = [
     "verify",
     "verify_states",
     "verify_tables",
-    "workload_of",
 ]

@@ -39,9 +39,8 @@ def entry(data, wide, s):
 
 
 @cuda.jit(device=True)
-def find(data, wide, sequences, row):
-    """The last s with lengths[s] <= row: never an empty sequence; `sequences` in the tail, -1 in front of all."""
-    low, high = 0, sequences + 1
+def _last_between(data, wide, low, high, row):
+    """The last s with lengths[s] <= row, of those from low - 1 to high - 1."""
     while low < high:
         middle = (low + high) >> 1
         if entry(data, wide, middle) <= row:
@@ -49,6 +48,12 @@ def find(data, wide, sequences, row):
         else:
             high = middle
     return low - 1
+
+
+@cuda.jit(device=True)
+def find(data, wide, sequences, row):
+    """The last s with lengths[s] <= row: never an empty sequence; `sequences` in the tail, -1 in front of all."""
+    return _last_between(data, wide, 0, sequences + 1, row)
 
 
 @cuda.jit(device=True)
@@ -60,15 +65,7 @@ def find_near(data, wide, sequences, row, hint):
     while low + step <= sequences and entry(data, wide, low + step) <= row:
         low += step
         step += step
-    high = min(low + step, sequences + 1)
-    low += 1
-    while low < high:
-        middle = (low + high) >> 1
-        if entry(data, wide, middle) <= row:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
+    return _last_between(data, wide, low + 1, min(low + step, sequences + 1), row)
 
 
 @cuda.jit(device=True)

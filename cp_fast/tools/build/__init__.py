@@ -13,7 +13,7 @@ CP_ATTENTION_BUILD_WAIT is how many seconds (600) a process waits for another on
 """
 
 from cp_fast.tools.build.build_errors import BuildError, Unavailable
-from cp_fast.tools.build.builder import Status, build, find, library, status, why_not
+from cp_fast.tools.build.builder import build, find, library, status, why_not
 from cp_fast.tools.build.recipe import DEVICES
 
-__all__ = ["DEVICES", "BuildError", "Status", "Unavailable", "build", "find", "library", "status", "why_not"]
+__all__ = ["DEVICES", "BuildError", "Unavailable", "build", "find", "library", "status", "why_not"]

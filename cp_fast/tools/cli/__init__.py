@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from importlib import metadata
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import typer
 
-from cp_ref.common.cli.lazy_commands import SETTINGS, LazyGroup
+from cp_ref.common.cli.lazy_commands import lazy_commands
 
 __all__ = ["app"]
 
 
-class _Commands(LazyGroup):
-    commands_of: ClassVar = {
+app = lazy_commands(
+    "Context-parallel attention: see it work, see what works here, see what it plans.",
+    {
         "demo": ("cp_fast.tools.cli.demo", "Run attention over documents on several ranks, and check all results."),
         "doctor": ("cp_fast.tools.cli.doctor", "Say which backends and kernels work here, and why others do not."),
         "plan": (
@@ -21,16 +22,7 @@ class _Commands(LazyGroup):
             "Print and verify a problem's schedule, its balance and its bytes.",
         ),
         "build": ("cp_fast.tools.cli.build", "Build the native kernels into the cache, before their first use."),
-    }
-
-
-app = typer.Typer(
-    cls=_Commands,
-    help="Context-parallel attention: see it work, see what works here, see what it plans.",
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_show_locals=False,
-    context_settings=SETTINGS,
+    },
 )
 
 

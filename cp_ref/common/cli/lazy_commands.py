@@ -10,14 +10,33 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["SETTINGS", "LazyGroup"]
+__all__ = ["lazy_commands"]
 
-SETTINGS = {"help_option_names": ["-h", "--help"]}
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
-class LazyGroup(TyperGroup):
-    """A subclass sets `commands_of`: a command's name to the module that has it, and its help in the list."""
+def lazy_commands(text: str, commands: Mapping[str, tuple[str, str]]) -> typer.Typer:
+    """A command line.
 
+    Args:
+        text: its help.
+        commands: a command's name to the module that has it, and its help in the list.
+    """
+
+    class Commands(_LazyGroup):
+        commands_of = commands
+
+    return typer.Typer(
+        cls=Commands,
+        help=text,
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_show_locals=False,
+        context_settings=_SETTINGS,
+    )
+
+
+class _LazyGroup(TyperGroup):
     commands_of: ClassVar[Mapping[str, tuple[str, str]]]
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -38,7 +57,7 @@ class _LazyCommand(TyperCommand):
     @cached_property
     def imported(self) -> Any:
         """The command, imported now."""
-        own = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, context_settings=SETTINGS)
+        own = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, context_settings=_SETTINGS)
         own.command(self.name)(getattr(importlib.import_module(self._module), str(self.name)))
         return typer.main.get_command(own)
 

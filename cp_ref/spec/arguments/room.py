@@ -136,28 +136,14 @@ def check_room_tensors(room: Room | None, q: Any, k: Any) -> None:
             )
 
 
-def next_batch(
-    problem: Problem,
-    room: Room | None,
-    *,
-    cu_seqlens_q: Any,
-    cu_seqlens_kv: Any,
-    cu_seqlens_q_padded: Any,
-    cu_seqlens_kv_padded: Any,
-) -> Problem:
-    """The plan's problem with other lengths.
+def next_batch(problem: Problem, room: Room | None, cu_seqlens: Mapping[str, Any]) -> Problem:
+    """The plan's problem with other lengths: the four arguments of `plan.update`, by name.
 
     Raises:
         ValueError, TypeError: the lengths are wrong, there is no room for them, or there is no room at all.
     """
     if room is None:
         raise ValueError("this plan cannot be updated; make it with max_sequences=..., or make a new plan")
-    cu_seqlens = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_kv": cu_seqlens_kv,
-        "cu_seqlens_q_padded": cu_seqlens_q_padded,
-        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
-    }
     sizes = Sizes(problem.heads_q, problem.heads_kv, problem.d_qk, problem.d_v, problem.dtype)
     sequences = read_sequences(cu_seqlens, problem.qkv_format, problem.attn_mask_type, sizes)
     read = replace(problem, sequences=sequences)

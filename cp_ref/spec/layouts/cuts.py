@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from cp_ref.spec.arguments.argument_words import QKV_FORMATS
 from cp_ref.spec.arguments.call_checks import check_plan_owner, check_settled
-from cp_ref.spec.arguments.single_values import check_choice, check_data, kind_of, read_count, read_lengths
+from cp_ref.spec.arguments.single_values import check_choice, check_data, differences, kind_of, read_count, read_lengths
 from cp_ref.spec.layouts.named_layouts import LAYOUTS_OF_LENGTHS, padded_to_cut, slice_rows, slots_of_lengths
 from cp_ref.spec.tables.ownership import Fragments
 from cp_ref.spec.tables.problem import Problem
@@ -250,4 +249,4 @@ def _thd_slots(cu_seqlens_padded: Any) -> list[int]:
     cumulative = read_lengths("cu_seqlens_padded", cu_seqlens_padded)
     if cumulative is None:
         raise ValueError("cu_seqlens_padded is None; qkv_format 'thd' needs it")
-    return [b - a for a, b in pairwise(cumulative)]
+    return differences(cumulative)
