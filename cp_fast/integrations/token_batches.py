@@ -32,6 +32,7 @@ class CpBatch:
 
     Args:
         cp: for this batch: its layout is a table where that of the given one is "balanced".
+        longest: how many positions the longest sequence has, padding of the rows included.
         cu_seqlens: global; None: all sequences are full.
         cu_seqlens_padded: of packed batches.
     """
@@ -40,10 +41,11 @@ class CpBatch:
         self,
         cp: ContextParallel,
         qkv_format: str,
+        longest: int,
         cu_seqlens: torch.Tensor | None = None,
         cu_seqlens_padded: torch.Tensor | None = None,
     ) -> None:
-        self.cp, self.qkv_format = cp, qkv_format
+        self.cp, self.qkv_format, self.longest = cp, qkv_format, longest
         self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
         self._plans: dict[Any, Plan] = {}
 
@@ -195,7 +197,7 @@ def _packed(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_tok
     ids, targets, cu_padded = padded
     how: dict[str, Any] = {"cp": cp, "qkv_format": "thd", "cu_seqlens_padded": cu_padded}
     positions = positions_of(**how, device=ids.device)[None]
-    sequences = CpBatch(cp, "thd", rows.cu_seqlens, cu_padded.cpu())
+    sequences = CpBatch(cp, "thd", rows.longest, rows.cu_seqlens, cu_padded.cpu())
     return shard(ids, **how)[None], shard(targets, **how)[None], positions, sequences
 
 
@@ -204,7 +206,7 @@ def _padded(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_tok
     ids, targets = F.pad(rows.ids, (0, missing), value=pad_token_id), F.pad(targets, (0, missing), value=-100)
     full = bool((rows.cu_seqlens.diff() == ids.shape[1]).all())
     positions = positions_of(cp=cp, seqlen=ids.shape[1], device=ids.device).expand(len(ids), -1)
-    sequences = CpBatch(cp, "bshd", None if full else rows.cu_seqlens)
+    sequences = CpBatch(cp, "bshd", rows.longest, None if full else rows.cu_seqlens)
     return shard(ids, cp=cp), shard(targets, cp=cp), positions, sequences
 
 
@@ -216,11 +218,11 @@ def _balanced(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_t
         cu_padded = rows.cu_seqlens.clone()
         cu_padded[-1] += missing
         table = table_of_batch(cp, "thd", rows.cu_seqlens, cu_padded)
-        sequences = CpBatch(table.over(cp), "thd", rows.cu_seqlens, cu_padded)
+        sequences = CpBatch(table.over(cp), "thd", rows.longest, rows.cu_seqlens, cu_padded)
         ids, targets = (shard(x[0], cp=cp, plan=table)[None] for x in (ids, targets))
     else:
         table = table_of_batch(cp, "bshd", rows.cu_seqlens, seqlen=ids.shape[1])
-        sequences = CpBatch(table.over(cp), "bshd", rows.cu_seqlens)
+        sequences = CpBatch(table.over(cp), "bshd", rows.longest, rows.cu_seqlens)
         ids, targets = (shard(x, cp=cp, plan=table) for x in (ids, targets))
     positions = positions_of(cp=cp, plan=table, device=ids.device)
     return ids, targets, positions[None] if rows.packed else positions, sequences

@@ -13,6 +13,7 @@ Trainer's count of tokens across devices takes into account. Nothing of transfor
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -43,7 +44,8 @@ class ContextParallelMixin(_Trainer):
         others: Trainer's.
 
     Raises:
-        NotImplementedError: what would be wrong on a slice: compute_metrics, compute_loss_func, label_smoothing_factor,
+        NotImplementedError: what would be wrong on a slice: compute_metrics, compute_loss_func, a `compute_loss` that
+        neither calls Trainer's nor reads "shift_labels" (a rank's labels are shifted already), label_smoothing_factor,
         neftune_noise_alpha (its noise depends on the length), train_sampling_strategy "batch_rebalance", tensor
         parallelism, DataParallel, accelerate's own context or sequence parallelism; what `prepare` refuses of the
         model. ValueError: ranks that are not consecutive; average_tokens_across_devices is off, without which losses
@@ -54,12 +56,19 @@ class ContextParallelMixin(_Trainer):
         check_context(cp, ContextParallel)
         args = others["args"] if "args" in others else given[1]
         _refuse_arguments(args, others)
+        _refuse_methods(type(self))
+        self.cp = cp
+        self._batches: list[tuple[Any, Any]] = []  # of this step: a part, and the whole batch
         super().__init__(*given, **others)
         _refuse_parallelism(self, args)
-        self.cp, self._mesh = cp, _mesh(self, cp)
+        self._mesh = _mesh(self, cp)
         prepare(self.model, cp)
         if not self.model_accepts_loss_kwargs:
             raise NotImplementedError(f"{type(self.model).__name__} takes no num_items_in_batch for its loss")
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """The model of `model_init`, prepared: `train` makes it anew."""
+        return prepare(super().call_model_init(trial), self.cp)
 
     def get_cp_size(self) -> int:
         """How many processes share a batch, for Trainer's count of rows in a step."""
@@ -84,7 +93,8 @@ class ContextParallelMixin(_Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
         """This rank's parts of the next batches, and the counted tokens of all ranks in them."""
-        parts = [self._part(batch) for batch in islice(epoch_iterator, num_batches)]
+        self._batches = [(self._part(batch), batch) for batch in islice(epoch_iterator, num_batches)]
+        parts = [part for part, _ in self._batches]
         return parts, self._count(parts, device)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
@@ -100,7 +110,20 @@ class ContextParallelMixin(_Trainer):
     def evaluation_loop(self, *given: Any, **named: Any) -> Any:
         """Trainer's, over losses that each context gives once."""
         self.gather_function = self._gather
-        return super().evaluation_loop(*given, **named)
+        prepares = not self.accelerator._models and not self.is_fsdp_enabled and not self.is_deepspeed_enabled
+        found = super().evaluation_loop(*given, **named)
+        if prepares:  # accelerate marks the model as prepared, and so `train` would not wrap it in DDP
+            self.accelerator._models.clear()
+            vars(self.model).pop("_is_accelerate_prepared", None)
+            self.model_wrapped = self.model
+        return found
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Trainer's count, of the whole batch that a part is of: each context counts it once."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(next((whole for part, whole in self._batches if part is inputs), inputs))
+        of_all_ranks = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + of_all_ranks // self.cp.size
 
     def _part(self, batch: Any) -> dict[str, Any]:
         return shard_batch(dict(batch), cp=self.cp, model=self.model)
@@ -140,6 +163,34 @@ def _refuse_arguments(args: Any, others: dict[str, Any]) -> None:
         )
     if not args.average_tokens_across_devices:
         raise ValueError("average_tokens_across_devices is False; ranks have different numbers of counted tokens")
+
+
+def _refuse_methods(kind: type[Any]) -> None:
+    """Raise for a method that takes what it is given for a whole batch, of a class of the user's."""
+    behind = False
+    for one in kind.__mro__:
+        behind = behind or one is ContextParallelMixin
+        if one in (ContextParallelMixin, object) or one.__module__.partition(".")[0] == "transformers":
+            continue
+        name = f"{one.__name__}.compute_loss"
+        if "compute_loss" in vars(one) and not _takes_parts(vars(one)["compute_loss"]):
+            raise NotImplementedError(
+                f"{name} computes a loss of its own, and would be given a rank's part of a batch. Call "
+                'super().compute_loss, or take inputs["shift_labels"], the label that each token learns, and divide '
+                "their sum by num_items_in_batch, which is of all ranks"
+            )
+        for name in ("prediction_step", "get_batch_samples"):
+            if behind and name in vars(one):
+                raise NotImplementedError(
+                    f"{one.__name__}.{name} would not be called: ContextParallelMixin, which stands before it, has its "
+                    "own"
+                )
+
+
+def _takes_parts(method: Any) -> bool:
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    names = () if code is None else (*code.co_names, *code.co_consts)
+    return "shift_labels" in names or "compute_loss" in names
 
 
 def _refuse_parallelism(trainer: Any, args: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from cp_fast.api.fast_context import ContextParallel
+from cp_fast.integrations.hugging_face.longest_position import give_longest, say_longest
 from cp_fast.integrations.hugging_face.slice_probe import Probe
 from cp_fast.integrations.hugging_face.task_head import Head, part_of_the_mean
 from cp_fast.integrations.hugging_face.token_mixers import NAME
@@ -145,6 +146,7 @@ def put_around(model: nn.Module, edge: Edge) -> None:
     if "_cp_fast_edge" not in model.__dict__:
         model.register_forward_pre_hook(_before, with_kwargs=True)
         model.register_forward_hook(_after, with_kwargs=True)
+    give_longest(model)
     model.__dict__["_cp_fast_edge"] = edge
 
 
@@ -152,6 +154,7 @@ def take_off(model: nn.Module) -> None:
     """Check the model's calls no longer."""
     if "_cp_fast_edge" in model.__dict__:
         model.__dict__["_cp_fast_edge"] = None
+        say_longest(model, None)
 
 
 def edge_of(model: nn.Module) -> Edge:
@@ -171,10 +174,15 @@ def edge_of(model: nn.Module) -> Edge:
 
 def _before(model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any:
     edge = model.__dict__["_cp_fast_edge"]
+    say_longest(model, None)
     handed_on = None if edge is None else edge.enter(model, by_place, given)
-    return None if handed_on is None else ((), handed_on)
+    if handed_on is None:
+        return None
+    say_longest(model, given["cp_batch"].longest - 1, given["position_ids"].device)
+    return (), handed_on
 
 
 def _after(model: Any, _: tuple[Any, ...], given: dict[str, Any], out: Any) -> Any:
     edge = model.__dict__["_cp_fast_edge"]
+    say_longest(model, None)
     return out if edge is None else edge.leave(given, out)

@@ -29,6 +29,7 @@ _MIXING = (
     nn.Upsample,
 )
 _OF_EXPERTS = ("expert_capacity", "capacity_factor", "expert_capacity_factor")  # who is dropped depends on other tokens
+_OF_LAYERS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")  # how likely a layer is skipped in training
 
 
 def refuse_by_name(model: nn.Module, covered: Mapping[str, nn.Module]) -> None:
@@ -74,6 +75,12 @@ def _refuse_entries(config: Any, layers: tuple[str, ...]) -> None:
         if getattr(config, entry, None):
             raise NotImplementedError(
                 f"{entry} is {getattr(config, entry)}; which tokens an expert drops depends on the other ranks' tokens"
+            )
+    for entry in _OF_LAYERS:
+        if getattr(config, entry, None):
+            raise NotImplementedError(
+                f"{entry} is {getattr(config, entry)}; in training each rank would skip layers of its own choice, so "
+                "it must be 0"
             )
 
 

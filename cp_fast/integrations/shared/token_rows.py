@@ -35,6 +35,11 @@ class TokenRows:
     cu_seqlens: torch.Tensor
     packed: bool
 
+    @property
+    def longest(self) -> int:
+        """How many positions a sequence has at most: a document's tokens, or a row's, padding included."""
+        return int(self.cu_seqlens.diff().max()) if self.packed else self.ids.shape[1]
+
 
 def read_rows(batch: Any, shift_labels: bool) -> TokenRows:
     """The rows of a batch. The arguments are those of `shard_batch`. Sends nothing.

@@ -154,6 +154,11 @@ def test_what_a_model_of_ones_own_hides_is_found() -> None:
 
     assert "output_router_logits is True" in refused(routed)
 
+    def skipping(model: Any) -> None:
+        model.config.layerdrop = 0.1
+
+    assert "layerdrop is 0.1; in training each rank would skip layers of its own" in refused(skipping)
+
     def smoothed(model: Any) -> None:
         model.loss_function = lambda logits, *_, **__: logits.square().mean()
 

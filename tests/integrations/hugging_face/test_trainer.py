@@ -85,6 +85,48 @@ def test_what_trainer_refuses_and_what_is_refused_of_it() -> None:
     SimGroup(1).run(one)
 
 
+def test_methods_that_take_a_part_for_the_whole_are_refused() -> None:
+    """A rank's labels are shifted already, and a mean over its tokens is not the mean."""
+
+    class OwnLoss(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            logits = model(input_ids=inputs["input_ids"]).logits
+            return torch.nn.functional.cross_entropy(logits[0, :-1], inputs["labels"][0, 1:])
+
+    class OwnStep(transformers.Trainer):
+        def prediction_step(self, *given: Any, **named: Any) -> Any:
+            return super().prediction_step(*given, **named)
+
+    class Wrapped(transformers.Trainer):
+        def compute_loss(self, *given: Any, **named: Any) -> Any:
+            return super().compute_loss(*given, **named)
+
+    class Behind(ContextParallelMixin, OwnLoss):
+        pass
+
+    class InFront(ContextParallelMixin, transformers.Trainer):
+        compute_loss = OwnLoss.compute_loss
+
+    class Hidden(ContextParallelMixin, OwnStep):
+        pass
+
+    class Right(ContextParallelMixin, Wrapped):
+        pass
+
+    args = transformers.TrainingArguments(output_dir="nowhere", use_cpu=True, report_to=[])
+
+    def one(member: Any) -> None:
+        cp = cp_fast.ContextParallel(member)
+        for kind, said in ((Behind, "OwnLoss.compute_loss"), (InFront, "InFront.compute_loss")):
+            with pytest.raises(NotImplementedError, match=f"{said} computes a loss of its own.*shift_labels"):
+                kind(tiny("LlamaForCausalLM"), args, cp=cp)
+        with pytest.raises(NotImplementedError, match=r"OwnStep\.prediction_step would not be called"):
+            Hidden(tiny("LlamaForCausalLM"), args, cp=cp)
+        Right(tiny("LlamaForCausalLM"), args, cp=cp)
+
+    SimGroup(1).run(one)
+
+
 def losses(processes: int, *given: str) -> dict[str, list[float]]:
     """Those of `trainer_losses`, by the case's name."""
     said = run_program(ROOT / "tests" / "integrations" / "hugging_face" / "trainer_losses.py", processes, *given)
@@ -93,7 +135,10 @@ def losses(processes: int, *given: str) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize(("alone", "processes"), [(1, 2), (2, 4)], ids=["one context", "two contexts"])
 def test_losses_are_those_of_trainer_alone(alone: int, processes: int) -> None:
-    """Every epoch in its own order, lengths grouped, workers, streams, packed rows, the last batch dropped or not."""
+    """Every epoch in its own order, lengths grouped, workers, streams, packed rows, the last batch dropped or not.
+
+    Norms of gradients and counts of tokens too.
+    """
     expected, found = losses(alone, "--alone"), losses(processes, "--cp-size", "2")
     assert expected.keys() == found.keys()
     for name, values in expected.items():

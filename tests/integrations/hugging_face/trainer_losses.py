@@ -1,5 +1,5 @@
-"""A program for `test_trainer`: losses of Trainer under several arguments, over all processes or, with --alone, without
-context parallelism. One line of JSON.
+"""A program for `test_trainer`: Trainer's losses, norms of gradients and counts of tokens under several arguments, over
+all processes or, with --alone, without context parallelism. One line of JSON.
 """
 
 # pyright: reportMissingImports=false
@@ -56,31 +56,44 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": {"collator": DataCollatorWithFlattening(return_flash_attn_kwargs=True)},
     "packed, balanced": {"collator": DataCollatorWithFlattening(), "layout": "balanced"},
     "padded, balanced": {"layout": "balanced", "gradient_accumulation_steps": 2},
+    "evaluated first": {"evaluated_first": True, "include_num_input_tokens_seen": "non_padding", "max_steps": 3},
+    "model_init": {"model_init": True, "max_steps": 3},
 }
 
 
 def losses(group: Any, options: dict[str, Any]) -> list[float]:
-    """The losses of all steps, and of the evaluation of an odd number of rows."""
+    """The losses of all steps and more that they log, and the loss of the evaluation of an odd number of rows."""
     options = dict(options)
+    evaluated_first = options.pop("evaluated_first", False)
     rows: Any = (
         IterableDataset.from_generator(streamed) if options.pop("streamed", False) else Dataset.from_list(rows_of(9))
     )
     collator, layout = options.pop("collator", padded), options.pop("layout", "dual_chunk")
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    model: Any = {"model_init": tiny} if options.pop("model_init", False) else {"model": tiny()}
     common: dict[str, Any] = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 3e-3}
+    common |= {"include_num_input_tokens_seen": "all"}
     quiet: dict[str, Any] = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(folder, use_cpu=True, **common | quiet | options)
         given = {"train_dataset": rows, "eval_dataset": Dataset.from_list(rows_of(5)), "data_collator": collator}
         if group is None:
-            trainer: Any = Trainer(model, args, **given)
+            trainer: Any = Trainer(args=args, **model, **given)
         else:
-            trainer = CpTrainer(model, args, **given, cp=cp.ContextParallel(group, layout=layout))
+            trainer = CpTrainer(args=args, **model, **given, cp=cp.ContextParallel(group, layout=layout))
+        # Trainer alone, on several processes, would not train them together after this.
+        if evaluated_first and group is not None:
+            trainer.evaluate()
         trainer.train()
         evaluated = trainer.evaluate()["eval_loss"]
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] + [evaluated]
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [entry[name] for entry in logged for name in ("loss", "grad_norm", "num_input_tokens_seen")] + [evaluated]
+
+
+def tiny() -> Any:
+    """One layer."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
 
 
 def main() -> None:
