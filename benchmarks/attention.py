@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -44,6 +44,7 @@ from torch.multiprocessing.spawn import spawn
 
 import cp_fast
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch, by_name
+from cp_ref.common.declared import replaced
 from cp_ref.spec import Problem, ScoreOptions, Sequence
 
 if __package__:
@@ -180,7 +181,7 @@ def parallel(
     local = {name: slices(t) for name, t in x.items()}
     q, k, v = (local[name].requires_grad_() for name in "qkv")
     if messages in ("group", "graph"):
-        plan = replace(plan, messages=None)
+        plan = replaced(plan, messages=None)
     by_group = plan.messages is None
     if messages == "peer_memory" and by_group:
         raise SystemExit("messages through peer memory cannot be had here; doctor says why")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -24,7 +24,7 @@ from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.runtime.run import CompiledCall
 from cp_ref.common import plan_arguments as plans
-from cp_ref.common.declared import implements
+from cp_ref.common.declared import implements, replaced, undivided
 from cp_ref.common.scores.score_mod import ScoreMod
 from cp_ref.common.sharding.cut_tensors import numbers
 from cp_ref.spec import (
@@ -55,6 +55,7 @@ class _HasAgreement(Protocol):
 Found = TypeVar("Found", bound=_HasAgreement)
 
 
+@undivided
 @dataclass(frozen=True, eq=False)  # Plans compare by identity: their tables are tensors.
 class Plan(OfThisProcess, plans.Plan):
     """Everything about a batch that does not depend on the tensors' values.
@@ -79,7 +80,7 @@ class Plan(OfThisProcess, plans.Plan):
         linear: whether it serves linear layers.
         agreed: see `cp_ref.common.plan_arguments.Plan`.
 
-    A copy, deep or not, and the result of `dataclasses.replace` are separate plans that share the read-only tables. A
+    A copy, deep or not, and the result of `copy.replace` are separate plans that share the read-only tables. A
     plan updated in place can be neither copied nor replaced, and no plan can be pickled: TypeError.
     """
 
@@ -125,7 +126,7 @@ class Plan(OfThisProcess, plans.Plan):
         )
 
     def __copy__(self) -> Plan:
-        return replace(self)
+        return replaced(self)
 
     def __deepcopy__(self, memo: Any) -> Plan:
         return self.__copy__()

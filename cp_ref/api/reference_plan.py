@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from cp_ref.api.reference_context import ContextParallel
 from cp_ref.common import plan_arguments as plans
 from cp_ref.common.autocast import no_autocast
-from cp_ref.common.declared import bind, implements, same_parameters
+from cp_ref.common.declared import bind, implements, replaced, same_parameters, undivided
 from cp_ref.common.derivatives import differentiable_once
 from cp_ref.common.named_device import check_usable
 from cp_ref.common.plan_arguments import read_plan_arguments
@@ -35,6 +35,7 @@ from cp_ref.spec import (
 __all__ = ["Plan", "backward_pass", "make_plan", "plan_together", "supports"]
 
 
+@undivided
 @dataclass(frozen=True)
 class Plan(plans.Plan):
     """Everything about a batch that does not depend on the tensors' values.
@@ -110,7 +111,7 @@ class Plan(plans.Plan):
 def make_plan(**arguments: Any) -> Plan:
     plan = plan_together(arguments.get("cp"), lambda: _read_plan_arguments(bind(plans.make_plan, arguments)))
     score_mod: ScoreMod | None = arguments.get("score_mod")
-    return replace(
+    return replaced(
         plan,
         custom=arguments.get("schedule"),
         score_mod=score_mod and frozen(score_mod),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self, cast
 
+from cp_ref.common.declared import replaced, undivided
 from cp_ref.common.groups.process_groups import as_group, during
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, OFFSET_GRADS, CPCommType, Layout, OffsetGrad, check_choice
 from cp_ref.spec.arguments.argument_words import canonical_layout
@@ -14,6 +15,7 @@ from cp_ref.spec.layouts.named_layouts import read_layout
 __all__ = ["ContextParallel"]
 
 
+@undivided
 @dataclass(eq=False, repr=False)
 class ContextParallel:
     """A group of ranks, the schedule they follow and the kernels they compute with.
@@ -77,7 +79,7 @@ class ContextParallel:
 
         `attention` without a plan takes it; `shard` and the like take a plan. The group and its caches are the same.
         """
-        made = replace(self)
+        made = replaced(self)
         cast(Any, made).layout = read_layout(table)
         return made
 

@@ -1,4 +1,5 @@
-"""Public functions of both packages: a stub has the parameters, the defaults and the docstring, without a body.
+"""Public functions and classes of both packages: a stub has the parameters, the defaults and the docstring, without a
+body.
 
 def trimmed(x: Tensor, *, rows: int = 1) -> Tensor:                           cp_ref/common/trimming.py
     "The first rows of ..."
@@ -12,13 +13,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
-__all__ = ["bind", "declare", "implements", "same_parameters"]
+__all__ = ["bind", "declare", "implements", "replaced", "same_parameters", "undivided"]
 
 F = TypeVar("F", bound=Callable[..., Any], covariant=True)
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class _Implements(Protocol[F]):
@@ -78,3 +81,33 @@ def bind(stub: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
         raise TypeError(f"{stub.__qualname__}(): {error}") from None
     call.apply_defaults()
     return call.arguments
+
+
+def undivided(kind: type[T]) -> type[T]:
+    """A decorator above `dataclass`, for objects that PyTorch has to hand on as they are: to others they are none.
+
+    fully_shard with a mixed precision policy copies the dataclasses among a module's arguments, field by field.
+
+    >>> from dataclasses import dataclass, is_dataclass
+    >>> @undivided
+    ... @dataclass(frozen=True)
+    ... class Pair:
+    ...     first: int
+    ...     second: int = 2
+    >>> Pair(1), is_dataclass(Pair), replaced(Pair(1), second=3)
+    (Pair(first=1, second=2), False, Pair(first=1, second=3))
+    """
+    made: Any = kind
+    names = [field.name for field in fields(made) if field.init]
+
+    def replace(self: Any, **changes: Any) -> Any:
+        return type(self)(**{name: getattr(self, name) for name in names} | changes)
+
+    made.__replace__ = replace  # of copy.replace
+    del made.__dataclass_fields__
+    return kind
+
+
+def replaced(thing: T, **changes: Any) -> T:
+    """An object of an `undivided` class with other values of some arguments."""
+    return cast(Any, thing).__replace__(**changes)

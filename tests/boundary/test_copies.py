@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.utils import _apply_to_tensors
 
 import cp_fast
 import cp_ref
 from cp_fast.dispatch.opaque import object_of
 from cp_ref import SimGroup
+from cp_ref.common.declared import replaced
 
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
 FIRST, SECOND = (torch.tensor(cu, dtype=torch.int32) for cu in ([0, 8], [0, 4, 8]))
@@ -28,7 +29,7 @@ def alone(fn: Callable[[Any], None]) -> None:
     SimGroup(1).run(fn)
 
 
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, replace])
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, replaced])
 def test_a_copy_is_a_plan_of_its_own(way: Callable[[Any], Any]) -> None:
     def one(member: Any) -> None:
         cp = cp_fast.ContextParallel(member)
@@ -70,7 +71,7 @@ def test_a_model_that_holds_a_plan_and_a_context_can_be_copied() -> None:
     alone(one)
 
 
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, replace])
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, replaced])
 def test_a_plan_that_is_updated_is_not_copied(way: Callable[[Any], Any]) -> None:
     def one(member: Any) -> None:
         plan = plan_of(cp_fast, cp_fast.ContextParallel(member), max_sequences=2)
@@ -85,13 +86,13 @@ def test_a_plan_that_is_updated_is_not_copied(way: Callable[[Any], Any]) -> None
 @pytest.mark.parametrize(
     "changes",
     [
-        lambda plan, other: replace(plan, room=None),
-        lambda plan, other: replace(plan, fixed=None),
-        lambda plan, other: replace(plan, room=None, fixed=None),
-        lambda plan, other: replace(other, instructions=plan.instructions),
-        lambda plan, other: replace(other, room=plan.room),
-        lambda plan, other: replace(other, fixed=plan.fixed),
-        lambda plan, other: replace(other, room=plan.room, fixed=plan.fixed),
+        lambda plan, other: replaced(plan, room=None),
+        lambda plan, other: replaced(plan, fixed=None),
+        lambda plan, other: replaced(plan, room=None, fixed=None),
+        lambda plan, other: replaced(other, instructions=plan.instructions),
+        lambda plan, other: replaced(other, room=plan.room),
+        lambda plan, other: replaced(other, fixed=plan.fixed),
+        lambda plan, other: replaced(other, room=plan.room, fixed=plan.fixed),
     ],
 )
 def test_no_second_plan_gets_the_tables_of_one_that_is_updated(changes: Callable[[Any, Any], Any]) -> None:
@@ -100,6 +101,22 @@ def test_no_second_plan_gets_the_tables_of_one_that_is_updated(changes: Callable
         plan, other = plan_of(cp_fast, cp, max_sequences=2), plan_of(cp_fast, cp)
         with pytest.raises(TypeError, match=r"^room, fixed and instructions of a cp_fast\.Plan that is updated"):
             changes(plan, other)
+
+    alone(one)
+
+
+@pytest.mark.parametrize("impl", [cp_fast, cp_ref])
+def test_pytorch_hands_plans_and_contexts_on_as_they_are(impl: Any) -> None:
+    """fully_shard casts the floating tensors among a module's arguments, also those of dataclasses."""
+
+    def one(member: Any) -> None:
+        cp = impl.ContextParallel(member, layout="balanced")
+        plan = plan_of(impl, cp)
+        given = {"plans": [plan], "cp": cp, "x": torch.ones(2)}
+        found: Any = _apply_to_tensors(lambda x: x.bfloat16(), given)
+        assert found["plans"][0] is plan
+        assert found["cp"] is cp
+        assert found["x"].dtype == torch.bfloat16
 
     alone(one)
 
@@ -115,7 +132,7 @@ def test_nothing_of_a_process_is_pickled() -> None:
     alone(one)
 
 
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, replace, lambda plan: pickle.loads(pickle.dumps(plan))])
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, replaced, lambda plan: pickle.loads(pickle.dumps(plan))])
 def test_the_references_copies_are_plans_of_their_own(way: Callable[[Any], Any]) -> None:
     def one(member: Any) -> None:
         cp = cp_ref.ContextParallel(member)

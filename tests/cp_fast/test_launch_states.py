@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import cp_fast
 from cp_fast.backends import Backend, BackwardOperands, Gradients, Partial, by_name
 from cp_ref import SimGroup, Unsupported
+from cp_ref.common.declared import replaced
 from cp_ref.simulator.sim_group import SimMember
 
 SCHEDULES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -52,7 +53,7 @@ def planned(member: SimMember, comm: Any, **more: Any) -> tuple[Any, Any, Rememb
     cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
     library = Remembers()
     plan = cp_fast.make_plan(cp=cp, batch_size=1, seqlen_q=32, **SIZES, **more)
-    return cp, replace(plan, backend=library), library
+    return cp, replaced(plan, backend=library), library
 
 
 def leaves(rank: int) -> list[torch.Tensor]:
@@ -92,7 +93,7 @@ def test_operators_for_the_compiler_tell_of_states(comm: str) -> None:
     def one(member: SimMember) -> None:
         _, plan, library = planned(member, comm)
         assert plan.kept.count("s") == plan.instructions.states
-        assert replace(plan, backend=library.library).kept == plan.kept.replace("s", "")
+        assert replaced(plan, backend=library.library).kept == plan.kept.replace("s", "")
 
     SimGroup(4).run(one)
 
@@ -109,7 +110,7 @@ def test_passes_with_different_tiles_are_refused() -> None:
             cp=cp, batch_size=1, seqlen_q=32, **SIZES, schedule=replace(schedule, backward=tuple(rank_schedules))
         )
         with pytest.raises(Unsupported, match="other tiles than the forward pass"):
-            replace(other, backend=library)
+            replaced(other, backend=library)
 
     SimGroup(2).run(one)
 

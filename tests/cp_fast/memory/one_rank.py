@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from cp_fast.compile.passes.low_precision_grads import low_precision_grads, of_o
 from cp_fast.transport.peer_exchange import PeerMessages, Shared
 from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup
+from cp_ref.common.declared import replaced
 from cp_ref.spec import PaperGroup
 
 __all__ = ["Allocated", "arguments_of", "call_of"]
@@ -144,7 +145,7 @@ def arguments_of(
         backward = [(plan.instructions.backward, of_one_launch(plan.instructions.backward)) for plan in plans]
         said = [[(x.peer, x.tag) for x in its.of(Send) if x.source.buffer in single] for its, single in backward]
         instructions = low_precision_grads(instructions, _Said(size, rank, tuple(said)), rounded=True)
-    plan = replace(plans[rank], backend=backend, messages=messages, instructions=instructions)
+    plan = replaced(plans[rank], backend=backend, messages=messages, instructions=instructions)
     rows = sum(lengths) // size
     q, k, v, dout = (torch.zeros(rows, n, dim, dtype=torch.bfloat16) for n in (*heads, heads[1], heads[0]))
     qkv = [x.requires_grad_() for x in (q, k, v)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from cp_fast.backends import Backend, BackwardOperands, Gradients
 from cp_fast.compile.instructions import Recv, Send
 from cp_fast.compile.passes.low_precision_grads import low_precision_grads, of_one_launch
 from cp_ref import SimGroup
+from cp_ref.common.declared import replaced
 from cp_ref.simulator.sim_group import SimMember
 from cp_ref.spec import CPCommType
 
@@ -45,7 +45,7 @@ def play(member: SimMember, comm: CPCommType, window: int, rounded: tuple[bool, 
     instructions = low_precision_grads(plan.instructions, cp.comm, rounded=rounded[cp.rank])
     made = [one for one in instructions.backward.instructions if one.made_by == "low_precision_grads"]
     assert all(isinstance(one, Send | Recv) for one in made)
-    plan = replace(plan, backend=Rounded(plan.backend), instructions=instructions)
+    plan = replaced(plan, backend=Rounded(plan.backend), instructions=instructions)
     draw = torch.Generator().manual_seed(cp.rank)
     q, k, v, dout = (torch.randn(24, h, 8, generator=draw).bfloat16() for h in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
