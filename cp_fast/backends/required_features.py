@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from cp_fast.backends import BACKENDS, KERNEL_FEATURES, features_of
-from cp_ref.spec import Feature, Problem, describe
+from cp_ref.spec import Feature, Problem
 
-__all__ = ["EXECUTOR", "backend_table", "required"]
+__all__ = ["EXECUTOR", "required"]
 
 EXECUTOR = frozenset(
     {
@@ -70,16 +69,3 @@ def required(
         Feature.IN_PLACE: in_place,
     }
     return frozenset(needs | problem.scores.features | {feature for feature, needed in conditions.items() if needed})
-
-
-def backend_table() -> str:
-    """The features that each kernel library has and lacks, as the README's Markdown table."""
-    devices = frozenset({Feature.CPU, Feature.CUDA})
-    dtypes = frozenset({Feature.FLOAT16, Feature.BFLOAT16, Feature.FLOAT32, Feature.FLOAT64})
-    lines = ["| backend | where | dtypes | lacks |", "| --- | --- | --- | --- |"]
-    for backend in BACKENDS:
-        has = features_of(backend)
-        where = describe(has & devices).replace("device ", "")
-        lacks = describe(KERNEL_FEATURES - has - devices - dtypes) or "nothing"
-        lines.append(f"| `{backend.name}` | {where} | {describe(has & dtypes)} | {lacks} |")
-    return "\n".join(lines)
