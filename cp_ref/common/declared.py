@@ -1,5 +1,4 @@
-"""Public functions and classes of both packages: a stub has the parameters, the defaults and the docstring, without a
-body.
+"""Public functions of both packages: a stub has the parameters, the defaults and the docstring, without a body.
 
 def trimmed(x: Tensor, *, rows: int = 1) -> Tensor:                           cp_ref/common/trimming.py
     "The first rows of ..."
@@ -84,9 +83,10 @@ def bind(stub: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def undivided(kind: type[T]) -> type[T]:
-    """A decorator above `dataclass`, for objects that PyTorch has to hand on as they are: to others they are none.
+    """A decorator above `dataclass`: `is_dataclass` is False for the class.
 
-    fully_shard with a mixed precision policy copies the dataclasses among a module's arguments, field by field.
+    PyTorch then hands its objects on as they are. fully_shard with a mixed precision policy copies the dataclasses among
+    a module's arguments, field by field.
 
     >>> from dataclasses import dataclass, is_dataclass
     >>> @undivided
