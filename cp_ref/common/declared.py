@@ -85,8 +85,8 @@ def bind(stub: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
 def undivided(kind: type[T]) -> type[T]:
     """A decorator above `dataclass`: `is_dataclass` is False for the class.
 
-    PyTorch then hands its objects on as they are. fully_shard with a mixed precision policy copies the dataclasses among
-    a module's arguments, field by field.
+    PyTorch then hands its objects on as they are. fully_shard with a mixed precision policy copies the dataclasses
+    among a module's arguments, field by field.
 
     >>> from dataclasses import dataclass, is_dataclass
     >>> @undivided
