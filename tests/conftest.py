@@ -42,12 +42,20 @@ def smokes(path: Path) -> bool:
 PROGRAMS = (HERE / "integrations" / "hugging_face" / "trainer_losses.py",)
 
 
+def says_faults(path: Path) -> bool:
+    """Whether a file has a test with the mark `faults`."""
+    return "mark.faults" in path.read_text()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Programs are no tests. For `-m smoke` no other file is imported: some need more than the wheel and its tests."""
+    """Programs are no tests. For `-m smoke` no other file is imported: some need more than the wheel and its tests. Nor
+    for `-m faults`: importing all files takes longer than many a test.
+    """
     if collection_path in PROGRAMS:
         return True
     of_tests = collection_path.suffix == ".py" and collection_path.name != "__init__.py"
-    return True if config.option.markexpr == "smoke" and of_tests and not smokes(collection_path) else None
+    wanted = {"smoke": smokes, "faults": says_faults}.get(config.option.markexpr)
+    return True if wanted is not None and of_tests and not wanted(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis loads the profile that --hypothesis-profile names

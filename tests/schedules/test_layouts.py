@@ -22,7 +22,7 @@ from cp_ref import SimGroup
 from cp_ref.simulator.sim_group import SimMember
 from cp_ref.spec import Problem, Sequence
 from tests.marks import examples
-from tests.spec.other_schedules.random_schedules import small_problems
+from tests.spec.problems import small_problems
 
 PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 

@@ -6,13 +6,14 @@ Half of them have lengths that a layout cuts without a rest; layouts that are fo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from hypothesis import strategies as st
 
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, Problem, Sequence
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, CPCommType, Problem, Sequence
 
-__all__ = ["SCHEDULES", "problems"]
+__all__ = ["SCHEDULES", "problems", "small_problems"]
 
 SCHEDULES: list[dict[str, Any]] = [  # of four ranks
     {"cp_comm_type": "p2p"},
@@ -23,47 +24,50 @@ SCHEDULES: list[dict[str, Any]] = [  # of four ranks
 
 
 @st.composite
-def problems(draw: st.DrawFn, cp_sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 16)) -> Problem:
-    """Problems of every schedule, with every factorisation of a2a+p2p."""
-    cp_size = draw(st.sampled_from(cp_sizes))
-    cp_comm_type = draw(st.sampled_from(CP_COMM_TYPES))
-    a2a_size = {
-        "a2a": cp_size,
-        "a2a+p2p": draw(st.sampled_from([n for n in range(1, cp_size + 1) if cp_size % n == 0])),
-    }
-    size = a2a_size.get(cp_comm_type, 1)
-    heads_kv = draw(st.sampled_from([n for n in range(1, 2 * size + 1) if n % size == 0 or size % n == 0]))
-    heads_q = math.lcm(heads_kv, size) * draw(st.integers(1, 2))
-    fmt, layout = draw(st.sampled_from(QKV_FORMATS)), draw(st.sampled_from(LAYOUTS))
-    mask = draw(st.sampled_from(MASKS))
-    member = 2 * cp_size
-    slots = draw(st.sampled_from([st.integers(0, 4).map(lambda n: n * member), st.integers(0, 4 * member)]))
-    sequences = []
-    if fmt == "thd":
-        for _ in range(draw(st.integers(0, 4))):
-            slots_q, slots_kv = draw(slots), draw(slots)
-            len_q, len_kv = draw(st.integers(0, slots_q)), draw(st.integers(0, slots_kv))
-            sequences.append(Sequence(len_q, len_kv, slots_q, slots_kv))
-    else:
-        slots_q, slots_kv = draw(slots), draw(slots)
-        padded = mask.startswith("padding")
-        for _ in range(draw(st.integers(1, 3))):
-            len_q = draw(st.integers(0, slots_q)) if padded else slots_q
-            len_kv = draw(st.integers(0, slots_kv)) if padded else slots_kv
-            sequences.append(Sequence(len_q, len_kv, slots_q, slots_kv))
-    window = draw(st.tuples(st.integers(-1, 3 * member), st.integers(-1, 3 * member)))
-    if layout == "balanced":
-        mask = mask if fmt == "thd" or mask.startswith("padding") else "padding_causal"
-        sequences = [Sequence(s.len_q, s.len_q, s.slots_q, s.slots_q) for s in sequences]
+def problems(
+    draw: st.DrawFn,
+    cp_sizes: Seq[int] = (1, 2, 3, 4, 5, 6, 8, 12, 16),
+    comms: Seq[CPCommType] = CP_COMM_TYPES,
+    most: int = 4,
+) -> Problem:
+    """Problems of every format, layout and mask, with every factorisation of a2a+p2p, padding, windows and groups of
+    query heads.
+
+    most: slots of a sequence, in chunks of all ranks.
+    """
+    cp_size, comm = draw(st.sampled_from(cp_sizes)), draw(st.sampled_from(comms))
+    divisors = [n for n in range(1, cp_size + 1) if cp_size % n == 0]
+    a2a_size = {"a2a": cp_size, "a2a+p2p": draw(st.sampled_from(divisors))}.get(comm, 1)
+    heads_kv = draw(st.sampled_from([n for n in range(1, 2 * a2a_size + 1) if n % a2a_size == 0 or a2a_size % n == 0]))
+    fmt, layout, mask = (draw(st.sampled_from(choices)) for choices in (QKV_FORMATS, LAYOUTS, MASKS))
+    if layout == "balanced" and fmt != "thd" and not mask.startswith("padding"):
+        mask = "padding_causal"
+    chunks = 2 * cp_size
+    slots = draw(st.sampled_from([st.integers(0, most).map(lambda n: n * chunks), st.integers(0, most * chunks)]))
+    batch = draw(slots), draw(slots)
+    sequences: list[Sequence] = []
+    for _ in range(draw(st.integers(0, 4) if fmt == "thd" else st.integers(1, 3))):
+        slots_q, slots_kv = (draw(slots), draw(slots)) if fmt == "thd" else batch
+        full = fmt != "thd" and not mask.startswith("padding")
+        len_q, len_kv = (n if full else draw(st.integers(0, n)) for n in (slots_q, slots_kv))
+        if layout == "balanced":
+            len_kv, slots_kv = len_q, slots_q
+        sequences.append(Sequence(len_q, len_kv, slots_q, slots_kv))
+    side = st.just(-1) | st.integers(0, 3 * chunks)
     return Problem(
         cp_size,
         tuple(sequences),
-        cp_comm_type,
-        size,
+        comm,
+        a2a_size,
         layout=layout,
         qkv_format=fmt,
         attn_mask_type=mask,
-        window_size=window,
-        heads_q=heads_q,
+        window_size=(draw(side), draw(side)),
+        heads_q=math.lcm(heads_kv, a2a_size) * draw(st.integers(1, 3)),
         heads_kv=heads_kv,
     )
+
+
+def small_problems(cp_sizes: Seq[int] = (1, 2, 3, 4)) -> st.SearchStrategy[Problem]:
+    """Problems with few rows; other schedules than p2p are drawn for them, or none."""
+    return problems(cp_sizes, ("p2p",), most=2)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from cp_ref.spec import UNBOUNDED, AttentionSlices, Fragments, Ownership, Problem, contiguous, dual_chunk, slice_rows
 from cp_ref.spec.pictures.table_pictures import areas_picture, ownership_picture
 from cp_ref.spec.tables.ownership import grouped
-from tests.spec.other_schedules.random_schedules import small_problems
-from tests.spec.problems import problems
+from tests.spec.problems import problems, small_problems
 
 EDGES = st.integers(-9, 9)
 AREAS = st.lists(

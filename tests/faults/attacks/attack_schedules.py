@@ -38,7 +38,7 @@ from cp_ref.spec import InvalidSchedule, Problem, Schedule, Sequence, Step, Tile
 from tests.dist.workers import Processes
 from tests.faults.attacks.mutations import changed_objects, changed_text
 from tests.spec.other_schedules.other_rings import backward_ring, ring_of_rings
-from tests.spec.other_schedules.random_schedules import scheduled_problems, small_problems
+from tests.spec.other_schedules.random_schedules import scheduled_problems
 
 __all__ = ["Attack", "bases"]
 
@@ -80,7 +80,7 @@ def _random(number: int) -> list[Base]:
     found: list[Base] = []
 
     @settings(max_examples=max(1, number), derandomize=True, deadline=None, database=None, phases=[Phase.generate])
-    @given(scheduled_problems(small_problems(cp_sizes=(2, 3, 4))), st.sampled_from([0.0, 2.0]))
+    @given(scheduled_problems((2, 3, 4)), st.sampled_from([0.0, 2.0]))
     def draw(drawn: Base, softcap: float) -> None:
         problem, schedule = drawn
         if any(step.sends for program in schedule.forward for step in program):

@@ -21,9 +21,13 @@ pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[3]
 LITTLE = ("--cp-examples", "4", "--cp-size", "2")
 OBJECT = """
+from dataclasses import replace
 import pytest
 from conformance.suite import *
+from conformance.suite import PROFILES
 import tests.meta.zoo.samples
+
+PROFILES["quick"] = replace(PROFILES["quick"], shrink_s=1.0)
 
 @pytest.fixture(scope="session")
 def impl():

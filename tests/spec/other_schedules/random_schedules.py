@@ -29,9 +29,6 @@ from hypothesis import strategies as st
 
 from cp_ref.spec import (
     KINDS,
-    LAYOUTS,
-    MASKS,
-    QKV_FORMATS,
     UNBOUNDED,
     AttentionSlices,
     Fragments,
@@ -47,10 +44,10 @@ from cp_ref.spec import (
     tile_pairs,
     verify_tables,
 )
-from cp_ref.spec import Sequence as Lengths
 from cp_ref.spec.tables.attention_slices import crop
+from tests.spec.problems import small_problems
 
-__all__ = ["random_schedules", "random_workloads", "scheduled_problems", "small_problems"]
+__all__ = ["random_schedules", "random_workloads", "scheduled_problems"]
 
 _SPLITS = 5  # of the attention slices, at most
 _MOVES = 3  # of partial results, before they go home, at most
@@ -58,41 +55,6 @@ _MOVES = 3  # of partial results, before they go home, at most
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 Cells = np.ndarray[Any, Any]  # [rows, heads], bool: what is meant, or what a rank has
 Tile = tuple[int, ...]  # a row of `Tiles`
-
-
-@st.composite
-def small_problems(draw: st.DrawFn, cp_sizes: Sequence[int] = (1, 2, 3, 4)) -> Problem:
-    """Problems with few rows: all formats, layouts and masks, padding and windows, groups of query heads."""
-    cp_size, fmt, mask = (
-        draw(st.sampled_from(cp_sizes)),
-        draw(st.sampled_from(QKV_FORMATS)),
-        draw(st.sampled_from(MASKS)),
-    )
-    slots = draw(st.sampled_from([st.integers(0, 2).map(lambda n: 2 * cp_size * n), st.integers(0, 4 * cp_size)]))
-    shape = draw(slots), draw(slots)
-    sequences: list[Lengths] = []
-    for _ in range(draw(st.integers(1, 3))):
-        slots_q, slots_kv = (draw(slots), draw(slots)) if fmt == "thd" else shape
-        full = fmt != "thd" and not mask.startswith("padding")
-        len_q = slots_q if full else draw(st.integers(0, slots_q))
-        len_kv = slots_kv if full else draw(st.integers(0, slots_kv))
-        sequences.append(Lengths(len_q, len_kv, slots_q, slots_kv))
-    layout = draw(st.sampled_from(LAYOUTS))
-    if layout == "balanced":
-        mask = mask if fmt == "thd" or mask.startswith("padding") else "padding"
-        sequences = [Lengths(s.len_q, s.len_q, s.slots_q, s.slots_q) for s in sequences]
-    heads_kv = draw(st.integers(1, 2))
-    side = st.one_of(st.just(-1), st.integers(0, 9))
-    return Problem(
-        cp_size,
-        tuple(sequences),
-        layout=layout,
-        qkv_format=fmt,
-        attn_mask_type=mask,
-        window_size=(draw(side), draw(side)),
-        heads_q=heads_kv * draw(st.integers(1, 3)),
-        heads_kv=heads_kv,
-    )
 
 
 @st.composite
@@ -128,9 +90,9 @@ def _fragments(owners: list[int]) -> Fragments:
 
 
 @st.composite
-def scheduled_problems(draw: st.DrawFn, problems: st.SearchStrategy[Problem] | None = None) -> tuple[Problem, Schedule]:
+def scheduled_problems(draw: st.DrawFn, cp_sizes: Sequence[int] = (1, 2, 3, 4)) -> tuple[Problem, Schedule]:
     """A problem, and a schedule for it."""
-    problem = draw(small_problems() if problems is None else problems)
+    problem = draw(small_problems(cp_sizes))
     return problem, draw(random_schedules(problem.workload))
 
 

@@ -20,8 +20,8 @@ from tests.spec.other_schedules.random_schedules import (
     random_schedules,
     random_workloads,
     scheduled_problems,
-    small_problems,
 )
+from tests.spec.problems import small_problems
 
 
 @settings(max_examples=examples(int(os.environ.get("CP_PLANS", "400"))))
