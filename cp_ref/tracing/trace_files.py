@@ -7,6 +7,7 @@ its header and at every item's place. It raises ValueError with the file's name 
 from __future__ import annotations
 
 import os
+import pickle
 import stat
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -64,6 +65,8 @@ def read_content(path: str) -> Content:
     with open(path, "rb") as file:
         try:
             return _checked(torch.load(file, map_location="cpu", weights_only=True))
+        except pickle.UnpicklingError as error:  # whose words advise the reader to load code
+            raise ValueError(f"{path} holds no trace: it is no file of torch.save with plain values alone") from error
         except Exception as error:  # torch and pickle have many ways to say it
             raise ValueError(f"{path} holds no trace: {error or type(error).__name__}") from error
 

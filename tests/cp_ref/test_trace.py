@@ -341,9 +341,12 @@ def test_a_planted_bug_in_three_commands(tmp_path: Path) -> None:
     [
         (["record", "--plant", "termites"], "--plant is 'termites'; it must be one of 'lost-half'"),
         (["record", "--plant", "lost-half", "--plant-rank", "4"], "--plant-rank is 4; it must be 0 to 3"),
+        (["record", "--plant-rank", "2"], "--plant-rank is 2, but --plant names no bug; leave it out"),
         (["record", "--save", "no/such/folder/t.pt"], "no/such/folder/t.pt"),
         (["compare", "no.pt", "no.pt"], "no.pt"),
-        (["compare", __file__, __file__], "holds no trace"),
+        (["compare", __file__, __file__], "holds no trace: it is no file of torch.save with plain values alone"),
+        (["explain", "--seqlens", ""], "--seqlens is ''; give it a value, or leave it out"),
+        (["explain", "--seqlens="], "--seqlens is ''; give it a value, or leave it out"),
     ],
 )
 def test_refusals_are_one_line_and_exit_2(options: list[str], words: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, ClassVar
+from itertools import pairwise
+from typing import Any, ClassVar, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -58,8 +59,24 @@ class _LazyCommand(TyperCommand):
     def imported(self) -> Any:
         """The command, imported now."""
         own = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, context_settings=_SETTINGS)
-        own.command(self.name)(getattr(importlib.import_module(self._module), str(self.name)))
+        try:
+            module = importlib.import_module(self._module)
+        except ValueError as error:  # of an environment variable that is read at import
+            _end(error)
+        own.command(self.name)(getattr(module, str(self.name)))
         return typer.main.get_command(own)
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        for option, value in pairwise([*args, " "]):
+            name, sign, text = option.partition("=")
+            if option.startswith("--") and (value == "" or (sign and not text)):
+                _end(ValueError(f"{name} is ''; give it a value, or leave it out"))  # an unset variable of the shell
         return self.imported.make_context(info_name, args, parent=parent, **extra)
+
+
+def _end(error: ValueError) -> NoReturn:
+    """End the command as `readable_errors` does, which is imported only then."""
+    from cp_ref.common.cli.terminal import readable_errors
+
+    with readable_errors():
+        raise error
