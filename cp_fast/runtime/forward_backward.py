@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_fast.api.fast_context import ContextParallel
 from cp_fast.movers.rows import take
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import is_mask
 from cp_fast.runtime.run import CompiledCall, Results
+from cp_ref.common.context import ContextParallel
 from cp_ref.common.groups.collectives import all_reduce_max, offset_grad
 from cp_ref.common.scores.score_inputs import ScoreInputs
 from cp_ref.common.wide_dtype import wide_dtype
