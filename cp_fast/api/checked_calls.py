@@ -18,9 +18,10 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
 from cp_fast.dispatch.module_names import named_modules
+from cp_ref.common.linear.linear_checks import Call, agree_on_layer
 from cp_ref.spec import Agreement, agree
 
-__all__ = ["VARIABLE", "agree_on_call", "checked", "checking", "describe"]
+__all__ = ["VARIABLE", "agree_on_call", "agree_on_layer_call", "checked", "checking", "describe"]
 
 VARIABLE = "CP_FAST_CHECK"
 
@@ -35,7 +36,9 @@ _everywhere = 0  # Of `checked` in the main thread, for all threads.
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Agree on every call of `attention`, forward and backward, with all ranks of its group before anything is sent.
+    """Agree on every call with all ranks of its group before anything is sent.
+
+    The calls are those of `attention`, `linear_attention` and `causal_conv1d`, forward and backward.
 
     It finds ranks that use plans of different batches, or call layers in different orders or with different shapes.
     Without it such ranks compute wrong results or hang. Every rank must be inside it for the same calls. It holds for
@@ -108,6 +111,34 @@ def agree_on_call(
         where = f"{what}, call {number}{f' in {module}' if module else ''}"
         raise ValueError(f"checked, {where}: {found}") from None
     return number
+
+
+def agree_on_layer_call(cp: ContextParallel, plan: Any, what: str, read: Callable[[], Call]) -> tuple[Call, int]:
+    """A call of a linear layer, once all ranks have read theirs and agree, under `checked` on the same call.
+
+    Args:
+        what: the function.
+        read: reads and checks this rank's arguments, the plan included; sends nothing.
+
+    Returns:
+        The call, and its number, 0 where it is not checked.
+    """
+    if not checking() or not isinstance(plan, Plan):
+        return agree_on_layer(cp, plan, read), 0
+    found: list[Call] = []
+    error: Exception | None = None
+    try:
+        found.append(read())
+    except Exception as caught:  # the other ranks must not wait for this one
+        error = caught
+
+    def look() -> None:
+        if error is not None:
+            raise error
+
+    details = vars(found[0]).items() if found else ()
+    number = agree_on_call(cp, plan, f"{what}, forward", look, *details)
+    return found[0], number
 
 
 def describe(name: str, x: Any) -> tuple[str, object]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import NoneType
 from typing import Any, cast
 
 import torch
 
+from cp_fast.api.checked_calls import agree_on_call, agree_on_layer_call, checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
 from cp_fast.api.planned_call import PLAIN_TENSORS
@@ -20,7 +22,7 @@ from cp_ref.common.autocast import autocast, no_autocast
 from cp_ref.common.declared import implements
 from cp_ref.common.derivatives import differentiable_once, refuse_transforms
 from cp_ref.common.linear import linear_calls
-from cp_ref.common.linear.linear_checks import LinearCall, agree_on_layer, read_linear_attention
+from cp_ref.common.linear.linear_checks import LinearCall, read_linear_attention
 from cp_ref.spec import check_context
 
 __all__ = ["linear_attention"]
@@ -51,7 +53,8 @@ def linear_attention(
 
     tensors = {"q": autocast(q), "k": autocast(k), "v": autocast(v), "g": g, "beta": beta}
     key = call_key(cp, plan, (*tensors.values(), initial_state), kind, scale, output_final_state)
-    if key is None or (found := plan.linear_plan.calls.get(key)) is None:
+    number = 0
+    if key is None or checking() or (found := plan.linear_plan.calls.get(key)) is None:
 
         def read() -> LinearCall:
             check_not_captured(plan)
@@ -60,12 +63,12 @@ def linear_attention(
             return call
 
         with unseen():
-            call = agree_on_layer(cp, plan, read)
+            call, number = agree_on_layer_call(cp, plan, "linear_attention", read)
         found = call, kernels_for(call, cp, tensors["q"].device)
-        if key is not None:
+        if key is not None and not number:
             plan.linear_plan.calls[key] = found
     call, kernels = found
-    out, final = LinearAttention.apply(plan, kernels, cp, call, *tensors.values(), initial_state)
+    out, final = LinearAttention.apply(plan, kernels, cp, call, number, *tensors.values(), initial_state)
     return (out, final) if output_final_state else out
 
 
@@ -103,6 +106,7 @@ class LinearAttention(torch.autograd.Function):
         kernels: LinearKernels,
         cp: ContextParallel,
         call: LinearCall,
+        number: int,
         *given: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         plan = owner.linear_plan
@@ -116,7 +120,7 @@ class LinearAttention(torch.autograd.Function):
             out = plan.sequences.put(out.to(first.dtype), first)
         kept, maps, entering = saved
         ctx.save_for_backward(*given, maps, entering, *kept)
-        ctx.owner, ctx.plan, ctx.kernels, ctx.cp, ctx.call = owner, plan, kernels, cp, call
+        ctx.owner, ctx.plan, ctx.kernels, ctx.cp, ctx.call, ctx.number = owner, plan, kernels, cp, call, number
         ctx.set_materialize_grads(False)
         return out, final
 
@@ -124,6 +128,10 @@ class LinearAttention(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dout: torch.Tensor | None, dfinal: torch.Tensor | None) -> Any:
         plan, call = ctx.plan, ctx.call
+        if ctx.number:
+            with unseen():
+                look = partial(check_same_batch, ctx.owner, plan)
+                agree_on_call(ctx.cp, ctx.owner, "linear_attention, backward", look, ("of_call", ctx.number))
         check_same_batch(ctx.owner, plan)
         *tensors, initial, maps, entering = (everything := ctx.saved_tensors)[:8]
         device = tensors[0].device
@@ -140,7 +148,7 @@ class LinearAttention(torch.autograd.Function):
                 for x, grad in zip(tensors, found[:5], strict=True)
             ]
         dinitial = None if initial is None or found.dinitial is None else found.dinitial.to(initial.dtype)
-        return None, None, None, None, *grads, dinitial
+        return None, None, None, None, None, *grads, dinitial
 
 
 def _packed(plan: LinearPlan, call: LinearCall, tensors: Sequence[Any]) -> LinearInputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import runpy
 from collections.abc import Callable, Iterator
@@ -147,6 +148,57 @@ def one_call_more(member: Any = None) -> None:
         out.sum().backward()
 
 
+def linear_setting(member: Any) -> tuple[cp_fast.ContextParallel, list[cp_fast.Plan], Callable[..., torch.Tensor]]:
+    """Plans of both batches, and a linear layer or a convolution."""
+    cp, plan, x = setting(member)
+
+    def layer(made: cp_fast.Plan, convolution: bool = False, scale: float = 1.0) -> torch.Tensor:
+        if convolution:
+            return cp_fast.causal_conv1d(x.flatten(1), torch.ones(16, 3), cp=cp, plan=made)
+        g = torch.zeros(8, 2)
+        return cp_fast.linear_attention(x, x, x, g, cp=cp, plan=made, kind="mamba2", scale=scale)
+
+    return cp, [plan(0, linear=True), plan(1, linear=True)], layer
+
+
+def other_states(member: Any = None) -> None:
+    """Rank 1 runs a linear layer with the plan of the second batch, after it has run both."""
+    cp, plans, layer = linear_setting(member)
+    for made in plans:
+        layer(made)
+    with cp_fast.checked():
+        layer(plans[cp.rank])
+
+
+def other_halos(member: Any = None) -> None:
+    cp, plans, layer = linear_setting(member)
+    with cp_fast.checked():
+        layer(plans[cp.rank], convolution=True)
+
+
+def other_layers(member: Any = None) -> None:
+    """Rank 1 calls the convolution before the linear layer."""
+    cp, (made, _), layer = linear_setting(member)
+    with cp_fast.checked():
+        for convolution in (False, True) if cp.rank == 0 else (True, False):
+            layer(made, convolution)
+
+
+def swapped_linear_backwards(member: Any = None) -> None:
+    cp, (made, _), layer = linear_setting(member)
+    with cp_fast.checked():
+        outs = [layer(made, convolution).sum() for convolution in (True, True)]
+        for out in outs if cp.rank == 0 else outs[::-1]:
+            out.backward()
+
+
+def other_scales(member: Any = None) -> None:
+    cp, (made, _), layer = linear_setting(member)
+    layer(made)
+    with cp_fast.checked():
+        layer(made, scale=1.0 + cp.rank)
+
+
 CASES: list[tuple[Callable[..., None], str, str, str]] = [
     (other_batches, "forward, call ", "1 sequences", "2 sequences"),
     (other_shapes, "forward, call ", "q=float32[8, 2, 8]", "q=float32[9, 2, 8]"),
@@ -156,6 +208,11 @@ CASES: list[tuple[Callable[..., None], str, str, str]] = [
     (swapped_layers, " in Model.layers.", "module=Model.layers.0", "module=Model.layers.1"),
     (swapped_backwards, "backward, call ", "of_call=", "of_call="),
     (one_call_more, ", call ", "what=forward", "what=backward"),
+    (other_states, "linear_attention, forward, call ", "1 sequences", "2 sequences"),
+    (other_halos, "causal_conv1d, forward, call ", "1 sequences", "2 sequences"),
+    (other_layers, ", call ", "what=linear_attention, forward", "what=causal_conv1d, forward"),
+    (other_scales, "linear_attention, forward, call ", "scale=1.0", "scale=2.0"),
+    (swapped_linear_backwards, "causal_conv1d, backward, call ", "of_call=", "of_call="),
 ]
 
 
@@ -197,6 +254,39 @@ def all_alike(member: Any = None) -> list[torch.Tensor]:
         results.append(x.grad)
     assert torch.equal(results[0], results[1])
     return [results[0], results[2]]
+
+
+def refused_linear_here(member: Any = None) -> None:
+    """Rank 1's gates are of another size."""
+    cp, plan, x = setting(member)
+    made = plan(0, linear=True)
+    with cp_fast.checked():
+        cp_fast.linear_attention(x, x, x, torch.zeros(8, 2 + cp.rank), cp=cp, plan=made, kind="mamba2")
+
+
+def test_what_one_rank_refuses_of_a_linear_layer_is_raised_on_all(run: Run) -> None:
+    there, here = run(refused_linear_here)
+    assert "rank 1 refused its arguments, so rank 0 does not start" in str(there)
+    assert str(here) in str(there)
+    assert str(here).startswith("g has")
+
+
+def linear_alike(member: Any = None) -> list[torch.Tensor]:
+    _, (made, _), layer = linear_setting(member)
+    outs = []
+    for convolution in (False, True):
+        for check in (False, True, False):
+            with cp_fast.checked() if check else contextlib.nullcontext():
+                out = layer(made, convolution)
+                out.sum().backward()
+            outs.append(out.detach())
+    return outs
+
+
+def test_linear_layers_that_are_alike_are_computed_as_ever(run: Run) -> None:
+    for found in run(linear_alike):
+        assert not isinstance(found, Exception), found
+        assert all(torch.equal(found[n], found[0]) and torch.equal(found[3 + n], found[3]) for n in (1, 2))
 
 
 def test_what_is_alike_is_computed_as_ever(run: Run) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from cp_fast.api.checked_calls import agree_on_call, agree_on_layer_call
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
 from cp_fast.dispatch.selective_checkpointing import unseen
@@ -16,7 +18,7 @@ from cp_ref.common.autocast import autocast, no_autocast
 from cp_ref.common.declared import implements
 from cp_ref.common.derivatives import differentiable_once, refuse_transforms
 from cp_ref.common.linear import linear_calls
-from cp_ref.common.linear.linear_checks import ConvolutionCall, agree_on_layer, read_convolution
+from cp_ref.common.linear.linear_checks import ConvolutionCall, read_convolution
 from cp_ref.spec import check_context
 
 __all__ = ["causal_conv1d"]
@@ -45,8 +47,8 @@ def causal_conv1d(
         return read_convolution(cp, plan, Plan, x, weight, bias, activation)
 
     with unseen():
-        call = agree_on_layer(cp, plan, read)
-    return Convolution.apply(plan, cp, call, x, weight, bias)
+        call, number = agree_on_layer_call(cp, plan, "causal_conv1d", read)
+    return Convolution.apply(plan, cp, call, number, x, weight, bias)
 
 
 class Convolution(torch.autograd.Function):
@@ -58,6 +60,7 @@ class Convolution(torch.autograd.Function):
         owner: Plan,
         cp: ContextParallel,
         call: ConvolutionCall,
+        number: int,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -70,13 +73,17 @@ class Convolution(torch.autograd.Function):
             kernels = choose_convolution(rows, call.kernel_size, cp.backend)
             out = plan.rows.put(kernels.forward(inputs), x)
         ctx.save_for_backward(rows, halo, weight, bias)
-        ctx.owner, ctx.plan, ctx.cp, ctx.call = owner, plan, cp, call
+        ctx.owner, ctx.plan, ctx.cp, ctx.call, ctx.number = owner, plan, cp, call, number
         return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
         plan: LinearPlan = ctx.plan
+        if ctx.number:
+            with unseen():
+                look = partial(check_same_batch, ctx.owner, plan)
+                agree_on_call(ctx.cp, ctx.owner, "causal_conv1d, backward", look, ("of_call", ctx.number))
         check_same_batch(ctx.owner, plan)
         x, halo, weight, bias = ctx.saved_tensors
         with unseen(), ctx.cp.alone("causal_conv1d, backward"), no_autocast(x.device):
@@ -89,4 +96,4 @@ class Convolution(torch.autograd.Function):
             dx, dweight, dbias = kernels.backward(inputs, grads)
             dx.index_copy_(0, tables.edges, edges[: len(tables.edges)].to(x.dtype))
             dx = plan.rows.put(dx, dout)
-        return None, None, None, dx, dweight, dbias
+        return None, None, None, None, dx, dweight, dbias
