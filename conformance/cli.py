@@ -81,6 +81,7 @@ def main(
     if report is not None and (problem := unwritable(report)):
         raise typer.BadParameter(problem, param_hint="--report")
     tiers = _tiers(level, tier)
+    _check_device(device)
     (profile,) = _choices("--profile", [profile], tuple(PROFILES))
     drawn = replace(PROFILES[profile], most_failures=max_failures, shrink_s=shrink_time, seed=seed)
     if seed is None and not drawn.derandomize:
@@ -194,6 +195,14 @@ def _tiers(levels: list[str] | None, tiers: list[str] | None) -> list[str]:
     if not found:
         raise typer.BadParameter(f"the tiers {', '.join(chosen)} are none of {', '.join(wanted)}", param_hint="--level")
     return found
+
+
+def _check_device(name: str) -> None:
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or not (number.isdecimal() or name == kind):
+        raise typer.BadParameter(f"{name!r} is neither cpu nor cuda", param_hint="--device")
+    if kind == "cuda" and not torch.cuda.device_count():
+        raise typer.BadParameter(f"{name!r}, but PyTorch sees no CUDA device", param_hint="--device")
 
 
 def _choices(option: str, given: list[str], choices: tuple[str, ...]) -> list[str]:

@@ -48,6 +48,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -247,6 +248,9 @@ def load(name: str) -> Implementation:
             offered = offered()
     except (Exception, SystemExit) as error:
         said = readable(f"{type(error).__name__}: {error}")
+        root = module.partition(".")[0]
+        if getattr(error, "name", None) == root and (Path(root).is_dir() or Path(f"{root}.py").is_file()):
+            said += f"; {root} is in this folder, which `pytest` leaves out: run `python -m pytest`, or set PYTHONPATH"
         raise LoadError(f"cannot load the implementation {name!r}: {said}") from error
     impl = Implementation(offered, name)
     if not impl.levels:

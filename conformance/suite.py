@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ import torch
 from conformance.cli import cp_sizes_of
 from conformance.commands import replay_command, replay_options
 from conformance.draw.suite_parts import Part, play_part
-from conformance.implementation import load
+from conformance.implementation import LoadError, load
 from conformance.judge.known_failures import KnownFailures
 from conformance.plugin import Settings, settings_of
 from conformance.run.play_problem import InProcess
@@ -59,16 +60,19 @@ def conformance_suite_run(impl: Any, conformance_settings: Settings) -> Iterator
     torch.set_num_threads(1)  # the tensors are tiny
     profile = PROFILES[options.profile]
     profile = replace(profile, max_examples=options.examples or profile.max_examples)
-    if isinstance(impl, str) and options.isolate:
-        runner = start_runner(
-            impl, options.device, options.time_limit, lambda kind: cp_sizes_of(options.cp_size, kind, options.device)
-        )
-    else:
-        runner = InProcess(load(impl) if isinstance(impl, str) else impl, options.device, options.time_limit)
-    sizes = cp_sizes_of(options.cp_size, runner.info.group_kind, options.device)
+    sizes = partial(cp_sizes_of, options.cp_size, device=options.device)
+    try:
+        if isinstance(impl, str) and options.isolate:
+            runner = start_runner(impl, options.device, options.time_limit, sizes)
+        else:
+            runner = InProcess(load(impl) if isinstance(impl, str) else impl, options.device, options.time_limit)
+    except LoadError as error:
+        pytest.fail(str(error), pytrace=False)
     file = options.known_failures
     known = KnownFailures() if file is None else KnownFailures.load(file)
-    suite_run = SuiteRun(runner, profile, cp_sizes=sizes, device=options.device, known_failures=known)
+    suite_run = SuiteRun(
+        runner, profile, cp_sizes=sizes(runner.info.group_kind), device=options.device, known_failures=known
+    )
     more = replay_options(runner.info.group_kind, options.cp_size, options.time_limit, options.isolate)
     options.meta = describe_run(impl, options.profile, suite_run, more)
     yield suite_run

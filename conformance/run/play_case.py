@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -68,7 +69,11 @@ def play(impl: Any, case: Case, tensors: GlobalTensors, limit_s: float | None = 
 
 
 def _limit_s(device: str) -> float:
-    return float(os.environ.get("CONFORMANCE_LIMIT_S", LIMITS_S.get(device, LIMITS_S["cuda"])))
+    text = os.environ.get("CONFORMANCE_LIMIT_S") or str(LIMITS_S.get(device, LIMITS_S["cuda"]))
+    with suppress(ValueError):
+        if (seconds := float(text)) > 0:
+            return seconds
+    raise ValueError(f"CONFORMANCE_LIMIT_S is {text!r}; it must be a number of seconds above 0")
 
 
 def _one_rank(impl: Implementation, case: Case, tensors: GlobalTensors, member: Any) -> dict[str, torch.Tensor | None]:

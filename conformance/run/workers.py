@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from conformance.draw.capabilities import Capabilities, ask, probe_by, try_case
-from conformance.implementation import Implementation
+from conformance.implementation import Implementation, LoadError
 from conformance.judge.reference import Hang
 from conformance.judge.run_record import FAILING, Played, Verdict
 from conformance.run.play_problem import Offer, Pairs, Patience, Task, pairs_of, play_task
@@ -19,6 +19,8 @@ __all__ = ["WorkerRunner", "start_runner"]
 
 def start_runner(name: str, device: str, limit_s: float, cp_sizes: Callable[[str], tuple[int, ...]]) -> WorkerRunner:
     """Start the workers that the implementation's `group_kind` needs: one, or one a rank. Raises LoadError."""
+    if not name:
+        raise LoadError("the implementation's name is empty; it is pkg.module, pkg.module:object, or an entry point's")
     runner = WorkerRunner(name, device, limit_s)
     sizes = cp_sizes(kind := runner.info.group_kind)
     if kind == "member":

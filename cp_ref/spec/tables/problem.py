@@ -187,6 +187,8 @@ class Problem:
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Problem"):
                 raise ValueError("not a Problem(...)")
             values = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+            if "sequences" not in values:
+                raise ValueError("sequences is missing")
             values["sequences"] = tuple(Sequence(*lengths) for lengths in values["sequences"])
             return Problem(**values)
         except (SyntaxError, TypeError, KeyError, ValueError) as error:
