@@ -23,7 +23,7 @@ from cp_fast.compile.row_numbers import check_row_numbers
 from cp_fast.movers.select_kernels import kernels
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions
-from cp_fast.transport import messages_for
+from cp_fast.transport import carried_by, messages_for
 from cp_ref.common import plan_arguments as plans
 from cp_ref.common.declared import bind, implements, same_parameters
 from cp_ref.common.plan_arguments import read_plan_arguments
@@ -104,6 +104,7 @@ def prepared(
     tables) is then raised on all. Sends nothing, and keeps no reference to the group.
     """
     kernels(device.type)
+    carried_by()  # a wrong word in the environment raises, on a CPU too
     problem, room = agreement.problem, agreement.room
     if custom is None:
         head_chunks = choose_head_chunks(problem)

@@ -139,14 +139,8 @@ def _on_gpus(member: ProcessMember) -> bool:
 
 def _meet(member: ProcessMember, place: _Place) -> None:
     """Decide together whether all ranks can share memory. Collective."""
-    error: Exception | None = None
-    try:
-        facts = _Facts(carried_by(), why_not(), socket.gethostname(), _most())
-    except ValueError as wrong:
-        error, facts = wrong, _Facts("", str(wrong), "", 0)
+    facts = _Facts(carried_by(), why_not(), socket.gethostname(), _most())
     everyone = [_Facts(*x) for x in member.all_gather_object(tuple(facts))]
-    if error is not None:
-        raise error
     if len({x.choice for x in everyone}) > 1:
         raise ValueError(f"{VARIABLE} differs between ranks: {[x.choice for x in everyone]}")
     reasons = [f"rank {rank}: {x.why_not}" for rank, x in enumerate(everyone) if x.why_not]

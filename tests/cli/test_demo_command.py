@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -28,9 +29,9 @@ def demo(*options: str) -> str:
     return result.output
 
 
-def demo_process(*options: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def demo_process(*options: str, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *launcher, "-m", "cp_fast", "demo", *options]
-    env = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
+    env = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, check=False, env=env)
 
 
@@ -110,6 +111,16 @@ def test_a_failing_rank_is_named_and_ends_all() -> None:
     assert result.exit_code == 1
     assert "error: rank 1 failed: RuntimeError: this rank was told to fail" in result.stderr
     assert "All results are right." not in result.output
+
+
+def test_a_cache_that_cannot_be_written_is_one_line() -> None:
+    result = demo_process(*SMALL, CP_ATTENTION_CACHE="/dev/null", CP_FAST_KERNELS="native")
+    assert result.returncode == 1
+    assert re.match(
+        r"error: rank \d failed: Unavailable: the cache of native kernels, /dev/null, cannot", result.stderr
+    )
+    assert "set CP_ATTENTION_CACHE to a folder that can be" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_rank_that_dies_is_named_and_ends_all() -> None:

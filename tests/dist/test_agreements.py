@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -64,6 +65,24 @@ def test_kernels_that_cannot_be_had_on_one_rank(four: Processes, planned: bool, 
     for rank, error in enumerate(four.run(bad_kernels, planned, how)):
         assert isinstance(error, RuntimeError | ValueError), (rank, error)
         assert said in str(error)
+        assert rank == 1 or "rank 1 refused its arguments" in str(error)
+
+
+def bad_messages(planned: bool) -> None:
+    """Rank 1 has a wrong choice of the transport, which a CPU does not use."""
+    cp, x = cp_fast.ContextParallel(dist.group.WORLD), torch.zeros(1, 6, 2, 8)
+    with patch.dict(os.environ, {"CP_FAST_MESSAGES": "pigeons"} if cp.rank == 1 else {}):
+        if planned:
+            cp_fast.make_plan(cp=cp, batch_size=1, seqlen_q=6 * cp.size, **SIZES)
+        else:
+            cp_fast.attention(x, x, x, cp=cp)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_wrong_transport_on_one_rank(four: Processes, planned: bool) -> None:
+    for rank, error in enumerate(four.run(bad_messages, planned)):
+        assert isinstance(error, ValueError), (rank, error)
+        assert "CP_FAST_MESSAGES is 'pigeons'; it must be one of 'auto', 'peer_memory', 'group'" in str(error)
         assert rank == 1 or "rank 1 refused its arguments" in str(error)
 
 

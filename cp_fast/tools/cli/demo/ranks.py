@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cp_fast
 from conformance.run.processes import run_together
+from cp_fast.tools.build import BuildError, Unavailable
 from cp_fast.tools.cli.demo.job import Job
 from cp_ref.common.cli.terminal import one_line
 from cp_ref.spec import Problem, Schedule, Unsupported
@@ -80,7 +81,10 @@ def run_rank(place: tuple[Job, int, int, str]) -> Measured | None:
         message = f"rank {rank} failed: {type(error).__name__}: {one_line(error)}"
         if isinstance(error, ValueError | Unsupported):  # about the options: the message is enough
             raise ValueError(message) from error
-        raise RankFailed(message, traceback.format_exc()) from error
+        details = (
+            () if isinstance(error, BuildError | Unavailable) else (traceback.format_exc(),)
+        )  # whose words say what to do
+        raise RankFailed(message, *details) from error
 
 
 def _measure(job: Job, device: torch.device) -> Measured | None:
