@@ -29,20 +29,20 @@ def watched_calls(seen: Seen) -> Iterator[None]:
     """While it lasts, `seen(problem, softmax_offset)` is called before every forward pass, eager and compiled: of
     attention, linear layers and convolutions.
     """
-    original, agree = autograd.forward_pass, linear.agree_on_layer
+    original, agree = autograd.forward_pass, linear.agree_on_layer_call
 
     def watched(call: Any, cp: Any, q: Any, k: Any, v: Any, offset: Any, *more: Any, **how: Any) -> Any:
         seen(call.packing.problem, offset)
         return original(call, cp, q, k, v, offset, *more, **how)
 
-    def agreed(cp: Any, plan: Any, read: Any) -> Any:
-        call = agree(cp, plan, read)
+    def agreed(cp: Any, plan: Any, what: str, read: Any) -> Any:
+        found = agree(cp, plan, what, read)
         seen(plan.problem, None)
-        return call
+        return found
 
     with ExitStack() as stack:
         for module in (autograd, compiled):
             stack.enter_context(patch.object(module, "forward_pass", watched))
         for module in (linear, convolution):
-            stack.enter_context(patch.object(module, "agree_on_layer", agreed))
+            stack.enter_context(patch.object(module, "agree_on_layer_call", agreed))
         yield
