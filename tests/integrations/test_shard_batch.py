@@ -21,7 +21,10 @@ ONES = torch.ones(2, 8, dtype=torch.int64)
 
 
 def packed(*positions: int) -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.arange(len(positions))[None], "position_ids": torch.tensor([positions])}
+    return {
+        "input_ids": torch.arange(len(positions))[None],
+        "position_ids": torch.tensor([positions], dtype=torch.int64),
+    }
 
 
 def with_mask(row: list[int]) -> dict[str, torch.Tensor]:
@@ -35,6 +38,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "ids without a batch": ({"input_ids": IDS[0]}, r"input_ids has shape \[8\]; it must be \[b, s\]"),
     "ids that are no tensor": ({"input_ids": [[1, 2]]}, "input_ids is of type list; it must be a tensor"),
     "positions with a gap": (packed(0, 1, 2, 0, 4, 5), "row 0 of position_ids has 4 at token 4, behind 0"),
+    "positions of no token": (packed(), "row 0 of position_ids has no token; a packed batch has at least one"),
     "positions that do not begin": (packed(1, 2, 3), "row 0 of position_ids does not begin with 0"),
     "positions one short": (packed(0, 1, 2) | {"input_ids": IDS[:1]}, "row 0 of position_ids has 3 entries for 8"),
     "a mask with another number": (with_mask([1, 1, 1, 1, 2]), "row 1 of attention_mask has 2 at token 4"),
@@ -167,3 +171,16 @@ def test_what_is_wrong_in_one_batch_raises_on_all_ranks_of_over(four: Processes)
     for said in four.run(wrong_over, "data parallel ranks"):
         assert "over has global ranks" in said
         assert "it must have all ranks of cp" in said
+
+
+@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous", "balanced"])
+def test_a_batch_without_tokens_has_no_labels(layout: Any) -> None:
+    none = torch.zeros(1, 0, dtype=torch.int64)
+
+    def one(member: Any) -> dict[str, Any]:
+        return shard_batch({"input_ids": none, "labels": none}, cp=cp_fast.ContextParallel(member, layout=layout))
+
+    for part in SimGroup(2).run(one):
+        assert part["labels"].shape == part["shift_labels"].shape == part["input_ids"].shape
+        assert (part["labels"] == -100).all()
+        assert part["num_items_in_batch"] == 0

@@ -71,7 +71,7 @@ def read_rows(batch: Any, shift_labels: bool) -> TokenRows:
     if mask is not None:
         _check_padding(targets, mask)
     if shift_labels:
-        targets = F.pad(targets[:, 1:], (0, 1), value=-100)
+        targets = F.pad(targets, (0, 1), value=-100)[:, 1:]  # also of rows without a token
         if positions is not None:
             targets[0, (cu_seqlens[1:] - 1).long().to(targets.device)] = -100
     return TokenRows(ids, targets, cu_seqlens, positions is not None)
@@ -122,7 +122,9 @@ def _check_padding(targets: torch.Tensor, mask: torch.Tensor) -> None:
 
 def _documents(positions: torch.Tensor) -> torch.Tensor:
     """Cumulative lengths, int32 [b + 1], of documents whose positions are 0, 1, 2 and so on."""
-    if len(positions) == 0 or positions[0] != 0:
+    if len(positions) == 0:
+        raise ValueError("row 0 of position_ids has no token; a packed batch has at least one")
+    if positions[0] != 0:
         raise ValueError(
             "row 0 of position_ids does not begin with 0; each document of a packed batch starts at position 0"
         )

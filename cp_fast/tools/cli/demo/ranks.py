@@ -81,9 +81,8 @@ def run_rank(place: tuple[Job, int, int, str]) -> Measured | None:
         message = f"rank {rank} failed: {type(error).__name__}: {one_line(error)}"
         if isinstance(error, ValueError | Unsupported):  # about the options: the message is enough
             raise ValueError(message) from error
-        details = (
-            () if isinstance(error, BuildError | Unavailable) else (traceback.format_exc(),)
-        )  # whose words say what to do
+        says_what_to_do = isinstance(error, BuildError | Unavailable)
+        details = () if says_what_to_do else (traceback.format_exc(),)
         raise RankFailed(message, *details) from error
 
 
