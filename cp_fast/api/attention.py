@@ -21,7 +21,7 @@ from cp_fast.api.planned_call import (
     compiled_call,
     known_call,
 )
-from cp_fast.api.score_arguments import NOTHING, ScoreArguments
+from cp_fast.api.score_arguments import ScoreArguments
 from cp_fast.dispatch.selective_checkpointing import unseen
 from cp_ref.common import attention_call
 from cp_ref.common.attention_call import asked_for, problem_arguments, with_digest
@@ -52,7 +52,7 @@ def attention(
 ) -> Any:
     check_context(cp, ContextParallel)
     flags = CallFlags(deterministic, return_max_logit, return_lse)
-    scores = ScoreArguments.taken_from(arguments) if arguments else NOTHING
+    scores = ScoreArguments.taken_from(arguments)
     known = None if arguments or softmax_offset is not None else known_call(plan, cp, flags, scores, q, k, v)
     if known is not None:
         results = Attention.apply(known, q, k, v, None)

@@ -98,7 +98,8 @@ class Call(NamedTuple):
         check_global_lengths(problem, None, *self.tensors[:2])
         check_offset(problem, self.offset, q)
         inputs = read_score_inputs(problem, self.problem["score_mod"], q, **self.scores._asdict())
-        backend.check_score_inputs(problem.scores, inputs)
+        if inputs.features:
+            backend.check_score_inputs(problem.scores, inputs)
         return Agreement(problem, extras=self._extras(), compared=self.scores.seed), backend, q.device
 
     def made(self, earlier: Iterable[Plan]) -> Made:

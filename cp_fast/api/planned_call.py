@@ -10,7 +10,7 @@ import torch
 from cp_fast.api.checked_calls import agree_on_call, checking, describe
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
-from cp_fast.api.score_arguments import NOTHING, ScoreArguments
+from cp_fast.api.score_arguments import ScoreArguments
 from cp_fast.runtime.prepared_exchange import prepares
 from cp_fast.runtime.run import CompiledCall
 from cp_fast.transport import carries
@@ -143,7 +143,7 @@ def known_call(
     if found is None or ((flags.deterministic or flags.return_max_logit) and _missing(plan, flags)):
         return None
     inputs = None
-    if not (scores is NOTHING and plan.plain) and (inputs := scores.known(plan, q)) is None:
+    if not (scores.empty and plan.plain) and (inputs := scores.known(plan, q)) is None:
         return None
     refuse_transforms()
     check_plan_owner(plan.problem, plan.rank, cp)

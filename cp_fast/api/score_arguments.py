@@ -13,7 +13,7 @@ from cp_fast.dispatch.selective_checkpointing import unseen
 from cp_ref.common.scores.score_inputs import ScoreInputs, kinds, read_score_inputs
 from cp_ref.spec import Feature, Unsupported
 
-__all__ = ["NOTHING", "ScoreArguments"]
+__all__ = ["ScoreArguments"]
 
 _AUX = "aux."  # In front of the names of aux tensors.
 
@@ -32,14 +32,13 @@ class ScoreArguments(NamedTuple):
         >>> ScoreArguments.taken_from({"dropout_seed": 3, "softcap": 2.0}).dropout_seed
         3
         """
-        given = ScoreArguments(*(arguments.pop(name, None) for name in ScoreArguments._fields))
-        return given if any(x is not None for x in given) else NOTHING
+        return ScoreArguments(*(arguments.pop(name, None) for name in ScoreArguments._fields))
 
     @staticmethod
     def of_inputs(inputs: ScoreInputs | None) -> ScoreArguments:
         """Those that checked inputs were read from."""
         if inputs is None:
-            return NOTHING
+            return ScoreArguments()
         return ScoreArguments(inputs.alibi_slopes, dict(inputs.aux_tensors), inputs.dropout_seed)
 
     def read(self, plan: Plan, q: torch.Tensor) -> ScoreInputs | None:
@@ -49,7 +48,7 @@ class ScoreArguments(NamedTuple):
             ValueError, TypeError: naming the argument, its value and the rule. Unsupported: the plan's kernel library
             lacks alibi_slopes.
         """
-        if self is NOTHING and plan.problem.position_free_scores:
+        if self.empty and plan.problem.position_free_scores:
             return None
         if (known := self.known(plan, q)) is not None:
             return known
@@ -58,14 +57,16 @@ class ScoreArguments(NamedTuple):
             able = " or ".join(f"backend={b.name!r}" for b in BACKENDS if missing <= features_of(b))
             hint = f"make the plan with a ContextParallel of {able}"
             raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, hint)
+        if not inputs.features:
+            return None
         plan.backend.check_score_inputs(plan.problem.scores, inputs)
         if self.travel:
             plan.scores.find(self.signature(q.device), lambda: tuple(inputs.aux_tensors))
-        return inputs if inputs.features else None
+        return inputs
 
     def known(self, plan: Plan, q: torch.Tensor) -> ScoreInputs | None:
         """The inputs, if the plan's last calls had equal kinds of arguments: then their checks are made, and score_mod
-        was tried. None if not.
+        was tried. None if not, or if there are none.
         """
         if (names := plan.scores.get(self.signature(q.device))) is None:
             return None
@@ -80,6 +81,17 @@ class ScoreArguments(NamedTuple):
         return torch.full((), seed, dtype=torch.int64, device=device) if isinstance(seed, int) else seed
 
     @property
+    def empty(self) -> bool:
+        """Whether the call has none of them. An operator of torch.library gets them as other objects: only their values
+        count.
+
+        >>> ScoreArguments(aux_tensors={}).empty, ScoreArguments(dropout_seed=0).empty
+        (True, False)
+        """
+        slopes, aux, seed = self
+        return slopes is None and seed is None and (aux is None or (type(aux) is dict and not aux))
+
+    @property
     def features(self) -> frozenset[Feature]:
         """The features that no plan knows of."""
         return frozenset() if self.alibi_slopes is None else frozenset({Feature.ALIBI})
@@ -88,7 +100,7 @@ class ScoreArguments(NamedTuple):
 
     def signature(self, device: torch.device) -> tuple[object, ...]:
         """All that their checks for tensors on a device read; if it cannot be compared, unlike any other."""
-        if self is NOTHING:
+        if self.empty:
             return ()
         if not self.travel:
             return (object(),)
@@ -151,9 +163,6 @@ class ScoreArguments(NamedTuple):
         named = dict(zip(names.split(" "), tensors, strict=False))
         aux = {name.removeprefix(_AUX): x for name, x in named.items() if name.startswith(_AUX)}
         return ScoreArguments(named.get("alibi_slopes"), aux or None, named.get("dropout_seed"))
-
-
-NOTHING = ScoreArguments()
 
 
 def _has_shape(x: Any) -> bool:

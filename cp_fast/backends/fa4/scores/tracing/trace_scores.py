@@ -2,7 +2,9 @@
 
 PyTorch itself traces the function and its autograd (`make_fx` over fake tensors): every operator that would run is
 written down. `aten_operations` has the meaning of each for one element; any other operator is refused by name. A
-function is traced for dtypes and shapes, never for values, so the tensors of later calls may differ.
+function is traced for dtypes and shapes, never for values, so the tensors of later calls may differ. The trace has a
+thread of its own. PyTorch keeps hooks of saved tensors, dispatch modes, autocast and excluded dispatch keys for each
+thread. So a call under activation checkpointing, or inside an operator of a compiled graph, is traced like any other.
 
 Reference: Reed et al., "torch.fx: Practical Program Capture and Transformation for Deep Learning in Python", MLSys
 2022.
@@ -11,6 +13,7 @@ Reference: Reed et al., "torch.fx: Practical Program Capture and Transformation 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -81,22 +84,33 @@ def trace_scores(
         result, pull_back = cast(Any, torch.func.vjp(own, score))
         return result, pull_back(grad)[0]
 
-    with FakeTensorMode():
-        score = torch.empty(_SHAPE)
+    def traced() -> GraphModule:
+        score = torch.empty(_SHAPE, dtype=torch.float32)
         places = tuple(torch.empty(_SHAPE, dtype=torch.int32) for _ in PLACES)
         tensors = {key: torch.empty(x.shape, dtype=x.dtype) for key, x in captured.items()}
-        functional = torch.func.functionalize(both)
-        try:
-            module = make_fx(functional, decomposition_table=cast(Any, core_aten_decompositions()))(
-                score, score.clone(), places, tensors
-            )
-        except Exception as error:  # PyTorch raises errors of many types where a value would be looked at.
-            raise Unsupported(
-                f"{name} on backend 'fa4', which compiles it,",
-                {},
-                f"it cannot be traced without values: {type(error).__name__}: {str(error).splitlines()[0]}",
-            ) from error
+        trace = make_fx(torch.func.functionalize(both), decomposition_table=cast(Any, core_aten_decompositions()))
+        return trace(score, score.clone(), places, tensors)
+
+    try:
+        module = _in_a_thread(traced)
+    except Exception as error:  # PyTorch raises errors of many types where a value would be looked at.
+        raise Unsupported(
+            f"{name} on backend 'fa4', which compiles it,",
+            {},
+            f"it cannot be traced without values: {type(error).__name__}: {str(error).splitlines()[0]}",
+        ) from error
     return _read(module, ("score", "grad", *PLACES), list(captured), name)
+
+
+def _in_a_thread(traced: Callable[[], GraphModule]) -> GraphModule:
+    """Its result, from a thread with none of this one's hooks and modes."""
+
+    def run() -> GraphModule:
+        with FakeTensorMode():
+            return traced()
+
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(run).result()
 
 
 _SHAPE = (2, 3)  # No place has a size of 1, so that a captured tensor of several elements does not broadcast.
