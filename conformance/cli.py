@@ -33,6 +33,7 @@ from conformance.levels import LEVEL_TIERS
 from conformance.printing import print_coverage, print_failures, print_table
 from conformance.report.writable import unwritable
 from conformance.run.play_problem import InProcess, Runner, task_of
+from conformance.run.processes import LONGEST_S
 from conformance.run.run_tiers import PROFILES, TierResult
 from conformance.run.suite_run import ALL_TIERS, SuiteRun, describe_run, level_of, nothing_tested
 from conformance.run.workers import start_runner
@@ -70,9 +71,9 @@ def main(
     isolate: Annotated[
         bool, typer.Option("--isolate/--in-process", help="Play in worker processes, which may crash, or in this one.")
     ] = True,
-    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds until a problem is taken for hanging.")] = (
-        DEFAULT_TIME_LIMIT_S
-    ),
+    time_limit: Annotated[
+        float, typer.Option(min=0.1, max=LONGEST_S, help="Seconds until a problem is taken for hanging.")
+    ] = DEFAULT_TIME_LIMIT_S,
     known_failures: Annotated[Path | None, typer.Option(help="Known failures, a TOML file.")] = None,
     report: Annotated[Path | None, typer.Option(help="A folder for report.html and report.json.")] = None,
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from conformance.run.processes import LONGEST_S
 from conformance.step.diagnosis import diagnose
 from conformance.step.evidence.token_places import describe
 from conformance.step.jobs import Job, StepError
@@ -40,7 +41,8 @@ def compare_step(
 ) -> StepReport:
     """Compare one optimizer step of a model over ranks with the same step in one process.
 
-    Every rank is a process (gloo on the CPU, NCCL on GPUs), and so is the one process. Each calls build once.
+    Every rank is a process, and so is the one process. Each calls build once. Messages go over gloo for tensors on the
+    CPU, over NCCL for those on GPUs. With fewer GPUs than ranks, ranks share a GPU, which is right and slow.
 
     Args:
         build: build(cp) -> (model, step) or (model, step, optimizer); or its name, "module:function". cp is None in
@@ -56,7 +58,7 @@ def compare_step(
         device: "cpu" or "cuda".
         dtype: whose rounding errors are allowed; by default the narrowest of the weights' dtypes. Under autocast it is
             autocast's.
-        timeout_s: how long the processes may take.
+        timeout_s: how long the processes of one run may take, in seconds, at most a million.
 
     Returns:
         The report: `right`, and `str` as a table with the diagnosis.
@@ -66,10 +68,8 @@ def compare_step(
         not end.
     """
     layout = canonical_layout(layout)
-    _check(build, cp_size, dp_size, cp_comm_type, layout, loss, device)
+    _check(build, cp_size, dp_size, cp_comm_type, layout, loss, device, timeout_s)
     world = cp_size * dp_size
-    if device == "cuda" and torch.cuda.device_count() < world:
-        raise StepError(f"{world} ranks need {world} GPUs, and there are {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as folder:
         threads = max(1, (os.cpu_count() or 1) // world)
         how: dict[str, Any] = {"cp_size": cp_size, "cp_comm_type": cp_comm_type, "layout": layout, "device": device}
@@ -163,7 +163,7 @@ def _tokens(found: Measured, dtype: torch.dtype) -> tuple[list[Row], str]:
     return rows, where
 
 
-def _check(build: Any, cp_size: Any, dp_size: Any, comm: Any, layout: Any, loss: Any, device: Any) -> None:
+def _check(build: Any, cp_size: Any, dp_size: Any, comm: Any, layout: Any, loss: Any, device: Any, limit: Any) -> None:
     if not (callable(build) or (isinstance(build, str) and ":" in build)):
         raise TypeError(f"build is {build!r}; it must be a function, or its name as module:function")
     for name, value in {"cp_size": cp_size, "dp_size": dp_size}.items():
@@ -173,5 +173,9 @@ def _check(build: Any, cp_size: Any, dp_size: Any, comm: Any, layout: Any, loss:
     check_choice("layout", layout, LAYOUTS)
     check_choice("loss", loss, ("mean", "sum"))
     check_choice("device", device, ("cpu", "cuda"))
+    if device == "cuda" and not torch.cuda.device_count():
+        raise ValueError("device is 'cuda', but PyTorch sees no CUDA device")
+    if not isinstance(limit, int | float) or isinstance(limit, bool) or not 0 < limit <= LONGEST_S:
+        raise ValueError(f"timeout_s is {limit!r}; it must be a number of seconds, above 0 and at most {LONGEST_S:,.0f}")
     if comm == "a2a+p2p" and cp_size % 2:
         raise ValueError(f"cp_size is {cp_size}; 'a2a+p2p' has inner groups of two, which must divide it")

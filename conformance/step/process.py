@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.adapters.cp_fast_step import context, watched_calls
+from conformance.run.process_ranks import own_gpu
 from conformance.step.evidence.step_record import Look
 from conformance.step.evidence.step_without import without
 from conformance.step.jobs import Job, StepError
@@ -28,18 +29,15 @@ _ROUNDINGS = 2.0  # by which a weight moves where rounding errors are added, in 
 def run(job: Job) -> dict[str, Any]:
     """Build, step, and return losses, gradients, parameters and, where asked for, all that was seen on the way."""
     torch.set_num_threads(job.threads)
-    cuda = job.device.startswith("cuda")
-    if cuda:
-        torch.cuda.set_device(job.rank if job.world else int(job.device.partition(":")[2]))
-    os.environ |= {"RANK": str(job.rank), "LOCAL_RANK": str(job.rank), "WORLD_SIZE": str(job.world or 1)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(job.world or 1)}
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        init_method=f"file://{job.store}",
-        rank=job.rank,
-        world_size=job.world or 1,
-        timeout=timedelta(seconds=job.limit_s),
-    )
+    local, size, backend = job.rank, job.world or 1, "gloo"
+    if job.device.startswith("cuda"):
+        local = own_gpu(job.rank, size).index if job.world else int(job.device.partition(":")[2])
+        torch.cuda.set_device(local)
+        backend = "cpu:gloo,cuda:nccl"  # a step may send tensors of either
+    os.environ |= {"RANK": str(job.rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(size)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(size)}
+    how: dict[str, Any] = {"init_method": f"file://{job.store}", "rank": job.rank, "world_size": size}
+    dist.init_process_group(backend, timeout=timedelta(seconds=job.limit_s), **how)
     try:
         return _found(job)
     finally:

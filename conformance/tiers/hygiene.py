@@ -4,7 +4,7 @@
                  what nobody wrote, and what nobody may read, shows
     margins      q, k, v and dout lie inside larger buffers; a write outside them shows
     inputs       every input, lengths included, has the same bytes after both passes
-    aliases      no result lies in the memory of an input, or of another result
+    aliases      no result has an element in the memory of an input, or of another result
     strides      transposed memory, every second element, a dout of stride 0 (what out.sum().backward() gives)
     again        the same inputs a second time give the same results
     state        PyTorch's settings and the random states are as they were (see `conformance.run.global_state`)
@@ -44,15 +44,11 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     with poisoned_memory():
         settings = state()
         played = play(impl, case, tensors)
-        found = (
-            changed(settings)
-            or played.findings
-            or on_every_rank(impl, replace(case, strided=False), tensors, _check_rank)
-        )
-    if found:
-        return found
+        if found := changed(settings) or played.findings:
+            return found
+        found = on_every_rank(impl, replace(case, strided=False), tensors, _check_rank)
     exact = exact_results(case, tensors)
-    return [f for name, x in played.results.items() for f in logic.compare(case, tensors, name, x, exact[name])]
+    return found + [f for name, x in played.results.items() for f in logic.compare(case, tensors, name, x, exact[name])]
 
 
 @contextmanager
@@ -120,14 +116,41 @@ def _every_other(x: torch.Tensor) -> torch.Tensor:
 
 
 def _aliases(results: Tensors, inputs: Tensors) -> list[str]:
-    """Results that share memory with an input or an earlier result."""
-    owners = {x.untyped_storage().data_ptr(): name for name, x in inputs.items() if x.numel()}
-    found = []
+    """Results with an element in the memory of an input or of an earlier result. Disjoint views of one buffer, such as
+    dq, dk and dv that a packed gradient has side by side, share none.
+    """
+    owners, found = dict(inputs), []
     for name, x in results.items():
-        if x.numel() == 0:
-            continue
-        place = x.untyped_storage().data_ptr()
-        if place in owners:
-            found.append(f"{name} lies in the memory of {owners[place]}")
-        owners[place] = name
+        owner = next((n for n, other in owners.items() if x.device == other.device and _overlap(x, other)), None)
+        found += [] if owner is None else [f"{name} lies in the memory of {owner}"]
+        owners[name] = x
     return found
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one device have a byte in common.
+
+    >>> buffer = torch.zeros(4, 6)
+    >>> _overlap(buffer[:, ::2], buffer[:, 1::2]), _overlap(buffer[0], buffer[:, 5]), _overlap(buffer[:2], buffer[2:])
+    (False, True, False)
+    """
+    if not one.numel() or not other.numel():
+        return False
+    ends = [x.data_ptr() + x.element_size() * (1 + _reach(x)) for x in (one, other)]
+    if one.data_ptr() >= ends[1] or other.data_ptr() >= ends[0]:
+        return False
+    return bool(torch.isin(_bytes(one), _bytes(other)).any())
+
+
+def _reach(x: torch.Tensor) -> int:
+    """How many elements behind the first the last one lies."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """The address of every byte [n]."""
+    places = torch.tensor([x.data_ptr()])
+    for size, stride in zip((*x.shape, x.element_size()), (*x.stride(), None), strict=True):
+        step = 1 if stride is None else stride * x.element_size()
+        places = (places[:, None] + step * torch.arange(size if step else 1)).flatten()
+    return places

@@ -1,13 +1,13 @@
 """Tier `metamorphic`: problems that must have the same answer. No oracle is asked, so this tier shares no formula with
 one, and it holds in every dtype.
 
-    alone       cp_size N gives what cp_size 1 gives
-    permuted    the sequences in another order give the same results in that order
-    without     leaving out the last sequence changes nothing for the others (so adding one does not either)
-    split       the first sequence by itself gives what it gives among the others
-    empty slots a sequence that is all padding, appended, changes nothing
-    scaled      v times 2 gives out times 2, the same lse and dv, and dq, dk and d_offset times 2, to the last bit of
-                normal numbers
+    one rank in place of all       cp_size N gives what cp_size 1 gives
+    sequences reversed             the sequences in another order give the same results in that order
+    the last sequence left out     nothing changes for the others (so adding one changes nothing either)
+    the first sequence by itself   gives what it gives among the others
+    a sequence of padding more     a sequence that is all padding, appended, changes nothing
+    v times 2                      gives out times 2, the same lse and dv, and dq, dk and d_offset times 2, to the last
+                                   bit of normal numbers
 
 Equal means up to rounding. An implementation that promises more, by an attribute `batch_invariant = True`, is held to
 it under deterministic=True wherever every sequence is cut by itself (not in contiguous thd): to the last bit, whoever
@@ -63,12 +63,11 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
                 continue
             judged += 1
             if played.findings:
-                found += [f"{name}: {finding}" for finding in played.findings]
+                found += [f"with {name}: {finding}" for finding in played.findings]
                 continue
             want, got, exactly = expect(base.results, played.results)
-            same = exactly if exactly is not None else bitwise
-            findings = same_bits(f"({name})", want, got) if same else close(f"({name})", case, want, got)
-            found += [f"{name}: {finding}" for finding in findings]
+            same, beside = exactly if exactly is not None else bitwise, f"with {name}"
+            found += same_bits(beside, want, got) if same else close(beside, case, want, got)
     if refused is not None and not judged:
         raise refused
     return found
@@ -79,7 +78,7 @@ Expectation = Callable[[Tensors, Tensors], tuple[Tensors, Tensors, bool | None]]
 Related = Iterator[tuple[Case, GlobalTensors, Expectation]]
 
 
-def _alone(case: Case, tensors: GlobalTensors) -> Related:
+def _of_one_rank(case: Case, tensors: GlobalTensors) -> Related:
     if case.problem.cp_size > 1:
         yield replace(case, problem=replace(case.problem, cp_size=1, a2a_size=1)), tensors, lambda a, b: (a, b, False)
 
@@ -141,12 +140,12 @@ def _regrouped(order: Callable[[int], Sequence[int]], extra: int = 0) -> Callabl
 
 
 RELATIONS: dict[str, Callable[[Case, GlobalTensors], Related]] = {
-    "alone": _alone,
-    "permuted": _regrouped(lambda count: range(count - 1, -1, -1)),
-    "without the last sequence": _regrouped(lambda count: range(count - 1)),
-    "split": _regrouped(lambda count: [0] if count > 2 else []),
-    "empty slots": _regrouped(range, extra=1),
-    "v scaled": _scaled,
+    "one rank (cp_size 1) in place of all": _of_one_rank,
+    "sequences reversed": _regrouped(lambda count: range(count - 1, -1, -1)),
+    "the last sequence left out": _regrouped(lambda count: range(count - 1)),
+    "the first sequence by itself": _regrouped(lambda count: [0] if count > 2 else []),
+    "a sequence of padding more": _regrouped(range, extra=1),
+    "v times 2": _scaled,
 }
 
 

@@ -76,6 +76,13 @@ def test_pyargs(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "report.json").exists()
 
 
+@pytest.mark.parametrize("odd", [("--cp-time-limit", "nan"), ("--cp-time-limit", "1e9"), ("--cp-examples", "0")])
+def test_numbers_that_make_no_sense_are_named(tmp_path: Path, odd: tuple[str, str]) -> None:
+    code, output = run_pytest(tmp_path, "--pyargs", "conformance", *odd)
+    assert code == 4, output
+    assert f"ERROR: {odd[0]} is " in output
+
+
 def test_without_an_implementation_nothing_is_tested(tmp_path: Path) -> None:
     code, output = run_pytest(tmp_path, "--pyargs", "conformance", *tiers("logic"))
     assert code == 0, output

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from multiprocessing import Pipe
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ from conformance.run.pool import Answer, Worker
 from conformance.run.process_ranks import own_gpu
 from conformance.run.run_tiers import PROFILES, run_tier
 from conformance.run.workers import WorkerRunner
+from conformance.step import process
+from conformance.step.jobs import Job
 
 ASSERTION = f"CUDA error: {ASSERTED} triggered\nand much more"
 TASK = Task("helpers", "helpers-malformed", 'Malformed(name="thd_read_half_tensor", slots=(2,), real=(4,))')
@@ -118,3 +122,24 @@ def test_ranks_share_a_gpu_where_there_are_fewer(
     assert os.environ["NCCL_HOSTID"] == ("rank 1" if shared else "as before")
     assert cp_sizes_of(None, "process", "cuda") == (1, 2)
     assert cp_sizes_of("4", "process", "cuda") == (4,)
+
+
+@pytest.mark.parametrize(("gpus", "world", "local"), [(1, 2, 0), (2, 2, 1), (2, 0, 1)])
+def test_a_step_s_process_sends_from_the_cpu_and_from_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int, world: int, local: int
+) -> None:
+    joined: list[Any] = []
+    current: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: joined.append(backend))
+    monkeypatch.setattr(process, "_found", lambda job: {})
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NCCL_HOSTID"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "")
+    device = "cuda" if world else "cuda:1"
+    process.run(Job(None, None, "", tmp_path, "", rank=min(world, 1), world=world, device=device))
+    assert joined == ["cpu:gloo,cuda:nccl"]
+    assert torch.device("cuda", local) == torch.device("cuda", current[-1])
+    assert os.environ["LOCAL_RANK"] == str(local)
+    assert os.environ["NCCL_HOSTID"] == ("rank 1" if world > gpus else "")

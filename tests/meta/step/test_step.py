@@ -22,6 +22,7 @@ from tests.dist.workers import run_module
 from tests.meta.step_mutants.model import Shape, batch_of, build_of
 from tests.meta.step_mutants.table import MUTANTS, Mutant
 
+NAN, INF = float("nan"), float("inf")
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "how_to" / "training.md").read_text()
 QUICK = ("one layer on its slice",)  # in the default run
@@ -143,6 +144,10 @@ def test_the_command_s_other_exit_codes() -> None:
     code, said = step(":silent", "--batch", ":of_four_layers", "--layout", "spiral")
     assert code == 2, said
     assert "spiral" in said
+    for odd in ("-1", "nan", "1e300"):
+        code, said = step(":silent", "--batch", ":of_four_layers", "--timeout", odd)
+        assert code == 2, said
+        assert said.splitlines()[-1].startswith("Error: Invalid value: timeout_s is "), said
 
 
 def test_what_makes_no_sense_is_named() -> None:
@@ -154,6 +159,7 @@ def test_what_makes_no_sense_is_named() -> None:
         ({"loss": "median"}, "loss"),
         ({"device": "tpu"}, "device"),
         ({"cp_size": 3, "cp_comm_type": "a2a+p2p"}, "cp_size is 3"),
+        *(({"timeout_s": odd}, "^timeout_s is .*; it must be a number of seconds") for odd in (-1, 0, NAN, INF, True)),
     )
     for odd, name in cases:
         with pytest.raises(ValueError, match=name):
