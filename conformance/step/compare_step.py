@@ -176,6 +176,6 @@ def _check(build: Any, cp_size: Any, dp_size: Any, comm: Any, layout: Any, loss:
     if device == "cuda" and not torch.cuda.device_count():
         raise ValueError("device is 'cuda', but PyTorch sees no CUDA device")
     if not isinstance(limit, int | float) or isinstance(limit, bool) or not 0 < limit <= LONGEST_S:
-        raise ValueError(f"timeout_s is {limit!r}; it must be a number of seconds, above 0 and at most {LONGEST_S:,.0f}")
+        raise ValueError(f"timeout_s is {limit!r}; it must be a number of seconds above 0, at most {LONGEST_S:,.0f}")
     if comm == "a2a+p2p" and cp_size % 2:
         raise ValueError(f"cp_size is {cp_size}; 'a2a+p2p' has inner groups of two, which must divide it")
