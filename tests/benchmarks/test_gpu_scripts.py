@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
-from benchmarks import conformance_gpu
+from benchmarks import conformance_gpu, gpu_tests
 from benchmarks.conformance_gpu import Left, Part, Work, play
 from benchmarks.parts.random_cases import ATTENTION, KINDS
 from benchmarks.parts.random_counts import Counts, summary
@@ -91,3 +97,53 @@ def test_a_lost_rank_is_named() -> None:
     (found,) = lost_ranks.play([lost_ranks.Case("group", "SIGKILL", "backward", 2, "cpu", 6.0)])
     assert found["verdict"] == "right", found
     assert found["named by"] == [0], found
+
+
+TESTS = """
+import time
+import pytest
+
+def test_right(): pass
+def test_wrong(): assert 1 + 1 == 3, "sums are wrong"
+@pytest.mark.skip(reason="needs a moon")
+def test_elsewhere(): pass
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_sleeps(n): time.sleep(600)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_run_that_is_cut_has_said_what_failed(tmp_path: Path, processes: int) -> None:
+    """And what ran, and what it did not reach: in its file from the moment on, and in its output."""
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "test_broken.py").write_text("import nothing_of_this_name")
+    out = tmp_path / "here" / "some.json"
+    command = [sys.executable, gpu_tests.__file__, "--out", str(out), "--only", str(tmp_path), "-j", str(processes)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    until, wanted = time.monotonic() + HANGS_S, {"test_wrong", "test_broken.py (collection)"}
+    found = set[str]()
+    while not found >= wanted and run.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+        record = json.loads(out.read_text()) if out.exists() else {}
+        found = {name.split("::")[-1] for name in record.get("failures", {})}
+    assert found == wanted  # in a run that goes on
+    time.sleep(gpu_tests.EVERY_S if processes else 0)
+    run.send_signal(signal.SIGINT)
+    said, _ = run.communicate(timeout=HANGS_S)
+    record = json.loads(out.read_text())
+    assert run.returncode == 1, said
+    assert record["ended"].startswith("cut after ")
+    assert "sums are wrong" in next(text for name, text in record["failures"].items() if "wrong" in name)
+    assert sum(record["not reached"].values()) + len(record["running"]) >= 4
+    for words in ("FAILED", "sums are wrong", "NOT REACHED: ", "No module named"):
+        assert words in said
+
+
+def test_a_run_ends_when_its_time_is_up(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text("import time\ntime.sleep(600)")
+    out = tmp_path / "some.json"
+    with pytest.raises(typer.Exit) as ended:
+        gpu_tests.main(out=out, only=str(tmp_path), seconds=0.5)
+    assert ended.value.exit_code == 2
+    assert json.loads(out.read_text())["ended"].startswith("cut after ")

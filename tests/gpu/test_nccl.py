@@ -16,8 +16,10 @@ pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 
 
 def test_processes_give_what_the_simulated_group_gives() -> None:
-    todo = over_processes.plays(RANKS, "cuda")
-    found = over_processes.run(todo, "cuda", 240.0)
+    """One play in seven, so that each schedule, layout and mask comes; the command `over_processes` plays all."""
+    every = over_processes.plays(RANKS, "cuda")
+    todo = [play for n, play in enumerate(every) if n % 7 == 0 or play.way == "graph"]
+    found = over_processes.run(todo, "cuda", 150.0)
     assert found["counts"]["right"] + found["counts"]["refused"] == len(todo), found
     assert all(", updated, " in case["case"] for case in found["cases"] if case["verdict"] == "refused"), found
     assert found["exit codes"] == [0] * RANKS

@@ -25,12 +25,14 @@ from tests.cp_fast.kernels.checks.suite import (
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-EXAMPLES = int(os.environ.get("CP_KERNEL_EXAMPLES", "40"))  # fewer under compute-sanitizer
+# Fewer under compute-sanitizer; and of Numba's, which compile for each kind of argument, and PyTorch's, which the CPU
+# plays too.
+EXAMPLES = int(os.environ.get("CP_KERNEL_EXAMPLES", "40"))
 
 
 @pytest.mark.parametrize("check", list(CHECKS))
 def test_properties(where: Where, check: str) -> None:
-    @settings(max_examples=EXAMPLES)
+    @settings(max_examples=EXAMPLES if where.name == "native" else -(-EXAMPLES // 4))
     @given(cases(most_heads=40))
     def run(case: Case) -> None:
         CHECKS[check](where, case)
@@ -89,9 +91,8 @@ def test_the_current_stream_is_used(where: Where) -> None:
     assert bool((got == 1).all())
 
 
+@pytest.mark.usefixtures("much_memory")
 def test_more_than_2_to_the_31_elements(where: Where) -> None:
-    if torch.cuda.mem_get_info()[0] < 20 << 30:
-        pytest.skip("needs 20 GiB of free GPU memory")
     tokens, width = (1 << 31) // 4096 + 1024, 4096
     lengths = torch.tensor([0, tokens - 512, tokens], dtype=torch.int64, device="cuda")
     x = (
