@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,6 +49,9 @@ SCORES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # Arguments of the
     ),
     "dropout": ({"dropout_p": 0.3}, {"dropout_seed": 7}),
 }
+KINDS = [
+    pytest.param(name, marks=[] if name in ("plain", "ALiBi") else [pytest.mark.thorough], id=name) for name in SCORES
+]
 SHAPE = {"batch_size": 2, "seqlen_q": 24, "heads_q": 4, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float64}
 
 
@@ -83,7 +86,7 @@ def steps(given: tuple[dict[str, Any], dict[str, Any]], planned: bool) -> dict[s
 
 
 @pytest.fixture(scope="module")
-def done(two: Processes) -> Iterator[Callable[[str, bool], list[Any]]]:
+def done(two: Processes) -> Callable[[str, bool], list[Any]]:
     known: dict[tuple[str, bool], list[Any]] = {}
 
     def of(scores: str, planned: bool) -> list[Any]:
@@ -98,7 +101,7 @@ def done(two: Processes) -> Iterator[Callable[[str, bool], list[Any]]]:
 
 
 @pytest.mark.parametrize("planned", [False, True], ids=["without a plan", "with a plan"])
-@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("scores", KINDS)
 def test_every_way_computes_the_same(done: Any, scores: str, planned: bool) -> None:
     """Bit for bit what the plain step does, on each rank."""
     for found in done(scores, planned):
@@ -109,7 +112,7 @@ def test_every_way_computes_the_same(done: Any, scores: str, planned: bool) -> N
 
 
 @pytest.mark.parametrize("planned", [False, True], ids=["without a plan", "with a plan"])
-@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("scores", KINDS)
 def test_kernels(done: Any, scores: str, planned: bool) -> None:
     """A plain call takes plain kernels in every way, and other calls take those with a program. All ways take the same
     ones; compiled, the same.
