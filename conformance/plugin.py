@@ -72,12 +72,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """A report that cannot be written, or a limit that makes no sense, is a mistake of the command line."""
     from conformance.report.writable import unwritable
 
-    limit, examples = config.getoption("--cp-time-limit", 60.0), config.getoption("--cp-examples", None)
+    option = cast("Callable[..., Any]", config.getoption)
+    limit, examples = option("--cp-time-limit", 60.0), option("--cp-examples", None)
     if not 0.1 <= limit <= 1e6:
         raise pytest.UsageError(f"--cp-time-limit is {limit:g}; it must be from 0.1 to 1,000,000 seconds")
     if examples is not None and examples < 1:
         raise pytest.UsageError(f"--cp-examples is {examples}; it must be a positive integer")
-    folder = config.getoption("--cp-report", None)
+    folder = option("--cp-report", None)
     if folder is not None and (problem := unwritable(folder)):
         raise pytest.UsageError(f"--cp-report: {problem}")
 

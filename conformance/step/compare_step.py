@@ -79,7 +79,7 @@ def compare_step(
         rows, wrong_tokens = _judged(first, loss, dtype)
         title = f"{cp_size} ranks" if dp_size == 1 else f"{dp_size} x {cp_size} ranks"
         title = f"{title}, {cp_comm_type}, {layout}, {str(dtype or first.one['dtype']).removeprefix('torch.')}"
-        report = StepReport(title, tuple(rows))
+        report = StepReport(title, tuple(rows), ranks=world)
         if report.right:
             return report
 
@@ -87,7 +87,8 @@ def compare_step(
             return StepReport("", tuple(_judged(runs.measured(without=part), loss, dtype)[0])).right
 
         found = diagnose(runs.measured(look=True), loss, dtype, vanishes)
-        return replace(report, findings=tuple(found.findings), first=found.first or wrong_tokens)
+        modules, first = tuple(found.modules), found.first or wrong_tokens
+        return replace(report, findings=tuple(found.findings), first=first, modules=modules)
 
 
 def _judged(found: Measured, loss: str, dtype: torch.dtype | None) -> tuple[list[Row], str]:
@@ -118,7 +119,7 @@ def _judged(found: Measured, loss: str, dtype: torch.dtype | None) -> tuple[list
                 title = f"{words} {name}" + f", rank {rank}" * bool(rank)
                 row = judge(title, mine, values[0], values[1 : 1 + len(noisy)], kind)
                 bounds.setdefault(name, row.max_bound)
-                rows += [] if rank and row.ok else [row]
+                rows.append(row)
     tokens, where = _tokens(found, kind)
     return rows + tokens, where
 

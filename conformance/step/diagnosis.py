@@ -11,7 +11,7 @@ import torch
 from conformance.step.evidence.first_module import of_modules
 from conformance.step.evidence.token_losses import of_losses
 from conformance.step.judge import factor_of, judge, norm_of, weighed
-from conformance.step.report import Finding
+from conformance.step.report import Finding, ModuleRow
 
 __all__ = ["Diagnosis", "diagnose"]
 
@@ -21,10 +21,11 @@ _LEFT = 0.02  # the largest part of a gradient that its weights may leave unexpl
 
 @dataclass
 class Diagnosis:
-    """Findings, and where the step goes wrong first."""
+    """Findings, where the step goes wrong first, and the modules in the order of the forward pass."""
 
     findings: list[Finding] = field(default_factory=list)
     first: str = ""
+    modules: list[ModuleRow] = field(default_factory=list)
 
 
 def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool]) -> Diagnosis:
@@ -38,7 +39,7 @@ def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool])
     dtype = dtype or found.one["dtype"]
     done = Diagnosis()
     inside = of_modules(found, dtype)
-    done.first = inside.first
+    done.first, done.modules = inside.first, inside.modules
     done.findings += _of_reduction(found, dtype)
     if done.findings and not inside.first:
         return done

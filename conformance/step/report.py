@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import io
+import re
+import shutil
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from functools import cached_property
 
 from conformance.judge.budgets import Row
 
-__all__ = ["CAUSES", "Finding", "StepReport"]
+__all__ = ["CAUSES", "Compared", "Finding", "ModuleRow", "StepReport", "ranks_in_words", "shortened"]
 
 _MOST_ROWS = 8
+_NAME = 24  # characters that a name has at least, however narrow the terminal is
+_WIDTH = 110  # of a table where there is no terminal
+_VALUE = re.compile(r"(gradient of|after two steps:) (.*?)(?:, rank (\d+))?")
 _PAGE = "docs/how_to/training.md"
 CAUSES = {  # by name: the heading in docs/how_to/training.md
     "factor": "A loss or gradients off by one factor",
@@ -44,25 +47,65 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class ModuleRow:
+    """One call of a module in the forward pass, in the order in which outputs were computed.
+
+    Attributes:
+        name, kind: of the module, and of its class; the model's own name is "".
+        forward: which forward pass of the step, from 0.
+        ok: whether the output agrees; None if it could not be compared.
+        text: what differs, or why it could not be compared.
+    """
+
+    name: str
+    kind: str
+    forward: int
+    ok: bool | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A value of the step over all ranks: a number, or the gradient or the values of one parameter.
+
+    Attributes:
+        kind: "gradient of", "after two steps:", or "" for numbers and losses.
+        name: the parameter's, or the number's.
+        row: errors and bounds: of the worst rank.
+        wrong: the ranks whose value is wrong; () also where that is not known by rank.
+    """
+
+    kind: str
+    name: str
+    row: Row
+    wrong: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class StepReport:
     """All compared values, and the mistakes found.
 
     Attributes:
         title: ranks, schedule, layout, dtype.
-        rows: one for each number and tensor, with its errors and bounds (`conformance.judge.budgets.Row`).
+        rows: one for each number and tensor, with its errors and bounds (`conformance.judge.budgets.Row`). A tensor
+            of a rank that has not rank 0's bits has a row of its own.
         findings: differences with a known signature.
         first: where the step goes wrong first, in words; "" where it is right, or where that cannot be told.
+        ranks: how many there are.
+        modules: whether their outputs agree, in the order of the forward pass; looked at where something is wrong.
     """
 
     title: str
     rows: tuple[Row, ...]
     findings: tuple[Finding, ...] = ()
     first: str = ""
+    ranks: int = 1
+    modules: tuple[ModuleRow, ...] = ()
 
     @property
     def right(self) -> bool:
         """Whether everything agrees, and most gradients are larger than their own rounding errors."""
-        known = [not row.note for row in self.rows if row.name.startswith("gradient of")]
+        known = [not value.row.note for value in self.values if value.kind == "gradient of"]
         return all(row.ok for row in self.rows) and 2 * sum(known) >= len(known) > 0
 
     @property
@@ -70,45 +113,115 @@ class StepReport:
         """The names of the findings' causes."""
         return tuple(finding.cause for finding in self.findings)
 
+    @cached_property
+    def values(self) -> tuple[Compared, ...]:
+        """The rows by value: a parameter is one, whatever its ranks."""
+        rows: dict[tuple[str, str], dict[int, Row]] = {}
+        for row in self.rows:
+            found = _VALUE.fullmatch(row.name)
+            kind, name, rank = found.groups() if found else ("", row.name, None)
+            rows.setdefault((kind, name), {})[int(rank or 0)] = row
+        return tuple(
+            Compared(
+                kind,
+                name,
+                max(each.values(), key=lambda row: (not row.ok, _share(row))),
+                tuple(r for r in range(self.ranks) if not each.get(r, each[0]).ok) if kind else (),
+            )
+            for (kind, name), each in rows.items()
+        )
+
+    @property
+    def diagnosis(self) -> tuple[str, ...]:
+        """What is wrong, in sentences; nothing for a step that is right."""
+        if self.right:
+            return ()
+        lines = [str(finding) for finding in self.findings]
+        lines += [f"first difference: {self.first}"] if self.first else []
+        if not self.findings:
+            lines.append(f"no known signature; {_PAGE}#what-has-no-signature says how to go on")
+        return tuple(lines)
+
     def __str__(self) -> str:
-        text = io.StringIO()
-        out = Console(file=text, width=110, color_system=None)
+        """A table that takes the terminal's width, or COLUMNS characters; numbers are never cut."""
+        table: list[tuple[str, ...]] = [("", "ranks", "error", "allowed", "mean", "allowed", "")]
+        for value in (value for value in self.values if not value.kind):
+            table.append(self._cells("", value))
+        for kind, heading in (("gradient of", "gradients"), ("after two steps:", "after two steps")):
+            values = [value for value in self.values if value.kind == kind]
+            wrong = [value for value in values if not value.row.ok]
+            worst = sorted(values, key=lambda value: _share(value.row), reverse=True)[:1]
+            table += [(heading, *[""] * 6)] if values else []
+            table += [self._cells("  ", value) for value in wrong[:_MOST_ROWS] or worst]
+            table += [(f"  and {len(wrong) - _MOST_ROWS} more", *[""] * 6)] if len(wrong) > _MOST_ROWS else []
         said = "right" if self.right else "WRONG"
-        table = Table(title=f"step over {self.title}: {said}", box=box.SIMPLE_HEAD, title_justify="left")
-        table.add_column("", no_wrap=True)
-        for name in ("error", "allowed", "mean", "allowed", ""):
-            table.add_column(name, justify="right", no_wrap=True)
-        for row in self._shown():
-            numbers = (row.max_error, row.max_bound, row.mean_error, row.mean_bound)
-            table.add_row(row.name, *(f"{number:.1e}" for number in numbers), row.note or ("" if row.ok else "WRONG"))
-        out.print(table)
-        lines = [self._counts()]
-        if not self.right:
-            lines += [str(finding) for finding in self.findings]
-            lines += [f"first difference: {self.first}"] if self.first else []
-            if not self.findings:
-                lines.append(f"no known signature; {_PAGE}#what-has-no-signature says how to go on")
-        shown = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
-        return "\n".join([*shown, *lines])
+        return "\n".join([f"step over {self.title}: {said}", *_lines(table), self.counts, *self.diagnosis])
 
-    def _shown(self) -> list[Row]:
-        """Losses and norm; of gradients and parameters those that are wrong, or the worst."""
-        few = [row for row in self.rows if not _many(row)]
-        for kind in ("gradient of", "after two steps:"):
-            rows = [row for row in self.rows if row.name.startswith(kind)]
-            wrong = [row for row in rows if not row.ok]
-            worst = sorted(rows, key=lambda row: row.max_error / (row.max_bound or 1.0), reverse=True)[:1]
-            few += wrong[:_MOST_ROWS] or worst
-        return few
+    def _cells(self, indent: str, value: Compared) -> tuple[str, ...]:
+        row = value.row
+        numbers = (row.max_error, row.max_bound, row.mean_error, row.mean_bound)
+        note = ": ".join(filter(None, ("" if row.ok else "WRONG", row.note)))
+        return indent + value.name, ranks_in_words(value.wrong, self.ranks), *(f"{x:.1e}" for x in numbers), note
 
-    def _counts(self) -> str:
+    @property
+    def counts(self) -> str:
+        """How many parameters agree, and on which ranks the others differ."""
         parts = []
         for kind, words in (("gradient of", "gradients"), ("after two steps:", "parameters after two steps")):
-            rows = [row for row in self.rows if row.name.startswith(kind)]
-            if rows:
-                parts.append(f"{sum(row.ok for row in rows)} of {len(rows)} {words} agree")
-        return ", ".join(parts)
+            values = [value for value in self.values if value.kind == kind]
+            if not values:
+                continue
+            where = Counter(ranks_in_words(value.wrong, self.ranks) for value in values if not value.row.ok)
+            said = [f"{sum(value.row.ok for value in values)} of {len(values)} {words} agree"]
+            said += [f"{count} differ on {_ranks(ranks)}" for ranks, count in where.most_common()]
+            parts.append(", ".join(said))
+        return "; ".join(parts)
 
 
-def _many(row: Row) -> bool:
-    return row.name.startswith(("gradient of", "after two steps:"))
+def _lines(table: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of a table: its first column is as wide as the terminal allows, the others as they must be."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    room = shutil.get_terminal_size((_WIDTH, 24)).columns - sum(2 + width for width in widths[1:])
+    first = min(widths[0], max(room, _NAME))
+    lines = []
+    for name, *numbers, note in table:
+        cells = "".join(f"  {cell:>{width}}" for cell, width in zip(numbers, widths[1:-1], strict=True))
+        lines.append(f"{shortened(name, first):{first}}{cells}  {note}".rstrip())
+    return lines
+
+
+def shortened(name: str, width: int) -> str:
+    """A name without its middle, where it is longer than `width`.
+
+    >>> shortened("model.layers.10.attention.q_proj.weight", 30)
+    'model.lay...on.q_proj.weight'
+    """
+    if len(name) <= width:
+        return name
+    front = (width - 3) // 3
+    return f"{name[:front]}...{name[len(name) - (width - 3 - front) :]}"
+
+
+def _share(row: Row) -> float:
+    """The part of its bound that an error takes."""
+    return row.max_error / (row.max_bound or 1.0)
+
+
+def ranks_in_words(ranks: Sequence[int], size: int) -> str:
+    """
+    >>> ranks_in_words([0, 1, 2, 5], 8), ranks_in_words([0, 1], 2), ranks_in_words([], 2)
+    ('0-2, 5', 'all', '')
+    """
+    if len(ranks) == size:
+        return "all"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _ranks(words: str) -> str:
+    return "all ranks" if words == "all" else f"rank{'s' * (not words.isdecimal())} {words}"

@@ -64,8 +64,7 @@ class Case:
         return cp_fast.ContextParallel(split, self.comm, layout=self.layout)
 
     def plan(self, cp: cp_fast.ContextParallel, batch: Lengths, **room: Any) -> cp_fast.Plan:
-        how = {"return_max_logit": True, **self.problem, **batch.arguments(), **DIMS, **room}
-        return cp_fast.make_plan(cp=cp, qkv_format="thd", **how)
+        return cp_fast.make_plan(cp=cp, qkv_format="thd", **self.problem, **batch.arguments(), **DIMS, **room)
 
 
 def cumulative(lengths: list[int]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,17 +10,18 @@ import torch
 
 from conformance.step.evidence.token_places import describe
 from conformance.step.judge import judge
-from conformance.step.report import Finding
+from conformance.step.report import Finding, ModuleRow
 
 __all__ = ["ModuleEvidence", "of_modules"]
 
 
 @dataclass
 class ModuleEvidence:
-    """The first difference in the forward pass, and its cause if that is plain."""
+    """The first difference in the forward pass, and its cause if that is plain; and whether each module agrees."""
 
     first: str = ""
     finding: Finding | None = None
+    modules: list[ModuleRow] = field(default_factory=list)
 
 
 @dataclass
@@ -40,15 +41,28 @@ def of_modules(found: Any, dtype: torch.dtype) -> ModuleEvidence:
     """Compare the modules' outputs in the order in which the one process computed them."""
     tables = [_table(each) for each in (*found.ranks, *found.noisy)]
     ranks, noisy = tables[: len(found.ranks)], tables[len(found.ranks) :]
+    evidence = ModuleEvidence()
     for key, one in _table(found.one).items():
         mine, noise = [table.get(key) for table in ranks], [table.get(key) for table in noisy]
+        row = ModuleRow(one["name"], one["kind"], one["forward"])
         places = found.places(one["forward"])
-        if places is None or any(x is None for x in (*mine, *noise)):
+        if any(x is None for x in (*mine, *noise)):
+            evidence.modules.append(replace(row, text="not every process called it"))
             continue
-        wrong = _differ(places, [m["out"] for m in mine], one["out"], [n["out"] for n in noise], dtype)  # type: ignore[index]
-        if wrong is not None:
-            return _explained(found, one, mine, noise, places, wrong, dtype)
-    return ModuleEvidence()
+        outs = [m["out"] for m in mine]  # type: ignore[index]
+        if places is None or places.together(outs, one["out"]) is None:
+            evidence.modules.append(replace(row, text="its rows could not be matched with tokens"))
+            continue
+        wrong = _differ(places, outs, one["out"], [n["out"] for n in noise], dtype)  # type: ignore[index]
+        if wrong is None:
+            evidence.modules.append(replace(row, ok=True))
+            continue
+        text = f"{len(wrong.key)} of {len(wrong.all_keys)} tokens differ, {wrong}"
+        evidence.modules.append(replace(row, ok=False, text=text))
+        if not evidence.first:
+            found_here = _explained(found, one, mine, noise, places, wrong, dtype)
+            evidence.first, evidence.finding = found_here.first, found_here.finding
+    return evidence
 
 
 def _table(each: Any) -> dict[Any, Any]:

@@ -96,7 +96,7 @@ def test_what_is_right_is_called_right() -> None:
     report = step_of(Shape())
     assert report.right, report
     assert "right" in str(report)
-    assert "26 of 26 gradients agree, 26 of 26 parameters after two steps agree" in str(report)
+    assert "26 of 26 gradients agree; 26 of 26 parameters after two steps agree" in str(report)
 
 
 def four_layers(cp: Any) -> Any:
