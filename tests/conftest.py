@@ -5,6 +5,7 @@ versions of PyTorch are tried with, that is, what leans on PyTorch most. And pro
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,11 @@ from hypothesis import is_hypothesis_test, settings
 
 if TYPE_CHECKING:
     from tests.dist.workers import Processes
+
+if os.environ.get("CP_TESTS_BACKEND") == "fa4-dry":  # backend fa4's way on the host, on a CPU
+    from tests.fa4_dry import install
+
+    install()
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.register_profile("fast", settings.get_profile("deterministic"), max_examples=15)

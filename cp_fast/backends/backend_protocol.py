@@ -253,8 +253,8 @@ class Backend(ABC):
         return self.backward(given.pop(), segments, options)
 
     def check_score_inputs(self, scores: ScoreOptions, inputs: ScoreInputs) -> None:  # noqa: B027
-        """Raise Unsupported for a score_mod that the library cannot compile; most run any function. It is asked only for
-        inputs with features.
+        """Raise Unsupported for a score_mod that the library cannot compile; most run any function. It is asked for
+        inputs with features alone.
         """
 
 

@@ -64,7 +64,8 @@ class Case:
         return cp_fast.ContextParallel(split, self.comm, layout=self.layout)
 
     def plan(self, cp: cp_fast.ContextParallel, batch: Lengths, **room: Any) -> cp_fast.Plan:
-        return cp_fast.make_plan(cp=cp, qkv_format="thd", **self.problem, **batch.arguments(), **DIMS, **room)
+        how = {"return_max_logit": True, **self.problem, **batch.arguments(), **DIMS, **room}
+        return cp_fast.make_plan(cp=cp, qkv_format="thd", **how)
 
 
 def cumulative(lengths: list[int]) -> torch.Tensor:

@@ -39,6 +39,10 @@ FRAMEWORKS = (
     "torchtitan.models.llama3",
 )
 CONTEXT.set_forkserver_preload(list(PRELOADED))
+if os.environ.get("CP_TESTS_BACKEND") == "fa4-dry":  # in the server too, and so in all processes
+    from tests.fa4_dry import install
+
+    install()
 os.register_at_fork(after_in_child=gc.freeze)  # a collection would look at all that the server has imported
 
 

@@ -62,7 +62,7 @@ WAYS: dict[str, Any] = {
 def test_every_way_to_call_gives_the_same_bits(way: str, comm: Any) -> None:
     def one(member: SimMember, way: str = "") -> list[torch.Tensor]:
         cp = cp_fast.ContextParallel(member, comm)
-        plan, given = cp_fast.make_plan(cp=cp, **OF_PLAN, **SIZES), leaves(member)
+        plan, given = cp_fast.make_plan(cp=cp, return_max_logit=True, **OF_PLAN, **SIZES), leaves(member)
         call = partial(cp_fast.attention, cp=cp, plan=plan, return_lse=True, return_max_logit=True, **OF_CALL)
         out, lse, largest = WAYS[way](call, *given) if way else call(*given)
         (out.sin().sum() + (lse * lse).sum()).backward()
@@ -81,7 +81,7 @@ def test_a_seed_is_no_new_plan_and_no_new_graph() -> None:
     def one(member: SimMember) -> list[int]:
         cp, found = cp_fast.ContextParallel(member), []
         q, k, v = leaves(member, 16)
-        plan = cp_fast.make_plan(cp=cp, **OF_PLAN, **SIZES)
+        plan = cp_fast.make_plan(cp=cp, return_max_logit=True, **OF_PLAN, **SIZES)
         hows: list[dict[str, Any]] = [{"plan": plan}, OF_PLAN]
         for how in hows:
             for seed in (1, 2, 3):
@@ -98,7 +98,7 @@ def test_a_call_without_its_tensors_is_refused_after_one_with_them() -> None:
     def one(member: SimMember) -> None:
         cp = cp_fast.ContextParallel(member)
         q, k, v = leaves(member)
-        plan = cp_fast.make_plan(cp=cp, **OF_PLAN, **SIZES)
+        plan = cp_fast.make_plan(cp=cp, return_max_logit=True, **OF_PLAN, **SIZES)
         cp_fast.attention(q, k, v, cp=cp, plan=plan, **OF_CALL)
         for name in ("aux_tensors", "dropout_seed"):
             rest: dict[str, Any] = {key: x for key, x in OF_CALL.items() if key != name}
@@ -122,7 +122,8 @@ def test_a_batch_that_is_folded_into_heads(slopes: torch.Tensor) -> None:
 
     wanted, found = (SimGroup(2).run(partial(one, package=package)) for package in (cp_ref, cp_fast))
     for x, y in zip(wanted, found, strict=True):
-        assert all((a - b).abs().max() < 1e-12 for a, b in zip(x, y, strict=True))
+        assert all((a - b).abs().max() < 1e-12 for a, b in zip(x[:-1], y[:-1], strict=True))
+        assert (x[-1] - y[-1]).abs().max() < 1e-6  # a separate pass finds it in float32
 
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
@@ -205,6 +206,6 @@ def test_a_library_without_them_is_never_asked() -> None:
     with patch("cp_fast.backends.BACKENDS", (WithoutPlaces(),)):
         planned, *others = SimGroup(2).run(one)[0]
     assert "the plan's backend 'plain'" in planned
-    assert "make the plan with a ContextParallel of backend='fa4' or backend='cpu' or backend='torch'" in planned
+    assert "backend='fa4' or backend='cpu' or backend='torch'" in planned
     for name, text in zip(("alibi_slopes", "dropout", "dropout", "score_mod"), others, strict=True):
         assert name in text
