@@ -19,7 +19,7 @@ import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.drop_in import Asked, drop_in
-from cp_fast.integrations.shared.shared_arguments import context_for, refuse
+from cp_fast.integrations.shared.shared_arguments import check_two_chunks, context_for, lengths_on_host, refuse
 from cp_ref.spec import MASKS, QKV_FORMATS, SOFTMAX_TYPES, check_choice, check_flag, kind_of
 
 __all__ = ["attn_forward_func_with_cp", "patch", "unpatch"]
@@ -103,7 +103,8 @@ def attn_forward_func_with_cp(
     Args:
         q, k, v: this rank's slices, rank r holding chunks r and 2 * cp - 1 - r.
         cu_seqlens_q ... cu_seqlens_kv_padded: global; used in thd, and in bshd and sbhd with a padding mask. On a GPU
-            they are waited for, by every call.
+            they are waited for, by every call. In thd the length of every sequence's slot divides by 2 * cp: that of
+            cu_seqlens_q_padded, or of cu_seqlens_q without it.
         cp_group: a ProcessGroup, or [a2a_group, p2p_group] for "a2a+p2p".
         softmax_offset: [1, h, 1, 1] or [h].
         max_seqlen_q, max_seqlen_kv, cp_global_ranks, cp_stream, use_fused_attention, use_flash_attn_3, quantizers,
@@ -115,8 +116,8 @@ def attn_forward_func_with_cp(
         out in q's format, [..., h, d_v]; or (out, max_logit) with return_max_logit.
 
     Raises:
-        NotImplementedError: dropout_p (in training), attn_bias, attn_bias_type, fp8 or fp8_output asks for something;
-        the others: as `cp_fast.attention`.
+        NotImplementedError: dropout_p (in training), attn_bias, attn_bias_type, fp8 or fp8_output asks for something.
+        ValueError: a slot in thd does not divide by 2 * cp. The others: as `cp_fast.attention`.
     """
     if not isinstance(context, dict | None):
         raise TypeError(f"context is {kind_of(context)}; it must be a dictionary of keywords of ContextParallel")
@@ -140,6 +141,10 @@ def attn_forward_func_with_cp(
         lengths |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
     if packed:
         lengths |= {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
+        lengths = lengths_on_host(**{name: x for name, x in lengths.items() if x is not None})
+        for side in ("cu_seqlens_q", "cu_seqlens_kv"):
+            slots = f"{side}_padded" if f"{side}_padded" in lengths else side
+            check_two_chunks(cp, **{name: x for name, x in lengths.items() if name == slots})
     how = {
         "qkv_format": qkv_format,
         "attn_mask_type": attn_mask_type,

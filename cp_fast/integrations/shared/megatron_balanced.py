@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,9 +19,42 @@ import torch
 from cp_fast.integrations.shared.balanced_table import BalancedTable, table_of_batch
 from cp_fast.integrations.shared.shared_arguments import context_for, lengths_on_host, read_equal, refuse
 from cp_ref.common.sharding.shard import position_ids, shard
-from cp_ref.spec.arguments.single_values import kind_of
+from cp_ref.spec import PaperGroup
+from cp_ref.spec.arguments.single_values import kind_of, read_count
 
-__all__ = ["get_batch_on_this_cp_rank", "self_attention", "seq_params"]
+__all__ = ["get_batch_on_this_cp_rank", "group_of_batch", "self_attention", "seq_params"]
+
+
+def group_of_batch(packed: Any, group: Any) -> Any:
+    """The ranks over which a batch is spread: those of its `cp_group`, or of `group`; a PaperGroup of one rank for
+    `local_cp_size` 1 without a group.
+
+    Args:
+        packed: PackedSeqParams, or None.
+
+    Raises:
+        ValueError: `local_cp_size` without a group, or of another size. TypeError: it is no number.
+
+    >>> from types import SimpleNamespace
+    >>> group_of_batch(SimpleNamespace(cp_group=None, local_cp_size=1), "those of the layer")
+    PaperGroup(size=1, rank=0)
+    >>> group_of_batch(SimpleNamespace(cp_group=None, local_cp_size=2), "those of the layer")
+    Traceback (most recent call last):
+        ...
+    ValueError: packed_seq_params.local_cp_size is 2, and cp_group is None; give the group of these ranks as cp_group
+    """
+    own, size = getattr(packed, "cp_group", None), getattr(packed, "local_cp_size", None)
+    if size is not None:
+        name = "packed_seq_params.local_cp_size"
+        size = size.item() if isinstance(size, torch.Tensor) and size.numel() == 1 else size
+        size = read_count(name, size, at_least=1)
+        if own is None and size == 1:
+            return PaperGroup(1)
+        if own is None:
+            raise ValueError(f"{name} is {size}, and cp_group is None; give the group of these ranks as cp_group")
+        if (ranks := own.size()) != size:
+            raise ValueError(f"{name} is {size}, and cp_group has {ranks} ranks; they must be equal")
+    return group if own is None else own
 
 
 @cache
@@ -114,20 +148,32 @@ def get_batch_on_this_cp_rank(
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    group = cp_group or getattr(packed_seq_params, "cp_group", None) or parallel_state.get_context_parallel_group()
-    cp = context_for(group, "p2p", layout="balanced")
-    both = read_equal(
-        cp,
-        "get_batch_on_this_cp_rank",
-        "packed_seq_params has other lengths",
-        lambda: _lengths(batch, packed_seq_params, cp.size),
+    layers = parallel_state.get_context_parallel_group(check_initialized=False)
+    asked = SimpleNamespace(
+        cp_group=cp_group or getattr(packed_seq_params, "cp_group", None),
+        local_cp_size=getattr(packed_seq_params, "local_cp_size", None),
     )
+    wrong = None
+    try:
+        group = group_of_batch(asked, layers)
+    except (TypeError, ValueError) as error:  # told where the others read
+        group, wrong = asked.cp_group or layers, error
+    cp = context_for(group, "p2p", layout="balanced")
+
+    def read() -> list[list[int]]:
+        if wrong is not None:
+            raise wrong
+        return _lengths(batch, packed_seq_params, cp.size)
+
+    both = read_equal(cp, "get_batch_on_this_cp_rank", "packed_seq_params has other lengths", read)
     real, padded = (torch.tensor(lengths, dtype=torch.int32, device="cpu") for lengths in both)
     table = table_of_batch(cp, "thd", real, padded)
     local = {name: x if x is None else shard(x[0], cp=cp, plan=table)[None] for name, x in batch.items()}
     device = next((x.device for x in batch.values() if x is not None), torch.device("cpu"))
     own: dict[str, Any] = {field.name: getattr(packed_seq_params, field.name) for field in fields(PackedSeqParams)}
     own |= {"cu_seqlens_q": real, "cu_seqlens_kv": real, "cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
+    if asked.cp_group is not layers:
+        own["cp_group"] = asked.cp_group  # the layers' too
     positions = position_ids(cp=cp, plan=table, device=device)
     rows = shard(torch.arange(int(padded[-1]), device=device), cp=cp, plan=table)
     return local, seq_params()(**own, table=table, position_ids=positions, rows=rows)

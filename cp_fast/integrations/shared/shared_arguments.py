@@ -15,6 +15,7 @@ from cp_ref.spec import check_data, check_lengths, kind_of, read_count
 __all__ = [
     "check_longest",
     "check_tensors",
+    "check_two_chunks",
     "context_for",
     "lengths_of_both",
     "lengths_on_host",
@@ -108,6 +109,32 @@ def check_longest(name: str, longest: Any, cu_seqlens: torch.Tensor) -> None:
         found = int(cu_seqlens.diff().max())
         if found > longest:
             raise ValueError(f"{name} is {longest}, but a sequence has {found} tokens")
+
+
+def check_two_chunks(cp: ContextParallel, **lengths: torch.Tensor) -> None:
+    """Check that every sequence can have been cut in 2 * cp_size equal chunks, as Megatron and TransformerEngine cut.
+
+    Args:
+        lengths: by name, cumulative lengths on the CPU of the slots that sequences have in the buffer.
+
+    Raises:
+        ValueError: naming the sequence, and the argument that has room for padding.
+
+    >>> from cp_ref.spec import PaperGroup
+    >>> check_two_chunks(ContextParallel(PaperGroup(2)), cu_seqlens_q=torch.tensor([0, 4, 10]))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    ValueError: cu_seqlens_q gives sequence 1 6 rows, which do not divide by 2 * cp_size = 4; pad each ...
+    """
+    for name, x in lengths.items():
+        odd = (x.diff() % (2 * cp.size)).nonzero()
+        if cp.size > 1 and len(odd):
+            n = int(odd[0])
+            raise ValueError(
+                f"{name} gives sequence {n} {int(x[n + 1] - x[n])} rows, which do not divide by 2 * cp_size = "
+                f"{2 * cp.size}; pad each sequence until it does, and give the padded lengths as "
+                f"{name.removesuffix('_padded')}_padded"
+            )
 
 
 def lengths_of_both(lengths: dict[str, Any], longest: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, bool]:

@@ -264,7 +264,7 @@ def refused() -> list[str]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
-    from cp_fast.integrations.megatron import CoreAttention, use_cp_fast
+    from cp_fast.integrations.megatron import CoreAttention
 
     layer = layer_of("p2p", dist.get_world_size(), CoreAttention)
     core, q = layer.self_attention.core_attention, torch.zeros(8, 2, 4, 8, dtype=torch.float64)
@@ -278,7 +278,7 @@ def refused() -> list[str]:
             core(q, q[:, :, :2], q[:, :, :2], None, **odd)
         said.append(str(caught.value).partition(",")[0])
     config = SimpleNamespace(attention_dropout=0.1)
-    with pytest.raises(NotImplementedError) as caught:
+    with pytest.raises(NotImplementedError, match=r"attention_dropout=0\.0 in the TransformerConfig") as caught:
         CoreAttention(config, 1, AttnMaskType.causal, "self")
     said.append(str(caught.value).partition(",")[0])
     switched_off = SimpleNamespace(**vars(layer.config) | {"context_parallel_size": 1})  # TransformerEngine looks at it
@@ -292,14 +292,185 @@ def refused() -> list[str]:
     alone = PackedSeqParams("sbhd", local_cp_size=1)  # this batch is not spread
     assert core(q, q[:, :, :2], q[:, :, :2], None, packed_seq_params=alone).shape == (8, 2, 32)
 
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    spec: Any = get_gpt_layer_local_spec()
-    assert use_cp_fast(spec).submodules.self_attention.submodules.core_attention is CoreAttention
-    assert spec.submodules.self_attention.submodules.core_attention is not CoreAttention
     return said
 
 
 def test_what_cannot_be_honoured_is_named(four: Processes) -> None:
     expected = ["attention_bias is a tensor [1", "attn_mask_type is 'arbitrary'", "attn_mask_type is 'padding'"]
     assert four.run(refused) == [[*expected, "attention_dropout is 0.1"]] * 4
+
+
+def batches_refused() -> dict[str, tuple[str, str]]:
+    """Of batches that one rank alone has: what it says, and what the others say; then all have right ones."""
+    from dataclasses import replace
+
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from cp_fast.integrations.megatron import CoreAttention, get_batch_on_this_cp_rank
+
+    layer = layer_of("p2p", 4, CoreAttention)
+    group, said = parallel_state.get_context_parallel_group(), {}
+    x = torch.zeros(12, 1, 32, dtype=torch.float64)
+    good = PackedSeqParams("thd", CU, CU, PADDED, PADDED, 24, 24)
+    short, whole = torch.tensor([0, 16, 24, 40], dtype=torch.int32), {"tokens": torch.zeros(1, 48)}
+    alone = torch.ones(12, 48, dtype=torch.bool)
+    wrong: dict[str, tuple[dict[str, Any], Any]] = {
+        "size": ({}, replace(good, local_cp_size=4)),
+        "another size": ({}, replace(good, local_cp_size=2, cp_group=group)),
+        "no number": ({}, replace(good, local_cp_size="two")),
+        "unpadded": ({}, PackedSeqParams("thd", CU, CU)),
+        "padded as real": ({}, PackedSeqParams("thd", CU, CU, CU, CU)),
+        "keys": ({}, PackedSeqParams("thd", CU, CU, PADDED, CU)),
+        "ends early": ({}, PackedSeqParams("thd", short, short)),
+        "mask": ({"attention_mask": alone}, good),
+    }
+    for name, (more, params) in wrong.items():
+        mine = dist.get_rank() == 1
+        with pytest.raises((ValueError, TypeError)) as caught:
+            layer(x, **({"attention_mask": None} | (more if mine else {})), packed_seq_params=params if mine else good)
+        said[name] = str(caught.value)
+        if name in ("size", "another size", "no number"):
+            with pytest.raises((ValueError, TypeError)) as caught:
+                get_batch_on_this_cp_rank(whole, params if mine else good)
+            assert str(caught.value).endswith(said[name].partition("_params.")[2])
+    for params in (good, replace(good, local_cp_size=torch.tensor(4, dtype=torch.int32), cp_group=group)):
+        layer(x, attention_mask=None, packed_seq_params=params)
+    lone = replace(good, local_cp_size=1)  # not spread
+    layer(x.repeat(4, 1, 1), attention_mask=None, packed_seq_params=lone)
+    assert get_batch_on_this_cp_rank(whole, lone)[0]["tokens"].shape == (1, 48)
+    return said
+
+
+def test_batches_that_were_cut_in_another_way_are_refused(four: Processes) -> None:
+    starts = {
+        "size": "packed_seq_params.local_cp_size is 4, and cp_group is None",
+        "another size": "packed_seq_params.local_cp_size is 2, and cp_group has 4 ranks",
+        "no number": "packed_seq_params.local_cp_size is 'two'",
+        "unpadded": "cu_seqlens_q gives sequence 0 13 rows, which do not divide by 2 * cp_size = 8",
+        "padded as real": "cu_seqlens_q_padded gives sequence 0 13 rows",
+        "keys": "cu_seqlens_kv_padded gives sequence 0 13 rows",
+        "ends early": "cu_seqlens_q ends at 40, and the ranks hold 48 rows; cu_seqlens_q_padded must have the slots",
+        "mask": "attention_mask is not a mask that is plainly causal",
+    }
+    said = four.run(batches_refused)
+    for name, start in starts.items():
+        assert said[1][name].startswith(start)
+        assert start in said[0][name]
+    assert "give the padded lengths as cu_seqlens_q_padded" in said[1]["unpadded"]
+
+
+def masks() -> list[str]:
+    """Masks as Megatron's dataloader makes and cuts them: of one document, and of two."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from cp_fast.integrations.megatron import CoreAttention
+
+    layer, said = layer_of("p2p", 4, CoreAttention), []
+    core = layer.self_attention.core_attention
+    x = torch.zeros(4, 2, 32, dtype=torch.float64)
+    causal = torch.ones(16, 16, dtype=torch.bool).triu(1).expand(2, 1, 16, 16)
+    documents = causal.clone()
+    documents[:, :, 9:, :9] = True  # --reset-attention-mask
+
+    def call(mask: torch.Tensor, params: Any = None) -> None:
+        rows = x if params is None else torch.zeros(4, 1, 32, dtype=torch.float64)
+        layer(rows, attention_mask=mask, packed_seq_params=params)
+
+    mine = get_batch_on_this_cp_rank({"attention_mask": causal.contiguous()})["attention_mask"]
+    packed = PackedSeqParams("thd", torch.tensor([0, 8, 16]), torch.tensor([0, 8, 16]))
+    rank = dist.get_rank()
+    rows = [rank, 7 - rank, 8 + rank, 15 - rank]
+    for mask in (causal, mine, causal.contiguous()):
+        call(mask)
+        call(mask)
+    for mask in (causal[:1], causal[:1, :, rows]):
+        call(mask, packed)
+    q = torch.zeros(4, 2, 4, 8, dtype=torch.float64)
+    core(q, q[:, :, :2], q[:, :, :2], causal & False, AttnMaskType.no_mask)
+    cut = get_batch_on_this_cp_rank({"attention_mask": documents.clone()})["attention_mask"]
+    changed = causal.clone()
+    call(changed)
+    changed[:, :, 9:, :9] = True  # in place: the tensor was right before
+    for mask in (documents, cut, changed, causal.int(), causal[..., :12]):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            call(mask)
+        said.append(str(caught.value))
+    for odd in (causal, ~causal):
+        with pytest.raises(ValueError, match="hides nothing") as caught:
+            core(q, q[:, :, :2], q[:, :, :2], odd, AttnMaskType.no_mask)
+    with pytest.raises(ValueError, match="plainly causal"):
+        call(mine[:1], packed)  # cut as one document
+    return said
+
+
+def test_masks_as_tensors_are_plainly_causal(four: Processes) -> None:
+    for said in four.run(masks):
+        for words in said[:3]:
+            assert words.startswith("attention_mask is not a mask that is plainly causal")
+            assert "documents by packed_seq_params" in words
+        assert said[3].startswith("attention_mask is a tensor [2, 1, 16, 16] of torch.int32")
+        assert said[4].startswith("attention_mask has shape [2, 1, 16, 12]; it must be [..., 4, 16]")
+
+
+def multi_token_prediction() -> str:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from cp_fast.integrations.megatron import CoreAttention
+
+    layer = layer_of("p2p", 4, CoreAttention)
+    layer.self_attention.core_attention.config.mtp_num_layers = 1
+    x = torch.zeros(12, 1, 32, dtype=torch.float64)
+    whole = PackedSeqParams("thd", PADDED, PADDED, PADDED, PADDED, 24, 24)
+    for params in (whole, PackedSeqParams("thd", PADDED, PADDED)):
+        layer(x, attention_mask=None, packed_seq_params=params)
+    with pytest.raises(NotImplementedError) as caught:
+        layer(x, attention_mask=None, packed_seq_params=PackedSeqParams("thd", CU, CU, PADDED, PADDED, 24, 24))
+    return str(caught.value)
+
+
+def test_multi_token_prediction_needs_documents_without_padding(four: Processes) -> None:
+    for said in four.run(multi_token_prediction):
+        assert said.startswith("mtp_num_layers is 1, and cu_seqlens_q_padded has padding between documents")
+        assert "divide by 2 * cp_size = 8" in said
+
+
+def specs() -> None:
+    from types import SimpleNamespace
+
+    from megatron.core.models.gpt import gpt_layer_specs as gpt
+    from megatron.core.models.T5 import t5_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from cp_fast.integrations.megatron import CoreAttention, use_cp_fast
+    from cp_fast.integrations.shared.megatron_balanced import self_attention
+
+    config = layer_of("p2p", 4, CoreAttention).config
+    config.num_moe_experts, config.moe_layer_freq, config.num_layers = 4, [0, 1], 2
+    layer: Any = gpt.get_gpt_layer_local_spec()
+    block = gpt.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    config.mtp_num_layers = 1
+    latent = gpt.get_gpt_layer_local_spec(multi_latent_attention=True)
+    for spec in (layer, latent, block, gpt.get_gpt_mtp_block_spec(config, block, False), [layer, layer]):
+        changed = use_cp_fast(spec)
+        assert "CoreAttention" in repr(changed)
+        assert "DotProductAttention" not in repr(changed)
+        assert "CoreAttention" not in repr(spec)
+        assert use_cp_fast(changed) == changed
+        assert spec is latent or repr(self_attention()) in repr(changed)
+    both: Any = use_cp_fast(t5_spec.get_t5_decoder_with_local_block_spec(2))
+    for one in both.layer_specs:
+        assert one.submodules.self_attention.submodules.core_attention is CoreAttention
+        assert one.submodules.cross_attention.submodules.core_attention is CoreAttention
+    for odd in (None, SimpleNamespace(), ModuleSpec(module=torch.nn.Linear)):
+        with pytest.raises(TypeError, match="without a core_attention"):
+            use_cp_fast(odd)
+    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(module=torch.nn.Linear)
+    with pytest.raises(NotImplementedError, match="spec has the core attention Linear"):
+        use_cp_fast(layer)
+
+
+def test_every_attention_of_a_specification_is_changed(four: Processes) -> None:
+    assert four.run(specs) == [None] * 4

@@ -91,6 +91,28 @@ def test_what_cannot_be_honoured_is_named(odd: dict[str, Any], said: str) -> Non
     SimGroup(1).run(one)
 
 
+@pytest.mark.parametrize("padded", [None, CU, CU.clone()], ids=["without", "the same", "equal"])
+def test_lengths_that_do_not_divide_need_padded_ones(padded: torch.Tensor | None) -> None:
+    """TransformerEngine cuts by lengths // (2 * cp): the rows are others than those of an uneven cut."""
+
+    def one(member: Any) -> str:
+        given = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
+        mine = {"lengths": (CU, padded)} if member.rank else {"lengths": (CU, PADDED)}
+        with pytest.raises(ValueError, match=r"give the padded lengths as cu_seqlens_q_padded") as caught:
+            call(member, tensors(24)[:3], "p2p", **given, **mine)
+        return str(caught.value)
+
+    first, second = SimGroup(2).run(one)
+    name = "cu_seqlens_q" if padded is None else "cu_seqlens_q_padded"
+    assert second.startswith(f"{name} gives sequence 0 13 rows, which do not divide by 2 * cp_size = 4")
+    assert second in first
+
+
+def test_one_rank_takes_any_lengths() -> None:
+    given = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "lengths": (CU, None)}
+    SimGroup(1).run(lambda member: call(member, tensors(40)[:3], "p2p", **given))
+
+
 def test_dropout_is_refused_in_training_alone() -> None:
     def one(member: Any) -> None:
         local = tensors(2, 8)[:3]
