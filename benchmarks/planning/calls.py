@@ -28,7 +28,7 @@ import typer
 import cp_fast
 from cp_fast.api.implicit_plan import Call, on_host, plan_of_call
 from cp_fast.api.planned_call import CallFlags
-from cp_fast.api.score_arguments import NOTHING
+from cp_fast.api.score_arguments import ScoreArguments
 from cp_ref import SimGroup
 from cp_ref.common.attention_call import problem_arguments
 from cp_ref.simulator.sim_group import SimMember
@@ -87,7 +87,7 @@ def measure(member: SimMember, documents: int, rounds: int) -> Row:
     calls = {
         "planned": lambda: cp_fast.attention(x, x, x, cp=cp, plan=plan),
         "unplanned": lambda: cp_fast.attention(x, x, x, cp=cp, **lengths),
-        "lookup": lambda: plan_of_call(Call(cp, given, (x, x, x), None, NOTHING, flags, on_host(arguments))),
+        "lookup": lambda: plan_of_call(Call(cp, given, (x, x, x), None, ScoreArguments(), flags, on_host(arguments))),
     }
     calls["unplanned"]()
     spent = times([call for _ in range(rounds) for call in calls.values()])

@@ -16,6 +16,7 @@ ROWS: list[dict[str, Any]] = [
     {"library": "accelerate", "tokens": 65536, "layers": 4, "tokens_per_s": 60000, "peak_gib": 10.0},
     {"library": "accelerate", "tokens": 524288, "layers": 2, "error": "torch.OutOfMemoryError: CUDA out of memory"},
     {"library": "ring_flash_attn", "tokens": 65536, "layers": 4, "error": "ImportError: no module"},
+    {"library": "cp_fast+liger", "tokens": 65536, "layers": 4, "error": "TimeoutError: not done in 27 s"},
 ]
 LONGEST: list[dict[str, Any]] = [
     {
@@ -31,8 +32,6 @@ LONGEST: list[dict[str, Any]] = [
 
 
 def test_the_page_has_what_the_record_says() -> None:
-    if not RECORD.exists():
-        pytest.skip("the record is not measured yet")
     text = PAGE.read_text()
     assert page_of(text, json.loads(RECORD.read_text())) == text
 

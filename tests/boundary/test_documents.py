@@ -250,13 +250,11 @@ def test_the_gpus_of_the_records_are_those_that_the_page_of_support_names() -> N
     """The records' names say which GPUs were measured, and how many."""
     names = [path.name for path in (ROOT / "benchmarks" / "results").glob("*_[0-9]x_*.csv")]
     found = {re.findall(r"_(\d)x_(\w+)\.csv", name)[0] for name in names}
-    assert {gpu for _, gpu in found} == {"h200"}
-    counts = sorted({int(count) for count, _ in found} | {1})
-    *first, last = map(str, counts)
-    assert (
-        f"| H200 (Hopper) | yes: {', '.join(first)} and {last} of one host |"
-        in (ROOT / "docs" / "support.md").read_text()
-    )
+    assert {gpu for _, gpu in found} == {"h100", "h200"}
+    page = (ROOT / "docs" / "support.md").read_text()
+    for gpu in ("h100", "h200"):
+        *first, last = sorted({count for count, name in found if name == gpu} | {"1"})
+        assert f"| {gpu.upper()} (Hopper) | yes: {', '.join(first)} and {last} of one host |" in page
 
 
 def test_every_promise_has_the_test_that_is_named() -> None:

@@ -6,12 +6,13 @@ import csv
 import json
 import re
 from collections.abc import Iterable
-from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import cp_fast
+from benchmarks.readme_tables import rounded
 from cp_fast.compile.pass_table import PASSES
 
 ROOT = Path(__file__).parents[2]
@@ -48,15 +49,6 @@ def figures(rows: list[Row], sep: str = " to ") -> str:
     return f"| {us} | {ratio} | {share} % |"
 
 
-def rounded(value: str) -> str:
-    """To two digits as people do it.
-
-    >>> rounded("0.845")
-    '0.85'
-    """
-    return str(Decimal(value).quantize(Decimal("0.01"), ROUND_HALF_UP))
-
-
 _SIXTEEN = "1024 512 2048 256 4096 1024 512 8192 256 2048 512 1024 64 2048 4096 5056"
 _SHORT = {
     2: ("sixteen documents of 64 to 8,192", _SIXTEEN),
@@ -90,6 +82,67 @@ def test_efficiencies(gpus: int) -> None:
         }
         cells = " | ".join(of.get(schedule, "") for schedule in schedules)
         assert f"| {name} | {cells} |".replace("|  |", "| |") in page, of
+
+
+_OTHERS = (*((("cp_fast", schedule)) for schedule in SCHEDULES[:3]), ("magi_attention", "p2p"))
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_efficiencies_on_h100s(gpus: int) -> None:
+    """Ours and MagiAttention's, and that the best of ours is ahead of every other library in every case."""
+    rows = record(f"speed_peers_{gpus}x_h100.csv")
+    page = PAGE[PAGE.index(f"\n{gpus} x H100") :]
+    whole, documents = str(16384 * gpus), " ".join(str(gpus * n) for n in (8192, 4096, 2048, 1024, 1024))
+    lines = [
+        ("one sequence", whole, "-1", "128"),
+        ("five documents, 8:4:2:1:1, `balanced`", documents, "-1", "128"),
+        (f"{_SHORT[gpus][0]}, `balanced`", _SHORT[gpus][1], "-1", "128"),
+        *([("d_qk 192, d_v 128, 32 heads", whole, "-1", "192")] if gpus == 2 else []),
+        ("window 4,096", whole, "4096", "128"),
+    ]
+    for name, *problem in lines:
+        mine = [row for row in rows if [row["lengths"], row["window"], row["d_qk"]] == problem]
+        of = {
+            (row["library"], row["schedule"]): f"{rounded(row['forward_efficiency'])}, {rounded(row[_BOTH])}"
+            for row in mine
+        }
+        assert f"| {name} | {' | '.join(of.get(key, 'refused') for key in _OTHERS)} |" in page
+        best = {
+            ours: max(float(r[_BOTH]) for r in mine if (r["library"] == "cp_fast") == ours) for ours in (True, False)
+        }
+        assert best[True] > best[False], name
+    assert len(rows) == sum(row["commit"].startswith("84e7a97f") for row in rows)
+
+
+_BOTH = "forward_backward_efficiency"
+
+
+def test_shorter_sequences_and_the_host() -> None:
+    rows = record("speed_turns_2x_h100.csv")
+    for case in ("16,384 a GPU", "8,192 a GPU", "4,096 a GPU"):
+        of = {(row["library"], row["schedule"]): row for row in rows if row["case"] == case}
+        figures = [of[key] for key in (*_OTHERS[:3], ("ring_flash_attn", "p2p"))]
+        cells = [f"{rounded(r['forward_efficiency'])}, {rounded(r[_BOTH])}; {r['host_ms']}" for r in figures]
+        assert f"| one sequence, {case} | {' | '.join(cells)} |" in PAGE
+
+
+def test_other_masks() -> None:
+    rows, names = (
+        record("masks_2x_h100.csv"),
+        {
+            "causal": "causal",
+            "a prefix of 8,192": "prefix_lm",
+            "a prompt with answers": "shared_prefix",
+            "block-causal, blocks of 2,048": "block_causal",
+            "first tokens and a window of 4,096": "first_and_window",
+        },
+    )
+    for title, mask in names.items():
+        shares = [
+            max((row["share"] for row in rows if (row["mask"], row["what"]) == (mask, what)), key=float)
+            for what in (*SCHEDULES[:3], "magi_attention", "flex_attention")
+        ]
+        assert f"| {title} | {' | '.join(map(rounded, shares))} |" in PAGE
 
 
 _FORWARD = {
@@ -261,6 +314,25 @@ def test_what_offload_costs() -> None:
     assert offloaded["losses"] == kept["losses"]
     fewer = f"{100 - 100 * offloaded['tokens_per_s'] / kept['tokens_per_s']:.1f} %"
     assert f"{offloaded['peak_gib']} GiB a GPU instead of {kept['peak_gib']}, at {fewer} fewer tokens" in page
+
+
+def test_whole_steps_beside_accelerate() -> None:
+    page = " ".join((ROOT / "docs" / "how_to" / "long_context.md").read_text().split())
+
+    def rows(name: str) -> dict[tuple[str, int], Any]:
+        """The first row of each library and length: ours with the plain kernel."""
+        found = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
+        return {(row["library"], row["tokens"]): row for row in reversed(found) if "tokens_per_s" in row}
+
+    turns, four = rows("long_context_turns_2x_h100.json"), rows("long_context_libraries_4x_h200.json")
+    assert turns["cp_fast", 65536]["kernel_under_checkpointing"] == "plain"
+    for tokens, words in ((65536, " tokens/s at 65,536 tokens"), (131072, " at 131,072"), (262144, " at 262,144")):
+        ours, theirs = (turns[library, tokens]["tokens_per_s"] for library in ("cp_fast", "accelerate"))
+        assert f"{ours:,} against {theirs:,}{words}" in page
+    ours, theirs = (four[library, 1048576] for library in ("cp_fast", "accelerate"))
+    rates, memory = (f"{row['tokens_per_s']:,}" for row in (ours, theirs)), f"{ours['peak_gib']:.1f} GiB a GPU each"
+    assert f"1,048,576 tokens and two layers: {' against '.join(rates)} tokens/s, in {memory}" in page
+    assert f"{ours['peak_gib']:.1f}" == f"{theirs['peak_gib']:.1f}"
 
 
 def test_the_speed_of_linear_attention() -> None:
