@@ -38,6 +38,7 @@ def compare_step(
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     timeout_s: float = 600.0,
+    on_progress: Callable[[str, str, str], None] = lambda run, process, stage: None,
 ) -> StepReport:
     """Compare one optimizer step of a model over ranks with the same step in one process.
 
@@ -59,6 +60,8 @@ def compare_step(
         dtype: whose rounding errors are allowed; by default the narrowest of the weights' dtypes. Under autocast it is
             autocast's.
         timeout_s: how long the processes of one run may take, in seconds, at most a million.
+        on_progress: called where a process goes on, with the run ("the step", "the step, recorded"), the process
+            ("rank 3") and what it does now ("step 1 of 2").
 
     Returns:
         The report: `right`, and `str` as a table with the diagnosis.
@@ -74,7 +77,7 @@ def compare_step(
         threads = max(1, (os.cpu_count() or 1) // world)
         how: dict[str, Any] = {"cp_size": cp_size, "cp_comm_type": cp_comm_type, "layout": layout, "device": device}
         how |= {"threads": threads, "limit_s": timeout_s}
-        runs = Runs(Job(build, batch, "", Path(folder), "", **how), world)
+        runs = Runs(Job(build, batch, "", Path(folder), "", **how), world, on_progress)
         first = runs.measured()
         rows, wrong_tokens = _judged(first, loss, dtype)
         title = f"{cp_size} ranks" if dp_size == 1 else f"{dp_size} x {cp_size} ranks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,11 @@ class Job:
     limit_s: float = 600.0
 
 
-def run_jobs(jobs: Sequence[Job]) -> list[Any]:
+def run_jobs(jobs: Sequence[Job], on_stage: Callable[[str, str], None]) -> list[Any]:
     """Run the processes at the same time.
+
+    Args:
+        on_stage: see `run_together`.
 
     Returns:
         What each of them found.
@@ -68,7 +71,7 @@ def run_jobs(jobs: Sequence[Job]) -> list[Any]:
     if context.get_start_method() == "fork":
         jobs = [replace(job, threads=1) for job in jobs]  # a copy of this process has none of OpenMP's threads
     limit_s = max(job.limit_s for job in jobs)
-    return run_together(context, _run, {job.name: job for job in jobs}, StepError, limit_s)
+    return run_together(context, _run, {job.name: job for job in jobs}, StepError, limit_s, on_stage)
 
 
 def _context_for(jobs: Sequence[Job]) -> Any:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from conformance.adapters.cp_fast_step import context, watched_calls
 from conformance.run.process_ranks import own_gpu
+from conformance.run.processes import say
 from conformance.step.evidence.step_record import Look
 from conformance.step.evidence.step_without import without
 from conformance.step.jobs import Job, StepError
@@ -48,6 +49,7 @@ def run(job: Job) -> dict[str, Any]:
 def _found(job: Job) -> dict[str, Any]:
     cp = _context(job) if job.world else None
     build, batch = _resolved(job.build), _resolved(job.batch)
+    say("builds the model")
     with without(job.without):
         built = build(cp)
     model, step, optimizer = _parts(built)
@@ -88,7 +90,9 @@ def _stepped(job: Job, step: Any, batch: Any, optimizer: Any, weights: dict[str,
         found.setdefault("grads", {name: _whole(w.grad) for name, w in weights.items()})
 
     hook = optimizer.register_step_pre_hook(before) if optimizer is not None else None
-    for number in range(1 if optimizer is None or look is not None else 2):
+    steps = 1 if optimizer is None or look is not None else 2
+    for number in range(steps):
+        say(f"step {number + 1} of {steps}")
         torch.manual_seed(number)
         given = step(batch)
         loss, tokens = given if isinstance(given, tuple) else (given, None)
@@ -103,6 +107,7 @@ def _stepped(job: Job, step: Any, batch: Any, optimizer: Any, weights: dict[str,
             optimizer.zero_grad()
     if hook is not None:
         hook.remove()
+    say("compares parameters with rank 0's")
     if all(grad is None for grad in found["grads"].values()):
         raise StepError(
             "no parameter has a gradient after step(batch); step runs the backward pass, and leaves gradients where "

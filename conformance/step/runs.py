@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,10 +65,10 @@ class Measured:
 
 
 class Runs:
-    """Runs the processes of a comparison, as often as it takes."""
+    """Runs the processes of a comparison, as often as it takes; `on_progress` as in `compare_step`."""
 
-    def __init__(self, job: Job, world: int) -> None:
-        self._job, self._world, self._count = job, world, 0
+    def __init__(self, job: Job, world: int, on_progress: Callable[[str, str, str], None]) -> None:
+        self._job, self._world, self._count, self._on_progress = job, world, 0, on_progress
 
     def measured(self, *, look: bool = False, without: str = "") -> Measured:
         """The step in all processes: on a CPU all at the same time, on GPUs first those without a context."""
@@ -78,7 +80,9 @@ class Runs:
             replace(job, name=f"rank {rank}", rank=rank, world=self._world, store=store) for rank in range(self._world)
         ]
         waves = [[*alone, *ranks]] if job.device == "cpu" else [*_on_gpus(alone), ranks]
-        one, *found = [each for wave in waves for each in run_jobs(wave)]
+        run = "the step" + f" without {without}" * bool(without) + ", recorded" * look
+        on_stage = partial(self._on_progress, run)
+        one, *found = [each for wave in waves for each in run_jobs(wave, on_stage)]
         noisy, ranks = found[: len(_NOISES)], found[len(_NOISES) :]
         return Measured(one, noisy, ranks, job.cp_size, self._world // job.cp_size, job.layout)
 

@@ -6,10 +6,12 @@ Exit codes: 0 right, 1 differences, 2 the command line makes no sense, 3 the ste
 from __future__ import annotations
 
 from itertools import product
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
+from rich.progress import Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from conformance.step.compare_step import compare_step
 from conformance.step.jobs import StepError
@@ -49,8 +51,10 @@ def step(
         sizes = [int(word) for word in cp_size.split(",")]
         kind = None if dtype is None else _dtype(dtype)
         for size, comm, owner in product(sizes, cp_comm_type.split(","), layout.split(",")):
-            how = {"dp_size": dp_size, "cp_comm_type": comm, "layout": owner, "loss": loss, "device": device}
-            report = compare_step(build, batch, size, **how, dtype=kind, timeout_s=timeout)  # type: ignore[arg-type]
+            how: dict[str, Any] = {"dp_size": dp_size, "cp_comm_type": comm, "layout": owner, "loss": loss}
+            how |= {"device": device, "dtype": kind, "timeout_s": timeout}
+            with _Bars() as bars:
+                report = compare_step(build, batch, size, **how, on_progress=bars.went_on)
             typer.echo(f"{report}\n")
             right = right and report.right
     except (ValueError, TypeError) as error:
@@ -59,6 +63,34 @@ def step(
         typer.echo(str(error), err=True)
         raise typer.Exit(3) from error
     raise typer.Exit(0 if right else 1)
+
+
+class _Bars:
+    """A line for each process that runs, on a terminal's standard error: what it does now, and for how long."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._run, self._tasks = "", dict[str, TaskID]()
+
+    def __enter__(self) -> _Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._progress.stop()
+
+    def went_on(self, run: str, process: str, stage: str) -> None:
+        """See `compare_step`."""
+        if run != self._run:
+            for task in self._tasks.values():
+                self._progress.remove_task(task)
+            self._run, self._tasks = run, {}
+        if process in self._tasks:
+            self._progress.remove_task(self._tasks.pop(process))
+        if stage != "done":
+            self._tasks[process] = self._progress.add_task(f"{run}: {process}, {stage}", total=None)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -93,9 +93,13 @@ def test_the_page_s_program_is_right(tmp_path: Path) -> None:
 
 
 def test_what_is_right_is_called_right() -> None:
-    report = step_of(Shape())
+    stages: list[tuple[str, str, str]] = []
+    report = step_of(Shape(), on_progress=lambda *stage: stages.append(stage))
     assert report.right, report
     assert "right" in str(report)
+    of_rank_1 = [stage for run, process, stage in stages if (run, process) == ("the step", "rank 1")]
+    assert of_rank_1[:4] == ["starts", "builds the model", "step 1 of 2", "step 2 of 2"]
+    assert of_rank_1[-1] == "done"
     assert "26 of 26 gradients agree; 26 of 26 parameters after two steps agree" in str(report)
 
 
