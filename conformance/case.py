@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass, fields
 
 from conformance.scores.score_mods import SCORE_MODS
@@ -18,6 +17,7 @@ from cp_ref.spec import (
     check_one_document,
     local_lengths,
 )  # fmt: skip
+from cp_ref.spec.arguments.single_values import MOST_RANKS, parse_call
 from cp_ref.spec.layouts.named_layouts import slice_rows
 
 __all__ = ["ALIBI", "GRADS", "LOSSES", "Case"]
@@ -127,13 +127,10 @@ class Case:
     def parse(text: str) -> Case:
         """The case that `str` printed. Raises ValueError on anything else."""
         try:
-            call = ast.parse(text.strip(), mode="eval").body
-            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Case"):
-                raise ValueError("not a Case(...)")
-            (problem,) = call.args
-            words = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-            return Case(Problem.parse(ast.unparse(problem)), **words)
-        except (SyntaxError, TypeError, ValueError) as error:
+            _, problems, words = parse_call(text, ["Case"])
+            (problem,) = problems
+            return Case(Problem.parse(str(problem)), **words)
+        except (TypeError, ValueError) as error:
             raise ValueError(f"cannot read a case from {text!r}: {error}") from error
 
 
@@ -150,6 +147,8 @@ def _check_meaning(p: Problem) -> None:
     for name in _POSITIVE:
         if type(value := getattr(p, name)) is not int or value < 1:
             raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+    if p.cp_size > MOST_RANKS:
+        raise ValueError(f"cp_size is {p.cp_size}; it must be at most {MOST_RANKS}")
     whole = {"a2a": p.cp_size, "a2a+p2p": p.a2a_size}.get(p.cp_comm_type, 1)
     if p.a2a_size != whole or p.cp_size % p.a2a_size:
         rule = "a divisor of cp_size" if p.cp_comm_type == "a2a+p2p" else f"{whole} for {p.cp_comm_type!r}"

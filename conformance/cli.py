@@ -16,12 +16,13 @@ import random
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from typer.core import TyperGroup
 
 from conformance.commands import DEFAULT_TIME_LIMIT_S, replay_options
 from conformance.draw.feature_coverage import coverage
@@ -35,20 +36,36 @@ from conformance.report.writable import unwritable
 from conformance.run.play_problem import InProcess, Runner, task_of
 from conformance.run.processes import LONGEST_S
 from conformance.run.run_tiers import PROFILES, TierResult
-from conformance.run.suite_run import ALL_TIERS, SuiteRun, describe_run, level_of, nothing_tested
+from conformance.run.suite_run import ALL_TIERS, SuiteRun, describe_run, level_of, nothing_tested, version_of
 from conformance.run.workers import start_runner
+from conformance.step.step_command import app as step_app
 from conformance.tiers import cases_of
+from cp_ref.spec.arguments.single_values import MOST_RANKS
 
-__all__ = ["app", "cp_sizes_of"]
+__all__ = ["app", "command_line", "cp_sizes_of"]
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+_EXIT_CODES = "Exit codes: 0 right or known, 1 wrong, 2 usage, 3 cannot be loaded, 4 nothing was computed."
 
 
-@app.command(
-    epilog="Exit codes: 0 right or known, 1 wrong, 2 usage, 3 cannot be loaded, 4 nothing was computed. "
-    "Training steps: python -m conformance step --help."
-)
+class _Commands(TyperGroup):
+    """The commands that are named; without one, the options are of a run of the suite."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return ["step"]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return typer.main.get_command(step_app) if cmd_name == "step" else None
+
+
+def command_line(completion: bool = False) -> typer.Typer:
+    """The command line; with `completion` it has --install-completion, for a console script."""
+    made = typer.Typer(cls=_Commands, add_completion=completion, pretty_exceptions_enable=False)
+    made.callback(invoke_without_command=True, epilog=_EXIT_CODES)(main)
+    return made
+
+
 def main(
+    ctx: typer.Context,
     impl: Annotated[
         str, typer.Option(help="The implementation: pkg.module, pkg.module:object, or an entry point's name.")
     ] = "cp_fast",
@@ -76,8 +93,14 @@ def main(
     ] = DEFAULT_TIME_LIMIT_S,
     known_failures: Annotated[Path | None, typer.Option(help="Known failures, a TOML file.")] = None,
     report: Annotated[Path | None, typer.Option(help="A folder for report.html and report.json.")] = None,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
 ) -> None:
     """Play an implementation of context-parallel attention against the oracle."""
+    if ctx.invoked_subcommand is not None:
+        return
+    if version:
+        typer.echo(f"cp-attention {version_of('cp-attention') or 'of a checkout that is not installed'}")
+        raise typer.Exit
     sizes_of_problem = _sizes_of_problem(repro)
     if report is not None and (problem := unwritable(report)):
         raise typer.BadParameter(problem, param_hint="--report")
@@ -224,6 +247,10 @@ def cp_sizes_of(text: str | None, group_kind: str, device: str) -> tuple[int, ..
         sizes = tuple(int(word) for word in text.split(","))
     except ValueError:
         sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise typer.BadParameter(f"{text!r} is no list of group sizes such as 2,3", param_hint="--cp-size")
+    if not sizes or min(sizes) < 1 or max(sizes) > MOST_RANKS:
+        rule = f"no list of group sizes such as 2,3, from 1 to {MOST_RANKS}"
+        raise typer.BadParameter(f"{text!r} is {rule}", param_hint="--cp-size")
     return sizes
+
+
+app = command_line()

@@ -1,6 +1,13 @@
-"""`python -m cp_fast`: a demonstration that checks itself, a look at this machine, and the plan of any problem."""
+"""`python -m cp_fast`, or `cp-attention`: a demonstration, a look at this machine, and the plan of any problem."""
 
-from cp_fast.tools.cli import app
+from cp_fast.tools.cli import app, command_line
+from cp_ref.common.cli.lazy_commands import start
+
+
+def main() -> None:
+    """The console script `cp-attention`."""
+    start(command_line(completion=True), "cp-attention")
+
 
 if __name__ == "__main__":
-    app(prog_name="python -m cp_fast")
+    start(app, "python -m cp_fast")

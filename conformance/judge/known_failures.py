@@ -26,7 +26,6 @@ A problem that is no case has only `text`. An entry with any other field does no
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -36,6 +35,7 @@ from typing import Any
 from conformance.case import Case
 from conformance.judge.run_record import LEVELS, Played, RunRecord, Verdict
 from cp_ref.spec import Problem
+from cp_ref.spec.arguments.single_values import parse_toml
 
 __all__ = ["FIELDS", "KnownFailure", "KnownFailures", "KnownFailuresError", "field_values"]
 
@@ -119,8 +119,8 @@ class KnownFailures:
         ('known: K/V heads are not replicated (#12)', 'dk is wrong')
         """
         try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+            data = parse_toml(text)
+        except ValueError as error:
             raise KnownFailuresError(f"{source}: {error}") from error
         tables = data.pop("entry", [])
         if data or not isinstance(tables, list):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import fields
 from typing import Any, Self
+
+from cp_ref.spec.arguments.single_values import parse_call
 
 __all__ = ["LevelCase"]
 
@@ -25,11 +26,9 @@ class LevelCase:
     def parse(cls, text: str) -> Self:
         """The problem that `str` printed. Raises ValueError on anything else."""
         try:
-            call = ast.parse(text.strip(), mode="eval").body
-            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == cls.__name__):
-                raise ValueError(f"not a {cls.__name__}(...)")
-            if call.args:
+            _, unnamed, values = parse_call(text, [cls.__name__])
+            if unnamed:
                 raise ValueError("every field has to be named")
-            return cls(**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
-        except (SyntaxError, TypeError, ValueError) as error:
+            return cls(**values)
+        except (TypeError, ValueError) as error:
             raise ValueError(f"cannot read a problem of {cls.__name__} from {text!r}: {error}") from error

@@ -36,7 +36,7 @@ def write_report(record: RunRecord, folder: Path) -> list[Path]:
     data = {**_brief(record), "summary": found.to_json()}
     files = [folder / "report.json", folder / "report.html"]
     files[0].write_text(json.dumps(_plain(data), separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
-    files[1].write_text(html(found), encoding="utf-8")
+    files[1].write_text(html(found), encoding="utf-8", errors="backslashreplace")  # a word of the command, say
     return files
 
 
@@ -56,7 +56,7 @@ def read_record(path: Path) -> RunRecord:
     """
     try:
         return RunRecord.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"cannot read a record from {path}: {type(error).__name__}: {error}") from error
 
 

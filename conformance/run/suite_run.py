@@ -22,7 +22,7 @@ from conformance.run.play_problem import Offer, Pairs, Runner, Task
 from conformance.run.run_tiers import Profile, TierResult, replay, run_tier
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of, table_entry
 
-__all__ = ["ALL_TIERS", "SuiteRun", "describe_run", "level_of", "nothing_tested"]
+__all__ = ["ALL_TIERS", "SuiteRun", "describe_run", "level_of", "nothing_tested", "version_of"]
 
 ALL_TIERS: tuple[str, ...] = (*LEVEL_TIERS, *CASE_TIERS, *TABLE_TIERS)
 
@@ -174,11 +174,11 @@ def describe_run(impl: Any, profile: str, suite_run: SuiteRun, options: Sequence
         "platform": platform.platform(),
     }
     packages = ("torch", "hypothesis", "cp-attention", name.partition(":")[0].partition(".")[0])
-    meta["versions"] = {name: found for name in packages if (found := _version(name))}
+    meta["versions"] = {name: found for name in packages if (found := version_of(name))}
     return meta | ({"commit": commit} if (commit := _commit()) else {})
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:

@@ -20,6 +20,7 @@ from conformance.step.report import StepReport
 from conformance.step.runs import Measured, Runs
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
 from cp_ref.spec.arguments.argument_words import canonical_layout
+from cp_ref.spec.arguments.single_values import MOST_RANKS
 
 __all__ = ["compare_step"]
 
@@ -171,8 +172,11 @@ def _check(build: Any, cp_size: Any, dp_size: Any, comm: Any, layout: Any, loss:
     if not (callable(build) or (isinstance(build, str) and ":" in build)):
         raise TypeError(f"build is {build!r}; it must be a function, or its name as module:function")
     for name, value in {"cp_size": cp_size, "dp_size": dp_size}.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_RANKS:
+            raise ValueError(f"{name} is {value!r}; it must be an integer from 1 to {MOST_RANKS}")
+    if cp_size * dp_size > MOST_RANKS:
+        ranks = cp_size * dp_size
+        raise ValueError(f"cp_size {cp_size} and dp_size {dp_size} make {ranks} ranks; {MOST_RANKS} are the most")
     check_choice("cp_comm_type", comm, CP_COMM_TYPES)
     check_choice("layout", layout, LAYOUTS)
     check_choice("loss", loss, ("mean", "sum"))

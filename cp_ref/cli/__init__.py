@@ -15,8 +15,3 @@ app = lazy_commands(
         "compare": ("cp_ref.cli.compare_runs", "Name the first step and rank at which two recorded runs differ."),
     },
 )
-
-
-@app.callback()
-def main() -> None:
-    pass

@@ -92,6 +92,7 @@ def test_one_tiny_launch_of_each_class_is_made(monkeypatch: pytest.MonkeyPatch) 
         (["--shapes", "32,5,128,128"], "h_q is 32 and h_kv is 5"),
         (["--shapes", "32,8,128,128", "--window", "3"], "--window is '3'"),
         (["--shapes", "32,8,128,128", "--check"], "--device, --archs and --check do not go with it"),
+        (["--shapes", "32,8,128,128", "--cp-size", "100000000"], "--cp-size is 100000000; it must be at most 4096"),
         (["--window", "3,0"], "--window is '3,0', but --shapes is not given"),
     ],
 )

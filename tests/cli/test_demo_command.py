@@ -168,6 +168,7 @@ def test_torchrun() -> None:
         (["--dtype", "int8"], "--dtype is 'int8'"),
         (["--backend", "carrier_pigeon"], "--backend is 'carrier_pigeon'"),
         (["--device", "cuda", "--ranks", "4096"], "4096 ranks"),
+        (["--ranks", "100000000"], "--ranks is 100000000; it must be at most 4096"),
         (["--window", "wide"], "--window is 'wide'"),
         (["--window", "-2,0"], "each side must be -1 (unbounded) or from 0"),
         (["--cp-comm-type", "carrier_pigeon"], "cp_comm_type is 'carrier_pigeon'"),

@@ -169,18 +169,32 @@ def test_svg(tmp_path: Path) -> None:
         (["--cp-comm-type", "a2a", "--a2a-size", "4"], "--a2a-size is 4, but --cp-comm-type is a2a"),
         (["--a2a-size", "1"], "--a2a-size is 1, but --cp-comm-type is p2p; only a2a+p2p takes it"),
         (["--cp-size", "100000000"], "--cp-size is 100000000; it must be at most 4096"),
+        (["--seqlens", "64", "--areas", "block_causal(100000000, 1)"], "areas of more than 262144 rows"),
+        (["--seqlens", "64", "--areas", "chunked(100000000, 1)"], "areas of more than 262144 rows"),
+        (["--seqlens", "64", "--areas", "dilated_blocks(100000, 1, 1)"], "areas of more than 262144 rows"),
+        (["--seqlens", "64", "--areas", f"chunked({'-' * 1000}8, 1)"], "they must be a call of block_causal"),
+        (["--seqlens", "64", "--areas", f"chunked({'-' * 9000}8, 1)"], "they must be a call of block_causal"),
         (["--head", "32"], "--head is 32; it must be 0 to 31"),
         (["--rank", "4"], "--rank is 4; it must be 0 to 3"),
         (["--svg", "p.png"], "--svg is 'p.png'; pictures are SVG, so the name must end in .svg"),
         (["--svg", "no/such/folder/plan.svg"], "no/such/folder/plan.svg"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value)[:80] if isinstance(value, list) else "",
 )
 def test_refusals_are_one_line_and_exit_2(options: list[str], words: str) -> None:
     result = runner.invoke(app, ["plan", *options])
     assert result.exit_code == 2, result.output
     assert words in result.stderr
     assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", [f"a = {'[' * 3000}", f"a = {'{b = ' * 3000}", f"a = {'9' * 5000}"])
+def test_a_machine_that_no_reader_reads_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    (machine := tmp_path / "machine.toml").write_text(text)
+    result = runner.invoke(app, ["plan", "--predict", "--machine", str(machine), "--seqlens", "64", "--cp-size", "2"])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"error: machine {machine}: ")
     assert len(result.stderr.splitlines()) == 1
 
 

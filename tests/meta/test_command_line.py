@@ -119,7 +119,9 @@ def test_an_error_case_replays() -> None:
         ("--profile", "eternal"),
         ("--cp-size", "two"),
         ("--time-limit", "inf"),
+        ("--cp-size", "100000000"),
         ("--repro", "Case(1)"),
+        ("--repro", "Case(Problem(cp_size=100000000, sequences=[]))"),
         ("--repro", "error no-such-thing"),
     ],
 )

@@ -156,6 +156,11 @@ def test_text_reads_back(drawn: list[Case]) -> None:
         "Case(Problem(cp_size=2, sequences=[]), colour=3)",
         'Case(Problem(cp_size=2, sequences=[]), loss="lse")',
         "Case(Problem(cp_size=2, sequences=[]), seed=print(1))",
+        f"Case(Problem(cp_size=2, sequences=[]), seed={'-' * 1000}1)",
+        f"Case(Problem(cp_size=2, sequences=[]), seed={'-' * 9000}1)",
+        f"Case(Problem(cp_size={'-' * 1000}2, sequences=[]))",
+        f"Case({'(' * 300}Problem(cp_size=2, sequences=[]){')' * 300})",
+        f"Case(Problem(cp_size=2, sequences={'[' * 150}{']' * 150}))",
     ],
 )
 def test_other_texts_are_refused(text: str) -> None:

@@ -6,7 +6,6 @@ A machine is read from and written to TOML; `machines/` has those that are built
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from math import inf
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from cp_ref.spec import Problem
+from cp_ref.spec.arguments.single_values import parse_toml
 
 __all__ = ["Host", "Kernel", "Link", "Machine", "Rates", "built_in", "read_machine"]
 
@@ -141,7 +141,7 @@ def read_machine(name: str | Path) -> Machine:
     if not path.is_file():
         raise ValueError(f"machine is {str(name)!r}; it must be one of {', '.join(built_in())}, or a TOML file")
     try:
-        return _read(Machine, tomllib.loads(path.read_text(encoding="utf-8")), "")
+        return _read(Machine, parse_toml(path.read_text(encoding="utf-8")), "")
     except (ValueError, TypeError) as error:
         raise ValueError(f"machine {path}: {error}") from error
 

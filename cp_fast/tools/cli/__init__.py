@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-from typing import Annotated
-
-import typer
+from functools import partial
 
 from cp_ref.common.cli.lazy_commands import lazy_commands
 
-__all__ = ["app"]
+__all__ = ["app", "command_line"]
 
 
-app = lazy_commands(
+command_line = partial(
+    lazy_commands,
     "Context-parallel attention: see it work, see what works here, see what it plans.",
     {
         "demo": ("cp_fast.tools.cli.demo", "Run attention over documents on several ranks, and check all results."),
@@ -24,21 +22,4 @@ app = lazy_commands(
         "build": ("cp_fast.tools.cli.build", "Build the native kernels into the cache, before their first use."),
     },
 )
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        try:
-            typer.echo(f"cp-attention {metadata.version('cp-attention')}")
-        except metadata.PackageNotFoundError:
-            typer.echo("cp-attention, run from a checkout that is not installed")
-        raise typer.Exit
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
-    ] = False,
-) -> None:
-    pass
+app = command_line()

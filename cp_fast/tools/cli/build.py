@@ -16,6 +16,8 @@ from cp_fast.tools.cli.common import size_text
 from cp_fast.tools.cli.shapes import compile_shapes
 from cp_ref.common.cli.options import window
 from cp_ref.common.cli.terminal import CHECK_FAILED, readable_errors
+from cp_ref.spec import read_count
+from cp_ref.spec.arguments.single_values import MOST_RANKS
 
 __all__ = ["build"]
 
@@ -54,6 +56,7 @@ def build(
         with readable_errors():
             if device is not None or archs is not None or check:
                 raise ValueError("--shapes compiles for the GPU here; --device, --archs and --check do not go with it")
+            read_count("--cp-size", cp_size, at_least=1, at_most=MOST_RANKS)
             sides = window(window_size)
             works = compile_shapes(Console(soft_wrap=True, highlight=False), shapes, cp_size, mask, sides, dtype)
         if not works:

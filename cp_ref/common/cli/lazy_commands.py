@@ -3,38 +3,72 @@
 from __future__ import annotations
 
 import importlib
+import io
+import sys
 from collections.abc import Mapping
 from functools import cached_property
+from importlib import metadata
 from itertools import pairwise
-from typing import Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["lazy_commands"]
+__all__ = ["lazy_commands", "start"]
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
-def lazy_commands(text: str, commands: Mapping[str, tuple[str, str]]) -> typer.Typer:
-    """A command line.
+def lazy_commands(text: str, commands: Mapping[str, tuple[str, str]], *, completion: bool = False) -> typer.Typer:
+    """A command line, which has --version too.
 
     Args:
         text: its help.
         commands: a command's name to the module that has it, and its help in the list.
+        completion: whether it has --install-completion; a shell completes the words of a console script alone.
     """
 
     class Commands(_LazyGroup):
         commands_of = commands
 
-    return typer.Typer(
+    made = typer.Typer(
         cls=Commands,
         help=text,
-        add_completion=False,
+        add_completion=completion,
         no_args_is_help=True,
         pretty_exceptions_show_locals=False,
         context_settings=_SETTINGS,
     )
+    made.callback()(_options)
+    return made
+
+
+def start(app: typer.Typer, name: str) -> None:
+    """Run a command line as this process, by the name that its help shows.
+
+    Words that are not UTF-8 are printed with escapes, so that a file of such a name can be written.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    app(prog_name=name)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        try:
+            typer.echo(f"cp-attention {metadata.version('cp-attention')}")
+        except metadata.PackageNotFoundError:
+            typer.echo("cp-attention, run from a checkout that is not installed")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    pass
 
 
 class _LazyGroup(TyperGroup):
@@ -67,7 +101,7 @@ class _LazyCommand(TyperCommand):
         return typer.main.get_command(own)
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        for option, value in pairwise([*args, " "]):
+        for option, value in pairwise([*args, " "] if not extra.get("resilient_parsing") else ()):  # a shell completes
             name, sign, text = option.partition("=")
             if option.startswith("--") and (value == "" or (sign and not text)):
                 _end(ValueError(f"{name} is ''; give it a value, or leave it out"))  # an unset variable of the shell

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from cp_ref.spec import AttentionSliceRow, check_data, read_count
 __all__ = ["FULL", "Lengths", "causal", "listed", "numbers", "tensor", "upper"]
 
 FULL = (-1, -1)  # a window that hides nothing
+MOST_ROWS = 2**18  # of a mask: planning takes 15 s for each 100,000 of them
 Lengths = torch.Tensor | Sequence[int]
 
 
@@ -30,8 +32,15 @@ def upper(start: int, stop: int) -> AttentionSliceRow:
 
 
 def tensor(rows: Iterable[AttentionSliceRow]) -> torch.Tensor:
-    """The attention slices, int64 [n, 6], without those that have no row or no column."""
-    kept = [row for row in rows if row[0] < row[1] and row[2] < row[3]]
+    """The attention slices, int64 [n, 6], without those that have no row or no column.
+
+    Raises:
+        ValueError: there are more than `MOST_ROWS` rows, empty ones counted. No more are computed.
+    """
+    some = list(islice(rows, MOST_ROWS + 1))
+    if len(some) > MOST_ROWS:
+        raise ValueError(f"the arguments make areas of more than {MOST_ROWS} rows, the most that a mask can have")
+    kept = [row for row in some if row[0] < row[1] and row[2] < row[3]]
     return torch.tensor(kept, dtype=torch.int64, device="cpu").reshape(-1, 6)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
+
 import torch
 
 from cp_ref.common.masks.area_rows import FULL, causal, tensor, upper
@@ -27,7 +30,8 @@ def block_causal(length: int, block: int) -> torch.Tensor:
          3 0 0 0 0 .
          4 0 0 0 0 0
     """
-    return tensor([causal(0, length), *(upper(start, stop) for start, stop in _blocks(length, block))])
+    blocks = _blocks(length, block)
+    return tensor(chain([causal(0, length)], (upper(start, stop) for start, stop in blocks)))
 
 
 def chunked(length: int, chunk: int) -> torch.Tensor:
@@ -61,18 +65,21 @@ def dilated_blocks(length: int, block: int, step: int) -> torch.Tensor:
          4 6 . 7 . 8 .
          5 . 9 . a . b
     """
-    blocks = _blocks(length, block)
     step = read_count("step", step, at_least=1)
-    rows = [
-        causal(*query) if n == m else (*query, *key, *FULL)
-        for n, query in enumerate(blocks)
-        for m, key in enumerate(blocks[: n + 1])
-        if (n - m) % step == 0
-    ]
+
+    def seen(n: int, start: int) -> range:
+        """The first keys of the blocks that the n-th block, which begins at `start`, sees."""
+        return range(n % step * block, start + 1, step * block)
+
+    rows = (
+        causal(start, stop) if first == start else (start, stop, first, first + block, *FULL)
+        for n, (start, stop) in enumerate(_blocks(length, block))
+        for first in seen(n, start)
+    )
     return tensor(rows)
 
 
-def _blocks(length: int, block: int, name: str = "block") -> list[tuple[int, int]]:
+def _blocks(length: int, block: int, name: str = "block") -> Iterator[tuple[int, int]]:
     """(start, stop) of each."""
     length, block = read_count("length", length, at_least=0), read_count(name, block, at_least=1)
-    return [(start, min(start + block, length)) for start in range(0, length, block)]
+    return ((start, min(start + block, length)) for start in range(0, length, block))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from cp_ref.common.masks.document_masks import documents
 from cp_ref.common.masks.prefixes import prefix_lm, shared_prefix, tree
 from cp_ref.common.masks.window_masks import first_tokens_and_window
 from cp_ref.spec import kind_of
+from cp_ref.spec.arguments.single_values import parse_call
 
 __all__ = ["from_call"]
 
@@ -42,11 +42,7 @@ def from_call(text: str) -> torch.Tensor:
     if not isinstance(given, str):
         raise TypeError(f"text is {kind_of(given)}; it must be the text of a call")
     try:
-        call = ast.parse(text.strip(), mode="eval").body
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in _MAKERS):
-            raise ValueError("it calls no maker")
-        arguments = [ast.literal_eval(x) for x in call.args]
-        named = {str(x.arg): ast.literal_eval(x.value) for x in call.keywords}
-    except (SyntaxError, ValueError) as error:
+        name, arguments, named = parse_call(text, list(_MAKERS))
+    except ValueError as error:
         raise ValueError(f"areas are {text!r}; they must be a call of {', '.join(_MAKERS)}: {error}") from error
-    return _MAKERS[call.func.id](*arguments, **named)
+    return _MAKERS[name](*arguments, **named)

@@ -1,4 +1,5 @@
-"""Single values of a call's arguments: a word, a count, a number, a window, a flag, a tensor, cumulative lengths.
+"""Single values of a call's arguments: a word, a count, a number, a window, a flag, a tensor, cumulative lengths; and
+the texts of users that hold such values: a call, a TOML file.
 
 Each check raises ValueError (TypeError for a wrong type) with the argument, its value and the rule. Integers may be of
 any integer type (numpy's too), except bool.
@@ -6,7 +7,9 @@ any integer type (numpy's too), except bool.
 
 from __future__ import annotations
 
+import ast
 import math
+import tomllib
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 from numbers import Integral, Real
@@ -20,6 +23,8 @@ __all__ = [
     "check_lengths",
     "differences",
     "kind_of",
+    "parse_call",
+    "parse_toml",
     "read_choice",
     "read_count",
     "read_dropout",
@@ -32,6 +37,7 @@ __all__ = [
 MOST = 2**31 - 1  # Heads, dims, sequences, positions: 32 bits.
 FURTHEST = 2**62 - 1  # Cumulative lengths and window sides: two of them add up in 64 bits.
 MOST_RANKS = 2**12  # Of commands and files: these have the steps of all ranks, which grow with the square of the ranks.
+_TOO_DEEP = "it is nested too deeply"
 FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # The least and the largest normal number.
 
 
@@ -193,3 +199,40 @@ def differences(cumulative: list[int]) -> list[int]:
     [8, 0, 4]
     """
     return list(map(sub, cumulative[1:], cumulative))
+
+
+def parse_call(text: str, names: Seq[str]) -> tuple[str, list[Any], dict[str, Any]]:
+    """The text of a call of one of `names`: the name, its arguments, its keywords. Arguments are literals. One that is
+    itself a call stays text.
+
+    Raises:
+        ValueError: it is no such call.
+
+    >>> parse_call("Case(Problem(cp_size=2), seed=[1, 2])", ["Case"])
+    ('Case', ['Problem(cp_size=2)'], {'seed': [1, 2]})
+    """
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in names):
+            raise ValueError(f"it must be a call of {', '.join(names)}")
+        arguments = [ast.unparse(x) if isinstance(x, ast.Call) else ast.literal_eval(x) for x in call.args]
+        return call.func.id, arguments, {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except SyntaxError as error:
+        raise ValueError(str(error)) from error
+    except (RecursionError, MemoryError):
+        raise ValueError(_TOO_DEEP) from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text.
+
+    Raises:
+        ValueError: it is no TOML, or no reader can hold it.
+
+    >>> parse_toml("[a]\\nb = [1, 2]")
+    {'a': {'b': [1, 2]}}
+    """
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None

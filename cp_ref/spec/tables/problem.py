@@ -6,7 +6,6 @@ schedules. It has one canonical text, so a failing case can be printed, mailed a
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -15,6 +14,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from cp_ref.spec.arguments.argument_words import canonical_layout
+from cp_ref.spec.arguments.single_values import parse_call
 from cp_ref.spec.masks.read_areas import AttentionSliceRow
 from cp_ref.spec.tables.diagonal_band import DiagonalBand
 from cp_ref.spec.tables.score_options import ScoreOptions
@@ -183,13 +183,12 @@ class Problem:
     def parse(text: str) -> Problem:
         """The problem that `str` printed. Raises ValueError on anything else."""
         try:
-            call = ast.parse(text.strip(), mode="eval").body
-            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Problem"):
-                raise ValueError("not a Problem(...)")
-            values = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+            _, unnamed, values = parse_call(text, ["Problem"])
+            if unnamed:
+                raise ValueError("every field has to be named")
             if "sequences" not in values:
                 raise ValueError("sequences is missing")
             values["sequences"] = tuple(Sequence(*lengths) for lengths in values["sequences"])
             return Problem(**values)
-        except (SyntaxError, TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"cannot read a problem from {text!r}: {error}") from error

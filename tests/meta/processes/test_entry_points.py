@@ -57,12 +57,14 @@ def tiers(*names: str) -> list[str]:
 
 
 def test_the_command_line(tmp_path: Path) -> None:
+    """The report's folder has a name that is not UTF-8; it is a word of the command, which the report shows."""
     code, output = run(
         tmp_path, "conformance", "--impl", "cp_ref", "--max-examples", "3", "--cp-size", "2", "--tier", "helpers",
-        "--tier", "logic", "--report", "out",
+        "--tier", "logic", "--report", "out\udcff",
     )  # fmt: skip
     assert code == 0, output
-    assert (tmp_path / "out" / "report.html").exists()
+    assert (tmp_path / "out\udcff" / "report.html").exists()
+    assert "wrote out\\udcff/report.html" in output
 
 
 def test_pyargs(tmp_path: Path) -> None:

@@ -158,6 +158,9 @@ def test_quarantine() -> None:
     [
         ("[[entry]", "known failures: "),
         ("entry = 3", "tables"),
+        (f"a = {'[' * 3000}", "nested too deeply"),
+        (f"a = {'{b = ' * 3000}", "nested too deeply"),
+        (f"a = {'9' * 5000}", "digits"),
         ("xfail = true", "not xfail"),
         ("[[xfail]]\nreason = 'R'", "not xfail"),
         ("entry = [3]", "entry 1 is 3"),

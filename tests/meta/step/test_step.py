@@ -154,10 +154,18 @@ def test_the_command_s_other_exit_codes() -> None:
         assert said.splitlines()[-1].startswith("Error: Invalid value: timeout_s is "), said
 
 
+def test_a_number_of_ranks_that_no_machine_has_is_refused_at_once() -> None:
+    done = CliRunner().invoke(app, words(":silent", "--batch", ":of_four_layers", "--cp-size", "100000000"))
+    assert done.exit_code == 2, done.output
+    assert "cp_size is 100000000; it must be an integer from 1 to 4096" in " ".join(done.output.split())
+
+
 def test_what_makes_no_sense_is_named() -> None:
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"cp_size": 0}, "cp_size is 0"),
         ({"dp_size": True}, "dp_size is True"),
+        ({"cp_size": 100_000_000}, "cp_size is 100000000; it must be an integer from 1 to 4096"),
+        ({"cp_size": 100, "dp_size": 100}, "make 10000 ranks; 4096 are the most"),
         ({"cp_comm_type": "ring"}, "cp_comm_type"),
         ({"layout": "spiral"}, "layout"),
         ({"loss": "median"}, "loss"),

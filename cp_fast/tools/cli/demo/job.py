@@ -14,9 +14,10 @@ from typer import Option
 from cp_fast.backends import BACKENDS
 from cp_fast.tools.cli.demo.documents import Document, read_documents
 from cp_ref.common.cli.options import check_number, cumulative, exchanging, window
-from cp_ref.spec import LAYOUTS, MASKS, check_choice
+from cp_ref.spec import LAYOUTS, MASKS, check_choice, read_count
 from cp_ref.spec.arguments.argument_words import canonical_layout
 from cp_ref.spec.arguments.read_problem import DTYPES
+from cp_ref.spec.arguments.single_values import MOST_RANKS
 
 __all__ = ["Job", "under_torchrun"]
 
@@ -57,6 +58,7 @@ class Job:
             words = f"--heads {self.heads} must be a multiple of --heads-kv {self.heads_kv}"
             raise ValueError(f"{words}, and --head-dim {self.head_dim} even")
         check_number("--head", self.head, self.heads)
+        read_count("--ranks", 4 if self.ranks is None else self.ranks, at_least=1, at_most=MOST_RANKS)
         window(self.window)
         _ = self.exchanging
 
