@@ -58,8 +58,8 @@ def compare_step(
         cp_comm_type, layout: of the context; "zigzag" is "dual_chunk". "a2a+p2p" has inner groups of two.
         loss: "mean" if each rank returns the whole batch's loss, "sum" if it returns its share.
         device: "cpu" or "cuda".
-        dtype: whose rounding errors are allowed; by default the narrowest of the weights' dtypes. Under autocast it is
-            autocast's.
+        dtype: whose rounding errors are allowed; by default the narrowest in which the step uses weights, under
+            autocast autocast's.
         timeout_s: how long the processes of one run may take, in seconds, at most a million.
         on_progress: called where a process goes on, with the run ("the step", "the step, recorded"), the process
             ("rank 3") and what it does now ("step 1 of 2").
@@ -82,8 +82,8 @@ def compare_step(
         first = runs.measured()
         rows, wrong_tokens = _judged(first, loss, dtype)
         title = f"{cp_size} ranks" if dp_size == 1 else f"{dp_size} x {cp_size} ranks"
-        title = f"{title}, {cp_comm_type}, {layout}, {str(dtype or first.one['dtype']).removeprefix('torch.')}"
-        report = StepReport(title, tuple(rows), ranks=world)
+        title = f"{title}, {cp_comm_type}, {layout}, {str(dtype or first.dtype).removeprefix('torch.')}"
+        report = StepReport(title, tuple(rows), ranks=world, notes=tuple(_notes(first)))
         if report.right:
             return report
 
@@ -95,37 +95,90 @@ def compare_step(
         return replace(report, findings=tuple(found.findings), first=first, modules=modules)
 
 
+def _notes(found: Measured) -> list[str]:
+    """What a reader of the report has to know beside its numbers."""
+    skipped = found.one["skipped"]
+    if not skipped or any(rank["skipped"] != skipped for rank in found.ranks):
+        return []
+    words = f"all processes skip step{'s' * (len(skipped) > 1)} {', '.join(str(n + 1) for n in skipped)}"
+    used = "" if len(skipped) == len(found.one["losses"]) else f"; gradients are those of step {_first(skipped)}"
+    return [words + used]
+
+
+def _first(skipped: list[int]) -> int:
+    """The number, from 1, of the first step that is not skipped."""
+    return next(n for n in range(len(skipped) + 1) if n not in skipped) + 1
+
+
 def _judged(found: Measured, loss: str, dtype: torch.dtype | None) -> tuple[list[Row], str]:
     """All rows, and in words where the first wrong token is."""
     one, noisy = found.one, found.noisy
-    kind: torch.dtype = dtype or one["dtype"]
+    kind: torch.dtype = dtype or found.dtype
     rows = []
-    for number, value in enumerate(one["losses"]):
+    counts = [len(each["losses"]) for each in (one, *noisy, *found.ranks)]
+    for number, value in enumerate(one["losses"][: min(counts)]):
+        if all(number in each["skipped"] for each in (one, *found.ranks)):
+            continue
         mine = [rank["losses"][number] for rank in found.ranks]
         mine = [sum(mine)] if loss == "sum" else mine
         name = "loss" if number == 0 else f"loss of step {number + 1}"
         rows.append(judge(name, mine, [value] * len(mine), [[x["losses"][number]] * len(mine) for x in noisy], kind))
+    rows += _skips(found)
     norms = [norm_of(found.of_rank("grads", 0)), norm_of(one["grads"]), *(norm_of(x["grads"]) for x in noisy)]
     rows.append(judge("gradient norm", norms[0], norms[1], norms[2:], kind))
     bounds: dict[str, float] = {}  # of gradients
     for what, words in (("grads", "gradient of"), ("params", "after two steps:")):
         everything = [found.of_rank(what, rank) for rank in range(len(found.ranks))]
-        if set(one[what]) != set(everything[0]):
-            odd = sorted(set(one[what]) ^ set(everything[0]))
+        odd = sorted(set(one[what]) ^ set(everything[0]))
+        if not found.tied.issuperset(odd):
             raise StepError(f"the one process and the ranks have other parameters: {', '.join(odd[:5])}")
+        for name in odd:
+            note = f"tied {'in one process' if name in one['shared'] else 'on the ranks'} alone"
+            rows.append(Row(f"{words} {name}", torch.inf, 0.0, torch.inf, 0.0, False, note))
         for name, value in one[what].items():
+            if name in odd:
+                continue
             ranks = [r for r, rank in enumerate(found.ranks) if r == 0 or name in rank[f"unlike_{what}"]]
             values = [value, *(x[what][name] for x in noisy), *(everything[r][name] for r in ranks)]
             if what == "params":
                 grads = [one["grads"][name], found.of_rank("grads", 0)[name], *(x["grads"][name] for x in noisy)]
                 values = _determined(values, grads, bounds.get(name, 0.0))
+                apart = sum((x.double() - values[0]).abs() for x in values[1 : 1 + len(noisy)])
+                values[1 : 1 + len(noisy)] = [values[0] + apart] * len(noisy)  # optimizers magnify roundings
             for rank, mine in zip(ranks, values[1 + len(noisy) :], strict=True):
                 title = f"{words} {name}" + f", rank {rank}" * bool(rank)
-                row = judge(title, mine, values[0], values[1 : 1 + len(noisy)], kind)
+                own = dtype or (value.dtype if what == "params" and value.dtype.is_floating_point else kind)
+                row = judge(title, mine, values[0], values[1 : 1 + len(noisy)], own, finite=what == "grads")
                 bounds.setdefault(name, row.max_bound)
                 rows.append(row)
     tokens, where = _tokens(found, kind)
-    return rows + tokens, where
+    return rows + _buffers(found, dtype) + tokens, where
+
+
+def _skips(found: Measured) -> list[Row]:
+    """A row for each rank that skips other steps than the one process."""
+    rows, one = [], found.one["skipped"]
+    for number, rank in enumerate(found.ranks):
+        if rank["skipped"] != one:
+            apart = float(len(set(one) ^ set(rank["skipped"])))
+            rows.append(Row(f"skipped steps, rank {number}", apart, 0.0, apart, 0.0, False, "others are skipped"))
+    return rows
+
+
+def _buffers(found: Measured, dtype: torch.dtype | None) -> list[Row]:
+    """Buffers that the step changed, where both sides have the same shape: caches may hold a slice."""
+    rows, one = [], found.one["buffers"]
+    everything = [found.of_rank("buffers", rank) for rank in range(len(found.ranks))]
+    changed = {name for each in (found.one, *found.ranks) for name in each["changed"]}
+    for name, value in one.items():
+        if name not in changed or any(name not in x or x[name].shape != value.shape for x in everything):
+            continue
+        noise = [x["buffers"][name] for x in found.noisy]
+        for rank, mine in enumerate(everything):
+            title = f"buffer {name}" + f", rank {rank}" * bool(rank)
+            row = judge(title, mine[name], value, noise, dtype or found.dtype, finite=False)
+            rows += [] if rank and row.ok else [row]
+    return rows
 
 
 def _determined(values: list[Any], grads: list[Any], bound: float) -> list[Any]:

@@ -36,8 +36,11 @@ def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool])
     Args:
         loss, dtype: as in `compare_step`. vanishes: runs the step without a part, and says whether it is right then.
     """
-    dtype = dtype or found.one["dtype"]
+    dtype = dtype or found.dtype
     done = Diagnosis()
+    done.findings = _of_finiteness(found) or _of_ties(found)
+    if done.findings:
+        return done
     inside = of_modules(found, dtype)
     done.first, done.modules = inside.first, inside.modules
     done.findings += _of_reduction(found, dtype)
@@ -60,7 +63,98 @@ def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool])
         done.findings = _of_weights(found, vanishes)
     if not done.findings:
         done.findings = _of_loss(found, loss, dtype)
+    if not done.findings:
+        done.findings = _of_buffers(found, dtype)
     return done
+
+
+def _of_finiteness(found: Any) -> list[Finding]:
+    """Losses or gradients that are NaN or infinite, or steps that are skipped on some ranks: where that begins."""
+    ranks = [(f"rank {number}", each) for number, each in enumerate(found.ranks)]
+    skips = [(who, each["skipped"]) for who, each in [*ranks, ("the one process", found.one)]]
+    everyone = [*ranks, ("one process", found.one)]
+    of_loss = [who for who, each in everyone if _bad_loss(each)]
+    odd = of_loss or [who for who, each in everyone if _bad_gradient(found, each)]
+    if not odd:
+        odd = [who for who, steps in skips if steps]
+        if all(steps == skips[0][1] for _, steps in skips):
+            return []
+        return [Finding("not-finite", f"{_listed(odd)} alone skip{'s' * (len(odd) == 1)} the first optimizer step")]
+    begins = {who: _begins(each) for who, each in everyone}
+    where = [who for who in begins if begins[who]]
+    if of_loss and where:
+        text = f"the loss is NaN or infinite on {_listed(where)}, first {begins[where[0]]}"
+    elif of_loss:
+        own = [who for who, each in everyone if any(not x["each"].isfinite().all() for x in each["look"]["losses"])]
+        text = f"the loss is NaN or infinite on {_listed(own or odd)}; the outputs of all modules are finite"
+    else:
+        names = [who for who, each in everyone if _bad_share(each)]
+        first = next((_bad_share(each) for _, each in everyone if _bad_share(each)), "")
+        text = f"gradients are NaN or infinite on {_listed(names or odd)}" + f", first that of {first}" * bool(first)
+        text += f"; {_listed(where)}: first {begins[where[0]]}" if where else "; the loss is finite"
+    return [Finding("not-finite", text)]
+
+
+def _listed(names: list[str]) -> str:
+    ranks = [name.removeprefix("rank ") for name in names if name.startswith("rank ")]
+    words = [f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"] if ranks else []
+    return " and in ".join(words + [name for name in names if not name.startswith("rank ")])
+
+
+def _bad_loss(each: Any) -> bool:
+    return not all(torch.isfinite(torch.tensor(loss)) for loss in each["losses"])
+
+
+def _bad_gradient(found: Any, each: Any) -> bool:
+    grads = each["grads"] if each is found.one else found.of_rank("grads", each["rank"])
+    return any(grad is not None and not grad.isfinite().all() for grad in grads.values())
+
+
+def _bad_share(each: Any) -> str:
+    """The first parameter in the backward pass whose gradient is not finite before it is reduced."""
+    shares = each["look"]["shares"]
+    return next((name for name, parts in shares.items() if any(not x.isfinite().all() for x in parts)), "")
+
+
+def _begins(each: Any) -> str:
+    """The first module whose output is not finite while its inputs are."""
+    for record in each["look"]["modules"]:
+        if record["out"] is None or record["out"].isfinite().all():
+            continue
+        given = [x for x in record["inputs"].values() if x is not None]
+        name = f"{record['name'] or 'the model'} ({record['kind']})"
+        return f"{'before' if any(x.isnan().any() for x in given) else 'after'} {name}"
+    return ""
+
+
+def _of_ties(found: Any) -> list[Finding]:
+    """Weights that are one parameter on one side, and several on the other."""
+    odd = sorted(set(found.one["grads"]) ^ set(found.ranks[0]["grads"]))
+    if not odd:
+        return []
+    here, there = (
+        ("in one process", "on the ranks") if odd[0] in found.one["shared"] else ("on the ranks", "in one process")
+    )
+    first = {**found.one["shared"], **found.ranks[0]["shared"]}[odd[0]]
+    return [Finding("tied", f"{odd[0]} is {first} {here}, and a weight of its own {there}")]
+
+
+def _of_buffers(found: Any, dtype: torch.dtype) -> list[Finding]:
+    """Buffers that the step changed otherwise than in one process, where everything else agrees."""
+    changed = {name for each in (found.one, *found.ranks) for name in each["changed"]}
+    every = [found.of_rank("buffers", rank) for rank in range(len(found.ranks))]
+    wrong = []
+    for name, value in found.one["buffers"].items():
+        noise = [x["buffers"][name] for x in found.noisy]
+        alike = all(name in x and x[name].shape == value.shape for x in every)
+        if name in changed and alike and not all(judge(name, x[name], value, noise, dtype).ok for x in every):
+            wrong.append(name)
+    if not wrong:
+        return []
+    unlike = any(name in rank["unlike_buffers"] for rank in found.ranks for name in wrong)
+    shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    text = f"the buffer{'s' * (len(wrong) > 1)} {shown} {'are not those' if len(wrong) > 1 else 'is not that'}"
+    return [Finding("buffers", f"{text} of one process{', and not the same on all ranks' * unlike}")]
 
 
 def _parts(found: Any) -> set[str]:
@@ -72,6 +166,8 @@ def _wrong(found: Any, dtype: torch.dtype, rank: int = 0) -> dict[str, float]:
     factors = {}
     mine = found.of_rank("grads", rank)
     for name, one in found.one["grads"].items():
+        if name not in mine:
+            continue
         got, noise = mine[name], [x["grads"][name] for x in found.noisy]
         if judge(name, got, one, noise, dtype).ok:
             continue
@@ -110,7 +206,7 @@ def _of_reduction(found: Any, dtype: torch.dtype) -> list[Finding]:
     if set(factors) <= offsets and len(factors) < most:
         return [Finding("sinks", f"only {_named(list(factors), found)} {words}")]
     if len(factors) < 0.9 * most:
-        shared = set(factors) & set(found.ranks[0]["shared"])
+        shared = set(factors) & set(found.ranks[0]["shared"].values())
         why = "; several modules share it" * bool(shared)
         return [Finding("reduction", f"only {_named(list(factors), found)} {words}{why}")]
     forwards = found.ranks[0]["look"]["forwards"]

@@ -16,7 +16,7 @@ _UNDETERMINED = "smaller than its own rounding errors"
 _FEW = 64  # values
 
 
-def judge(name: str, got: Any, one: Any, noisy: Sequence[Any], dtype: torch.dtype) -> Row:
+def judge(name: str, got: Any, one: Any, noisy: Sequence[Any], dtype: torch.dtype, *, finite: bool = True) -> Row:
     """One value's errors and bounds (`conformance.judge.budgets`).
 
     The baseline is the one process again, with weights moved by two roundings. A difference counts if rounding alone
@@ -26,6 +26,7 @@ def judge(name: str, got: Any, one: Any, noisy: Sequence[Any], dtype: torch.dtyp
         got, one: over ranks, and of the one process; numbers or tensors of any shape; None: there is none.
         noisy: the one process's, with moved weights.
         dtype: whose rounding counts.
+        finite: whether all values must be finite; otherwise infinite ones may be equal, as those of a mask.
 
     >>> noisy = [torch.tensor([1.0, 2.0001])] * 2
     >>> judge("loss", torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0]), noisy, torch.float32).ok
@@ -39,6 +40,9 @@ def judge(name: str, got: Any, one: Any, noisy: Sequence[Any], dtype: torch.dtyp
     if mine.shape != exact.shape:
         note = f"shape {list(torch.as_tensor(got).shape)}, in one process {list(torch.as_tensor(one).shape)}"
         return Row(name, torch.inf, 0.0, torch.inf, 0.0, False, note)
+    odd = " and ".join(who for who, x in (("the ranks", mine), ("one process", exact)) if not x.isfinite().all())
+    if odd and (finite or not torch.equal(mine, exact)):
+        return Row(name, torch.inf, 0.0, torch.inf, 0.0, False, f"NaN or infinite: {odd}")
     noise.sort(key=lambda x: (x - exact).abs().max().nan_to_num(torch.inf) if x.numel() else 0.0, reverse=True)
     row = compare({"": mine}, {"": exact}, {"": noise[0]}, dtype, {"": noise[-1]})[0]
     if row.note.startswith("the baseline"):

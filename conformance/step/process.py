@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.adapters.cp_fast_step import context, watched_calls
 from conformance.run.process_ranks import own_gpu
@@ -21,9 +25,10 @@ from conformance.step.evidence.step_record import Look
 from conformance.step.evidence.step_without import without
 from conformance.step.jobs import Job, StepError
 
-__all__ = ["plain_name", "run"]
+__all__ = ["plain_names", "run"]
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_MOST_STEPS = 8  # of which those that a GradScaler skips are no optimizer steps
 _ROUNDINGS = 2.0  # by which a weight moves where rounding errors are added, in units of its dtype's eps
 
 
@@ -53,13 +58,13 @@ def _found(job: Job) -> dict[str, Any]:
     with without(job.without):
         built = build(cp)
     model, step, optimizer = _parts(built)
-    if callable(batch):
-        batch = batch()
     weights = _weights(model)
+    rounded: Any = contextlib.nullcontext()
     if job.noise:
         _add_rounding(weights, job.noise)
+        rounded = _RoundedCasts(weights, job.noise)
     plans: list[Any] = []
-    look = Look(model) if job.look else None
+    look = Look(model, plain_names(model)) if job.look else None
 
     def seen(problem: Any, offset: Any) -> None:
         if not plans or plans[-1] != problem:
@@ -72,51 +77,184 @@ def _found(job: Job) -> dict[str, Any]:
         if job.look or job.without:
             torch.compiler.set_stance("force_eager")
         stack.enter_context(without(job.without))
+        stack.enter_context(rounded)
         if look is not None:
             stack.enter_context(look)
-        found = _stepped(job, step, batch, optimizer, weights, look)
-    found |= {"plans": plans, "rank": job.rank, "dtype": _dtype(weights), "shared": _shared(model)}
+        found = _stepped(step, _Copies(batch), optimizer, model, weights, look)
+    found |= {"plans": plans, "rank": job.rank, "shared": _shared(model)}
+    found["dtype"] = _narrowest({w.dtype for w in weights.values()} | getattr(rounded, "dtypes", set()))
     return found | ({} if look is None else {"look": look.record()})
 
 
-def _stepped(job: Job, step: Any, batch: Any, optimizer: Any, weights: dict[str, Any], look: Any) -> dict[str, Any]:
-    """The step, once, or twice with an optimizer; gradients are those that its first step is given."""
-    found: dict[str, Any] = {"losses": [], "tokens": None}
-    stepped = 0
+class _Copies:
+    """The batch, a copy for each step: a step may pop from its batch, or change it in place."""
 
-    def before(*_: Any) -> None:
-        nonlocal stepped
-        stepped += 1
-        found.setdefault("grads", {name: _whole(w.grad) for name, w in weights.items()})
+    def __init__(self, batch: Any) -> None:
+        self._given, self._made = batch, batch() if callable(batch) else batch
 
-    hook = optimizer.register_step_pre_hook(before) if optimizer is not None else None
-    steps = 1 if optimizer is None or look is not None else 2
-    for number in range(steps):
-        say(f"step {number + 1} of {steps}")
-        torch.manual_seed(number)
-        given = step(batch)
-        loss, tokens = given if isinstance(given, tuple) else (given, None)
-        found["losses"].append(_number(loss))
-        if number == 0:
-            found["tokens"] = None if tokens is None else [x.detach().cpu() for x in _listed(tokens)]
-        found.setdefault("grads", {name: _whole(w.grad) for name, w in weights.items()})
-        if look is not None:
-            look.close()
-        if optimizer is not None and stepped == number:  # the user's step does not step
-            optimizer.step()
-            optimizer.zero_grad()
-    if hook is not None:
-        hook.remove()
+    def __call__(self) -> Any:
+        try:
+            return copy.deepcopy(self._made)
+        except Exception as error:  # whatever a class of the user's raises
+            if callable(self._given):
+                return self._given()
+            said = f"batch, a {type(self._made).__name__}, cannot be copied for each step ({error})"
+            raise StepError(f"{said}; give a function that makes it") from None
+
+
+def _stepped(
+    step: Any, batch: Callable[[], Any], optimizer: Any, model: Any, weights: dict[str, Any], look: Any
+) -> dict[str, Any]:
+    """Steps until the optimizer has stepped twice, or once without an optimizer or with a look at it.
+
+    Gradients are those that the optimizer is given first; where it does not step, those that are left.
+    """
+    found: dict[str, Any] = {"losses": [], "tokens": None, "skipped": []}
+    before = _buffers(model)
+    wanted = 1 if optimizer is None or look is not None else 2
+    with _Watched(optimizer, weights) as watched:
+        for number in range(_MOST_STEPS):
+            say(f"step {number + 1} of {wanted + len(found['skipped'])}")
+            _seed(number)
+            watched.begin()
+            if look is not None:
+                look.begin()
+            given = step(batch())
+            loss, tokens = given if isinstance(given, tuple) else (given, None)
+            found["losses"].append(_number(loss))
+            if tokens is not None and (found["tokens"] is None or found["skipped"] == list(range(number))):
+                found["tokens"] = [x.detach().cpu() for x in _listed(tokens)]
+            skipped = watched.end()
+            found["skipped"] += [number] * skipped
+            if optimizer is not None and not watched.steps and not skipped:  # the user's step does not step
+                optimizer.step()
+                optimizer.zero_grad()
+            if _anywhere(number + 1 - len(found["skipped"])) >= wanted:
+                break
+    if look is not None:
+        look.close()
     say("compares parameters with rank 0's")
-    if all(grad is None for grad in found["grads"].values()):
+    grads = watched.grads or watched.left
+    if all(grad is None for grad in grads.values()):
         raise StepError(
-            "no parameter has a gradient after step(batch); step runs the backward pass, and leaves gradients where "
-            "they are. If it steps and clears them itself, return the optimizer too: (model, step, optimizer)"
+            "no parameter has a gradient after step(batch). step runs the backward pass, and leaves gradients where "
+            "they are; or it clears them by zero_grad() of the model or of an optimizer of torch.optim"
         )
     after = {name: _whole(w) for name, w in weights.items()} if optimizer is not None else {}
-    for what, values in (("grads", found.pop("grads")), ("params", after)):
+    buffers = _buffers(model)
+    found["changed"] = [name for name, x in buffers.items() if not _same(x, before.get(name))]
+    for what, values in (("grads", grads), ("params", after), ("buffers", buffers)):
         found[what], found[f"unlike_{what}"] = _compared(values)
     return found
+
+
+class _Watched:
+    """What a step does with gradients, as a context: who steps, who skips, who clears them.
+
+    Attributes:
+        steps: of the optimizer in this step. grads: by name, on the CPU; None as long as there are none. left: those of
+            the last step that was skipped.
+    """
+
+    def __init__(self, optimizer: Any, weights: dict[str, torch.Tensor]) -> None:
+        self._optimizer, self._weights = optimizer, weights
+        self._ids = {id(weight) for weight in weights.values()}
+        self._stack = contextlib.ExitStack()
+        self._cleared: dict[str, Any] | None = None
+        self._skips, self.steps = 0, 0
+        self.grads: dict[str, Any] | None = None
+        self.left: dict[str, Any] = {}
+
+    def __enter__(self) -> _Watched:
+        if self._optimizer is None:
+            hook = register_optimizer_step_pre_hook(self._before)
+        else:
+            hook = self._optimizer.register_step_pre_hook(self._before)
+        self._stack.callback(hook.remove)
+        for owner in (Optimizer, torch.nn.Module):
+            self._stack.enter_context(patch.object(owner, "zero_grad", self._clears(owner.zero_grad)))
+        scaler = torch.amp.GradScaler
+        self._stack.enter_context(patch.object(scaler, "step", self._scales(scaler.step)))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.steps, self._skips, self._cleared = 0, 0, None
+
+    def end(self) -> bool:
+        """A step ends: whether it was skipped."""
+        skipped = not self.steps and (self._skips > 0 or (self._cleared is not None and self._optimizer is not None))
+        skipped = bool(_anywhere(int(skipped)))
+        if self.grads is None and not skipped:
+            left = self._now()
+            self.grads = left if self._some(left) else self._cleared
+        elif self.grads is None:
+            self.left = self._cleared or self._now()
+        return skipped
+
+    def _now(self) -> dict[str, Any]:
+        return {name: _whole(weight.grad) for name, weight in self._weights.items()}
+
+    def _some(self, grads: dict[str, Any]) -> bool:
+        return any(grad is not None for grad in grads.values())
+
+    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        groups = optimizer.param_groups
+        if self._optimizer is None and not any(id(weight) in self._ids for x in groups for weight in x["params"]):
+            return None
+        self.steps += 1
+        closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
+        if callable(closure):
+            watched = self._computes(closure)
+            return ((*args[:1], watched, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": watched})
+        self._keep()
+        return None
+
+    def _keep(self) -> None:
+        if self.grads is None:
+            self.grads = self._now()
+
+    def _computes(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def computes() -> Any:
+            out = closure()
+            self._keep()
+            return out
+
+        return computes
+
+    def _clears(self, original: Any) -> Any:
+        def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.grads is None and not self.steps and any(w.grad is not None for w in self._weights.values()):
+                self._cleared = self._now()
+            return original(owner, *args, **kwargs)
+
+        return zero_grad
+
+    def _scales(self, original: Any) -> Any:
+        def step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            steps = self.steps
+            out = original(scaler, *args, **kwargs)
+            self._skips += self.steps == steps
+            return out
+
+        return step
+
+
+def _anywhere(number: int) -> int:
+    """The largest of all ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, number)
+    return max(everyone)
+
+
+def _seed(number: int) -> None:
+    """The step's random numbers: the same on all ranks, as in the one process, unless build gave each rank its own."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, crc32(torch.get_rng_state().numpy().tobytes()))
+    torch.manual_seed(number if len(set(everyone)) == 1 else number + 1000 * dist.get_rank())
 
 
 def _compared(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -180,52 +318,144 @@ def _parts(built: Any) -> tuple[torch.nn.Module, Callable[[Any], Any], Any]:
     return model, step, optimizer
 
 
-def plain_name(name: str) -> str:
-    """The name of a module or parameter without what wrappers add.
+def plain_names(model: torch.nn.Module) -> Callable[[str], str]:
+    """A function that gives names of modules and parameters without what wrappers add.
 
-    >>> plain_name("module._orig_mod.blocks.0._checkpoint_wrapped_module.out.weight")
-    'blocks.0.out.weight'
+    A wrapper is a module that has one module, called as DDP, FSDP, torch.compile and checkpointing call it, and no
+    parameters beside it.
+
+    >>> plain = plain_names(torch.nn.ModuleDict({"module": torch.nn.ModuleDict({"out": torch.nn.Linear(2, 2)})}))
+    >>> plain("module.out.weight")
+    'out.weight'
     """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    held = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        inside = list(module._modules)
+        if len(inside) == 1 and inside[0] in _WRAPPERS and not module._parameters:
+            held.add(f"{path}.{inside[0]}".removeprefix("."))
+
+    def plain(name: str) -> str:
+        parts = name.split(".")
+        return ".".join(part for n, part in enumerate(parts) if ".".join(parts[: n + 1]) not in held)
+
+    return plain
 
 
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {plain_name(name): weight for name, weight in model.named_parameters()}
+    plain, found = plain_names(model), dict[str, torch.Tensor]()
+    for name, weight in model.named_parameters():
+        if plain(name) in found:
+            raise StepError(f"two parameters have the name {plain(name)!r}; rename one of them (the other: {name!r})")
+        found[plain(name)] = weight
+    return found
 
 
-def _shared(model: torch.nn.Module) -> list[str]:
-    """Parameters that several modules have."""
-    names: dict[int, list[str]] = {}
+def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers of floating point numbers that a checkpoint has."""
+    plain, found = plain_names(model), dict[str, torch.Tensor]()
+    for path, module in model.named_modules():
+        for name, x in module._buffers.items():
+            if x is not None and x.is_floating_point() and name not in module._non_persistent_buffers_set:
+                whole = _whole(x)
+                assert whole is not None
+                found[plain(f"{path}.{name}".removeprefix("."))] = whole
+    return found
+
+
+def _same(x: torch.Tensor, y: torch.Tensor | None) -> bool:
+    return y is not None and x.shape == y.shape and torch.equal(x.nan_to_num(), y.nan_to_num())
+
+
+def _shared(model: torch.nn.Module) -> dict[str, str]:
+    """Further names of parameters that several modules have, with the first name of each."""
+    plain, names, found = plain_names(model), dict[int, str](), dict[str, str]()
     for name, weight in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(weight), []).append(plain_name(name))
-    return [several[0] for several in names.values() if len(several) > 1]
+        first = names.setdefault(id(weight), plain(name))
+        if first != plain(name):
+            found[plain(name)] = first
+    return found
 
 
-def _dtype(weights: dict[str, torch.Tensor]) -> torch.dtype:
-    """The narrowest of the weights' dtypes: that with the largest eps."""
-    kinds = {w.dtype for w in weights.values() if w.dtype.is_floating_point}
+def _narrowest(dtypes: set[torch.dtype]) -> torch.dtype:
+    """The dtype with the largest eps."""
+    kinds = {dtype for dtype in dtypes if dtype.is_floating_point}
     return max(kinds, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+def _signs(shape: Any, seed: int, device: Any) -> torch.Tensor:
+    chance = torch.Generator(device).manual_seed(seed)
+    return torch.randint(0, 2, shape, generator=chance, device=device, dtype=torch.float64).mul_(2).sub_(1)
+
+
+def _local(weight: Any) -> torch.Tensor:
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def _add_rounding(weights: dict[str, torch.Tensor], seed: int) -> None:
     """Move every weight up or down by some roundings."""
     with torch.no_grad():
         for number, weight in enumerate(weights.values()):
-            local: Any = weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[operator]
-            if not (local.is_floating_point() or local.is_complex()):
-                continue
-            chance = torch.Generator(local.device).manual_seed(1000 * seed + number)
-            how = {"generator": chance, "device": local.device, "dtype": torch.float64}
-            sign = torch.randint(0, 2, local.shape, **how).mul_(2).sub_(1)
-            local.mul_(1 + sign * (_ROUNDINGS * torch.finfo(local.dtype).eps))
+            local = _local(weight)
+            if local.is_floating_point() or local.is_complex():
+                sign = _signs(local.shape, 1000 * seed + number, local.device)
+                local.mul_(1 + sign * (_ROUNDINGS * torch.finfo(local.dtype).eps))
+
+
+class _RoundedCasts(TorchDispatchMode):
+    """Moves what a step casts to a narrower dtype by some roundings of that dtype: weights under autocast or a policy
+    of mixed precision, and whatever the step casts itself. Autocast's casts of activations stay as they are.
+
+    Attributes:
+        dtypes: that weights were cast to.
+    """
+
+    def __init__(self, weights: dict[str, torch.Tensor], seed: int) -> None:
+        super().__init__()
+        self._weights, self._seed = weights, seed
+        self._eps = torch.finfo(_narrowest({weight.dtype for weight in weights.values()})).eps
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten._to_copy.default:
+            return out
+        x = args[0]
+        if not (x.is_floating_point() and out.is_floating_point()) or _eps(out) <= _eps(x) or not out.numel():
+            return out
+        number = self._number(x)
+        if number is not None or (_eps(out) > self._eps and self._by_hand(x)):
+            self.dtypes |= {out.dtype} if number is not None else set()
+            sign = _signs(out.shape, 1000 * self._seed + (500 if number is None else number), out.device)
+            out.mul_((1 + sign * (_ROUNDINGS * _eps(out))).to(out.dtype))
+        return out
+
+    def _by_hand(self, x: torch.Tensor) -> bool:
+        backward = torch._C._current_graph_task_id() >= 0
+        return not backward and not torch.is_autocast_enabled(x.device.type)
+
+    def _number(self, x: torch.Tensor) -> int | None:
+        """Which weight's memory a tensor has."""
+        try:
+            at = x.untyped_storage().data_ptr()
+            for number, weight in enumerate(self._weights.values()):
+                if at and _local(weight).untyped_storage().data_ptr() == at:
+                    return number
+        except (RuntimeError, NotImplementedError):  # tensors without memory of their own
+            pass
+        return None
+
+
+def _eps(x: torch.Tensor) -> float:
+    return torch.finfo(x.dtype).eps
 
 
 def _whole(x: Any) -> torch.Tensor | None:
-    """A copy on the CPU; of a tensor that is sharded over ranks all of it. Collective then."""
+    """A copy on the CPU, dense; of a tensor that is sharded over ranks all of it. Collective then."""
     if x is None:
         return None
     x = x.detach()
     x = x.full_tensor() if hasattr(x, "full_tensor") else x
+    x = x if x.layout == torch.strided else x.to_dense()
     x = torch.view_as_real(x) if x.is_complex() else x
     return x.clone().cpu().contiguous()
 

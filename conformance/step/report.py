@@ -30,6 +30,9 @@ CAUSES = {  # by name: the heading in docs/how_to/training.md
     "random": "Random numbers",
     "micro-batches": "Reduced or averaged per micro-batch",
     "clipping": "Gradients clipped per rank",
+    "not-finite": "Values that are not finite",
+    "tied": "Weights tied on one side alone",
+    "buffers": "Buffers updated from a rank's own tokens",
 }
 
 
@@ -93,6 +96,7 @@ class StepReport:
         first: where the step goes wrong first, in words; "" where it is right, or where that cannot be told.
         ranks: how many there are.
         modules: whether their outputs agree, in the order of the forward pass; looked at where something is wrong.
+        notes: what else a reader has to know: steps that were skipped, records that could not be compared.
     """
 
     title: str
@@ -101,6 +105,7 @@ class StepReport:
     first: str = ""
     ranks: int = 1
     modules: tuple[ModuleRow, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def right(self) -> bool:
@@ -155,7 +160,8 @@ class StepReport:
             table += [self._cells("  ", value) for value in wrong[:_MOST_ROWS] or worst]
             table += [(f"  and {len(wrong) - _MOST_ROWS} more", *[""] * 6)] if len(wrong) > _MOST_ROWS else []
         said = "right" if self.right else "WRONG"
-        return "\n".join([f"step over {self.title}: {said}", *_lines(table), self.counts, *self.diagnosis])
+        lines = [f"step over {self.title}: {said}", *_lines(table), self.counts, *self.notes, *self.diagnosis]
+        return "\n".join(lines)
 
     def _cells(self, indent: str, value: Compared) -> tuple[str, ...]:
         row = value.row

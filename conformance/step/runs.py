@@ -30,8 +30,19 @@ class Measured:
     layout: str
 
     def of_rank(self, what: str, rank: int) -> dict[str, Any]:
-        """Gradients ("grads") or parameters ("params") of a rank, all of them."""
+        """Gradients ("grads"), parameters ("params") or buffers ("buffers") of a rank, all of them."""
         return self.ranks[0][what] | self.ranks[rank][what]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest in which weights are used: those with moved weights see the casts."""
+        return max((each["dtype"] for each in (self.one, *self.noisy)), key=lambda dtype: torch.finfo(dtype).eps)
+
+    @property
+    def tied(self) -> set[str]:
+        """Parameters that are others' on one side, and parameters of their own on the other."""
+        one, ranks = (set(each["shared"]) for each in (self.one, self.ranks[0]))
+        return (one & set(self.ranks[0]["grads"])) | (ranks & set(self.one["grads"]))
 
     def places(self, forward: int = 0) -> Places | None:
         """Where the tokens of a forward pass are; None where no call of attention says it."""

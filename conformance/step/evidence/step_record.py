@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -26,18 +27,10 @@ class Look(TorchFunctionMode):
     those of `cross_entropy` and `nll_loss`, also where a loss module or transformers calls them.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, plain_name: Callable[[str], str]) -> None:
         super().__init__()
-        from conformance.step.process import plain_name
-
-        self._stack: list[str] = []
-        self._forward, self._over = -1, False
-        self._modules: list[dict[str, Any]] = []
-        self._losses: list[dict[str, Any]] = []
-        self._calls: list[dict[str, Any]] = []
-        self._shares: dict[str, list[Any]] = {}
-        self._parts: set[str] = set()
-        self._offsets: set[str] = set()
+        self._over = False
+        self.begin()
         self._names = {id(weight): plain_name(name) for name, weight in model.named_parameters()}
         self._hooks: list[Any] = []
         for name, module in model.named_modules():
@@ -57,6 +50,17 @@ class Look(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         self._patched.stop()
         super().__exit__(*error)
+
+    def begin(self) -> None:
+        """A step begins: what was recorded of another is forgotten."""
+        self._stack: list[str] = []
+        self._forward = -1
+        self._modules: list[dict[str, Any]] = []
+        self._losses: list[dict[str, Any]] = []
+        self._calls: list[dict[str, Any]] = []
+        self._shares: dict[str, list[Any]] = {}
+        self._parts: set[str] = set()
+        self._offsets: set[str] = set()
 
     def close(self) -> None:
         """Nothing more is recorded."""
@@ -95,7 +99,7 @@ class Look(TorchFunctionMode):
         target, ignored = given["target"], given.get("ignore_index", -100)
         if target.is_floating_point():
             return
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(target.device.type, enabled=False):
             each = func(given["input"].detach().float(), target, ignore_index=ignored, reduction="none")
         box: dict[str, Any] = {"counted": (target != ignored).cpu(), "how": given.get("reduction", "mean")}
         if out.requires_grad:
@@ -152,7 +156,7 @@ def _numbers(x: Any) -> torch.Tensor | None:
         return None
     if not x.is_floating_point() or x.ndim == 1:
         return x.detach().clone().cpu()
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False), torch._C.DisableTorchFunction():
         wide = wide_dtype(x.dtype)
         chance = torch.Generator().manual_seed(x.shape[-1])
         vectors = torch.randn(x.shape[-1], _NUMBERS, generator=chance, dtype=wide).to(x.device)

@@ -32,7 +32,8 @@ SHOWN = (  # in docs/how_to/training.md, as they are reported
     *("sinks reduced twice", "gradients not reduced", "tied weights reduced twice", "a frozen parameter"),
     *("padding counts", "mask of the first slice", "one layer on its slice", "convolution of the slice", ""),
     *("reduced for each micro-batch", "mean of each micro-batch", "clipped before the sum"),
-    *("clipped by the rank's norm", "window over ranks alone"),
+    *("clipped by the rank's norm", "window over ranks alone", "NaN on one rank", "tied in one process alone"),
+    "a buffer of the rank's tokens",
 )
 
 
@@ -76,7 +77,6 @@ def test_there_are_enough_mistakes() -> None:
 def test_the_page_has_each_cause() -> None:
     for title in CAUSES.values():
         assert f"\n### {title}\n" in PAGE
-    assert len(CAUSES) == 11
     assert {mutant.bug for mutant in MUTANTS} >= set(SHOWN)
 
 

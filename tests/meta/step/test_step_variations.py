@@ -43,6 +43,7 @@ SHAPES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "accumulated and clipped": (Shape(accumulate=2, clip=0.1, dtype=WIDE, learned=True), {"cp_size": 2}),
     "bfloat16": (Shape(dtype=torch.bfloat16), {"cp_size": 2}),
     "shares of the loss": (Shape(dtype=WIDE), {"cp_size": 2, "loss": "sum"}),
+    "a buffer of all tokens": (Shape(tracked=True), {"cp_size": 2}),
     "no optimizer": (Shape(optimizer=False), {"cp_size": 2}),
 }
 QUICK = ("p2p balanced", "accumulated and clipped")  # in the default run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Shape:
     clip: float = 0.0
     causal: bool = True
     optimizer: bool = True
+    tracked: bool = False  # a buffer with a mean over tokens
 
 
 def batch_of(shape: Shape, dp_size: int = 1) -> dict[str, Tensor]:
@@ -135,6 +136,8 @@ class GPT(nn.Module):
         self.second = nn.Linear(WIDTH, WORDS) if shape.mtp else None
         if shape.tied:
             self.head.weight = self.embed.weight
+        if shape.tracked:
+            self.register_buffer("size", torch.zeros(()))
         self.noise = shape.noise
 
     def forward(
@@ -304,6 +307,8 @@ def parts_of(batch: dict[str, Tensor], shape: Shape, which: int, count: int) -> 
 def build_of(cp: Any, shape: Shape, bug: str = "") -> Any:
     """The model, its step with the mistake that `bug` names (none with ""), and an optimizer."""
     torch.manual_seed(0)
+    if bug == "tied in one process alone":
+        shape = replace(shape, tied=cp is None)
     model = GPT(shape).to(shape.dtype)
     if bug == "a frozen parameter" and cp is not None:
         next(model.blocks[0].parameters()).requires_grad_(False)
@@ -324,6 +329,10 @@ def build_of(cp: Any, shape: Shape, bug: str = "") -> Any:
             else:
                 ids, positions, attends, previous, linear, *labels = spread(mine, shape, cp, bug)
             logits, second = model(ids, positions, attends, previous, linear)
+            if bug == "NaN on one rank" and cp is not None and cp.rank == 1:
+                logits = logits * float("nan")
+            if shape.tracked:
+                _track(model, logits, bug if cp is not None else "one process")
             losses = F.cross_entropy(logits.flatten(0, -2), labels[0].flatten(), reduction="none", ignore_index=-100)
             loss = losses.sum() / count
             if bug == "mean of each rank":
@@ -351,6 +360,14 @@ def build_of(cp: Any, shape: Shape, bug: str = "") -> Any:
         return total
 
     return (model, step) if optimizer is None else (model, step, optimizer)
+
+
+def _track(model: Any, logits: Tensor, bug: str) -> None:
+    """The mean square of the logits, in a buffer."""
+    size = torch.stack([logits.detach().square().sum(), torch.tensor(logits.numel(), dtype=logits.dtype)])
+    if bug != "a buffer of the rank's tokens":
+        dist.all_reduce(size)
+    model.size.lerp_(size[0] / size[1], 0.1)
 
 
 def _mistaken(loss: Tensor, bug: str, world: int, shape: Shape) -> Tensor:
