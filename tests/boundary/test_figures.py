@@ -329,6 +329,10 @@ def test_whole_steps_beside_accelerate() -> None:
     for tokens, words in ((65536, " tokens/s at 65,536 tokens"), (131072, " at 131,072"), (262144, " at 262,144")):
         ours, theirs = (turns[library, tokens]["tokens_per_s"] for library in ("cp_fast", "accelerate"))
         assert f"{ours:,} against {theirs:,}{words}" in page
+    alone = rows("long_context_2x_h100.json")
+    rates = [f"{alone['cp_fast', tokens]['tokens_per_s']:,}" for tokens in (65536, 131072, 262144, 524288)]
+    assert "{} tokens/s at 65,536 tokens, {} at 131,072, {} at 262,144.".format(*rates) in page
+    assert f"524,288 tokens and four layers ran at {rates[3]} tokens/s" in page
     ours, theirs = (four[library, 1048576] for library in ("cp_fast", "accelerate"))
     rates, memory = (f"{row['tokens_per_s']:,}" for row in (ours, theirs)), f"{ours['peak_gib']:.1f} GiB a GPU each"
     assert f"1,048,576 tokens and two layers: {' against '.join(rates)} tokens/s, in {memory}" in page
