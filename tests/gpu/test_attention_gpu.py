@@ -56,7 +56,7 @@ THD = {"qkv_format": "thd", **HEADS}
 
 
 def cases(cp_size: int) -> dict[str, Case]:
-    """Named cases for one group size."""
+    """Named cases for one group size. Schedules are of no library: other tests play all of them on a CPU."""
     make = partial(Problem, cp_size)
     lens = packed(cp_size)
     return {
@@ -96,7 +96,7 @@ def pairs(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(b, name) for name in names for b in BACKENDS if not (b == "cudnn" and "deterministic" in name)]
 
 
-@pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("cp_size", [1, 3, 8])
 @pytest.mark.parametrize(("backend", "name"), pairs(cases(2)))
 def test_counts_and_budgets(backend: str, name: str, cp_size: int) -> None:
     impl, case = implementation(backend), cases(cp_size)[name]

@@ -47,9 +47,19 @@ def test_linear_attention(kind: str, dtype: str, name: str) -> None:
     assert {name: error for name, error in found.items() if not error <= LIMITS[dtype]} == {}
 
 
-@pytest.mark.parametrize("kernel_size", [1, 3, 4, 7, 17])
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
-@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize(  # Triton compiles each pair for half a minute.
+    ("dtype", "kernel_size"),
+    [
+        ("bfloat16", 1),
+        ("bfloat16", 4),
+        ("bfloat16", 7),
+        ("float16", 3),
+        ("float32", 4),
+        ("float64", 4),
+        ("bfloat16", 17),
+    ],
+)
 def test_causal_conv1d(dtype: str, documents: tuple[tuple[int, int], ...], kernel_size: int) -> None:
     """By Triton, but for float64 and the largest kernel size; channels that no block divides."""
     x = torch.empty(1, device="cuda", dtype=getattr(torch, dtype))
