@@ -5,6 +5,7 @@ from cp_fast.integrations.flash_attn import flash_attn_func, flash_attn_varlen_f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.drop_in import Asked, drop_in
 from cp_fast.integrations.shared.shared_arguments import check_tensors, lengths_of_both, refuse
+from cp_ref.common.masks.document_masks import documents
 from cp_ref.spec import check_flag, read_window
 
 __all__ = ["asked_aligned", "flash_attn_func", "flash_attn_varlen_func"]
@@ -43,8 +45,8 @@ def flash_attn_func(
         cp: the group, the schedule and the layout.
 
     Raises:
-        NotImplementedError: dropout_p is given, or a window that no named mask aligns to the end.
-        The others: as `cp_fast.attention`.
+        NotImplementedError: dropout_p is given; a window on both sides for several sequences whose q and k have other
+        lengths, in another layout than dual_chunk. The others: as `cp_fast.attention`.
     """
     refuse("flash_attn_func", dropout_p=dropout_p)
     check_tensors("b s/cp h d", q=q, k=k, v=v)
@@ -88,8 +90,7 @@ def flash_attn_varlen_func(
         The others: as in `flash_attn_func`; with return_attn_probs lse is [h, t/cp].
 
     Raises:
-        NotImplementedError: dropout_p or block_table is given, or a window that no named mask aligns to the end.
-        The others: as `cp_fast.attention`.
+        NotImplementedError: dropout_p or block_table is given. The others: as `cp_fast.attention`.
     """
     refuse("flash_attn_varlen_func", dropout_p=dropout_p, block_table=block_table)
     longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
@@ -127,16 +128,58 @@ def asked_aligned(
     check_flag("causal", causal)
     check_flag("return_attn_probs", return_attn_probs)
     left, right = read_window(window_size)
+    give: Callable[[Any], Any] = lambda results: results  # noqa: E731
     if causal or (right == 0 and not same_lengths):
-        mask, window_size = "causal" if same_lengths else "causal_bottom_right", (left, 0)
+        mask = "causal" if same_lengths else "causal_bottom_right"
+        visible: dict[str, Any] = {"attn_mask_type": mask, "window_size": (left, 0)}
     elif same_lengths or (left < 0 and right < 0):
-        mask = "no_mask"
-    else:
-        raise NotImplementedError(
-            f"window_size is {window_size} without causal, and the lengths of q and k differ: a window that is aligned "
-            "to the end is there for causal masks alone"
-        )
-    asked = Asked(q, k, v, cp, {"attn_mask_type": mask, "window_size": window_size} | problem)
+        visible = {"attn_mask_type": "no_mask", "window_size": window_size}
+    else:  # no named mask aligns such a window to the end
+        if problem.get("qkv_format") != "thd":
+            (q, k, v), lengths, give = _as_packed(q, k, v, cp)
+            problem |= lengths
+        both = (problem[name] for name in ("cu_seqlens_q", "cu_seqlens_kv"))
+        visible = {"areas": documents(*both, window_size=(left, right), **_padded(problem))}
+    arguments = visible | problem
     if not return_attn_probs:
-        return asked
-    return asked._replace(arguments=asked.arguments | {"return_lse": True}, give=lambda results: (*results, None))
+        return Asked(q, k, v, cp, arguments, give)
+    return Asked(q, k, v, cp, arguments | {"return_lse": True}, lambda results: (*give(results), None))
+
+
+def _padded(problem: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in problem.items() if name.endswith("_padded")}
+
+
+def _as_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel
+) -> tuple[list[torch.Tensor], dict[str, Any], Callable[[Any], Any]]:
+    """Slices [b, s/cp, h, d] as those of packed sequences: the rows are the same in dual_chunk, and for one sequence in
+    any layout.
+
+    Returns:
+        The packed slices, the arguments of `attention` that say so, and a function that gives its results the axes of
+        [b, s/cp, h, d].
+
+    Raises:
+        NotImplementedError: several sequences in another layout.
+    """
+    batch, rows = q.shape[:2]
+    if batch > 1 and cp.layout != "dual_chunk":
+        raise NotImplementedError(
+            f"window_size without causal, with other lengths of q and k, needs layout 'dual_chunk' for {batch} "
+            f"sequences, and cp has {cp.layout!r}; flash_attn_varlen_func takes every layout"
+        )
+    lengths: dict[str, Any] = {"qkv_format": "thd"}
+    for side, x in (("q", q), ("kv", k)):
+        slot = x.shape[1] * cp.size
+        starts = torch.arange(x.shape[0] + 1, device="cpu") * slot
+        lengths[f"cu_seqlens_{side}_padded"] = starts
+        real = torch.full((x.shape[0],), cp.uneven.get(x.shape[1], slot), device="cpu").cumsum(0)
+        lengths[f"cu_seqlens_{side}"] = torch.nn.functional.pad(real, (1, 0))
+
+    def give(results: Any) -> Any:
+        out, *lse = results if isinstance(results, tuple) else (results,)
+        out = out.unflatten(0, (batch, rows))
+        return (out, lse[0].unflatten(1, (batch, rows)).transpose(0, 1)) if lse else out
+
+    return [x.flatten(0, 1) for x in (q, k, v)], lengths, give

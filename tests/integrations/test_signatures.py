@@ -96,6 +96,67 @@ def test_flash_attn_aligns_causal_masks_to_the_end() -> None:
         check(call, whole, {"attn_mask_type": "causal_bottom_right", "alibi_slopes": given.get("alibi_slopes")})
 
 
+@pytest.mark.parametrize("window", [(3, 2), (9, -1), (-1, 4), (0, 5)])
+@pytest.mark.parametrize("more", [{}, {"alibi_slopes": SLOPES, "return_attn_probs": True}], ids=["", "alibi, lse"])
+def test_windows_on_both_sides_are_aligned_to_the_end(window: tuple[int, int], more: dict[str, Any]) -> None:
+    """Other lengths of q and k, longer and shorter, in the packed form and not."""
+    (q, _, _, dout), (_, k, v, _) = tensors(36), tensors(48)
+    cu_q, cu_k = torch.tensor([0, 4, 16, 36]), torch.tensor([0, 16, 20, 48])
+    expected: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_k}
+    slopes = {"alibi_slopes": more["alibi_slopes"]} if more else {}
+    areas = cp_fast.masks.documents(cu_q, cu_k, window_size=window)
+    i, j = torch.arange(12)[:, None] + 4 - 12, torch.arange(4)
+    seen = ((window[0] < 0) | (j >= i - window[0])) & ((window[1] < 0) | (j <= i + window[1]))  # flash-attn's rule
+    of_second = cp_fast.masks.picture(areas, width=200).splitlines()[2 + 4 : 2 + 16]
+    assert [[x != "." for x in row.split()[-48:][16:20]] for row in of_second] == seen.tolist()
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse, _ = dense_attention(*leaves, areas=areas, **slopes, **expected)
+    grads = torch.autograd.grad(out, leaves, dout)
+
+    def one(member: Any) -> None:
+        for layout in ("dual_chunk", "contiguous"):
+            cp = cp_fast.ContextParallel(member, layout=layout)
+            cuts = [{"cp": cp, "qkv_format": "thd", "cu_seqlens_padded": cu} for cu in (cu_q, cu_k, cu_k, cu_q)]
+            *local, upstream = (cp_fast.shard(x, **cut) for x, cut in zip((q, k, v, dout), cuts, strict=True))
+            local = [x.requires_grad_() for x in local]
+            given = (cu_q, cu_k, 20, 28)
+            found = FLASH_ATTN.flash_attn_varlen_func(*local, *given, window_size=window, **more, cp=cp)
+            result = found[0] if more else found
+            result.backward(upstream)
+            torch.testing.assert_close(cp_fast.unshard(result.detach(), **cuts[0]), out.detach())
+            if more:
+                whole = cp_fast.unshard(found[1].detach().T.contiguous(), **cuts[0])
+                torch.testing.assert_close(whole, lse.detach().T)
+            for x, cut, want in zip(local, cuts, grads, strict=False):
+                torch.testing.assert_close(cp_fast.unshard(x.grad, **cut), want)
+
+    SimGroup(2).run(one)
+    (q, _, _, dout), (_, k, v, _) = tensors(2, 8), tensors(2, 20)
+    lengths = {"cu_seqlens_q": torch.tensor([0, 8, 16]), "cu_seqlens_kv": torch.tensor([0, 20, 40])}
+    areas = cp_fast.masks.documents(*lengths.values(), window_size=window)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse, _ = dense_attention(
+        *(x.flatten(0, 1) for x in leaves), qkv_format="thd", areas=areas, **slopes, **lengths
+    )
+    grads = torch.autograd.grad(out, leaves, dout.flatten(0, 1))
+
+    def dense(member: Any) -> None:
+        cp = cp_fast.ContextParallel(member)
+        *local, upstream = (cp_fast.shard(x, cp=cp) for x in (q, k, v, dout))
+        local = [x.requires_grad_() for x in local]
+        found = FLASH_ATTN.flash_attn_func(*local, window_size=window, **more, cp=cp)
+        result = found[0] if more else found
+        result.backward(upstream)
+        torch.testing.assert_close(cp_fast.unshard(result.detach(), cp=cp), out.detach().unflatten(0, (2, 8)))
+        if more:
+            whole = cp_fast.unshard(found[1].detach().movedim(1, 2).contiguous(), cp=cp)
+            torch.testing.assert_close(whole, lse.detach().T.unflatten(0, (2, 8)))
+        for x, want in zip(local, grads, strict=True):
+            torch.testing.assert_close(cp_fast.unshard(x.grad, cp=cp), want)
+
+    SimGroup(2).run(dense)
+
+
 @pytest.mark.parametrize(("given", "expected"), [DENSE[name] for name in ("full", "causal", "window", "lse", "alibi")])
 def test_ring_flash_attn(given: dict[str, Any], expected: dict[str, Any]) -> None:
     zigzag = RING.zigzag_ring_flash_attn_func
@@ -159,8 +220,8 @@ def test_what_contradicts_itself_is_named() -> None:
 
     def one(member: Any) -> None:
         zigzag, contiguous = cp_fast.ContextParallel(member), cp_fast.ContextParallel(member, layout="contiguous")
-        with pytest.raises(NotImplementedError, match=r"window_size is \(3, 2\)"):
-            FLASH_ATTN.flash_attn_func(q, kv, kv, window_size=(3, 2), cp=zigzag)
+        with pytest.raises(NotImplementedError, match=r"window_size .* flash_attn_varlen_func takes every layout"):
+            FLASH_ATTN.flash_attn_func(q, kv, kv, window_size=(3, 2), cp=contiguous)
         with pytest.raises(NotImplementedError, match=r"block_table is a tensor"):
             FLASH_ATTN.flash_attn_varlen_func(packed, packed, packed, CU, CU, 24, 24, block_table=CU, cp=zigzag)
         with pytest.raises(ValueError, match=r"max_seqlen_k is 16, but a sequence has 24 tokens"):
