@@ -19,8 +19,15 @@ import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.drop_in import Asked, drop_in
-from cp_fast.integrations.shared.shared_arguments import check_two_chunks, context_for, lengths_on_host, refuse
-from cp_ref.spec import MASKS, QKV_FORMATS, SOFTMAX_TYPES, check_choice, check_flag, kind_of
+from cp_fast.integrations.shared.shared_arguments import (
+    check_tensors,
+    check_two_chunks,
+    context_for,
+    lengths_on_host,
+    refuse,
+)
+from cp_ref.common.sharding.shard import unshard
+from cp_ref.spec import MASKS, QKV_FORMATS, SOFTMAX_TYPES, Feature, Unsupported, check_choice, check_flag, kind_of
 
 __all__ = ["attn_forward_func_with_cp", "patch", "unpatch"]
 
@@ -107,6 +114,9 @@ def attn_forward_func_with_cp(
             cu_seqlens_q_padded, or of cu_seqlens_q without it.
         cp_group: a ProcessGroup, or [a2a_group, p2p_group] for "a2a+p2p".
         softmax_offset: [1, h, 1, 1] or [h].
+        attn_bias: with attn_bias_type "post_scale_bias", in bshd and sbhd: [b, h, s_q/cp, s_kv], of this rank's queries
+            and all keys, added to the scaled scores; each of the first three sizes may be 1. It is gathered from all
+            ranks in every call, and no gradient flows to it.
         max_seqlen_q, max_seqlen_kv, cp_global_ranks, cp_stream, use_fused_attention, use_flash_attn_3, quantizers,
         fp8_meta, pad_between_seqs, layer_number, is_training: not needed. They choose among TransformerEngine's
             kernels, or follow from the others.
@@ -116,7 +126,8 @@ def attn_forward_func_with_cp(
         out in q's format, [..., h, d_v]; or (out, max_logit) with return_max_logit.
 
     Raises:
-        NotImplementedError: dropout_p (in training), attn_bias, attn_bias_type, fp8 or fp8_output asks for something.
+        NotImplementedError: dropout_p (in training), another attn_bias_type, fp8 or fp8_output asks for something;
+        attn_bias in thd. Unsupported: attn_bias requires a gradient.
         ValueError: a slot in thd does not divide by 2 * cp. The others: as `cp_fast.attention`.
     """
     if not isinstance(context, dict | None):
@@ -127,11 +138,12 @@ def attn_forward_func_with_cp(
     check_choice("attn_mask_type", attn_mask_type, MASKS)
     check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
     unbiased = isinstance(attn_bias_type, str) and attn_bias_type == "no_bias"
+    biased = isinstance(attn_bias_type, str) and attn_bias_type == "post_scale_bias"
     refuse(
         _NAME,
         dropout_p=dropout_p if is_training else 0.0,
-        attn_bias_type="" if unbiased else attn_bias_type,
-        attn_bias=attn_bias,
+        attn_bias_type="" if unbiased or biased else attn_bias_type,
+        attn_bias=None if biased else attn_bias,
         fp8=fp8,
         fp8_output=fp8_output,
     )
@@ -155,4 +167,57 @@ def attn_forward_func_with_cp(
         "deterministic": deterministic,
         "return_max_logit": return_max_logit,
     }
-    return Asked(q, k, v, cp, how | lengths)
+    asked = Asked(q, k, v, cp, how | lengths)
+    if not biased:
+        return asked
+    added = _bias_by_place(attn_bias, q, k, qkv_format, cp)
+    return asked._replace(gathered=lambda: {"score_mod": added, "aux_tensors": {"bias": _whole(attn_bias, cp)}})
+
+
+def _bias_by_place(bias: Any, q: torch.Tensor, k: torch.Tensor, qkv_format: str, cp: ContextParallel) -> Any:
+    """The score_mod that adds a bias to scores; the bias is checked."""
+    if qkv_format == "thd":
+        raise NotImplementedError(
+            "attn_bias_type is 'post_scale_bias' with qkv_format 'thd', where rows of the bias have no meaning; give "
+            "cp_fast.attention a score_mod"
+        )
+    check_tensors("b h s_q/cp s_kv", attn_bias=bias)
+    axes = {"bshd": (0, 1), "sbhd": (1, 0)}[qkv_format]
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(f"q has {q.ndim} axes and k {k.ndim}; both must have 4 in {qkv_format}")
+    wanted = (q.shape[axes[0]], q.shape[2], q.shape[axes[1]], k.shape[axes[1]] * cp.size)
+    if bias.shape[3] != wanted[3] or any(n not in (1, most) for n, most in zip(bias.shape, wanted, strict=True)):
+        raise ValueError(
+            f"attn_bias has shape {list(bias.shape)}; it must be [b, h, s_q/cp, s_kv] = {list(wanted)}, of this rank's "
+            "queries and all keys; each of the first three may be 1"
+        )
+    if bias.device != q.device or not bias.dtype.is_floating_point:
+        raise ValueError(f"attn_bias is {bias.dtype} on {bias.device}; it must be floating point on q's {q.device}")
+    if bias.requires_grad and torch.is_grad_enabled():
+        raise Unsupported(
+            "attn_bias that requires a gradient",
+            {_NAME: {Feature.SCORE_MOD}},
+            "scores get the bias by a score_mod, and no gradient flows to its tensors; give attn_bias.detach(), or "
+            "learn a bias of few numbers by a library that has its gradient",
+        )
+    by_b, by_h, by_q = (n > 1 for n in bias.shape[:3])
+
+    def post_scale_bias(
+        score: torch.Tensor,
+        b: torch.Tensor,
+        h: torch.Tensor,
+        q_idx: torch.Tensor,
+        kv_idx: torch.Tensor,
+        bias: torch.Tensor,
+    ) -> torch.Tensor:
+        return score + bias[b if by_b else b * 0, h if by_h else h * 0, q_idx if by_q else q_idx * 0, kv_idx]
+
+    return post_scale_bias
+
+
+def _whole(bias: torch.Tensor, cp: ContextParallel) -> torch.Tensor:
+    """The bias of all ranks' queries: [b, h, s_q, s_kv]."""
+    bias = bias.detach()
+    if bias.shape[2] == 1:
+        return bias
+    return unshard(bias.permute(2, 0, 1, 3).contiguous(), cp=cp, qkv_format="sbhd").permute(1, 2, 0, 3).contiguous()

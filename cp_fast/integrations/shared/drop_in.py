@@ -28,6 +28,7 @@ class Asked(NamedTuple):
         cp: the context.
         arguments: of `attention`, without q, k, v and cp.
         give: makes the function's result from that of `attention`.
+        gathered: further arguments, made of other ranks' tensors once every rank has read its own. Collective.
     """
 
     q: torch.Tensor
@@ -36,6 +37,7 @@ class Asked(NamedTuple):
     cp: ContextParallel
     arguments: dict[str, Any]
     give: Callable[[Any], Any] = lambda results: results
+    gathered: Callable[[], dict[str, Any]] = dict
 
 
 def argument_cp(given: dict[str, Any]) -> Any:
@@ -79,7 +81,8 @@ def drop_in(
                 return graph_break(call, *args, **kwargs)
             with told_to_all(context_of(dict(zip(names, args, strict=False)) | kwargs)):
                 asked = read(*args, **kwargs)
-            return asked.give(attention(asked.q, asked.k, asked.v, cp=asked.cp, **asked.arguments))
+            arguments = asked.arguments | asked.gathered()
+            return asked.give(attention(asked.q, asked.k, asked.v, cp=asked.cp, **arguments))
 
         call.__signature__ = inspect.signature(read).replace(return_annotation=Any)  # type: ignore[attr-defined]
         return call

@@ -78,7 +78,13 @@ def test_the_function_is_right(fmt: str, comm: str) -> None:
     ("odd", "said"),
     [
         ({"attn_bias": torch.zeros(1, 4, 8, 8)}, r"attn_bias is a tensor \[1, 4, 8, 8\]"),
-        ({"attn_bias_type": "post_scale_bias"}, "attn_bias_type is 'post_scale_bias'"),
+        ({"attn_bias_type": "pre_scale_bias"}, "attn_bias_type is 'pre_scale_bias'"),
+        ({"attn_bias_type": "alibi"}, "attn_bias_type is 'alibi'"),
+        (
+            {"attn_bias_type": "post_scale_bias", "attn_bias": torch.zeros(1, 4, 8, 8, requires_grad=True)},
+            r"attn_bias that requires a gradient is not supported[^$]*give attn_bias\.detach\(\)",
+        ),
+        ({"attn_bias_type": "post_scale_bias", "qkv_format": "thd", "lengths": (CU, CU)}, "attn_bias_type .* 'thd'"),
         ({"fp8": True}, "fp8 is True"),
         ({"fp8_output": True}, "fp8_output is True"),
     ],
@@ -111,6 +117,44 @@ def test_lengths_that_do_not_divide_need_padded_ones(padded: torch.Tensor | None
 def test_one_rank_takes_any_lengths() -> None:
     given = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "lengths": (CU, None)}
     SimGroup(1).run(lambda member: call(member, tensors(40)[:3], "p2p", **given))
+
+
+@pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize("shape", ["bhss", "1hss", "b1ss", "11ss", "111s"])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd"])
+def test_a_bias_is_added_to_scaled_scores(fmt: str, shape: str, comm: str) -> None:
+    """Rows of this rank's queries, all keys, as TransformerEngine has them; also under the check of equal arguments."""
+    whole = tensors(2, 16) if fmt == "bshd" else tensors(16, 2)
+    sizes = [n if letter != "1" else 1 for n, letter in zip((2, 4, 16, 16), shape, strict=True)]
+    bias = torch.randn(sizes, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    *leaves, dout = (x.clone().requires_grad_() for x in whole)
+    q, k, v = (x if fmt == "bshd" else x.transpose(0, 1) for x in leaves)
+    k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+    scores = (torch.einsum("bihd,bjhd->bhij", q, k) * 0.4 + bias).masked_fill(
+        torch.ones(16, 16).triu(1).bool(), -torch.inf
+    )
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+    out = out if fmt == "bshd" else out.transpose(0, 1)
+    grads = torch.autograd.grad(out, leaves, dout)
+
+    def one(member: Any) -> None:
+        cp = cp_fast.ContextParallel(member)
+        *local, upstream = (cp_fast.shard(x, cp=cp, qkv_format=fmt) for x in whole)
+        local = [x.requires_grad_() for x in local]
+        mine = bias
+        if bias.shape[2] > 1:
+            mine = cp_fast.shard(bias.permute(2, 0, 1, 3), cp=cp, qkv_format="sbhd").permute(1, 2, 0, 3)
+        given = {"attn_bias_type": "post_scale_bias", "attn_bias": mine, "softmax_scale": 0.4, "qkv_format": fmt}
+        with cp_fast.checked():
+            found = call(member, local, comm, **given)
+        found.backward(upstream)
+        for x, want in zip((found.detach(), *(x.grad for x in local)), (out.detach(), *grads), strict=True):
+            torch.testing.assert_close(cp_fast.unshard(x, cp=cp, qkv_format=fmt), want, rtol=1e-10, atol=1e-10)
+        for odd in (mine[..., :8], mine[0], mine.bool(), None):
+            with pytest.raises((ValueError, TypeError), match="attn_bias"):
+                call(member, local, comm, **{**given, "attn_bias": odd if member.rank else mine})
+
+    SimGroup(2).run(one)
 
 
 def test_dropout_is_refused_in_training_alone() -> None:
