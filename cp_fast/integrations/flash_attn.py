@@ -1,6 +1,8 @@
-"""flash-attn's two functions over sequences that are spread over ranks: the same arguments, and `cp`.
+"""flash-attn's functions over sequences that are spread over ranks: the same arguments, and `cp`.
 
-from cp_fast.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+    from cp_fast.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+
+Each has the forms of flash-attn that take one tensor qkv [..., 3, h, d], or q and kv [..., 2, h, d].
 """
 
 from __future__ import annotations
@@ -11,12 +13,26 @@ from typing import Any
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.integrations.shared.drop_in import Asked, drop_in
-from cp_fast.integrations.shared.shared_arguments import check_tensors, lengths_of_both, refuse
+from cp_fast.integrations.shared.drop_in import Asked, drop_in, refuse_names, taking_kv, taking_qkv
+from cp_fast.integrations.shared.shared_arguments import (
+    check_longest,
+    check_tensors,
+    lengths_of_both,
+    lengths_on_host,
+    refuse,
+)
 from cp_ref.common.masks.document_masks import documents
 from cp_ref.spec import check_flag, read_window
 
-__all__ = ["asked_aligned", "flash_attn_func", "flash_attn_varlen_func"]
+__all__ = [
+    "asked_aligned",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
 
 
 @drop_in()
@@ -105,6 +121,49 @@ def flash_attn_varlen_func(
         softcap=softcap,
         deterministic=deterministic,
     )
+
+
+@drop_in()
+def _varlen_of_one_length(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int | None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    cp: ContextParallel,
+) -> Asked:
+    """`flash_attn_varlen_func` of keys as long as the queries."""
+    refuse("flash_attn_varlen_qkvpacked_func", dropout_p=dropout_p)
+    (lengths,) = lengths_on_host(cu_seqlens=cu_seqlens).values()
+    check_longest("max_seqlen", max_seqlen, lengths)
+    return asked_aligned(
+        *(q, k, v, cp, causal, window_size, True, return_attn_probs),
+        qkv_format="thd",
+        cu_seqlens_q=lengths,
+        alibi_slopes=alibi_slopes,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
+
+
+flash_attn_qkvpacked_func: Any = taking_qkv(flash_attn_func)
+flash_attn_kvpacked_func: Any = taking_kv(flash_attn_func)
+flash_attn_varlen_qkvpacked_func: Any = taking_qkv(_varlen_of_one_length, "flash_attn_varlen_qkvpacked_func")
+flash_attn_varlen_kvpacked_func: Any = taking_kv(flash_attn_varlen_func)
+__getattr__ = refuse_names(
+    __name__,
+    {"flash_attn_with_kvcache": "a cache of keys is for generation, which runs on one rank: use that of flash_attn"},
+)
 
 
 def asked_aligned(

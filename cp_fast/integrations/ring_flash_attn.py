@@ -2,19 +2,21 @@
 
     from cp_fast.integrations.ring_flash_attn import zigzag_ring_flash_attn_func
 
-Each rank's rows are the same as there: "zigzag" is the layout dual_chunk, "llama3" is contiguous. A name may mention a
-ring or a gather, but the context chooses the schedule.
+Each rank's rows are the same as there: "zigzag" is the layout dual_chunk, "llama3" and the plain ring are contiguous. A
+name may mention a ring or a gather, but the context chooses the schedule. Each function has the forms that take one
+tensor qkv [..., 3, h, d], or q and kv [..., 2, h, d], with the same arguments: `*_qkvpacked_func`, `*_kvpacked_func`.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.flash_attn import asked_aligned
-from cp_fast.integrations.shared.drop_in import Asked, drop_in
+from cp_fast.integrations.shared.drop_in import Asked, drop_in, refuse_names, taking_kv, taking_qkv
 from cp_fast.integrations.shared.shared_arguments import (
     check_longest,
     check_tensors,
@@ -27,11 +29,58 @@ from cp_ref.spec import check_flag, read_count, read_lengths
 __all__ = [
     "llama3_flash_attn_prepare_cu_seqlens",
     "llama3_flash_attn_varlen_func",
+    "llama3_flash_attn_varlen_kvpacked_func",
+    "llama3_flash_attn_varlen_qkvpacked_func",
+    "ring_flash_attn_func",
+    "ring_flash_attn_kvpacked_func",
+    "ring_flash_attn_qkvpacked_func",
+    "ring_flash_attn_varlen_func",
+    "ring_flash_attn_varlen_kvpacked_func",
+    "ring_flash_attn_varlen_qkvpacked_func",
     "zigzag_ring_flash_attn_func",
+    "zigzag_ring_flash_attn_kvpacked_func",
+    "zigzag_ring_flash_attn_qkvpacked_func",
     "zigzag_ring_flash_attn_varlen_func",
+    "zigzag_ring_flash_attn_varlen_kvpacked_func",
+    "zigzag_ring_flash_attn_varlen_qkvpacked_func",
 ]
 
 _FURTHEST = 2**62 - 1  # The largest end of cumulative lengths.
+
+
+@drop_in()
+def ring_flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    cp: ContextParallel,
+) -> Asked:
+    """Attention of [b, s/cp, h, d], rank r holding the r-th of cp equal parts. Collective.
+
+    Returns:
+        out, or with return_attn_probs (out, lse, None), lse [b, h, s/cp].
+
+    Raises:
+        NotImplementedError: dropout_p is given. ValueError: the context's layout is another; the
+        others: as `cp_fast.attention`.
+    """
+    refuse("ring_flash_attn_func", dropout_p=dropout_p)
+    _check_layout(cp, "contiguous")
+    check_tensors("b s/cp h d", q=q, k=k, v=v)
+    return asked_aligned(
+        *(q, k, v, cp, causal, window_size, q.shape[1] == k.shape[1], return_attn_probs),
+        alibi_slopes=alibi_slopes,
+        softmax_scale=softmax_scale,
+        deterministic=deterministic,
+    )
 
 
 @drop_in()
@@ -109,6 +158,48 @@ def zigzag_ring_flash_attn_varlen_func(
     )
 
 
+@drop_in()
+def ring_flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int | None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    cp: ContextParallel,
+) -> Asked:
+    """Attention of packed [t/cp, h, d], rank r holding the r-th of cp equal parts of every sequence. Collective.
+
+    Args:
+        cu_seqlens: cumulative lengths of this rank's slices, int32 or int64 [b + 1]: the global ones // cp, as there.
+        max_seqlen: the longest of them, or longer; not needed.
+
+    Returns, Raises: as `ring_flash_attn_func`; lse is [h, t/cp].
+    """
+    refuse("ring_flash_attn_varlen_func", dropout_p=dropout_p)
+    _check_layout(cp, "contiguous")
+    (cu_seqlens,) = lengths_on_host(cu_seqlens=cu_seqlens).values()
+    check_longest("max_seqlen", max_seqlen, cu_seqlens)
+    parts = pairwise(read_lengths("cu_seqlens", cu_seqlens) or [0])
+    lengths = [b - a for a, b in parts]
+    table = [(rank, n, rank * x, (rank + 1) * x) for rank in range(cp.size) for n, x in enumerate(lengths) if x]
+    return asked_aligned(
+        *(q, k, v, cp.holding(table), causal, window_size, True, return_attn_probs),
+        qkv_format="thd",
+        cu_seqlens_q=_of_all_ranks(cu_seqlens, cp.size, 1),
+        alibi_slopes=alibi_slopes,
+        softmax_scale=softmax_scale,
+        deterministic=deterministic,
+    )
+
+
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: torch.Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, slice]:
@@ -180,13 +271,59 @@ def llama3_flash_attn_varlen_func(
     )
 
 
-def _of_all_ranks(cu_seqlens: torch.Tensor, cp_size: int) -> torch.Tensor:
-    """The global cumulative lengths, int64, of those of one rank's slices, each of two equal chunks."""
+zigzag_ring_flash_attn_qkvpacked_func: Any = taking_qkv(
+    zigzag_ring_flash_attn_func, "zigzag_ring_flash_attn_qkvpacked_func"
+)
+zigzag_ring_flash_attn_kvpacked_func: Any = taking_kv(
+    zigzag_ring_flash_attn_func, "zigzag_ring_flash_attn_kvpacked_func"
+)
+zigzag_ring_flash_attn_varlen_qkvpacked_func: Any = taking_qkv(
+    zigzag_ring_flash_attn_varlen_func, "zigzag_ring_flash_attn_varlen_qkvpacked_func"
+)
+zigzag_ring_flash_attn_varlen_kvpacked_func: Any = taking_kv(
+    zigzag_ring_flash_attn_varlen_func, "zigzag_ring_flash_attn_varlen_kvpacked_func"
+)
+ring_flash_attn_qkvpacked_func: Any = taking_qkv(ring_flash_attn_func)
+ring_flash_attn_kvpacked_func: Any = taking_kv(ring_flash_attn_func)
+ring_flash_attn_varlen_qkvpacked_func: Any = taking_qkv(
+    ring_flash_attn_varlen_func, "ring_flash_attn_varlen_qkvpacked_func"
+)
+ring_flash_attn_varlen_kvpacked_func: Any = taking_kv(
+    ring_flash_attn_varlen_func, "ring_flash_attn_varlen_kvpacked_func"
+)
+llama3_flash_attn_varlen_qkvpacked_func: Any = taking_qkv(
+    llama3_flash_attn_varlen_func, "llama3_flash_attn_varlen_qkvpacked_func"
+)
+llama3_flash_attn_varlen_kvpacked_func: Any = taking_kv(
+    llama3_flash_attn_varlen_func, "llama3_flash_attn_varlen_kvpacked_func"
+)
+_STRIPED = (
+    "striped rows are those of no layout here. Cut the batch by cp_fast.shard in layout 'dual_chunk', which balances "
+    "causal masks as well, and call zigzag_ring_flash_attn"
+)
+__getattr__ = refuse_names(
+    __name__,
+    {
+        "stripe_flash_attn_func": f"{_STRIPED}_func",
+        "stripe_flash_attn_kvpacked_func": f"{_STRIPED}_kvpacked_func",
+        "stripe_flash_attn_qkvpacked_func": f"{_STRIPED}_qkvpacked_func",
+        "substitute_hf_flash_attn": (
+            "cp_fast.integrations.transformers.prepare(model, cp) switches a model of transformers"
+        ),
+        "update_ring_flash_attn_params": (
+            "cp_fast.integrations.transformers.shard_batch(batch, cp=cp) gives each batch its lengths"
+        ),
+    },
+)
+
+
+def _of_all_ranks(cu_seqlens: torch.Tensor, cp_size: int, chunks: int = 2) -> torch.Tensor:
+    """The global cumulative lengths, int64, of those of one rank's slices, each of so many equal chunks."""
     values = read_lengths("cu_seqlens", cu_seqlens) or [0]
     if values[-1] * cp_size > _FURTHEST:
         raise ValueError(f"cu_seqlens[-1] is {values[-1]}; times cp_size {cp_size} it must be at most {_FURTHEST}")
     for n, (start, stop) in enumerate(pairwise(values)):
-        if cp_size > 1 and (stop - start) % 2:
+        if cp_size > 1 and (stop - start) % chunks:
             raise ValueError(
                 f"cu_seqlens gives sequence {n} {stop - start} tokens on this rank; zigzag slices are two equal "
                 f"chunks, so that the global length divides by 2 * cp_size = {2 * cp_size}"

@@ -215,7 +215,7 @@ def _bias_by_place(bias: Any, q: torch.Tensor, k: torch.Tensor, qkv_format: str,
     return post_scale_bias
 
 
-def _whole(bias: torch.Tensor, cp: ContextParallel) -> torch.Tensor:
+def _whole(bias: Any, cp: ContextParallel) -> torch.Tensor:
     """The bias of all ranks' queries: [b, h, s_q, s_kv]."""
     bias = bias.detach()
     if bias.shape[2] == 1:

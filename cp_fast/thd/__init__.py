@@ -48,3 +48,12 @@ __all__ = [
     "thd_sequence_order_to_cp_rank_order",
     "trim_out",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "generate_positional_ids_for_cp":  # an AttributeError's words would be lost in `from thd import name`
+        raise ImportError(
+            f"{__name__} has no {name}; cp_fast.position_ids(cp=cp, qkv_format='thd', cu_seqlens_padded=...) gives "
+            "the positions of this rank's rows, or of the whole batch over one rank"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

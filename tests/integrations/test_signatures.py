@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import cp_fast
+import cp_ref
 from cp_fast.integrations import flash_attn, ring_flash_attn, sdpa
 from cp_ref import SimGroup, dense_attention
 
@@ -128,6 +129,7 @@ def test_windows_on_both_sides_are_aligned_to_the_end(window: tuple[int, int], m
                 whole = cp_fast.unshard(found[1].detach().T.contiguous(), **cuts[0])
                 torch.testing.assert_close(whole, lse.detach().T)
             for x, cut, want in zip(local, cuts, grads, strict=False):
+                assert x.grad is not None
                 torch.testing.assert_close(cp_fast.unshard(x.grad, **cut), want)
 
     SimGroup(2).run(one)
@@ -152,6 +154,7 @@ def test_windows_on_both_sides_are_aligned_to_the_end(window: tuple[int, int], m
             whole = cp_fast.unshard(found[1].detach().movedim(1, 2).contiguous(), cp=cp)
             torch.testing.assert_close(whole, lse.detach().T.unflatten(0, (2, 8)))
         for x, want in zip(local, grads, strict=True):
+            assert x.grad is not None
             torch.testing.assert_close(cp_fast.unshard(x.grad, cp=cp), want)
 
     SimGroup(2).run(dense)
@@ -170,6 +173,87 @@ def test_ring_flash_attn(given: dict[str, Any], expected: dict[str, Any]) -> Non
         return RING.llama3_flash_attn_varlen_func(*x, *lengths, 1, local_k_slice, **given, cp=cp)
 
     check(llama3, tensors(48), expected | PACKED, "contiguous")
+
+
+RING_NAMES = ["zigzag_ring_flash_attn", "ring_flash_attn", "zigzag_ring_flash_attn_varlen", "ring_flash_attn_varlen"]
+
+
+@pytest.mark.parametrize("given", [{}, {"causal": True, "return_attn_probs": True}], ids=["full", "causal, lse"])
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_varlen", *RING_NAMES, "llama3_flash_attn_varlen"])
+def test_forms_of_one_tensor(name: str, given: dict[str, Any]) -> None:
+    """q, k and v as one tensor, and k and v as one, are the same call."""
+    module, varlen = RING if "ring" in name or "llama" in name else FLASH_ATTN, "varlen" in name
+    layout = "dual_chunk" if "zigzag" in name or name.startswith("flash") else "contiguous"
+    whole = tensors(48, heads_kv=4) if varlen else tensors(2, 16, heads_kv=4)
+    lengths = {"ring": (CU // 2, 12), "llam": (CU, CU, 24, 24, 1, slice(0, 48)), "flas": (CU, CU, 24, 24)}
+    more: Any = lengths["ring" if "ring" in name else name[:4]] if varlen else ()
+    of_one = (CU, 24) if name == "flash_attn_varlen" else more
+
+    def one(member: Any) -> list[Any]:
+        cp = cp_fast.ContextParallel(member, layout=layout)
+        fmt = {"qkv_format": "thd", "cu_seqlens_padded": CU} if varlen else {}
+        q, k, v, _ = (cp_fast.shard(x, cp=cp, **fmt) for x in whole)
+        kv, qkv = torch.stack([k, v], -3), torch.stack([q, k, v], -3)
+        plain, of_kv, of_qkv = (getattr(module, f"{name}_{form}func") for form in ("", "kvpacked_", "qkvpacked_"))
+        assert next(iter(inspect.signature(of_qkv).parameters)) == "qkv"
+        assert of_qkv.__name__ == f"{name}_qkvpacked_func"
+        results = [plain(q, k, v, *more, **given, cp=cp), of_kv(q, kv, *more, **given, cp=cp)]
+        results.append(of_qkv(qkv, *of_one, **given, cp=cp))
+        results = [x if isinstance(x, tuple) else (x,) for x in results]
+        for odd, said in ((qkv, r"kv has shape .* must be \[\.\.\., 2, h, d\]"), (None, "kv is None")):
+            with pytest.raises((ValueError, TypeError), match=said):
+                of_kv(q, odd if member.rank else kv, *more, **given, softmax_scale=0.3, cp=cp)
+        with pytest.raises(TypeError, match="no_such"):
+            of_qkv(qkv, *of_one, no_such=1, cp=cp)
+        return [[x for x in result if x is not None] for result in results]
+
+    for first, *others in SimGroup(2).run(one):
+        for other in others:
+            assert len(first) == len(other) == (2 if given else 1)
+            assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (5, 0)])
+def test_the_plain_ring_has_contiguous_parts(window: tuple[int, int]) -> None:
+    given: dict[str, Any] = {"causal": True, "window_size": window}
+    expected = {"attn_mask_type": "causal", "window_size": window}
+    check(lambda *x, cp: RING.ring_flash_attn_func(*x, **given, cp=cp), tensors(2, 18), expected, "contiguous")
+    *whole, dout = tensors(48)
+    cu = torch.tensor([0, 18, 18, 48])
+    leaves = [x.clone().requires_grad_() for x in whole]
+    out, _, _ = dense_attention(*leaves, qkv_format="thd", cu_seqlens_q=cu, **expected)
+    grads = torch.autograd.grad(out, leaves, dout)
+
+    def one(member: Any) -> None:
+        cp = cp_fast.ContextParallel(member, layout="contiguous")
+
+        def mine(x: torch.Tensor) -> torch.Tensor:  # the r-th of equal parts of every sequence, as there
+            return torch.cat([x[a:b].chunk(3)[member.rank] for a, b in ((0, 18), (18, 48))])
+
+        q, k, v = (mine(x).requires_grad_() for x in whole)
+        found = RING.ring_flash_attn_varlen_func(q, k, v, cu // 3, 10, **given, cp=cp)
+        found.backward(mine(dout))
+        for x, want in zip((found, q.grad, k.grad, v.grad), (out, *grads), strict=True):
+            torch.testing.assert_close(x, mine(want), rtol=1e-10, atol=1e-10)
+
+    SimGroup(3).run(one)
+
+
+def test_names_without_a_function_name_their_replacement() -> None:
+    for module, name, instead in (
+        (RING, "stripe_flash_attn_func", "call zigzag_ring_flash_attn_func"),
+        (RING, "stripe_flash_attn_qkvpacked_func", "call zigzag_ring_flash_attn_qkvpacked_func"),
+        (RING, "substitute_hf_flash_attn", r"cp_fast\.integrations\.transformers\.prepare\(model, cp\)"),
+        (RING, "update_ring_flash_attn_params", "shard_batch"),
+        (FLASH_ATTN, "flash_attn_with_kvcache", "runs on one rank"),
+        (cp_fast.thd, "generate_positional_ids_for_cp", r"cp_fast\.position_ids"),
+        (cp_ref.thd, "generate_positional_ids_for_cp", r"cp_ref\.position_ids"),
+    ):
+        for words in (f"from {module.__name__} import {name}", f"import {module.__name__} as m; m.{name}"):
+            with pytest.raises(ImportError, match=f"{name}; .*{instead}"):
+                exec(words)
+        with pytest.raises(AttributeError, match="no_such_name"):
+            _ = module.no_such_name
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

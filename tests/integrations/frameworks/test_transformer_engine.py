@@ -148,7 +148,8 @@ def test_a_bias_is_added_to_scaled_scores(fmt: str, shape: str, comm: str) -> No
         with cp_fast.checked():
             found = call(member, local, comm, **given)
         found.backward(upstream)
-        for x, want in zip((found.detach(), *(x.grad for x in local)), (out.detach(), *grads), strict=True):
+        of_ranks: list[Any] = [found.detach(), *(x.grad for x in local)]
+        for x, want in zip(of_ranks, (out.detach(), *grads), strict=True):
             torch.testing.assert_close(cp_fast.unshard(x, cp=cp, qkv_format=fmt), want, rtol=1e-10, atol=1e-10)
         for odd in (mine[..., :8], mine[0], mine.bool(), None):
             with pytest.raises((ValueError, TypeError), match="attn_bias"):
