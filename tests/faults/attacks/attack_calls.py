@@ -29,7 +29,7 @@ from cp_ref.simulator.sim_group import Deadlock, MessageError
 from tests.faults.attacks.attack_kinds import KINDS, legal
 from tests.faults.attacks.attack_targets import TARGETS, Target
 
-__all__ = ["Attack", "attack", "attacks"]
+__all__ = ["Attack", "attack", "attacks", "played"]
 
 _OURS = (ValueError, TypeError, NotImplementedError, MemoryError)
 _SHORT = ("h_q", "h_kv", "data")  # what errors call several arguments
@@ -61,7 +61,7 @@ def attack(this: Attack) -> tuple[str, str]:
     """What came of it: "refused", "right" or "legal", or "WRONG"; and the words."""
     target, untouched, before = TARGETS[this.target], _untouched(this.target), time.process_time()
     try:
-        outcomes = _played(target, this)
+        outcomes = played(target, this)
     except (Deadlock, MessageError) as error:
         return "WRONG", f"the ranks part: {error}"
     spent = time.process_time() - before
@@ -104,7 +104,7 @@ def _untouched(name: str) -> list[Any]:
     return SimGroup(2).run(one)
 
 
-def _played(target: Target, this: Attack) -> list[tuple[Exception | None, Any]]:
+def played(target: Target, this: Attack) -> list[tuple[Exception | None, Any]]:
     """Of each rank the error and the result."""
 
     def one(member: Any) -> tuple[Exception | None, Any]:
