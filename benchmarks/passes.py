@@ -79,6 +79,13 @@ def cases(scale: int) -> list[Case]:
             ("p2p",),
             areas=lambda n: masks.shared_prefix(prompt, [answer] * ((n - prompt) // answer)),
         ),
+        Case(
+            "first tokens and a window",
+            lengths(65536),
+            "balanced",
+            ("p2p", "all_gather"),
+            areas=lambda n: masks.first_tokens_and_window(n, 64, 4096 // scale),
+        ),
     ]
 
 
@@ -228,6 +235,7 @@ def main(
     cp_size: Annotated[int, typer.Option(help="Ranks of the simulated group.")] = 4,
     schedules: Schedules = "p2p,all_gather,a2a",
     without: Annotated[str, typer.Option(help="Compiler passes switched off: each, or -, all, names.")] = "each",
+    only: Annotated[str, typer.Option(help="The beginning of the names of the cases; all by default.")] = "",
     rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 3,
     calls: Annotated[int, typer.Option(help="Calls in a row in a round.")] = 3,
     scale: Annotated[int, typer.Option(help="Divides all lengths.")] = 1,
@@ -246,7 +254,7 @@ def main(
         raise typer.BadParameter(f"without is {without!r}; it begins with -, which all others are compared with")
     job = Job(cp_size, device, backend, calls)
     for case, schedule in product(cases(scale), schedules.split(",")):
-        if schedule not in case.schedules:
+        if schedule not in case.schedules or not case.name.startswith(only):
             continue
         if time.monotonic() - began > seconds:
             print(f"not reached in {seconds:.0f} s: {case.name}, {schedule}")

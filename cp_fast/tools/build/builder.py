@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.tools.build import cache, tools
-from cp_fast.tools.build.build_errors import BuildError, Unavailable
-from cp_fast.tools.build.recipe import Recipe, Target, recipe, target
+from cp_fast.tools.build import cache
+from cp_fast.tools.build.recipe import BuildError, Recipe, Target, Unavailable, ninja, nvcc_release, recipe, target
 from cp_fast.tools.log import log
 
 __all__ = ["Status", "build", "find", "library", "status", "why_not"]
@@ -62,7 +61,7 @@ def build(device: str, archs: tuple[int, ...] | None = None, say: Callable[[str]
     _check_platform()
     wanted = target(device, archs)
     try:
-        made, program = recipe(wanted), tools.ninja()
+        made, program = recipe(wanted), ninja()
         key = made.key()
     except Unavailable:  # No compiler: use the library of another one.
         if (found := _by_any_compiler(wanted)) is not None:
@@ -111,7 +110,7 @@ def why_not(device: str) -> str | None:
     try:
         made = recipe(wanted)
         made.key()
-        tools.ninja()
+        ninja()
         if made.nvcc is not None:
             _check_nvcc(made.nvcc)
     except Unavailable as error:
@@ -143,7 +142,7 @@ def _check_gpu() -> None:
 
 def _check_nvcc(nvcc: str) -> None:
     """The library brings the CUDA runtime of nvcc's release, which the driver has to know."""
-    release, of_torch = tools.nvcc_release(nvcc), torch.version.cuda or ""
+    release, of_torch = nvcc_release(nvcc), torch.version.cuda or ""
     if of_torch and release[0] > int(of_torch.split(".")[0]):
         raise Unavailable(
             f"{nvcc} is of CUDA {release[0]}.{release[1]}, newer than the {of_torch} that PyTorch was built for: "

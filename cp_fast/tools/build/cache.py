@@ -2,12 +2,17 @@
 
     <root>/<key>/                  a finished build: the library, and build.json with its checksum. It appears by one
                                    rename.
-    <root>/<key>.lock              held by the building process, whose id is in it (`locks`).
+    <root>/<key>.lock              held by the building process, whose id is in it.
     <root>/<key>.failed            why the last try failed, for the waiting processes.
     <root>/.<key>.building-*/      one process's build folder; the next build removes leftovers.
 
-Nothing here relies on locks: without them several processes build the same library, the first to finish is kept, and no
-process touches another's build folder. Only files that are this user's are used (`trust`).
+Only those files are used that this user (or root) owns and nobody else may write to; no links. A library runs with all
+rights of the user who loads it. The folder of the cache itself may be reached through links.
+
+One process builds at a time, as far as locks work; no process waits for ever. The kernel releases a lock when its
+process ends, for any reason. A lock does not tell if its builder was suspended. Some file systems have no locks, or
+separate ones on each node. Nothing here relies on them: then several processes build the same library, the first to
+finish is kept, and no process touches another's build folder.
 """
 
 from __future__ import annotations
@@ -18,16 +23,190 @@ import json
 import os
 import re
 import shutil
+import socket
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cp_fast.tools.build import locks, trust
-from cp_fast.tools.build.build_errors import BuildError, Unavailable
+from cp_fast.tools.build.recipe import BuildError, Unavailable
+from cp_fast.tools.log import log
 
-__all__ = ["FULL", "VARIABLE", "cached", "find", "find_first", "own_folder", "root"]
+__all__ = [
+    "FULL",
+    "VARIABLE",
+    "WAIT",
+    "cached",
+    "find",
+    "find_first",
+    "own_folder",
+    "place",
+    "root",
+]
+
+# ---- whose files are used
+
+
+def why_not_ours(found: os.stat_result) -> str | None:
+    """The reason not to use a file or folder; None if it can be used."""
+    user = os.geteuid() if hasattr(os, "geteuid") else found.st_uid  # Windows, where nothing is built, has no users
+    if found.st_uid not in (user, 0):
+        return f"belongs to user {found.st_uid}, and this is user {user}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"may be written to by others (its mode is {stat.S_IMODE(found.st_mode):o})"
+    return None
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents if missing: open to this user alone under any umask."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not folder.is_dir():  # Another process has not just made it: it is not a folder.
+            raise
+    else:
+        folder.chmod(0o700)  # A umask removes rights from this user too.
+
+
+def check_root(folder: Path, variable: str) -> None:
+    """Raise Unavailable unless the folder of all builds is ours alone to write to; OSError if it is not there."""
+    if (reason := why_not_ours(folder.stat())) is not None:
+        raise Unavailable(
+            f"the cache of native kernels, {folder}, {reason}: what it holds could be anybody's. Take the rights of "
+            f"others away (chmod go-w), or set {variable} to a folder of this user alone"
+        )
+
+
+def check_entry(folder: Path) -> None:
+    """Raise PermissionError unless this is a folder, not a link to one, and ours."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(f"{folder} is no folder")
+    _refuse(folder, found)
+
+
+def read_file(path: Path) -> bytes:
+    """A file's content; PermissionError unless it is a plain file of ours, OSError as for any file."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        _check_plain(path, os.fstat(file.fileno()))
+        return file.read()
+
+
+def open_lock(path: Path) -> int:
+    """A lock's file as a descriptor, made if missing; its content is kept. Raises as `read_file`."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        _check_plain(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_plain(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise PermissionError(f"{path} is no plain file")
+    _refuse(path, found)
+
+
+def _refuse(path: Path, found: os.stat_result) -> None:
+    if (reason := why_not_ours(found)) is not None:
+        raise PermissionError(f"{path} {reason}")
+
+
+# ---- one builder at a time
+
+
+WAIT = "CP_ATTENTION_BUILD_WAIT"
+_DEFAULT = 600.0  # Seconds: some builds are for many GPU architectures on few cores.
+_SAY_AFTER = 5.0
+_LINUX_ENOTSUPP = 524  # Some network file systems return it; errno lacks it.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, _LINUX_ENOTSUPP)
+
+
+@contextmanager
+def exclusive(path: Path, done: Callable[[], bool]) -> Iterator[bool]:
+    """Wait until this process may build; it holds the lock until the block ends.
+
+    Yields:
+        Whether another process held the lock before, so that there may be a result or a failure. Also False if this
+        process builds without the lock: locks do not work, or the holder took too long.
+
+    Raises:
+        OSError: the lock is not ours or cannot be made. ValueError: the environment variable cannot be read.
+    """
+    limit = _limit()
+    descriptor = open_lock(path)
+    try:
+        yield _wait(descriptor, path, done, limit)
+    finally:
+        os.close(descriptor)
+
+
+def place() -> str:
+    """The scope of process ids: this host and this container's process namespace."""
+    try:
+        processes = f"{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        processes = "0"
+    return f"{socket.gethostname().replace('/', '_')}.{processes}"
+
+
+def _wait(descriptor: int, path: Path, done: Callable[[], bool], limit: float) -> bool:
+    import fcntl  # Not on Windows, where nothing is built.
+
+    began, waited, said, pause = time.monotonic(), False, False, 0.02
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return False
+            raise
+        else:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            return waited
+        if done():
+            return True
+        seconds = time.monotonic() - began
+        if seconds >= limit:
+            log(f"{_holder(descriptor)} has not built the native kernels in {seconds:.0f} s; this process builds them")
+            return False
+        if not said and seconds >= _SAY_AFTER:
+            said = True
+            log(
+                f"waiting for {_holder(descriptor)}, which builds the native kernels and holds {path}; "
+                f"after {limit:g} s ({WAIT}) this process builds them itself"
+            )
+        time.sleep(pause)
+        waited, pause = True, min(2 * pause, 0.5)
+
+
+def _holder(descriptor: int) -> str:
+    return os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+
+
+def _limit() -> float:
+    text = os.environ.get(WAIT) or str(_DEFAULT)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise ValueError(f"{WAIT} is {text!r}; it must be a number of seconds, 0 or more")
+    return seconds
+
+
+# ---- builds by key
+
 
 VARIABLE = "CP_ATTENTION_CACHE"
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -62,19 +241,19 @@ def own_folder(name: str = "") -> Path:
         cannot be made, or the one inside is not this user's alone.
     """
     folder = root()
-    trust.make_folder(folder)
-    trust.check_root(folder, VARIABLE)
+    make_folder(folder)
+    check_root(folder, VARIABLE)
     if name:
         folder /= name
-        trust.make_folder(folder)
-        trust.check_entry(folder)
+        make_folder(folder)
+        check_entry(folder)
     return folder
 
 
 def find(key: str, file_name: str) -> Path | None:
     """The library of a finished build; None if it is missing, not ours, or changed since it was built."""
     try:
-        trust.check_root(root(), VARIABLE)
+        check_root(root(), VARIABLE)
     except (OSError, Unavailable):
         return None
     return _library_in(root() / key, file_name)
@@ -100,7 +279,7 @@ def cached(key: str, file_name: str, build_in: Callable[[Path], None]) -> Path:
     if (found := find(key, file_name)) is not None:
         return found
     began = time.time()
-    with _writing(), locks.exclusive(root() / f"{key}.lock", lambda: find(key, file_name) is not None) as waited:
+    with _writing(), exclusive(root() / f"{key}.lock", lambda: find(key, file_name) is not None) as waited:
         if (found := find(key, file_name)) is not None:
             return found
         if waited and (failure := _failure_since(key, began)) is not None:
@@ -122,9 +301,9 @@ def cached(key: str, file_name: str, build_in: Callable[[Path], None]) -> Path:
 
 def _library_in(folder: Path, file_name: str) -> Path | None:
     try:
-        trust.check_entry(folder)
-        record = json.loads(trust.read_file(folder / _RECORD))
-        content = trust.read_file(folder / file_name)
+        check_entry(folder)
+        record = json.loads(read_file(folder / _RECORD))
+        content = read_file(folder / file_name)
     except (OSError, ValueError):
         return None
     if not isinstance(record, dict) or record.get("sha256") != hashlib.sha256(content).hexdigest():
@@ -134,12 +313,12 @@ def _library_in(folder: Path, file_name: str) -> Path | None:
 
 def _own_folder(key: str) -> Path:
     """An empty folder that no other process touches while this one lives: its name contains the process id."""
-    return Path(tempfile.mkdtemp(prefix=f".{key}{_BUILDING}{locks.place()}-{os.getpid()}-", dir=root()))
+    return Path(tempfile.mkdtemp(prefix=f".{key}{_BUILDING}{place()}-{os.getpid()}-", dir=root()))
 
 
 def _sweep() -> None:
     """Remove the folders of killed builders: their process is gone, or the folder is a day old."""
-    builder_here = re.compile(rf"\..*{re.escape(_BUILDING + locks.place())}-(\d+)-\w+")
+    builder_here = re.compile(rf"\..*{re.escape(_BUILDING + place())}-(\d+)-\w+")
     for folder in root().glob(f".*{_BUILDING}*"):
         with suppress(OSError):
             found = builder_here.fullmatch(folder.name)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cp_fast.tools import build as native
-from cp_fast.tools.build.archs import VARIABLE, read_archs
+from cp_fast.tools.build.recipe import VARIABLE, read_archs
 from cp_fast.tools.cli.common import size_text
 from cp_fast.tools.cli.shapes import compile_shapes
 from cp_ref.common.cli.options import window

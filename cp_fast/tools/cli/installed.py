@@ -16,7 +16,7 @@ from cp_fast.backends.fa4 import fa4_cache
 from cp_fast.movers.numba_cuda.address.simulated import SIMULATED
 from cp_fast.movers.select_kernels import why_not
 from cp_fast.tools import build
-from cp_fast.tools.build import tools
+from cp_fast.tools.build import recipe
 from cp_fast.transport import VARIABLE as MESSAGES
 from cp_fast.transport import carried_by
 from cp_fast.transport import why_not as why_not_peer_memory
@@ -96,7 +96,7 @@ def _version(package: str) -> str | None:
 
 def _compiler() -> tuple[str | None, str]:
     try:
-        program, _ = tools.host_compiler(tools.cxx())
+        program, _ = recipe.host_compiler(recipe.cxx())
     except (build.Unavailable, ValueError) as error:
         return None, str(error)
     return _tool(program)

@@ -18,9 +18,8 @@ import pytest
 import torch
 
 from cp_fast.tools import build
-from cp_fast.tools.build import cache, recipe, tools
-from cp_fast.tools.build.archs import ALL_ARCHS, VARIABLE, machine_archs, read_archs
-from cp_fast.tools.build.recipe import Recipe
+from cp_fast.tools.build import cache, recipe
+from cp_fast.tools.build.recipe import ALL_ARCHS, VARIABLE, Recipe, machine_archs, read_archs
 from tests.cp_fast.build.small import make_small, use_small
 from tests.dist.workers import CONTEXT
 from tests.marks import HANGS_S, needs_cxx
@@ -28,7 +27,7 @@ from tests.marks import HANGS_S, needs_cxx
 
 def nvcc_missing() -> bool:
     try:
-        tools.nvcc()
+        recipe.nvcc()
     except build.Unavailable:
         return True
     return False
@@ -138,7 +137,7 @@ def test_a_compiler_that_fails(own_cache: Path, tmp_path: Path, monkeypatch: pyt
     said = str(caught.value)
     assert "building the native kernels for the CPU failed after" in said
     assert "CP_FAST_KERNELS=torch does without them" in said
-    assert f"{tools.cxx()[0]} -std=c++17" in said  # the command
+    assert f"{recipe.cxx()[0]} -std=c++17" in said  # the command
     assert "heads.cpp:1" in said  # the compiler
     assert build.find("cpu") is None
 
@@ -199,10 +198,10 @@ def launcher(path: Path, log: Path) -> Path:
 def test_the_compiler_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = launcher(tmp_path / "my tools" / "my-c++", tmp_path / "log")
     monkeypatch.setenv("CXX", str(program))  # a path with blanks is one word
-    assert tools.cxx() == (str(program),)
+    assert recipe.cxx() == (str(program),)
     monkeypatch.setenv("CXX", f"{shlex.quote(str(program))} c++ -DMORE=1")
-    assert tools.cxx() == (str(program), shutil.which("c++"), "-DMORE=1")
-    assert tools.host_compiler(tools.cxx()) == (shutil.which("c++"), ("-DMORE=1",))
+    assert recipe.cxx() == (str(program), shutil.which("c++"), "-DMORE=1")
+    assert recipe.host_compiler(recipe.cxx()) == (shutil.which("c++"), ("-DMORE=1",))
 
 
 @needs_cxx
@@ -231,7 +230,7 @@ def test_what_was_built_with_a_compiler_runs_without_one(
     assert build.why_not("cpu") is None
     assert build.library("cpu") == build.find("cpu") == path
     build.why_not.cache_clear()
-    monkeypatch.setattr(tools, "libc_identity", lambda: "another libc")
+    monkeypatch.setattr(recipe, "libc_identity", lambda: "another libc")
     reason = build.why_not("cpu")
     assert reason is not None
     assert reason.endswith("; and the cache has none that fits")
@@ -257,11 +256,11 @@ def test_a_full_disk_says_where_and_what_to_do(
 def test_cudas_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NVCC", "/no/nvcc")
     with pytest.raises(ValueError, match="NVCC is '/no/nvcc'; it must name CUDA's compiler, by its path or on PATH"):
-        tools.nvcc()
+        recipe.nvcc()
     monkeypatch.delenv("NVCC")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with pytest.raises(build.Unavailable, match=rf"looked for {tmp_path}/bin/nvcc \(\$CUDA_HOME\)"):
-        tools.nvcc()
+        recipe.nvcc()
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a PyTorch without CUDA")
@@ -276,7 +275,7 @@ def test_a_cuda_that_the_driver_may_not_know(monkeypatch: pytest.MonkeyPatch) ->
     from cp_fast.tools.build import builder
 
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(tools, "identity", lambda program: "Cuda compilation tools, release 13.0, V13.0.88")
+    monkeypatch.setattr(recipe, "identity", lambda program: "Cuda compilation tools, release 13.0, V13.0.88")
     with pytest.raises(
         build.Unavailable, match=r"nvcc is of CUDA 13.0, newer than the 12.8 that PyTorch was built for"
     ):

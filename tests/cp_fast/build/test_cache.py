@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cp_fast.tools.build import BuildError, Unavailable, cache, trust
+from cp_fast.tools.build import BuildError, Unavailable, cache
 from tests.dist.workers import CONTEXT
 from tests.marks import HANGS_S
 
@@ -108,7 +108,7 @@ def test_a_cache_that_can_only_be_read_serves_what_it_has(own_cache: Path, monke
     def refuse(path: Path) -> int:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(trust, "open_lock", refuse)
+    monkeypatch.setattr(cache, "open_lock", refuse)
     assert cache.cached("key", FILE, never) == path
     with pytest.raises(Unavailable, match="Permission denied"):
         cache.cached("other", FILE, never)

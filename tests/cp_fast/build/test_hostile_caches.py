@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_fast.tools.build import Unavailable, cache, locks
+from cp_fast.tools.build import Unavailable, cache
 from tests.cp_fast.build.test_cache import FILE, Builder, never, start, wait_for
 from tests.marks import HANGS_S
 
@@ -148,7 +148,7 @@ def test_a_good_build_that_just_replaced_a_broken_one_stays(own_cache: Path) -> 
 
 def test_what_is_being_built_elsewhere_is_not_swept_away(own_cache: Path) -> None:
     own_cache.mkdir(mode=0o700)
-    here = locks.place()
+    here = cache.place()
     kept = [f".key.building-{here}-{os.getpid()}-abc", ".key.building-node7.402653-1-abc"]
     dead = [f".key.building-{here}-{2**22 + 1}-abc", ".key.building-node7.402653-2-old", ".key.building-older"]
     for name in (*kept, *dead):
@@ -163,16 +163,16 @@ def test_a_stopped_builder_holds_nobody_for_ever(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Who is waited for is said; after the limit the waiter builds, and the stopped one takes that when it goes on."""
-    monkeypatch.setattr(locks, "_SAY_AFTER", 0.3)
+    monkeypatch.setattr(cache, "_SAY_AFTER", 0.3)
     stopped, took = start(own_cache, tmp_path / "log", 0.2)
     wait_for(tmp_path / "log")
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
-        monkeypatch.setenv(locks.VARIABLE, "1")
+        monkeypatch.setenv(cache.WAIT, "1")
         assert cache.cached("key", FILE, Builder("own")).read_text() == "own"
         said = capfd.readouterr().err
         assert f"waiting for process {stopped.pid} on " in said
-        assert f"after 1 s ({locks.VARIABLE}) this process builds them itself" in said
+        assert f"after 1 s ({cache.WAIT}) this process builds them itself" in said
         assert f"process {stopped.pid} on " in said.splitlines()[1]
         assert "has not built the native kernels in 1 s; this process builds them" in said
     finally:
@@ -184,8 +184,8 @@ def test_a_stopped_builder_holds_nobody_for_ever(
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan"])
 def test_a_limit_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv(locks.VARIABLE, text)
-    with pytest.raises(ValueError, match=f"{locks.VARIABLE} is '{text}'; it must be a number of seconds, 0 or more"):
+    monkeypatch.setenv(cache.WAIT, text)
+    with pytest.raises(ValueError, match=f"{cache.WAIT} is '{text}'; it must be a number of seconds, 0 or more"):
         cache.cached("key", FILE, never)
 
 
