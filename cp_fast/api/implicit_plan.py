@@ -29,6 +29,7 @@ from cp_ref.spec import (
     check_local_tensors,
     check_offset,
     check_placements,
+    check_uneven,
     read_sizes,
 )
 
@@ -96,6 +97,7 @@ class Call(NamedTuple):
         backend = backend_for(cp, problem, q.device.type, **how, more=self.scores.features)
         check_local_tensors(problem, cp.rank, *self.tensors)
         check_global_lengths(problem, None, *self.tensors[:2])
+        check_uneven(cp, problem, alibi=self.scores.alibi_slopes is not None, max_logit=return_max_logit)
         check_offset(problem, self.offset, q)
         inputs = read_score_inputs(problem, self.problem["score_mod"], q, **self.scores._asdict())
         if inputs.features:
@@ -150,6 +152,7 @@ class Call(NamedTuple):
                 return Signature((object(),), stream, ())
             grads = requires_grad(q, k, v), isinstance(self.offset, torch.Tensor) and requires_grad(self.offset)
             context = cp.cp_comm_type, cp.a2a_size, cp.layout, cp.backend, cp.softmax_offset_grad
+            context += tuple(rows in cp.uneven for rows in (*q.shape, *k.shape))  # `check_uneven` reads it
             words = types, items, sizes, q.dtype, q.device, grads, context, self.scores.signature(q.device)
             return Signature(words, stream, values)
         return Signature((object(),), stream, ())

@@ -37,6 +37,7 @@ from cp_ref.spec import (
     check_plan_owner,
     check_room_tensors,
     check_settled,
+    check_uneven,
     local_part,
     one_a_head,
     ranges,
@@ -85,6 +86,7 @@ def attention(
             problem = read_call(cp, read_sizes(q, k, v, arguments["qkv_format"], cp.size), **arguments)
             check_local_tensors(problem, cp.rank, q, k, v)
             check_global_lengths(problem, None, q, k)
+            check_uneven(cp, problem, alibi=alibi_slopes is not None, max_logit=return_max_logit)
             check_offset(problem, softmax_offset, q)
             score_mod = arguments["score_mod"]
             inputs = read_score_inputs(problem, score_mod and frozen(score_mod), q, **of_call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self, cast
+from weakref import WeakKeyDictionary
 
 from cp_ref.common.declared import replaced, undivided
 from cp_ref.common.groups.process_groups import as_group, during
@@ -39,7 +40,8 @@ class ContextParallel:
         rank: this rank, from 0.
         size: the number of ranks.
         a2a_size: how many ranks exchange heads: all of them in "a2a", the inner group in "a2a+p2p", else 1.
-        uneven: the lengths of sequences that `shard` cut although they do not divide, by the rows of their slices.
+        uneven: the lengths of sequences that `shard` cut although they do not divide, by the rows of their slices. All
+            contexts of the group with this layout share it.
         comm: the group as a `cp_ref.spec.Group`.
 
     A copy, deep or not, is the context itself.
@@ -70,7 +72,7 @@ class ContextParallel:
         self.comm = as_group(self.group, self.cp_comm_type)
         self.rank = self.comm.rank
         self.size = self.comm.size
-        self.uneven: dict[int, int] = {}
+        self.uneven = _uneven_of(self.group, self.size, self.layout)
         row = getattr(self.comm, "a2a", self.comm)
         self.a2a_size: int = {"a2a": self.size, "a2a+p2p": row.size}.get(self.cp_comm_type, 1)
 
@@ -100,3 +102,16 @@ class ContextParallel:
             f"ContextParallel(rank {self.rank} of {self.size}, cp_comm_type={self.cp_comm_type!r}, "
             f"layout={named}, backend={self.backend!r})"
         )
+
+
+# Freed with its group.
+_uneven: WeakKeyDictionary[Any, dict[tuple[int, Layout], dict[int, int]]] = WeakKeyDictionary()
+
+
+def _uneven_of(group: Any, size: int, layout: Layout) -> dict[int, int]:
+    """The dictionary `uneven` of all contexts of a group with a layout."""
+    parts = cast("tuple[Any, ...]", group) if isinstance(group, tuple | list) else (group,)
+    try:
+        return _uneven.setdefault(parts[0], {}).setdefault((size, layout), {})
+    except TypeError:  # A user's group without a hash or weak references: a dictionary for each context.
+        return {}

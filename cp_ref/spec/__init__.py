@@ -22,6 +22,7 @@ from cp_ref.spec.arguments.call_checks import (
     check_local_tensors,
     check_plan_owner,
     check_settled,
+    check_uneven,
     local_lengths,
 )
 from cp_ref.spec.arguments.feature_sets import Feature, Unsupported, describe
@@ -149,6 +150,7 @@ __all__ = [
     "check_room_tensors",
     "check_schedule",
     "check_settled",
+    "check_uneven",
     "compare_layouts",
     "contiguous",
     "describe",

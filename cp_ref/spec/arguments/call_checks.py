@@ -20,6 +20,7 @@ __all__ = [
     "check_local_tensors",
     "check_plan_owner",
     "check_settled",
+    "check_uneven",
     "local_lengths",
 ]
 
@@ -100,6 +101,43 @@ def check_global_lengths(problem: Problem, room: Any, q: Any, k: Any) -> None:
                 f"If {rows - slice_rows(problem, side)} rows of {name} are a tail, "
                 f"give it another row, or make a plan with max_sequences and max_tokens_{side}"
             )
+
+
+def check_uneven(cp: Any, problem: Problem, *, alibi: bool, max_logit: bool) -> None:
+    """Refuse a call of bshd or sbhd without a plan whose result depends on where a sequence ends, if `shard` has cut a
+    length into slices of as many rows that does not divide: the slices do not say which of the two they are of.
+
+    Causal self-attention is right without the end: padding comes after all tokens, and no token sees it.
+
+    Args:
+        alibi, max_logit: whether the call has alibi_slopes, and return_max_logit.
+
+    Raises:
+        ValueError: naming the length, what depends on it, and the cure.
+    """
+    lengths = problem.lengths
+    if problem.qkv_format == "thd" or problem.attn_mask_type.startswith("padding") or not lengths.slots_q:
+        return
+    sides = {"q": lengths.slots_q[0], "kv": lengths.slots_kv[0]}
+    rows = {side: slots // cp.size for side, slots in sides.items()}
+    uneven = {side: cp.uneven[n] for side, n in rows.items() if n in cp.uneven}
+    crossed, right = sides["q"] - sides["kv"], 0 if problem.causal else problem.window_size[1]
+    depends = [
+        (f"attn_mask_type {problem.attn_mask_type!r}", problem.bottom_right and crossed != 0),
+        ("alibi_slopes", alibi and crossed != 0),
+        ("return_max_logit", max_logit),
+        (f"attn_mask_type {problem.attn_mask_type!r} with window_size {problem.window_size}",
+         "kv" in uneven and (right != 0 or crossed > 0)),
+    ]  # fmt: skip
+    what = next((words for words, here in depends if here), None)
+    if not uneven or what is None:
+        return
+    side, length = next(reversed(uneven.items()))
+    raise ValueError(
+        f"plan is None, and shard has cut a sequence of {length} into slices of {rows[side]} rows, which do not say "
+        f"whether they are of {length} or of {sides[side]} tokens; {what} depends on it. Give "
+        f"plan=make_plan(..., seqlen_{side}={length}), also where a function takes no plan: call attention itself"
+    )
 
 
 def local_lengths(problem: Problem, side: str, rows: int) -> bool:
