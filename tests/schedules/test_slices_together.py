@@ -108,11 +108,20 @@ def test_attention_that_depends_on_the_end_of_slices_needs_a_plan(name: str, pac
         even = [torch.zeros(1, -(-n // 4) * 2, 2, 8).double() for n in (len_q, len_kv, len_kv)]
         cp_lib.attention(*even, cp=cp, **how)  # nothing was cut: these are whole, and their plan is kept
         parts = [cp_lib.shard(x, cp=cp_lib.ContextParallel(member)) for x in (q, k, v)]  # another context of the group
-        with pytest.raises(ValueError, match="shard has cut a sequence of .* Give plan=make_plan"):
+        with pytest.raises(ValueError, match=r"shard has cut a sequence of .* Give plan=make_plan"):
             cp_lib.attention(*parts, cp=cp, **how)
         plan = cp_lib.make_plan(
-            **{"cp": cp, "batch_size": 1, "seqlen_q": len_q, "seqlen_kv": len_kv, "heads_q": 2, "heads_kv": 2},
-            **{"d_qk": 8, "d_v": 8, "dtype": q.dtype, "device": "cpu", "return_max_logit": wants_max},
+            cp=cp,
+            batch_size=1,
+            seqlen_q=len_q,
+            seqlen_kv=len_kv,
+            heads_q=2,
+            heads_kv=2,
+            d_qk=8,
+            d_v=8,
+            dtype=q.dtype,
+            device="cpu",
+            return_max_logit=wants_max,
             **given,
         )
         results = cp_lib.attention(*parts, cp=cp, plan=plan, return_max_logit=wants_max, **slopes)
@@ -135,7 +144,7 @@ def test_functions_without_a_plan_refuse_slices_whose_end_they_need(name: str) -
     def one(member: Any) -> None:
         cp = cp_fast.ContextParallel(member)
         part = cp_fast.shard(torch.zeros(1, 13, 2, 8), cp=cp)
-        with pytest.raises(ValueError, match="'no_mask' with .* where a function takes no plan: call attention"):
+        with pytest.raises(ValueError, match=r"'no_mask' with .* where a function takes no plan: call attention"):
             DROP_INS[name](part, part, part, cp=cp)
 
     SimGroup(2).run(one)

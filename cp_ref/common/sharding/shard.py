@@ -36,7 +36,8 @@ def shard(
         The slice, contiguous, of ceil(t / cp_size) tokens in thd. Where s does not divide (by 2 * cp_size in
         dual_chunk, by cp_size in the others) a sequence of bshd and sbhd is cut as if padded at its end until it does.
         `attention` then needs a padding mask, or a plan that gives the end of the sequence; only causal self-attention
-        does not. Rows of a slice without a token are zero. Differentiable: the gradient of x is the slice's, in its place, and zero elsewhere.
+        does not. Rows of a slice without a token are zero. Differentiable: the gradient of x is the slice's, in its
+        place, and zero elsewhere.
 
     Raises:
         ValueError, TypeError: lengths that do not fit x, are not the format's, or are given together with a plan.

@@ -122,13 +122,13 @@ def check_uneven(cp: Any, problem: Problem, *, alibi: bool, max_logit: bool) -> 
     rows = {side: slots // cp.size for side, slots in sides.items()}
     uneven = {side: cp.uneven[n] for side, n in rows.items() if n in cp.uneven}
     crossed, right = sides["q"] - sides["kv"], 0 if problem.causal else problem.window_size[1]
+    mask = f"attn_mask_type {problem.attn_mask_type!r} with window_size {problem.window_size}"
     depends = [
-        (f"attn_mask_type {problem.attn_mask_type!r}", problem.bottom_right and crossed != 0),
+        (mask, problem.bottom_right and crossed != 0),
+        (mask, "kv" in uneven and (right != 0 or crossed > 0)),
         ("alibi_slopes", alibi and crossed != 0),
         ("return_max_logit", max_logit),
-        (f"attn_mask_type {problem.attn_mask_type!r} with window_size {problem.window_size}",
-         "kv" in uneven and (right != 0 or crossed > 0)),
-    ]  # fmt: skip
+    ]
     what = next((words for words, here in depends if here), None)
     if not uneven or what is None:
         return
