@@ -15,7 +15,7 @@ import cp_fast
 import cp_ref
 from conformance.case import Case
 from cp_ref import SimGroup
-from cp_ref.common.scores.score_mod import digest_of
+from cp_ref.common.scores.score_mod import digest_of, frozen
 from cp_ref.spec import Problem
 
 Q = torch.zeros(2, 4, 2, 8)  # one rank's slice: b 2, s 8/2, h 2, d 8
@@ -354,3 +354,130 @@ def test_digests() -> None:
     assert digest_of(again("torch.exp(score)")) != digest_of(again("torch.log(score)"))
     assert digest_of(adds).startswith("test_digests.<locals>.adds:")
     assert digest_of(itself).startswith("test_digests.<locals>.itself:")
+
+
+def attribute_of_its_own(factor: float) -> Any:
+    def own(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * own.factor
+
+    own.factor = factor
+    return own
+
+
+def attribute_of_another(factor: float) -> Any:
+    def helper(score: Any) -> Any:
+        return score * helper.how[1]
+
+    def calls(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return helper(score)
+
+    helper.how = ("factor", factor)
+    return calls
+
+
+def named_like_a_librarys(factor: float) -> Any:
+    def relu(score: Any) -> Any:
+        return torch.relu(score) * factor
+
+    named = functools.wraps(torch.nn.functional.relu)(relu)  # its __wrapped__ is torch's own
+    return lambda score, b, h, q_idx, kv_idx: named(score)
+
+
+def named_like_a_built_in(factor: float) -> Any:
+    named = functools.wraps(torch.exp, updated=())(lambda score: score * factor)
+    del named.__wrapped__
+    return lambda score, b, h, q_idx, kv_idx: named(score)
+
+
+def one_inside_another(factor: float) -> Any:
+    def scaled(inner: Any, by: float) -> Any:
+        return lambda score, b, h, q_idx, kv_idx: inner(score, b, h, q_idx, kv_idx) * by
+
+    return scaled(scaled(plain, factor), 2.0)
+
+
+def in_the_body_of_a_class(factor: float) -> Any:
+    names: dict[str, Any] = {"FACTOR": factor}
+    text = "def f(score, b, h, q_idx, kv_idx):\n    class A:\n        factor = FACTOR\n    return score * A.factor"
+    exec(text, names)
+    return names["f"]
+
+
+MAKERS = [
+    attribute_of_its_own,
+    attribute_of_another,
+    named_like_a_librarys,
+    named_like_a_built_in,
+    one_inside_another,
+    in_the_body_of_a_class,
+]
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_digests_see_all_that_a_function_reads(maker: Callable[[float], Any]) -> None:
+    two, again, three = (digest_of(maker(factor)) for factor in (2.0, 2.0, 3.0))
+    assert two == again != three
+    assert digest_of(frozen(maker(2.0))) == two
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_changed_attribute_is_a_new_function(package: str) -> None:
+    side, q = PACKAGES[package], torch.rand(2, 4, 2, 8, generator=torch.Generator().manual_seed(0))
+    score_mod = attribute_of_its_own(1.0)
+
+    def one(member: Any) -> list[torch.Tensor]:
+        cp, found = side.ContextParallel(member), []
+        for factor in (1.0, 8.0):
+            score_mod.factor = factor
+            found.append(side.attention(q, q, q, cp=cp, score_mod=score_mod))
+        return found
+
+    for factor, out in zip((1.0, 8.0), SimGroup(1).run(one)[0], strict=True):
+        want = cp_ref.dense_attention(q, q, q, score_mod=attribute_of_its_own(factor))[0]
+        torch.testing.assert_close(out, want.to(out), atol=1e-5, rtol=0)
+
+    def apart(member: Any) -> str:
+        odd = attribute_of_its_own(1.0 + member.rank)
+        return str(raised(side.attention, q, q, q, cp=side.ContextParallel(member), score_mod=odd))
+
+    assert all("the ranks have different problems" in said for said in SimGroup(2).run(apart))
+
+
+def imports(what: str) -> Any:
+    names: dict[str, Any] = {}
+    exec(f"def f(score, b, h, q_idx, kv_idx):\n    {what}\n    return score", names)
+    return names["f"]
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    table, looked_up = torch.ones(2), {"factor": 2.0}
+    mul, get, count = table.mul, looked_up.get, 0
+
+    def counts(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        nonlocal count
+        count += 1
+        return score * count
+
+    def reads_torch_os(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * float(torch.os.environ["FACTOR"])
+
+    def looks_up(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * globals()["TABLE"][0]
+
+    own = attribute_of_its_own(2.0)
+    own.table = table
+    refused: dict[str, Any] = {
+        "captures mul": lambda score, b, h, q_idx, kv_idx: mul(score),
+        "captures get": lambda score, b, h, q_idx, kv_idx: score * get("factor"),
+        "captures .table": own,
+        "changes count": counts,
+        "reads torch.os": reads_torch_os,
+        "captures globals": looks_up,
+        "imports 'os'": imports("import os"),
+        "imports 'tests.scores'": imports("from tests.scores import test_arguments"),
+    }
+    for words, score_mod in refused.items():
+        with pytest.raises(ValueError, match=re.escape(words)):
+            digest_of(score_mod)
+    for what in ("import math", "import torch.nn.functional as F", "from torch import exp"):
+        assert digest_of(imports(what))

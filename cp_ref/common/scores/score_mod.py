@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
@@ -25,7 +26,13 @@ __all__ = ["ScoreMod", "check_result", "digest_of", "frozen", "modified_scores",
 ScoreMod = Callable[..., torch.Tensor]
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
-_LIBRARIES = {"torch", "math", "operator", "builtins"}
+_LIBRARIES = {"torch", "math", "operator"}  # Of modules and of what is in them, which is the same in all processes.
+_OPEN_ENDED = {  # Built-in functions whose result is no matter of their arguments alone.
+    *("__import__", "breakpoint", "compile", "delattr", "dir", "eval", "exec", "globals", "hash", "id", "input"),
+    *("locals", "open", "setattr", "vars"),
+}
+_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_CHANGES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _OF_FLASH_ATTENTION = (
     "a pair with its derivative or a function of seqlen_info; give the same function in PyTorch, of (score, b, h, "
     "q_idx, kv_idx): backend 'fa4' compiles it and its derivative"
@@ -36,12 +43,12 @@ _CAPTURE = "it may capture plain values, and functions and modules of torch and 
 def digest_of(score_mod: Any) -> str:
     """The digest of a function, equal where name, code and captured values are equal; "" for None.
 
-    Functions that it captures count with their own code. Plain values: None, bool, int, float, str, dtypes, and
-    tuples of these.
+    Functions that it captures count with their own code, captured values and attributes. Plain values: None, bool, int,
+    float, str, dtypes, and tuples of these.
 
     Raises:
         TypeError: it is no plain Python function. ValueError: its parameters are others, or it captures a value whose
-        equality on all ranks cannot be checked, such as a tensor.
+        equality on all ranks cannot be checked, such as a tensor, or it imports or changes something outside of it.
 
     >>> def capped(width):
     ...     return lambda score, b, h, q_idx, kv_idx: torch.where(q_idx - kv_idx < width, score, score / 2)
@@ -76,16 +83,16 @@ def _frozen(value: Any, copies: dict[int, types.FunctionType]) -> Any:
     """A captured value of now. copies: those of functions so far, which may capture each other."""
     if type(value) is tuple:
         return tuple(_frozen(one, copies) for one in cast("tuple[Any, ...]", value))
-    if not isinstance(value, types.FunctionType) or _home(value) in _LIBRARIES:
+    if not isinstance(value, types.FunctionType) or _library_text(value):
         return value
     if (known := copies.get(id(value))) is not None:
         return known
     cells = tuple(types.CellType() for _ in value.__closure__ or ())
-    names: dict[str, Any] = {"__builtins__": builtins, "__name__": value.__module__}
+    names = {"__builtins__": builtins} | {key: one for key, one in value.__globals__.items() if key == "__name__"}
     copy = types.FunctionType(value.__code__, names, value.__name__, None, cells)
     copies[id(value)] = copy
     copy.__qualname__, copy.__module__ = value.__qualname__, value.__module__
-    copy.__dict__.update(value.__dict__)
+    copy.__dict__.update({key: _frozen(one, copies) for key, one in value.__dict__.items()})
     copy.__defaults__ = _frozen(value.__defaults__, copies)
     if value.__kwdefaults__ is not None:
         copy.__kwdefaults__ = {key: _frozen(one, copies) for key, one in value.__kwdefaults__.items()}
@@ -199,26 +206,71 @@ def _is_of_flash_attention(score_mod: Any) -> bool:
     }
 
 
-def _home(value: Any) -> str:
-    """The package that a function or a class is from; torch's own functions name none."""
-    return str(getattr(value, "__module__", None) or "torch").partition(".")[0]
+def _library_text(value: Any) -> str:
+    """The name of a module, a class or a function of a library; "" for anything else.
+
+    What a value says of itself does not count: `functools.wraps` copies a library's names to a function of the user's,
+    and a method of a tensor or a dictionary is a built-in function too. The library has to have the value by this name.
+    """
+    if isinstance(value, types.ModuleType):
+        name = value.__name__
+        return name if _of_library(name) and sys.modules.get(name) is value else ""
+    if isinstance(value, types.BuiltinFunctionType):
+        owner = value.__self__
+        if owner is None:  # One of torch's own.
+            return f"torch.{value.__name__}" if value.__module__ == "torch" else ""
+        home = getattr(owner, "__name__", "") if owner is builtins else _library_text(owner)
+        return f"{home}.{value.__name__}" if home and value.__name__ not in _OPEN_ENDED else ""
+    if isinstance(value, types.FunctionType | type):
+        found: Any = sys.modules.get(str(value.__module__))
+        if not (found is builtins or _library_text(found)):
+            return ""
+        for name in value.__qualname__.split("."):
+            found = getattr(found, name, None)
+        return f"{value.__module__}.{value.__qualname__}" if found is value else ""
+    return ""
+
+
+def _of_library(name: str) -> bool:
+    return name.partition(".")[0] in _LIBRARIES
 
 
 def _name(score_mod: ScoreMod) -> str:
     return getattr(score_mod, "__qualname__", repr(score_mod))
 
 
-def _function_text(function: types.FunctionType, name: str, above: tuple[types.CodeType, ...]) -> str:
-    """A function's code and captured values. above: the code of the functions around it."""
-    code = function.__code__
-    if code in above:
-        return "itself"
-    captured = [f"{key}={_value_text(name, key, value, (*above, code))}" for key, value in _captured(function)]
-    return f"{_code_text(code)}({', '.join(captured)})"
+def _function_text(function: types.FunctionType, name: str, above: tuple[types.FunctionType, ...]) -> str:
+    """A function's code and captured values. above: the functions around it."""
+    for number, one in enumerate(reversed(above)):
+        if one is function:
+            return f"itself {number}"
+    _check_code(name, function.__code__, frozenset(function.__code__.co_freevars))
+    try:
+        captured = list(_captured(function))
+    except ValueError as error:
+        raise ValueError(f"score_mod {name} captures a variable without a value ({error}); {_CAPTURE}") from error
+    names = _names_of(function.__code__)
+    texts = [f"{key}={_value_text(name, key, value, names, (*above, function))}" for key, value in captured]
+    return f"{_code_text(function.__code__)}({', '.join(texts)})"
+
+
+def _check_code(name: str, code: types.CodeType, captured: frozenset[str]) -> None:
+    """Raise ValueError for code that reads modules by import, or changes what it captures."""
+    before: list[Any] = [None, None]
+    for one in dis.get_instructions(code):
+        if one.opname == "IMPORT_NAME" and (before[0] != 0 or not _of_library(str(one.argval))):
+            raise ValueError(f"score_mod {name} imports {one.argval!r}; it may import from torch and math alone")
+        if one.opname in _CHANGES or (one.opname in ("STORE_DEREF", "DELETE_DEREF") and one.argval in captured):
+            raise ValueError(f"score_mod {name} changes {one.argval}, which is outside of it; {_CAPTURE}")
+        before = [before[1], one.argval]
+    for inner in _inner(code):
+        _check_code(name, inner, captured & frozenset(inner.co_freevars))
 
 
 def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The values that a function takes from outside, by name: defaults, cells of its closure, globals."""
+    """The values that a function takes from outside, by name: defaults, cells of its closure, globals, and its own
+    attributes.
+    """
     defaults = function.__defaults__ or ()
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     yield from zip(names[len(names) - len(defaults) :], defaults, strict=True)
@@ -227,34 +279,60 @@ def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         yield key, cell.cell_contents
     for key in sorted(_globals_of(function.__code__)):
         yield key, function.__globals__[key] if key in function.__globals__ else getattr(builtins, key, None)
+    for key, value in sorted(function.__dict__.items()):
+        yield f".{key}", value
 
 
 def _globals_of(code: types.CodeType) -> set[str]:
-    """The names of globals that code and the functions inside it read."""
-    names = {str(one.argval) for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
-    return names.union(*(_globals_of(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
+    """The names of globals that code and the functions and classes inside it read."""
+    names = {str(one.argval) for one in dis.get_instructions(code) if one.opname in _READS}
+    return names.union(*map(_globals_of, _inner(code)))
+
+
+def _names_of(code: types.CodeType) -> set[str]:
+    """All names in code and in the functions inside it, of globals and of attributes."""
+    return set(code.co_names).union(*map(_names_of, _inner(code)))
+
+
+def _inner(code: types.CodeType) -> list[types.CodeType]:
+    """The code of the functions and classes inside code."""
+    return [x for x in code.co_consts if isinstance(x, types.CodeType)]
 
 
 def _code_text(code: types.CodeType) -> str:
     constants = [_code_text(x) if isinstance(x, types.CodeType) else _constant_text(x) for x in code.co_consts]
-    return repr((code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars))
+    names = code.co_names, code.co_varnames, code.co_freevars
+    return repr((code.co_code.hex(), code.co_exceptiontable.hex(), constants, *names))
 
 
 def _constant_text(value: Any) -> str:
     return repr(sorted(map(repr, cast("frozenset[Any]", value)))) if isinstance(value, frozenset) else repr(value)
 
 
-def _value_text(name: str, key: str, value: Any, above: tuple[types.CodeType, ...]) -> str:
-    """A captured value as text; raises ValueError for one that cannot be compared."""
+def _value_text(name: str, key: str, value: Any, names: set[str], above: tuple[types.FunctionType, ...]) -> str:
+    """A captured value as text; raises ValueError for one that cannot be compared.
+
+    Args:
+        name, key: of the score_mod, and of the value. names: those in the code that has the value.
+    """
     if type(value) in _PLAIN:
         return repr(value)
     if type(value) is tuple:
-        parts = [_value_text(name, key, one, above) for one in cast("tuple[Any, ...]", value)]
+        parts = [_value_text(name, key, one, names, above) for one in cast("tuple[Any, ...]", value)]
         return f"({', '.join(parts)})"
-    if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] in _LIBRARIES:
-        return value.__name__
-    if isinstance(value, types.BuiltinFunctionType | types.FunctionType | type) and _home(value) in _LIBRARIES:
-        return f"{_home(value)}.{value.__name__}"
+    if library := _library_text(value):
+        return library if not isinstance(value, types.ModuleType) else f"{library}{_attributes(name, value, names)}"
     if isinstance(value, types.FunctionType):
         return _function_text(value, name, above)
     raise ValueError(f"score_mod {name} captures {key}, {kind_of(value)}; {_CAPTURE}")
+
+
+def _attributes(name: str, module: types.ModuleType, names: set[str]) -> str:
+    """The plain values that a library's module has under some of these names. Raises ValueError where it has another
+    module there, as torch has `os`.
+    """
+    found = {key: vars(module)[key] for key in sorted(names & vars(module).keys())}
+    for key, value in found.items():
+        if isinstance(value, types.ModuleType) and not _library_text(value):
+            raise ValueError(f"score_mod {name} reads {module.__name__}.{key}, {kind_of(value)}; {_CAPTURE}")
+    return repr({key: value for key, value in found.items() if type(value) in _PLAIN})
