@@ -5,10 +5,11 @@ it. This pass moves each accumulation down:
 
     out, dq   to the next launch with a result for the same sum: the messages of its step are then on their way
     dkv       to the end of the step, when the partial results of other ranks are there too; for a local sum, until two
-              partial results are waiting
+              partial results are waiting, and all that other ranks send are there
 
 Nothing is moved past an instruction that reads the sum. Of several partial results the first becomes the sum without an
-addition, so the pass puts one first whose dtype is that of the sum.
+addition, so the pass puts one first whose dtype is that of the sum. A row's partial results are then added in an order
+that depends on steps, windows and dtypes alone. So a row has the same bits whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class _Moving:
         plan = self.plan
         parts = [one for one in plan.of(Accumulate) if not one.of_sink]
         self.parts = Counter(one.target.buffer for one in parts)
+        self.to_come = Counter(one.target.buffer for one in parts if self._is_wide(one))
         sums_of: dict[int, set[int]] = {}
         for one in parts:
             sums_of.setdefault(one.source.buffer, set()).add(one.target.buffer)
@@ -50,6 +52,7 @@ class _Moving:
                 self.step = one.step
             if isinstance(one, Accumulate) and not one.of_sink:
                 self.waiting.append(one)
+                self.to_come[one.target.buffer] -= self._is_wide(one)
                 continue
             if isinstance(one, Launch):
                 more = set[int]().union(*(sums_of.get(result, set()) for result in one.results))
@@ -67,7 +70,9 @@ class _Moving:
 
         def ready(total: int) -> bool:
             spec = self.plan.buffers[total]
-            return spec.kind == "dkv" and waiting[total] >= (2 if spec.rows is None else 1)
+            if spec.kind != "dkv" or spec.rows is not None:
+                return spec.kind == "dkv"
+            return waiting[total] >= 2 and not self.to_come[total]
 
         self._flush(ready)
 
@@ -79,19 +84,22 @@ class _Moving:
                 by_sum.setdefault(one.target.buffer, []).append(one)
         self.waiting = [one for one in self.waiting if one.target.buffer not in by_sum]
         for total, some in by_sum.items():
-            if total not in self.begun and len(some) > 1:
-                some.sort(key=lambda one: self._rank(one, two=self.parts[one.target.buffer] == 2))
+            two = self.parts[total] == 2
+            if two and total not in self.begun:
+                some.sort(key=self._first_of_two)
+            elif not two and self.plan.buffers[total].kind == "dkv":  # Of the others, messages have whole results.
+                some.sort(key=lambda one: not self._is_wide(one))
             self.begun.add(total)
             self.found += [replace(one, step=self.step, made_by="accumulate_late") for one in some]
 
-    def _rank(self, one: Accumulate[RowKey], *, two: bool) -> tuple[bool, bool]:
-        """The sort key: the smallest is accumulated first. The sum of `two` partial results has the same bits in either
-        order: first is one with all rows, in the dtype that the sum is rounded to. Of more, first is one in the wide
-        dtype, for any lengths: so a row's partial results are added in the same order in every batch.
+    def _is_wide(self, one: Accumulate[RowKey]) -> bool:
+        """Whether the partial result has the dtype of a sum of three or more."""
+        return self.plan.buffers[one.source.buffer].dtype == "wide"
+
+    def _first_of_two(self, one: Accumulate[RowKey]) -> tuple[bool, bool]:
+        """The sort key for a sum of two, which has the same bits in either order: first is a partial result with all
+        rows, in the dtype that the sum is rounded to.
         """
         spec, rows = self.plan.buffers[one.target.buffer], one.target.rows
-        dtype = self.plan.buffers[one.source.buffer].dtype
-        if not two:
-            return False, dtype != "wide"
         whole = spec.rows is None or rows is None or (isinstance(rows, slice) and rows == slice(0, spec.rows))
-        return not whole, dtype != spec.dtype
+        return not whole, self.plan.buffers[one.source.buffer].dtype != spec.dtype
