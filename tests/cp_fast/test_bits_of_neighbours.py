@@ -9,12 +9,19 @@ import pytest
 import torch
 
 import cp_fast
+from conformance.adapters.cp_fast import auto
+from conformance.case import Case
+from conformance.implementation import Implementation
+from conformance.tiers import metamorphic
 from cp_ref import SimGroup
+from cp_ref.spec import Problem, Sequence
 
 RESULTS = ("out", "dq", "dk", "dv")
 
 
-def results(cp_size: int, comm: Any, first: list[torch.Tensor], others: list[int]) -> dict[str, torch.Tensor]:
+def results(
+    cp_size: int, comm: Any, first: list[torch.Tensor], others: list[int], window: tuple[int, int] = (-1, -1)
+) -> dict[str, torch.Tensor]:
     """Those of the first sequence, beside others of these lengths."""
     lengths = [len(first[0]), *others]
     generator = torch.Generator().manual_seed(sum(others))
@@ -26,7 +33,8 @@ def results(cp_size: int, comm: Any, first: list[torch.Tensor], others: list[int
         how: dict[str, Any] = {"cp": cp, "qkv_format": "thd", "cu_seqlens_padded": cu}
         q, k, v, dout = (cp_fast.shard(x, **how) for x in whole)
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        out = cp_fast.attention(*inputs, cp=cp, qkv_format="thd", cu_seqlens_q=cu, deterministic=True)
+        call: dict[str, Any] = {"cp": cp, "qkv_format": "thd", "cu_seqlens_q": cu, "window_size": window}
+        out = cp_fast.attention(*inputs, **call, deterministic=True)
         out.backward(dout)
         local = [out.detach(), *(x.grad for x in inputs)]
         return {name: cp_fast.unshard(x, **how)[: lengths[0]] for name, x in zip(RESULTS, local, strict=True)}
@@ -54,3 +62,29 @@ def test_bits_beside_others(cp_size: int, comm: str, lengths_divide: bool, same:
         less = 0 if lengths_divide else 1
         found = results(cp_size, comm, first, [n * cp_size - less for n in others])
         assert [name for name in same if not torch.equal(found[name], alone[name])] == []
+
+
+@pytest.mark.parametrize("comm", ["all_gather", "p2p"])
+@pytest.mark.parametrize(("length", "others"), [(30, [48]), (48, [30]), (30, [48, 7])])
+def test_bits_where_neighbours_have_other_windows(length: int, others: list[int], comm: str) -> None:
+    """A tile of 48 tokens has two windows on a rank, and one of 30 tokens has one. So the plan has another launch."""
+    generator = torch.Generator().manual_seed(0)
+    first = [torch.randn(length, 2, 8, generator=generator) for _ in range(4)]
+    alone, found = (results(3, comm, first, more, (20, 0)) for more in ([], others))
+    assert [name for name in RESULTS if not torch.equal(found[name], alone[name])] == []
+
+
+def test_bits_of_a_padded_batch() -> None:
+    """The first sequence has one launch, and its neighbours two: dk of a head that all ranks compute."""
+    problem = Problem(
+        cp_size=3,
+        sequences=(Sequence(6, 12, 12, 12), Sequence(10, 4, 12, 12), Sequence(4, 12, 12, 12)),
+        cp_comm_type="a2a+p2p",
+        a2a_size=3,
+        attn_mask_type="padding",
+        window_size=(2, -1),
+        heads_q=12,
+        dtype="float64",
+    )
+    case = Case(problem, seed=10, grads="k", use_plan=True, deterministic=True)
+    assert metamorphic.check(Implementation(auto), case) == []

@@ -357,16 +357,19 @@ def test_digests() -> None:
 
 
 def attribute_of_its_own(factor: float) -> Any:
-    def own(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def function(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * own.factor
 
+    own: Any = function
     own.factor = factor
     return own
 
 
 def attribute_of_another(factor: float) -> Any:
-    def helper(score: Any) -> Any:
+    def function(score: Any) -> Any:
         return score * helper.how[1]
+
+    helper: Any = function
 
     def calls(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return helper(score)
