@@ -80,6 +80,34 @@ def test_dtypes(dtype: torch.dtype, kind: str, package: str) -> None:
         torch.testing.assert_close(out.double(), exact(kind, given), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strongest", [1.0, 90.0])
+def test_strong_decays_lose_no_digit(strongest: float, kind: str) -> None:
+    """Sums of g inside a chunk reach thousands. What counts are their small differences."""
+    rows, draw = 200, torch.Generator().manual_seed(0)
+    sizes = {"q": (1, 8), "k": (1, 8), "v": (2, 8), "dout": (2, 8)}
+    given = {name: torch.randn(rows, *size, generator=draw) for name, size in sizes.items()}
+    given["k"] = torch.nn.functional.normalize(given["k"], dim=-1)
+    given["g"] = -strongest * torch.rand(rows, *((2, 8) if kind == "kda" else (2,)), generator=draw)
+    if kind != "mamba2":
+        given["beta"] = torch.rand(rows, 2, generator=draw)
+    dout, cu = given.pop("dout"), torch.tensor([0, rows])
+    wide = {name: x.double().requires_grad_() for name, x in given.items()}
+    out = cp_ref.linear.oracle.dense_linear_attention(**wide, kind=kind, qkv_format="thd", cu_seqlens=cu)[0]
+    wanted = [out.detach(), *torch.autograd.grad(out, list(wide.values()), dout.double())]
+
+    def one(member: SimMember) -> list[torch.Tensor]:
+        sequence: dict[str, Any] = {"cu_seqlens_q": cu, "cu_seqlens_q_padded": None}
+        module, cp, plan = made("cp_fast", member, **sequence)
+        mine = {name: module.shard(x, cp=cp, plan=plan).requires_grad_() for name, x in given.items()}
+        out = module.linear_attention(**mine, cp=cp, plan=plan, kind=kind)
+        grads = torch.autograd.grad(out, list(mine.values()), module.shard(dout, cp=cp, plan=plan))
+        return [module.unshard(x.detach(), cp=cp, plan=plan) for x in (out, *grads)]
+
+    for name, got, want in zip(("out", *given), SimGroup(2).run(one)[0], wanted, strict=True):
+        assert (got - want).norm() <= 1e-6 * want.norm(), name
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_autocast_casts_what_attention_casts(package: str) -> None:
     given = inputs("gated_delta_rule")

@@ -88,19 +88,27 @@ def prepare(inputs: LinearInputs, fragments: FragmentRows) -> ChunkStates:
     q, k = (cut(x).repeat_interleave(groups, dim=1) for x in (inputs.q * inputs.scale, inputs.k))
     v, g = cut(inputs.v), cut(inputs.g.to(dtype).clamp(min=_LEAST[dtype]))
     by_row = g.dim() == 4
-    total = (g if by_row else g[..., None]).cumsum(2)  # G [chunks, h_v, size, d_k or 1]
+    total = (g if by_row else g[..., None]).double().cumsum(2)  # G [chunks, h_v, size, d_k or 1]
     last = total[:, :, -1:]
     below = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    between = (total[:, :, :, None] - total[:, :, None]).masked_fill(~below[..., None], -torch.inf).exp()
+    between = _exp((total[:, :, :, None] - total[:, :, None]).masked_fill(~below[..., None], -torch.inf), dtype)
+    so_far, rest, decay = (_exp(x, dtype) for x in (total, last - total, last.mT))
     scores = _products(q, k, between, by_row)
-    decayed, decay = k * (last - total).exp(), last.mT.exp()
+    decayed = k * rest
     if inputs.beta is None:
-        return ChunkStates(rows, q * total.exp(), scores, decayed, v, None, decay)
+        return ChunkStates(rows, q * so_far, scores, decayed, v, None, decay)
     beta = cut(inputs.beta)[..., None]
     a = (beta * _products(k, k, between, by_row)).tril(-1)
-    both = torch.cat([beta * v, beta * k * total.exp()], dim=-1)
+    both = torch.cat([beta * v, beta * k * so_far], dim=-1)
     u, w = torch.linalg.solve_triangular(a, both, upper=False, unitriangular=True).split([v.shape[-1], k.shape[-1]], -1)
-    return ChunkStates(rows, q * total.exp(), scores, decayed, u, w, decay)
+    return ChunkStates(rows, q * so_far, scores, decayed, u, w, decay)
+
+
+def _exp(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """exp of sums of g, or of their differences. These are exact in float64 alone: strong decays add up to a thousand,
+    of which float32 has the fourth digit after the point.
+    """
+    return x.to(dtype).exp()
 
 
 def _products(x: torch.Tensor, k: torch.Tensor, between: torch.Tensor, by_row: bool) -> torch.Tensor:
