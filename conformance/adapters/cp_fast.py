@@ -20,7 +20,8 @@ from conformance.adapters.cp_fast_operators import operator_calls
 from conformance.adapters.shared.band_tiles import crop, empty_tile, out_of_nothing
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch, choose
 from cp_fast.movers import kernels
-from cp_ref.spec import Feature, ScoreOptions
+from cp_ref.spec import Feature, Problem, ScoreOptions
+from cp_ref.spec.planners.ring_members import RingMembers
 
 __all__ = ["OneBackend", "auto", "cpu", "cudnn", "fa2", "fa4", "processes", "torch"]
 
@@ -34,7 +35,6 @@ class OneBackend:
     "auto" means the package's default: the first backend with all features of a problem.
     """
 
-    batch_invariant = True
     ops = staticmethod(lambda device: list(operator_calls(device).values()))
     supports_compile = True
     Unsupported = package.Unsupported
@@ -54,6 +54,13 @@ class OneBackend:
 
     def __repr__(self) -> str:
         return f"cp_fast with backend {self.name!r}"
+
+    @staticmethod
+    def batch_invariant(one: Problem, other: Problem) -> bool:
+        """Whether a ring of three or more adds its gradients in the same order for both: all on the way, or none."""
+        members, others = (RingMembers(problem.workload) for problem in (one, other))
+        ring = one.cp_comm_type in ("p2p", "a2a+p2p") and members.count > 2
+        return not ring or members.sparse == others.sparse
 
     @staticmethod
     def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

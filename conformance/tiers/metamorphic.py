@@ -9,9 +9,9 @@ one, and it holds in every dtype.
     v times 2                      gives out times 2, the same lse and dv, and dq, dk and d_offset times 2, to the last
                                    bit of normal numbers
 
-Equal means up to rounding. An implementation that promises more, by an attribute `batch_invariant = True`, is held to
-it under deterministic=True wherever every sequence is cut by itself (not in contiguous thd): to the last bit, whoever
-else is in the batch.
+Equal means up to rounding. An implementation that promises more, by an attribute `batch_invariant`, is held to it under
+deterministic=True wherever every sequence is cut by itself (not in contiguous thd): to the last bit, whoever else is in
+the batch. The attribute is True, or a function of two problems that says whether their bits are the same.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     base = play(impl, case, tensors)
     if base.findings:
         return base.findings
-    bitwise = (
-        case.deterministic
-        and getattr(getattr(impl, "offered", impl), "batch_invariant", False) is True
-        and _cut_by_itself(case.problem)
-    )
+    promise = getattr(getattr(impl, "offered", impl), "batch_invariant", False)
+
+    def bitwise(other: Case) -> bool:
+        if not (promise and case.deterministic and _cut_by_itself(case.problem)):
+            return False
+        return promise is True or promise(case.problem, other.problem)
+
     found: list[str] = []
     refused: UnsupportedCase | None = None
     judged = 0
@@ -66,7 +68,7 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
                 found += [f"with {name}: {finding}" for finding in played.findings]
                 continue
             want, got, exactly = expect(base.results, played.results)
-            same, beside = exactly if exactly is not None else bitwise, f"with {name}"
+            same, beside = exactly if exactly is not None else bitwise(other), f"with {name}"
             found += same_bits(beside, want, got) if same else close(beside, case, want, got)
     if refused is not None and not judged:
         raise refused
