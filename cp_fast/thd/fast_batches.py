@@ -60,11 +60,15 @@ def get_batch_on_this_cp_rank(
     check_context(cp, ContextParallel)
     check_plan(plan)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
-    if plan is None and qkv_format == "thd":  # lengths on a GPU are not read
-        return declared_batches.cut_entries(batch, qkv_format, lambda xs: _cut_packed(xs, cp, cu_seqlens_padded))
     lengths: dict[str, Any] = {"qkv_format": qkv_format, "cu_seqlens_padded": cu_seqlens_padded, "plan": plan}
     in_format = qkv_format if plan is None else plan.problem.qkv_format
-    return declared_batches.cut_entries(batch, in_format, lambda xs: [shard(x, cp=cp, **lengths) for x in xs])
+
+    def cut(xs: Sequence[torch.Tensor], fills: Sequence[int]) -> list[torch.Tensor]:
+        if plan is None and qkv_format == "thd":  # lengths on a GPU are not read; they divide, so nothing is filled
+            return _cut_packed(xs, cp, cu_seqlens_padded)
+        return [shard(x, cp=cp, **lengths, fill_value=fill) for x, fill in zip(xs, fills, strict=True)]
+
+    return declared_batches.cut_entries(batch, in_format, cp.size, cut)
 
 
 def _cut_packed(

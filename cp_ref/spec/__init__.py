@@ -42,7 +42,7 @@ from cp_ref.spec.arguments.single_values import (
 )
 from cp_ref.spec.groups.group import Group, PaperGroup, Parcel, Pending, agree, read_together, tell
 from cp_ref.spec.groups.pair_group import PairGroup
-from cp_ref.spec.layouts.agreed_cut import agreed_cut
+from cp_ref.spec.layouts.agreed_cut import agreed_cut, bounds_of, read_fill
 from cp_ref.spec.layouts.compare_layouts import BatchCost, compare_layouts
 from cp_ref.spec.layouts.cuts import (
     Cut,
@@ -135,6 +135,7 @@ __all__ = [
     "agree",
     "agreed_cut",
     "areas_of_rows",
+    "bounds_of",
     "check_apart",
     "check_choice",
     "check_context",
@@ -177,6 +178,7 @@ __all__ = [
     "ranges",
     "read_count",
     "read_cut",
+    "read_fill",
     "read_lengths",
     "read_positions",
     "read_problem",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from cp_ref.common.sharding.shard import shard
 from cp_ref.common.thd import declared_batches
 from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_room
 from cp_ref.common.thd.row_tables import unpadded_rows
+from cp_ref.common.wide_dtype import as_integers
 from cp_ref.spec import QKV_FORMATS, check_choice, check_context
 from cp_ref.thd.packed_lengths import end_of, lengths_on
 
@@ -46,7 +47,7 @@ def pad_thd_sequences_for_cp(
 
     def spread(x: torch.Tensor, fill: int) -> torch.Tensor:
         result = x.new_full((padded_tokens,), fill)
-        result[given] = x[source[given]]
+        as_integers(result)[given] = as_integers(x)[source[given]]
         return result
 
     return spread(input_ids, padding_token_id), spread(labels, padding_label_id), padded.to(cu_seqlens)
@@ -68,4 +69,8 @@ def get_batch_on_this_cp_rank(
     if plan is None and cu_seqlens_padded is not None and qkv_format == "thd":
         declared_batches.check_lengths_divide(cp, cu_seqlens_padded)
     in_format = qkv_format if plan is None else plan.problem.qkv_format
-    return declared_batches.cut_entries(batch, in_format, lambda xs: [shard(x, cp=cp, **lengths) for x in xs])
+
+    def cut(xs: Sequence[torch.Tensor], fills: Sequence[int]) -> list[torch.Tensor]:
+        return [shard(x, cp=cp, **lengths, fill_value=fill) for x, fill in zip(xs, fills, strict=True)]
+
+    return declared_batches.cut_entries(batch, in_format, cp.size, cut)

@@ -8,6 +8,7 @@ from cp_ref.common.thd import declared_halves
 from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_room, token_axis
 from cp_ref.common.thd.row_tables import half_rows
 from cp_ref.common.thd.tuples import Tensors, like
+from cp_ref.common.wide_dtype import taken
 from cp_ref.thd.lse import check_lse_room, lse_rows
 from cp_ref.thd.packed_lengths import end_of, even_lengths_on, longest_of
 
@@ -25,7 +26,7 @@ def _read_half(x: torch.Tensor, cu_seqlens_padded: torch.Tensor, half: int) -> t
     lengths, tokens = even_lengths_on(cu_seqlens_padded, x.device), x.shape[axis]
     check_room("x", tokens, "cu_seqlens_padded", end_of(lengths))
     rows, _ = half_rows(lengths, tokens, half)
-    return x.index_select(axis, rows)
+    return taken(x, axis, rows)
 
 
 @declared_halves.thd_read_second_half_lse

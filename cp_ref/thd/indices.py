@@ -8,6 +8,7 @@ from cp_ref.common.thd import declared_indices
 from cp_ref.common.thd.checks import check_divisible, check_tail
 from cp_ref.common.thd.row_tables import rank_order_rows, sequence_order_rows, slice_rows
 from cp_ref.common.thd.tuples import Tensors, like
+from cp_ref.common.wide_dtype import taken
 from cp_ref.thd.packed_lengths import end_of, lengths_on
 
 __all__ = ["thd_cp_rank_order_to_sequence_order", "thd_get_partitioned_indices", "thd_sequence_order_to_cp_rank_order"]
@@ -30,7 +31,7 @@ def thd_sequence_order_to_cp_rank_order(x: Tensors, cu_seqlens_padded: torch.Ten
     tokens = xs[0].shape[0]
     lengths = _chunked_lengths_on(cu_seqlens_padded, xs[0].device, "x.shape[0]", tokens, cp_size)
     order = rank_order_rows(lengths, tokens, cp_size)
-    return like(x, [one.index_select(0, order) for one in xs])
+    return like(x, [taken(one, 0, order) for one in xs])
 
 
 @declared_indices.thd_cp_rank_order_to_sequence_order
@@ -39,7 +40,7 @@ def thd_cp_rank_order_to_sequence_order(x: Tensors, cu_seqlens_padded: torch.Ten
     tokens = xs[0].shape[0]
     lengths = _chunked_lengths_on(cu_seqlens_padded, xs[0].device, "x.shape[0]", tokens, cp_size)
     order = sequence_order_rows(lengths, tokens, cp_size)
-    return like(x, [one.index_select(0, order) for one in xs])
+    return like(x, [taken(one, 0, order) for one in xs])
 
 
 def _chunked_lengths_on(

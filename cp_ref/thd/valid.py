@@ -7,6 +7,7 @@ import torch
 from cp_ref.common.thd import declared_valid
 from cp_ref.common.thd.checks import check_divisible, check_fits, check_leaf, check_room
 from cp_ref.common.thd.row_tables import is_valid, rank_lengths
+from cp_ref.common.wide_dtype import as_integers
 from cp_ref.spec import check_apart
 from cp_ref.thd.packed_lengths import end_of, lengths_on
 
@@ -42,7 +43,8 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
     check_room("out", out.shape[0], "cu_seqlens_padded", end_of(padded))
     check_apart("out", out, inp=inp)
     rows, _ = is_valid(padded, real, out.shape[0])
-    out[rows] = inp[rows].to(out.dtype)
+    moved = as_integers(inp)[rows].view(inp.dtype).to(out.dtype)
+    as_integers(out)[rows] = as_integers(moved)
 
 
 def _moved_lengths_on(name: str, cu_seqlens: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -10,8 +10,8 @@ from cp_fast.movers.lengths_map import LengthsMap
 from cp_fast.movers.rows import Rows, take
 from cp_fast.movers.torch_movers import torch_merges
 from cp_fast.movers.torch_movers.torch_merges import put
-from cp_fast.movers.torch_movers.torch_rows import bits, table_of, targets_of
-from cp_ref.common.wide_dtype import wide_dtype
+from cp_fast.movers.torch_movers.torch_rows import table_of, targets_of
+from cp_ref.common.wide_dtype import as_integers, wide_dtype
 
 __all__ = ["TorchKernels", "load"]
 
@@ -28,7 +28,7 @@ class TorchKernels:
         if isinstance(rows, slice):
             return [x[rows] for x in xs]
         index = table_of(rows, xs[0].shape[0]) if isinstance(rows, LengthsMap) else rows
-        return [bits(x).index_select(0, index).view(x.dtype) for x in xs]
+        return [as_integers(x).index_select(0, index).view(x.dtype) for x in xs]
 
     def scatter_(
         self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows | LengthsMap, add: bool = False
@@ -44,14 +44,14 @@ class TorchKernels:
                 put(out, take(out, at.whole).to(wide).add(take(x, at.part)), at.whole, at.valid)
             else:
                 same = out.dtype == x.dtype
-                put(bits(out) if same else out, take(bits(x) if same else x, at.part), at.whole, at.valid)
+                put(as_integers(out) if same else out, take(as_integers(x) if same else x, at.part), at.whole, at.valid)
 
     def gather_heads(
         self, xs: Sequence[torch.Tensor], rows: Rows, first_heads: Sequence[int], heads: Sequence[int]
     ) -> list[torch.Tensor]:
         found, parts = list[torch.Tensor](), len(first_heads) // len(xs)
         for number, (x, size) in enumerate(zip(xs, heads, strict=True)):
-            moved = bits(x)
+            moved = as_integers(x)
             count = len(moved[rows]) if isinstance(rows, slice) else len(rows)
             result = moved.new_empty(parts, count, size, *x.shape[2:])
             for box, first in zip(result, first_heads[number * parts :], strict=False):
@@ -64,8 +64,8 @@ class TorchKernels:
     ) -> None:
         ranges = iter(first_heads)
         for out, x in zip(outs, xs, strict=True):
-            for part, first in zip(bits(x), ranges, strict=False):
-                self.scatter_([bits(out)[:, first : first + x.shape[2]]], [part], rows)
+            for part, first in zip(as_integers(x), ranges, strict=False):
+                self.scatter_([as_integers(out)[:, first : first + x.shape[2]]], [part], rows)
 
     def merge_(
         self,

@@ -20,7 +20,7 @@ from cp_ref.common.thd.row_tables import (
     unpadded_rows,
 )
 
-__all__ = ["Place", "Targets", "bits", "table_of", "targets_of"]
+__all__ = ["Place", "Targets", "table_of", "targets_of"]
 
 
 class Place(NamedTuple):
@@ -84,8 +84,3 @@ def targets_of(rows: Rows | LengthsMap, tokens: int) -> Targets:
     if lengths.device.type != "cpu":
         return Targets(slice(None), whole, valid, place)
     return Targets(part[valid], whole[valid], None, Place(*(x[valid] for x in place)))
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """8-bit floats as bytes: not every operator that moves knows them."""
-    return x.view(torch.uint8) if x.dtype.is_floating_point and x.element_size() == 1 else x

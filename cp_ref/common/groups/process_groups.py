@@ -82,8 +82,8 @@ class ProcessMember:
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
         """Post all messages as one batch, so that NCCL runs them in one kernel and no order of ranks can block."""
-        ops = [dist.P2POp(dist.isend, p.tensor, self._global[p.peer], self.group, p.tag) for p in sends]
-        ops += [dist.P2POp(dist.irecv, p.tensor, self._global[p.peer], self.group, p.tag) for p in recvs]
+        ops = [dist.P2POp(dist.isend, _sendable(p.tensor), self._global[p.peer], self.group, p.tag) for p in sends]
+        ops += [dist.P2POp(dist.irecv, _sendable(p.tensor), self._global[p.peer], self.group, p.tag) for p in recvs]
         here = self._global[self.rank]
         messages = [
             _Late(self._global[p.peer], f"{what} global rank {self._global[p.peer]} (tag {p.tag})")
@@ -125,6 +125,11 @@ class ProcessMember:
         self.exchange(sends, [Parcel(peer, tag + 1, buffers[peer]) for peer in peers]).wait()
         buffers[self.rank] = own
         return [pickle.loads(buffer.numpy().tobytes()) for buffer in buffers]
+
+
+def _sendable(x: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that NCCL has: 16-bit integers as bytes."""
+    return x.view(torch.uint8) if x.dtype == torch.int16 else x
 
 
 class _Late(NamedTuple):

@@ -11,9 +11,10 @@ from torch.autograd.function import once_differentiable
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.groups.collectives import all_gather, all_to_all
 from cp_ref.common.named_device import check_usable, read_device
+from cp_ref.common.wide_dtype import as_integers, taken
 from cp_ref.spec import Column, Cut, read_positions
 
-__all__ = ["as_bytes", "gathered", "in_format", "lined_up", "numbers", "positions_on", "rows_axis", "slice_of"]
+__all__ = ["gathered", "in_format", "lined_up", "numbers", "positions_on", "rows_axis", "slice_of"]
 
 
 def numbers(values: Column, device: torch.device) -> torch.Tensor:
@@ -21,14 +22,14 @@ def numbers(values: Column, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(values, dtype=torch.int64, device="cpu").to(device)
 
 
-def slice_of(x: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
+def slice_of(x: torch.Tensor, cut: Cut, rank: int, fill_value: float = 0) -> torch.Tensor:
     """One rank's slice of a global tensor. Differentiable."""
     axis, rows = rows_axis(cut), lined_up(x, cut)
     if (missing := cut.cp_size * cut.rows * (cut.batch or 1) - rows.shape[axis]) > 0:
         shape = list(rows.shape)
         shape[axis] = missing
-        rows = torch.cat([rows, rows.new_zeros(shape)], axis)
-    return in_format(rows.index_select(axis, numbers(cut.of(rank), x.device)), cut)
+        rows = torch.cat([rows, rows.new_full(shape, fill_value) if fill_value else rows.new_zeros(shape)], axis)
+    return in_format(taken(rows, axis, numbers(cut.of(rank), x.device)), cut)
 
 
 def gathered(x: torch.Tensor, cut: Cut, cp: ContextParallel) -> torch.Tensor:
@@ -57,9 +58,9 @@ class _Gather(torch.autograd.Function):
         ctx.cp, ctx.axis, ctx.index = cp, axis, index
         shape = list(x.shape)
         shape[axis] *= cp.size
-        whole = as_bytes(x.new_empty(shape))
+        whole = as_integers(x.new_empty(shape))
         with cp.alone("unshard"):
-            parts = all_gather(cp.comm, as_bytes(x))
+            parts = all_gather(cp.comm, as_integers(x))
         for rows, part in zip(index, parts, strict=True):
             whole.index_copy_(axis, rows, part)
         return whole if whole.dtype == x.dtype else whole.view(x.dtype)
@@ -93,8 +94,3 @@ def in_format(rows: torch.Tensor, cut: Cut) -> torch.Tensor:
         return rows.contiguous()
     x = rows.reshape(cut.batch, len(rows) // max(cut.batch, 1), *rows.shape[1:])
     return (x if cut.qkv_format == "bshd" else x.transpose(0, 1)).contiguous()
-
-
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """8-bit floats as bytes, others unchanged: not every operator that moves rows supports 8-bit floats."""
-    return x.detach().view(torch.uint8) if x.dtype.is_floating_point and x.element_size() == 1 else x

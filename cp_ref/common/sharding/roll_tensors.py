@@ -9,7 +9,8 @@ from torch.autograd.function import once_differentiable
 
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.groups.collectives import all_to_all
-from cp_ref.common.sharding.cut_tensors import as_bytes, in_format, lined_up, numbers, rows_axis
+from cp_ref.common.sharding.cut_tensors import in_format, lined_up, numbers, rows_axis
+from cp_ref.common.wide_dtype import as_integers
 from cp_ref.spec import Column, Cut, PairGroup, Parcel, roll_of
 
 __all__ = ["rolled"]
@@ -52,7 +53,7 @@ def _moved(
 ) -> torch.Tensor:
     """Rows `sends[r]` of x go to rank r, rows `recvs[r]` of the result come from it, and all others are `fill`."""
     group, filled = cp.comm, torch.full_like(x, fill, memory_format=torch.contiguous_format)
-    x, result = as_bytes(x), as_bytes(filled)  # the same memory
+    x, result = as_integers(x), as_integers(filled)  # the same memory
     result.index_copy_(0, recvs[cp.rank], x.index_select(0, sends[cp.rank]))
     if isinstance(group, PairGroup):  # Two hops need parts of one size.
         parts = [x.new_zeros(most, *x.shape[1:]) for _ in sends]

@@ -9,7 +9,7 @@ from cp_ref.common.context import ContextParallel
 from cp_ref.common.plan_arguments import Plan
 from cp_ref.common.sharding.cut_tensors import gathered, positions_on, slice_of
 from cp_ref.common.sharding.roll_tensors import rolled
-from cp_ref.spec import agreed_cut, check_context, read_cut, sequences_of
+from cp_ref.spec import agreed_cut, check_context, read_cut, read_fill, sequences_of
 
 __all__ = ["position_ids", "roll", "shard", "unshard"]
 
@@ -21,6 +21,7 @@ def shard(
     qkv_format: str = "bshd",
     cu_seqlens_padded: torch.Tensor | None = None,
     plan: Plan | None = None,
+    fill_value: float = 0,
 ) -> torch.Tensor:
     """This rank's slice of a global tensor that every rank has whole.
 
@@ -31,16 +32,17 @@ def shard(
         cu_seqlens_padded: thd only, GLOBAL, int32 or int64 [b + 1]. Tokens after the last of them are the tail, which
             fills the slices up, after each rank's own tokens.
         plan: gives format, lengths and layout of the query side instead; layout "balanced" needs it.
+        fill_value: the value of rows of a slice without a token: for labels -100, which cross entropy ignores.
 
     Returns:
         The slice, contiguous, of ceil(t / cp_size) tokens in thd. Where s does not divide (by 2 * cp_size in
         dual_chunk, by cp_size in the others) a sequence of bshd and sbhd is cut as if padded at its end until it does.
         `attention` then needs a padding mask, or a plan that gives the end of the sequence; only causal self-attention
-        does not. Rows of a slice without a token are zero. Differentiable: the gradient of x is the slice's, in its
-        place, and zero elsewhere.
+        does not. Differentiable: the gradient of x is the slice's, in its place, and zero elsewhere.
 
     Raises:
-        ValueError, TypeError: lengths that do not fit x, are not the format's, or are given together with a plan.
+        ValueError, TypeError: lengths that do not fit x, are not the format's, or are given together with a plan;
+        fill_value is no number of x's dtype.
 
     >>> from cp_ref import SimGroup
     >>> ids = torch.arange(8)[None]                                                # b 1, s 8: chunks 01 23 45 67
@@ -51,7 +53,7 @@ def shard(
     cut = read_cut(cp, plan, x, qkv_format, cu_seqlens_padded, whole=True)
     if plan is None and cut.qkv_format != "thd" and cut.size < cut.rows * cp.size:
         cp.uneven[cut.rows] = cut.size
-    return slice_of(x, cut, cp.rank)
+    return slice_of(x, cut, cp.rank, read_fill(x, fill_value))
 
 
 @collective(tell_context)

@@ -11,7 +11,7 @@ from cp_ref.common.context import ContextParallel
 from cp_ref.common.declared import declare
 from cp_ref.common.plan_arguments import Plan
 from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_divisible, check_lengths, check_tensor
-from cp_ref.spec import QKV_FORMATS, check_choice, divisor
+from cp_ref.spec import QKV_FORMATS, bounds_of, check_choice, divisor
 
 __all__ = ["check_padding", "cut_entries", "get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
 
@@ -84,6 +84,8 @@ def get_batch_on_this_cp_rank(
        mask [b, 1, s, s], lengths [b] in thd), the sequences are unknown, and the batch is refused. Take such entries
        out, and put them back yourself.
 
+    Rows of a slice without a token get -100 if the entry's name ends with "labels", else 0.
+
     Args:
         batch: the global batch, whole on every rank.
         cp: the group and its layout.
@@ -96,7 +98,8 @@ def get_batch_on_this_cp_rank(
         A new dict with the same keys in the same order.
 
     Raises:
-        ValueError, TypeError: rules 3 and 6, a length that does not divide, lengths that are not the format's.
+        ValueError, TypeError: rules 3 and 6, a length that does not divide, lengths that are not the format's; labels
+        of a dtype without -100 where a slice needs it.
 
     Megatron-LM: `get_batch_on_this_cp_rank`; TransformerEngine has a function of this name for thd.
 
@@ -147,14 +150,35 @@ def check_lengths_divide(cp: ContextParallel, cu_seqlens_padded: torch.Tensor) -
 
 
 def cut_entries(
-    batch: Any, qkv_format: Any, cut: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+    batch: Any,
+    qkv_format: Any,
+    cp_size: int,
+    cut: Callable[[list[torch.Tensor], list[int]], Sequence[torch.Tensor]],
 ) -> dict[str, Any]:
     """The batch with the parts that `cut` gives of the entries that have the sequence axis, by the rules of
     `get_batch_on_this_cp_rank`.
+
+    Args:
+        cut: from tensors, and the values of rows without a token, to their slices.
     """
     entries = _entries_to_cut(batch, qkv_format)
-    parts = zip(entries, cut(list(entries.values())), strict=True)
-    return dict(batch) | {name: _tokens_last(name, part, qkv_format) for name, part in parts}
+    fills = [_LABEL if _is_labels(name) and bounds_of(x.dtype)[0] <= _LABEL else 0 for name, x in entries.items()]
+    parts = dict(zip(entries, cut(list(entries.values()), fills), strict=True))
+    axis = 1 if qkv_format == "bshd" else 0
+    for (name, x), fill in zip(entries.items(), fills, strict=True):
+        if _is_labels(name) and fill == 0 and parts[name].shape[axis] * cp_size > x.shape[axis]:
+            raise ValueError(
+                f"batch[{name!r}] has dtype {x.dtype}, which has no {_LABEL} for the rows of a slice without a token; "
+                "cast it to int64"
+            )
+    return dict(batch) | {name: _tokens_last(name, part, qkv_format) for name, part in parts.items()}
+
+
+_LABEL = -100  # what cross entropy ignores
+
+
+def _is_labels(name: object) -> bool:
+    return str(name).endswith("labels")
 
 
 _AXES = {"bshd": 2, "sbhd": 2, "thd": 1}  # of tokens

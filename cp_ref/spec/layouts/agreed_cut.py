@@ -11,7 +11,7 @@ from cp_ref.spec.arguments.single_values import MOST, read_count
 from cp_ref.spec.groups.group import read_together
 from cp_ref.spec.layouts.cuts import Cut, read_cut
 
-__all__ = ["agreed_cut"]
+__all__ = ["agreed_cut", "bounds_of", "read_fill"]
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,32 @@ def agreed_cut(
 
 
 def _read_roll(x: Any, shifts: Any, fill_value: Any) -> tuple[int, float]:
-    shifts = read_count("shifts", shifts, at_least=-MOST)
+    return read_count("shifts", shifts, at_least=-MOST), read_fill(x, fill_value)
+
+
+def read_fill(x: Any, fill_value: Any) -> float:
+    """The value of rows without a token in a slice of x.
+
+    Raises:
+        TypeError, ValueError: it is no number of x's dtype.
+    """
     if isinstance(fill_value, bool) or not isinstance(fill_value, int | float):
         raise TypeError(f"fill_value is {fill_value!r}; it must be a number")
     if isinstance(fill_value, float) and not x.dtype.is_floating_point:
         raise ValueError(f"fill_value is {fill_value}, but x has dtype {x.dtype}; it must be an integer")
-    sign, bits = (re.findall(r"torch\.(u?)int(\d+)", str(x.dtype)) or [("", 64)])[0]
-    most = 2 ** (int(bits) - (not sign)) - 1
-    least = 0 if sign else -most - 1
+    least, most = bounds_of(x.dtype)
     if isinstance(fill_value, int) and not least <= fill_value <= most:
         raise ValueError(f"fill_value is {fill_value}; of dtype {x.dtype} it must be from {least} to {most}")
-    return shifts, fill_value
+    return fill_value
+
+
+def bounds_of(dtype: Any) -> tuple[int, int]:
+    """The least and the largest integer of a dtype, by its name; of floats those of int64.
+
+    >>> bounds_of("torch.uint8"), bounds_of("torch.bool")
+    ((0, 255), (0, 1))
+    """
+    sign, bits = (re.findall(r"torch\.(u?)int(\d+)", str(dtype)) or [("", 64)])[0]
+    sign, bits = ("u", 1) if str(dtype) == "torch.bool" else (sign, int(bits))
+    most = 2 ** (bits - (not sign)) - 1
+    return 0 if sign else -most - 1, most

@@ -128,3 +128,68 @@ def test_padded_tokens(package: Any) -> None:
     assert cut[8][0].tolist() == [1, 1, 1, 0, 2, 2, 0, 0]
     assert cut[9][0].tolist() == [1, 1, 1, 0, 2, 2, 0, 0, 8]
     assert cut[12][1].tolist() == [1, 1, 1, -1, 2, 2, -1, -1, 8, 9, -1, -1]
+
+
+@pytest.mark.parametrize("kernels", ["first", "torch"])
+@pytest.mark.parametrize("package", [cp_fast, cp_ref])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_tokens(dtype: torch.dtype, package: Any, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of tokens are uint16: they move as int64 does."""
+    if kernels == "torch":
+        monkeypatch.setenv("CP_FAST_KERNELS", "torch")
+    helpers, cu, given = package.thd, cumulative([8, 4]), torch.arange(14)
+    given[3] = torch.iinfo(dtype).max if dtype != torch.uint64 else 2**62
+
+    def moved(ids: torch.Tensor) -> list[torch.Tensor]:
+        out = ids.flip(0).clone() if ids.dtype == torch.int64 else given.flip(0).to(ids.dtype)
+        helpers.thd_copy_valid_tokens_from_per_split_to_rank_local(out, ids, cu, cumulative([5, 4]))
+        parts = SimGroup(2).run(
+            lambda member: helpers.get_batch_on_this_cp_rank(
+                {"ids": ids}, cp=package.ContextParallel(member), qkv_format="thd", cu_seqlens_padded=cu
+            )["ids"]
+        )
+        return [
+            helpers.thd_sequence_order_to_cp_rank_order(ids, cu, 2),
+            helpers.thd_cp_rank_order_to_sequence_order(ids, cu, 2),
+            helpers.thd_read_half_tensor(ids, cu, 1),
+            *helpers.pad_thd_sequences_for_cp(ids, ids, cumulative([8, 3]), 4, 1, 200)[:2],
+            *(out, *parts),
+        ]
+
+    for got, want in zip(moved(given.to(dtype)), moved(given), strict=True):
+        assert got.dtype == dtype
+        assert got.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("package", [cp_fast, cp_ref])
+def test_rows_without_a_token_have_no_class(package: Any) -> None:
+    """10 tokens on 3 ranks are slices of 4 rows, and a sequence of 10 tokens of bshd is cut as 12."""
+    cut, labels = package.thd.get_batch_on_this_cp_rank, torch.arange(1, 11)
+    sizes = {"heads_q": 1, "heads_kv": 1, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
+
+    def one(member: Any) -> tuple[list[int], ...]:
+        cp = package.ContextParallel(member, layout="balanced")
+        plan = package.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=torch.tensor([0, 5, 10]), **sizes)
+        part = cut({"labels": labels, "shift_labels": labels, "ids": labels}, cp=cp, qkv_format="thd", plan=plan)
+        mine = package.shard(labels, cp=cp, plan=plan, fill_value=-7)
+        cp = package.ContextParallel(member)
+        dense = cut({"labels": labels[None], "weights": labels[None] / 2}, cp=cp)
+        whole = package.shard(labels[None] / 2, cp=cp, fill_value=0.25)
+        with pytest.raises(ValueError, match=r"batch\['labels'\] has dtype torch.uint8, which has no -100"):
+            cut({"labels": labels[None].to(torch.uint8)}, cp=cp)
+        assert cut({"labels": labels[None, :6].to(torch.uint8)}, cp=cp)["labels"].numel() == 2  # nothing is filled
+        for wrong, words in ((0.5, "x has dtype torch.int64"), ("pad", "must be a number"), (2**63, "from -")):
+            with pytest.raises((TypeError, ValueError), match=f"fill_value is .*{words}"):
+                package.shard(labels[None], cp=cp, fill_value=wrong)
+        found = (
+            *(part[name] for name in ("labels", "shift_labels", "ids")),
+            mine,
+            *(x[0] for x in dense.values()),
+            whole[0],
+        )
+        return tuple(x.tolist() for x in found)
+
+    last = SimGroup(3).run(one)[2]
+    assert last[:4] == ([9, 10, -100, -100], [9, 10, -100, -100], [9, 10, 0, 0], [9, 10, -7, -7])
+    first = SimGroup(3).run(one)[0]
+    assert first[4:] == ([1, 2, -100, -100], [0.5, 1.0, 0.0, 0.0], [0.5, 1.0, 0.25, 0.25])

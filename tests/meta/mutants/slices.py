@@ -11,9 +11,9 @@ from cp_ref.spec import Cut
 __all__ = ["from_zero", "own_gradient", "reversed_slice"]
 
 
-def reversed_slice(slice_of: Any, x: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
+def reversed_slice(slice_of: Any, x: torch.Tensor, cut: Cut, rank: int, *fill: Any) -> torch.Tensor:
     """The rows of every slice in reverse order."""
-    return slice_of(x, cut, rank).flip(1 if cut.qkv_format == "bshd" else 0)
+    return slice_of(x, cut, rank, *fill).flip(1 if cut.qkv_format == "bshd" else 0)
 
 
 def from_zero(positions: Any, *arguments: Any) -> Any:
