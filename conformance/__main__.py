@@ -12,8 +12,7 @@ def main(name: str = "cp-conformance", completion: bool = True) -> None:
     if sys.argv[1:2] == ["step"]:
         from conformance.step.step_command import app as step_app
 
-        sys.argv = [sys.argv[0], *sys.argv[2:]]
-        step_app(prog_name=f"{name} step")
+        step_app(sys.argv[2:], prog_name=f"{name} step")
     try:
         from conformance.cli import command_line
     except ModuleNotFoundError as error:

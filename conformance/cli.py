@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
-from conformance.commands import DEFAULT_TIME_LIMIT_S, replay_options
+from conformance.commands import DEFAULT_TIME_LIMIT_S, replay_options, version_of
 from conformance.draw.feature_coverage import coverage
 from conformance.draw.strategies import CP_SIZES
 from conformance.implementation import LoadError, load
@@ -32,11 +32,11 @@ from conformance.judge.known_failures import KnownFailures, KnownFailuresError
 from conformance.judge.run_record import LEVELS, RunRecord
 from conformance.levels import LEVEL_TIERS
 from conformance.printing import print_coverage, print_failures, print_table
-from conformance.report.writable import unwritable
+from conformance.report import unwritable, write_report
 from conformance.run.play_problem import InProcess, Runner, task_of
 from conformance.run.processes import LONGEST_S
 from conformance.run.run_tiers import PROFILES, TierResult
-from conformance.run.suite_run import ALL_TIERS, SuiteRun, describe_run, level_of, nothing_tested, version_of
+from conformance.run.suite_run import ALL_TIERS, SuiteRun, describe_run, level_of, nothing_tested
 from conformance.run.workers import start_runner
 from conformance.step.step_command import app as step_app
 from conformance.tiers import cases_of
@@ -93,6 +93,7 @@ def main(
     ] = DEFAULT_TIME_LIMIT_S,
     known_failures: Annotated[Path | None, typer.Option(help="Known failures, a TOML file.")] = None,
     report: Annotated[Path | None, typer.Option(help="A folder for report.html and report.json.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="A file for JUnit's XML, which CI servers show.")] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
 ) -> None:
     """Play an implementation of context-parallel attention against the oracle."""
@@ -102,8 +103,8 @@ def main(
         typer.echo(f"cp-attention {version_of('cp-attention') or 'of a checkout that is not installed'}")
         raise typer.Exit
     sizes_of_problem = _sizes_of_problem(repro)
-    if report is not None and (problem := unwritable(report)):
-        raise typer.BadParameter(problem, param_hint="--report")
+    if problem := unwritable(report, junit):
+        raise typer.BadParameter(problem)
     tiers = _tiers(level, tier)
     _check_device(device)
     (profile,) = _choices("--profile", [profile], tuple(PROFILES))
@@ -138,8 +139,8 @@ def main(
     print_table(console, results, impl)
     if repro is None:
         print_coverage(console, coverage(record.played))
-    if report is not None:
-        _write(report, record, console)
+    for path in write_report(record, report, junit):
+        console.print(f"wrote {path}", highlight=False)
     code = 1 if any(result.smallest for result in results) else 4 if nothing_tested(results) else 0
     if code == 4:
         console.print("nothing was computed: all of it is unsupported or missing", highlight=False)
@@ -195,13 +196,6 @@ def _runner(
 def _not_loaded(error: LoadError) -> NoReturn:
     typer.echo(str(error), err=True)
     raise typer.Exit(3) from error
-
-
-def _write(folder: Path, record: RunRecord, console: Console) -> None:
-    from conformance.report import write_report
-
-    for path in write_report(record, folder):
-        console.print(f"wrote {path}", highlight=False)
 
 
 def _known_failures(path: Path | None) -> KnownFailures:

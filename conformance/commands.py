@@ -1,16 +1,22 @@
-"""Commands to type: what plays one problem again, and what started this run."""
+"""Commands to type: what plays one problem again, what started this run; and the versions and machine that ran it."""
 
 from __future__ import annotations
 
+import datetime
+import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from conformance.judge.run_record import Played
 
-__all__ = ["replay_command", "replay_options", "run_command"]
+__all__ = ["replay_command", "replay_options", "run_command", "version_of", "what_runs"]
 
 DEFAULT_TIME_LIMIT_S = 60.0
 _SUITE = ["python", "-m", "conformance"]
@@ -57,3 +63,38 @@ def run_command() -> str:
     program = Path(sys.argv[0])
     words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     return shlex.join([*words, *sys.argv[1:]])
+
+
+def what_runs(device: str, *packages: str) -> dict[str, Any]:
+    """What this run is, for the `meta` of a record: command, date, device, platform, versions, and the commit of the
+    checkout that it runs in, if it is one.
+
+    Args:
+        packages: whose versions count, beside PyTorch's and this one's.
+    """
+    named = f"{device} ({torch.cuda.get_device_name()})" if device.startswith("cuda") else device
+    meta: dict[str, Any] = {
+        "command": run_command(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": named,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: found for name in ("torch", "cp-attention", *packages) if (found := version_of(name))},
+    }
+    return meta | ({"commit": commit} if (commit := _commit()) else {})
+
+
+def version_of(name: str) -> str:
+    """The version of an installed package; "" of one that is not there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    try:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -70,8 +70,6 @@ def settings_of(config: pytest.Config) -> Settings:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A report that cannot be written, or a limit that makes no sense, is a mistake of the command line."""
-    from conformance.report.writable import unwritable
-
     option = cast("Callable[..., Any]", config.getoption)
     limit, examples = option("--cp-time-limit", 60.0), option("--cp-examples", None)
     if not 0.1 <= limit <= 1e6:
@@ -79,8 +77,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if examples is not None and examples < 1:
         raise pytest.UsageError(f"--cp-examples is {examples}; it must be a positive integer")
     folder = option("--cp-report", None)
-    if folder is not None and (problem := unwritable(folder)):
-        raise pytest.UsageError(f"--cp-report: {problem}")
+    if folder is None:
+        return
+    from conformance.report import unwritable
+
+    if problem := unwritable(folder):
+        raise pytest.UsageError(f"--cp-{problem.removeprefix('--')}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

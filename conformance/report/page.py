@@ -11,8 +11,9 @@ from conformance.judge.run_record import FAILING, LEVELS, VERDICTS, Played, RunR
 from conformance.report.failures import Failure, Refusal, failures, refusals
 from conformance.report.matrix import COLUMNS, SYMBOLS, Panel, counted, matrix, worst
 from conformance.report.ratios import Ratios, histograms, ratios
+from conformance.step.report import StepRecord, ranks_in_words
 
-__all__ = ["Summary", "html", "summary"]
+__all__ = ["Summary", "html", "step_html", "summary"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,24 @@ def summary(record: RunRecord) -> Summary:
 
 
 def html(found: Summary) -> str:
-    """The page: one text without scripts, which loads nothing. Raises ModuleNotFoundError without Jinja."""
+    """The page of a run of the suite."""
+    return _rendered(
+        "report.html",
+        found.record.meta,
+        found=found,
+        columns=COLUMNS,
+        symbols=SYMBOLS,
+        histograms=histograms(found.ratios),
+    )
+
+
+def step_html(record: StepRecord) -> str:
+    """The page of steps: what is wrong, then what differs, module by module, then what agrees."""
+    return _rendered("step.html", record.meta, record=record, wrong=sum(not r.right for r in record.reports))
+
+
+def _rendered(template: str, meta: dict[str, Any], **values: Any) -> str:
+    """One text without scripts, which loads nothing. Raises ModuleNotFoundError without Jinja."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -91,10 +109,6 @@ def html(found: Summary) -> str:
         undefined=StrictUndefined,
     )
     environment.filters |= {"counted": counted, "worst": worst, "number": "{:,}".format, "ratio": "{:.3g}".format}
-    return environment.get_template("report.html").render(
-        found=found,
-        meta={"impl": "", "command": "", "notes": ()} | found.record.meta,
-        columns=COLUMNS,
-        symbols=SYMBOLS,
-        histograms=histograms(found.ratios),
-    )
+    environment.filters |= {"short": "{:.1e}".format, "ranks": ranks_in_words}
+    meta = {"impl": "", "command": "", "notes": ()} | meta
+    return environment.get_template(template).render(meta=meta, **values)

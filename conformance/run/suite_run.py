@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
-import platform
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch
-
-from conformance.commands import run_command
+from conformance.commands import what_runs
 from conformance.draw.capabilities import EVERYTHING, Capabilities
 from conformance.draw.strategies import CP_SIZES
 from conformance.judge.known_failures import KnownFailures
@@ -22,7 +16,7 @@ from conformance.run.play_problem import Offer, Pairs, Runner, Task
 from conformance.run.run_tiers import Profile, TierResult, replay, run_tier
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of, table_entry
 
-__all__ = ["ALL_TIERS", "SuiteRun", "describe_run", "level_of", "nothing_tested", "version_of"]
+__all__ = ["ALL_TIERS", "SuiteRun", "describe_run", "level_of", "nothing_tested"]
 
 ALL_TIERS: tuple[str, ...] = (*LEVEL_TIERS, *CASE_TIERS, *TABLE_TIERS)
 
@@ -157,42 +151,14 @@ def describe_run(impl: Any, profile: str, suite_run: SuiteRun, options: Sequence
             `conformance.commands.replay_command`.
     """
     name = impl if isinstance(impl, str) else repr(impl)
-    meta: dict[str, Any] = {
+    return {
         "impl": name,
         "by_name": isinstance(impl, str),
         "options": list(options),
-        "command": run_command(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "profile": profile,
         "max_examples": suite_run.profile.max_examples,
         "seed": suite_run.profile.seed,
         "cp_sizes": list(suite_run.cp_sizes),
-        "device": _device_name(suite_run.device),
         "levels": list(suite_run.runner.info.levels),
         "missing": list(suite_run.runner.info.missing),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }
-    packages = ("torch", "hypothesis", "cp-attention", name.partition(":")[0].partition(".")[0])
-    meta["versions"] = {name: found for name in packages if (found := version_of(name))}
-    return meta | ({"commit": commit} if (commit := _commit()) else {})
-
-
-def version_of(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
-
-
-def _commit() -> str:
-    """Of the checkout that this runs in, if it is one."""
-    try:
-        command = ["git", "rev-parse", "--short", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def _device_name(device: str) -> str:
-    return f"{device} ({torch.cuda.get_device_name()})" if device.startswith("cuda") else device
+    } | what_runs(suite_run.device, "hypothesis", name.partition(":")[0].partition(".")[0])

@@ -6,12 +6,13 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 from conformance.judge.budgets import Row
 
-__all__ = ["CAUSES", "Compared", "Finding", "ModuleRow", "StepReport", "ranks_in_words", "shortened"]
+__all__ = ["CAUSES", "Compared", "Finding", "ModuleRow", "StepRecord", "StepReport", "ranks_in_words", "shortened"]
 
 _MOST_ROWS = 8
 _NAME = 24  # characters that a name has at least, however narrow the terminal is
@@ -182,6 +183,44 @@ class StepReport:
             said += [f"{count} differ on {_ranks(ranks)}" for ranks, count in where.most_common()]
             parts.append(", ".join(said))
         return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The reports of one command, as data. `meta` says what ran where, as that of a `RunRecord`; `error` is why a step
+    could not be run or compared.
+    """
+
+    meta: dict[str, Any]
+    reports: tuple[StepReport, ...]
+    error: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts and lists; `from_json` reads it back.
+
+        >>> row = Row("loss", 0.0, 1e-7, 0.0, 1e-7, True)
+        >>> record = StepRecord({}, (StepReport("2 ranks", (row,), (Finding("labels", "wrong"),), ranks=2),))
+        >>> StepRecord.from_json(record.to_json()) == record
+        True
+        """
+        return {"meta": self.meta, "steps": [asdict(report) for report in self.reports], "error": self.error}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> StepRecord:
+        """The record that `to_json` wrote."""
+        return StepRecord(data["meta"], tuple(_report(step) for step in data["steps"]), data["error"])
+
+
+def _report(data: dict[str, Any]) -> StepReport:
+    """Infinities and NaN are text in JSON."""
+    kinds: dict[str, Any] = {"rows": _row, "findings": Finding, "modules": ModuleRow}
+    parts: dict[str, Any] = {name: tuple(make(**each) for each in data[name]) for name, make in kinds.items()}
+    return StepReport(**data | parts)
+
+
+def _row(**fields: Any) -> Row:
+    numbers: dict[str, Any] = {n: float(x) for n, x in fields.items() if n.endswith(("_error", "_bound"))}
+    return Row(**fields | numbers)
 
 
 def _lines(table: Sequence[tuple[str, ...]]) -> list[str]:

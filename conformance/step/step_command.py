@@ -6,6 +6,7 @@ Exit codes: 0 right, 1 differences, 2 the command line makes no sense, 3 the ste
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -13,8 +14,10 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from conformance.commands import what_runs
 from conformance.step.compare_step import compare_step
 from conformance.step.jobs import StepError
+from conformance.step.report import StepRecord, StepReport
 
 __all__ = ["app"]
 
@@ -33,6 +36,8 @@ def step(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="Whose rounding counts, as bfloat16.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds a run may take.")] = 600.0,
+    report: Annotated[Path | None, typer.Option(help="A folder for report.html and report.json.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="A file for JUnit's XML, which CI servers show.")] = None,
 ) -> None:
     """Compare one training step over ranks with the same step in one process.
 
@@ -46,7 +51,10 @@ def step(
         return model, step  # or model, step, optimizer
     batch = {"input_ids": ...}  # or a function that makes it
     """
-    right = True
+    if problem := _unwritable(report, junit):
+        raise typer.BadParameter(problem)
+    reports: list[StepReport] = []
+    failure = ""
     try:
         sizes = [int(word) for word in cp_size.split(",")]
         kind = None if dtype is None else _dtype(dtype)
@@ -54,15 +62,29 @@ def step(
             how: dict[str, Any] = {"dp_size": dp_size, "cp_comm_type": comm, "layout": owner, "loss": loss}
             how |= {"device": device, "dtype": kind, "timeout_s": timeout}
             with _Bars() as bars:
-                report = compare_step(build, batch, size, **how, on_progress=bars.went_on)
-            typer.echo(f"{report}\n")
-            right = right and report.right
+                reports.append(compare_step(build, batch, size, **how, on_progress=bars.went_on))
+            typer.echo(f"{reports[-1]}\n")
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
     except StepError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(3) from error
-    raise typer.Exit(0 if right else 1)
+        failure = str(error)
+        typer.echo(failure, err=True)
+    if report is not None or junit is not None:
+        from conformance.report import write_report
+
+        record = StepRecord(what_runs(device), tuple(reports), failure)
+        for path in write_report(record, report, junit):
+            typer.echo(f"wrote {path}")
+    raise typer.Exit(3 if failure else 0 if all(each.right for each in reports) else 1)
+
+
+def _unwritable(report: Path | None, junit: Path | None) -> str:
+    """Asks the package that writes reports only where one is wanted: it takes a second to import."""
+    if report is None and junit is None:
+        return ""
+    from conformance.report import unwritable
+
+    return unwritable(report, junit)
 
 
 class _Bars:

@@ -52,7 +52,7 @@ def test_a_crash_in_a_worker_is_reported_with_its_problem(tmp_path: Path) -> Non
     arguments = ("--impl", "tests.meta.zoo.samples:Exits", "--cp-size", "2", "--max-examples", "12")
     code, output = _play(
         *arguments, "--max-failures", "1", "--shrink-time", "5", "--report", str(tmp_path), "--tier", "plan",
-        "--tier", "probes", "--tier", "merge",
+        "--tier", "probes", "--tier", "merge", "--junit", str(tmp_path / "junit.xml"),
     )  # fmt: skip
     assert code == 1, output
     assert "probes: crashed" in output
@@ -63,6 +63,7 @@ def test_a_crash_in_a_worker_is_reported_with_its_problem(tmp_path: Path) -> Non
     assert any(p.get("shrunk") and p["verdict"] == "crashed" for p in record["played"])
     assert record["meta"]["impl"] == "tests.meta.zoo.samples:Exits"
     assert record["meta"]["versions"]["torch"]
+    assert 'classname="conformance.schedule.probes"' in (tmp_path / "junit.xml").read_text()
 
 
 def test_levels() -> None:

@@ -9,6 +9,8 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import cast
+from xml.etree import ElementTree
 
 import pytest
 from markupsafe import escape
@@ -17,13 +19,12 @@ from typer.testing import CliRunner
 from conformance.case import Case
 from conformance.commands import replay_command
 from conformance.judge.run_record import FAILING, VERDICTS, Played, RunRecord
-from conformance.report import read_record, write_report
+from conformance.report import read_record, unwritable, write_report
 from conformance.report.__main__ import app
 from conformance.report.failures import failures, refusals
 from conformance.report.matrix import SYMBOLS, matrix, worst
 from conformance.report.page import summary
 from conformance.report.ratios import ratios
-from conformance.report.writable import unwritable
 from cp_ref.spec import CP_COMM_TYPES, MASKS, QKV_FORMATS, Problem, Sequence
 from tests.meta.reports.report_records import META, made_up
 
@@ -186,7 +187,7 @@ def test_the_json_reads_back_and_says_what_the_record_says(files: list[Path], re
 def test_what_is_no_number_survives(tmp_path: Path) -> None:
     played = _played("wrong", ratios={"dq max": float("inf"), "dq mean": float("nan")})
     file, page = write_report(RunRecord({"impl": "x", "path": Path("a")}, (played,)), tmp_path)
-    (again,) = read_record(file).played
+    (again,) = cast(RunRecord, read_record(file)).played
     assert again.ratios["dq max"] == float("inf")
     assert again.ratios["dq mean"] != again.ratios["dq mean"]
     assert "<td>inf</td>" in page.read_text(encoding="utf-8")
@@ -273,6 +274,27 @@ def test_without_jinja_a_run_with_a_report_does_not_begin(tmp_path: Path, monkey
     assert not unwritable(tmp_path)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert "needs Jinja" in unwritable(tmp_path)
+
+
+def test_junit_has_each_failure_and_each_entry_of_a_table(tmp_path: Path, record: RunRecord) -> None:
+    small = _played("wrong", 3, findings=("out is \x00 wrong", "dq too"), shrunk=True, tier="budget")
+    more = (_played("wrong", 9, tier="pairs"), small, replace(small, tier="pairs"))
+    more += (Played("schedule", "errors", "error no-group", "unsupported", ("not here",)),)
+    [file] = write_report(replace(record, played=record.played + more), None, tmp_path / "junit.xml")
+    root = ElementTree.parse(file).getroot()
+    suites = {suite.get("name"): {str(case.get("name")): case for case in suite} for suite in root}
+    assert next(iter(suites)) == "conformance.schedule.plan"
+    assert list(suites["conformance.schedule.budget"]) == [small.text]
+    assert list(suites["conformance.schedule.pairs"]) == [small.text]
+    failure = suites["conformance.schedule.budget"][small.text][0]
+    assert (failure.tag, failure.get("message")) == ("failure", "wrong: out is ? wrong")
+    assert replay_command(record.meta, small) in str(failure.text)
+    errors = suites["conformance.schedule.errors"]
+    assert [[child.tag for child in case] for case in errors.values()] == [["failure"], [], ["skipped"]]
+    assert suites["conformance.merge.merge"]["drawn problems"][0].tag == "skipped"
+    for suite in root:
+        assert int(suite.attrib["tests"]) == len(suite)
+    assert int(root.attrib["failures"]) == sum(len(case.findall("failure")) for case in root.iter("testcase"))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -147,7 +148,7 @@ def test_a_real_run_of_a_broken_implementation(tmp_path: Path) -> None:
     wrong = [p for p in played if p.verdict == "wrong"]
     assert 0 < len(wrong) < len(played)
     files = write_report(RunRecord({"impl": "cp_ref", "device": "cpu"}, tuple(played)), tmp_path)
-    found = summary(read_record(files[0]))
+    found = summary(cast(RunRecord, read_record(files[0])))
     assert {f.text for f in found.failures} == {p.text for p in wrong}
     differing = [f for f in found.failures if f.difference and f.difference.wrong]
     assert differing

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
 import pytest
+from typer.testing import CliRunner
 
 from conformance.judge.budgets import Row
+from conformance.report import read_record, write_report
+from conformance.report.__main__ import app
 from conformance.step import CAUSES, Finding, StepReport
-from conformance.step.report import ModuleRow
+from conformance.step.report import ModuleRow, StepRecord
 
 LONG = "model.layers.10.self_attention.linear_projection.weight"
 
@@ -73,3 +80,63 @@ def test_the_diagnosis_is_behind_the_table() -> None:
     assert lines[-3].startswith("3 labels are wrong")
     assert CAUSES["labels"] in lines[-2]
     assert lines[-1] == "first difference: the label of document 0, position 3"
+
+
+def test_the_page_begins_with_the_diagnosis_and_goes_module_by_module(tmp_path: Path) -> None:
+    record = StepRecord({"command": "python -m conformance step a:b", "device": "cpu"}, (step_report(),))
+    files = write_report(record, tmp_path)
+    page = files[1].read_text(encoding="utf-8")
+    body = page[page.index("<body>") :]
+    first = [
+        body.index(text) for text in ("3 labels are wrong", "a:b", "in the order of", "What differs", "What agrees")
+    ]
+    assert first == sorted(first)
+    modules = [
+        body.index(text) for text in ("<td>embed</td>", "&lt;b&gt;norm&lt;/b&gt;", "7 of 9 tokens", "<td>the model")
+    ]
+    assert modules == sorted(modules)
+    assert "1 of 3 outputs agree, 1 differ, 1 could not be compared" in body
+    assert "<b>norm" not in page
+    assert "default-src 'none'" in page
+    assert not any(word in page for word in ("<script", "<link", "src=", "http:", "https:"))
+    assert read_record(files[0]) == record
+    done = CliRunner().invoke(app, [str(files[0]), "-o", str(tmp_path / "again")])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "again" / "report.html").read_text(encoding="utf-8") == page
+
+
+def test_steps_that_are_right_or_could_not_run_are_pages_too(tmp_path: Path) -> None:
+    right = StepRecord({}, (step_report(wrong=False),))
+    assert "The training step is right" in write_report(right, tmp_path)[1].read_text(encoding="utf-8")
+    failed = StepRecord({}, (), "rank 1 raised:\nRuntimeError: <no> model")
+    page = write_report(failed, tmp_path)[1].read_text(encoding="utf-8")
+    assert "was not compared" in page
+    assert "RuntimeError: &lt;no&gt; model" in page
+
+
+def test_numbers_that_json_has_not_survive(tmp_path: Path) -> None:
+    report = step_report()
+    odd = replace(report.rows[0], max_error=float("inf"), max_bound=0.0, ok=False, note="only the ranks has it")
+    record = StepRecord({}, (replace(report, rows=(odd, *report.rows[1:])),))
+    file, page = write_report(record, tmp_path)
+    assert read_record(file) == record
+    assert "<td>inf</td>" in page.read_text(encoding="utf-8")
+
+
+def test_junit_of_steps(tmp_path: Path) -> None:
+    right = replace(step_report(wrong=False), title="2 ranks, a2a, dual_chunk, float32")
+    record = StepRecord({}, (step_report(), right), "rank 1 raised:\n\x1b[31mRuntimeError: no model")
+    [file] = write_report(record, None, tmp_path / "deep" / "steps.xml")
+    root = ElementTree.parse(file).getroot()
+    assert root.attrib | {"time": ""} == {"tests": "15", "failures": "3", "errors": "1", "skipped": "0", "time": ""}
+    wrong, fine, error = root
+    assert [wrong.get("name"), fine.get("failures"), error.get("errors")] == [
+        "step over 4 ranks, p2p, dual_chunk, float32",
+        "0",
+        "1",
+    ]
+    failures = {case.get("name"): case[0].get("message") for case in wrong if len(case)}
+    assert list(failures) == ["the step", f"gradient of {LONG}", f"after two steps: {LONG}"]
+    assert failures["the step"] == "3 labels are wrong, all where a slice or document ends"
+    assert "ranks: 1, 3; shape [3], in one process [4]" in str(failures[f"gradient of {LONG}"])
+    assert error[0][0].get("message") == "?[31mRuntimeError: no model"

@@ -16,7 +16,9 @@ import torch
 from typer.testing import CliRunner
 
 import cp_fast
+from conformance.report import read_record
 from conformance.step import CAUSES, StepError, compare_step
+from conformance.step.report import StepRecord
 from conformance.step.step_command import app
 from tests.dist.workers import run_module
 from tests.meta.step_mutants.model import Shape, batch_of, build_of
@@ -132,18 +134,25 @@ def test_the_command_says_right() -> None:
 
 
 @pytest.mark.thorough
-def test_the_command_s_other_exit_codes() -> None:
+def test_the_command_s_other_exit_codes(tmp_path: Path) -> None:
     """In this process: the steps' processes are forked from the server that is there."""
 
     def step(*arguments: str) -> tuple[int, str]:
         done = CliRunner().invoke(app, words(*arguments))
         return done.exit_code, done.output
 
-    code, said = step(":silent", "--batch", ":of_four_layers")
+    code, said = step(":silent", "--batch", ":of_four_layers", "--report", str(tmp_path))
     assert code == 1, said
-    code, said = step(":raises", "--batch", ":of_four_layers")
+    assert f"wrote {tmp_path / 'report.html'}" in said
+    [report] = cast(StepRecord, read_record(tmp_path / "report.json")).reports
+    assert str(report) in said
+    code, said = step(":raises", "--batch", ":of_four_layers", "--junit", str(tmp_path / "step.xml"))
     assert code == 3, said
     assert "no such model" in said
+    assert 'message="RuntimeError: no such model"' in (tmp_path / "step.xml").read_text()
+    code, said = step(":silent", "--batch", ":of_four_layers", "--junit", str(tmp_path))
+    assert code == 2, said
+    assert "is a folder" in said
     assert step(":nowhere", "--batch", ":of_four_layers")[0] == 3
     code, said = step(":silent", "--batch", ":of_four_layers", "--layout", "spiral")
     assert code == 2, said
