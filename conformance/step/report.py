@@ -215,7 +215,7 @@ def _report(data: dict[str, Any]) -> StepReport:
     """Infinities and NaN are text in JSON."""
     kinds: dict[str, Any] = {"rows": _row, "findings": Finding, "modules": ModuleRow}
     parts: dict[str, Any] = {name: tuple(make(**each) for each in data[name]) for name, make in kinds.items()}
-    return StepReport(**data | parts)
+    return StepReport(**data | parts | {"notes": tuple(data["notes"])})
 
 
 def _row(**fields: Any) -> Row:

@@ -40,7 +40,7 @@ def step_report(wrong: bool = True) -> StepReport:
     )
     found = (Finding("labels", "3 labels are wrong, all where a slice or document ends"),)
     where = "the label of document 0, position 3"
-    return StepReport("4 ranks, p2p, dual_chunk, float32", tuple(rows), found, where, 4, modules)
+    return StepReport("4 ranks, p2p, dual_chunk, float32", tuple(rows), found, where, 4, modules, ("a note",))
 
 
 @pytest.mark.parametrize("columns", [20, 60, 120, 300])
@@ -96,6 +96,7 @@ def test_the_page_begins_with_the_diagnosis_and_goes_module_by_module(tmp_path: 
     ]
     assert modules == sorted(modules)
     assert "1 of 3 outputs agree, 1 differ, 1 could not be compared" in body
+    assert "<p>a note</p>" in body
     assert "<b>norm" not in page
     assert "default-src 'none'" in page
     assert not any(word in page for word in ("<script", "<link", "src=", "http:", "https:"))
