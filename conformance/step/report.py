@@ -214,8 +214,10 @@ class StepRecord:
 def _report(data: dict[str, Any]) -> StepReport:
     """Infinities and NaN are text in JSON."""
     kinds: dict[str, Any] = {"rows": _row, "findings": Finding, "modules": ModuleRow}
-    parts: dict[str, Any] = {name: tuple(make(**each) for each in data[name]) for name, make in kinds.items()}
-    return StepReport(**data | parts | {"notes": tuple(data["notes"])})
+    fields: dict[str, Any] = data | {"notes": tuple(data["notes"])}
+    for name, make in kinds.items():
+        fields[name] = tuple(make(**each) for each in data[name])
+    return StepReport(**fields)
 
 
 def _row(**fields: Any) -> Row:
