@@ -22,5 +22,5 @@ class Docstrings(Extension):
             obj.docstring.value = EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", text)
 
     def on_class(self, *, cls: Any, **_: Any) -> None:
-        for name in [name for name in cls.members if name.startswith("__")]:
+        for name in [name for name in cls.members if name.startswith("__") and name != "__init__"]:
             cls.del_member(name)

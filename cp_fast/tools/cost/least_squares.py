@@ -17,7 +17,7 @@ def least_squares(
     """Factors from 0 of the columns, whose sum is what was measured, or as near to it as can be.
 
     Args:
-        columns: of each measurement what its factors count, [measurements][factors].
+        columns: of each measurement what its factors count, [measurements, factors].
         measured: above 0, [measurements].
         near: what the factors are likely to be, above 0, [factors]; each counts as `LIKELY` of a measurement.
 

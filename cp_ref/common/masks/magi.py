@@ -27,7 +27,7 @@ def from_magi(q_ranges: Any, k_ranges: Any, types: Sequence[int | str]) -> torch
     """A mask as MagiAttention has it.
 
     Args:
-        q_ranges, k_ranges: (start, stop) of rows, [n][2]: lists, or a tensor. For its `AttnRanges` call
+        q_ranges, k_ranges: (start, stop) of rows, [n, 2]: lists, or a tensor. For its `AttnRanges` call
             `.to_naive_ranges()`.
         types: for each pair of ranges 0 or "full", 1 or "causal" (aligned to the last row and key), 2 or "inv_causal"
             (aligned to the first ones), 3 or "bi_causal" (both).
