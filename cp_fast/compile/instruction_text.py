@@ -19,8 +19,8 @@ def lines_of(plan: PassPlan[Any]) -> Iterator[str]:
         if one.step != step:
             step = one.step
             yield f"  step {step}"
-        line = f"    {number:3d}  {_instruction(plan.buffers, one)}"
-        yield line if one.made_by == "lower" else f"{line:<88}  ; {one.made_by}"
+        line = f"  {number:3d} {_instruction(plan.buffers, one)}"
+        yield line if one.made_by == "lower" else f"{line:<74} ; {one.made_by}"
 
 
 def _instruction(buffers: Sequence[BufferSpec], one: Instruction[Any]) -> str:
@@ -39,7 +39,7 @@ def _instruction(buffers: Sequence[BufferSpec], one: Instruction[Any]) -> str:
     if isinstance(one, Launch):
         operands = ", ".join(_view(buffers, view) for view in one.operands)
         results = ", ".join(_buffer(buffers, number) for number in one.results)
-        window = f"window ({_side(one.batch.left)}, {_side(one.batch.right)})"
+        window = f"window {_side(one.batch.left)}:{_side(one.batch.right)}"
         return f"launch      {operands} {window} -> {results}"
     if isinstance(one, Accumulate):
         return f"accumulate  {_view(buffers, one.source)} -> {_view(buffers, one.target)}"
@@ -48,7 +48,7 @@ def _instruction(buffers: Sequence[BufferSpec], one: Instruction[Any]) -> str:
 
 
 def _side(side: int | None) -> str:
-    return "-" if side is None else str(side)
+    return "*" if side is None else str(side)
 
 
 def _buffer(buffers: Sequence[BufferSpec], number: int) -> str:

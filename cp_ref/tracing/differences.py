@@ -12,7 +12,7 @@ __all__ = ["Comparison", "Difference"]
 # Why the error arises at this item, when everything before it agrees.
 _ADVICE = {
     "given": "The runs were given different numbers: look at what calls attention (how it shards, its positions).",
-    "received": "Everything before this agrees, so look at this message: what was sent, and how it travelled.",
+    "received": "All before this agrees, so look at this message: what was sent, and how it travelled.",
     "tile": "Everything that this tile needs agrees, so look at the tile itself: its mask, its rows, its arithmetic.",
     "merged": "All partial results agree, so look at how they are put together.",
     "final": "The merged result agrees, so look at what is done to it last: the sink, the cast, the reductions over "

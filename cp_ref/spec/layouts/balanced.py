@@ -3,11 +3,14 @@
 Ranks are filled one after the other. A rank has room for its share of the rows, and needs its share of the pairs.
 Documents are sorted by their pairs per row (under a causal mask: by their lengths). A rank takes from the whole line:
 
-    light                                     dense        1 whole documents, the densest first, as long as the lightest
-    [1][2][ 3 ][ 4  ][  5  ][   6    ][         7       ]    that fill the rank's rows keep it within its need
-    3  3  3                     1              [222222]    2 the late rows of a denser one, as many as are needed
-                                                           3 the lightest, until the rows are full; of the last one its
-                                                             early rows
+    light                                     dense
+    [1][2][ 3 ][ 4  ][  5  ][   6    ][         7       ]
+    3  3  3                     1              [222222]
+
+1. Whole documents, the densest first. It stops when its other rows, filled with the lightest documents, would see more
+   pairs than it needs.
+2. The late rows of a denser document, as many as it needs.
+3. The lightest documents, until the rows are full; of the last one its early rows.
 
 More rows from 2 and fewer from 3 give more pairs, so some number of rows meets the need to within a row. A whole
 document needs no message; late rows receive the document's rows before them, early rows receive none. The rest of a cut
