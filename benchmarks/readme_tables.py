@@ -33,6 +33,7 @@ __all__ = [
     "rounded",
     "speed_table",
     "tables_of",
+    "turned",
 ]
 
 ROOT = Path(__file__).parents[1]
@@ -205,10 +206,27 @@ def part_of(table: str, names: Sequence[str]) -> str:
     return "\n".join((head, rule, *(line for line in lines if line.split(" | ")[0].strip("| ") in names))) + "\n"
 
 
+def turned(table: str, corner: str) -> str:
+    """A table with its columns as lines, which is narrower where names are short and cells are long.
+
+    Args:
+        corner: the name of the new first column.
+
+    >>> print(turned("| | a | b |\\n| --- | --- | --- |\\n| x | 1 | 2 |\\n", "name"), end="")
+    | name | x |
+    | --- | --- |
+    | a | 1 |
+    | b | 2 |
+    """
+    head, _, *lines = ([cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines())
+    (_, *names), *columns = zip(head, *lines, strict=True)
+    return _markdown([corner, *names], columns)
+
+
 def tables_of(folder: Path = RESULTS) -> dict[str, list[str]]:
     """The tables of each document."""
     features, speeds = feature_table(), {gpus: speed_table(gpus, folder) for gpus in SPEEDS}
-    short = [part_of(features, README_FEATURES), part_of(speeds["2 x H100"], README_SPEEDS)]
+    short = [turned(part_of(features, README_FEATURES), "library"), part_of(speeds["2 x H100"], README_SPEEDS)]
     return {
         "README.md": short,
         "docs/conformance/comparison.md": [features.replace("](docs/", "](../"), *speeds.values()],

@@ -68,10 +68,25 @@ def test_the_tutorial_is_a_program() -> None:
 
 def test_the_five_lines_of_the_readme_run(tmp_path: Path) -> None:
     five, _ = blocks("README.md")
-    assert len(list(filter(None, five.splitlines()))) == 5
+    assert len(list(filter(None, five.splitlines()))) == 1 + 5  # what is imported, and the lines
     program = tmp_path / "five_lines.py"
     program.write_text(five + "assert out.shape == q.shape\ndist.destroy_process_group()\n")
-    run_program(program, 4)
+    printed = re.sub(r"[\d.]+$", "", run_program(program, 4), flags=re.MULTILINE).splitlines()
+    shown = re.search(r"^    (rank 0 of 4: .*)[\d.]{5}$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert shown is not None
+    assert sorted(printed) == [shown[1].replace("rank 0", f"rank {rank}") for rank in range(4)]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_on_pages_fits_a_small_screen(path: Path) -> None:
+    """92 columns, which a page of 1,280 pixels shows."""
+    if {"benchmarks", "csrc"} & set(path.parts):  # which the site does not have
+        return
+    code = False
+    for line in path.read_text().splitlines():
+        code = not code if line.lstrip().startswith("```") else code
+        shown = line if code else line[4:] if line.startswith("    ") else ""
+        assert len(shown) <= 92, line
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

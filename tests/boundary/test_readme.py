@@ -63,7 +63,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("package", [cp_ref, cp_fast], ids=["cp_ref", "cp_fast"])
 @pytest.mark.parametrize("row", FEATURES)
 def test_all_four_schedules_have_it(package: Any, row: str) -> None:
-    assert f"| {row} | all four |" in COMPARISON
+    assert f"| {row} | all four schedules |" in COMPARISON
     sizes = {"heads_q": 4, "heads_kv": 4, "d_qk": 16, "d_v": 16, "dtype": torch.float32, "device": "cpu"}
     batch = {} if "packed" in row else {"batch_size": 1, "seqlen_q": 64}
     layout = {"layout": "balanced"} if "packed" in row else {}  # the others divide lengths by the number of ranks
