@@ -40,8 +40,9 @@ class ContextParallel:
         rank: this rank, from 0.
         size: the number of ranks.
         a2a_size: how many ranks exchange heads: all of them in "a2a", the inner group in "a2a+p2p", else 1.
-        uneven: the lengths of sequences that `shard` cut although they do not divide, by the rows of their slices. All
-            contexts of the group with this layout share it.
+        uneven: rows of a slice -> length of the whole sequence. `shard` notes here each length that does not divide by
+            the number of chunks, so that `attention` and `unshard` know it. All contexts of the group with this layout
+            share it.
         comm: the group as a `cp_ref.spec.Group`.
 
     A copy, deep or not, is the context itself.

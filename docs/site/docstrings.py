@@ -12,15 +12,22 @@ PROSE = re.compile(r"^(Returns|Raises):\n((?:    .*\n?)+)", re.MULTILINE)
 
 
 class Docstrings(Extension):
-    """Worked examples stand without a heading; what is returned and raised is prose, not a list of names."""
+    """Worked examples have no heading. What is returned and raised is prose, not a list."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring is not None:
             text = PROSE.sub(
-                lambda found: f"**{found[1]}:**\n{re.sub('^    ', '', found[2], flags=re.M)}", obj.docstring.value
+                lambda found: (
+                    f"**{found[1]}:**\n{re.sub('^    ', '', found[2], flags=re.M)}"
+                ),
+                obj.docstring.value,
             )
-            obj.docstring.value = EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", text)
+            obj.docstring.value = EXAMPLE.sub(
+                lambda found: f"```pycon\n{found[0]}\n```", text
+            )
 
     def on_class(self, *, cls: Any, **_: Any) -> None:
-        for name in [name for name in cls.members if name.startswith("__") and name != "__init__"]:
+        for name in [
+            name for name in cls.members if name.startswith("__") and name != "__init__"
+        ]:
             cls.del_member(name)

@@ -35,6 +35,21 @@ NEXT = "Qwen3NextForCausalLM"
 QUICK = {(NEXT, "packed"), ("KimiLinearForCausalLM", "padded"), ("BambaForCausalLM", "one"), ("Lfm2ForCausalLM", "one")}
 
 
+def test_transformers_alone_lets_packed_documents_leak() -> None:
+    """As docs/how_to/hybrid.md says: a state goes on into the next document, so `alone` plays each one by itself."""
+    batch, model = batches()["packed"], tiny_hybrid(NEXT)
+    _, expected, _ = alone(model, batch)
+    with torch.no_grad():
+        leaked = model(**batch, use_cache=False).loss
+    assert abs(leaked - expected) > 1e-4
+
+    def one(member: Any) -> torch.Tensor:
+        cp = cp_fast.ContextParallel(member)
+        return ours.prepare(tiny_hybrid(NEXT), cp)(**ours.shard_batch(batch, cp=cp)).loss.detach()
+
+    torch.testing.assert_close(torch.stack(SimGroup(2).run(one)).sum(), expected, rtol=1e-5, atol=1e-5)
+
+
 def part_of(name: str, kind: str, cp: Any) -> Part:
     """A rank's logits with the numbers of their tokens in the batch (-100: padding), its part of the loss, and of the
     gradients.
