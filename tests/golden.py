@@ -43,7 +43,6 @@ import typer
 
 import conformance
 import conformance.cli
-import conformance.step.step_command
 import cp_fast
 import cp_fast.checkpoint
 import cp_fast.tools.cli
@@ -383,7 +382,7 @@ def command_entries() -> Iterator[Entry]:
 
     runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})
     apps = {"cp_fast": cp_fast.tools.cli.app, "cp_ref": cp_ref.cli.app, "conformance": conformance.cli.app}
-    for name, app in {**apps, "conformance step": conformance.step.step_command.app}.items():
+    for name, app in apps.items():
         command: Any = get_command(app)
         subcommands = command.list_commands(Context(command)) if hasattr(command, "list_commands") else []
         for words in ([], *([word] for word in subcommands)):
