@@ -18,6 +18,11 @@ from typing import Any, cast
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
+from cp_fast.api.implicit_plan import Call, plan_of_call
+from cp_fast.api.library_operators import attention_in_graph
+from cp_fast.api.planned_call import CallFlags
+from cp_fast.api.score_arguments import ScoreArguments
+from cp_fast.dispatch.opaque import object_of
 from cp_fast.integrations.shared.balanced_table import table_of_batch
 from cp_fast.integrations.shared.drop_in import Asked, drop_in
 from cp_fast.integrations.shared.shared_arguments import (
@@ -27,10 +32,29 @@ from cp_fast.integrations.shared.shared_arguments import (
     read_equal,
     refuse,
 )
+from cp_ref.common.attention_call import problem_arguments
+from cp_ref.common.refusals import told_to_all
 from cp_ref.common.sharding.shard import shard
-from cp_ref.spec import check_context, kind_of
+from cp_ref.spec import Unsupported, check_context, kind_of
 
-__all__ = ["apply_cp_to_forward", "attention_forward", "prepare_context_parallel_input"]
+__all__ = ["apply_cp_to_forward", "attention_forward", "check_backend", "prepare_context_parallel_input"]
+
+
+def check_backend(parallelism: Any) -> None:
+    """Raise ValueError unless torchtitan's ParallelismConfig has the backend that calls `apply_cp_to_forward`.
+
+    >>> from types import SimpleNamespace
+    >>> check_backend(SimpleNamespace(context_parallel_degree=2, spmd_backend="full_dtensor"))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    ValueError: parallelism.spmd_backend is 'full_dtensor' with context_parallel_degree 2; ...='partial_dtensor'
+    """
+    degree, backend = parallelism.context_parallel_degree, getattr(parallelism, "spmd_backend", "partial_dtensor")
+    if degree > 1 and backend != "partial_dtensor":
+        raise ValueError(
+            f"parallelism.spmd_backend is {backend!r} with context_parallel_degree {degree}; varlen attention over "
+            "ranks needs spmd_backend='partial_dtensor'"
+        )
 
 
 def apply_cp_to_forward(attention_modules: Iterable[torch.nn.Module], cp: ContextParallel) -> None:
@@ -95,7 +119,103 @@ def prepare_context_parallel_input(
     return parts[0], parts[1], {**extra_kwargs, "positions": parts[2], "attention_masks": masks}
 
 
-@drop_in()
+def attention_in_block(
+    q_BLNH: torch.Tensor,
+    k_BLNH: torch.Tensor,
+    v_BLNH: torch.Tensor,
+    *,
+    attention_masks: Any,
+    scale: float | None = None,
+    out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    enable_gqa: bool = False,
+    cp: ContextParallel,
+    window_size: tuple[int, int],
+    **kwargs: Any,
+) -> torch.Tensor:
+    """`attention_forward` while torch.compile makes a graph of a block. An operator finds the plan when the graph runs,
+    and another one attends with it.
+    """
+    if cp.cp_comm_type not in ("p2p", "all_gather"):
+        return _outside_of_graphs(
+            *(q_BLNH, k_BLNH, v_BLNH),
+            attention_masks=attention_masks,
+            scale=scale,
+            out_transform=out_transform,
+            **{"enable_gqa": enable_gqa, "cp": cp, "window_size": window_size, **kwargs},
+        )
+    refuse("VarlenAttention", **kwargs)
+    q, k, v = (_narrowed(x) for x in (q_BLNH, k_BLNH, v_BLNH))
+    lengths = attention_masks.cu_seq_q, attention_masks.cu_seq_k
+    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    how = [*window_size], scale, enable_gqa, out_transform is not None, wanted
+    handle = _plan_of_documents(q.detach(), k.detach(), v.detach(), *lengths, cp.handle, *how)
+    flags = CallFlags(False, False, out_transform is not None)
+    out, lse, _ = attention_in_graph(
+        cast(Any, _PlanOfGraph(handle)), cp, flags, ScoreArguments(), q[0], k[0], v[0], None
+    )
+    out = out[None].to(q_BLNH.dtype)
+    return out if out_transform is None else out_transform(out, lse.transpose(0, 1)[None])
+
+
+@torch.compiler.disable(
+    reason="only cp_comm_type 'p2p' and 'all_gather' of torchtitan's attention are part of a graph: an a2a keeps other "
+    "tensors for each batch. Take one of the two, or leave compile off"
+)
+def _outside_of_graphs(*given: Any, **arguments: Any) -> Any:
+    return attention_forward(*given, **arguments)
+
+
+class _PlanOfGraph:
+    """What a graph knows of its plans: a handle, and what is equal for all of them."""
+
+    class problem:
+        qkv_format = "thd"
+
+    kept, needs_inputs = "", True
+
+    def __init__(self, handle: torch.Tensor) -> None:
+        self.handle = handle
+
+
+@torch.library.custom_op("cp_attention::plan_of_documents", mutates_args=())
+def _plan_of_documents(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    cp: torch.Tensor,
+    window_size: list[int],
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    requires_grad: bool,
+) -> torch.Tensor:
+    """The handle of the plan of a batch's documents: the one that an eager call would take. Collective if it is new."""
+    context = object_of(cp)
+    with told_to_all(context):
+        q, k, v = (x.detach().requires_grad_(requires_grad) for x in (q, k, v))
+        window = window_size[0], window_size[1]
+        asked = _documents(q, k, v, cu_seq_q, cu_seq_k, {}, scale, enable_gqa, context, window)
+        problem = problem_arguments(asked.arguments)
+    tensors, flags = (asked.q, asked.k, asked.v), CallFlags(False, False, return_lse)
+    given = dict(zip("qkv", tensors, strict=True))
+    plan = plan_of_call(Call(asked.cp, given, tensors, None, ScoreArguments(), flags, problem))
+    if (plan.kept, plan.needs_inputs) != (_PlanOfGraph.kept, _PlanOfGraph.needs_inputs):
+        raise Unsupported(
+            "this plan in a graph of torch.compile",
+            {f"torchtitan's attention over {plan.backend.name!r}": set()},
+            "its backward pass needs other tensors than the graph keeps; leave compile off",
+        )
+    return plan.handle.clone()
+
+
+@_plan_of_documents.register_fake
+def _(*given: Any) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@drop_in(in_graph=attention_in_block)
 def attention_forward(
     q_BLNH: torch.Tensor,
     k_BLNH: torch.Tensor,
@@ -109,7 +229,8 @@ def attention_forward(
     window_size: tuple[int, int],
     **kwargs: Any,
 ) -> Asked:
-    """One layer's attention, [1, t/cp, n, h] -> [1, t/cp, n, h_v]. Collective.
+    """One layer's attention, [1, t/cp, n, h] -> [1, t/cp, n, h_v]. Collective. Under torch.compile it is part of its
+    block's graph, with cp_comm_type "p2p" and "all_gather".
 
     Args:
         attention_masks: VarlenMetadata of the whole batch: documents by their global cumulative lengths.
@@ -122,27 +243,11 @@ def attention_forward(
     """
     refuse("VarlenAttention", **kwargs)
     check_tensors("1 t/cp n h", q=q_BLNH, k=k_BLNH, v=v_BLNH)
-    if q_BLNH.shape[0] != 1:
-        raise ValueError(
-            f"q has {q_BLNH.shape[0]} rows; prepare_context_parallel_input makes one packed row of a batch"
-        )
-    if not enable_gqa and q_BLNH.shape[2] != k_BLNH.shape[2]:
-        raise ValueError(f"q has {q_BLNH.shape[2]} heads and k {k_BLNH.shape[2]}; that needs enable_gqa=True")
     _check_metadata(attention_masks)
-    lengths = {"cu_seq_q": attention_masks.cu_seq_q, "cu_seq_k": attention_masks.cu_seq_k}
-    cu_q, _, same = lengths_of_both(lengths, {"max_q": attention_masks.max_q, "max_k": attention_masks.max_k})
-    if not same:
-        raise ValueError("attention_masks has other lengths for keys than for queries; documents attend to themselves")
-    narrow = q_BLNH.is_cuda and q_BLNH.dtype == torch.float32
-    q, k, v = (x[0].to(torch.bfloat16) if narrow else x[0] for x in (q_BLNH, k_BLNH, v_BLNH))
-    arguments: dict[str, Any] = {
-        "qkv_format": "thd",
-        "attn_mask_type": "causal" if window_size[1] == 0 else "no_mask",
-        "window_size": window_size,
-        "cu_seqlens_q": cu_q,
-        "softmax_scale": scale,
-        "return_lse": out_transform is not None,
-    }
+    longest = {"max_q": attention_masks.max_q, "max_k": attention_masks.max_k}
+    lengths = attention_masks.cu_seq_q, attention_masks.cu_seq_k
+    q, k, v = (_narrowed(x) for x in (q_BLNH, k_BLNH, v_BLNH))
+    asked = _documents(q, k, v, *lengths, longest, scale, enable_gqa, cp, window_size)
 
     def give(results: Any) -> torch.Tensor:
         if out_transform is None:
@@ -150,8 +255,44 @@ def attention_forward(
         out, lse = results
         return out_transform(out[None].to(q_BLNH.dtype), lse.transpose(0, 1)[None])
 
+    return asked._replace(arguments=asked.arguments | {"return_lse": out_transform is not None}, give=give)
+
+
+def _narrowed(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.bfloat16) if x.is_cuda and x.dtype == torch.float32 else x
+
+
+def _documents(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seq_q: Any,
+    cu_seq_k: Any,
+    longest: dict[str, Any],
+    scale: float | None,
+    enable_gqa: bool,
+    cp: ContextParallel,
+    window_size: tuple[int, int],
+) -> Asked:
+    """Attention of one packed row's documents, as the arguments of `attention`. longest: max_q and max_k."""
+    check_tensors("1 t/cp n h", q=q, k=k, v=v)
+    if q.shape[0] != 1:
+        raise ValueError(f"q has {q.shape[0]} rows; prepare_context_parallel_input makes one packed row of a batch")
+    if not enable_gqa and q.shape[2] != k.shape[2]:
+        raise ValueError(f"q has {q.shape[2]} heads and k {k.shape[2]}; that needs enable_gqa=True")
+    named = {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k}
+    cu_q, _, same = lengths_of_both(named, longest or dict.fromkeys(("max_q", "max_k")))
+    if not same:
+        raise ValueError("attention_masks has other lengths for keys than for queries; documents attend to themselves")
+    arguments: dict[str, Any] = {
+        "qkv_format": "thd",
+        "attn_mask_type": "causal" if window_size[1] == 0 else "no_mask",
+        "window_size": window_size,
+        "cu_seqlens_q": cu_q,
+        "softmax_scale": scale,
+    }
     of_batch = table_of_batch(cp, "thd", cu_q).over(cp) if cp.layout == "balanced" else cp
-    return Asked(q, k, v, of_batch, arguments, give)
+    return Asked(q[0], k[0], v[0], of_batch, arguments)
 
 
 def _entry(extra_kwargs: Any, name: str) -> Any:

@@ -48,12 +48,14 @@ def argument_cp(given: dict[str, Any]) -> Any:
 
 def drop_in(
     context_of: Callable[[dict[str, Any]], ContextParallel] = argument_cp,
+    in_graph: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, Asked]], Callable[P, Any]]:
     """A decorator for a function that reads a call's arguments into `Asked` and sends nothing; returns the call itself.
     Collective.
 
     Args:
         context_of: finds the ranks to tell of an error, in the unchecked arguments by name.
+        in_graph: what torch.compile makes of a call; by default a graph break.
 
     Raises:
         Every error of the function. The other ranks, which are about to agree, raise a ValueError that quotes it.
@@ -76,6 +78,8 @@ def drop_in(
         @wraps(read)
         def call(*args: P.args, **kwargs: P.kwargs) -> Any:
             if torch.compiler.is_compiling():
+                if in_graph is not None:
+                    return in_graph(*args, **kwargs)
                 from cp_fast.dispatch.graph_break import graph_break  # Imports Dynamo, as slow as PyTorch's import.
 
                 return graph_break(call, *args, **kwargs)

@@ -227,7 +227,12 @@ def switched_on() -> tuple[int, bool]:
     trainer = importlib.import_module("torchtitan.trainer")
     exec(dedent(lines), {"cp_fast": cp_fast, "cp_torchtitan": ours})
     config = _debugmodel("varlen")
-    config.update_from_config(config=SimpleNamespace(parallelism=ParallelismConfig(context_parallel_degree=2)))
+    for backend in ("spmd_types", "full_dtensor"):  # the first is the default
+        parallelism = ParallelismConfig(context_parallel_degree=2, spmd_backend=backend)
+        with pytest.raises(ValueError, match=f"spmd_backend is '{backend}'.* needs spmd_backend='partial_dtensor'"):
+            config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+    parallelism = ParallelismConfig(context_parallel_degree=2, spmd_backend="partial_dtensor")
+    config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     model, mesh, batch = model_of(), init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), documents(5, 19, 11, 13)
     parallelize.apply_cp_to_forward(attentions(model), mesh)
     masks = attention.create_varlen_metadata_for_document(batch["positions"])
@@ -239,3 +244,78 @@ def switched_on() -> tuple[int, bool]:
 
 def test_the_degree_of_its_configuration_can_switch_it_on(four: Processes) -> None:
     assert four.run(switched_on) == [(12, True)] * 4
+
+
+def compiled(comm: str, layout: str, backend: str) -> list[str]:
+    """What differs between blocks that are one graph each, as torchtitan compiles them, and the same blocks eager."""
+    cp: Any = cp_fast.ContextParallel(dist.group.WORLD, comm, layout=layout)  # type: ignore[arg-type]
+    eager, wrong, graphs = model_of(1), [], []
+    attentions(eager)[0].window_size = (9, 0)
+    model = copy.deepcopy(eager)
+    for one in (eager, model):
+        ours.apply_cp_to_forward(attentions(one), cp)
+
+    def counted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    torch._dynamo.reset()
+    for block in model.layers.values():
+        block.compile(backend=counted, fullgraph=True)
+    for lengths in ((5, 19, 11, 13), (1, 23, 3, 3, 18)):
+        batch = documents(*lengths)
+        masks = attention.create_varlen_metadata_for_document(batch["positions"])
+        extra = {"positions": batch["positions"], "attention_masks": masks}
+        given = batch["inputs"], batch["labels"], extra, cp
+        losses = [losses_of(one, *ours.prepare_context_parallel_input(*given)) for one in (eager, model)]
+        for each in losses:
+            each.mean().backward()
+        if not torch.allclose(*losses, rtol=1e-5, atol=1e-5):
+            wrong.append(f"losses of {lengths}")
+        wrong += [
+            f"{name} of {lengths}"
+            for (name, x), y in zip(eager.named_parameters(), model.parameters(), strict=True)
+            if not torch.allclose(x.grad, y.grad, rtol=1e-4, atol=1e-6)
+        ]
+        made = len(cp.agreements.fingerprints)
+        with torch.no_grad():
+            losses_of(model, *ours.prepare_context_parallel_input(*given))
+        wrong += [f"plans of {lengths}"] if len(cp.agreements.fingerprints) > made + 2 else []
+    before, batch = len(graphs), documents(7, 17, 10, 14)
+    masks = attention.create_varlen_metadata_for_document(batch["positions"])
+    extra = {"positions": batch["positions"], "attention_masks": masks}
+    with torch.no_grad():
+        losses_of(model, *ours.prepare_context_parallel_input(batch["inputs"], batch["labels"], extra, cp))
+    return wrong + [f"{before} graphs, then {len(graphs)}"] * (len(graphs) > before)
+
+
+@pytest.mark.thorough
+def test_a_compiled_block_is_one_graph(two: Processes) -> None:
+    assert two.run(compiled, "p2p", "balanced", "aot_eager") == [[], []]
+
+
+def compiled_wrongly() -> list[str]:
+    """What is said of an a2a in one graph, and of a call that one rank alone has wrong."""
+    q = torch.zeros(1, 8, 2, 8)
+    cu = torch.tensor([0, 16], dtype=torch.int32)
+    masks, said = attention.VarlenMetadata(cu, cu, 16, 16), []
+    a2a, p2p = (cp_fast.ContextParallel(dist.group.WORLD, comm) for comm in ("a2a", "p2p"))  # type: ignore[arg-type]
+
+    def call(x: torch.Tensor, k: torch.Tensor, cp: Any) -> torch.Tensor:
+        return 2 * ours.attention_forward(x, k, k, attention_masks=masks, cp=cp, window_size=(-1, 0))
+
+    for cp, k in ((a2a, q), (p2p, q[:, :, :1] if dist.get_rank() else q)):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r".") as caught:
+            torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, cp)
+        said.append(str(caught.value))
+    torch._dynamo.reset()
+    in_two = torch.compile(call, backend="aot_eager")(q, q, a2a)
+    assert torch.equal(in_two, call(q, q, a2a))
+    return said
+
+
+def test_what_no_graph_has_is_named(two: Processes) -> None:
+    for of_a2a, of_heads in two.run(compiled_wrongly):
+        assert "Take one of the two, or leave compile off" in of_a2a
+        assert "q has 2 heads and k 1; that needs enable_gqa=True" in of_heads
