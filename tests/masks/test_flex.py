@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from cp_ref import Unsupported, masks
+from cp_ref import Unsupported, dense_attention, masks
 from tests.masks.test_makers import shown
 
 SIZE = 4  # of a block
@@ -181,6 +181,60 @@ def test_a_mask_that_looks_at_the_head() -> None:
 
     block_mask = create_block_mask(per_head, None, None, *LENGTHS, device="cpu", BLOCK_SIZE=SIZE)
     with pytest.raises(Unsupported, match="whose mask_mod looks at the head"):
+        masks.from_block_mask(block_mask)
+
+
+def test_rows_of_a_batch_have_masks_of_their_own() -> None:
+    """As PyTorch's examples have them: documents of each row differ. The rows are those of one buffer."""
+    documents = torch.tensor([[0] * 5 + [1] * 8, [0] * 9 + [1] * 4, [0] * 13])
+
+    def inside(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (documents[b, q] == documents[b, k]) & (k <= q)
+
+    block_mask = create_block_mask(inside, 3, None, 13, 13, device="cpu", BLOCK_SIZE=SIZE)
+    areas = masks.from_block_mask(block_mask)
+    seen = (documents[:, :, None] == documents[:, None]) & torch.ones(13, 13, dtype=torch.bool).tril()
+    expected = torch.block_diag(*seen.int()).bool()
+    assert torch.equal(shown(areas, 39, 39), expected)
+    q, k, v = torch.randn(3, 3, 13, 2, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    theirs = flex.flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask)
+    cu = torch.arange(4) * 13
+    flat = (x.flatten(0, 1) for x in (q, k, v))
+    ours = dense_attention(*flat, qkv_format="thd", cu_seqlens_q=cu, areas=areas)[0]
+    assert isinstance(theirs, torch.Tensor)
+    torch.testing.assert_close(ours.unflatten(0, (3, 13)).transpose(1, 2), theirs)
+    assert block_mask.full_kv_num_blocks is not None
+    block_mask.full_kv_num_blocks[1, 0, 1] -= 1
+    with pytest.raises(Unsupported, match="disagree in the block of queries 4:8 and keys 0:4 of row 1"):
+        masks.from_block_mask(block_mask)
+
+
+def test_a_dilated_window_names_score_mod_which_is_right() -> None:
+    def dilated(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k <= q) & (k > q - 256) & ((q - k) % 2 == 0)
+
+    block_mask = create_block_mask(dilated, None, None, 512, 512, device="cpu")
+    with pytest.raises(Unsupported, match=r"queries 0:128 and keys 0:128[^$]*A score_mod takes every mask"):
+        masks.from_block_mask(block_mask)
+
+    def hidden(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        seen = (kv_idx <= q_idx) & (kv_idx > q_idx - 256) & ((q_idx - kv_idx) % 2 == 0)
+        return torch.where(seen, score, -torch.inf)
+
+    q, k, v = torch.randn(3, 1, 512, 1, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    theirs = flex.flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask)
+    assert isinstance(theirs, torch.Tensor)
+    ours = dense_attention(q, k, v, attn_mask_type="no_mask", score_mod=hidden)[0]
+    torch.testing.assert_close(ours.transpose(1, 2), theirs)
+
+
+@pytest.mark.parametrize("heads", [2, "mask_mod"])
+def test_masks_that_differ_between_heads_name_score_mod(heads: Any) -> None:
+    mask_mod = MASKS["causal"] if heads == 2 else (lambda b, h, q, k: k <= q + h)
+    block_mask = create_block_mask(
+        mask_mod, None, heads if heads == 2 else None, *LENGTHS, device="cpu", BLOCK_SIZE=SIZE
+    )
+    with pytest.raises(Unsupported, match="score_mod that gives hidden pairs -inf may look"):
         masks.from_block_mask(block_mask)
 
 
