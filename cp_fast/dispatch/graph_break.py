@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["graph_break"]
+__all__ = ["graph_break", "graph_break_of_a2a"]
 
 
 @torch.compiler.disable(
@@ -16,4 +16,13 @@ __all__ = ["graph_break"]
 )
 def graph_break(function: Callable[..., Any], *given: Any, **arguments: Any) -> Any:
     """Call `attention`, a function that calls it, or a linear layer, with the same arguments."""
+    return function(*given, **arguments)
+
+
+@torch.compiler.disable(
+    reason="only cp_comm_type 'p2p' and 'all_gather' of torchtitan's attention are part of a graph: an a2a keeps other "
+    "tensors for each batch. Take one of the two, or leave compile off"
+)
+def graph_break_of_a2a(function: Callable[..., Any], *given: Any, **arguments: Any) -> Any:
+    """Call torchtitan's attention, with the same arguments."""
     return function(*given, **arguments)

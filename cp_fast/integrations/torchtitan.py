@@ -136,8 +136,10 @@ def attention_in_block(
     and another one attends with it.
     """
     if cp.cp_comm_type not in ("p2p", "all_gather"):
-        return _outside_of_graphs(
-            *(q_BLNH, k_BLNH, v_BLNH),
+        from cp_fast.dispatch.graph_break import graph_break_of_a2a  # imports Dynamo, as slow as importing PyTorch
+
+        return graph_break_of_a2a(
+            *(attention_forward, q_BLNH, k_BLNH, v_BLNH),
             attention_masks=attention_masks,
             scale=scale,
             out_transform=out_transform,
@@ -155,14 +157,6 @@ def attention_in_block(
     )
     out = out[None].to(q_BLNH.dtype)
     return out if out_transform is None else out_transform(out, lse.transpose(0, 1)[None])
-
-
-@torch.compiler.disable(
-    reason="only cp_comm_type 'p2p' and 'all_gather' of torchtitan's attention are part of a graph: an a2a keeps other "
-    "tensors for each batch. Take one of the two, or leave compile off"
-)
-def _outside_of_graphs(*given: Any, **arguments: Any) -> Any:
-    return attention_forward(*given, **arguments)
 
 
 class _PlanOfGraph:

@@ -197,10 +197,10 @@ def test_rows_of_a_batch_have_masks_of_their_own() -> None:
     expected = torch.block_diag(*seen.int()).bool()
     assert torch.equal(shown(areas, 39, 39), expected)
     q, k, v = torch.randn(3, 3, 13, 2, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    theirs = flex.flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask)
-    cu = torch.arange(4) * 13
-    flat = (x.flatten(0, 1) for x in (q, k, v))
-    ours = dense_attention(*flat, qkv_format="thd", cu_seqlens_q=cu, areas=areas)[0]
+    q_first, k_first, v_first = (x.transpose(1, 2) for x in (q, k, v))
+    theirs = flex.flex_attention(q_first, k_first, v_first, block_mask=block_mask)
+    lengths: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": torch.arange(4) * 13}
+    ours = dense_attention(*(x.flatten(0, 1) for x in (q, k, v)), areas=areas, **lengths)[0]
     assert isinstance(theirs, torch.Tensor)
     torch.testing.assert_close(ours.unflatten(0, (3, 13)).transpose(1, 2), theirs)
     assert block_mask.full_kv_num_blocks is not None
@@ -222,7 +222,8 @@ def test_a_dilated_window_names_score_mod_which_is_right() -> None:
         return torch.where(seen, score, -torch.inf)
 
     q, k, v = torch.randn(3, 1, 512, 1, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    theirs = flex.flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask)
+    q_first, k_first, v_first = (x.transpose(1, 2) for x in (q, k, v))
+    theirs = flex.flex_attention(q_first, k_first, v_first, block_mask=block_mask)
     assert isinstance(theirs, torch.Tensor)
     ours = dense_attention(q, k, v, attn_mask_type="no_mask", score_mod=hidden)[0]
     torch.testing.assert_close(ours.transpose(1, 2), theirs)
