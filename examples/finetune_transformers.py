@@ -23,6 +23,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, default_data_collator
 
 import cp_fast as cp
+from conformance.run.process_ranks import device_of_group, own_gpu
 from cp_fast.integrations.trainer import ContextParallelMixin
 
 
@@ -70,14 +71,16 @@ def batch() -> list[dict[str, torch.Tensor]]:
 
 
 def arguments(folder: str, steps: int, batch: int) -> TrainingArguments:
-    """Trainer's arguments, which also make the process group."""
+    """Trainer's arguments, which also make the process group; in bfloat16 on a GPU."""
+    on_gpu = device_of_group().type == "cuda" if dist.is_initialized() else torch.cuda.is_available()
     return TrainingArguments(
         output_dir=folder,
         max_steps=steps,
         per_device_train_batch_size=batch,
         per_device_eval_batch_size=batch,
         learning_rate=3e-3,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=not on_gpu,
+        bf16=on_gpu,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
@@ -92,6 +95,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     given = parser.parse_args()
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several and torch.cuda.is_available():
+        own = own_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+        os.environ["LOCAL_RANK"] = str(own.index)  # whose number Trainer takes for its GPU's
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(folder, given.steps, given.batch)
         model = model_of(given.model)

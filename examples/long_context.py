@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import cp_fast as cp
+from conformance.run.process_ranks import device_of_group, own_gpu
 from cp_fast.checkpoint import save_attention
 from cp_fast.integrations import transformers as cp_transformers
 from cp_fast.integrations.loss import loss_for_backward
@@ -107,11 +108,10 @@ def batch_of(tokens: int, lengths: list[int], vocabulary: int, step: int) -> dic
 def train(given: argparse.Namespace) -> None:
     """Some steps, and what they took."""
     on_gpu = torch.cuda.is_available() and not given.tiny
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
-        torch.cuda.set_device(device)
+        own_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    rank, size, device = dist.get_rank(), dist.get_world_size(), device_of_group()
     lengths = lengths_of(given.tokens, given.documents)
     layout = "balanced" if given.documents > 1 else "dual_chunk"
     context = cp.ContextParallel(dist.group.WORLD, given.cp_comm_type, layout=layout)  # 1

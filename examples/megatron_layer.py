@@ -13,6 +13,7 @@ megatron-core; on a CPU over gloo, on GPUs over NCCL.
 from __future__ import annotations
 
 import argparse
+import os
 import warnings
 from typing import Any
 
@@ -28,13 +29,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 import cp_fast as cp  # noqa: E402
+from conformance.run.process_ranks import device_of_group, own_gpu  # noqa: E402
 from cp_fast.integrations.megatron import use_cp_fast  # noqa: E402  # 1
 
 WIDTH, HEADS = 256, 8
 
 
-def layer_of(cp_comm_type: str, ranks: int, device: str, dtype: torch.dtype) -> Any:
-    """The first layer of a GPT, the same weights on every rank."""
+def layer_of(cp_comm_type: str, ranks: int, device: torch.device) -> Any:
+    """The first layer of a GPT, the same weights on every rank; in bfloat16 on a GPU."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = TransformerConfig(
         num_layers=1,
         hidden_size=WIDTH,
@@ -57,13 +60,14 @@ def build(context: cp.ContextParallel | None) -> tuple[Any, Any]:
     """One step of the layer for `python -m conformance step`: gradients are summed as Megatron's DDP does."""
     ranks = dist.get_world_size()
     parallel_state.initialize_model_parallel(context_parallel_size=ranks)
-    layer = layer_of(context.cp_comm_type if context else "p2p", ranks, "cpu", torch.float32)
+    device = device_of_group()
+    layer = layer_of(context.cp_comm_type if context else "p2p", ranks, device)
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         lengths = batch["cu_seqlens"]
         names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
         packed = PackedSeqParams("thd", **dict.fromkeys(names, lengths))
-        x, dy = batch["x"], batch["dy"]
+        x, dy = (batch[name].to(device, next(layer.parameters()).dtype) for name in ("x", "dy"))
         if context:
             x, dy = (cp.shard(z, cp=context, qkv_format="thd", cu_seqlens_padded=lengths) for z in (x, dy))
         loss = (layer(x, attention_mask=None, packed_seq_params=packed)[0] * dy).sum()
@@ -89,13 +93,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     given = parser.parse_args()
     gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if gpu else "gloo")
-    ranks, device = dist.get_world_size(), f"cuda:{dist.get_rank()}" if gpu else "cpu"
-    dtype = torch.bfloat16 if gpu else torch.float32
     if gpu:
-        torch.cuda.set_device(device)
+        own_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    dist.init_process_group("nccl" if gpu else "gloo")
+    ranks, device = dist.get_world_size(), device_of_group()
     parallel_state.initialize_model_parallel(context_parallel_size=ranks)
-    layer = layer_of(given.cp_comm_type, ranks, device, dtype)
+    layer = layer_of(given.cp_comm_type, ranks, device)
+    dtype = next(layer.parameters()).dtype
 
     # three documents; each length divides by 2 * ranks, and the lengths are global
     unit = given.tokens // 8 // (2 * ranks) * 2 * ranks

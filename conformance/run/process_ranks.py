@@ -21,7 +21,7 @@ from conformance.implementation import Missing
 from conformance.judge.ranks import UnsupportedCase
 from conformance.judge.reference import Outcome, describe_error, running_ranks_by
 
-__all__ = ["join_group", "own_gpu"]
+__all__ = ["device_of_group", "join_group", "own_gpu"]
 
 _KINDS = Missing, UnsupportedCase, MemoryError, NotImplementedError, ValueError, TypeError, RuntimeError
 _groups: dict[tuple[int, ...], Any] = {}
@@ -58,6 +58,12 @@ def own_gpu(rank: int, size: int) -> torch.device:
         os.environ |= {"NCCL_HOSTID": f"rank {rank}", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     torch.cuda.set_device(device := torch.device("cuda", rank % gpus))
     return device
+
+
+def device_of_group() -> torch.device:
+    """Where this process's tensors lie: its current GPU if the group of all processes has NCCL, the CPU otherwise."""
+    on_gpu = dist.is_initialized() and "cuda:nccl" in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def join_group(connection: Any, device: str, rank: int, size: int, store: str) -> None:

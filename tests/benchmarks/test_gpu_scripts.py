@@ -6,24 +6,30 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 from benchmarks import conformance_gpu, gpu_tests
 from benchmarks.conformance_gpu import Left, Part, Work, play
+from benchmarks.parts import model_ranks
 from benchmarks.parts.random_cases import ATTENTION, KINDS
 from benchmarks.parts.random_counts import Counts, summary
+from benchmarks.whole_models import Record
 from conformance.adapters.cp_fast import cpu
 from conformance.judge.run_record import Played
 from conformance.run.play_problem import InProcess, Task
+from tests.dist.workers import run_module
 from tests.gpu import lost_ranks, over_processes
 from tests.marks import HANGS_S
 
+ROOT = Path(__file__).parents[2]
 SPREAD = ("areas", "linear")  # over processes too
 
 
@@ -147,3 +153,71 @@ def test_a_run_ends_when_its_time_is_up(tmp_path: Path) -> None:
         gpu_tests.main(out=out, only=str(tmp_path), seconds=0.5)
     assert ended.value.exit_code == 2
     assert json.loads(out.read_text())["ended"].startswith("cut after ")
+
+
+def whole_models(*given: str) -> tuple[int, dict[str, Any]]:
+    """Its exit code and record, of a run on the CPU."""
+    pytest.importorskip("accelerate", reason="needs accelerate and transformers: pip install '.[test-integrations]'")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "record.json"
+        more = ("--device", "cpu", "--seconds", str(HANGS_S), "--out", str(out))
+        code, said = run_module(ROOT, "benchmarks.whole_models", *given, *more)
+        assert out.exists(), said
+        return code, json.loads(out.read_text())
+
+
+@pytest.mark.extras
+@pytest.mark.thorough
+def test_whole_models_are_right() -> None:
+    gpt, trainer = "GPT: ALiBi, softcap, dropout, a plan, packed, (plain|offload)", "Trainer, bf16, plain"
+    code, record = whole_models("--only", f"^(Qwen3-MoE, padded, FSDP2|{gpt}|{trainer})$")
+    assert record["counts"] == {"right": 4}, record
+    assert record["failures"] == []
+    assert code == 0
+    assert all(found["gradients"] > 10 for name, found in record["cases"].items() if "Trainer" not in name)
+
+
+@pytest.mark.extras
+@pytest.mark.thorough
+def test_a_mistake_planted_in_whole_models_is_found() -> None:
+    code, record = whole_models(
+        "--plant", "one gradient", "--only", "^(Llama, one, (plain|FSDP2)|Trainer, bf16, plain)$"
+    )
+    assert record["counts"] == {"wrong": 3}, record
+    assert code == 1
+    assert [failure["case"] for failure in record["failures"] if "is off by" in failure["message"]] == [
+        "Llama, one, plain",
+        "Llama, one, FSDP2",
+    ]
+
+
+def test_gradients_of_whole_models_are_judged_one_by_one() -> None:
+    chance = torch.Generator().manual_seed(0)
+    exact = {"loss": torch.tensor(6.0)} | {n: torch.randn(40, generator=chance) * 10.0**-n for n in range(3)}
+    exact = {str(name): x for name, x in exact.items()}
+    narrow = {name: x * 1.01 for name, x in exact.items()} | {"loss": torch.tensor(6.001)}
+
+    def wrong(**odd: torch.Tensor) -> list[str]:
+        return model_ranks.judged(narrow | odd, exact, narrow, torch.bfloat16)["wrong"]
+
+    assert wrong() == []
+    for name in ("0", "1", "2"):
+        assert [text.split()[0] for text in wrong(**{name: exact[name] * 1.05})] == [name]
+        assert [text.split()[0] for text in wrong(**{name: exact[name] * float("nan")})] == [name]
+    assert wrong(loss=torch.tensor(6.1))[0].startswith("loss is off by")
+    assert "other gradients" in wrong(odd=torch.zeros(1))[0]
+
+
+def test_a_record_of_whole_models_says_what_was_not_right_and_not_reached(tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    record = Record({"commit": "abc"}, ["one", "two", "three", "four"], out)
+    record.add("one", "right", gradients=3)
+    record.add("two", "raised", "ValueError: no")
+    record.add("three", "refused", "Triton")
+    record.add("one", "right")
+    found = json.loads(out.read_text())
+    assert found["counts"] == {"right": 1, "raised": 1, "refused": 1, "not reached": 1}
+    assert found["failures"] == [{"case": "two", "verdict": "raised", "message": "ValueError: no"}]
+    assert found["refused or skipped"] == {"three": "Triton"}
+    assert found["not reached"] == ["four"]
+    assert found["cases"] == {"one": {"verdict": "right", "gradients": 3}}
