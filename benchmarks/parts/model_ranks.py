@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -68,7 +69,7 @@ def play(job: Ranks) -> None:
     print_to(Path(job.folder) / f"{job.rank}.log")
     without_kernels_of_others()
     place = connect(job.rank, job.size, job.folder, job.device)
-    store = dist.FileStore(str(Path(job.folder) / "said"), job.size)
+    store = FileStore(str(Path(job.folder) / "said"), job.size)
     with (Path(job.folder) / "results.jsonl").open("a", buffering=1) as file:
 
         def tell(case: Case, **said: Any) -> None:
