@@ -114,7 +114,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
     results = [out, q.new_empty(lse, dtype=wide), q.new_empty(heads if return_max_logit else 0, dtype=wide)]
     for letter in kept:  # sizes that only the plan knows
         new_size = torch.library.get_ctx().new_dynamic_size
-        axes, dtype = {"x": (3, q.dtype), "l": (2, wide), "s": (1, torch.uint8)}[letter]
+        axes, dtype = {"x": (3, q.dtype), "l": (2, wide)}[letter]
         results.append(q.new_empty([new_size() for _ in range(axes)], dtype=dtype))
     return results
 

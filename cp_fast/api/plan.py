@@ -14,7 +14,6 @@ from cp_fast.api.plan_cache import PlanCache
 from cp_fast.backends import Backend
 from cp_fast.compile.executable_plan import ExecutablePlan
 from cp_fast.compile.in_place.fixed_tables import Fitted, FixedTables
-from cp_fast.compile.instructions import Launch
 from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.planning.chosen_schedule import Schedules, chosen_rank_schedule, chosen_schedule
 from cp_fast.dispatch.opaque import OfThisProcess, forget, opaque_for
@@ -33,7 +32,6 @@ from cp_ref.spec import (
     Problem,
     Room,
     Schedule,
-    Unsupported,
     check_context,
     check_plan_owner,
     next_batch,
@@ -101,7 +99,7 @@ class Plan(OfThisProcess, plans.Plan):
     linear: bool = False
     agreed: set[bytes] = field(default_factory=set[bytes], repr=False)
     handle: torch.Tensor = field(init=False, repr=False)  # See `cp_fast.dispatch.opaque`.
-    kept: str = field(init=False, repr=False)  # See `ExecutablePlan.kept_tensors`, and `Backend.keeps_states`.
+    kept: str = field(init=False, repr=False)  # See `ExecutablePlan.kept_tensors`.
     needs_inputs: bool = field(init=False, repr=False)  # See `ExecutablePlan.needs_inputs`.
     plain: bool = field(init=False, repr=False)  # `Problem.position_free_scores`.
     calls: PlanCache[Any, CompiledCall] = field(init=False, repr=False)  # By shape.
@@ -118,7 +116,7 @@ class Plan(OfThisProcess, plans.Plan):
             )
         vars(self).update(
             handle=opaque_for(self),
-            kept=self.instructions.kept_tensors + "s" * _states(self.backend, self.instructions),
+            kept=self.instructions.kept_tensors,
             needs_inputs=self.instructions.needs_inputs,
             plain=self.problem.position_free_scores,
             calls=PlanCache(_CALLS),
@@ -205,13 +203,3 @@ def agree_on(cp: ContextParallel, read: Callable[[], Found], known: Set[bytes] =
     check_context(cp, ContextParallel)
     with cp.alone("an agreement on a plan"):
         return read_together(cp.comm, read, lambda found: found.agreement, known)
-
-
-def _states(backend: Backend, plan: ExecutablePlan[Any]) -> int:
-    """The number of launches' states that are kept between the passes."""
-    if not backend.keeps_states:
-        return 0
-    if any(one.state is None for one in plan.backward.of(Launch)):
-        why = f"each backward launch of {backend.name} needs the state of a forward launch of the same tiles"
-        raise Unsupported("a backward pass with other tiles than the forward pass", {}, why)
-    return plan.states

@@ -70,7 +70,7 @@ def probe_segments(
     k = torch.randn(m, h_kv, d_qk, dtype=dtype, device=device)
     what = f"backend {backend.name!r}, q {list(lengths_q)} x kv {list(lengths_kv)}, window ({left}, {right})"
 
-    out, lse, _, state = backend.forward(q, k, mark_v.to(dtype), segments, options)
+    out, lse, _ = backend.forward(q, k, mark_v.to(dtype), segments, options)
     if lse.shape != (h_q, n) or lse.dtype not in (torch.float32, torch.float64):
         return f"{what}: lse is {lse.dtype} {list(lse.shape)} instead of float32 [{h_q}, {n}]"
     counted = lse.double().exp()
@@ -84,7 +84,7 @@ def probe_segments(
     problem = _compare(out, torch.einsum("nm,mhd->nhd", share, marks), f"{what}: out")
     if problem is not None:
         return problem
-    operands = BackwardOperands(mark_dout.to(dtype), q, k, mark_v.to(dtype), out.to(dtype), lse, None, state)
+    operands = BackwardOperands(mark_dout.to(dtype), q, k, mark_v.to(dtype), out.to(dtype), lse, None)
     dq, dk, dv = backend.backward(operands, segments, options)
     saw = torch.einsum("nm,nhd->mhd", share, mark_dout.double())
     problem = _compare(dv, saw.view(m, h_kv, group, d_v).sum(2), f"{what}: dv")

@@ -182,7 +182,6 @@ class BackwardOperands(NamedTuple):
     out: torch.Tensor  # [n, h_q, d_v].
     lse: torch.Tensor  # [h_q, n], float32, float64 for float64.
     dlse: torch.Tensor | None  # [h_q, n], as lse; None for zero; only a backend with LSE_GRADIENT takes one.
-    state: torch.Tensor | None = None  # That of the forward launch of the same rows, heads and window, if any.
 
 
 class Partial(NamedTuple):
@@ -191,7 +190,6 @@ class Partial(NamedTuple):
     out: torch.Tensor  # [n, h_q, d_v], normalised over the launch's own columns, with dropout; any float dtype.
     lse: torch.Tensor  # [h_q, n], natural logarithm; float32, or float64 for float64 inputs.
     max_logit: torch.Tensor | None  # [h_q], largest visible score after score_mod; None without Feature.MAX_LOGIT.
-    state: torch.Tensor | None = None  # Opaque bytes, uint8 [bytes]; None unless the library `keeps_states`.
 
 
 class Gradients(NamedTuple):
@@ -211,15 +209,12 @@ class Backend(ABC):
         rounded_gradients: whether gradients always come in the inputs' dtype (`compile.passes.low_precision_grads`).
         shares_keys: if forward launches take a batch with `places`, the rows of a tile, with the query heads of a kv
             head; else 0.
-        keeps_states: whether a backward launch needs more of its forward launch than out and lse, such as the state of
-            a random generator. Then `forward` returns a state with every result, and `backward` gets it back.
     """
 
     name: str
     features: frozenset[Feature]
     rounded_gradients: bool = False
     shares_keys: int = 0
-    keeps_states: bool = False
 
     @abstractmethod
     def why_not(self) -> str | None:

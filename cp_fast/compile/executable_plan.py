@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from cp_fast.compile.instructions import OWN, Accumulate, BufferSpec, Instruction, Launch, Recv, Send
+from cp_fast.compile.instructions import OWN, Accumulate, BufferSpec, Instruction, Recv, Send
 
 __all__ = ["ExecutablePlan", "PassPlan"]
 
@@ -130,11 +130,6 @@ class ExecutablePlan(Generic[R]):
         """The tensors of `kept`: a letter for each one, "x" for rows of the input's dtype, "l" for an lse."""
         letters = {"kv": "xx", "out": "xl"}
         return "".join(letters.get(self.forward.buffers[number].kind, "x") for number, _ in self.kept)
-
-    @property
-    def states(self) -> int:
-        """The number of slots of launches' opaque states."""
-        return sum(1 for _ in self.forward.of(Launch))
 
     @property
     def sends_do(self) -> bool:

@@ -157,8 +157,6 @@ class Launch(Generic[R]):
         results: its partial results: out, or dq and dkv.
         first_head: the first query head, of all.
         q_rows, kv_rows: the global rows of its queries and keys, segment after segment; they determine the positions.
-        state: the slot of the kernel library's opaque state. The forward launch fills it, if the library keeps any, and
-            the backward launch of the same rows, heads and window reads it. None if there is no such forward launch.
     """
 
     step: int
@@ -168,7 +166,6 @@ class Launch(Generic[R]):
     first_head: int
     q_rows: Spans = field(compare=False)
     kv_rows: Spans = field(compare=False)
-    state: int | None = None
     made_by: str = "lower"
 
 

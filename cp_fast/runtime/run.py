@@ -89,8 +89,6 @@ class CompiledCall:
             operation(state)
         (out,), lse = self._result(state, plan, "out")
         kept = [x for number, _ in self.instructions.kept for some in state.buffers[number] for x in some]
-        if self.backend.keeps_states:
-            kept += [state.opaque[slot] for slot in range(self.instructions.states)]
         return Results(out, lse[0], _largest(state, q), kept)
 
     def backward(
@@ -126,7 +124,6 @@ class CompiledCall:
             kind = plan.buffers[number].kind
             rows = [next(rest) for _ in range(2 if kind == "kv" else 1)]
             state.buffers[number] = Tensors(rows, [next(rest)] if kind == "res" else ())
-        state.opaque = dict(enumerate(rest))
         for operation in self._pass(plan, group, has_dlse=dlse is not None):
             operation(state)
         (dq,), _ = self._result(state, plan, "dq")

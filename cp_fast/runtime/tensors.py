@@ -28,7 +28,7 @@ class Tensors(NamedTuple):
 class State:
     """One call of a pass: the tensors of its buffers, and the messages in flight."""
 
-    __slots__ = ("arrived", "buffers", "gathered", "group", "inputs", "max_logit", "opaque", "options", "pending")
+    __slots__ = ("arrived", "buffers", "gathered", "group", "inputs", "max_logit", "options", "pending")
 
     def __init__(self, buffers: int, group: Group, options: LaunchOptions, inputs: ScoreInputs | None = None) -> None:
         self.buffers: list[Any] = [None] * buffers  # Tensors, or None before and after their use.
@@ -36,7 +36,6 @@ class State:
         self.pending: Pending | None = None
         self.arrived: list[tuple[torch.Tensor, torch.Tensor]] = []  # Columns to be filled once messages arrive.
         self.max_logit: list[tuple[int, torch.Tensor | None]] = []  # First head, and the logit of a launch.
-        self.opaque: dict[int | None, torch.Tensor] = {}  # States of launches, by slot.
         self.group, self.options = group, options
         self.inputs = inputs  # Of scores that depend on the places of their rows and heads.
 

@@ -105,7 +105,7 @@ class Fa4Backend(Backend):
         self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions
     ) -> Gradients:
         """See `Backend.backward_letting_go`: operands without another reference are freed early."""
-        dout, q, k, v, out, lse, dlse, _ = given.pop()
+        dout, q, k, v, out, lse, dlse = given.pop()
         dims = q.shape[2], v.shape[2]
         d_qk, d_v = _backward_dims(*dims, gqa=q.shape[1] != k.shape[1])
         tensors: list[torch.Tensor | None] = [_operand(q, d_qk), _operand(k, d_qk), _operand(v, d_v)]

@@ -65,7 +65,7 @@ def lower(
     own = {side: work.ownership.side(side).of(rank) for side in ("q", "kv")}
     own_q = RowMap.of(own["q"])
     own_kv = own_q if work.ownership.kv is work.ownership.q else RowMap.of(own["kv"])
-    shared = Shared(work, rank, groups, tables, sets, {"q": own_q, "kv": own_kv}, sink, {})
+    shared = Shared(work, rank, groups, tables, sets, {"q": own_q, "kv": own_kv}, sink)
     sent, received = (
         _parcels([m for step in forward for m in getattr(step, name) if m.kind == "out" and m.complete], sets)
         for name in ("sends", "recvs")

@@ -72,10 +72,8 @@ def _launch(
         )
         for kind, some, _ in wanted
     ]
-    slots, same = state.shared.states, (heads, launch.q, launch.kv, launch.batch)
-    slot = slots.setdefault(same, len(slots)) if state.direction == "forward" else slots.get(same)
     rows = launch.q, launch.kv
-    yield Launch(number, tuple(operands), launch.batch, tuple(made), heads[0], *rows, slot, launch.made_by)
+    yield Launch(number, tuple(operands), launch.batch, tuple(made), heads[0], *rows, launch.made_by)
     for partial, (kind, some, layers) in zip(made, wanted, strict=True):
         for layer in layers:
             yield from state.sums.accumulates(partial, kind, some, layer, number)

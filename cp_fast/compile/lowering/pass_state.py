@@ -11,8 +11,8 @@ from cp_fast.compile.index_tables import RowKey, Tables
 from cp_fast.compile.instructions import OWN, Heads
 from cp_fast.compile.lowering.buffers import Buffers, Held, Operands
 from cp_fast.compile.lowering.sums import Parcels, Sums
-from cp_fast.compile.row_maps import RowMap, Spans, SpanSets
-from cp_fast.compile.tiles.groups import SegmentKeys, TileGroups
+from cp_fast.compile.row_maps import RowMap, SpanSets
+from cp_fast.compile.tiles.groups import TileGroups
 from cp_ref.spec import RESULTS, Workload, side_of
 
 __all__ = ["PassState", "Shared"]
@@ -28,7 +28,6 @@ class Shared(NamedTuple):
     sets: SpanSets
     own: dict[str, RowMap]
     sink: bool
-    states: dict[tuple[Heads, Spans, Spans, SegmentKeys], int]  # The slots of forward launches.
 
     def side(self, kind: str) -> tuple[int, RowMap]:
         """All heads and the own rows of a kind."""

@@ -18,15 +18,13 @@ __all__ = ["backward_launch", "forward_launch"]
 def forward_launch(buffers: PassBuffers, backend: Backend, positions: RowPositions, one: Launch[Rows]) -> Operation:
     """One forward call of the kernel library."""
     take_q, take_kv = map(buffers.taker, one.operands)
-    batch, (result,), first_head, slot = one.batch, one.results, one.first_head, one.state
+    batch, (result,), first_head = one.batch, one.results, one.first_head
 
     def launch(state: State) -> None:
         (q,), _ = take_q(state)
         (k, v), _ = take_kv(state)
         options = state.options if state.inputs is None else _with_places(state, positions, one)
-        out, lse, max_logit, opaque = backend.forward(q, k, v, batch, options)
-        if opaque is not None:
-            state.opaque[slot] = opaque
+        out, lse, max_logit = backend.forward(q, k, v, batch, options)
         state.buffers[result] = Tensors((out,), (lse,))
         state.max_logit.append((first_head, max_logit))
 
@@ -40,7 +38,7 @@ def backward_launch(
     have read them, before the gradients are allocated.
     """
     take_q, take_kv, take_do, take_res = map(buffers.taker, one.operands)
-    batch, (dq, dkv), slot = one.batch, one.results, one.state
+    batch, (dq, dkv) = one.batch, one.results
 
     def operands(state: State) -> BackwardOperands:
         (q,), _ = take_q(state)
@@ -49,7 +47,7 @@ def backward_launch(
         (out,), (lse,) = take_res(state)
         for number in free:
             state.buffers[number] = None
-        return BackwardOperands(dout, q, k, v, out, lse, dlse[0] if dlse else None, state.opaque.get(slot))
+        return BackwardOperands(dout, q, k, v, out, lse, dlse[0] if dlse else None)
 
     def launch(state: State) -> None:
         options = state.options if state.inputs is None else _with_places(state, positions, one)
