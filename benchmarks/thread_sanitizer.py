@@ -43,7 +43,7 @@ extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t, void 
 ROOT = Path(__file__).parents[1]
 COPIED = ("cp_ref", "cp_fast", "conformance", "csrc", "tests")
 WORTHWHILE = "constexpr int64_t worthwhile = 1 << 18;"  # of csrc/cpu/parallel.h
-TESTS = [f"tests/cp_fast/native/test_{name}.py" for name in ("movers", "merges")]
+TESTS = ["tests/cp_fast/kernels/test_implementations.py", "-k", "native and not many_sequences"]
 
 
 def run(folder: Path, *command: str, **more: str) -> dict[str, Any]:

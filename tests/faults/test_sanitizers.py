@@ -40,7 +40,8 @@ pytestmark = [
     pytest.mark.skipif(not _runtime("libasan.so").is_absolute(), reason="needs the sanitizers of GCC"),
 ]
 
-TESTS = [f"tests/cp_fast/native/test_{name}.py" for name in ("movers", "merges", "refusals")]
+KERNELS = "tests/cp_fast/kernels/test_implementations.py"
+TESTS = [KERNELS, "tests/cp_fast/native/test_refusals.py", "-k", "not many_sequences and not torch"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Native CPU kernels at their limits: many threads, many sequences, buffers past 2^31 elements."""
+"""Native CPU kernels at their limits: many threads, many sequences, buffers past 2^31 elements, every 16-bit float.
+`tests/cp_fast/kernels/checks` has what all implementations have to do.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from cp_fast.movers import LengthsMap
 from cp_ref.thd import thd_cp_rank_order_to_sequence_order, thd_get_partitioned_indices, thd_read_half_tensor
+from tests.cp_fast.kernels.checks.suite import Where, merged_shapes
 from tests.cp_fast.native.buffers import cumulative, equal_bits, helpers, native
 from tests.marks import needs_cxx
 
@@ -72,6 +76,68 @@ def test_a_hundred_thousand_sequences() -> None:
     assert torch.equal(thd_cp_rank_order_to_sequence_order(there, lengths, 2), x)
     assert torch.equal(helpers().reorder([there], lengths, 2, False)[0], x)
     assert torch.equal(helpers().read_half([x], lengths, 1)[0], thd_read_half_tensor(x, lengths, 1))
+
+
+def test_keys_and_values_in_one_tensor() -> None:
+    """[2, t, h, d] with gaps on every axis: more strided axes than a move has."""
+    both = torch.randn(2, 12, 5, 9)[:, :, :4, :8].movedim(1, 0)
+    lengths = cumulative([8, 4])
+    expected = thd_read_half_tensor(both.movedim(0, 1), lengths, 1).movedim(1, 0)
+    assert torch.equal(native().gather([both], LengthsMap("rows", "half", lengths, a=1))[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("inner", [(), (1,), (3, 2)])
+def test_heads_of_any_shape_and_dtypes_without_order(dtype: torch.dtype, inner: tuple[int, ...]) -> None:
+    x, rows = torch.randn(7, 6, *inner, dtype=dtype), torch.tensor([5, 0, 3])
+    (front,) = native().gather_heads([x], rows, [4, 0], [2])
+    assert torch.equal(front, torch.stack([x[rows][:, 4:], x[rows][:, :2]]))
+    out, want = torch.zeros_like(x), torch.zeros_like(x)
+    native().scatter_heads_([out], [front], rows, [4, 0])
+    want[rows, 4:], want[rows, :2] = x[rows, 4:], x[rows, :2]
+    assert torch.equal(out, want)
+    assert torch.equal(native().gather([x], rows)[0], x[rows])
+
+
+@pytest.mark.parametrize("dim", [1, 33])
+def test_merges_of_dims_that_no_vector_divides(dim: int) -> None:
+    merged_shapes(Where("native", "cpu"), 3, dim)
+    for wide in (torch.float32, torch.float64):
+        x, step = torch.randn(5, dim, dtype=wide), torch.randn(5, dim).bfloat16()
+        out = x.clone()
+        native().scatter_([out], [step], slice(0, 5), add=True)
+        assert torch.equal(out, x + step.to(wide))
+
+
+def test_ids_with_a_stride_are_padded() -> None:
+    ids, real = torch.arange(24)[::3], torch.tensor([0, 3, 8])
+    got = helpers().pad_sequences(ids, real, torch.tensor([0, 4, 12]), 13, -1)
+    assert got.tolist() == [0, 3, 6, -1, 9, 12, 15, 18, 21, -1, -1, -1, -1]
+
+
+def test_a_share_that_vanishes_keeps_nan() -> None:
+    """An accumulator that holds NaN although it has seen something stays NaN: nothing is hidden."""
+    out, lse = torch.full((1, 1, 4), float("nan")), torch.tensor([[-1000.0]])
+    native().merge_(out, lse, torch.ones(1, 1, 4), torch.tensor([[1000.0]]), slice(0, 1))
+    assert out.isnan().all()
+
+
+def test_halves_of_16_bits_convert_like_pytorch() -> None:
+    """Every float16 and bfloat16 there is to float32 and back, and floats around every rounding boundary."""
+    every, infinity = torch.arange(2**16, dtype=torch.int32).to(torch.int16), float("inf")
+    lengths, real = cumulative([2**16]), cumulative([2**16])
+    for dtype in (torch.float16, torch.bfloat16):
+        numbers = every.view(dtype)
+        wide = torch.empty(2**16)
+        helpers().copy_valid_(wide, numbers, lengths, real)
+        torch.testing.assert_close(wide, numbers.float(), rtol=0, atol=0, equal_nan=True)
+        around = torch.cat([torch.nextafter(wide, wide.new_tensor(side)) for side in (-infinity, infinity)] + [wide])
+        ties = (wide.double() + torch.nextafter(numbers, numbers.new_tensor(infinity)).double()) / 2
+        values = torch.cat([around, ties.float(), torch.tensor([65519.0, 65520.0, 65536.0, 3.4e38, 1e-8, -1e-8])])
+        narrow = torch.empty(len(values), dtype=dtype)
+        lengths_of_values = cumulative([len(values)])
+        helpers().copy_valid_(narrow, values, lengths_of_values, lengths_of_values)
+        torch.testing.assert_close(narrow, values.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 ROW = 2**20
