@@ -31,7 +31,7 @@ from conformance.implementation import LoadError, load
 from conformance.judge.known_failures import KnownFailures, KnownFailuresError
 from conformance.judge.run_record import LEVELS, RunRecord
 from conformance.levels import LEVEL_TIERS
-from conformance.printing import print_coverage, print_failures, print_table
+from conformance.printing import print_coverage, print_failures, print_separating, print_table
 from conformance.report import unwritable, write_report
 from conformance.run.play_problem import InProcess, Runner, task_of
 from conformance.run.processes import LONGEST_S
@@ -134,6 +134,8 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--impl" if repro is None else "--repro") from error
     record = RunRecord(meta, tuple(p for result in results for p in result.played))
+    if repro is None:
+        print_separating(console, record)
     for result in results:
         print_failures(console, result, meta)
     print_table(console, results, impl)

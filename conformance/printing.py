@@ -15,15 +15,24 @@ from rich.table import Table
 
 from conformance.commands import replay_command
 from conformance.draw.feature_coverage import Coverage
-from conformance.judge.run_record import FAILING, Played
+from conformance.judge.run_record import FAILING, Played, RunRecord
+from conformance.report.failures import separating
 from conformance.run.run_tiers import TierResult
 
-__all__ = ["print_coverage", "print_failures", "print_table"]
+__all__ = ["print_coverage", "print_failures", "print_separating", "print_table"]
 
 _MOST_FINDINGS = 8
 _MOST_KINDS = 10
 _CASE = " [Case("  # how a finding of a named problem says which of its cases it is about
 _MOST_PAIRS = 5
+
+
+def print_separating(console: Console, record: RunRecord) -> None:
+    """Which features separate failing from passing problems, before the failures themselves."""
+    if found := separating(record):
+        console.print("\n[bold]what separates failing problems from the others[/]", highlight=False)
+        for each in found:
+            console.print(f"  {each}", markup=False, highlight=False)
 
 
 def print_failures(console: Console, result: TierResult, meta: Mapping[str, Any]) -> None:

@@ -89,6 +89,13 @@ class RunRecord:
     meta: dict[str, Any]
     played: tuple[Played, ...]
 
+    @property
+    def drawn(self) -> tuple[Played, ...]:
+        """The problems that count: every one that was drawn or is in a table, once for each tier that played it. Those
+        that shrinking found are smaller forms of them.
+        """
+        return tuple(p for p in self.played if not p.shrunk) or self.played
+
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists; `from_json` reads it back.
 

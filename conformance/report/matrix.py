@@ -48,7 +48,7 @@ def counted(counts: Mapping[str, int]) -> str:
 
 @dataclass
 class Cell:
-    """The verdicts of the problems that have one schedule, format and mask; the first failing problem's number."""
+    """The verdicts of the cases that have one schedule, format and mask; the first failing problem's number."""
 
     counts: Counter[str] = field(default_factory=Counter)
     failing: int | None = None
@@ -87,7 +87,7 @@ def matrix(record: RunRecord, numbers: Mapping[str, int]) -> tuple[Panel, ...]:
     """
     everything = Panel(None)
     panels = {choice: Panel(choice) for choice in CHOICES if choice.axis not in ("schedule", "format", "mask")}
-    for played in record.played:
+    for played in record.drawn:
         for case, verdict in played_cases(played):
             p = case.problem
             number = numbers.get(played.text) if verdict in FAILING else None

@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from conformance.draw.case_features import Choice
 from conformance.draw.feature_coverage import Coverage, coverage
 from conformance.judge.run_record import FAILING, LEVELS, VERDICTS, Played, RunRecord
-from conformance.report.failures import Failure, Refusal, failures, refusals
+from conformance.report.failures import Failure, Refusal, Separating, failures, refusals, separating
 from conformance.report.matrix import COLUMNS, SYMBOLS, Panel, counted, matrix, worst
 from conformance.report.ratios import Ratios, histograms, ratios
 from conformance.step.report import StepRecord, ranks_in_words
@@ -26,11 +27,12 @@ class Summary:
     refusals: tuple[Refusal, ...]
     ratios: tuple[Ratios, ...]
     coverage: Coverage
+    separating: tuple[Separating, ...]
 
     @property
     def drawn(self) -> tuple[Played, ...]:
-        """The problems that count: all played problems without those found by shrinking."""
-        return tuple(p for p in self.record.played if not p.shrunk) or self.record.played
+        """The problems that count."""
+        return self.record.drawn
 
     @property
     def counts(self) -> Counter[str]:
@@ -55,10 +57,12 @@ class Summary:
         """For programs: the same numbers as on the page."""
         return {
             "counts": {v: self.counts[v] for v in VERDICTS},
+            "separating": [str(found) for found in self.separating],
             "levels": {level: dict(counts) for level, (counts, _) in self.by("level").items()},
             "tiers": {tier: dict(counts) | {"seconds": s} for tier, (counts, s) in self.by("tier").items()},
             "failures": [
-                {"text": f.text, "tiers": [p.tier for p in f.played], "commands": f.commands} for f in self.failures
+                {"text": f.text, "tiers": [p.tier for p in f.played], "commands": f.commands, "problems": f.problems}
+                for f in self.failures
             ],
             "refusals": [vars(r) for r in self.refusals],
             "ratios": [r.to_json() for r in self.ratios],
@@ -72,11 +76,12 @@ def summary(record: RunRecord) -> Summary:
     failing = failures(record)
     return Summary(
         record=record,
-        panels=matrix(record, {f.text: f.number for f in failing}),
+        panels=matrix(record, {text: f.number for f in failing for text in f.drawn}),
         failures=failing,
         refusals=refusals(record),
         ratios=ratios(record),
         coverage=coverage(record.played),
+        separating=separating(record),
     )
 
 
@@ -88,6 +93,7 @@ def html(found: Summary) -> str:
         found=found,
         columns=COLUMNS,
         symbols=SYMBOLS,
+        telling={Choice(each.axis, each.name) for each in found.separating if each.fails_more},
         histograms=histograms(found.ratios),
     )
 

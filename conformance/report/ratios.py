@@ -50,12 +50,12 @@ class Ratios:
 def ratios(record: RunRecord) -> tuple[Ratios, ...]:
     """By result, and max before mean."""
     found: dict[str, list[tuple[float, int]]] = defaultdict(list)
-    for n, played in enumerate(record.played):
+    for n, played in enumerate(record.drawn):
         for name, value in played.ratios.items():
             found[name].append((float(value), n))
     for pairs in found.values():
         pairs.sort(key=lambda pair: (isnan(pair[0]), pair[0], -pair[1]))
-    worst = {name: record.played[pairs[-1][1]] for name, pairs in found.items()}
+    worst = {name: record.drawn[pairs[-1][1]] for name, pairs in found.items()}
     return tuple(Ratios(name, tuple(v for v, _ in found[name]), worst[name]) for name in sorted(found, key=_place))
 
 

@@ -14,11 +14,13 @@ from xml.etree import ElementTree
 
 import pytest
 from markupsafe import escape
+from rich.console import Console
 from typer.testing import CliRunner
 
 from conformance.case import Case
 from conformance.commands import replay_command
 from conformance.judge.run_record import FAILING, VERDICTS, Played, RunRecord
+from conformance.printing import print_separating
 from conformance.report import read_record, unwritable, write_report
 from conformance.report.__main__ import app
 from conformance.report.failures import failures, refusals
@@ -81,13 +83,16 @@ def test_failures_are_grouped_and_sorted_by_size() -> None:
         ),
     )
     found = failures(record)
-    assert [f.number for f in found] == [1, 2, 3, 4, 5]
-    sizes = ["64 tokens, 2 ranks", "7 tokens, 1 rank", "7 tokens, 2 ranks", "9 tokens, 2 ranks", ""]
+    assert [f.number for f in found] == [1, 2, 3, 4]
+    sizes = ["64 tokens, 2 ranks", "7 tokens, 2 ranks", "9 tokens, 2 ranks", ""]
     assert [f.size for f in found] == sizes
-    assert [p.tier for p in found[2].played] == ["logic", "probes"]
-    assert len(found[2].commands) == 2
-    assert found[4].text == "error a"
-    assert found[4].difference is None
+    assert found[0].drawn == (_played("wrong", 7, cp_size=1).text,)  # drawn right before the smallest one
+    assert [p.tier for p in found[1].played] == ["logic", "probes"]
+    assert len(found[1].commands) == 2
+    assert found[3].text == "error a"
+    assert found[3].difference is None
+    assert [f.problems for f in found] == [1, 2, 1, 1]
+    assert sum(f.problems for f in found) == summary(record).failed
 
 
 def test_what_was_drawn_and_shrunk_to_is_one_problem_and_counted_once() -> None:
@@ -173,6 +178,29 @@ def test_refusals_are_grouped_by_reason() -> None:
     assert (once.verdict, once.reason, once.where) == ("missing", "never", ("schedule logic",))
 
 
+def test_one_run_counts_in_one_way_and_begins_with_what_separates(tmp_path: Path) -> None:
+    """Six of 37 causal problems are wrong, and two tiers shrink theirs to one."""
+    played = [_played("right", 100 + n, tier="logic") for n in range(31)]
+    for n, tier in enumerate(("logic", "logic", "logic", "probes", "probes", "probes")):
+        played.append(_played("wrong", 50 + n, tier=tier))
+        played.append(_played("wrong", 7, tier=tier, shrunk=True))
+    open_mask = Case(Problem(2, SQUARE, attn_mask_type="no_mask"))
+    played += [Played("schedule", "logic", str(replace(open_mask, seed=n)), "right") for n in range(31)]
+    record = RunRecord({"impl": "x"}, tuple(played))
+    found = summary(record)
+    assert "mask: causal 6 of 37 failed; no_mask 0 of 31 failed" in [str(each) for each in found.separating]
+    assert (found.failed, len(found.drawn), found.panels[0].counts["wrong"]) == (6, 68, 6)
+    assert [f.problems for f in found.failures] == [6]
+    assert found.panels[0].cells["p2p", "bshd", "causal"].failing == 1
+    page = write_report(record, tmp_path)[1].read_text(encoding="utf-8")
+    assert page.index("of 68 problems failed") < page.index("causal 6 of 37 failed") < page.index('id="matrix"')
+    assert "6 failing problems, which shrink to 1 smallest" in page
+    assert page.count('<summary class="wrong">') < 5  # and not each feature that a failing problem has
+    console = Console(record=True, width=100)
+    print_separating(console, record)
+    assert "mask: causal 6 of 37 failed; no_mask 0 of 31 failed" in console.export_text()
+
+
 def test_the_json_reads_back_and_says_what_the_record_says(files: list[Path], record: RunRecord) -> None:
     assert read_record(files[0]) == record
     data = json.loads(files[0].read_text())["summary"]
@@ -180,6 +208,7 @@ def test_the_json_reads_back_and_says_what_the_record_says(files: list[Path], re
     assert sum(sum(c.values()) for c in data["levels"].values()) == len(record.played)
     assert sum(v for c in data["tiers"].values() for k, v in c.items() if k != "seconds") == len(record.played)
     assert {f["text"] for f in data["failures"]} == {p.text for p in record.played if p.verdict in FAILING}
+    assert sum(f["problems"] for f in data["failures"]) == sum(data["counts"][v] for v in FAILING)
     cells = data["matrix"][0]["cells"]
     assert sum(sum(c.values()) for c in cells.values()) == sum(p.text.startswith("Case(") for p in record.played)
 
