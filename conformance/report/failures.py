@@ -162,13 +162,13 @@ def separating(record: RunRecord) -> tuple[Separating, ...]:
         axes[choice.axis].append(choice)
     found = []
     for axis, choices in axes.items():
-        told = {choice: _evidence(bad[choice], count[choice], failed, total) for choice in choices}
-        best = max(choices, key=lambda choice: told[choice])
+        choices.sort(key=lambda choice: (-bad[choice] / count[choice], -count[choice]))
+        told = [_evidence(bad[choice], count[choice], failed, total) for choice in choices]
+        best = told.index(max(told))
         if told[best] >= _SEPARATES:
-            choices.sort(key=lambda choice: (-bad[choice] / count[choice], -count[choice]))
             rows = tuple((choice.name, bad[choice], count[choice]) for choice in choices)
-            more = bad[best] * total > failed * count[best]
-            found.append(Separating(axis, rows, told[best], best.name, more))
+            more = bad[choices[best]] * total > failed * count[choices[best]]
+            found.append(Separating(axis, rows, told[best], choices[best].name, more))
     return tuple(sorted(found, key=lambda each: -each.evidence)[:_MOST_AXES])
 
 

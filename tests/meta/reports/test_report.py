@@ -188,6 +188,7 @@ def test_one_run_counts_in_one_way_and_begins_with_what_separates(tmp_path: Path
     played += [Played("schedule", "logic", str(replace(open_mask, seed=n)), "right") for n in range(31)]
     record = RunRecord({"impl": "x"}, tuple(played))
     found = summary(record)
+    assert ("mask", "causal", True) in [(each.axis, each.name, each.fails_more) for each in found.separating]
     assert "mask: causal 6 of 37 failed; no_mask 0 of 31 failed" in [str(each) for each in found.separating]
     assert (found.failed, len(found.drawn), found.panels[0].counts["wrong"]) == (6, 68, 6)
     assert [f.problems for f in found.failures] == [6]
