@@ -18,7 +18,7 @@ def main(name: str = "cp-conformance", completion: bool = True) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "hypothesis":
             raise
-        sys.exit(f"{name} needs Hypothesis, which the extra 'test' has: pip install 'cp-attention[test]'")
+        sys.exit(f"{name} needs Hypothesis, and Jinja for its report: pip install hypothesis jinja2")
     command_line(completion)(prog_name=name)
 
 

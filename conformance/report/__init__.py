@@ -71,7 +71,7 @@ def unwritable(folder: Path | None, junit_file: Path | None = None) -> str:
         try:
             import jinja2  # noqa: F401
         except ImportError:
-            return "--report: the page needs Jinja, which the extra 'test' has: pip install 'cp-attention[test]'"
+            return "--report: the page needs Jinja: pip install jinja2"
     if junit_file is not None and junit_file.is_dir():
         return f"--junit: {junit_file} is a folder"
     for option, place in (("--report", folder), ("--junit", junit_file and junit_file.parent)):

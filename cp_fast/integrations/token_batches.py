@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -19,7 +20,7 @@ from cp_ref.common.collective_calls import collective, together
 from cp_ref.common.sharding.shard import position_ids as positions_of
 from cp_ref.common.sharding.shard import shard
 from cp_ref.spec import check_context, divisor
-from cp_ref.spec.arguments.single_values import read_count
+from cp_ref.spec.arguments.single_values import kind_of, read_count
 
 __all__ = ["CpBatch", "raise_on_all_ranks", "shard_batch"]
 
@@ -48,6 +49,40 @@ class CpBatch:
         self.cp, self.qkv_format, self.longest = cp, qkv_format, longest
         self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
         self._plans: dict[Any, Plan] = {}
+        self._shape = torch.Size()  # of input_ids
+        self._numbered: Callable[[], torch.Tensor] | None = None  # [b, s/cp]: each token's place from 1, 0 for padding
+
+    def shard(self, x: torch.Tensor, fill_value: float = 0) -> torch.Tensor:
+        """This rank's slice of another tensor of the batch, cut as its tokens were: weights of tokens, rewards, masks.
+
+        Args:
+            x: [b, s, ...], the same on all ranks, with a row for each token of input_ids.
+            fill_value: the value of padding.
+
+        Returns:
+            [b, s/cp, ...], with a row for each of the rank's input_ids. Differentiable.
+
+        Raises:
+            ValueError, TypeError: x has other axes. RuntimeError: `shard_batch` did not make this object.
+
+        >>> from cp_ref import SimGroup
+        >>> ids, weights = torch.tensor([[5, 6, 7]]), torch.tensor([[0.1, 0.2, 0.3]])
+        >>> def one(member):
+        ...     batch = shard_batch({"input_ids": ids}, cp=ContextParallel(member, layout="balanced"))
+        ...     return batch["cp_batch"].shard(weights)
+        >>> SimGroup(2).run(one)
+        [tensor([[0.1000, 0.2000]]), tensor([[0.3000, 0.0000]])]
+        """
+        if self._numbered is None:
+            raise RuntimeError("this CpBatch was not made by shard_batch, which knows the tokens of its slices")
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x is {kind_of(x)}; it must be a tensor [b, s, ...]")
+        numbers = self._numbered().to(x.device)
+        if list(x.shape[:2]) != list(self._shape):
+            raise ValueError(f"x has shape {list(x.shape)}; it must begin with that of input_ids, {list(self._shape)}")
+        padding = numbers == 0
+        padding = padding.view(*padding.shape, *[1] * (x.dim() - 2))
+        return x.flatten(0, 1)[(numbers - 1).clamp(min=0)].masked_fill(padding, fill_value)
 
     def linear_plan(self, x: torch.Tensor) -> Plan:
         """The plan of linear layers and convolutions, made by the first of them. x: a layer's slice [b, s/cp, ...]."""
@@ -73,6 +108,9 @@ class CpBatch:
                 linear=True,
             )
         return self._plans[key]
+
+
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, CpBatch]  # ids, targets, positions
 
 
 def raise_on_all_ranks(given: dict[str, Any], error: Exception) -> NoReturn:
@@ -145,11 +183,22 @@ def shard_batch(
     targets = torch.full(rows.ids.shape, -100, device=rows.ids.device) if rows.targets is None else rows.targets
     cut = _balanced if cp.layout == "balanced" else _packed if rows.packed else _padded
     ids, targets, positions, sequences = cut(rows, targets, cp, pad_token_id)
+    sequences._shape = rows.ids.shape
+    sequences._numbered = partial(_numbered, cut, rows.ids.shape, rows.cu_seqlens, rows.packed, cp)
+    positions = positions.clamp(max=max(rows.longest - 1, 0))  # padding's too: a model's table may end there
     made: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "cp_batch": sequences}
     if rows.targets is not None:
         made |= {"labels": targets, "num_items_in_batch": torch.tensor(count, device=targets.device)}
         made |= {"shift_labels": targets} if shift_labels else {}
     return made
+
+
+def _numbered(
+    cut: Callable[..., Parts], shape: torch.Size, cu_seqlens: torch.Tensor, packed: bool, cp: ContextParallel
+) -> torch.Tensor:
+    """[b, s/cp]: the places of this rank's tokens in a batch of this shape, from 1; 0 for padding."""
+    numbers = torch.arange(1, 1 + shape.numel(), device="cpu").view(shape)
+    return cut(TokenRows(numbers, None, cu_seqlens, packed), numbers, cp, 0)[0]
 
 
 def _agreed(cp: ContextParallel, over: Any, read: Callable[[], tuple[TokenRows, Digests]]) -> tuple[TokenRows, int]:
@@ -186,9 +235,6 @@ def _check_the_same(everyone: list[Digests], rank: int) -> None:
                 f"batch differs between rank {rank} and rank {other} in {odd}; all ranks of a context get the same "
                 "batch whole (Trainer's and accelerate's own loaders give every process another)"
             )
-
-
-Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, CpBatch]  # ids, targets, positions
 
 
 def _packed(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_token_id: int) -> Parts:

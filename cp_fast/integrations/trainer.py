@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from cp_fast.api.fast_context import ContextParallel
+from cp_fast.integrations.hugging_face.model_edge import edge_of
 from cp_fast.integrations.shared.shared_arguments import refuse
 from cp_fast.integrations.transformers import prepare, shard_batch
 from cp_ref.common.groups.collectives import all_reduce_sum
@@ -32,10 +33,21 @@ from cp_ref.spec import check_context
 __all__ = ["ContextParallelMixin"]
 
 _Trainer: Any = object  # whose methods come behind those of the mixin
+_ALONE = (
+    "Losses are those of evaluate(rows). For predictions and metrics of whole rows call "
+    'model.set_attn_implementation("sdpa"), then Trainer without the mixin'
+)
+_OWN_LOSS = (
+    'Write a compute_loss that calls super().compute_loss, or that takes inputs["shift_labels"], the label that each '
+    "token learns, and divides the sum of its losses by num_items_in_batch, which is of all ranks"
+)
 
 
 class ContextParallelMixin(_Trainer):
     """To stand before Trainer among the bases of a class. The model is prepared (`transformers.prepare`).
+
+    In a training step the ranks of a context draw different random numbers, so each token has a dropout mask of its
+    own. All that is drawn outside (orders of rows, masks of a collator) is the same on all of them.
 
     Args:
         args: TrainingArguments, by name or as Trainer's second argument.
@@ -59,10 +71,12 @@ class ContextParallelMixin(_Trainer):
         _refuse_methods(type(self))
         self.cp = cp
         self._batches: list[tuple[Any, Any]] = []  # of this step: a part, and the whole batch
+        self._drawn = 0  # batches of this step that were trained on
         super().__init__(*given, **others)
         _refuse_parallelism(self, args)
         self._mesh = _mesh(self, cp)
         prepare(self.model, cp)
+        edge_of(self.model).labels_head(type(self.model).__name__)
         if not self.model_accepts_loss_kwargs:
             raise NotImplementedError(f"{type(self.model).__name__} takes no num_items_in_batch for its loss")
 
@@ -93,9 +107,19 @@ class ContextParallelMixin(_Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
         """This rank's parts of the next batches, and the counted tokens of all ranks in them."""
+        self._drawn = 0
         self._batches = [(self._part(batch), batch) for batch in islice(epoch_iterator, num_batches)]
         parts = [part for part, _ in self._batches]
         return parts, self._count(parts, device)
+
+    def training_step(self, *given: Any, **named: Any) -> torch.Tensor:
+        """Trainer's, with random numbers of this rank's own."""
+        with self._own_numbers():
+            return super().training_step(*given, **named)
+
+    def predict(self, *_: Any, **__: Any) -> Any:
+        """Refused: predictions would be those of a slice."""
+        raise NotImplementedError(f"predict would return a rank's slice of each row's predictions. {_ALONE}")
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """The loss of a batch alone, the same on all ranks of the context: logits would be those of a slice."""
@@ -124,6 +148,22 @@ class ContextParallelMixin(_Trainer):
         super()._track_num_input_tokens(next((whole for part, whole in self._batches if part is inputs), inputs))
         of_all_ranks = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + of_all_ranks // self.cp.size
+
+    @contextlib.contextmanager
+    def _own_numbers(self) -> Iterator[None]:
+        """Random numbers from a seed of this rank's, for the step and batch. Afterwards those of all ranks go on, as if
+        none had been drawn: orders of rows are those of Trainer alone.
+        """
+        if self.cp.size == 1:
+            yield
+            return
+        self._drawn += 1
+        seed = hash((torch.initial_seed(), self.state.global_step, self._drawn, self.cp.rank)) % 2**63
+        device = self.args.device
+        how: dict[str, Any] = {"devices": []} if device.type == "cpu" else {"devices": [device]}
+        with torch.random.fork_rng(**how, device_type="cuda" if device.type == "cpu" else device.type):
+            torch.manual_seed(seed)
+            yield
 
     def _part(self, batch: Any) -> dict[str, Any]:
         return shard_batch(dict(batch), cp=self.cp, model=self.model)
@@ -156,13 +196,26 @@ class ContextParallelMixin(_Trainer):
 def _refuse_arguments(args: Any, others: dict[str, Any]) -> None:
     where = "ContextParallelMixin"
     refuse(where, label_smoothing_factor=args.label_smoothing_factor, neftune_noise_alpha=args.neftune_noise_alpha)
-    refuse(where, **{name: others.get(name) for name in ("compute_metrics", "compute_loss_func")})
+    if others.get("compute_metrics") is not None:
+        raise NotImplementedError(
+            f"compute_metrics is {_named(others['compute_metrics'])}, which {where} would give a rank's slice of the "
+            f"predictions. {_ALONE}"
+        )
+    if others.get("compute_loss_func") is not None:
+        raise NotImplementedError(
+            f"compute_loss_func is {_named(others['compute_loss_func'])}, which {where} would give a rank's slice. "
+            f"{_OWN_LOSS}"
+        )
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         raise NotImplementedError(
             f"train_sampling_strategy is 'batch_rebalance', by which every process of {where} gets another batch"
         )
     if not args.average_tokens_across_devices:
         raise ValueError("average_tokens_across_devices is False; ranks have different numbers of counted tokens")
+
+
+def _named(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 def _refuse_methods(kind: type[Any]) -> None:
@@ -175,15 +228,15 @@ def _refuse_methods(kind: type[Any]) -> None:
         name = f"{one.__name__}.compute_loss"
         if "compute_loss" in vars(one) and not _takes_parts(vars(one)["compute_loss"]):
             raise NotImplementedError(
-                f"{name} computes a loss of its own, and would be given a rank's part of a batch. Call "
-                'super().compute_loss, or take inputs["shift_labels"], the label that each token learns, and divide '
-                "their sum by num_items_in_batch, which is of all ranks"
+                f"{name} computes a loss of its own, and would be given a rank's part of a batch. {_OWN_LOSS}"
             )
         for name in ("prediction_step", "get_batch_samples"):
             if behind and name in vars(one):
                 raise NotImplementedError(
                     f"{one.__name__}.{name} would not be called: ContextParallelMixin, which stands before it, has its "
-                    "own"
+                    "own. Let transformers' Trainer be the class behind the mixin, class CpTrainer("
+                    f"ContextParallelMixin, Trainer), with rows of token ids and labels. A {name} of CpTrainer is "
+                    "called, with whole batches, and super() is the mixin's"
                 )
 
 

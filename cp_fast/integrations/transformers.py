@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -22,7 +22,15 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.alibi_models import SequencesAsMask, has_alibi, sequences_as_mask, with_alibi
 from cp_fast.integrations.hugging_face.linear_mixers import linear_mixers, put_over_ranks, take_back
 from cp_fast.integrations.hugging_face.model_batches import shard_batch
-from cp_fast.integrations.hugging_face.model_edge import SILENT, Edge, Labelled, put_around, sequences_of, take_off
+from cp_fast.integrations.hugging_face.model_edge import (
+    SILENT,
+    Call,
+    Edge,
+    mark_layers,
+    put_around,
+    sequences_of,
+    take_off,
+)
 from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over, takes_cache
 from cp_fast.integrations.hugging_face.task_head import head_of
 from cp_fast.integrations.hugging_face.token_mixers import LAYERS, NAME, refuse_by_name
@@ -55,6 +63,12 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         ValueError: weights are not loaded yet. TypeError: not a model of transformers.
     """
     check_context(cp, ContextParallel)
+    if callable(getattr(model, "get_base_model", None)):
+        raise TypeError(
+            f"model is a {type(model).__name__}, which wraps a model of transformers. Prepare that one: "
+            "get_peft_model(prepare(model, cp), config); or put the adapters into it, as ContextParallelMixin needs "
+            "them: peft.inject_adapter_in_model(config, model), then prepare(model, cp)"
+        )
     switch: Any = getattr(model, "set_attn_implementation", None)
     if switch is None:
         raise TypeError(f"model is a {type(model).__name__}; prepare takes a model of transformers")
@@ -83,7 +97,8 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         raise
     for module, causal in seen.callers.items():
         module.__dict__["_cp_fast_causal"] = causal
-    put_around(model, Edge(cp, head, seen.first_position, takes_cache(model)))
+    blocks = mark_layers(model, {*seen.callers, *seen.linear}, seen.heard)
+    put_around(model, Edge(cp, head, seen.first_position, takes_cache(model), blocks))
     return model
 
 
@@ -107,7 +122,7 @@ def attention_forward(
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
-    cp_batch: CpBatch | Labelled | Probe | None = None,
+    cp_batch: CpBatch | Call | Probe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention, as transformers calls it: [b, h, s/cp, d] -> ([b, s/cp, h, d], None).
@@ -133,6 +148,8 @@ def attention_forward(
         raise RuntimeError(f"{name} was not prepared: call cp_fast.integrations.transformers.prepare(model, cp) first")
     if prepared != causal:
         raise ValueError(f"{name} is called with is_causal={causal}; when it was prepared it was {prepared}")
+    if isinstance(cp_batch, Call):
+        cast(Any, module)._cp_fast_call = cp_batch
     packed = sequences.qkv_format == "thd"
     q, k, v = (x.transpose(1, 2)[0] if packed else x.transpose(1, 2) for x in (query, key, value))
     arguments: dict[str, Any] = {"qkv_format": sequences.qkv_format, "attn_mask_type": _mask(causal, sequences)}

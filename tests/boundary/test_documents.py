@@ -142,6 +142,12 @@ def test_installs_are_from_a_checkout(path: Path) -> None:
         assert not re.search(r"(?<!\./)cp-attention", line), line
 
 
+def test_errors_install_nothing_that_no_index_has() -> None:
+    for path in (path for package in ("cp_ref", "cp_fast", "conformance") for path in (ROOT / package).rglob("*.py")):
+        for line in re.findall(r"pip install .*", path.read_text()):
+            assert "cp-attention" not in line, f"{path}: {line}"
+
+
 PICTURES = {"plan": ["--seqlens", "96,32,56"]} | {
     name.replace("+", "_"): ["--seqlen", "64", "--heads-q", "8", "--heads-kv", "4", "--cp-comm-type", name]
     for name in CP_COMM_TYPES

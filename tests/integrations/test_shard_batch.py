@@ -52,6 +52,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         with_mask([1, 1, 1, 0, 0]) | {"labels": IDS[:, :5]},
         "row 1 of labels has 11 at token 3, which is padding by attention_mask",
     ),
+    "positions of several axes": (
+        packed(0, 1, 2, 0, 1) | {"position_ids": torch.tensor([[[0, 1, 2, 0, 1]]] * 3)},
+        r"position_ids has shape \[3, 1, 5\], .* same on all axes: give position_ids\[0\]",
+    ),
     "no ids": ({"labels": IDS}, "it must have input_ids"),
     "an unknown entry": ({"input_ids": IDS, "token_type_ids": IDS}, "batch has input_ids, token_type_ids; it must"),
     "no dict": ([IDS], "batch is of type list; it must be a dict"),  # type: ignore[dict-item]
@@ -184,3 +188,37 @@ def test_a_batch_without_tokens_has_no_labels(layout: Any) -> None:
         assert part["labels"].shape == part["shift_labels"].shape == part["input_ids"].shape
         assert (part["labels"] == -100).all()
         assert part["num_items_in_batch"] == 0
+
+
+@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous", "balanced"])
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_other_tensors_of_a_batch_are_cut_as_its_tokens(kind: str, layout: Any) -> None:
+    ids = torch.arange(1, 31).view(1, 30) if kind == "packed" else torch.arange(1, 31).view(3, 10)
+    positions = torch.cat([torch.arange(n) for n in (7, 12, 11)])[None]
+    batch = {"input_ids": ids} | ({"position_ids": positions} if kind == "packed" else {})
+    weights = torch.rand(*ids.shape, 2, dtype=torch.float64, requires_grad=True)
+
+    def one(member: Any) -> None:
+        part = shard_batch(batch, cp=cp_fast.ContextParallel(member, layout=layout), pad_token_id=-1)
+        sequences, mine = part["cp_batch"], part["input_ids"]
+        assert torch.equal(sequences.shard(ids, fill_value=-1), mine)
+        expected = torch.stack([weights.flatten(0, 1)[token - 1] * (token > 0) for token in mine.flatten().tolist()])
+        found = sequences.shard(weights)
+        assert torch.equal(found.flatten(0, 1), expected)
+        (grad,) = torch.autograd.grad(found.sum(), weights)
+        assert torch.equal(grad[..., 0].flatten() > 0, torch.isin(ids.flatten(), mine))
+        with pytest.raises(ValueError, match=r"x has shape \[1, 2\]; it must begin with that of input_ids"):
+            sequences.shard(torch.zeros(1, 2))
+
+    SimGroup(4).run(one)
+
+
+def test_shard_names_the_cure_for_a_batch() -> None:
+    def one(member: Any) -> None:
+        cp = cp_fast.ContextParallel(member, layout="balanced")
+        sequences = shard_batch({"input_ids": IDS}, cp=cp)["cp_batch"]
+        for context in (cp, sequences.cp):
+            with pytest.raises(ValueError, match=r"plan is None, .* cp_batch.shard\(x\) where shard_batch"):
+                cp_fast.shard(IDS, cp=context)
+
+    SimGroup(2).run(one)

@@ -61,13 +61,13 @@ def with_alibi(model: nn.Module, attention: Attention) -> None:
     for module in model.modules():
         if hasattr(module, "_can_set_attn_implementation"):
             module.__dict__["_can_set_attn_implementation"] = _yes
+            if "_cp_fast_alibi" not in module.__dict__:
+                module.__dict__["_cp_fast_alibi"] = True
+                module.register_forward_pre_hook(_enter, with_kwargs=True)
+                module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
         if (forward := _FORWARD.get(_kind(module))) is not None:
             module.__dict__["_cp_fast_attention"] = attention, slopes
             module.forward = MethodType(forward, module)
-    if "_cp_fast_alibi" not in model.__dict__:
-        model.__dict__["_cp_fast_alibi"] = True
-        model.register_forward_pre_hook(_enter, with_kwargs=True)
-        model.register_forward_hook(_leave, with_kwargs=True, always_call=True)
 
 
 def _yes() -> bool:
@@ -93,12 +93,14 @@ def _slopes(model: nn.Module) -> torch.Tensor:
     return slopes.contiguous()
 
 
-def _enter(_: Any, __: Any, given: dict[str, Any]) -> None:
-    _call.sequences = given.get("cp_batch")
+def _enter(model: Any, _: Any, given: dict[str, Any]) -> None:
+    if getattr(_call, "sequences", None) is None:
+        _call.sequences, _call.model = given.get("cp_batch"), model
 
 
-def _leave(*_: Any) -> None:
-    _call.sequences = None
+def _leave(model: Any, *_: Any) -> None:
+    if getattr(_call, "model", None) is model:  # the outermost of the models that are called
+        _call.sequences = _call.model = None
 
 
 def _bloom(

@@ -20,6 +20,7 @@ from cp_fast.integrations.hugging_face.linear_functions import (
     mamba2_split_conv1d_scan_combined,
     one_token,
 )
+from cp_fast.integrations.hugging_face.model_edge import Call
 from cp_fast.integrations.hugging_face.slice_probe import Probe
 
 __all__ = ["linear_mixers", "put_over_ranks", "take_back"]
@@ -77,6 +78,8 @@ def _forward(theirs: Callable[..., Any]) -> Callable[..., Any]:
                 raise NotImplementedError(f"{cache} is given to {type(self).__name__}; a cache is not supported")
         if isinstance(sequences, Probe):
             sequences.linear.add(self)
+        if isinstance(sequences, Call):
+            cast(Any, self)._cp_fast_call = sequences
         return ours(self, *given, **named)
 
     cast(Any, forward).cp_fast = True

@@ -48,7 +48,7 @@ def _append(rotary: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> An
     bound = inspect.signature(rotary.forward).bind(*by_place, **given)
     positions = bound.arguments["position_ids"]  # [b, s/cp], or [axes, b, s/cp]
     last = rotary._cp_fast_longest.to(positions.dtype).expand(*positions.shape[:-1], 1)
-    bound.arguments["position_ids"] = torch.cat([positions.minimum(last), last], dim=-1)  # padding lies behind it
+    bound.arguments["position_ids"] = torch.cat([positions, last], dim=-1)
     return bound.args, bound.kwargs
 
 

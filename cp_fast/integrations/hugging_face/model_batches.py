@@ -53,9 +53,10 @@ def shard_batch(
     try:
         edge = None if model is None else edge_of(model)
         rows = _positions_said(batch, 0 if edge is None else edge.first_position)
+        labelled = edge is not None and edge.head is not None and isinstance(rows, Mapping) and "labels" in rows
+        shifts = edge.labels_head(type(model).__name__).shifts if edge is not None and labelled else True
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         token_batches.raise_on_all_ranks({"cp": cp, "over": over}, error)
-    shifts = edge is None or edge.head is None or edge.head.shifts
     return token_batches.shard_batch(rows, cp=cp, pad_token_id=pad_token_id, shift_labels=shifts, over=over)
 
 
@@ -66,6 +67,8 @@ def _positions_said(batch: Any, first: int) -> Any:
     flat = {name: x for name, x in batch.items() if name in _FLAT}
     batch = {name: x for name, x in batch.items() if name not in _FLAT}
     given: torch.Tensor | None = batch.get("position_ids")
+    if isinstance(given, torch.Tensor) and given.ndim != 2:
+        return batch  # for token_batches to refuse
     positions = None if given is None else given - first
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if (lengths := flat.get(name)) is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,12 +11,12 @@ from torch import nn
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.longest_position import give_longest, say_longest
-from cp_fast.integrations.hugging_face.slice_probe import Probe
+from cp_fast.integrations.hugging_face.slice_probe import Probe, takes_cache
 from cp_fast.integrations.hugging_face.task_head import Head, part_of_the_mean
 from cp_fast.integrations.hugging_face.token_mixers import NAME
 from cp_fast.integrations.token_batches import CpBatch
 
-__all__ = ["ALONE", "SILENT", "Edge", "Labelled", "edge_of", "put_around", "sequences_of", "take_off"]
+__all__ = ["ALONE", "SILENT", "Call", "Edge", "edge_of", "mark_layers", "put_around", "sequences_of", "take_off"]
 
 SILENT = {  # Keywords that models pass on and that do not change attention or linear layers.
     *("position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels", "labels", "logits_to_keep"),
@@ -25,13 +25,24 @@ SILENT = {  # Keywords that models pass on and that do not change attention or l
 ALONE = 'for generate() and for whole sequences call model.set_attn_implementation("sdpa") first'
 
 
-@dataclass(frozen=True, eq=False)
-class Labelled:
-    """A batch's sequences on their way through a model, with targets that its edge computes the loss of."""
+class Call:
+    """One call of a prepared model: what reaches its layers as `cp_batch`. Layers leave it behind as a mark.
 
-    sequences: CpBatch
-    targets: torch.Tensor
-    count: torch.Tensor
+    It is no dataclass, for the reason of `CpBatch`.
+
+    Args:
+        edge: of the model that was called.
+        sequences: of the batch.
+        targets, count: where the edge computes the loss: the targets, and how many all ranks have.
+    """
+
+    def __init__(
+        self, edge: Edge, sequences: CpBatch, targets: torch.Tensor | None = None, count: torch.Tensor | None = None
+    ) -> None:
+        self.edge, self.sequences, self.targets, self.count = edge, sequences, targets, count
+
+    def __deepcopy__(self, _: Any) -> Call:
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,26 +51,33 @@ class Edge:
 
     Args:
         cp: the context that its batches have.
-        head: what the model makes of labels; None where it takes none.
+        head: what the model makes of labels; None where it takes none; a text: why it can take none.
         first_position: the number that the model gives to the first position of a sequence.
         caches: its calls have an argument `use_cache`.
+        blocks: the names of the modules whose layers are checked (`mark_layers`).
+        inner: the model is a part of the one that was prepared, and is called by it or by the user.
     """
 
     cp: ContextParallel
-    head: Head | None
+    head: Head | str | None
     first_position: int
     caches: bool
+    blocks: tuple[str, ...] = ()
+    inner: bool = False
 
     def __deepcopy__(self, _: Any) -> Edge:
         return self
 
     def enter(self, model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any] | None:
-        """Check a call's arguments, and return them as the model wants them; None where it runs alone.
+        """Check a call's arguments, and return them as the model wants them; None where it runs as it is: alone, or as
+        a part of a model whose own edge has checked them.
 
         Raises:
             TypeError, ValueError, NotImplementedError: what is given would be taken for something else.
         """
         name, sequences = type(model).__name__, given.get("cp_batch")
+        if isinstance(sequences, Call) or (self.inner and sequences is None):
+            return None
         if model.config._attn_implementation != NAME:
             if sequences is not None:
                 raise ValueError(
@@ -70,7 +88,10 @@ class Edge:
         if not isinstance(sequences, CpBatch):
             raise TypeError(f"{name} is given cp_batch={sequences!r}: call it with what shard_batch returns; {ALONE}")
         if sequences.cp.group != self.cp.group:
-            raise ValueError(f"cp_batch is of another group of ranks than the one that {name} was prepared for")
+            raise ValueError(
+                f"cp_batch is of another group of ranks (cp_size {sequences.cp.size}) than the one that {name} was "
+                f"prepared for (cp_size {self.cp.size}); call prepare(model, cp) again, with the context of the batch"
+            )
         if by_place:
             raise TypeError(f"{name} is given {len(by_place)} arguments by place; give all by name: **shard_batch(...)")
         if given.get("output_router_logits"):
@@ -92,25 +113,48 @@ class Edge:
             given["position_ids"] = given["position_ids"] + self.first_position
         return self._with_labels(name, sequences, given)
 
-    def leave(self, given: dict[str, Any], out: Any) -> Any:
-        """The model's outputs, with the loss where its edge has the labels."""
-        sequences = given.get("cp_batch")
-        if not isinstance(sequences, Labelled):
+    def leave(self, model: nn.Module, call: Call, out: Any) -> Any:
+        """The model's outputs, with the loss where its edge has the labels.
+
+        Raises:
+            RuntimeError: a layer's attention was not cp_fast's.
+        """
+        if torch.compiler.is_compiling():
+            from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as slow as importing PyTorch
+
+            graph_break(_check_layers, model, call)
+        else:
+            _check_layers(model, call)
+        if call.targets is None or call.count is None:
             return out
         logits = out["logits"] if isinstance(out, Mapping) else out[0]
-        loss = part_of_the_mean(logits, sequences.targets, sequences.count)
+        loss = part_of_the_mean(logits, call.targets, call.count)
         if not isinstance(out, Mapping):
             return (loss, *out)
         kind: Any = type(out)
         return kind(loss=loss, **{name: x for name, x in out.items() if name != "loss"})
 
+    def labels_head(self, name: str) -> Head:
+        """What the model makes of labels; name: its own, for the error.
+
+        Raises:
+            TypeError, NotImplementedError: it takes no labels over ranks.
+        """
+        if self.head is None:
+            raise TypeError(f"{name} takes no labels; cp_fast.integrations.loss has losses of what it returns")
+        if isinstance(self.head, str):
+            raise NotImplementedError(
+                f"{self.head}. Leave labels away, and compute the loss from what the model returns "
+                "(cp_fast.integrations.loss)"
+            )
+        return self.head
+
     def _with_labels(self, name: str, sequences: CpBatch, given: dict[str, Any]) -> dict[str, Any]:
         labels, shifted = given.get("labels"), given.get("shift_labels")
         if labels is None and shifted is None:
-            return given
-        if self.head is None:
-            raise TypeError(f"{name} takes no labels; cp_fast.integrations.loss has losses of what it returns")
-        if (shifted is not None) != self.head.shifts:
+            return given | {"cp_batch": Call(self, sequences)}
+        head = self.labels_head(name)
+        if (shifted is not None) != head.shifts:
             how, other = ("shifted", "own") if shifted is not None else ("each token's own", "next")
             raise ValueError(
                 f"labels are {how}, but {name} learns each token's {other}: call "
@@ -118,12 +162,12 @@ class Edge:
             )
         if given.get("num_items_in_batch") is None:
             raise ValueError(f"{name} is given labels without num_items_in_batch; shard_batch returns both")
-        if self.head.native:
-            return given
-        targets: Any = shifted if self.head.shifts else labels
+        if head.native:
+            return given | {"cp_batch": Call(self, sequences)}
+        targets: Any = shifted if head.shifts else labels
         count = torch.as_tensor(given["num_items_in_batch"])
         rest = {n: x for n, x in given.items() if n not in ("labels", "shift_labels", "num_items_in_batch")}
-        return rest | {"cp_batch": Labelled(sequences, targets, count)}
+        return rest | {"cp_batch": Call(self, sequences, targets, count)}
 
 
 def sequences_of(name: str, cp_batch: Any) -> CpBatch | Probe:
@@ -132,7 +176,7 @@ def sequences_of(name: str, cp_batch: Any) -> CpBatch | Probe:
     Raises:
         TypeError: there are none.
     """
-    sequences = cp_batch.sequences if isinstance(cp_batch, Labelled) else cp_batch
+    sequences = cp_batch.sequences if isinstance(cp_batch, Call) else cp_batch
     if not isinstance(sequences, CpBatch | Probe):
         raise TypeError(
             f"{name} is given cp_batch={cp_batch!r}: call the model with what shard_batch returns; a model that does "
@@ -142,19 +186,119 @@ def sequences_of(name: str, cp_batch: Any) -> CpBatch | Probe:
 
 
 def put_around(model: nn.Module, edge: Edge) -> None:
-    """Have the model's calls pass this edge."""
-    if "_cp_fast_edge" not in model.__dict__:
-        model.register_forward_pre_hook(_before, with_kwargs=True)
-        model.register_forward_hook(_after, with_kwargs=True)
-    give_longest(model)
-    model.__dict__["_cp_fast_edge"] = edge
+    """Have the model's calls pass this edge, and direct calls of the models in it one without a head."""
+    for where, module in model.named_modules():
+        if module is not model and not hasattr(module, "set_attn_implementation"):
+            continue
+        if "_cp_fast_edge" not in module.__dict__:
+            module.register_forward_pre_hook(_before, with_kwargs=True, prepend=True)
+            module.register_forward_hook(_after, with_kwargs=True)
+        give_longest(module)
+        mine = edge
+        if module is not model:
+            blocks = tuple(block.removeprefix(f"{where}.") for block in edge.blocks if block.startswith(f"{where}."))
+            mine = replace(edge, head=None, caches=takes_cache(module), blocks=blocks, inner=True)
+        module.__dict__["_cp_fast_edge"] = mine
 
 
 def take_off(model: nn.Module) -> None:
     """Check the model's calls no longer."""
-    if "_cp_fast_edge" in model.__dict__:
-        model.__dict__["_cp_fast_edge"] = None
-        say_longest(model, None)
+    for module in model.modules():
+        module.__dict__.pop("_cp_fast_layers", None)
+        module.__dict__.pop("_cp_fast_call", None)
+        if "_cp_fast_edge" in module.__dict__:
+            module.__dict__["_cp_fast_edge"] = None
+            say_longest(module, None)
+
+
+def mark_layers(model: nn.Module, layers: set[nn.Module], heard: set[nn.Module]) -> tuple[str, ...]:
+    """Mark the layers that mix tokens, and the blocks that hold them: the elements of a model's lists of modules.
+
+    A model may leave a block out: one skips blocks at random, and a stage of a pipeline has some alone. A block that
+    runs has to call its layers.
+
+    Args:
+        layers: attention and linear layers.
+        heard: the modules that are given cp_batch, by which a block knows that it runs. Layers of others belong to the
+            model, which always runs.
+
+    Returns:
+        The names of the blocks.
+    """
+    blocks: dict[str, list[str]] = {}
+    for where, layer in model.named_modules():
+        if layer in layers:
+            layer.__dict__["_cp_fast_call"] = None
+            names = where.split(".")
+            above = [".".join(names[:i]) for i in range(len(names), 0, -1)]
+            block = next(
+                (name for name in above if _is_element(model, name) and model.get_submodule(name) in heard), ""
+            )
+            blocks.setdefault(block, []).append(where[len(block) :].lstrip("."))
+    for where, names in blocks.items():
+        block = model.get_submodule(where)
+        block.__dict__["_cp_fast_layers"] = tuple(names)
+        if "_cp_fast_entered" not in block.__dict__:
+            block.register_forward_pre_hook(_enter_block, with_kwargs=True)
+        block.__dict__["_cp_fast_entered"] = None
+    return tuple(where for where in blocks if where)
+
+
+def _is_element(model: nn.Module, where: str) -> bool:
+    holder = model.get_submodule(where.rpartition(".")[0])
+    return isinstance(holder, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+
+
+def _enter_block(block: Any, _: tuple[Any, ...], given: dict[str, Any]) -> None:
+    block._cp_fast_entered = given.get("cp_batch")
+
+
+def _check_layers(model: nn.Module, call: Call) -> None:
+    """Raise for a layer that did not call its attention, or its linear layer's functions, in a call that ends."""
+    blocks = _layers_of_blocks(model)
+    ran = [block for block in blocks if block is model or block.__dict__["_cp_fast_entered"] is call]
+    odd: set[nn.Module] = set()
+    for block in ran or blocks:
+        layers = blocks[block]
+        odd |= {layer for layer in layers if layer.__dict__["_cp_fast_call"] is not call}
+        if len(layers) < len(names := block.__dict__["_cp_fast_layers"]):  # one has another module in its place
+            odd |= {_at(block, name) or block for name in names} - layers or {block}
+    for where in call.edge.blocks:
+        found = _at(model, where)
+        if found not in blocks and found is not None and blocks.keys().isdisjoint(found.modules()):
+            odd |= {found} if next(found.parameters(), None) is not None else set()
+    if not odd:
+        return
+    where, first = next((name, module) for name, module in model.named_modules() if module in odd)
+    mine = getattr(getattr(first, "config", None), "_attn_implementation", NAME)
+    why = "" if mine == NAME else f", whose configuration has attn_implementation {mine!r},"
+    raise RuntimeError(
+        f"{where or 'the model'} ({type(first).__name__}){why} did not call the attention or the linear layer that "
+        f"prepare saw in {type(model).__name__}: it had a slice for the whole. Layers that are changed after prepare "
+        "need another prepare(model, cp), which says what it cannot run"
+    )
+
+
+def _layers_of_blocks(model: nn.Module) -> dict[nn.Module, set[nn.Module]]:
+    """The blocks that the model has now, and the layers in each. Each call looks, so nothing is walked twice."""
+    found: dict[nn.Module, set[nn.Module]] = {}
+    waiting = [(model, model)]
+    while waiting:
+        module, block = waiting.pop()
+        if "_cp_fast_layers" in module.__dict__:
+            block = module
+            found[block] = set()
+        if "_cp_fast_call" in module.__dict__ and block in found:
+            found[block].add(module)
+        waiting += [(inner, block) for inner in module._modules.values() if inner is not None]
+    return found
+
+
+def _at(module: nn.Module, where: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(where)
+    except AttributeError:
+        return None
 
 
 def edge_of(model: nn.Module) -> Edge:
@@ -174,7 +318,8 @@ def edge_of(model: nn.Module) -> Edge:
 
 def _before(model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any:
     edge = model.__dict__["_cp_fast_edge"]
-    say_longest(model, None)
+    if not isinstance(given.get("cp_batch"), Call):
+        say_longest(model, None)
     handed_on = None if edge is None else edge.enter(model, by_place, given)
     if handed_on is None:
         return None
@@ -183,6 +328,8 @@ def _before(model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any
 
 
 def _after(model: Any, _: tuple[Any, ...], given: dict[str, Any], out: Any) -> Any:
-    edge = model.__dict__["_cp_fast_edge"]
+    edge, call = model.__dict__["_cp_fast_edge"], given.get("cp_batch")
+    if edge is None or not isinstance(call, Call) or call.edge is not edge:
+        return out
     say_longest(model, None)
-    return out if edge is None else edge.leave(given, out)
+    return edge.leave(model, call, out)

@@ -2,12 +2,14 @@
 depend only on this token and its position, then only attention mixes tokens.
 
 Three runs: the whole sequence as a user calls the model; a rank's slice of it with the positions that `shard_batch`
-gives; and the whole with NaN in place of one token, which must reach no other.
+gives; and the whole with NaN in place of one token, which must reach no other. The special tokens of the configuration
+stand outside of the slice, so that a module which counts them, or looks for them, gives the slice other outputs.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,12 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from cp_fast.integrations.hugging_face.longest_position import give_longest, say_longest
 from cp_fast.integrations.hugging_face.token_mixers import token_axis
 
-__all__ = ["Probe", "Seen", "at_rest", "look_over", "takes_cache"]
+__all__ = ["Probe", "Rows", "Seen", "at_rest", "look_over", "takes_cache"]
 
-SLICE = [1, 2, 6, 7, 9]  # A rank's tokens: two chunks and one more.
-POISONED = 5
+_SLICE = (1, 2, 6, 7, 9)  # A rank's tokens, behind the special ones: two chunks and one more.
+_POISONED = 5
+_LENGTHS = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 _UNNUMBERED = "{} takes no position_ids; it would number a slice's tokens from its own first"
 
 
@@ -45,12 +49,31 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Token ids [1, t], with the places of a rank's slice, and of the token whose value becomes NaN."""
+
+    ids: torch.Tensor
+    kept: torch.Tensor
+    poisoned: int
+
+
+@dataclass(frozen=True)
 class Seen:
-    """The probe's findings: the attention modules, the number of position 0, and the arguments of its calls."""
+    """The probe's findings: the attention modules, the number of position 0, and the arguments of its calls.
+
+    Attributes:
+        callers: whether each module's attention is causal.
+        linear: linear layers and convolutions.
+        heard: all modules that were given cp_batch.
+        rows: the tokens of the whole.
+        arguments: of the call with the whole, without the tokens.
+    """
 
     callers: dict[nn.Module, bool]
+    linear: set[nn.Module]
+    heard: set[nn.Module]
     first_position: int
-    ids: torch.Tensor
+    rows: Rows
     arguments: dict[str, Any] = field(repr=False)
 
 
@@ -69,11 +92,16 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
     positions = "position_ids" in inspect.signature(model.forward).parameters
     if numbered and not positions and not covered:
         raise NotImplementedError(_UNNUMBERED.format(name))
-    device = next(model.parameters()).device
-    ids = _ids(model, device)
-    tokens, probe = ids.shape[1], Probe()
+    rows, probe = _rows(model, next(model.parameters()).device), Probe()
     given: dict[str, Any] = {"cp_batch": probe, **({"use_cache": False} if takes_cache(model) else {})}
-    whole = _outputs(model(input_ids=ids, **given))
+    heard: set[nn.Module] = set()
+    with ExitStack() as stack:
+        for module in model.modules():
+            hook = module.register_forward_pre_hook(
+                lambda m, _, named: heard.add(m) if named.get("cp_batch") is probe else None, with_kwargs=True
+            )
+            stack.callback(hook.remove)
+        whole = _outputs(model(input_ids=rows.ids, **given))
     for where, module in covered.items():
         if module not in probe.linear:
             raise NotImplementedError(f"{_named(model, where)} is not given cp_batch, which its model does not hand on")
@@ -81,10 +109,12 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
         raise NotImplementedError(f"{name} never calls its attention by transformers' AttentionInterface")
     if numbered and not positions and probe.callers:
         raise NotImplementedError(_UNNUMBERED.format(name))
-    _refuse_pooling(model, ids, given, whole)
-    _refuse_mixing(model, ids, given)
-    first = _first_position(model, ids, given, whole)
-    return Seen(probe.callers, first, ids, {**given, "position_ids": first + torch.arange(tokens, device=device)[None]})
+    _refuse_pooling(model, rows, given, whole)
+    _refuse_mixing(model, rows, given)
+    first = _first_position(model, rows, given, whole)
+    places = torch.arange(rows.ids.shape[1], device=rows.ids.device)[None]
+    given["position_ids"] = first + places
+    return Seen(probe.callers, probe.linear, heard, first, rows, given)
 
 
 def takes_cache(model: nn.Module) -> bool:
@@ -106,23 +136,34 @@ def at_rest(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _ids(model: nn.Module, device: torch.device) -> torch.Tensor:
-    """Token ids [1, t]; t is not a size of any weight, so an axis of tokens is recognised by its size."""
-    config: Any = model.config
-    config = config.get_text_config()
+def _rows(model: nn.Module, device: torch.device) -> Rows:
+    """Token ids whose number is not a size of any weight, so that an axis of tokens is recognised by its size.
+
+    Special tokens come first, where all others see them, and padding, which may not be told from a token by the model,
+    last but one: models number the tokens behind it in another way.
+    """
+    top: Any = model.config
+    text = top.get_text_config()
+    padding = getattr(text, "pad_token_id", None)
+    entries = {**top.to_dict(), **text.to_dict()}
+    named = [x for name, x in entries.items() if re.search("_token_(id|ids|index)$", name)]
+    known = {token for x in named for token in (x if isinstance(x, list) else [x])} - {None}
+    special = sorted(token for token in known - {padding} if 0 <= token < text.vocab_size)
     sizes = {size for weight in model.parameters() for size in weight.shape}
-    sizes |= {value for value in config.to_dict().values() if isinstance(value, int)}
-    tokens = next(n for n in (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47) if n not in sizes)
-    given = [getattr(config, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos")]
-    special = {token for x in given for token in (x if isinstance(x, list) else [x])}
-    plain = [token for token in range(min(config.vocab_size, 200)) if token not in special]
-    return torch.tensor([[plain[(7 * i + 3) % len(plain)] for i in range(tokens)]], device=device)
+    sizes |= {value for value in entries.values() if isinstance(value, int)}
+    tokens = next(n for n in _LENGTHS if n not in sizes and n >= len(special) + _LENGTHS[0])
+    plain = [token for token in range(min(text.vocab_size, 200 + len(known))) if token not in known]
+    ids = special + [plain[(7 * i + 3) % len(plain)] for i in range(tokens - len(special))]
+    if padding is not None and 0 <= padding < text.vocab_size:
+        ids[-2] = padding
+    kept = torch.tensor([len(special) + i for i in _SLICE], device=device)
+    return Rows(torch.tensor([ids], device=device), kept, len(special) + _POISONED)
 
 
 def _outputs(out: Any) -> dict[str, torch.Tensor]:
     """The floating tensors that a model returns, by name."""
     found: dict[str, torch.Tensor] = {}
-    pairs = out.items() if isinstance(out, Mapping) else enumerate(out)
+    pairs = out.items() if isinstance(out, Mapping) else enumerate(out if isinstance(out, (tuple, list)) else [out])
     for name, value in pairs:
         for i, x in enumerate(value if isinstance(value, (tuple, list)) else [value]):
             if isinstance(x, torch.Tensor) and x.is_floating_point():
@@ -130,8 +171,8 @@ def _outputs(out: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def _refuse_pooling(model: nn.Module, ids: torch.Tensor, given: dict[str, Any], whole: dict[str, torch.Tensor]) -> None:
-    tokens = ids.shape[1]
+def _refuse_pooling(model: nn.Module, rows: Rows, given: dict[str, Any], whole: dict[str, torch.Tensor]) -> None:
+    tokens = rows.ids.shape[1]
     odd = [name for name, x in whole.items() if token_axis(x, tokens) is None]
     if not odd:
         return
@@ -143,53 +184,88 @@ def _refuse_pooling(model: nn.Module, ids: torch.Tensor, given: dict[str, Any], 
             pooling.extend([_named(model, where)] if token_axis(out, tokens) is None else [])
 
     with _watched(model, look):
-        model(input_ids=ids, **given)
+        model(input_ids=rows.ids, **given)
     where = pooling[0] if pooling else _named(model, "")
     raise NotImplementedError(
         f"{where} pools over tokens ({odd[0]} is {list(whole[odd[0]].shape)}); a rank has a slice"
     )
 
 
-def _refuse_mixing(model: nn.Module, ids: torch.Tensor, given: dict[str, Any]) -> None:
-    tokens, mixing = ids.shape[1], []
+def _refuse_mixing(model: nn.Module, rows: Rows, given: dict[str, Any]) -> None:
+    tokens, mixing = rows.ids.shape[1], []
 
     def reached(x: Any) -> bool:
         axis = token_axis(x, tokens) if isinstance(x, torch.Tensor) and x.is_floating_point() else None
         if axis is None:
             return False
-        rows = x.isnan().transpose(0, axis).flatten(1).any(1)
-        rows[POISONED] = False
-        return bool(rows.any())
+        spoilt = x.isnan().transpose(0, axis).flatten(1).any(1)
+        spoilt[rows.poisoned] = False
+        return bool(spoilt.any())
 
     def look(where: str, module: nn.Module, inputs: tuple[Any, ...], out: Any) -> Any:
         if isinstance(module, nn.Embedding) and out.shape[-2] == tokens:
             out = out.clone()
-            out[..., POISONED, :] = torch.nan
+            out[..., rows.poisoned, :] = torch.nan
             return out
         if any(map(reached, out if isinstance(out, (tuple, list)) else [out])):
             mixing.append(_named(model, where))
         return None
 
     with _watched(model, look):
-        out = _outputs(model(input_ids=ids, **given))
+        out = _outputs(model(input_ids=rows.ids, **given))
     if mixing or any(map(reached, out.values())):
         where = mixing[0] if mixing else _named(model, "")
         raise NotImplementedError(f"{where} mixes tokens without attention; a rank would do so on its slice")
 
 
-def _first_position(model: nn.Module, ids: torch.Tensor, given: dict[str, Any], whole: dict[str, torch.Tensor]) -> int:
-    """The number of the first position that makes a slice's outputs those of the whole sequence."""
-    tokens, kept = ids.shape[1], torch.tensor(SLICE, device=ids.device)
-    padding = getattr(model.config, "pad_token_id", None)
-    for first in dict.fromkeys((0, 1 + (padding or 0))):
-        out = _outputs(model(input_ids=ids[:, kept], position_ids=first + kept[None], **given))
-        pairs = [(x.index_select(token_axis(x, tokens) or 0, kept), out[name]) for name, x in whole.items()]
-        if all(_near(x, y) for x, y in pairs):
-            return first
+def _first_position(model: nn.Module, rows: Rows, given: dict[str, Any], whole: dict[str, torch.Tensor]) -> int:
+    """The number of the first position that makes a slice's outputs those of the whole sequence.
+
+    Raises:
+        NotImplementedError: there is none; the error names the first module whose outputs differ.
+    """
+    firsts = list(dict.fromkeys((0, 1 + (getattr(model.config, "pad_token_id", None) or 0))))
+    give_longest(model)
+    say_longest(model, rows.ids.shape[1] - 1, rows.ids.device)
+    try:
+        for first in firsts:
+            if not _differ(whole, _outputs(model(**_slice(rows, first), **given)), rows):
+                return first
+        whole = _outputs_of_modules(model, {"input_ids": rows.ids, **given})
+        parts = [_outputs_of_modules(model, {**_slice(rows, first), **given}) for first in firsts]
+    finally:
+        say_longest(model, None)
+    where = max((_differ(whole, part, rows)[0] for part in parts), key=list(whole).index).partition(" ")[0]
     raise NotImplementedError(
-        f"{type(model).__name__} gives a slice of tokens with their position_ids other outputs than the whole; it "
-        "takes positions, or other tokens, from elsewhere"
+        f"{_named(model, where)} gives a slice of tokens with their position_ids other outputs than the whole; it "
+        "takes positions, or counts tokens, from elsewhere"
     )
+
+
+def _slice(rows: Rows, first: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": rows.ids[:, rows.kept], "position_ids": first + rows.kept[None]}
+
+
+def _differ(whole: dict[str, torch.Tensor], part: dict[str, torch.Tensor], rows: Rows) -> list[str]:
+    """The outputs with a row a token whose rows of the slice are others than those of the whole."""
+    axes = {name: token_axis(x, rows.ids.shape[1]) for name, x in whole.items()}
+    return [
+        name
+        for name, axis in axes.items()
+        if axis is not None and not _near(whole[name].index_select(axis, rows.kept), part.get(name, whole[name]))
+    ]
+
+
+def _outputs_of_modules(model: nn.Module, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The floating tensors that each module returns, by its name and theirs, in the order of the calls."""
+    found: dict[str, torch.Tensor] = {}
+
+    def look(where: str, _: nn.Module, __: tuple[Any, ...], out: Any) -> None:
+        found.update({f"{where} {name}": x for name, x in _outputs(out).items()})
+
+    with _watched(model, look):
+        model(**given)
+    return found
 
 
 def _near(x: torch.Tensor, y: torch.Tensor) -> bool:

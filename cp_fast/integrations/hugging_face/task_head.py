@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cp_fast.integrations.hugging_face.slice_probe import SLICE, Seen
+from cp_fast.integrations.hugging_face.slice_probe import Seen
 
 __all__ = ["Head", "head_of", "part_of_the_mean"]
 
@@ -29,33 +31,43 @@ class Head:
     native: bool
 
 
-def head_of(model: nn.Module, seen: Seen) -> Head | None:
-    """The head, found by the loss that it computes; None where the model has no argument `labels`.
-
-    Raises:
-        NotImplementedError: the loss is not the mean cross entropy of tokens.
+def head_of(model: nn.Module, seen: Seen) -> Head | str | None:
+    """The head, found by the loss that it computes; None where the model has no argument `labels`, and a text that says
+    why where its loss is not the mean cross entropy of tokens. Such a model takes no labels over ranks.
     """
     if "labels" not in inspect.signature(model.forward).parameters:
         return None
-    name, ids = type(model).__name__, seen.ids
-    labels = (torch.arange(ids.shape[1], device=ids.device) * 5 % 7 % 2)[None]
-    labels[:, 4] = IGNORED
-    try:
-        out = model(input_ids=ids, labels=labels, **seen.arguments)
-    except (ValueError, RuntimeError, TypeError, IndexError, KeyError) as error:
-        raise NotImplementedError(f"{name} computes no loss from one label a token: {error}") from error
-    logits, loss = out.get("logits"), out.get("loss")
-    if loss is None or logits is None or logits.dim() != 3:
+    name, ids = type(model).__name__, seen.rows.ids
+    logits = _of(model(input_ids=ids, **seen.arguments), "logits")
+    if logits is None or logits.dim() != 3:
         shape = None if logits is None else list(logits.shape)
-        raise NotImplementedError(f"{name}'s loss is not of logits [b, s, classes] (logits are {shape})")
-    own, shifted = labels, F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    for shifts, targets in ((True, shifted), (False, own)):
-        if _same(loss, part_of_the_mean(logits, targets, (targets != IGNORED).sum())):
-            return Head(shifts, _is_native(model, seen, labels, targets))
-    raise NotImplementedError(
-        f"{name}'s loss ({float(loss):.4f}) is not the mean cross entropy of its tokens; cp_fast cannot "
-        "tell the ranks' parts of it"
+        return f"{name}'s loss is not of logits [b, s, classes] (logits are {shape})"
+    labels = logits.argmax(-1)  # a token's own label costs little, and the next one's more, but for the first label
+    labels[:, 0], labels[:, 4] = logits[:, 0].argmin(-1), IGNORED
+    try:
+        loss = _of(model(input_ids=ids, labels=labels, **seen.arguments), "loss")
+    except (ValueError, RuntimeError, TypeError, IndexError, KeyError) as error:
+        return f"{name} computes no loss from one label a token: {error}"
+    if loss is None:
+        return f"{name} computes no loss from one label a token"
+    targets = {False: labels, True: F.pad(labels[:, 1:], (0, 1), value=IGNORED)}  # by Head.shifts
+    losses = {shifts: part_of_the_mean(logits, x, (x != IGNORED).sum()) for shifts, x in targets.items()}
+    found = [shifts for shifts, expected in losses.items() if _same(loss, expected)]
+    if len(found) == 2 and logits.shape[-1] > 1:
+        errors = {shifts: float((loss - expected).abs()) for shifts, expected in losses.items()}
+        found = [shifts for shifts in found if 10 * errors[shifts] < errors[not shifts]]
+        if not found:
+            return f"{name} gives all classes the same logits, so its labels may be those of the next tokens or not"
+    if found:  # every loss of one class is 0: its labels stay where they are
+        return Head(found[0], _is_native(model, seen, labels, targets[found[0]]))
+    return (
+        f"{name}'s loss ({float(loss.mean()):.4f}) is not the mean cross entropy of its tokens; cp_fast cannot tell "
+        "the ranks' parts of it"
     )
+
+
+def _of(out: Any, name: str) -> torch.Tensor | None:
+    return out.get(name) if isinstance(out, Mapping) else None
 
 
 def part_of_the_mean(logits: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
@@ -76,12 +88,12 @@ def part_of_the_mean(logits: torch.Tensor, targets: torch.Tensor, count: torch.T
 
 
 def _is_native(model: nn.Module, seen: Seen, labels: torch.Tensor, targets: torch.Tensor) -> bool:
-    kept = torch.tensor(SLICE, device=labels.device)
+    kept = seen.rows.kept
     mine = targets[:, kept]
     count = (targets != IGNORED).sum()
     arguments = {**seen.arguments, "position_ids": seen.arguments["position_ids"][:, kept]}
     given = {"labels": mine, "shift_labels": mine, "num_items_in_batch": count}
-    out = model(input_ids=seen.ids[:, kept], **arguments, **given)
+    out = model(input_ids=seen.rows.ids[:, kept], **arguments, **given)
     return _same(out["loss"], part_of_the_mean(out["logits"], mine, count))
 
 

@@ -57,7 +57,7 @@ def refuse(where: str, **given: Any) -> None:
     """
     for name, value in given.items():
         if value is not None and (not isinstance(value, Number | str) or value):
-            shown = repr(value)
+            shown = getattr(value, "__qualname__", None) or repr(value)  # of a function its name, not its address
             if isinstance(value, torch.Tensor):
                 shown = "a nested tensor" if value.is_nested else f"a tensor {list(value.shape)}"
             cure = _DROPOUT if "dropout" in name else ""

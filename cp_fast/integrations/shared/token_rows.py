@@ -99,6 +99,11 @@ def _check_entries(batch: Any) -> None:
         if x.dtype.is_floating_point or x.dtype.is_complex or (x.dtype == torch.bool and name != "attention_mask"):
             raise TypeError(f"{name} has dtype {x.dtype}; it must be an integer dtype")
         shape = shape or list(x.shape)
+        if name == "position_ids" and x.ndim == 3 and list(x.shape[1:]) == shape:
+            raise ValueError(
+                f"position_ids has shape {list(x.shape)}, one for each axis of images and videos; cp_fast has those of "
+                "text, which are the same on all axes: give position_ids[0]"
+            )
         if len(shape) != 2:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [b, s]")
         if x.ndim == 2 and x.shape[0] == shape[0] and x.shape[1] != shape[1]:

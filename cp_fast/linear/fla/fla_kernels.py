@@ -69,7 +69,7 @@ def _broken() -> str | None:
     try:
         version = importlib.metadata.version("fla-core")
     except importlib.metadata.PackageNotFoundError:
-        return NotInstalled("flash-linear-attention is not installed: pip install 'cp-attention[linear]'")
+        return NotInstalled("flash-linear-attention is not installed: pip install 'flash-linear-attention>=0.6,<0.7'")
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if not _FROM <= numbers < _BELOW:
         return f"fla-core is {version}; this needs 0.6"

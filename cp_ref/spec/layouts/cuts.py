@@ -170,7 +170,10 @@ def check_known(layout: Any) -> None:
     """Raise ValueError for a layout that the lengths alone do not decide."""
     if layout not in LAYOUTS_OF_LENGTHS:
         named = "'balanced'" if isinstance(layout, str) else "of a table"
-        raise ValueError(f"plan is None, but layout {named} is known to a plan alone; give plan=make_plan(...)")
+        raise ValueError(
+            f"plan is None, but layout {named} is known to a plan alone; give plan=make_plan(...), or call "
+            "cp_batch.shard(x) where shard_batch has cut the batch"
+        )
 
 
 def sequences_of(cut: Cut, plan: Any, cu_seqlens_padded: Any) -> Column:

@@ -68,6 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what is right over ranks
     "BloomForCausalLM": {},
     "BloomForTokenClassification": {},
     "MptForCausalLM": {"max_seq_len": 64},
+    "EsmForMaskedLM": {"mask_token_id": 4, "position_embedding_type": "rotary", "num_key_value_heads": 4},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what is named of the others
     "RwkvForCausalLM": ({"attention_hidden_size": 32}, r"time_shift \(ZeroPad2d of RwkvSelfAttention\) mixes tokens"),
@@ -78,7 +79,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what is named of the o
     "T5ForConditionalGeneration": ({}, "has an encoder and a decoder"),
     "NemotronForCausalLM": ({}, "does not hand its keywords on"),
     "ModernBertForMaskedLM": ({}, "in attention that is not causal"),
-    "ElectraForPreTraining": ({}, "loss"),
     "ViTModel": ({}, "reads pixel_values"),
 }
 
@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what is named of the o
 def tiny(name: str, **more: Any) -> Any:
     """A small model of a class of transformers, in evaluation mode: most families drop out by default."""
     kind = getattr(importlib.import_module("transformers"), name)
-    sizes = FAMILIES[name] if name in FAMILIES else REFUSED[name][0]
+    sizes = FAMILIES.get(name, REFUSED.get(name, ({}, ""))[0])
     torch.manual_seed(0)
     return kind(kind.config_class(**(SIZES | sizes | more))).eval()
 

@@ -17,10 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cp_fast
 from cp_fast.integrations import transformers as ours
+from cp_fast.integrations.hugging_face.model_edge import edge_of
 from cp_fast.integrations.loss import loss_for_backward
 from cp_ref import SimGroup
 from tests.dist.workers import Processes
 from tests.integrations.hugging_face.families import FAMILIES, REFUSED, batch_of, tiny
+from tests.integrations.hugging_face.hybrids import HYBRIDS, tiny_hybrid
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 
@@ -28,11 +30,11 @@ Part = tuple[torch.Tensor, dict[str, torch.Tensor]]
 QUICK = list(FAMILIES)[:4]
 
 
-def part_of(name: str, group: Any) -> Part:
+def part_of(name: str, group: Any, batch: dict[str, torch.Tensor] | None = None, **how: Any) -> Part:
     """A rank's part of the loss, and of the gradients."""
-    cp = cp_fast.ContextParallel(group)
+    cp = cp_fast.ContextParallel(group, **how)
     model = ours.prepare(tiny(name), cp)
-    loss = model(**ours.shard_batch(batch_of(name), cp=cp, model=model)).loss
+    loss = model(**ours.shard_batch(batch or batch_of(name), cp=cp, model=model)).loss
     loss.backward()
     return loss.detach(), grads_of(model)
 
@@ -47,11 +49,11 @@ def parts_of_all(names: list[str]) -> dict[str, Part]:
     return {name: part_of(name, dist.group.WORLD) for name in names}
 
 
-def check(name: str, parts: list[Part]) -> None:
+def check(name: str, parts: list[Part], batch: dict[str, torch.Tensor] | None = None) -> None:
     """The parts add up to what one process computes with transformers' own attention."""
     alone = tiny(name)
     alone.set_attn_implementation("eager")
-    loss = alone(**batch_of(name)).loss
+    loss = alone(**(batch or batch_of(name))).loss
     loss.backward()
     torch.testing.assert_close(torch.stack([part for part, _ in parts]).sum(), loss.detach(), rtol=1e-5, atol=1e-5)
     for weight, grad in grads_of(alone).items():
@@ -62,6 +64,29 @@ def check(name: str, parts: list[Part]) -> None:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough) for n in FAMILIES])
 def test_a_family_is_the_same_over_ranks(name: str) -> None:
     check(name, SimGroup(2).run(lambda member: part_of(name, member)))
+
+
+LONGEST = ("GPT2LMHeadModel", "BertForMaskedLM", "OPTForCausalLM", "RobertaForMaskedLM")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, "dual_chunk") for name in LONGEST),
+        *(pytest.param(name, "balanced", marks=pytest.mark.thorough) for name in LONGEST),
+    ],
+)
+def test_a_sequence_as_long_as_the_table_of_positions(name: str, layout: Any) -> None:
+    """64 positions; 64 tokens do not divide by 3 ranks, and padding has positions of the table."""
+    tokens = 64 - 1 if name == "RobertaForMaskedLM" else 64  # whose positions begin behind the padding's
+    ids = torch.randint(3, 50, (2, tokens), generator=torch.Generator().manual_seed(3))
+    batch = {"input_ids": ids, "labels": ids}
+    check(name, SimGroup(3).run(lambda member: part_of(name, member, batch, layout=layout)), batch)
+    packed = {"input_ids": ids[:1], "position_ids": torch.arange(tokens)[None]}
+    for part in SimGroup(3).run(
+        lambda member: ours.shard_batch(packed, cp=cp_fast.ContextParallel(member, layout=layout))
+    ):
+        assert int(part["position_ids"].max()) < tokens
 
 
 @pytest.mark.thorough
@@ -159,13 +184,33 @@ def test_what_a_model_of_ones_own_hides_is_found() -> None:
 
     assert "layerdrop is 0.1; in training each rank would skip layers of its own" in refused(skipping)
 
-    def smoothed(model: Any) -> None:
-        model.loss_function = lambda logits, *_, **__: logits.square().mean()
-
-    assert "is not the mean cross entropy of its tokens" in refused(smoothed)
     assert "has no values yet" in refused(lambda model: model.to("meta"))
     with pytest.raises(TypeError, match="model is a Linear"):
         ours.prepare(torch.nn.Linear(2, 2), cp_fast.ContextParallel(dist_of_one()))
+
+
+class Counting(torch.nn.Module):
+    """Embeddings that are scaled by the share of one token in the row, as those of ESM-2."""
+
+    def __init__(self, inner: torch.nn.Module, token: int) -> None:
+        super().__init__()
+        self.inner, self.token = inner, token
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(ids) * (1 - 0.2 * (ids == self.token).float().mean())
+
+
+def test_what_counts_special_tokens_is_found() -> None:
+    cp = cp_fast.ContextParallel(dist_of_one())
+    with pytest.raises(NotImplementedError, match=r"esm.embeddings \(EsmEmbeddings\) gives a slice .* counts tokens"):
+        ours.prepare(tiny("EsmForMaskedLM", token_dropout=True), cp)
+    for entry in ("mask_token_id", "pad_token_id", "eos_token_id", "sep_token_id", "image_token_id"):
+        model = tiny("LlamaForCausalLM", **{entry: 7})
+        model.model.embed_tokens = Counting(model.model.embed_tokens, 7)
+        with pytest.raises(
+            NotImplementedError, match=r"model.embed_tokens \(Counting\) gives a slice .* counts tokens"
+        ):
+            ours.prepare(model, cp)
 
 
 def test_calls_of_a_prepared_model() -> None:
@@ -216,6 +261,195 @@ def test_labels_that_the_head_does_not_learn() -> None:
     base = ours.prepare(tiny("LlamaForCausalLM").model, cp)
     with pytest.raises(TypeError, match="LlamaModel takes no labels"):
         base(**ours.shard_batch(batch_of("LlamaForCausalLM"), cp=cp, model=base))
+
+
+def test_losses_that_are_no_mean_over_tokens_are_refused_with_labels_alone() -> None:
+    cp = cp_fast.ContextParallel(dist_of_one())
+    electra, smoothed = tiny("ElectraForPreTraining"), tiny("LlamaForCausalLM")
+    smoothed.loss_function = lambda logits, *_, **__: logits.square().mean()
+    for model, said in ((electra, "loss"), (smoothed, "is not the mean cross entropy of its tokens")):
+        bare = copy.deepcopy(model)
+        ours.prepare(model, cp)
+        ids = batch_of("LlamaForCausalLM")["input_ids"]
+        logits = model(**ours.shard_batch({"input_ids": ids}, cp=cp, model=model)).logits
+        torch.testing.assert_close(logits, bare(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+        for over in (model, None):
+            with pytest.raises(NotImplementedError, match=f"{said}.*Leave labels away"):
+                model(**ours.shard_batch({"input_ids": ids, "labels": ids % 2}, cp=cp, model=over))
+
+
+def test_logits_that_do_not_say_whose_labels_are_learnt() -> None:
+    model = tiny("LlamaForCausalLM")
+    torch.nn.init.zeros_(model.lm_head.weight)
+    model = ours.prepare(model, cp_fast.ContextParallel(dist_of_one()))
+    with pytest.raises(NotImplementedError, match=r"gives all classes the same logits.*Leave labels away"):
+        ours.shard_batch(batch_of("LlamaForCausalLM"), cp=edge_of(model).cp, model=model)
+
+
+def test_a_wrapper_of_a_model_is_refused_with_a_cure() -> None:
+    class PeftModel(torch.nn.Module):
+        def get_base_model(self) -> Any:
+            return tiny("LlamaForCausalLM")
+
+    with pytest.raises(TypeError, match=r"PeftModel, which wraps .*get_peft_model\(prepare.*inject_adapter_in_model"):
+        ours.prepare(PeftModel(), cp_fast.ContextParallel(dist_of_one()))
+
+
+def test_a_head_with_one_class() -> None:
+    """A value head: every loss is 0, and labels stay where they are."""
+
+    def one(member: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        cp = cp_fast.ContextParallel(member)
+        model = ours.prepare(copy.deepcopy(bare), cp)
+        labelled = {"input_ids": ids, "labels": torch.zeros_like(ids)}
+        assert model(**ours.shard_batch(labelled, cp=cp, model=model)).loss == 0
+        out = model(**ours.shard_batch({"input_ids": ids}, cp=cp, model=model)).logits
+        return out, ours.shard_batch(batch_of("LlamaForCausalLM"), cp=cp, model=model)["labels"]
+
+    bare = tiny("LlamaForTokenClassification", num_labels=1)
+    ids = batch_of("LlamaForCausalLM")["input_ids"]
+    found = SimGroup(2).run(one)
+    for mine, whole in zip(zip(*found, strict=True), (bare(input_ids=ids).logits, labels_of_llama()), strict=True):
+        parts = [x.unflatten(1, (2, -1)) for x in mine]  # chunks 0 and 3, 1 and 2
+        together = torch.cat([parts[0][:, 0], parts[1][:, 0], parts[1][:, 1], parts[0][:, 1]], dim=1)
+        torch.testing.assert_close(together, whole, rtol=1e-4, atol=1e-4)
+
+
+def labels_of_llama() -> torch.Tensor:
+    """Of `batch_of`."""
+    return batch_of("LlamaForCausalLM")["labels"]
+
+
+class Fused(torch.nn.Module):
+    """In the place of a layer's attention, or of a whole block."""
+
+    def __init__(self, results: int) -> None:
+        super().__init__()
+        self.linear, self.results = torch.nn.Linear(32, 32), results
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> Any:
+        out = self.linear(hidden_states)
+        return (out, None) if self.results == 2 else out
+
+
+def own_configuration(layer: Any) -> None:
+    layer.self_attn.config = copy.deepcopy(layer.self_attn.config)
+    layer.self_attn.config._attn_implementation = "sdpa"
+
+
+def fused_attention(layer: Any) -> None:
+    layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+
+
+def fused_block(layer: Any) -> None:
+    layer.forward = lambda hidden_states, **_: hidden_states
+
+
+def other_attention(layer: Any) -> None:
+    layer.self_attn = Fused(2)
+
+
+CHANGES = [own_configuration, fused_attention, fused_block, other_attention]
+
+
+def prepared(name: str = "LlamaForCausalLM") -> tuple[Any, dict[str, Any]]:
+    """A model for a group of one rank, and a batch."""
+    cp = cp_fast.ContextParallel(dist_of_one())
+    model = ours.prepare(tiny_hybrid(name) if name in HYBRIDS else tiny(name), cp)
+    return model, ours.shard_batch(batch_of("LlamaForCausalLM"), cp=cp)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_is_changed_after_prepare_is_named(change: Any) -> None:
+    model, part = prepared()
+    model(**part)
+    change(model.model.layers[1])
+    with pytest.raises(RuntimeError, match=r"^model.layers.1.self_attn \(.*did not call the attention.*prepare\(model"):
+        model(**part)
+
+
+def test_other_ways_to_change_layers_after_prepare() -> None:
+    model, part = prepared()
+    transformers.AttentionInterface.register(ours.NAME, transformers.AttentionInterface()["sdpa"])
+    with pytest.raises(RuntimeError, match=r"^model.layers.0.self_attn \(LlamaAttention\) did not call"):
+        model(**part)
+    ours.prepare(model, part["cp_batch"].cp)(**part)  # registers it again
+    model.model.layers[0] = Fused(1)
+    with pytest.raises(RuntimeError, match=r"^model.layers.0 \(Fused\) did not call"):
+        model(**part)
+    model, part = prepared("Qwen3NextForCausalLM")
+    del model.model.layers[0].linear_attn.forward
+    with pytest.raises(RuntimeError, match=r"^model.layers.0.linear_attn \(Qwen3NextGatedDeltaNet\) did not call"):
+        model(**part)
+
+
+class Skipping(torch.nn.Module):
+    """A block that is left out."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        return hidden_states
+
+
+def test_blocks_that_a_call_leaves_out() -> None:
+    """Skipped at random, of another stage of a pipeline; a copy of the model; layers that are computed again."""
+    model, part = prepared()
+    whole = model(**part).loss
+    torch.testing.assert_close(copy.deepcopy(model)(**part).loss, whole)
+    blocks = list(model.model.layers)
+    found = []
+    for left in ([Skipping(blocks[0]), blocks[1]], [blocks[1]]):
+        model.model.layers = torch.nn.ModuleList(left)
+        found.append(model(**part).loss)
+    torch.testing.assert_close(*found)
+    model.model.layers = torch.nn.ModuleList(blocks)
+    model.train().gradient_checkpointing_enable()
+    for _ in range(2):
+        loss = model(**part).loss
+        loss.backward()
+        torch.testing.assert_close(loss, whole)
+
+
+@pytest.mark.thorough
+def test_compiled_models_are_checked_too() -> None:
+    """As a whole, and block by block."""
+    model, part = prepared()
+    whole = model(**part).loss.detach()
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(**part).loss, whole)
+    own_configuration(model.model.layers[1])
+    with pytest.raises(RuntimeError, match=r"^model.layers.1.self_attn \(LlamaAttention\), whose .* did not call"):
+        compiled(**part)
+    model, part = prepared()
+    for block in model.model.layers:
+        block.compile(backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(model(**part).loss, whole)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "RobertaForMaskedLM", "BloomForCausalLM"])
+def test_the_inner_model_refuses_as_the_outer_one_does(name: str) -> None:
+    cp = cp_fast.ContextParallel(dist_of_one())
+    bare = tiny(name)
+    model = ours.prepare(copy.deepcopy(bare), cp)
+    ids = batch_of(name)["input_ids"]
+    part = ours.shard_batch({"input_ids": ids}, cp=cp)
+    expected = bare.base_model(input_ids=ids).last_hidden_state
+    torch.testing.assert_close(model.base_model(**part).last_hidden_state, expected, rtol=1e-4, atol=1e-4)
+    kind = type(model.base_model).__name__
+    with pytest.raises(TypeError, match=f"{kind} is given no position_ids"):
+        model.base_model(input_ids=ids, cp_batch=part["cp_batch"])
+    with pytest.raises(TypeError, match=f"{kind} takes no labels"):
+        model.base_model(**part, labels=ids)
+    other = ours.shard_batch({"input_ids": ids}, cp=cp_fast.ContextParallel(dist_of_one()))
+    with pytest.raises(ValueError, match=r"another group of ranks \(cp_size 1\) .*prepare\(model, cp\) again"):
+        model.base_model(**other)
+    again = ours.prepare(model, other["cp_batch"].cp)  # what the error says
+    torch.testing.assert_close(again.base_model(**other).last_hidden_state, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_that_was_not_prepared() -> None:

@@ -8,7 +8,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -76,11 +76,59 @@ def test_what_trainer_refuses_and_what_is_refused_of_it() -> None:
     def one(member: Any) -> None:
         assert "label_smoothing_factor is 0.1" in said(member, label_smoothing_factor=0.1)
         assert "neftune_noise_alpha is 5.0" in said(member, neftune_noise_alpha=5.0)
-        assert "compute_metrics is" in said(member, compute_metrics=print)
-        assert "compute_loss_func is" in said(member, compute_loss_func=print)
+        odd = said(member, compute_metrics=batched)
+        assert odd.startswith("compute_metrics is batched, which")
+        assert "then Trainer without the mixin" in odd
+        odd = said(member, compute_loss_func=batched)
+        assert odd.startswith("compute_loss_func is batched, which")
+        assert "Write a compute_loss that calls super" in odd
         assert "train_sampling_strategy is 'batch_rebalance'" in said(member, train_sampling_strategy="batch_rebalance")
         assert "average_tokens_across_devices is False" in said(member, average_tokens_across_devices=False)
         assert "LlamaForSequenceClassification pools over tokens" in said(member)
+
+    SimGroup(1).run(one)
+
+
+def batched(*_: Any) -> dict[str, float]:
+    """Metrics, or a loss, of whole rows."""
+    return {"rows": 1.0}
+
+
+def test_predictions_are_refused_with_a_cure(tmp_path: Path) -> None:
+    class CpTrainer(ContextParallelMixin, transformers.Trainer):
+        pass
+
+    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True}
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=1, **quiet)
+    ids = torch.arange(3, 13)
+    rows = [{"input_ids": ids, "labels": ids}] * 3
+
+    def one(member: Any) -> None:
+        model = tiny("LlamaForCausalLM")
+        trainer = CpTrainer(model, args, train_dataset=rows, cp=cp_fast.ContextParallel(member))
+        trainer.train()
+        with pytest.raises(NotImplementedError, match=r"predict would return .* evaluate\(rows\).*set_attn_impl"):
+            trainer.predict(rows)
+        loss = trainer.evaluate(rows)["eval_loss"]
+        model.set_attn_implementation("sdpa")
+        alone = transformers.Trainer(model, args, compute_metrics=batched)
+        assert alone.predict(rows).predictions.shape == (3, 10, 50)
+        metrics = alone.evaluate(rows)
+        assert metrics["eval_rows"] == 1
+        assert metrics["eval_loss"] == pytest.approx(loss, abs=1e-4)
+
+    SimGroup(1).run(one)
+
+
+def test_a_loss_that_is_no_mean_over_tokens_is_refused_at_once() -> None:
+    class CpTrainer(ContextParallelMixin, transformers.Trainer):
+        pass
+
+    args = transformers.TrainingArguments(output_dir="nowhere", use_cpu=True, report_to=[])
+
+    def one(member: Any) -> None:
+        with pytest.raises(NotImplementedError, match=r"loss.*Leave labels away"):
+            CpTrainer(tiny("ElectraForPreTraining"), args, cp=cp_fast.ContextParallel(member))
 
     SimGroup(1).run(one)
 
@@ -110,9 +158,18 @@ def test_methods_that_take_a_part_for_the_whole_are_refused() -> None:
     class Hidden(ContextParallelMixin, OwnStep):
         pass
 
+    class Cured(ContextParallelMixin, transformers.Trainer):
+        shapes: ClassVar[list[tuple[int, ...]]] = []
+
+        def prediction_step(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+            self.shapes.append(tuple(inputs["input_ids"].shape))  # of the whole batch
+            return super().prediction_step(model, inputs, *given, **named)
+
     class Right(ContextParallelMixin, Wrapped):
         pass
 
+    ids = torch.arange(3, 13)
+    rows: Any = [{"input_ids": ids, "labels": ids}] * 2
     args = transformers.TrainingArguments(output_dir="nowhere", use_cpu=True, report_to=[])
 
     def one(member: Any) -> None:
@@ -120,8 +177,11 @@ def test_methods_that_take_a_part_for_the_whole_are_refused() -> None:
         for kind, said in ((Behind, "OwnLoss.compute_loss"), (InFront, "InFront.compute_loss")):
             with pytest.raises(NotImplementedError, match=f"{said} computes a loss of its own.*shift_labels"):
                 kind(tiny("LlamaForCausalLM"), args, cp=cp)
-        with pytest.raises(NotImplementedError, match=r"OwnStep\.prediction_step would not be called"):
+        with pytest.raises(NotImplementedError, match=r"OwnStep\.prediction_step would not .* of CpTrainer is called"):
             Hidden(tiny("LlamaForCausalLM"), args, cp=cp)
+        found = Cured(tiny("LlamaForCausalLM"), args, cp=cp).evaluate(rows)
+        assert found["eval_loss"] > 0
+        assert Cured.shapes == [(2, 10)]
         Right(tiny("LlamaForCausalLM"), args, cp=cp)
 
     SimGroup(1).run(one)
@@ -137,7 +197,7 @@ def losses(processes: int, *given: str) -> dict[str, list[float]]:
 def test_losses_are_those_of_trainer_alone(alone: int, processes: int) -> None:
     """Every epoch in its own order, lengths grouped, workers, streams, packed rows, the last batch dropped or not.
 
-    Norms of gradients and counts of tokens too.
+    Norms of gradients and counts of tokens too. Over ranks the program checks dropout as well.
     """
     expected, found = losses(alone, "--alone"), losses(processes, "--cp-size", "2")
     assert expected.keys() == found.keys()

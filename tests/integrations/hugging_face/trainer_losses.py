@@ -15,7 +15,15 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset, IterableDataset
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import cp_fast as cp
 from cp_fast.integrations.trainer import ContextParallelMixin
@@ -89,6 +97,41 @@ def losses(group: Any, options: dict[str, Any]) -> list[float]:
     return [entry[name] for entry in logged for name in ("loss", "grad_norm", "num_input_tokens_seen")] + [evaluated]
 
 
+def noised(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Rows of one length with tokens that are drawn anew each time, as a collator for masked language models draws."""
+    ids = torch.tensor([row["input_ids"][:8] for row in rows])
+    ids = torch.where(torch.rand(ids.shape) < 0.3, torch.randint(1, 48, ids.shape), ids)
+    return {"input_ids": ids, "labels": ids}
+
+
+def dropped(group: Any) -> list[list[bool]]:
+    """The dropout masks of three steps on this rank."""
+    sizes: dict[str, Any] = {"vocab_size": 50, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+    model: Any = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, resid_pdrop=0.5, embd_pdrop=0.0))
+    found: list[list[bool]] = []
+    model.transformer.h[0].mlp.dropout.register_forward_hook(
+        lambda module, _, out: found.append((out == 0).flatten().tolist()) if module.training else None
+    )
+    rows = Dataset.from_list(rows_of(12))
+    with tempfile.TemporaryDirectory() as folder:
+        quiet: dict[str, Any] = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
+        args = TrainingArguments(folder, use_cpu=True, max_steps=3, per_device_train_batch_size=2, **quiet)
+        given = {"train_dataset": rows, "data_collator": noised, "cp": cp.ContextParallel(group)}
+        CpTrainer(model, args, **given).train()
+    return found
+
+
+def check_dropout(group: Any) -> None:
+    """Ranks of a context drop other elements, and each the same ones in another run; what a collator draws is equal."""
+    masks = dropped(group)
+    assert len(masks) == 3
+    assert masks == dropped(group)
+    everyone: list[Any] = [None] * dist.get_world_size(group.get_group())
+    dist.all_gather_object(everyone, masks, group=group.get_group())
+    same = [sum(a == b for a, b in zip(x, y, strict=True)) / len(x) for x, y in zip(*everyone, strict=True)]
+    assert all(0.4 < share < 0.6 for share in same), same
+
+
 def tiny() -> Any:
     """One layer."""
     torch.manual_seed(0)
@@ -109,6 +152,8 @@ def main() -> None:
         )
         group = mesh["cp"]
     found = {name: losses(group, options) for name, options in CASES.items()}
+    if group is not None:
+        check_dropout(group)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("losses", json.dumps(found))
     if dist.is_initialized():
