@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cp_ref.spec import UNBOUNDED, Problem, Schedule, Sequence, Step, Tiles, make_schedule
 from cp_ref.spec.pictures.outlines import Box, Point, band_edge, centre, staircase
-from cp_ref.spec.pictures.plane import plane
+from cp_ref.spec.pictures.plane import few_colours, plane
 from cp_ref.spec.pictures.schedule_svg import svg_picture
 from cp_ref.spec.pictures.svg_elements import rank_colour
 from cp_ref.spec.pictures.text_pictures import text_picture
@@ -174,6 +174,8 @@ def test_outlines_have_the_area_of_the_visible_pairs(box: Box) -> None:
         Problem(cp_size=8, sequences=(Sequence(320, 1600, 320, 1600),), attn_mask_type="causal_bottom_right"),
         Problem(cp_size=4, sequences=(Sequence(512, 512, 512, 512),) * 3, qkv_format="sbhd", layout="contiguous"),
         Problem(cp_size=24, sequences=(Sequence(960, 960, 960, 960),)),
+        Problem(cp_size=64, sequences=(Sequence(4096, 4096, 4096, 4096),), window_size=(700, 0)),
+        packed([2000, 900], 20),
     ],
     ids=str,
 )
@@ -192,7 +194,7 @@ def test_svg_covers_what_is_visible(problem: Problem) -> None:
         for polygon in root.iter(f"{SVG}polygon")
         if polygon.attrib["class"] == "tile"
     ]
-    view = plane(problem, schedule, shown)
+    view = few_colours(plane(problem, schedule, shown), problem.cp_size)
     assert len(polygons) == len(view.parts)
     assert sum(map(area, polygons)) / per_pair == pytest.approx(pairs, rel=0.005)
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
@@ -211,6 +213,18 @@ def test_svg_names_its_tiles_and_ranks() -> None:
         assert f">{words}<" in picture or words in picture
     assert rank_colour(0) in picture
     assert rank_colour(1, 1, 2) in picture
+
+
+def test_many_ranks_share_few_colours_and_a_small_file() -> None:
+    problem = Problem(cp_size=64, sequences=(Sequence(65536, 65536, 65536, 65536),), heads_q=32, heads_kv=8)
+    picture = svg_picture(problem, make_schedule(problem))
+    assert len(picture) < 60_000
+    tiles = [one for one in ET.fromstring(picture).iter(f"{SVG}polygon") if one.attrib["class"] == "tile"]
+    assert len({one.attrib["fill"] for one in tiles}) == 8
+    assert len(tiles) < 200
+    assert ">24-31<" in picture
+    titles = [t.text or "" for t in ET.fromstring(picture).iter(f"{SVG}title")]
+    assert any(title.startswith("ranks 56-63: all steps, ") for title in titles)
 
 
 def test_colours_differ() -> None:

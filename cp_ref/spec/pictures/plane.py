@@ -16,8 +16,9 @@ on its diagonal, as they lie in a packed buffer:
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,7 +26,9 @@ from cp_ref.spec.pictures.outlines import Box
 from cp_ref.spec.tables.problem import Problem, Sequence
 from cp_ref.spec.tables.schedule import Schedule
 
-__all__ = ["Block", "Owner", "Part", "Plane", "plane"]
+__all__ = ["Block", "Owner", "Part", "Plane", "few_colours", "plane"]
+
+_COLOURS = 8  # that a reader tells apart; more ranks than twice this share colours
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,11 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Everything that is drawn. `some_heads`: tiles of some heads only are among it."""
+    """Everything that is drawn.
+
+    `some_heads`: tiles of some heads only are among it. `ranks_each`: how many ranks each `rank` of a part or an owner
+    stands for; above 1 parts have no steps.
+    """
 
     rows: int
     columns: int
@@ -75,6 +82,12 @@ class Plane:
     owners_q: tuple[Owner, ...]
     owners_kv: tuple[Owner, ...]
     some_heads: bool = False
+    ranks_each: int = 1
+
+    def ranks_of(self, rank: int, ranks: int) -> str:
+        """The ranks that a part's or an owner's `rank` stands for, of all `ranks`: "3", or "24-31"."""
+        first, last = rank * self.ranks_each, min((rank + 1) * self.ranks_each, ranks) - 1
+        return str(first) if first == last else f"{first}-{last}"
 
     @property
     def steps(self) -> int:
@@ -112,6 +125,66 @@ def plane(problem: Problem, schedule: Schedule, sequences: Iterable[int], head: 
                 some_heads |= (first, last) != (0, problem.heads_q)
     owners_q, owners_kv = _owners(problem, "q", places_q), _owners(problem, "kv", places_kv)
     return Plane(rows, columns, tuple(blocks.values()), tuple(parts), owners_q, owners_kv, some_heads)
+
+
+def few_colours(view: Plane, ranks: int) -> Plane:
+    """A plane whose parts and owners are those of up to 8 groups of ranks in a row, if there are more than 16 ranks.
+    What lies side by side in one group is one part.
+    """
+    if ranks <= 2 * _COLOURS:
+        return view
+    each = -(-ranks // _COLOURS)
+    found: dict[tuple[int, int], list[Box]] = defaultdict(list)  # by block and group
+    for part in view.parts:
+        found[part.block.number, part.rank // each].append(part.box.cropped())
+    blocks = {block.number: block for block in view.blocks}
+    parts: list[Part] = []
+    for (number, group), boxes in found.items():
+        boxes = _merged(sorted(boxes, key=lambda b: (b.q0, b.q1, b.k0)))
+        boxes = _merged(sorted(boxes, key=lambda b: (b.k0, b.q0)))
+        parts += [Part(blocks[number], box, "all steps", group, 0) for box in boxes]
+    owners = (_together(side, each) for side in (view.owners_q, view.owners_kv))
+    return replace(view, parts=tuple(parts), owners_q=next(owners), owners_kv=next(owners), ranks_each=each)
+
+
+def _merged(boxes: list[Box]) -> list[Box]:
+    """Boxes, each joined with those before it as long as one box has the pairs of both."""
+    kept: list[Box] = []
+    for box in boxes:
+        joined = _joined(kept[-1], box) if kept else None
+        kept[-1:] = [joined] if joined is not None else [*kept[-1:], box]
+    return kept
+
+
+def _joined(a: Box, b: Box) -> Box | None:
+    """The box with exactly the pairs of two boxes that touch; None if there is none.
+
+    >>> _joined(Box(2, 4, 0, 2), Box(2, 4, 2, 4, -9, 0))
+    Box(q0=2, q1=4, k0=0, k1=4, lo=-9, hi=0)
+    """
+    beside = (a.q0, a.q1) == (b.q0, b.q1) and a.k1 == b.k0
+    if not beside and not (a.q1 == b.q0 and a.k0 == b.k0):
+        return None
+    edges = min(a.q0, b.q0), max(a.q1, b.q1), min(a.k0, b.k0), max(a.k1, b.k1)
+    if a.full and b.full and (beside or a.k1 == b.k1):
+        return Box(*edges)
+    for band in {(a.lo, a.hi), (b.lo, b.hi)}:
+        whole = Box(*edges, *band)
+        if whole.pairs == a.pairs + b.pairs and all(whole.within(*x[:4]).pairs == x.pairs for x in (a, b)):
+            return whole
+    return None
+
+
+def _together(owners: tuple[Owner, ...], each: int) -> tuple[Owner, ...]:
+    """Owners as groups of ranks; those without padding between them are one."""
+    kept: list[Owner] = []
+    for one in owners:
+        last, group = kept[-1] if kept else None, one.rank // each
+        if last and (last.rank, last.stop, last.real) == (group, one.start, last.stop - last.start):
+            kept[-1] = Owner(last.start, one.stop, last.real + one.real, group)
+        else:
+            kept.append(replace(one, rank=group))
+    return tuple(kept)
 
 
 def _owners(problem: Problem, side: str, places: dict[int, int]) -> tuple[Owner, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from cp_ref.spec.pictures.plane import Plane, plane
+from cp_ref.spec.pictures.plane import Plane, few_colours, plane
 from cp_ref.spec.pictures.problem_title import title
 from cp_ref.spec.pictures.svg_elements import LINE, MASKED, PADDING, SOFT, Drawing, rank_colour
 from cp_ref.spec.pictures.svg_matrix import STRIP, Matrix
@@ -23,11 +23,13 @@ _SIDE, _LEFT, _TOP, _PANEL, _GAP = 640, 96, 144, 300, 40  # pixels; the side is 
 def svg_picture(problem: Problem, schedule: Schedule, head: int = 0) -> str:
     """The forward pass as an SVG document: all sequences on the diagonal, or one if all are equal.
 
-    Hovering over a tile names it. `head` is the query head to show, where heads are spread over the ranks.
+    Hovering over a tile names it. More than 16 ranks share 8 colours, and tiles of one colour that touch are one
+    polygon, of all steps. `head` is the query head to show, where heads are spread over the ranks.
     """
     alike = problem.qkv_format != "thd" and len(set(problem.sequences)) == 1
-    view = plane(problem, schedule, range(1 if alike else len(problem.sequences)), head)
-    matrix, page = Matrix(view, _SIDE, view.steps), Drawing()
+    ranks = problem.cp_size
+    view = few_colours(plane(problem, schedule, range(1 if alike else len(problem.sequences)), head), ranks)
+    matrix, page = Matrix(view, _SIDE, view.steps, ranks), Drawing()
     _heading(page, problem, schedule, view, head)
     page.place(matrix, _LEFT, _TOP)
     where = "positions" if len(view.blocks) == 1 and problem.areas is None else "slots of the packed buffer"
@@ -35,9 +37,10 @@ def svg_picture(problem: Problem, schedule: Schedule, head: int = 0) -> str:
     page.text(x, _TOP - STRIP - 24, text, SOFT, text_anchor="middle")
     page.text(26, y, f"queries {text[5:]}", SOFT, text_anchor="middle", transform=f"rotate(-90 26 {y:.1f})")
     right = _LEFT + matrix.width + _GAP
-    bottom = _facts(page, problem, schedule, right, _work(page, problem, view, right))
+    bottom = _facts(page, problem, schedule, view, right, _work(page, problem, view, right))
     if (number := _small(view, matrix)) is not None:
-        large = Matrix(plane(problem, schedule, [number], head), _PANEL - 36, view.steps, kind="again")
+        again = few_colours(plane(problem, schedule, [number], head), ranks)
+        large = Matrix(again, _PANEL - 36, view.steps, ranks, kind="again")
         page.text(right, bottom + 14, f"Sequence {number}, the longest, enlarged", size=14, font_weight=600)
         page.place(large, right + 36, bottom + 58)
         bottom += 58 + large.height + 24
@@ -67,17 +70,20 @@ def _work(page: Drawing, problem: Problem, view: Plane, x: float) -> float:
     for part in view.parts:
         work[part.rank, part.step] += part.pairs
     most, total = max(work.values(), default=1), max(sum(work.values()), 1)
-    y, high = _TOP - 4.0, min(26.0, 560 / problem.cp_size)
+    groups = -(-problem.cp_size // view.ranks_each)
+    y, high = _TOP - 4.0, min(26.0, 560 / groups)
     cell, small = min((_PANEL - 100) / steps, 64), min(12.0, high)
-    page.text(x, y - 16, "Work by rank and step", size=14, font_weight=600)
+    together = view.ranks_each > 1
+    page.text(x, y - 16, "Work by ranks" if together else "Work by rank and step", size=14, font_weight=600)
     columns = [(step * cell + 52, str(step)) for step in range(0, steps, max(round(20 / cell), 1))]
+    columns = [(52, "all steps")] if together else columns
     for left, name in [(0, "rank"), *columns, (60 + steps * cell, "share")]:
         page.text(x + left, y + 6, name, SOFT, 10.5)
     y += 14
-    for rank in range(problem.cp_size):
+    for rank in range(groups):
         base = y + high / 2 + small / 3
         page.box(x, y + 1, small * 1.2, high - 3, rank_colour(rank))
-        page.text(x + 22, base, str(rank), size=small)
+        page.text(x + (16 if together else 22), base, view.ranks_of(rank, problem.cp_size), size=small)
         for step in range(steps):
             left, full = x + 52 + step * cell, work[rank, step] / most
             page.box(left, y + 1, cell - 2, high - 3, MASKED)
@@ -87,7 +93,7 @@ def _work(page: Drawing, problem: Problem, view: Plane, x: float) -> float:
     return y
 
 
-def _facts(page: Drawing, problem: Problem, schedule: Schedule, x: float, y: float) -> float:
+def _facts(page: Drawing, problem: Problem, schedule: Schedule, view: Plane, x: float, y: float) -> float:
     """Balance, bytes, and the other colours. Returns where it ends."""
     costs = report(problem, schedule)
     facts = [
@@ -106,6 +112,10 @@ def _facts(page: Drawing, problem: Problem, schedule: Schedule, x: float, y: flo
         page.box(x, y - 11, 44, 14, fill, stroke=LINE)
         page.text(x + 60, y, meaning, SOFT)
         y += 22
+    if view.ranks_each > 1:
+        page.text(x, y + 2, f"A colour is {view.ranks_each} ranks; their tiles that touch", SOFT)
+        page.text(x, y + 20, "are one, of all steps.", SOFT)
+        return y + 52
     page.text(x, y + 2, "In a tile: rank:step, or the step alone.", SOFT)
     page.text(x, y + 20, "A colour is a rank; it pales with the steps.", SOFT)
     return y + 52

@@ -18,12 +18,12 @@ _SHORTEST = 0.25  # The shorter side's least share of the longer one.
 class Matrix(Drawing):
     """A plane, its upper left corner at the origin and its longer side `side` pixels long.
 
-    A colour pales over `steps` steps; `kind` is the class of the tiles' polygons.
+    A colour pales over `steps` steps; `ranks` is their number; `kind` is the class of the tiles' polygons.
     """
 
-    def __init__(self, view: Plane, side: float, steps: int, kind: str = "tile") -> None:
+    def __init__(self, view: Plane, side: float, steps: int, ranks: int, kind: str = "tile") -> None:
         super().__init__()
-        self.view, self.steps, self.kind = view, steps, kind
+        self.view, self.steps, self.ranks, self.kind = view, steps, ranks, kind
         scale = side / max(view.rows, view.columns, 1)
         self.height, self.width = (max(n * scale, _SHORTEST * side) for n in (view.rows, view.columns))
         self.sy, self.sx = self.height / max(view.rows, 1), self.width / max(view.columns, 1)
@@ -65,13 +65,15 @@ class Matrix(Drawing):
         outline = staircase(box) if exact and not box.full else band_edge(box)
         colour = rank_colour(part.rank, part.step, self.steps)
         wide, high = (box.k1 - box.k0) * self.sx, (box.q1 - box.q0) * self.sy
-        name = f"rank {part.rank} step {part.step}: {part.text}, {part.pairs:,} of {part.box.size:,} pairs visible"
+        ranks, together = self.view.ranks_of(part.rank, self.ranks), self.view.ranks_each > 1
+        who = f"ranks {ranks}" if together else f"rank {ranks} step {part.step}"
+        name = f"{who}: {part.text}, {part.pairs:,} of {part.box.size:,} pairs visible"
         points = " ".join(f"{x * self.sx:.2f},{y * self.sy:.2f}" for x, y in outline)
         shape = f'class="{self.kind}" points="{points}" fill="{colour}"'
         stroke = {"stroke": "#ffffff", "stroke_width": 0.8} if min(wide, high) >= 5 else {}
         self.element("polygon", name, shape, **stroke)
         share = 1 if box.full else 0.62
-        for text in (f"{part.rank}:{part.step}", str(part.step)):
+        for text in [ranks] if together else [f"{ranks}:{part.step}", str(part.step)]:
             if 7.5 * len(text) + 4 <= share * wide and share * high >= 13:
                 x, y = centre(outline)
                 self.text(x * self.sx, y * self.sy + 4, text, ink_on(colour), text_anchor="middle")
@@ -86,13 +88,17 @@ class Matrix(Drawing):
 
         start, length, colour = owner.start * scale, (owner.stop - owner.start) * scale, rank_colour(owner.rank)
         real = length * (owner.real / (owner.stop - owner.start))
-        name = f"rank {owner.rank} owns slots {owner.start} to {owner.stop - 1}, {owner.real} of them tokens"
+        ranks = self.view.ranks_of(owner.rank, self.ranks)
+        who = f"ranks {ranks} own" if "-" in ranks else f"rank {ranks} owns"
+        name = f"{who} slots {owner.start} to {owner.stop - 1}, {owner.real} of them tokens"
         draw(start, length, colour, name)
         if real < length:
             draw(start + real, length - real, PADDING)
         if real >= 12:
             x, y = (start + real / 2, -STRIP / 2 - 4) if across else (-STRIP / 2 - 4, start + real / 2)
-            self.text(x, y + 4, str(owner.rank), ink_on(colour), 11, text_anchor="middle")
+            turn = {"transform": f"rotate(-90 {x:.1f} {y:.1f})"} if "-" in ranks and not across else {}
+            if real >= 7 * len(ranks):
+                self.text(x, y + 4, ranks, ink_on(colour), 11, text_anchor="middle", **turn)
 
 
 def _ticks(first: list[int], then: Iterable[int], scale: float, apart: float) -> list[int]:
