@@ -16,6 +16,7 @@ PAGES = {
     "DESIGN.md": "DESIGN.md",
     "CHANGELOG.md": "CHANGELOG.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "SECURITY.md": "SECURITY.md",
 }
 
 
@@ -33,7 +34,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The titles of documents that the text names: plans.md -> [Plans](how_to/plans.md)."""
+    """The titles of documents that the text names: plans.md -> [Plans](how_to/plans.md).
+
+    A picture is a link to its file, which a small screen can enlarge.
+    """
     folder = posixpath.dirname(page.file.src_uri)
     fences = re.split(
         r"(^```.*?^```|^    .*?$|`[^`\n]*`|\]\([^)]*\))",
@@ -45,9 +49,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             r"(?<![\w/])(?:docs/)?((?:\w+/)?\w+\.md)\b", partial(_link, folder), fences[n]
         )
     up = "../" * (len(folder.split("/")) if folder else 0)
-    return "".join(fences).replace(
-        f"](../{up}", f"]({up}"
-    )  # documents of the root are pages beside those of docs/
+    # Documents of the root are pages beside those of docs/.
+    text = "".join(fences).replace(f"](../{up}", f"]({up}")
+    return re.sub(r"^!\[([^]]*)\]\((\S+)\)$", r"[![\1](\2)](\2)", text, flags=re.MULTILINE)
 
 
 def _link(folder: str, found: re.Match[str]) -> str:

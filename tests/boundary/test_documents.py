@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import runpy
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 from textwrap import indent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +25,9 @@ import cp_ref.cli
 from conformance.case import Case
 from cp_fast.backends import BACKENDS, KERNEL_FEATURES, features_of
 from cp_fast.compile.pass_table import PASSES
+from cp_ref.common.masks.area_rows import MOST_ROWS
 from cp_ref.spec import CP_COMM_TYPES, Feature, Problem, Sequence, describe, make_schedule, make_states, table_of
+from cp_ref.spec.arguments.single_values import MOST_RANKS
 from cp_ref.spec.pictures.table_pictures import areas_picture, ownership_picture
 from cp_ref.spec.pictures.text_pictures import text_picture
 from tests.dist.workers import run_program
@@ -197,6 +203,63 @@ def test_the_work_and_the_bytes_in_the_choice_of_a_layout_are_what_plan_says() -
         found += re.findall(r"balance ([\d.]+) .*; ([\d.]+ .B) sent by all", said)
     for n, row in enumerate(("the mean rank's work over the busiest's", "sent by all ranks")):
         assert f"| {row} | {' | '.join(cells[n] for cells in found)} |" in text
+
+
+def test_no_docstring_makes_links_by_accident() -> None:
+    """The site takes "[n][2]" for a link to "2", and a link that leads nowhere ends its build."""
+    code = re.compile(r"^>>> .*(?:\n(?!\n).+)*|^ {4,}.*\[ .*$|`[^`]*`", re.MULTILINE)
+    for path in (path for package in ("cp_ref", "cp_fast", "conformance") for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (said := ast.get_docstring(node)):
+                assert not re.findall(r"\w\][\[(]\w.*", code.sub("", said)), (path, node)
+
+
+def test_the_api_page_shows_the_arguments_of_classes_that_users_make() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    for name in ("cp_fast.ContextParallel", "cp_ref.SimGroup"):
+        assert re.search(rf"^::: {name}\n    options: .*merge_init_into_class: true", page, re.MULTILINE), name
+
+
+@pytest.mark.extras
+def test_pictures_of_pages_can_be_opened() -> None:
+    """At 390 pixels they are too small to read; a link shows the file itself."""
+    pytest.importorskip("mkdocs", reason="needs mkdocs, which the extra docs has")
+    hooks = runpy.run_path(str(ROOT / "docs" / "site" / "hooks.py"))
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="concepts.md"))
+    made = hooks["on_page_markdown"]((ROOT / "docs" / "concepts.md").read_text(), page)
+    assert "[![p2p on four ranks](pictures/p2p.svg)](pictures/p2p.svg)" in made
+
+
+def test_what_makes_the_site_is_pinned() -> None:
+    """So that a reader's site is that of CI, which reports newer versions."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert all(re.fullmatch(r"[\w-]+==[\d.]+", need) for need in extras["docs"])
+    assert {"mkdocs", "mkdocstrings", "mkdocs-autorefs"} <= {need.split("==")[0] for need in extras["docs"]}
+
+
+@pytest.mark.extras
+def test_forms_and_workflows_are_yaml() -> None:
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML, which the extra docs has")
+    for path in [*(ROOT / ".github").rglob("*.yml"), ROOT / "CITATION.cff"]:
+        assert isinstance(yaml.safe_load(path.read_text()), dict), path
+
+
+def test_the_project_s_forms_say_what_is_true() -> None:
+    folder, project = ROOT / ".github", tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "- run: .ci/run\n" in (folder / "workflows" / "ci.yml").read_text()
+    release = (folder / "workflows" / "release.yml").read_text()
+    assert "- run: .ci/run\n" in release
+    for script in set(re.findall(r"bin/(cp-\w+)", release)):
+        assert script in project["scripts"]
+    form = (folder / "ISSUE_TEMPLATE" / "bug.yml").read_text()
+    assert "python -m cp_fast doctor --json" in form
+    assert "--repro" in form
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {project['version']}\nlicense: {project['license']}\n" in citation
+    assert re.findall(r"^keywords: \[(.*)\]$", citation, re.MULTILINE) == [", ".join(project["keywords"])]
+    limits = (ROOT / "SECURITY.md").read_text()
+    assert f"more than {MOST_RANKS:,} ranks" in limits
+    assert f"of more than {MOST_ROWS:,} rectangles" in limits
 
 
 def test_the_api_page_has_every_public_name() -> None:
