@@ -27,7 +27,7 @@ from cp_fast.integrations.shared.shared_arguments import (
     refuse,
 )
 from cp_ref.common.sharding.shard import unshard
-from cp_ref.spec import MASKS, QKV_FORMATS, SOFTMAX_TYPES, Feature, Unsupported, check_choice, check_flag, kind_of
+from cp_ref.spec import MASKS, QKV_FORMATS, SOFTMAX_TYPES, Unsupported, check_choice, check_flag, kind_of
 
 __all__ = ["attn_forward_func_with_cp", "patch", "unpatch"]
 
@@ -196,9 +196,9 @@ def _bias_by_place(bias: Any, q: torch.Tensor, k: torch.Tensor, qkv_format: str,
     if bias.requires_grad and torch.is_grad_enabled():
         raise Unsupported(
             "attn_bias that requires a gradient",
-            {_NAME: {Feature.SCORE_MOD}},
+            {},
             "scores get the bias by a score_mod, and no gradient flows to its tensors; give attn_bias.detach(), or "
-            "learn a bias of few numbers by a library that has its gradient",
+            "keep a bias that is learned on TransformerEngine's own p2p (unpatch)",
         )
     by_b, by_h, by_q = (n > 1 for n in bias.shape[:3])
 

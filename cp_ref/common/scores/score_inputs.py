@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from cp_ref.common.scores.score_mod import ScoreMod, check_result, parameters_of
-from cp_ref.spec import Feature, Problem, Room, check_data, check_one_document, kind_of
+from cp_ref.spec import Feature, Problem, Room, Unsupported, check_data, check_one_document, kind_of
 
 __all__ = ["PLAIN", "ScoreInputs", "kinds", "read_score_inputs"]
 
@@ -98,7 +98,8 @@ def read_score_inputs(
         room: of a plan that is updated in place: then slopes [b, h_q] have a row for each of max_sequences.
 
     Raises:
-        TypeError, ValueError: naming the argument, its value and the rule. What score_mod raises.
+        TypeError, ValueError: naming the argument, its value and the rule. Unsupported: a tensor requires a gradient.
+        What score_mod raises.
     """
     slopes = _read_slopes(problem, alibi_slopes, q, room)
     if slopes is not None:
@@ -196,7 +197,7 @@ def _check_tensor(name: str, x: Any, q: torch.Tensor) -> None:
         raise TypeError(f"{name} is a DTensor; give a plain tensor, the same on all ranks")
     check_data(name, x)
     if x.requires_grad:
-        raise ValueError(f"{name} requires a gradient, but no gradient flows to it; give {name}.detach()")
+        raise Unsupported(f"{name} that requires a gradient", {}, f"no gradient flows to it; give {name}.detach()")
     if x.device != q.device:
         raise ValueError(f"{name} is on {x.device} and q is on {q.device}; they must be on one device")
 

@@ -173,6 +173,14 @@ TARGETS: dict[str, Target] = {
         lambda cp: {**qkv(packed(cp)), **_LENGTHS, "heads_k_stride": 1, "local_k_slice": slice(0, 16), "cp": cp},
         oracle=of_flash_attn, layout="contiguous", also=("max_seqlen_q", "max_seqlen_k", "cu_seqlens_q"),
     ),
+    "ring_flash_attn_func": Target(
+        RING.ring_flash_attn_func, lambda cp: {**qkv(local(cp)), "cp": cp}, oracle=of_flash_attn, layout="contiguous"
+    ),
+    "ring_flash_attn_varlen_func": Target(
+        RING.ring_flash_attn_varlen_func,
+        lambda cp: {**qkv(packed(cp)), "cu_seqlens": CU // 2, "max_seqlen": 4, "cp": cp}, layout="contiguous",
+        also=("max_seqlen",),
+    ),
     "llama3_flash_attn_prepare_cu_seqlens": Target(
         RING.llama3_flash_attn_prepare_cu_seqlens,
         lambda cp: {"cu_seqlens": CU, "causal": True, "rank": 0, "world_size": 2}, collective=False,
@@ -255,6 +263,35 @@ TARGETS |= {
     for name, right in _MASKS.items()
 }
 
+
+def of_one_tensor(name: str, one: str) -> Target:
+    """The form of a function of TARGETS that takes one tensor for some of q, k and v."""
+    plain, module = TARGETS[name], RING if "ring" in name or "llama3" in name else FLASH
+    of_itself = one == "qkv" and name == "flash_attn_varlen_func"  # takes the lengths once
+
+    def arguments(cp: Any) -> Arguments:
+        given = plain.arguments(cp)
+        x = torch.stack([given.pop(part) for part in one], -3)
+        if of_itself:
+            given = {n: v for n, v in given.items() if n not in _LENGTHS} | {"cu_seqlens": CU, "max_seqlen": 8}
+        return {one: x, **given}
+
+    def oracle(given: Arguments) -> torch.Tensor:
+        assert plain.oracle is not None
+        return plain.oracle({**given, "q": given[one].unbind(-3)[0]})
+
+    return Target(
+        getattr(module, name.replace("_func", f"_{one}packed_func")), arguments,
+        oracle=plain.oracle and oracle, layout=plain.layout, also=(*plain.also, "q", "k", "v"),
+    )  # fmt: skip
+
+
+TARGETS |= {
+    name.replace("_func", f"_{one}packed_func"): of_one_tensor(name, one)
+    for name in list(TARGETS)
+    if "flash_attn" in name and name.endswith("_func")
+    for one in ("kv", "qkv")
+}
 NOT_ATTACKED = {  # and why
     "checked": "takes no argument",
     "trace": "a tool for debugging, with a test of its own",
