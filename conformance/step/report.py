@@ -17,7 +17,12 @@ __all__ = ["CAUSES", "Compared", "Finding", "ModuleRow", "StepRecord", "StepRepo
 _MOST_ROWS = 8
 _NAME = 24  # characters that a name has at least, however narrow the terminal is
 _WIDTH = 110  # of a table where there is no terminal
-_VALUE = re.compile(r"(gradient of|after two steps:) (.*?)(?:, rank (\d+))?")
+_KINDS = {  # of tensors: how their rows' names begin -> the heading, and the word that counts them
+    "gradient of": ("gradients", "gradients"),
+    "after two steps:": ("after two steps", "parameters after two steps"),
+    "buffer": ("buffers", "buffers"),
+}
+_VALUE = re.compile(rf"({'|'.join(_KINDS)}) (.*?)(?:, rank (\d+))?")
 _PAGE = "docs/how_to/training.md"
 CAUSES = {  # by name: the heading in docs/how_to/training.md
     "factor": "A loss or gradients off by one factor",
@@ -73,8 +78,8 @@ class Compared:
     """A value of the step over all ranks: a number, or the gradient or the values of one parameter.
 
     Attributes:
-        kind: "gradient of", "after two steps:", or "" for numbers and losses.
-        name: the parameter's, or the number's.
+        kind: "gradient of", "after two steps:", "buffer", or "" for numbers and losses.
+        name: the parameter's, the buffer's, or the number's.
         row: errors and bounds: of the worst rank.
         wrong: the ranks whose value is wrong; () also where that is not known by rank.
     """
@@ -153,7 +158,7 @@ class StepReport:
         table: list[tuple[str, ...]] = [("", "ranks", "error", "allowed", "mean", "allowed", "")]
         for value in (value for value in self.values if not value.kind):
             table.append(self._cells("", value))
-        for kind, heading in (("gradient of", "gradients"), ("after two steps:", "after two steps")):
+        for kind, (heading, _) in _KINDS.items():
             values = [value for value in self.values if value.kind == kind]
             wrong = [value for value in values if not value.row.ok]
             worst = sorted(values, key=lambda value: _share(value.row), reverse=True)[:1]
@@ -174,7 +179,7 @@ class StepReport:
     def counts(self) -> str:
         """How many parameters agree, and on which ranks the others differ."""
         parts = []
-        for kind, words in (("gradient of", "gradients"), ("after two steps:", "parameters after two steps")):
+        for kind, (_, words) in _KINDS.items():
             values = [value for value in self.values if value.kind == kind]
             if not values:
                 continue

@@ -28,7 +28,7 @@ def step_report(wrong: bool = True) -> StepReport:
     rows = [_row("loss"), _row("gradient norm"), _row(first), _row(f"{first}, rank 2"), _row(second)]
     rows += [_row(f"{first}, rank {rank}", not wrong, "shape [3], in one process [4]" * wrong) for rank in (1, 3)]
     rows += [_row(f"after two steps: {LONG}", not wrong), _row(f"after two steps: {LONG}, rank 2", not wrong)]
-    rows += [_row("after two steps: embed.weight")]
+    rows += [_row("after two steps: embed.weight"), _row("buffer mean"), _row("buffer mean, rank 2")]
     if not wrong:
         return StepReport("4 ranks, p2p, dual_chunk, float32", tuple(rows), ranks=4)
     modules = (
@@ -48,7 +48,7 @@ def test_numbers_and_verdicts_are_never_cut(columns: int, monkeypatch: pytest.Mo
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = str(step_report()).splitlines()
     table = [line for line in lines if "e-09" in line]
-    assert len(table) == 4
+    assert len(table) == 5
     for line in table:
         assert "5.1e-123  2.0e-100  1.0e-09  2.0e-09" in line
     assert sum("WRONG" in line for line in table) == 2
@@ -64,13 +64,14 @@ def test_parameters_are_counted_with_their_ranks(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("COLUMNS", "200")
     report = step_report()
     assert report.counts == (
-        "1 of 2 gradients agree, 1 differ on ranks 1, 3; 1 of 2 parameters after two steps agree, 1 differ on all ranks"
+        "1 of 2 gradients agree, 1 differ on ranks 1, 3; "
+        "1 of 2 parameters after two steps agree, 1 differ on all ranks; 1 of 1 buffers agree"
     )
-    assert [value.wrong for value in report.values] == [(), (), (1, 3), (), (0, 1, 2, 3), ()]
+    assert [value.wrong for value in report.values] == [(), (), (1, 3), (), (0, 1, 2, 3), (), ()]
     assert not report.right
     right = step_report(wrong=False)
     assert right.right
-    assert right.counts == "2 of 2 gradients agree; 2 of 2 parameters after two steps agree"
+    assert right.counts == "2 of 2 gradients agree; 2 of 2 parameters after two steps agree; 1 of 1 buffers agree"
     assert right.diagnosis == ()
 
 
@@ -129,7 +130,7 @@ def test_junit_of_steps(tmp_path: Path) -> None:
     record = StepRecord({}, (step_report(), right), "rank 1 raised:\n\x1b[31mRuntimeError: no model")
     [file] = write_report(record, None, tmp_path / "deep" / "steps.xml")
     root = ElementTree.parse(file).getroot()
-    assert root.attrib | {"time": ""} == {"tests": "15", "failures": "3", "errors": "1", "skipped": "0", "time": ""}
+    assert root.attrib | {"time": ""} == {"tests": "17", "failures": "3", "errors": "1", "skipped": "0", "time": ""}
     wrong, fine, error = root
     assert [wrong.get("name"), fine.get("failures"), error.get("errors")] == [
         "step over 4 ranks, p2p, dual_chunk, float32",
