@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from conformance.draw.feature_coverage import Coverage
 from conformance.judge.run_record import FAILING, Played, RunRecord
 from conformance.report.failures import separating
 from conformance.run.run_tiers import TierResult
+from conformance.step.report import table_lines
 
 __all__ = ["print_coverage", "print_failures", "print_separating", "print_table"]
 
@@ -76,17 +76,14 @@ def _print_findings(console: Console, findings: tuple[str, ...]) -> None:
 
 def print_table(console: Console, results: list[TierResult], impl: str) -> None:
     """One line a tier, and the tiers' notes."""
-    table = Table(title=f"conformance of {impl}", box=box.SIMPLE_HEAD)
-    table.add_column("tier", no_wrap=True)
-    for name in ("played", "right", "failed", "known", "unsup.", "missing", "s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table: list[tuple[str, ...]] = [("tier", "played", "right", "failed", "known", "unsup.", "missing", "s", "")]
     for r in results:
-        failed = r.count(*FAILING)
-        cells = [str(r.run), str(r.passed), f"[bold red]{failed}[/]" if failed else "0"]
-        cells += [str(r.count("known")), str(r.unsupported), str(r.count("missing"))]
-        table.add_row(r.tier, *cells, f"{r.seconds:.{0 if r.seconds >= 10 else 1}f}")
+        counts = (r.run, r.passed, r.count(*FAILING), r.count("known"), r.unsupported, r.count("missing"))
+        table.append((r.tier, *map(str, counts), f"{r.seconds:.{0 if r.seconds >= 10 else 1}f}", ""))
+    console.print(f"\nconformance of {impl}\n", markup=False, highlight=False)
+    for line, failed in zip(table_lines(table), [False, *(r.count(*FAILING) for r in results)], strict=True):
+        console.print(line, style="red" if failed else None, markup=False, highlight=False)
     console.print()
-    console.print(table)
     for r in results:
         if note := r.note or _why_nothing(r):
             console.print(f"{r.tier}: {note}", markup=False, highlight=False)

@@ -12,7 +12,17 @@ from typing import Any
 
 from conformance.judge.budgets import Row
 
-__all__ = ["CAUSES", "Compared", "Finding", "ModuleRow", "StepRecord", "StepReport", "ranks_in_words", "shortened"]
+__all__ = [
+    "CAUSES",
+    "Compared",
+    "Finding",
+    "ModuleRow",
+    "StepRecord",
+    "StepReport",
+    "ranks_in_words",
+    "shortened",
+    "table_lines",
+]
 
 _MOST_ROWS = 8
 _NAME = 24  # characters that a name has at least, however narrow the terminal is
@@ -166,7 +176,7 @@ class StepReport:
             table += [self._cells("  ", value) for value in wrong[:_MOST_ROWS] or worst]
             table += [(f"  and {len(wrong) - _MOST_ROWS} more", *[""] * 6)] if len(wrong) > _MOST_ROWS else []
         said = "right" if self.right else "WRONG"
-        lines = [f"step over {self.title}: {said}", *_lines(table), self.counts, *self.notes, *self.diagnosis]
+        lines = [f"step over {self.title}: {said}", *table_lines(table), self.counts, *self.notes, *self.diagnosis]
         return "\n".join(lines)
 
     def _cells(self, indent: str, value: Compared) -> tuple[str, ...]:
@@ -230,8 +240,12 @@ def _row(**fields: Any) -> Row:
     return Row(**fields | numbers)
 
 
-def _lines(table: Sequence[tuple[str, ...]]) -> list[str]:
-    """The lines of a table: its first column is as wide as the terminal allows, the others as they must be."""
+def table_lines(table: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of a table: its first column is as wide as the terminal allows, the others as they must be.
+
+    Args:
+        table: a name, numbers, and a remark in each row; the first row is the heading.
+    """
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     room = shutil.get_terminal_size((_WIDTH, 24)).columns - sum(2 + width for width in widths[1:])
     first = min(widths[0], max(room, _NAME))

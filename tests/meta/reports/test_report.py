@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from conformance.case import Case
 from conformance.commands import replay_command
-from conformance.judge.run_record import FAILING, VERDICTS, Played, RunRecord
-from conformance.printing import print_separating
+from conformance.judge.run_record import FAILING, VERDICTS, Played, RunRecord, TierResult
+from conformance.printing import print_separating, print_table
 from conformance.report import read_record, unwritable, write_report
 from conformance.report.__main__ import app
 from conformance.report.failures import failures, refusals
@@ -200,6 +200,17 @@ def test_one_run_counts_in_one_way_and_begins_with_what_separates(tmp_path: Path
     console = Console(record=True, width=100)
     print_separating(console, record)
     assert "mask: causal 6 of 37 failed; no_mask 0 of 31 failed" in console.export_text()
+
+
+def test_the_table_of_tiers_cuts_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    console = Console(record=True, soft_wrap=True, width=30)
+    played = [_played("right", n) for n in range(1, 124)] + [_played("wrong", 500)]
+    results = [TierResult("a tier with a name that is longer than most", played, 1234.0), TierResult("plan", [], 0.26)]
+    print_table(console, results, "x")
+    lines = console.export_text().splitlines()
+    assert "a tier ...nger than most     124    123       1      0       0        0  1234" in lines
+    assert lines[-2].split() == ["plan", "0", "0", "0", "0", "0", "0", "0.3"]
 
 
 def test_the_json_reads_back_and_says_what_the_record_says(files: list[Path], record: RunRecord) -> None:
