@@ -1,13 +1,13 @@
 """Context-parallel attention under other libraries' names. Each module is imported on first use, and needs its library
 only if it says so.
 
-    flash_attn           flash_attn_func, flash_attn_varlen_func
-    ring_flash_attn      zigzag_ring_flash_attn_func and its varlen form, llama3_flash_attn_varlen_func
+    flash_attn           flash_attn_func, flash_attn_varlen_func, and their forms of one tensor
+    ring_flash_attn      zigzag_ring_flash_attn_func, ring_flash_attn_func, llama3_flash_attn_varlen_func, and their forms
     sdpa                 scaled_dot_product_attention
     transformers         prepare(model, cp): checks a model, and switches its attention; shard_batch
     trainer              ContextParallelMixin, for transformers' Trainer
     transformer_engine   patch(): the function that its attention calls under context parallelism
-    megatron             CoreAttention, for the specs of transformer layers
+    megatron             CoreAttention, for the specs of transformer layers and blocks
     torchtitan           apply_cp_to_forward and prepare_context_parallel_input, for varlen attention
     loss                 token_mean: a loss over the tokens of all ranks
 
