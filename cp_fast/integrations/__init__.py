@@ -2,7 +2,7 @@
 only if it says so.
 
     flash_attn           flash_attn_func, flash_attn_varlen_func, and their forms of one tensor
-    ring_flash_attn      zigzag_ring_flash_attn_func, ring_flash_attn_func, llama3_flash_attn_varlen_func, and their forms
+    ring_flash_attn      its functions, without those of striped rows
     sdpa                 scaled_dot_product_attention
     transformers         prepare(model, cp): checks a model, and switches its attention; shard_batch
     trainer              ContextParallelMixin, for transformers' Trainer
