@@ -260,6 +260,7 @@ def test_the_project_s_forms_say_what_is_true() -> None:
     limits = (ROOT / "SECURITY.md").read_text()
     assert f"more than {MOST_RANKS:,} ranks" in limits
     assert f"of more than {MOST_ROWS:,} rectangles" in limits
+    assert f"at most {MOST_ROWS:,} in a call" in (ROOT / "docs" / "how_to" / "masks.md").read_text()
 
 
 def test_the_api_page_has_every_public_name() -> None:

@@ -173,6 +173,7 @@ def test_svg(tmp_path: Path) -> None:
         (["--seqlens", "64", "--areas", "chunked(100000000, 1)"], "areas of more than 262144 rows"),
         (["--seqlens", "64", "--areas", "dilated_blocks(100000, 1, 1)"], "areas of more than 262144 rows"),
         (["--seqlens", "64", "--areas", f"chunked({'-' * 1000}8, 1)"], "they must be a call of block_causal"),
+        (["--seqlens", "64", "--areas", "chunked(print(1), chunk=x + 1)"], "x + 1 is no number, text or list"),
         (["--seqlens", "64", "--areas", f"chunked({'-' * 9000}8, 1)"], "they must be a call of block_causal"),
         (["--head", "32"], "--head is 32; it must be 0 to 31"),
         (["--rank", "4"], "--rank is 4; it must be 0 to 3"),

@@ -215,12 +215,20 @@ def parse_call(text: str, names: Seq[str]) -> tuple[str, list[Any], dict[str, An
         call = ast.parse(text.strip(), mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in names):
             raise ValueError(f"it must be a call of {', '.join(names)}")
-        arguments = [ast.unparse(x) if isinstance(x, ast.Call) else ast.literal_eval(x) for x in call.args]
-        return call.func.id, arguments, {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        arguments = [ast.unparse(x) if isinstance(x, ast.Call) else _literal(x) for x in call.args]
+        return call.func.id, arguments, {str(word.arg): _literal(word.value) for word in call.keywords}
     except SyntaxError as error:
         raise ValueError(str(error)) from error
     except (RecursionError, MemoryError):
         raise ValueError(_TOO_DEEP) from None
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        said = ast.unparse(node)
+        raise ValueError(f"{said if len(said) < 40 else said[:40] + '...'} is no number, text or list") from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -83,7 +83,9 @@ def _work(page: Drawing, problem: Problem, view: Plane, x: float) -> float:
     for rank in range(groups):
         base = y + high / 2 + small / 3
         page.box(x, y + 1, small * 1.2, high - 3, rank_colour(rank))
-        page.text(x + (16 if together else 22), base, view.ranks_of(rank, problem.cp_size), size=small)
+        page.text(
+            x + (17 if together else 22), base, view.ranks_of(rank, problem.cp_size), size=10 if together else small
+        )
         for step in range(steps):
             left, full = x + 52 + step * cell, work[rank, step] / most
             page.box(left, y + 1, cell - 2, high - 3, MASKED)
