@@ -79,7 +79,13 @@ class Step:
 STEPS = (
     Step("train_gpt, balanced", f"{EXAMPLE}:build", f"{EXAMPLE}:batch", more={"layout": "balanced"}),
     Step("positions of slices planted", f"{model_ranks.__name__}:positions_of_slices", f"{EXAMPLE}:batch", "positions"),
-    Step("mean of means planted", f"{model_ranks.__name__}:mean_of_means", f"{EXAMPLE}:batch", "mean-per-rank"),
+    Step(
+        "mean of means planted",
+        f"{model_ranks.__name__}:mean_of_means",
+        f"{model_ranks.__name__}:uneven_batch",
+        "mean-per-rank",
+        more={"layout": "contiguous"},
+    ),
     Step("train_gpt, a2a", f"{EXAMPLE}:build", f"{EXAMPLE}:batch", more={"cp_comm_type": "a2a"}),
     Step(
         "finetune_transformers",

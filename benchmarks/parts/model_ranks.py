@@ -139,6 +139,17 @@ def without_kernels_of_others() -> None:
                 setattr(theirs, name, lambda *_, **__: False)
 
 
+def plain_linear_layers(model: torch.nn.Module) -> None:
+    """Let linear layers of transformers take its own functions, also where it has found a library at its import."""
+    theirs = importlib.import_module(type(model).__module__)
+    for layer in model.modules():
+        for name in ("chunk_gated_delta_rule", "recurrent_gated_delta_rule"):
+            if hasattr(layer, name) and hasattr(theirs, f"torch_{name}"):
+                setattr(layer, name, getattr(theirs, f"torch_{name}"))
+        if hasattr(layer, "causal_conv1d_fn"):
+            setattr(layer, "causal_conv1d_fn", None)  # noqa: B010 (a name that Module does not know)
+
+
 class Reference:
     """One process's loss and gradients, in float32 and in the dtype of the ranks; the last ones are kept."""
 
@@ -174,9 +185,10 @@ class Reference:
             loss = loss.detach()
         else:
             eager: dict[str, Any] = {"attn_implementation": "eager"}
-            if "num_experts" in table.MODELS[case.model].sizes:
-                eager["experts_implementation"] = "eager"
+            if dtype == torch.float32 and "num_experts" in table.MODELS[case.model].sizes:
+                eager["experts_implementation"] = "eager"  # else experts' sums are rounded as the ranks' are
             model = table.model_of(case.model, self.place, dtype, **eager)
+            plain_linear_layers(model)
             loss = table.alone(model, batch)
         return {"loss": loss.float()} | {n: w.grad.float() for n, w in model.named_parameters() if w.grad is not None}
 
@@ -420,3 +432,9 @@ def mean_of_means(context: Any) -> Any:
     if context is not None:
         gpt.token_mean = lambda losses, counted, over: losses[counted].mean() / over.size
     return gpt.build(context)
+
+
+def uneven_batch() -> tuple[Tensor, Tensor]:
+    """Documents of two tokens before a long one: in layout contiguous half of the first rank's rows have no label."""
+    ids = torch.randint(256, (256,), generator=torch.Generator().manual_seed(0))
+    return ids, torch.tensor([*range(0, 128, 2), 128, 256], dtype=torch.int32)
