@@ -26,6 +26,7 @@ from cp_fast.dispatch.opaque import object_of
 from cp_fast.runtime.forward_backward import backward_pass, forward_pass
 from cp_fast.runtime.run import Results
 from cp_ref.common.autocast import no_autocast
+from cp_ref.common.derivatives import raise_for_batched
 from cp_ref.common.scores.score_inputs import ScoreInputs
 from cp_ref.common.wide_dtype import wide_dtype
 
@@ -194,5 +195,7 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> Any:
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
+_LIBRARY = torch.library.Library("cp_attention", "FRAGMENT")
+_LIBRARY.impl("attention_backward", raise_for_batched, "Batched")  # of `is_grads_batched`, in compiled graphs
 
 FORWARD: Any = torch.ops.cp_attention.attention_forward.default

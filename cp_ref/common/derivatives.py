@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 
-__all__ = ["differentiable_once", "refuse_transforms"]
+__all__ = ["differentiable_once", "raise_for_batched", "refuse_batched", "refuse_transforms"]
 
 
 def refuse_transforms() -> None:
@@ -19,8 +19,26 @@ def refuse_transforms() -> None:
         )
 
 
+def refuse_batched(*grads: torch.Tensor | None) -> None:
+    """Raise NotImplementedError for the gradients of `torch.autograd.grad(..., is_grads_batched=True)`, or of a vmap
+    around a backward pass: many gradients at once, in tensors that hide their batch axis.
+    """
+    functorch = cast(Any, torch._C)._functorch  # there is no other way
+    if any(x is not None and (functorch.is_legacy_batchedtensor(x) or functorch.is_batchedtensor(x)) for x in grads):
+        raise_for_batched()
+
+
+def raise_for_batched(*_: Any, **__: Any) -> NoReturn:
+    """Raise the error of `refuse_batched`."""
+    raise NotImplementedError(
+        "torch.autograd.grad(..., is_grads_batched=True) is not supported by attention, linear layers, unshard, roll "
+        "and the helpers in thd; call torch.autograd.grad once for each gradient, with retain_graph=True"
+    )
+
+
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the backward of an autograd function: its results are constants, or raise when differentiated.
+    """For the backward of an autograd function: its results are constants, or raise when differentiated. Batched
+    gradients are refused.
 
     PyTorch's `once_differentiable` lets results through as constants where only the saved tensors require grad, so that
     a penalty on a gradient has no gradient, without a word.
@@ -28,6 +46,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def guarded(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        refuse_batched(*grads)
         with torch.no_grad():
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled():  # it is with create_graph=True alone
@@ -49,5 +68,6 @@ class _Last(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise RuntimeError(
-            "attention and linear layers are differentiable once: a gradient that one of them gave has no gradient"
+            "attention, linear layers, unshard and roll are differentiable once: a gradient that one of them gave has "
+            "no gradient"
         )

@@ -311,6 +311,33 @@ def test_there_are_no_second_derivatives(package: Any, comm: str) -> None:
 
 
 @PACKAGES
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_batched_gradients_are_refused_by_name(compiled: bool, package: Any) -> None:
+    """`torch.autograd.grad(..., is_grads_batched=True)`, as `jacobian(vectorize=True)` calls it, also of a graph."""
+    if compiled and package is cp_ref:
+        return  # it has no graph
+
+    def one(member: SimMember) -> None:
+        cp = context(package, member)
+        q, k, v = (x.detach().requires_grad_() for x in qkv(member))
+        sizes = {"heads_q": q.shape[2], "heads_kv": k.shape[2], "d_qk": q.shape[3], "d_v": v.shape[3]}
+        length = q.shape[1] * member.size
+        plan = package.make_plan(cp=cp, batch_size=len(q), seqlen_q=length, dtype=q.dtype, device="cpu", **sizes)
+        calls = [lambda: package.attention(q, k, v, cp=cp, plan=plan)]
+        calls = [torch.compile(calls[0], backend="aot_eager")] if compiled else calls
+        calls += [] if compiled else [lambda: package.unshard(q, cp=cp), lambda: package.roll(q, 1, cp=cp)]
+        lengths = torch.tensor([0, 4])
+        if package is cp_fast and not compiled:
+            calls.append(lambda: package.thd.thd_sequence_order_to_cp_rank_order(q[0, :4], lengths, 2))
+        for call in calls:
+            out = call()
+            with pytest.raises(NotImplementedError, match=r"is_grads_batched=True.* is not supported"):
+                torch.autograd.grad(out, q, torch.stack([torch.ones_like(out)] * 2), is_grads_batched=True)
+
+    SimGroup(2).run(one)
+
+
+@PACKAGES
 def test_transforms_are_refused(package: Any) -> None:
     def one(member: SimMember) -> None:
         cp, (q, k, v) = context(package, member), (x.detach() for x in qkv(member))

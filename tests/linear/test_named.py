@@ -237,6 +237,10 @@ def test_derivatives_that_are_refused(package: str) -> None:
         (dq,) = torch.autograd.grad(out.sum(), mine["q"], create_graph=True)
         with pytest.raises(RuntimeError, match="differentiable once"):
             dq.sum().backward()
+        for result in (out, module.causal_conv1d(mine["v"].flatten(1), torch.ones(6, 3), cp=cp, plan=plan)):
+            both = torch.stack([torch.ones_like(result)] * 2)
+            with pytest.raises(NotImplementedError, match=r"is_grads_batched=True.* is not supported"):
+                torch.autograd.grad(result, mine["v"], both, is_grads_batched=True, retain_graph=True)
         with pytest.raises(NotImplementedError, match=r"torch\.func"):
             torch.func.vmap(lambda x: module.causal_conv1d(x, torch.ones(3, 2), cp=cp, plan=plan))(torch.ones(2, 10, 3))
 

@@ -9,6 +9,7 @@ import torch
 
 from cp_fast.movers.operators import mover_operators  # noqa: F401  (registers the operators)
 from cp_fast.movers.operators.registered import LIBRARY
+from cp_ref.common.derivatives import refuse_batched
 
 __all__: list[str] = []
 
@@ -33,6 +34,7 @@ def _save_reorder(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> No
 
 def _reorder_backward(ctx: Any, grads: Grads) -> tuple[Any, ...]:
     given = [grad for grad in grads if grad is not None]
+    refuse_batched(*given)
     (lengths,) = ctx.saved_tensors
     moved = iter(torch.ops.cp_attention.reorder(given, lengths, ctx.cp_size, not ctx.to_rank_order) if given else [])
     return [None if grad is None else next(moved) for grad in grads], None, None, None

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from cp_ref.common.context import ContextParallel
+from cp_ref.common.derivatives import differentiable_once
 from cp_ref.common.groups.collectives import all_gather, all_to_all
 from cp_ref.common.named_device import check_usable, read_device
 from cp_ref.common.wide_dtype import as_integers, taken
@@ -66,8 +66,8 @@ class _Gather(torch.autograd.Function):
         return whole if whole.dtype == x.dtype else whole.view(x.dtype)
 
     @staticmethod
-    @once_differentiable  # which makes ctx positional-only
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    @differentiable_once
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         parts = [grads[0].index_select(ctx.axis, rows) for rows in ctx.index]
         with ctx.cp.alone("unshard, backward"):
             total, *others = all_to_all(ctx.cp.comm, parts)

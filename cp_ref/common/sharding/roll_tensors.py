@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from cp_ref.common.context import ContextParallel
+from cp_ref.common.derivatives import differentiable_once
 from cp_ref.common.groups.collectives import all_to_all
 from cp_ref.common.sharding.cut_tensors import in_format, lined_up, numbers, rows_axis
 from cp_ref.common.wide_dtype import as_integers
@@ -41,8 +41,8 @@ class _Roll(torch.autograd.Function):
             return _moved(x.detach(), cp, sends, recvs, most, fill)
 
     @staticmethod
-    @once_differentiable  # which makes ctx positional-only
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    @differentiable_once
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         with ctx.cp.alone("roll, backward"):
             grad = _moved(grads[0], ctx.cp, ctx.recvs, ctx.sends, ctx.most, 0)
         return grad, *[None] * 5
