@@ -19,9 +19,9 @@ class ContextParallel(OfThisProcess, context.ContextParallel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.handle = opaque_for(self)  # what torch.compile knows this context by
         self._locks = locks_of(self.group)
         self.agreements = agreements_of(self._locks)  # of all contexts of the group
+        self.handle = opaque_for(self)  # what torch.compile knows this context by
 
     def alone(self, what: str) -> AbstractContextManager[None]:
         """While a call is made, also: RuntimeError where another thread is inside one on the same group."""

@@ -35,6 +35,10 @@ __all__ = ["Made", "backend_for", "make_plan", "prepared", "supports"]
 
 @same_parameters(plans.make_plan)
 def make_plan(**arguments: Any) -> Plan:
+    if torch.compiler.is_compiling():
+        from cp_fast.dispatch.graph_break import graph_break  # Imports Dynamo, as slow as PyTorch's import.
+
+        return graph_break(make_plan, **arguments)
     cp: Any = arguments.get("cp")
     custom = arguments.get("schedule")
 

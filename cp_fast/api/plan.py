@@ -115,13 +115,13 @@ class Plan(OfThisProcess, plans.Plan):
                 "other plan; make another one by make_plan"
             )
         vars(self).update(
-            handle=opaque_for(self),
             kept=self.instructions.kept_tensors,
             needs_inputs=self.instructions.needs_inputs,
             plain=self.problem.position_free_scores,
             calls=PlanCache(_CALLS),
             scores=PlanCache(_CALLS),
         )
+        vars(self)["handle"] = opaque_for(self)
 
     def __copy__(self) -> Plan:
         return replaced(self)
@@ -179,12 +179,12 @@ class Plan(OfThisProcess, plans.Plan):
             steps=steps,
             instructions=instructions,
             positions=self.positions.updated(instructions, agreement.problem),
-            handle=opaque_for(self),
             calls=PlanCache(_CALLS),
             scores=PlanCache(_CALLS),
         )
         for name in ("schedule", "position_ids", "linear_plan"):
             vars(self).pop(name, None)
+        vars(self)["handle"] = opaque_for(self)
         _ = self.position_ids  # as `make_plan`
 
 

@@ -23,7 +23,7 @@ def refuse_batched(*grads: torch.Tensor | None) -> None:
     """Raise NotImplementedError for the gradients of `torch.autograd.grad(..., is_grads_batched=True)`, or of a vmap
     around a backward pass: many gradients at once, in tensors that hide their batch axis.
     """
-    functorch = cast(Any, torch._C)._functorch  # there is no other way
+    functorch = cast(Any, torch)._C._functorch  # there is no other way
     if any(x is not None and (functorch.is_legacy_batchedtensor(x) or functorch.is_batchedtensor(x)) for x in grads):
         raise_for_batched()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -176,10 +177,43 @@ class TestCompiled:
             layer(torch.randn(12, 4, 8), cp, plan)
 
 
-def test_an_object_that_is_gone_is_named() -> None:
+def test_a_handle_keeps_what_its_object_had() -> None:
     class Thing:
-        pass
+        def __init__(self) -> None:
+            self.value = torch.ones(2)
+            self.handle = opaque_for(self)
 
-    handle = opaque_for(Thing())
+    thing = Thing()
+    saved, copied, value = thing.handle.detach(), thing.handle.clone(), weakref.ref(thing.value)
+    assert object_of(saved) is thing
+    del thing  # without a circle: it is gone at once
+    assert object_of(saved).value is value()
+    del saved
+    assert value() is None
     with pytest.raises(RuntimeError, match="no longer exists"):
-        object_of(handle)
+        object_of(copied)
+
+
+def test_a_compiled_layer_that_makes_its_plan_and_its_context() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self, member: Any) -> None:
+            super().__init__()
+            self.member, self.weight = member, torch.nn.Parameter(torch.eye(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            cp = cp_fast.ContextParallel(self.member)
+            how: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": x.dtype, "device": "cpu"}
+            plan = cp_fast.make_plan(cp=cp, batch_size=1, seqlen_q=8, **how)
+            h = x @ self.weight
+            return cp_fast.attention(h, h, h, cp=cp, plan=plan)
+
+    def one(member: Any) -> None:
+        layer, x = Layer(member), torch.randn(1, 4, 2, 8, generator=torch.Generator().manual_seed(member.rank))
+        grads = []
+        for call in (layer, torch.compile(layer, backend="aot_eager")):
+            layer.zero_grad()
+            (call(x).square().sum() + call(2 * x).sum()).backward()
+            grads.append(layer.weight.grad)
+        torch.testing.assert_close(*grads)
+
+    SimGroup(2).run(one)
