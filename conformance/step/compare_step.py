@@ -22,7 +22,7 @@ from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
 from cp_ref.spec.arguments.argument_words import canonical_layout
 from cp_ref.spec.arguments.single_values import MOST_RANKS
 
-__all__ = ["compare_step"]
+__all__ = ["compare_step", "report_of"]
 
 _CLEAR = 10.0  # times its bound is a gradient that is more than rounding errors
 
@@ -78,21 +78,26 @@ def compare_step(
         threads = max(1, (os.cpu_count() or 1) // world)
         how: dict[str, Any] = {"cp_size": cp_size, "cp_comm_type": cp_comm_type, "layout": layout, "device": device}
         how |= {"threads": threads, "limit_s": timeout_s}
-        runs = Runs(Job(build, batch, "", Path(folder), "", **how), world, on_progress)
-        first = runs.measured()
-        rows, wrong_tokens = _judged(first, loss, dtype)
-        title = f"{cp_size} ranks" if dp_size == 1 else f"{dp_size} x {cp_size} ranks"
-        title = f"{title}, {cp_comm_type}, {layout}, {str(dtype or first.dtype).removeprefix('torch.')}"
-        report = StepReport(title, tuple(rows), ranks=world, notes=tuple(_notes(first)))
-        if report.right:
-            return report
+        return report_of(Runs(Job(build, batch, "", Path(folder), "", **how), world, on_progress), loss, dtype)
 
-        def vanishes(part: str) -> bool:
-            return StepReport("", tuple(_judged(runs.measured(without=part), loss, dtype)[0])).right
 
-        found = diagnose(runs.measured(look=True), loss, dtype, vanishes)
-        modules, first = tuple(found.modules), found.first or wrong_tokens
-        return replace(report, findings=tuple(found.findings), first=first, modules=modules)
+def report_of(runs: Runs, loss: str = "mean", dtype: torch.dtype | None = None) -> StepReport:
+    """`compare_step` of processes that are given."""
+    first = runs.measured()
+    rows, wrong_tokens = _judged(first, loss, dtype)
+    title = f"{first.cp_size} ranks" if first.dp_size == 1 else f"{first.dp_size} x {first.cp_size} ranks"
+    title = f"{title}, {runs.job.cp_comm_type}, {first.layout}, {str(dtype or first.dtype).removeprefix('torch.')}"
+    report = StepReport(title, tuple(rows), ranks=len(first.ranks), notes=tuple(_notes(first)))
+    if report.right:
+        return report
+
+    def vanishes(part: str) -> bool:
+        return StepReport("", tuple(_judged(runs.measured(without=part), loss, dtype)[0])).right
+
+    found = diagnose(runs.measured(look=True), loss, dtype, vanishes)
+    modules, place = tuple(found.modules), found.first or wrong_tokens
+    notes = (*report.notes, *found.notes)
+    return replace(report, findings=tuple(found.findings), first=place, modules=modules, notes=notes)
 
 
 def _notes(found: Measured) -> list[str]:
@@ -200,9 +205,9 @@ def _tokens(found: Measured, dtype: torch.dtype) -> tuple[list[Row], str]:
     rows, where = [], ""
     counts = {len(each["tokens"] or []) for each in (found.one, *found.ranks)}
     for number, one in enumerate(found.one["tokens"] or []):
-        places = found.places(number)
+        given = found.place([(first, number) for first in range(0, len(found.ranks), found.cp_size)], number)
         parts = [rank["tokens"][number] for rank in found.ranks] if len(counts) == 1 else []
-        beside = places.together(parts, one) if places is not None and parts else None
+        beside = given.places.together(parts, one) if given is not None and parts else None
         if beside is None:
             shapes = [list(x.shape) for x in (one, *parts)]
             raise StepError(

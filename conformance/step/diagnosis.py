@@ -15,6 +15,7 @@ from conformance.step.report import Finding, ModuleRow
 
 __all__ = ["Diagnosis", "diagnose"]
 
+_EXACT = 3e-4  # of a ratio of two counts
 _APART = 0.02  # smaller differences between weights are not reported
 _LEFT = 0.02  # the largest part of a gradient that its weights may leave unexplained
 
@@ -26,6 +27,7 @@ class Diagnosis:
     findings: list[Finding] = field(default_factory=list)
     first: str = ""
     modules: list[ModuleRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool]) -> Diagnosis:
@@ -38,7 +40,8 @@ def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool])
     """
     dtype = dtype or found.dtype
     done = Diagnosis()
-    done.findings = _of_finiteness(found) or _of_ties(found)
+    done.notes = [found.unmatched] if found.unmatched else []
+    done.findings = _of_finiteness(found) or _of_ties(found) or _of_passes(found)
     if done.findings:
         return done
     inside = of_modules(found, dtype)
@@ -48,7 +51,11 @@ def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool])
         return done
     done.findings = []
     if "random" in _parts(found) and vanishes("random"):
-        done.findings.append(Finding("random", "without dropout and random numbers the step is right"))
+        text = "without dropout and random numbers the step is right"
+        masks = [each["look"]["masks"] for each in found.ranks]
+        if len(masks) > 1 and any(masks[0]) and all(mask == masks[0] for mask in masks):
+            text += ", and all ranks draw equal numbers: dropout drops the same places of each slice"
+        done.findings.append(Finding("random", text))
     elif inside.finding is not None and inside.finding.cause == "positions":
         done.findings.append(inside.finding)
     elif inside.first and "positions" in _parts(found) and vanishes("positions"):
@@ -64,7 +71,7 @@ def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool])
     if not done.findings:
         done.findings = _of_loss(found, loss, dtype)
     if not done.findings:
-        done.findings = _of_buffers(found, dtype)
+        done.findings = _of_buffers(found, dtype) or _of_terms(found)
     return done
 
 
@@ -139,6 +146,25 @@ def _of_ties(found: Any) -> list[Finding]:
     return [Finding("tied", f"{odd[0]} is {first} {here}, and a weight of its own {there}")]
 
 
+def _of_passes(found: Any) -> list[Finding]:
+    """Ranks that run fewer forward passes than others."""
+    counts = [rank["look"]["forwards"] for rank in found.ranks]
+    few = [f"rank {number}" for number, count in enumerate(counts) if count < max(counts)]
+    if not few:
+        return []
+    return [Finding("micro-batches", f"{_listed(few)} run {min(counts)} forward passes, others {max(counts)}")]
+
+
+def _of_terms(found: Any) -> list[Finding]:
+    """A loss of several terms, where everything before it agrees."""
+    terms = sorted({term for each in (found.one, *found.ranks) for term in each["look"]["terms"]})
+    others = [term for term in terms if "nllloss" not in term]
+    if found.unmatched or not others or len(terms) == len(others):
+        return []
+    text = "all modules, labels and weights of cross_entropy agree, and the loss's gradients do not: look at its other "
+    return [Finding("term", f"{text}term{'s' * (len(others) > 1)}, {', '.join(others)}")]
+
+
 def _of_buffers(found: Any, dtype: torch.dtype) -> list[Finding]:
     """Buffers that the step changed otherwise than in one process, where everything else agrees."""
     changed = {name for each in (found.one, *found.ranks) for name in each["changed"]}
@@ -201,7 +227,12 @@ def _of_reduction(found: Any, dtype: torch.dtype) -> list[Finding]:
         return [Finding("reduction", f"{_named(list(factors), found)} off by factors from {low:.4g} to {high:.4g}")]
     factor = (low + high) / 2
     most = sum(grad is not None for grad in found.one["grads"].values())
+    if _all_fit(factor, found, dtype):  # in low precision some agree with one process too
+        factors = dict.fromkeys([name for name, grad in found.one["grads"].items() if grad is not None], factor)
     offsets = set(found.ranks[0]["look"]["offsets"])
+    by_counts = _counted(factor, found, max(_EXACT, (high - low) / abs(high)))
+    if by_counts and not _meaning(factor, found) and len(factors) >= 0.9 * most:
+        return [Finding("padding", f"all gradients are off by the factor {factor:.4g}: {by_counts}")]
     words = f"off by the factor {factor:.4g}{_meaning(factor, found)}"
     if set(factors) <= offsets and len(factors) < most:
         return [Finding("sinks", f"only {_named(list(factors), found)} {words}")]
@@ -225,6 +256,36 @@ def _meaning(factor: float, found: Any) -> str:
             squares = [(name, number), (f"1 / {name}", 1 / number), (f"{name} squared", number**2)]
             names += [word for word, value in squares if abs(factor / value - 1) < _APART]
     return f" ({', '.join(names)})" if names else ""
+
+
+def _all_fit(factor: float, found: Any, dtype: torch.dtype) -> bool:
+    """Whether every gradient is its own in one process times a factor."""
+    mine = found.of_rank("grads", 0)
+    return abs(factor) > 1e-3 and all(
+        one is not None
+        and mine[name] is not None
+        and judge(name, mine[name].double() / factor, one, [x["grads"][name] for x in found.noisy], dtype).ok
+        for name, one in found.one["grads"].items()
+        if one is not None or mine[name] is not None
+    )
+
+
+def _counted(factor: float, found: Any, within: float) -> str:
+    """The counts of labels and tokens whose ratio a factor is, up to a relative difference."""
+    losses = [loss for rank in found.ranks for loss in rank["look"]["losses"]]
+    alone = found.one["look"]["losses"]
+    counts = {
+        "labels": sum(int(loss["counted"].sum()) for loss in alone),
+        "tokens": sum(int(each.places.lengths.sum()) for each in found.passes.values()),
+        "tokens and padding of the ranks": sum(loss["targets"].numel() for loss in losses),
+        "tokens and padding of one process": sum(loss["targets"].numel() for loss in alone),
+    }
+    pairs = [(a, b) for a in counts for b in counts if counts[a] and counts[b] and counts[a] != counts[b]]
+    apart = {(a, b): abs(factor * counts[b] / counts[a] - 1) for a, b in pairs}
+    if not apart or min(apart.values()) > within:
+        return ""
+    a, b = min(apart, key=lambda pair: apart[pair])
+    return f"{counts[a]} {a} / {counts[b]} {b}, so one side counts other tokens in its denominator"
 
 
 def _near(factor: float, number: int) -> bool:

@@ -25,7 +25,7 @@ from conformance.step.evidence.step_record import Look
 from conformance.step.evidence.step_without import without
 from conformance.step.jobs import Job, StepError
 
-__all__ = ["plain_names", "run"]
+__all__ = ["found_of", "plain_names", "run"]
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _MOST_STEPS = 8  # of which those that a GradScaler skips are no optimizer steps
@@ -45,13 +45,14 @@ def run(job: Job) -> dict[str, Any]:
     how: dict[str, Any] = {"init_method": f"file://{job.store}", "rank": job.rank, "world_size": size}
     dist.init_process_group(backend, timeout=timedelta(seconds=job.limit_s), **how)
     try:
-        return _found(job)
+        return found_of(job)
     finally:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
 
 
-def _found(job: Job) -> dict[str, Any]:
+def found_of(job: Job) -> dict[str, Any]:
+    """`run` in a process whose group is there."""
     cp = _context(job) if job.world else None
     build, batch = _resolved(job.build), _resolved(job.batch)
     say("builds the model")
@@ -75,7 +76,7 @@ def _found(job: Job) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(watched_calls(seen))
         if job.look or job.without:
-            torch.compiler.set_stance("force_eager")
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(without(job.without))
         stack.enter_context(rounded)
         if look is not None:

@@ -48,6 +48,8 @@ CAUSES = {  # by name: the heading in docs/how_to/training.md
     "clipping": "Gradients clipped per rank",
     "not-finite": "Values that are not finite",
     "tied": "Weights tied on one side alone",
+    "scaled": "Values scaled on some ranks",
+    "term": "Another term of the loss",
     "buffers": "Buffers updated from a rank's own tokens",
 }
 

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
+from conformance.step.evidence.step_record import table_of
 from conformance.step.evidence.token_places import Places
 from conformance.step.jobs import Job, run_jobs
 from cp_ref.spec import Problem, Sequence
 
-__all__ = ["Measured", "Runs"]
+__all__ = ["Measured", "Pass", "Runs"]
 
 _NOISES = (1, 2)  # seeds of the rounding errors that weights are given
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass of the one process on the ranks: where its tokens are, and which pass of each rank has them."""
+
+    places: Places
+    forwards: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -44,22 +53,80 @@ class Measured:
         one, ranks = (set(each["shared"]) for each in (self.one, self.ranks[0]))
         return (one & set(self.ranks[0]["grads"])) | (ranks & set(self.one["grads"]))
 
-    def places(self, forward: int = 0) -> Places | None:
-        """Where the tokens of a forward pass are; None where no call of attention says it."""
-        problems = []
-        for first in range(0, len(self.ranks), self.cp_size):
-            found = self.ranks[first]
-            calls = found.get("look", {}).get("calls", [])
-            of_forward = [call["problem"] for call in calls if call["forward"] == forward] or found["plans"]
-            problems.append(of_forward[min(forward, len(of_forward) - 1)] if of_forward else None)
+    @cached_property
+    def passes(self) -> dict[int, Pass]:
+        """The forward passes of the one process, by number, where their tokens could be found on the ranks.
+
+        Either every pass has the documents of all groups, or each has those of one group's pass, with the same tokens.
+        """
+        groups = range(0, len(self.ranks), self.cp_size)
+        counts = {first: _passes(self.ranks[first]) for first in groups}
+        found: dict[int, Pass] = {}
+        free = [(first, number) for first in groups for number in range(counts[first])]
+        for number in range(_passes(self.one)):
+            if set(counts.values()) == {_passes(self.one)}:
+                given = [self.place([(first, number) for first in groups], number)]
+            else:
+                tried = [each for source in free if (each := self.place([source], number)) is not None]
+                alike = [self._alike(each, number) for each in tried]
+                given = [tried[alike.index(max(alike))]] if any(alike) else []
+            for each in given:
+                if each is not None:
+                    found[number] = each
+                    free = [x for x in free if each.forwards.get(x[0]) != x[1]]
+        return found
+
+    @property
+    def unmatched(self) -> str:
+        """Why the records of the one process and of the ranks cannot be compared; "" where they can."""
+        if set(range(_passes(self.one))) == set(self.passes):
+            return ""
+        counts = sorted({_passes(rank) for rank in self.ranks})
+        said = f"{_passes(self.one)} forward passes in one process, {' or '.join(map(str, counts))} on the ranks"
+        if counts == [_passes(self.one)]:
+            said = "no call of cp_fast, and no integers of a module, say which tokens a rank has"
+        elif self.passes:
+            said += f"; only {len(self.passes)} have the tokens of one pass of the ranks"
+        else:
+            said += ", and no pass of the ranks has the tokens of one in one process"
+        return f"modules and labels of some passes could not be compared: {said}"
+
+    def place(self, sources: list[tuple[int, int]], number: int) -> Pass | None:
+        """The pass `number` of the one process, if it has the documents of these groups' passes.
+
+        Args:
+            sources: (a group's first rank, its forward pass).
+        """
+        problems = [_problem(self.ranks[first], forward) for first, forward in sources]
+        ranks = [rank for first, _ in sources for rank in range(first, first + self.cp_size)]
+        forwards = {rank: forward for first, forward in sources for rank in range(first, first + self.cp_size)}
         if all(problem is None for problem in problems):
-            return self._by_layout()
-        if any(problem is None or problem.cp_size != self.cp_size for problem in problems):
+            places = self._by_layout() if len(ranks) == len(self.ranks) else None
+            return None if places is None else Pass(places, forwards)
+        known = [problem for problem in problems if problem is not None and problem.cp_size == self.cp_size]
+        if len(known) < len(problems):
             return None
-        return Places(problems)
+        return Pass(Places(known, ranks, _problem(self.one, number)), forwards)
+
+    def _alike(self, given: Pass, number: int) -> int:
+        """How many of the integers that modules are given are the same, such as ids of tokens and positions."""
+        tables = {rank: table_of(self.ranks[rank]) for rank in given.forwards}
+        alike = 0
+        for (forward, *key), record in table_of(self.one).items():
+            for name, x in record["inputs"].items() if forward == number else ():
+                if x is None or x.is_floating_point() or x.numel() < 2:
+                    continue
+                mine = [tables[rank].get((given.forwards[rank], *key)) for rank in given.places.ranks]
+                parts = [None if record is None else record["inputs"].get(name) for record in mine]
+                beside = given.places.together(parts, x)
+                if beside is None:
+                    continue
+                whole = len(beside[0]) == given.places.lengths.sum()
+                alike += whole and torch.equal(beside[0], x.reshape(-1)[beside[1]])
+        return alike
 
     def _by_layout(self) -> Places | None:
-        """The same by the context's layout, where no attention is called; if then the integers of modules agree."""
+        """The places by the context's layout, where no attention is called; if then the integers of modules agree."""
         for record in self.one.get("look", {}).get("modules", []):
             for name, x in record["inputs"].items():
                 if x is None or x.is_floating_point() or x.ndim != 2 or self.layout == "balanced":
@@ -75,16 +142,33 @@ class Measured:
         return None
 
 
-class Runs:
-    """Runs the processes of a comparison, as often as it takes; `on_progress` as in `compare_step`."""
+def _passes(each: Any) -> int:
+    return max(each.get("look", {}).get("forwards", 0), 1)
 
-    def __init__(self, job: Job, world: int, on_progress: Callable[[str, str, str], None]) -> None:
-        self._job, self._world, self._count, self._on_progress = job, world, 0, on_progress
+
+def _problem(each: Any, forward: int) -> Problem | None:
+    """What attention is called for in a forward pass."""
+    calls = each.get("look", {}).get("calls", [])
+    problems = [call["problem"] for call in calls if call["forward"] == forward] or each["plans"]
+    return problems[min(forward, len(problems) - 1)] if problems else None
+
+
+class Runs:
+    """Runs the processes of a comparison, as often as it takes.
+
+    Args:
+        on_progress: as in `compare_step`. run: runs jobs at the same time, as `run_jobs` does.
+    """
+
+    def __init__(
+        self, job: Job, world: int, on_progress: Callable[[str, str, str], None], run: Callable[..., Any] = run_jobs
+    ) -> None:
+        self.job, self._world, self._count, self._on_progress, self._run = job, world, 0, on_progress, run
 
     def measured(self, *, look: bool = False, without: str = "") -> Measured:
         """The step in all processes: on a CPU all at the same time, on GPUs first those without a context."""
         self._count += 1
-        job = replace(self._job, look=look, without=without)
+        job = replace(self.job, look=look, without=without)
         alone = [self._alone(job, 0), *(self._alone(job, seed) for seed in _NOISES)]
         store = str(job.folder / f"{self._count}.ranks")
         ranks = [
@@ -93,7 +177,7 @@ class Runs:
         waves = [[*alone, *ranks]] if job.device == "cpu" else [*_on_gpus(alone), ranks]
         run = "the step" + f" without {without}" * bool(without) + ", recorded" * look
         on_stage = partial(self._on_progress, run)
-        one, *found = [each for wave in waves for each in run_jobs(wave, on_stage)]
+        one, *found = [each for wave in waves for each in self._run(wave, on_stage)]
         noisy, ranks = found[: len(_NOISES)], found[len(_NOISES) :]
         return Measured(one, noisy, ranks, job.cp_size, self._world // job.cp_size, job.layout)
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from conformance.step.evidence.token_places import describe
-from conformance.step.judge import judge
+from conformance.step.evidence.step_record import table_of
+from conformance.step.evidence.token_places import BASE, describe
+from conformance.step.judge import factor_of, judge
 from conformance.step.report import Finding, ModuleRow
 
 __all__ = ["ModuleEvidence", "of_modules"]
@@ -30,7 +31,18 @@ class _Wrong:
 
     rank: np.ndarray
     key: np.ndarray
+    all_ranks: np.ndarray
     all_keys: np.ndarray
+    factors: dict[int, float]  # by rank, if all its tokens are those of one process times a factor
+
+    def lacks_others(self) -> bool:
+        """Whether it is just the tokens that have earlier ones of their document on other ranks."""
+        held = set(zip(self.all_ranks.tolist(), self.all_keys.tolist(), strict=True))
+        lacking = set()
+        for rank, key in sorted(held):
+            if key % BASE and ((rank, key - 1) not in held or (rank, key - 1) in lacking):
+                lacking.add((rank, key))
+        return lacking == set(zip(self.rank.tolist(), self.key.tolist(), strict=True))
 
     def __str__(self) -> str:
         at = int(np.argmin(self.key))
@@ -39,41 +51,66 @@ class _Wrong:
 
 def of_modules(found: Any, dtype: torch.dtype) -> ModuleEvidence:
     """Compare the modules' outputs in the order in which the one process computed them."""
-    tables = [_table(each) for each in (*found.ranks, *found.noisy)]
-    ranks, noisy = tables[: len(found.ranks)], tables[len(found.ranks) :]
+    ones = table_of(found.one)
+    ranks, noisy = [table_of(each) for each in found.ranks], [table_of(each) for each in found.noisy]
+
+    def calls(key: Any) -> _Calls | None:
+        """One call of a module in all processes; None where one of them has not called it."""
+        given = found.passes.get(key[0])
+        if given is None:
+            return None
+        mine = [ranks[rank].get((given.forwards[rank], *key[1:])) for rank in given.places.ranks]
+        noise = [table.get(key) for table in noisy]
+        whole = not any(x is None for x in (*mine, *noise))
+        return _Calls(ones[key], mine, noise, given.places) if whole else None
+
     evidence = ModuleEvidence()
-    for key, one in _table(found.one).items():
-        mine, noise = [table.get(key) for table in ranks], [table.get(key) for table in noisy]
-        row = ModuleRow(one["name"], one["kind"], one["forward"])
-        places = found.places(one["forward"])
-        if any(x is None for x in (*mine, *noise)):
-            evidence.modules.append(replace(row, text="not every process called it"))
+    for key, one in ones.items():
+        row, call = ModuleRow(one["name"], one["kind"], one["forward"]), calls(key)
+        if call is None:
+            why = "not every process called it" if one["forward"] in found.passes else "its pass could not be matched"
+            evidence.modules.append(replace(row, text=why))
             continue
-        outs = [m["out"] for m in mine]  # type: ignore[index]
-        if places is None or places.together(outs, one["out"]) is None:
+        if call.places.together([m["out"] for m in call.mine], one["out"]) is None:
             evidence.modules.append(replace(row, text="its rows could not be matched with tokens"))
             continue
-        wrong = _differ(places, outs, one["out"], [n["out"] for n in noise], dtype)  # type: ignore[index]
+        wrong = call.differ("out", dtype)
         if wrong is None:
             evidence.modules.append(replace(row, ok=True))
             continue
         text = f"{len(wrong.key)} of {len(wrong.all_keys)} tokens differ, {wrong}"
         evidence.modules.append(replace(row, ok=False, text=text))
         if not evidence.first:
-            found_here = _explained(found, one, mine, noise, places, wrong, dtype)
+            outer = [calls((one["forward"], *each)) for each in one["inside"] if (one["forward"], *each) in ones]
+            found_here = _explained(found, call, [each for each in outer if each is not None], wrong, dtype)
             evidence.first, evidence.finding = found_here.first, found_here.finding
     return evidence
 
 
-def _table(each: Any) -> dict[Any, Any]:
-    """Records by (forward pass, name, how often before in it)."""
-    found: dict[Any, Any] = {}
-    for record in each["look"]["modules"]:
-        count = 0
-        while (record["forward"], record["name"], count) in found:
-            count += 1
-        found[record["forward"], record["name"], count] = record
-    return found
+@dataclass
+class _Calls:
+    """One call of a module: in the one process, on the ranks of `places`, and with moved weights."""
+
+    one: Any
+    mine: list[Any]
+    noise: list[Any]
+    places: Any
+
+    def differ(self, what: str, dtype: torch.dtype, name: str = "") -> _Wrong | None:
+        """The tokens whose output ("out"), or input of a name ("inputs"), differs."""
+        one, *others = (each[what][name] if name else each[what] for each in (self.one, *self.mine, *self.noise))
+        mine, noise = others[: len(self.mine)], others[len(self.mine) :]
+        return None if any(x is None for x in (one, *others)) else _differ(self.places, mine, one, noise, dtype)
+
+    def odd_input(self, dtype: torch.dtype, floating: bool) -> tuple[str, _Wrong] | None:
+        """The first input that differs, of numbers or of integers."""
+        for name, value in self.one["inputs"].items():
+            known = all(name in each["inputs"] for each in (*self.mine, *self.noise))
+            if known and value is not None and value.is_floating_point() == floating:
+                odd = self.differ("inputs", dtype, name)
+                if odd is not None:
+                    return name, odd
+        return None
 
 
 def _differ(places: Any, mine: list[Any], one: Any, noise: list[Any], dtype: torch.dtype) -> _Wrong | None:
@@ -89,35 +126,74 @@ def _differ(places: Any, mine: list[Any], one: Any, noise: list[Any], dtype: tor
     error = (got.double() - exact.double()).abs().nan_to_num(torch.inf).reshape(len(got), -1).amax(1)
     over = (error > row.max_bound).numpy()
     over = over if over.any() else (error >= error.max()).numpy()
-    return _Wrong(rank[over], key[over], key)
+    return _Wrong(rank[over], key[over], rank, key, _factors(got, exact, noise, rank, over, dtype))
 
 
-def _explained(
-    found: Any, one: Any, mine: list[Any], noise: list[Any], places: Any, wrong: _Wrong, dtype: torch.dtype
-) -> ModuleEvidence:
-    agree = True
-    for name, value in one["inputs"].items():
-        parts, varied = [m["inputs"].get(name) for m in mine], [n["inputs"].get(name) for n in noise]
-        if value is None or any(x is None for x in (*parts, *varied)):
-            continue
-        odd = _differ(places, parts, value, varied, dtype)
-        if odd is not None and not value.is_floating_point():
-            said = f"{_title(one)} is given other integers ({name}) than in one process, {odd}"
-            named = any(word in f"{one['name']} {name}".lower() for word in ("pos", "wpe", "rot"))
-            return ModuleEvidence(said, Finding("positions", said) if named else None)
-        agree = agree and odd is None
-    scope = one["name"] if agree else (one["inside"][-1] if one["inside"] else one["name"])
-    where = _title(one) if agree else f"what comes before {_title(one)} in {scope or 'the model'}"
+def _factors(got: Any, exact: Any, noise: Any, rank: np.ndarray, over: np.ndarray, dtype: Any) -> dict[int, float]:
+    """The factor of each rank with wrong tokens; {} where its tokens are not one factor times those of one process."""
+    factors: dict[int, float] = {}
+    for number in np.unique(rank[over]).tolist():
+        there = torch.from_numpy(rank == number)
+        factor = factor_of(got[there], exact[there])
+        fits = judge("", got[there].double() / (factor or 1.0), exact[there], [x[there] for x in noise], dtype).ok
+        if not fits or not over[rank == number].mean() > 0.5:
+            return {}
+        factors[number] = factor
+    return factors if got.is_floating_point() else {}
+
+
+def _explained(found: Any, call: _Calls, outer: list[_Calls], wrong: _Wrong, dtype: torch.dtype) -> ModuleEvidence:
+    """Why a module's output differs: its integers, what comes before it or before a module around it, or itself."""
+    integers = call.odd_input(dtype, floating=False)
+    if integers is not None:
+        name, odd = integers
+        said = f"{_title(call.one)} is given other integers ({name}) than in one process, {odd}"
+        named = any(word in f"{call.one['name']} {name}".lower() for word in ("pos", "wpe", "rot"))
+        return ModuleEvidence(said, Finding("positions", said) if named else None)
+    given = None
+    for each in (*outer, call):
+        given = each.odd_input(dtype, floating=True)
+        if given is not None:
+            call, wrong = each, given[1]
+            break
+    one, where = call.one, _title(call.one)
+    if given is not None:
+        around = one["inside"][-1][0] if one["inside"] else ""
+        where = f"what comes before {where}" + (f" in {around or 'the model'}" if one["name"] else "")
     said = f"{where}: {len(wrong.key)} of {len(wrong.all_keys)} tokens differ, {wrong}"
-    calls = [each["look"]["calls"] for each in found.ranks]
-    inside = any(scope in (call["inside"] if agree else call["inside"][-1:]) for c in calls for call in c)
-    some_right = len(np.unique(wrong.key)) < len(wrong.all_keys)
-    if inside or not some_right:
+    if wrong.factors:
+        times = ", ".join(f"{factor:.4g} times on rank {rank}" for rank, factor in wrong.factors.items())
+        return ModuleEvidence(said, Finding("scaled", f"{where} is what one process has {times}"))
+    if not _alone(found, call, given is not None, wrong):
         return ModuleEvidence(said)
-    ever = any(calls)
+    ever = any(each["look"]["calls"] for each in found.ranks)
     others = ", where other modules do" if ever else ", nor does the model"
     text = f"{where} calls no attention or linear layer of cp_fast{others}"
     return ModuleEvidence(said, Finding("slice", f"{text}: each rank sees its own slice alone"))
+
+
+def _alone(found: Any, call: _Calls, before: bool, wrong: _Wrong) -> bool:
+    """Whether tokens are mixed in a module, or before it, since the last that agrees, and no rank asks the others."""
+    ranks = [found.ranks[rank]["look"] for rank in call.places.ranks]
+    spans = [(look, _span(look, record, before)) for look, record in zip(ranks, call.mine, strict=True)]
+    if any(first < each["at"] < last for look, (first, last) in spans for each in look["calls"]):
+        return False
+    look, (first, last) = found.one["look"], _span(found.one["look"], call.one, before)
+    if any(first < each["at"] < last for each in look["calls"]):
+        return True
+    some_right = len(np.unique(wrong.key)) < len(wrong.all_keys)
+    mixed = any(first < at < last for look, (first, last) in [*spans, (look, (first, last))] for at in look["mixing"])
+    return some_right and (mixed or wrong.lacks_others())
+
+
+def _span(look: Any, record: Any, before: bool) -> tuple[int, int]:
+    """The moments between which a module ran; or before it, since another one ended or the one around it began."""
+    if not before:
+        return record["start"], record["end"]
+    alike = [each for each in look["modules"] if each["forward"] == record["forward"]]
+    ends = [each["end"] for each in alike if each["end"] < record["start"]]
+    starts = [each["start"] for each in alike if each["start"] < record["start"] < each["end"]]
+    return max([0, *ends, *starts]), record["start"]
 
 
 def _title(record: Any) -> str:

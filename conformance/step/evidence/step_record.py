@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest.mock import patch
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -13,18 +14,31 @@ from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
 from conformance.dtypes import wide_dtype
-from conformance.step.evidence.step_without import CLIPPING, PARTS
+from conformance.step.evidence.step_without import CLIPPING, ENGINE, PARTS
 
-__all__ = ["Look"]
+__all__ = ["Look", "table_of"]
 
 _NUMBERS = 2  # for the features of a token: products with random vectors
+_LINEAR = ("mul", "div", "neg", "tocopy", "view", "reshape", "unsafeview", "alias", "clone", "select", "index", "where")
+_LINEAR += ("maskedfill", "squeeze", "unsqueeze", "transpose", "permute", "slice", "expand")
+_DEEPEST = 3  # functions by which a term is named
+_MIXING = ("attention", "softmax", "conv", "roll", "pad", "cumsum", "cumprod", "logcumsumexp", "flip", "einsum")
+
+
+def table_of(each: Any) -> dict[Any, Any]:
+    """A process's records of modules by (forward pass, name, how often before in it), in the order of their ends."""
+    return {(record["forward"], record["name"], record["count"]): record for record in each["look"]["modules"]}
 
 
 class Look(TorchFunctionMode):
     """Records one step of a model, as a context around it.
 
     A module's inputs and outputs are kept as two numbers a token, so that a large model's fit into memory. Losses are
-    those of `cross_entropy` and `nll_loss`, also where a loss module or transformers calls them.
+    those of `cross_entropy` and `nll_loss`, also where a loss module or transformers calls them. Everything has the
+    moment at which it happened, so that what lies between two modules is known.
+
+    A forward pass is a call of the model with gradients. If the model itself is not called, a pass begins where the
+    first of its modules is called again. Calls without gradients, as of `prepare` or of an evaluation, do not count.
     """
 
     def __init__(self, model: torch.nn.Module, plain_name: Callable[[str], str]) -> None:
@@ -34,7 +48,7 @@ class Look(TorchFunctionMode):
         self._names = {id(weight): plain_name(name) for name, weight in model.named_parameters()}
         self._hooks: list[Any] = []
         for name, module in model.named_modules():
-            self._hooks.append(module.register_forward_pre_hook(self._entered(plain_name(name), name == "")))
+            self._hooks.append(module.register_forward_pre_hook(self._entered(plain_name(name))))
             self._hooks.append(
                 module.register_forward_hook(self._left(plain_name(name)), with_kwargs=True, always_call=True)
             )
@@ -43,18 +57,29 @@ class Look(TorchFunctionMode):
                 self._hooks.append(weight.register_hook(self._share_of(plain_name(name))))
 
     def __enter__(self) -> Any:
-        self._patched = patch.object(clip_grad, CLIPPING, self._clips(getattr(clip_grad, CLIPPING)))
-        self._patched.start()
+        self._patched = (
+            patch.object(clip_grad, CLIPPING, self._clips(getattr(clip_grad, CLIPPING))),
+            patch.object(torch.autograd, ENGINE, self._runs_backward(getattr(torch.autograd, ENGINE))),
+        )
+        for patched in self._patched:
+            patched.start()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._patched.stop()
+        for patched in self._patched:
+            patched.stop()
         super().__exit__(*error)
 
     def begin(self) -> None:
         """A step begins: what was recorded of another is forgotten."""
-        self._stack: list[str] = []
-        self._forward = -1
+        self._stack: list[tuple[str, int, int]] = []  # names, when they were entered, how often before in the pass
+        self._forward, self._moment = -1, 0
+        self._first: str | None = None  # the module whose call begins a pass
+        self._quiet = False
+        self._counts: dict[tuple[int, str], int] = {}
+        self._mixing: list[int] = []
+        self._masks: list[int] = []
+        self._terms: list[str] = []
         self._modules: list[dict[str, Any]] = []
         self._losses: list[dict[str, Any]] = []
         self._calls: list[dict[str, Any]] = []
@@ -72,12 +97,16 @@ class Look(TorchFunctionMode):
         """Everything that was seen, on the CPU."""
         losses = [_closed(loss) for loss in self._losses]
         seen = {"modules": self._modules, "losses": losses, "calls": self._calls, "shares": self._shares}
+        seen |= {"mixing": self._mixing, "masks": self._masks, "terms": self._terms}
         return seen | {"parts": sorted(self._parts), "offsets": sorted(self._offsets), "forwards": self._forward + 1}
 
     def call(self, problem: Any, offset: Any) -> None:
         """A call of attention, of a linear layer or of a convolution begins."""
-        if not self._over:
-            self._calls.append({"inside": tuple(self._stack), "forward": self._forward, "problem": problem})
+        if self._counting():
+            inside = tuple(name for name, *_ in self._stack)
+            self._calls.append(
+                {"inside": inside, "forward": max(self._forward, 0), "problem": problem, "at": self._now()}
+            )
             if offset is not None and id(offset) in self._names:
                 self._offsets.add(self._names[id(offset)])
 
@@ -87,8 +116,14 @@ class Look(TorchFunctionMode):
             chance = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             silent = "dropout" in getattr(func, "__name__", "") and (chance == 0 or kwargs.get("training") is False)
             self._parts |= set() if silent else {PARTS[func]}
-        if func not in (F.cross_entropy, F.nll_loss) or self._over:
-            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if func not in (F.cross_entropy, F.nll_loss) or not self._counting():
+            out = func(*args, **kwargs)
+            if self._counting() and any(word in name for word in _MIXING):
+                self._mixing.append(self._now())
+            if "dropout" in name and self._counting() and isinstance(out, torch.Tensor):
+                self._masks.append(_mask(out))
+            return out
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
             self._loss(func, out, *args, **kwargs)
@@ -104,27 +139,45 @@ class Look(TorchFunctionMode):
         box: dict[str, Any] = {"counted": (target != ignored).cpu(), "how": given.get("reduction", "mean")}
         if out.requires_grad:
             out.register_hook(partial(_keep, box))
-        shown = {"forward": max(self._forward, 0), "targets": target.cpu(), "each": each.double().cpu(), "box": box}
-        self._losses.append(shown)
+        count = sum(loss["forward"] == max(self._forward, 0) for loss in self._losses)
+        shown = {"count": count, "forward": max(self._forward, 0), "targets": target.cpu(), "box": box}
+        self._losses.append(shown | {"each": each.double().cpu()})
 
-    def _entered(self, name: str, root: bool) -> Any:
+    def _now(self) -> int:
+        self._moment += 1
+        return self._moment
+
+    def _counting(self) -> bool:
+        """Whether what happens belongs to a pass: not while the backward pass computes it again."""
+        return not (self._over or self._quiet or torch._C._current_graph_task_id() >= 0)
+
+    def _entered(self, name: str) -> Any:
         def hook(*_: Any) -> None:
-            if not self._over and not torch._C._current_graph_task_id() >= 0:  # not while it is recomputed
-                self._forward += root
-            self._stack.append(name)
+            if torch._C._current_graph_task_id() < 0 and not self._stack:
+                self._quiet = not torch.is_grad_enabled()
+                self._first = name if self._first is None and not self._quiet else self._first
+                self._forward += name == self._first and not self._quiet
+            key = (self._forward, name)
+            self._stack.append((name, self._now(), self._counts.get(key, 0)))
+            if self._counting():
+                self._counts[key] = self._counts.get(key, 0) + 1
 
         return hook
 
     def _left(self, name: str) -> Any:
         def hook(module: Any, args: Any, kwargs: Any, out: Any) -> None:
-            if self._stack and self._stack[-1] == name:
-                self._stack.pop()
-            if self._over or torch._C._current_graph_task_id() >= 0:
-                return
-            inputs = {str(n): x for n, x in enumerate(args)} | kwargs
-            kept = {key: _numbers(x) for key, x in inputs.items() if isinstance(x, torch.Tensor)}
-            record = {"name": name, "forward": self._forward, "inside": tuple(self._stack), "inputs": kept}
-            self._modules.append(record | {"out": _numbers(_first(out)), "kind": type(module).__name__})
+            start, count = 0, 0
+            if self._stack and self._stack[-1][0] == name:
+                _, start, count = self._stack.pop()
+            if self._counting():
+                inputs = {str(n): x for n, x in enumerate(args)} | kwargs
+                kept = {key: _numbers(x) for key, x in inputs.items() if isinstance(x, torch.Tensor)}
+                inside = tuple((outer, before) for outer, _, before in self._stack)
+                record = {"name": name, "count": count, "forward": max(self._forward, 0), "inside": inside}
+                record |= {"inputs": kept, "out": _numbers(_first(out)), "kind": type(module).__name__}
+                self._modules.append(record | {"start": start, "end": self._now()})
+            if not self._stack and torch._C._current_graph_task_id() < 0:
+                self._quiet = False
 
         return hook
 
@@ -134,6 +187,15 @@ class Look(TorchFunctionMode):
                 self._shares.setdefault(name, []).append(grad.detach().clone().cpu())
 
         return hook
+
+    def _runs_backward(self, original: Any) -> Any:
+        def runs(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._counting():
+                given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+                self._terms += [term for x in given for term in _terms(getattr(x, "grad_fn", None))]
+            return original(tensors, *args, **kwargs)
+
+        return runs
 
     def _clips(self, original: Any) -> Any:
         def clips(*args: Any, **kwargs: Any) -> Any:
@@ -161,6 +223,27 @@ def _numbers(x: Any) -> torch.Tensor | None:
         chance = torch.Generator().manual_seed(x.shape[-1])
         vectors = torch.randn(x.shape[-1], _NUMBERS, generator=chance, dtype=wide).to(x.device)
         return (x.detach().to(wide) @ vectors).cpu()
+
+
+def _terms(node: Any, outer: tuple[str, ...] = ()) -> list[str]:
+    """The terms that add up to a loss, as in "mean of pow of logsumexp": their functions from the outside."""
+    if node is None or len(outer) > _DEEPEST:
+        return [" of ".join(outer)] if outer else []
+    name = node.name().removesuffix("Backward0").removesuffix("Backward").lower()
+    inner = [each for each, _ in node.next_functions if each is not None and "AccumulateGrad" not in each.name()]
+    if name in ("add", "sub", "stack", "cat"):
+        return [term for each in inner for term in _terms(each, outer)]
+    if name in _LINEAR and len(inner) == 1:
+        return _terms(inner[0], outer)
+    if len(inner) == 1 and "nllloss" not in name:
+        return _terms(inner[0], (*outer, name))
+    return [" of ".join((*outer, name))]
+
+
+def _mask(x: torch.Tensor) -> int:
+    """What tells one dropped set of values from another; 0 where nothing is dropped."""
+    dropped = (x.detach() == 0).flatten().cpu()
+    return crc32(dropped.numpy().tobytes()) if dropped.any() else 0
 
 
 def _weights_of(box: dict[str, Any]) -> torch.Tensor | None:

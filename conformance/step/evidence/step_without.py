@@ -10,9 +10,9 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-__all__ = ["CLIPPING", "EXPERIMENTS", "PARTS", "without"]
+__all__ = ["CLIPPING", "ENGINE", "EXPERIMENTS", "PARTS", "without"]
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
 _NOISE = (torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli, torch.multinomial)
@@ -28,6 +28,7 @@ PARTS: dict[Any, str] = (  # what a function is a sign of
     dict.fromkeys((*_DROPOUTS, *_NOISE, *_NOISE_HERE), "random") | dict.fromkeys(_ANGLES, "positions")
 )
 CLIPPING = "_clip_grads_with_norm_"  # of torch.nn.utils.clip_grad
+ENGINE = "_engine_run_backward"  # of torch.autograd: every backward pass goes through it
 EXPERIMENTS = ("random", "positions", "clipping")
 
 
@@ -58,6 +59,27 @@ class _Without(TorchFunctionMode):
     def __init__(self, part: str) -> None:
         super().__init__()
         self._part = part
+
+    def __enter__(self) -> Any:
+        original = getattr(torch.autograd, ENGINE)
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            """PyTorch leaves the mode in Tensor.backward; what checkpointing computes again needs it."""
+            if any(mode is self for mode in _get_current_function_mode_stack()):
+                return original(*args, **kwargs)
+            super(_Without, self).__enter__()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                super(_Without, self).__exit__(None, None, None)
+
+        self._patched = patch.object(torch.autograd, ENGINE, again)
+        self._patched.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._patched.stop()
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -25,23 +25,22 @@ class LossEvidence:
 
 
 def of_losses(found: Any, dtype: torch.dtype) -> LossEvidence:
-    """Compare the calls of `cross_entropy` of the ranks with those of the one process, call by call."""
-    calls = [each["look"]["losses"] for each in found.ranks]
+    """Compare the calls of `cross_entropy` of the ranks with those of the one process, pass by pass."""
+    calls = [{(x["forward"], x["count"]): x for x in each["look"]["losses"]} for each in found.ranks]
     ones = found.one["look"]["losses"]
     evidence = LossEvidence()
-    if not ones or any(len(c) != len(ones) for c in calls):
-        return evidence
     factors: list[list[float]] = []
     for number, one in enumerate(ones):
-        mine = [c[number] for c in calls]
-        places = found.places(one["forward"])
-        if places is None:
+        given = found.passes.get(one["forward"])
+        mine = [] if given is None else [calls[rank].get((k, one["count"])) for rank, k in given.forwards.items()]
+        if given is None or any(each is None for each in mine):
             continue
         which = f"call {number + 1} of cross_entropy: " * (len(ones) > 1)
-        evidence = _of_labels(mine, one, places, which)
+        evidence = _of_labels(mine, one, given.places, which)
         if evidence.findings or evidence.first:
             return evidence
-        factors.append(_weights(mine, one, places))
+        row = dict(zip(given.forwards, _weights(mine, one, given.places), strict=False))
+        factors.append([row.get(rank, float("nan")) for rank in range(len(found.ranks))])
     return _of_weights(factors) or evidence
 
 
@@ -68,6 +67,10 @@ def _of_labels(mine: list[Any], one: Any, places: Any, which: str) -> LossEviden
             return LossEvidence([Finding("padding", text)], first)
         text = f"{which}{int(differ.sum())} labels are wrong, all where a slice or document ends"
         return LossEvidence([Finding("labels", text)] if ends else [], first)
+    gone = [r for r in np.unique(rank).tolist() if _all(should & ~counts, should, rank == r)]
+    if gone and len(gone) < len(mine):
+        text = f"{which}the tokens of rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} weigh nothing"
+        return LossEvidence([Finding("micro-batches", f"{text}: a micro-batch is skipped")])
     missing = _missing(key, places, one)
     if missing or lost:
         text = f"{which}{missing or lost} tokens that have a label have no loss: the last of their slices"
@@ -78,6 +81,11 @@ def _of_labels(mine: list[Any], one: Any, places: Any, which: str) -> LossEviden
         where = f"{describe(int(key[at[0]]))}, on rank {rank[at[0]]}, counts" if len(at) else "padding counts"
         return LossEvidence([Finding("padding", f"{which}{extra} tokens count that should not")], where)
     return LossEvidence()
+
+
+def _all(these: torch.Tensor, of: torch.Tensor, where: np.ndarray) -> bool:
+    there = torch.from_numpy(where)
+    return bool(of[there].any() and these[of & there].all())
 
 
 def _counting(call: Any) -> torch.Tensor:
@@ -121,7 +129,7 @@ def _weights(mine: list[Any], one: Any, places: Any) -> list[float]:
     got, index, rank, _ = beside
     expected = expected.reshape(-1)[index]
     found = []
-    for number in range(len(mine)):
+    for number in places.ranks:
         there = torch.from_numpy(rank == number) & (expected != 0)
         ratio = got[there] / expected[there]
         found.append(float(ratio.mean()) if len(ratio) else float("nan"))
@@ -130,8 +138,8 @@ def _weights(mine: list[Any], one: Any, places: Any) -> list[float]:
 
 def _of_weights(factors: list[list[float]]) -> LossEvidence | None:
     """Ranks, or calls, whose tokens weigh more than others'."""
-    table = np.array([row for row in factors if row])
-    if not table.size or np.isnan(table).all():
+    table = np.array([row for row in factors if not np.isnan(row).all()])
+    if not table.size:
         return None
     means = np.nanmean(table, axis=1)
     inside = np.nanmax(table, axis=1) / np.nanmin(table, axis=1)

@@ -10,9 +10,10 @@ import torch
 
 from cp_ref.spec import Problem, planned_cut
 
-__all__ = ["Places", "describe"]
+__all__ = ["BASE", "Places", "describe"]
 
-_BASE = 1 << 32  # of documents in a key; positions are below
+_PADDED_TO = 513  # multiples below are tried, for tokens of one process that pads by a rule of its own
+BASE = 1 << 32  # of documents in a key; positions are below
 
 
 def describe(key: int) -> str:
@@ -20,7 +21,7 @@ def describe(key: int) -> str:
     >>> describe(3 * 2**32 + 17)
     'document 3, position 17'
     """
-    return f"document {key // _BASE}, position {key % _BASE}"
+    return f"document {key // BASE}, position {key % BASE}"
 
 
 class Places:
@@ -29,11 +30,18 @@ class Places:
     Args:
         problems: of the attention calls of each context parallel group, by group; groups have documents of their own,
             one behind the other.
+        ranks: of these groups, by group; by default all from 0.
+        own: of the one process's attention call, if that calls cp_fast: how it pads may differ.
     """
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(
+        self, problems: Sequence[Problem], ranks: Sequence[int] | None = None, own: Problem | None = None
+    ) -> None:
         self._problems = list(problems)
         self._cp = problems[0].cp_size
+        self.ranks = list(range(len(problems) * self._cp) if ranks is None else ranks)
+        documents = sum(len(p.lengths.len_q) for p in problems)
+        self._own = own if own is not None and own.cp_size == 1 and len(own.lengths.len_q) == documents else None
         counts = [len(p.lengths.len_q) for p in problems]
         self._first = np.cumsum([0, *counts])
         self.packed = problems[0].qkv_format == "thd"
@@ -44,33 +52,22 @@ class Places:
         """The key of each token of a slice, -1 for padding; None where the first axes are not those of tokens.
 
         Args:
-            rank: of all ranks.
+            rank: its place in `ranks`.
             shape: the tensor's: [b, s/cp, ...], [s/cp, b, ...], [t/cp, ...] or [1, t/cp, ...].
 
         Returns:
             [b, s/cp], [s/cp, b], [t/cp] or [1, t/cp], like the tensor's first axes.
         """
         group, inner = rank // self._cp, rank % self._cp
-        problem = self._problems[group]
-        cut, starts = planned_cut(problem, "q"), np.array(problem.starts_q)
-        rows = np.asarray(cut.of(inner))
-        documents = len(problem.lengths.len_q)
-        if problem.qkv_format == "thd" or cut.batch is not None:
-            document = np.clip(np.searchsorted(starts, rows, side="right") - 1, 0, max(documents - 1, 0))
-            position = rows - starts[document]
-            position = np.where(rows < starts[-1], position, _BASE)
-        else:
-            document = np.repeat(np.arange(documents), len(rows))
-            position = np.tile(rows, documents)
-        real = position < np.array(problem.lengths.len_q)[document]
-        keys = np.where(real, (document + self._first[group]) * _BASE + position, -1)
-        return _shaped(keys, shape, None if problem.qkv_format == "thd" else documents, problem.qkv_format)
+        return _keys_of(self._problems[group], inner, int(self._first[group]), shape)
 
     def of_one(self, shape: Sequence[int]) -> np.ndarray | None:
         """The same of the one process, which has the whole batch, with or without padding."""
+        if self._own is not None and (keys := _keys_of(self._own, 0, 0, shape)) is not None:
+            return keys
         documents, form = len(self.lengths), self._problems[0].qkv_format
         longest = int(self.lengths.max(initial=0))
-        batch_first = np.arange(documents)[:, None] * _BASE
+        batch_first = np.arange(documents)[:, None] * BASE
         shapes = [(tuple(shape[:2]), False)] if len(shape) > 1 else []
         shapes += [(tuple(shape[1::-1]), True)] if len(shape) > 1 and form == "sbhd" else []
         if form != "thd" and len(shape) == 1 and shape[0] % max(documents, 1) == 0:
@@ -82,11 +79,13 @@ class Places:
                 return keys.reshape(-1) if len(shape) == 1 else keys.T if turned else keys
         lead = 2 if len(shape) > 1 and shape[0] == 1 else 1
         count = int(np.prod(shape[:lead]))
-        for sizes in (self.lengths, self.slots):
+        padded = {tuple(-(-self.lengths // n) * n) for n in range(2, _PADDED_TO)}  # by a rule of its own
+        padded = {sizes for sizes in padded if sum(sizes) == count}
+        for sizes in (self.lengths, self.slots, *(np.array(sizes) for sizes in padded if len(padded) == 1)):
             if count == sizes.sum() or (sizes is self.slots and count > sizes.sum()):
                 position = np.concatenate([np.arange(n) for n in sizes] or [np.zeros(0, dtype=np.int64)])
                 document = np.repeat(np.arange(documents), sizes)
-                keys = np.where(position < self.lengths[document], document * _BASE + position, -1)
+                keys = np.where(position < self.lengths[document], document * BASE + position, -1)
                 return np.append(keys, np.full(count - len(keys), -1)).reshape(shape[:lead])
         return None
 
@@ -94,7 +93,7 @@ class Places:
         """The ranks' tokens, paired with those of the one process.
 
         Args:
-            parts: each rank's tensor, by rank. one: the one process's.
+            parts: the tensors of `ranks`. one: the one process's.
 
         Returns:
             None where they cannot be told; else (found [n, ...], index of each in the flat tokens of `one`, rank [n],
@@ -110,12 +109,29 @@ class Places:
         if any(x.shape[1:] != one.flatten(0, keys_one.ndim - 1).shape[1:] for x in flat):
             return None
         key = np.concatenate([np.asarray(k).reshape(-1) for k in keys])
-        rank = np.repeat(np.arange(len(keys)), [np.asarray(k).size for k in keys])
+        rank = np.repeat(self.ranks, [np.asarray(k).size for k in keys])
         order = np.argsort(keys_one, axis=None, kind="stable")
         at = np.searchsorted(keys_one.reshape(-1)[order], key)
         index = order[np.clip(at, 0, len(order) - 1)]
         there = (key >= 0) & (keys_one.reshape(-1)[index] == key)
         return torch.cat(flat)[torch.from_numpy(there)], torch.from_numpy(index[there]), rank[there], key[there]
+
+
+def _keys_of(problem: Problem, rank: int, first: int, shape: Sequence[int]) -> np.ndarray | None:
+    """The key of each token that a rank of a problem holds; its first document has the number `first`."""
+    cut, starts = planned_cut(problem, "q"), np.array(problem.starts_q)
+    rows = np.asarray(cut.of(rank))
+    documents = len(problem.lengths.len_q)
+    if problem.qkv_format == "thd" or cut.batch is not None:
+        document = np.clip(np.searchsorted(starts, rows, side="right") - 1, 0, max(documents - 1, 0))
+        position = rows - starts[document]
+        position = np.where(rows < starts[-1], position, BASE)
+    else:
+        document = np.repeat(np.arange(documents), len(rows))
+        position = np.tile(rows, documents)
+    real = position < np.array(problem.lengths.len_q)[document]
+    keys = np.where(real, (document + first) * BASE + position, -1)
+    return _shaped(keys, shape, None if problem.qkv_format == "thd" else documents, problem.qkv_format)
 
 
 def _shaped(keys: np.ndarray, shape: Sequence[int], documents: int | None, form: str) -> np.ndarray | None:

@@ -133,7 +133,7 @@ def test_a_step_s_process_sends_from_the_cpu_and_from_its_gpu(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: joined.append(backend))
-    monkeypatch.setattr(process, "_found", lambda job: {})
+    monkeypatch.setattr(process, "found_of", lambda job: {})
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NCCL_HOSTID"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "")

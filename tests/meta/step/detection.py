@@ -1,0 +1,334 @@
+"""The table of docs/conformance/detection.md: mistakes of a training step, in the ways in which steps are written.
+
+    python -m tests.meta.step.detection      # prints it
+
+All cells share their processes, and the cells of a way share what the one process found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import cp_fast
+from conformance.step import StepError, StepReport
+from conformance.step.compare_step import report_of
+from conformance.step.jobs import Job
+from conformance.step.process import found_of
+from conformance.step.runs import Runs
+from cp_fast.integrations.loss import token_mean
+from tests.dist.workers import Processes
+from tests.meta.step.step_variations import llama
+
+__all__ = ["MISTAKES", "REASONS", "WAYS", "Cells", "markdown"]
+
+WORDS, HEADS, DIM = 29, 2, 8
+WIDTH = HEADS * DIM
+WAYS = ("plain", "padded", "dp 2", "checkpointing", "compile", "autocast", "Trainer")
+MISTAKES = {  # and the cause that the report has to name
+    "the loss times the number of ranks": "factor",
+    "a mean of the ranks' means": "mean-per-rank",
+    "labels shifted after the cut": "labels",
+    "positions of the slice": "positions",
+    "gradients not reduced": "reduction",
+    "a layer on its slice": "slice",
+    "padding in the denominator": "padding",
+    "dropout by one seed": "random",
+    "clipped before the sum": "clipping",
+    "a layer scaled on one rank": "scaled",
+    "a z-loss of each rank": "term",
+    "NaN on one rank": "not-finite",
+    "a rank skips a micro-batch": "micro-batches",
+}
+REASONS = {  # of cells that are empty
+    ("gradients not reduced", "Trainer"): "accelerate reduces",
+    ("clipped before the sum", "Trainer"): "Trainer clips",
+    ("a z-loss of each rank", "Trainer"): "its loss is the model's",
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], cp: Any, plan: Any, local: bool) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, DIM)).unbind(-3)
+        q, k = rotated(q, *angles), rotated(k, *angles)
+        if local:
+            q, k, v = (y.transpose(0, 1) for y in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+        else:
+            out = cp_fast.attention(q, k, v, cp=cp, plan=plan)
+        return x + self.dropout(self.out(out.flatten(-2)))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
+
+
+class GPT(nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.checkpointed = checkpointed
+
+    def forward(self, ids: Tensor, positions: Tensor, cp: Any, plan: Any, local: bool) -> Tensor:
+        x = self.embed(ids)
+        angle = (positions[:, None] * 100.0 ** (-torch.arange(0, DIM, 2) / DIM))[:, None]
+        angles = angle.cos(), angle.sin()
+        for number, block in enumerate(self.blocks):
+            given = (x, angles, cp, plan, local and number == 1)
+            x = checkpoint(block, *given, use_reentrant=False) if self.checkpointed else block(*given)
+        return self.head(x)
+
+
+def batch_of(way: str) -> list[tuple[Tensor, Tensor]]:
+    """Two micro-batches: ids and the lengths of their documents."""
+    chance = torch.Generator().manual_seed(2)
+    lengths = ([11, 30, 5], [9, 6, 27]) if way == "padded" else ([8, 24, 16], [20, 8, 20])
+    return [
+        (torch.randint(0, WORDS, (sum(n),), generator=chance), torch.tensor([0, *n]).cumsum(0).int()) for n in lengths
+    ]
+
+
+def step_of(cp: Any, way: str, mistake: str) -> Any:
+    """The model and its step. The mistake is made on the ranks alone."""
+    if way == "Trainer":
+        return trainer_of(cp, mistake)
+    context = cp or cp_fast.ContextParallel(dist.group.WORLD)
+    bug = mistake if cp is not None else ""
+    torch.manual_seed(0)
+    model = GPT(way == "checkpointing")
+    if mistake == "dropout by one seed":
+        for block in model.blocks:
+            block.dropout.p = 0.2  # type: ignore[union-attr]
+    if way == "compile":
+        for block in model.blocks:
+            block.compile(backend="eager")
+    if bug in ("a layer scaled on one rank", "NaN on one rank") and context.rank == 1:
+        factor = 1.5 if bug == "a layer scaled on one rank" else float("nan")
+        model.embed.register_forward_hook(lambda *given: given[-1] * factor)
+    world, groups = dist.get_world_size(), dist.get_world_size() // context.size
+
+    def backward(number: int, ids: Tensor, cu: Tensor, count: int) -> Tensor:
+        targets = torch.cat((ids[1:], ids[:1]))
+        targets[cu[1:].long() - 1] = -100
+        ids, targets, padded = cp_fast.thd.pad_thd_sequences_for_cp(ids, targets, cu, 2 * context.size)
+        plan = cp_fast.make_plan(
+            cp=context,
+            qkv_format="thd",
+            cu_seqlens_q=cu,
+            cu_seqlens_q_padded=padded,
+            heads_q=HEADS,
+            heads_kv=HEADS,
+            d_qk=DIM,
+            d_v=DIM,  # type: ignore[arg-type]
+            dtype=torch.bfloat16 if way == "autocast" else torch.float32,
+            device="cpu",
+        )
+        whole = {"ids": ids, "labels": targets}
+        part = cp_fast.thd.get_batch_on_this_cp_rank(whole, cp=context, qkv_format="thd", cu_seqlens_padded=padded)
+        labels, positions = part["labels"], plan.position_ids
+        if bug == "labels shifted after the cut":
+            labels = torch.where(labels == -100, -100, part["ids"].roll(-1))
+        if bug == "positions of the slice":
+            positions = torch.arange(len(labels))
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            logits = model(part["ids"], positions, context, plan, bug == "a layer on its slice")
+        losses = F.cross_entropy(logits.float(), labels, reduction="none")
+        counted = labels != -100
+        loss = losses.sum() / count
+        if bug == "a mean of the ranks' means":
+            loss = token_mean(losses, counted, over=context) * counted.numel() / counted.sum() / 3
+        if bug == "the loss times the number of ranks":
+            loss = loss * world
+        if bug == "a rank skips a micro-batch" and (dist.get_rank(), number) == (world - 1, len(batch_of(way)) - 1):
+            loss = loss * 0
+        if mistake == "a z-loss of each rank":
+            z = logits.float().logsumexp(-1).square() * counted
+            loss = loss + (0.5 * z.sum() / counted.sum() / 2 if bug else 0.5 * z.sum() / count)
+        loss.backward()
+        return loss.detach()
+
+    def step(batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        count = sum(len(ids) - len(cu) + 1 for ids, cu in batches)
+        if bug == "padding in the denominator":
+            pad = 2 * context.size
+            count = sum(int((-(-cu.diff() // pad) * pad).sum()) for _, cu in batches)
+        mine = list(enumerate(batches))
+        mine = mine[dist.get_rank() // context.size :: groups] if cp is not None else mine
+        loss = torch.stack([backward(number, *each, count) for number, each in mine]).sum()
+        weights = list(model.parameters())
+        if bug == "clipped before the sum":
+            nn.utils.clip_grad_norm_(weights, 0.05)
+        for weight in weights if bug != "gradients not reduced" else ():
+            dist.all_reduce(weight.grad)
+        if mistake == "clipped before the sum" and not bug:
+            nn.utils.clip_grad_norm_(weights, 0.05)
+        dist.all_reduce(loss)
+        return loss
+
+    return model, step
+
+
+def trainer_of(cp: Any, mistake: str) -> Any:
+    """transformers' Trainer, which accumulates two micro-batches."""
+    warnings.simplefilter("ignore")
+    from accelerate.state import AcceleratorState
+    from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+
+    from cp_fast.integrations.trainer import ContextParallelMixin
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    bug, rank, size = ("", 0, 1) if cp is None else (mistake, cp.rank, cp.size)
+    calls: list[int] = []
+
+    class CpTrainer(ContextParallelMixin, Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            labels, calls_before = inputs["shift_labels"], len(calls)
+            calls.append(0)
+            if bug == "labels shifted after the cut":
+                inputs["shift_labels"] = torch.where(labels == -100, -100, inputs["input_ids"].roll(-1, -1))
+            if bug == "positions of the slice":
+                inputs["position_ids"] = torch.arange(labels.shape[1])[None]
+            if bug == "padding in the denominator":
+                num_items_in_batch = torch.tensor(4 * 32)
+            out = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+            if bug == "a mean of the ranks' means":
+                out = out * (0.8 if rank else 1.2)
+            if bug == "the loss times the number of ranks":
+                out = out * size
+            if bug == "a rank skips a micro-batch" and rank == 1 and calls_before == 1:
+                out = out * 0
+            return out
+
+    class OwnAttention(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            import copy
+
+            layer = model.model.layers[1].self_attn
+            self.layer, self.before = layer, layer.config
+            layer.config = copy.deepcopy(layer.config)
+            layer.config._attn_implementation = "sdpa"
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            self.layer.config = self.before
+
+    folder = tempfile.mkdtemp()
+    how: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    how |= {"use_cpu": True, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    args = TrainingArguments(output_dir=folder, max_grad_norm=0.0, **how)
+    model = llama()
+    if mistake == "dropout by one seed":
+        model.model.layers[0].register_forward_hook(lambda *given: F.dropout(given[-1], 0.2, given[0].training))
+    if bug in ("a layer scaled on one rank", "NaN on one rank") and rank == 1:
+        factor = 1.5 if bug == "a layer scaled on one rank" else float("nan")
+        model.model.embed_tokens.register_forward_hook(lambda *given: given[-1] * factor if given[0].training else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+
+    def step(rows: Any) -> float:
+        given: dict[str, Any] = {"train_dataset": rows, "data_collator": default_data_collator}
+        given |= {"optimizers": (optimizer, schedule)}
+        given |= {"callbacks": [OwnAttention()]} if bug == "a layer on its slice" else {}
+        trainer: Any = Trainer(model, args, **given) if cp is None else CpTrainer(model, args, **given, cp=cp)
+        with contextlib.redirect_stdout(None):
+            trainer.train()
+        return next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+
+    return model, step, optimizer
+
+
+def found_in(jobs: Sequence[Job]) -> Any:
+    """What this rank's process found, or the error's text."""
+    job = jobs[dist.get_rank()]
+    os.environ |= {"RANK": str(job.rank), "LOCAL_RANK": str(job.rank), "WORLD_SIZE": str(job.world or 1)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(job.world or 1)}
+    torch._dynamo.reset()
+    return found_of(job)
+
+
+class Cells:
+    """Plays cells of the table in processes that it is given: one alone, and groups of two and of four."""
+
+    def __init__(self, one: Processes, two: Processes, four: Processes) -> None:
+        self._one, self._ranks = one, {2: two, 4: four}
+        self._known: dict[Any, Any] = {}
+
+    def report(self, way: str, mistake: str) -> StepReport:
+        """The report of a cell; "" is no mistake."""
+        from tests.meta.step.step_variations import rows_of
+
+        batch = rows_of if way == "Trainer" else partial(batch_of, way)
+        job = Job(partial(step_of, way=way, mistake=mistake), batch, "", Path(), "", cp_size=2)
+        world = 4 if way == "dp 2" else 2
+        shared = (
+            mistake if mistake in ("dropout by one seed", "clipped before the sum", "a z-loss of each rank") else ""
+        )
+
+        def run(jobs: Sequence[Job], on_stage: Callable[..., None]) -> list[Any]:
+            found = []
+            for each in (each for each in jobs if not each.world):
+                key = way, shared, each.noise, each.look, each.without
+                if key not in self._known:
+                    build = partial(step_of, way=way, mistake=shared)
+                    self._known[key] = self._one.run(found_in, [replace(each, build=build)])[0]
+                found.append(self._known[key])
+            found += self._ranks[world].run(found_in, [each for each in jobs if each.world])
+            for each in found:
+                if isinstance(each, BaseException):
+                    raise StepError(str(each)) from each
+            return found
+
+        return report_of(Runs(job, world, lambda *_: None, run))
+
+    def cell(self, way: str, mistake: str) -> str:
+        """What the table says: the cause that is named, or why the cell is empty."""
+        if (mistake, way) in REASONS:
+            return REASONS[mistake, way]
+        report = self.report(way, mistake)
+        return "not found" if report.right else ", ".join(f"`{cause}`" for cause in report.causes) or "found, no name"
+
+
+def markdown(cells: Cells, ways: Sequence[str] = WAYS) -> list[str]:
+    """The rows of the table."""
+    rows = [["planted", *ways], ["---"] * (len(ways) + 1)]
+    rows += [[mistake, *(cells.cell(way, mistake) for way in ways)] for mistake in MISTAKES]
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+if __name__ == "__main__":
+    import sys
+
+    groups = [Processes(size) for size in (1, 2, 4)]
+    try:
+        table = Cells(*groups)
+        for planted in sys.argv[2:] or MISTAKES:
+            for chosen in sys.argv[1].split(",") if len(sys.argv) > 1 else WAYS:
+                said = table.cell(chosen, planted)
+                print(f"{chosen:15} {planted:36} {MISTAKES.get(planted, ''):16} {said}", flush=True)
+                if MISTAKES.get(planted, "") not in said or not said:
+                    print(table.report(chosen, planted))
+    finally:
+        for group in groups:
+            group.close()
