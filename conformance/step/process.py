@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -132,6 +133,8 @@ def _stepped(
                 optimizer.zero_grad()
             if _anywhere(number + 1 - len(found["skipped"])) >= wanted:
                 break
+            if _anywhere(not skipped and not watched.finite(found["losses"][-1])):
+                break  # what follows would be computed from NaN
     if look is not None:
         look.close()
     say("compares parameters with rank 0's")
@@ -195,6 +198,11 @@ class _Watched:
         elif self.grads is None:
             self.left = self._cleared or self._now()
         return skipped
+
+    def finite(self, loss: float) -> bool:
+        """Whether a loss and the gradients are."""
+        grads = (self.grads or {}).values()
+        return math.isfinite(loss) and all(grad is None or bool(grad.isfinite().all()) for grad in grads)
 
     def _now(self) -> dict[str, Any]:
         return {name: _whole(weight.grad) for name, weight in self._weights.items()}

@@ -162,8 +162,8 @@ def _explained(found: Any, call: _Calls, outer: list[_Calls], wrong: _Wrong, dty
         where = f"what comes before {where}" + (f" in {around or 'the model'}" if one["name"] else "")
     said = f"{where}: {len(wrong.key)} of {len(wrong.all_keys)} tokens differ, {wrong}"
     if wrong.factors:
-        times = ", ".join(f"{factor:.4g} times on rank {rank}" for rank, factor in wrong.factors.items())
-        return ModuleEvidence(said, Finding("scaled", f"{where} is what one process has {times}"))
+        times = ", ".join(f"{factor:.4g} times that of one process on rank {r}" for r, factor in wrong.factors.items())
+        return ModuleEvidence(said, Finding("scaled", f"{where} is {times}"))
     if not _alone(found, call, given is not None, wrong):
         return ModuleEvidence(said)
     ever = any(each["look"]["calls"] for each in found.ranks)

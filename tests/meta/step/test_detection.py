@@ -12,7 +12,7 @@ from tests.meta.step.detection import MISTAKES, REASONS, WAYS, Cells
 
 DOCS = Path(__file__).parents[3] / "docs"
 TABLE = (DOCS / "conformance" / "detection.md").read_text()
-PAGE = (DOCS / "how_to" / "training.md").read_text()
+PAGE = " ".join((DOCS / "how_to" / "training.md").read_text().split())
 SHOWN = (  # in docs/how_to/training.md, as the way "plain", or "padded", has them
     *(("plain", "a layer scaled on one rank"), ("plain", "a z-loss of each rank")),
     *(("padded", "padding in the denominator"), ("plain", "a rank skips a micro-batch")),
