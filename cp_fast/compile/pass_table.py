@@ -101,7 +101,6 @@ PASSES = (
     Pass(
         "recv_in_place", "instructions", "receives rows where a launch reads them, without a copy", keeps_places=False
     ),
-    Pass("hoist_copies", "instructions", "copies what needs no message while messages travel", keeps_places=False),
     Pass("free_early", "instructions", "frees every buffer after its last use"),
     Pass(
         "low_precision_grads",
@@ -147,7 +146,7 @@ def skipped(*, position_free_scores: bool = True, in_place: bool = False) -> dic
         position_free_scores: whether a score depends on its query and key alone, not on their positions.
         in_place: whether the plan is updated in place.
 
-    >>> skipped(in_place=True)["hoist_copies"]
+    >>> skipped(in_place=True)["recv_in_place"]
     'the plan is updated in place'
     """
     found: dict[str, str] = {}

@@ -17,7 +17,6 @@ from cp_fast.compile.lowering.lower_schedule import Draft, lower
 from cp_fast.compile.pass_table import is_on, skipped
 from cp_fast.compile.passes.accumulate_late import accumulate_late
 from cp_fast.compile.passes.free_early import free_early
-from cp_fast.compile.passes.hoist_copies import hoist_copies
 from cp_fast.compile.passes.recv_in_place import recv_in_place
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.compile.planning.chosen_schedule import Schedules, chosen_rank_schedule
@@ -72,7 +71,6 @@ def optimized(draft: Draft, *, in_place: bool = False) -> Draft:
     def improved(one: PassPlan[RowKey], kept: list[int]) -> PassPlan[RowKey]:
         one = one if "accumulate_late" in off else accumulate_late(one)
         one = one if "recv_in_place" in off else recv_in_place(one, draft.tables, kept)
-        one = one if "hoist_copies" in off else hoist_copies(one)
         return one if "free_early" in off else free_early(one, kept)
 
     forward, backward = improved(plan.forward, [number for number, _ in plan.saved]), improved(plan.backward, [])

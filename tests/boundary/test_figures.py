@@ -251,7 +251,7 @@ def test_the_rows_that_layouts_receive() -> None:
 def test_what_each_compiler_pass_is_worth() -> None:
     rows = record("passes_1x_h200.csv")
     found = {(row["case"], row["schedule"], row["without"]): row for row in rows}
-    names = {row["without"] for row in rows} - {"-"}
+    names = {row["without"] for row in rows} - {"-", "hoist_copies"}  # a pass that saved less than 1 %, and went
     assert names == {one.name for one in PASSES} | {"all"}
     cases = ("one sequence", "five documents", "sixteen documents", "window 4096", "a prompt with 28 answers")
     columns = [(case, "p2p") for case in cases]
