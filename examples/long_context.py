@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/long_context.py --tokens 131072
     torchrun --nproc-per-node 2 examples/long_context.py --tokens 131072 --documents 5
     python examples/long_context.py --find-longest --processes 2
-    torchrun --nproc-per-node 2 examples/long_context.py --tiny  # on a CPU
+    torchrun --nproc-per-node 2 examples/long_context.py --tiny
 
 FSDP2 shards the weights, context parallelism the tokens. Checkpointing recomputes all but attention, whose results wait
 in the host's memory. The loss never has all logits. The lines with a number are what a program of yours needs. Needs
@@ -107,7 +107,7 @@ def batch_of(tokens: int, lengths: list[int], vocabulary: int, step: int) -> dic
 
 def train(given: argparse.Namespace) -> None:
     """Some steps, and what they took."""
-    on_gpu = torch.cuda.is_available() and not given.tiny
+    on_gpu = torch.cuda.is_available()
     if on_gpu:
         own_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     dist.init_process_group("nccl" if on_gpu else "gloo")
@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS, help="the others need torchao")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="of one GPU in bfloat16, for the MFU")
     parser.add_argument("--no-offload", action="store_true", help="attention's results stay on the GPU")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, for a trial")
     parser.add_argument("--find-longest", action="store_true", help="start with python, not torchrun")
     parser.add_argument("--most", type=int, default=2**24, help="tokens at which --find-longest ends")
     parser.add_argument("--processes", type=int, default=2, help="of --find-longest")
