@@ -32,6 +32,9 @@ def pad_thd_sequences_for_cp(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     fills = padding_token_id, padding_label_id
     declared_batches.check_padding(input_ids, labels, cu_seqlens, divisibility_factor, *fills, padded_tokens)
+    if input_ids.ndim == 2:
+        flat = pad_thd_sequences_for_cp(input_ids[0], labels[0], cu_seqlens, divisibility_factor, *fills, padded_tokens)
+        return flat[0][None], flat[1][None], flat[2]
     if padded_tokens is None:
         sizes_of("cu_seqlens", cu_seqlens)
         check_room("input_ids", len(input_ids), "cu_seqlens", end_of(cu_seqlens))
@@ -68,7 +71,7 @@ def get_batch_on_this_cp_rank(
             return _cut_packed(xs, cp, cu_seqlens_padded)
         return [shard(x, cp=cp, **lengths, fill_value=fill) for x, fill in zip(xs, fills, strict=True)]
 
-    return declared_batches.cut_entries(batch, in_format, cp.size, cut)
+    return declared_batches.cut_entries(batch, in_format, cp, plan, cu_seqlens_padded, cut)
 
 
 def _cut_packed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_ref.common.thd import declared_indices
-from cp_ref.common.thd.checks import check_divisible, check_tail
+from cp_ref.common.thd.checks import check_chunk_lengths, check_tail
 from cp_ref.common.thd.row_tables import rank_order_rows, sequence_order_rows, slice_rows
 from cp_ref.common.thd.tuples import Tensors, like
 from cp_ref.common.wide_dtype import taken
@@ -39,7 +39,7 @@ def thd_cp_rank_order_to_sequence_order(x: Tensors, cu_seqlens_padded: torch.Ten
     xs = declared_indices.check_reorder(x, cu_seqlens_padded, cp_size)
     tokens = xs[0].shape[0]
     lengths = _chunked_lengths_on(cu_seqlens_padded, xs[0].device, "x.shape[0]", tokens, cp_size)
-    order = sequence_order_rows(lengths, tokens, cp_size)
+    order = sequence_order_rows(lengths, tokens, cp_size) if cp_size > 1 else torch.arange(tokens)
     return like(x, [taken(one, 0, order) for one in xs])
 
 
@@ -49,5 +49,5 @@ def _chunked_lengths_on(
     """Lengths of sequences that divide into chunks, in a buffer of `tokens` rows whose tail divides among the ranks."""
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, device)
     check_tail(name, tokens, end_of(lengths), cp_size)
-    check_divisible("cu_seqlens_padded", lengths.diff(), 2 * cp_size, f"layout 'dual_chunk' at cp_size {cp_size}")
+    check_chunk_lengths(lengths.diff(), cp_size)
     return lengths

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_ref.common.thd import declared_valid
-from cp_ref.common.thd.checks import check_divisible, check_fits, check_leaf, check_room
+from cp_ref.common.thd.checks import check_counted, check_fits, check_leaf, check_room
 from cp_ref.common.thd.row_tables import is_valid, rank_lengths
 from cp_ref.common.wide_dtype import as_integers
 from cp_ref.spec import check_apart
@@ -26,8 +26,10 @@ def get_cu_seqlens_on_cp_rank(
     declared_valid.check_rank_lengths(cu_seqlens, cu_seqlens_padded, cp_size, cp_rank, first_half, second_half)
     real = lengths_on("cu_seqlens", cu_seqlens, cu_seqlens.device)
     padded = lengths_on("cu_seqlens_padded", cu_seqlens_padded, cu_seqlens.device)
-    check_divisible("cu_seqlens_padded", padded.diff(), 2 * cp_size, f"layout 'dual_chunk' at cp_size {cp_size}")
+    check_counted(padded.diff(), cp_size, first_half, second_half)
     check_fits(real.diff(), padded.diff())
+    if cp_size == 1 and first_half and second_half:
+        return cu_seqlens.clone()
     return rank_lengths(real, padded, cp_size, cp_rank, first_half, second_half).to(cu_seqlens.dtype)
 
 

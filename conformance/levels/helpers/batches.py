@@ -11,7 +11,7 @@ from torch import Tensor
 from conformance.levels.helpers.helper_record import Arguments, Built, HelperRecord
 from conformance.levels.helpers.length_rules import check_fits, check_tail, chunk_lengths, lengths_of, require
 from conformance.levels.helpers.row_numbers import rank_rows, row_index
-from conformance.levels.helpers.values import Lengths, any_bits, generator_of
+from conformance.levels.helpers.values import Lengths, any_bits, chunk_unit, generator_of
 
 if TYPE_CHECKING:
     from conformance.levels.helpers.helper_case import Helper
@@ -21,7 +21,8 @@ __all__ = ["HELPERS"]
 
 def _build_pad_sequences(case: Helper, device: str) -> Built:
     lengths, generator = Lengths(case, 1, device), generator_of(case)
-    ids, labels = (torch.randint(1, 9, (lengths.tokens,), generator=generator).to(device) for _ in range(2))
+    shape = (lengths.tokens,) if case.packed else (1, lengths.tokens)
+    ids, labels = (torch.randint(1, 9, shape, generator=generator).to(device) for _ in range(2))
     arguments = {"input_ids": ids, "labels": labels, "cu_seqlens": lengths.padded}
     factor = 2 * case.cp_size
     arguments |= {"divisibility_factor": factor, "padding_token_id": case.choices[0]}
@@ -43,13 +44,13 @@ def _pad_sequences(
     slots = [-(-(stop - start) // divisibility_factor) * divisibility_factor for start, stop in sequences]
 
     def padded(x: Tensor, fill: int) -> Tensor:
-        values, result = x.tolist(), []
+        values, result = x.flatten().tolist(), []
         for (start, stop), room in zip(sequences, slots, strict=True):
             result += values[start:stop] + [fill] * (room - (stop - start))
         result += values[int(cu_seqlens[-1]) :]
         size = len(result) if padded_tokens is None else padded_tokens
         result = (result + [fill] * (size - len(result)))[:size]
-        return torch.tensor(result, dtype=x.dtype, device=x.device)
+        return torch.tensor(result, dtype=x.dtype, device=x.device).view(*x.shape[:-1], size)
 
     lengths = torch.tensor([0, *accumulate(slots)], dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return padded(input_ids, padding_token_id), padded(labels, padding_label_id), lengths
@@ -57,20 +58,22 @@ def _pad_sequences(
 
 def _pad_sequences_rule(a: Arguments) -> None:
     sizes, factor = lengths_of(a, "cu_seqlens"), a["divisibility_factor"]
-    check_tail(a, len(a["input_ids"]), 1, "cu_seqlens")
+    check_tail(a, a["input_ids"].shape[-1], 1, "cu_seqlens")
     needed = sum(-(-n // factor) * factor for n in sizes)
     require(a.get("padded_tokens", needed) >= needed, f"padded_tokens must be at least {needed}")
 
 
 def _build_batch(case: Helper, device: str) -> Built:
-    lengths, generator = Lengths(case, 2 * case.cp_size, device), generator_of(case)
+    lengths, generator = Lengths(case, chunk_unit(case), device), generator_of(case)
     qkv_format = ("thd", "bshd", "sbhd")[case.choices[0]]
     tokens = lengths.tokens if qkv_format == "thd" else 2 * case.cp_size * (1 + case.tail)
-    shape = {"thd": (tokens,), "bshd": (2, tokens), "sbhd": (tokens, 2)}[qkv_format]
+    packed = (tokens,) if case.packed or tokens < 2 else (1, tokens)
+    shape = {"thd": packed, "bshd": (2, tokens), "sbhd": (tokens, 2)}[qkv_format]
     batch: dict[str, Any] = {
         name: torch.randint(0, 99, shape, generator=generator).to(device) for name in ("tokens", "labels")
     }
     batch |= {"loss_mask": torch.rand(shape, generator=generator).to(device), "epoch": 3, "attention_mask": None}
+    batch |= {"position_ids": batch["tokens"].clone()}
     padded = lengths.padded if qkv_format == "thd" else None
     return Built({"batch": batch, "qkv_format": qkv_format, "cu_seqlens_padded": padded})
 
@@ -79,9 +82,9 @@ def _batch_of_rank(
     batch: dict[str, Any], qkv_format: str, cu_seqlens_padded: Tensor | None, cp_size: int, rank: int
 ) -> dict[str, Any]:
     """One rank's part of a batch whose tensors all have the format's sequence axis."""
-    axis = 1 if qkv_format == "bshd" else 0
 
     def cut(x: Tensor) -> Tensor:
+        axis = 1 if qkv_format == "bshd" or (qkv_format == "thd" and x.ndim == 2) else 0
         lengths = [0, x.shape[axis]] if cu_seqlens_padded is None else cu_seqlens_padded.tolist()
         return x.index_select(axis, row_index(rank_rows(lengths, x.shape[axis], cp_size, rank), x))
 
@@ -89,7 +92,8 @@ def _batch_of_rank(
 
 
 def _build_rank_lengths(case: Helper, device: str) -> Built:
-    lengths = Lengths(case, 2 * case.cp_size, device)
+    one_half = case.choices[0] > 0
+    lengths = Lengths(case, 2 * case.cp_size if one_half else chunk_unit(case), device)
     arguments = {"cu_seqlens": lengths.cumulative(lengths.real), "cu_seqlens_padded": lengths.padded}
     arguments |= {"cp_size": case.cp_size, "cp_rank": case.rank}
     return Built(arguments | {"first_half": case.choices[0] != 1, "second_half": case.choices[0] != 2})
@@ -102,12 +106,15 @@ def _rank_lengths(
     held = []
     for (a, b), (start, stop) in zip(pairwise(cu_seqlens.tolist()), pairwise(cu_seqlens_padded.tolist()), strict=True):
         size = (stop - start) // (2 * cp_size)
-        held.append(sum(min(max(b - a - number * size, 0), size) for number in chunks))
+        whole = cp_size == 1 and first_half and second_half
+        held.append(b - a if whole else sum(min(max(b - a - number * size, 0), size) for number in chunks))
     return torch.tensor([0, *accumulate(held)], dtype=cu_seqlens.dtype, device=cu_seqlens.device)
 
 
 def _rank_lengths_rule(a: Arguments) -> None:
-    check_fits(lengths_of(a, "cu_seqlens"), chunk_lengths(a))
+    one_half = a["first_half"] != a["second_half"]
+    slots = lengths_of(a, "cu_seqlens_padded", 2 * a["cp_size"]) if one_half else chunk_lengths(a)
+    check_fits(lengths_of(a, "cu_seqlens"), slots)
 
 
 def _build_pad_v(case: Helper, device: str) -> Built:

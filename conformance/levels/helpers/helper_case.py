@@ -48,7 +48,7 @@ class Helper(LevelCase):
     dtype: str = "float32"
     wide: bool = False  # Accumulate into float32 from another dtype.
     dims: tuple[int, ...] = ()  # Of a row.
-    packed: bool = True  # LSEs are [h, t], and not [b, h, s].
+    packed: bool = True  # LSEs are [h, t], and not [b, h, s]; tokens of a batch are [t], and not [1, t].
     choices: tuple[int, ...] = (0, 0)  # The half, the actions or the format: see the helper.
     spare: int = 0  # Room beyond what is needed.
     seed: int = 0

@@ -56,4 +56,5 @@ def check_lse(lse: torch.Tensor, packed: bool, sizes: list[int], tokens: int | N
 
 
 def chunk_lengths(a: Arguments) -> list[int]:
-    return lengths_of(a, "cu_seqlens_padded", 2 * a["cp_size"])
+    """The lengths of sequences that ranks share; one rank holds sequences of any length."""
+    return lengths_of(a, "cu_seqlens_padded", 1 if a["cp_size"] == 1 else 2 * a["cp_size"])

@@ -3,7 +3,7 @@
 rows of a buffer     cu_seqlens_padded = [0, 8, 12], 14 rows: sequence 0 has rows 0-7, sequence 1 rows 8-11, the
                      tail rows 12-13
 chunk c of a sequence of n rows at cp_size p      rows c * n / (2p) up to (c + 1) * n / (2p)
-rank r of layout dual_chunk      chunks r and 2p - 1 - r of every sequence, then part r of the tail
+rank r of layout dual_chunk      chunks r and 2p - 1 - r of every sequence, then part r of the tail; for p 1, all rows
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ def rank_rows(lengths: list[int], tokens: int, cp_size: int, rank: int) -> list[
     >>> rank_rows([0, 8, 12], 14, 2, 1)
     [2, 3, 4, 5, 9, 10, 13]
     """
+    if cp_size == 1:
+        return list(range(tokens))
     rows: list[int] = []
     for start, stop in pairwise(lengths):
         chunk = (stop - start) // (2 * cp_size)

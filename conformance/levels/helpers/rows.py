@@ -11,7 +11,7 @@ from torch import Tensor
 from conformance.levels.helpers.helper_record import Arguments, Built, HelperRecord
 from conformance.levels.helpers.length_rules import check_fits, check_tail, chunk_lengths, lengths_of
 from conformance.levels.helpers.row_numbers import rank_rows, row_index
-from conformance.levels.helpers.values import Lengths, any_bits, generator_of
+from conformance.levels.helpers.values import Lengths, any_bits, chunk_unit, generator_of
 
 if TYPE_CHECKING:
     from conformance.levels.helpers.helper_case import Helper
@@ -20,7 +20,7 @@ __all__ = ["HELPERS"]
 
 
 def _build_partition(case: Helper, device: str) -> Built:
-    lengths = Lengths(case, 2 * case.cp_size, device)
+    lengths = Lengths(case, chunk_unit(case), device)
     arguments = {"cu_seqlens_padded": lengths.padded, "total_tokens": lengths.tokens}
     return Built(arguments | {"cp_size": case.cp_size, "cp_rank": case.rank})
 
@@ -36,7 +36,7 @@ def _partition_rule(a: Arguments) -> None:
 
 
 def _build_reorder(case: Helper, device: str) -> Built:
-    lengths = Lengths(case, 2 * case.cp_size, device)
+    lengths = Lengths(case, chunk_unit(case), device)
     x = any_bits(case, (lengths.tokens, *case.dims), device)
     return Built({"x": x, "cu_seqlens_padded": lengths.padded, "cp_size": case.cp_size})
 

@@ -12,7 +12,17 @@ from conformance.dtypes import dtype_of
 if TYPE_CHECKING:
     from conformance.levels.helpers.helper_case import Helper
 
-__all__ = ["Lengths", "any_bits", "generator_of", "halved", "lse_sizes", "normal", "random_lse", "token_shape"]
+__all__ = [
+    "Lengths",
+    "any_bits",
+    "chunk_unit",
+    "generator_of",
+    "halved",
+    "lse_sizes",
+    "normal",
+    "random_lse",
+    "token_shape",
+]
 
 
 class Lengths:
@@ -52,6 +62,11 @@ class Lengths:
             for half in halves:
                 mask[number, :, half * slots // 2 : (half + 1) * slots // 2] = True
         return mask
+
+
+def chunk_unit(case: Helper) -> int:
+    """The unit of helpers that know ranks: all chunks of layout dual_chunk; on one rank sequences have any length."""
+    return 1 if case.cp_size == 1 else 2 * case.cp_size
 
 
 def generator_of(case: Helper) -> torch.Generator:

@@ -12,7 +12,7 @@ from cp_fast.movers.operand_layouts import lengths_on, plain, rows, rows_out, to
 from cp_fast.movers.operators.registered import check_chunks, check_halves, nothing, operator
 from cp_fast.movers.select_kernels import kernels
 from cp_fast.movers.torch_movers.torch_asserts import assert_lengths, assert_real_lengths
-from cp_ref.common.thd.checks import MOST_ROWS, check_both, check_count, check_divisible, check_fits, check_room
+from cp_ref.common.thd.checks import MOST_ROWS, check_both, check_count, check_counted, check_fits, check_room
 from cp_ref.common.thd.declared_halves import check_read_half
 from cp_ref.common.thd.declared_indices import check_partition, check_reorder
 from cp_ref.common.thd.declared_valid import check_copy, check_rank_lengths
@@ -34,6 +34,9 @@ Tensor = torch.Tensor
 )
 def _partition_indices(cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
     check_chunks(cu_seqlens_padded, "total_tokens", total_tokens, cp_size)
+    if cp_size == 1:
+        assert_lengths("partition_indices", cu_seqlens_padded, 1, total_tokens)
+        return torch.arange(total_tokens, dtype=cu_seqlens_padded.dtype, device=cu_seqlens_padded.device)
     own = LengthsMap("partition_indices", "slice", cu_seqlens_padded.contiguous(), a=cp_size, b=cp_rank)
     return kernels(cu_seqlens_padded.device.type).row_indices(own, total_tokens)
 
@@ -48,15 +51,23 @@ def _rank_lengths(
     cu_seqlens: Tensor, cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int, first_half: bool, second_half: bool
 ) -> Tensor:
     real, slots = sizes_of("cu_seqlens", cu_seqlens), sizes_of("cu_seqlens_padded", cu_seqlens_padded)
-    check_divisible("cu_seqlens_padded", slots, 2 * cp_size, f"layout 'dual_chunk' at cp_size {cp_size}")
+    divisor = check_counted(slots, cp_size, first_half, second_half)
     check_fits(real, slots)
     padded = lengths_on("cu_seqlens_padded", cu_seqlens_padded, cu_seqlens.device)
-    assert_lengths("rank_lengths", padded, 2 * cp_size, torch.iinfo(torch.int64).max)
+    assert_lengths("rank_lengths", padded, divisor, torch.iinfo(torch.int64).max)
     assert_real_lengths("rank_lengths", cu_seqlens, padded)
+    if cp_size == 1 and first_half and second_half:
+        return cu_seqlens.clone()
     return rank_lengths(cu_seqlens, padded, cp_size, cp_rank, first_half, second_half)
 
 
 # ---- movers
+
+
+def _whole(helper: str, xs: Sequence[Tensor], cu_seqlens_padded: Tensor) -> list[Tensor]:
+    """What one rank holds: everything, in its order, whatever the lengths of sequences are."""
+    assert_lengths(helper, cu_seqlens_padded, 1, xs[0].shape[0])
+    return [x.clone(memory_format=torch.contiguous_format) for x in xs]
 
 
 def _given(xs: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
@@ -80,6 +91,8 @@ def _check_reorder(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int
 )
 def _partition(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> list[Tensor]:
     check_chunks(cu_seqlens_padded, "x.shape[0]", xs[0].shape[0], cp_size)
+    if cp_size == 1:
+        return _whole("partition", xs, cu_seqlens_padded)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
     own = LengthsMap("partition", "slice", lengths, a=cp_size, b=cp_rank)
     results = kernels(xs[0].device.type).gather([rows(x) for x in xs], own)
@@ -93,6 +106,8 @@ def _partition(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int, cp
 )
 def _reorder(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int, to_rank_order: bool) -> list[Tensor]:
     check_chunks(cu_seqlens_padded, "x.shape[0]", xs[0].shape[0], cp_size)
+    if cp_size == 1:
+        return _whole("reorder", xs, cu_seqlens_padded)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
     order = LengthsMap("reorder", "rank_order" if to_rank_order else "sequence_order", lengths, a=cp_size)
     results = kernels(xs[0].device.type).gather([rows(x) for x in xs], order)

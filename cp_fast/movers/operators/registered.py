@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cp_fast.movers.length_checks import end_of, sizes_of
-from cp_ref.common.thd.checks import check_divisible, check_tail
+from cp_ref.common.thd.checks import check_chunk_lengths, check_divisible, check_tail
 
 __all__ = ["LIBRARY", "check_chunks", "check_halves", "nothing", "operator"]
 
@@ -51,7 +51,7 @@ def check_chunks(cu_seqlens_padded: Tensor, name: str, tokens: int, cp_size: int
     """The values of GLOBAL lengths, for layout dual_chunk."""
     sizes = sizes_of("cu_seqlens_padded", cu_seqlens_padded)
     check_tail(name, tokens, end_of(cu_seqlens_padded), cp_size)
-    check_divisible("cu_seqlens_padded", sizes, 2 * cp_size, f"layout 'dual_chunk' at cp_size {cp_size}")
+    check_chunk_lengths(sizes, cp_size)
 
 
 def check_halves(cu_seqlens_padded: Tensor) -> None:

@@ -15,8 +15,10 @@ __all__ = [
     "FLOATS",
     "MOST_ROWS",
     "check_both",
+    "check_chunk_lengths",
     "check_columns",
     "check_count",
+    "check_counted",
     "check_device",
     "check_divisible",
     "check_fits",
@@ -28,6 +30,7 @@ __all__ = [
     "check_tail",
     "check_tensor",
     "check_written",
+    "chunks_of",
     "device_of",
     "half_of",
     "token_axis",
@@ -173,6 +176,29 @@ def check_divisible(name: str, sizes: Any, divisor: int, why: str) -> None:
             f"{name} gives sequence {number} the length {sizes[number]}, padding included, but {why} needs a multiple "
             f"of {divisor}"
         )
+
+
+def chunks_of(cp_size: int) -> int:
+    """The number that every length is a multiple of, in layout dual_chunk. One rank holds sequences of any length.
+
+    >>> chunks_of(2), chunks_of(1)
+    (4, 1)
+    """
+    return 1 if cp_size == 1 else 2 * cp_size
+
+
+def check_chunk_lengths(sizes: Any, cp_size: int) -> None:
+    """Raise unless every sequence divides into the equal chunks of layout dual_chunk; sizes as in `check_divisible`."""
+    check_divisible("cu_seqlens_padded", sizes, chunks_of(cp_size), f"layout 'dual_chunk' at cp_size {cp_size}")
+
+
+def check_counted(sizes: Any, cp_size: int, first_half: bool, second_half: bool) -> int:
+    """The same for the chunks that are counted: a half of a sequence on one rank needs an even length. The divisor."""
+    if cp_size == 1 and first_half != second_half:
+        check_divisible("cu_seqlens_padded", sizes, 2, "a half")
+        return 2
+    check_chunk_lengths(sizes, cp_size)
+    return chunks_of(cp_size)
 
 
 def check_fits(real: Any, slots: Any) -> None:

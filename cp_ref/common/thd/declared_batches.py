@@ -10,8 +10,16 @@ import torch
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.declared import declare
 from cp_ref.common.plan_arguments import Plan
-from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_divisible, check_lengths, check_tensor
-from cp_ref.spec import QKV_FORMATS, bounds_of, check_choice, divisor
+from cp_ref.common.thd.checks import (
+    MOST_ROWS,
+    check_chunk_lengths,
+    check_count,
+    check_divisible,
+    check_lengths,
+    check_tensor,
+    device_of,
+)
+from cp_ref.spec import QKV_FORMATS, bounds_of, check_choice
 
 __all__ = ["check_padding", "cut_entries", "get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
 
@@ -29,19 +37,20 @@ def pad_thd_sequences_for_cp(
     """Pad each sequence of a packed batch, at its end, to the next multiple of a factor.
 
     Args:
-        input_ids: token ids, [t], any integer dtype.
-        labels: [t], any integer dtype.
+        input_ids: token ids, [t] or [1, t], any integer dtype.
+        labels: any integer dtype, of input_ids' shape.
         cu_seqlens: GLOBAL cumulative lengths of the real tokens, int32 or int64 [b + 1]. Rows behind cu_seqlens[-1] are
             tail, and follow the last padded sequence unchanged.
-        divisibility_factor: every padded length is a multiple of it: 2 * cp_size for layout dual_chunk.
+        divisibility_factor: every padded length is a multiple of it: 2 * cp_size for layout dual_chunk, 1 for one rank.
         padding_token_id, padding_label_id: the values in padding (-100: no loss there).
         padded_tokens: the size t' of the results, at least that of all padded sequences. The rest holds the tail, cut
             if it is longer, and padding if it is shorter. None: exactly as many rows. With lengths on a GPU it must be
             given: their sum is unknown until the GPU has been waited for.
 
     Returns:
-        (input_ids, labels, cu_seqlens_padded): the ids and labels [t'] of the dtypes given, and the GLOBAL cumulative
-        lengths with padding, of cu_seqlens' dtype and device. A sequence of length 0 stays so.
+        (input_ids, labels, cu_seqlens_padded): the ids and labels [t'] of the dtypes given, [1, t'] if they came as
+        [1, t]; and the GLOBAL cumulative lengths with padding, of cu_seqlens' dtype and device. A sequence of length 0
+        stays so.
 
     Raises:
         ValueError, TypeError: another shape, fewer tokens than lengths, a factor below 1, padded_tokens too few or
@@ -79,7 +88,8 @@ def get_batch_on_this_cp_rank(
     4. Its name ends with "position_ids" and the format's axes are its last: [..., b, s] in bshd, [..., s, b] in
        sbhd, [..., t] in thd (mRoPE's [3, b, s] and [1, t]): cut along the sequence axis.
     5. A tensor without the format's sequence axis (axis 1 of bshd [b, s, ...]; axis 0 of sbhd [s, ...] and thd
-       [t, ...]): passed on.
+       [t, ...]): passed on. In thd the tokens may have an axis of one batch in front, [1, t, ...], which the slice
+       has too. (Only if the sequences have a single token together, [1, ...] is that token.)
     6. Every other tensor is cut, along that axis alone. Their sizes there must agree. If they do not (an attention
        mask [b, 1, s, s], lengths [b] in thd), the sequences are unknown, and the batch is refused. Take such entries
        out, and put them back yourself.
@@ -89,9 +99,9 @@ def get_batch_on_this_cp_rank(
     Args:
         batch: the global batch, whole on every rank.
         cp: the group and its layout.
-        qkv_format: "bshd" for [b, s, ...], "sbhd" for [s, b, ...], "thd" for [t, ...].
+        qkv_format: "bshd" for [b, s, ...], "sbhd" for [s, b, ...], "thd" for [t, ...] or [1, t, ...].
         cu_seqlens_padded: thd only: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1], multiples of 2 *
-            cp_size in layout dual_chunk, their sum one of cp_size in contiguous.
+            cp_size in layout dual_chunk, their sum one of cp_size in contiguous; any lengths on one rank.
         plan: gives format, lengths (of any size) and layout instead; layout "balanced" needs it.
 
     Returns:
@@ -126,8 +136,8 @@ def check_padding(
     check_count("divisibility_factor", divisibility_factor, 1)
     for name, x in (("input_ids", input_ids), ("labels", labels)):
         check_tensor(name, x)
-        if x.ndim != 1 or x.shape != input_ids.shape:
-            raise ValueError(f"{name} has shape {list(x.shape)}; input_ids and labels must both be [t]")
+        if (x.ndim != 1 and (x.ndim != 2 or len(x) != 1)) or x.shape != input_ids.shape:
+            raise ValueError(f"{name} has shape {list(x.shape)}; input_ids and labels must both be [t] or [1, t]")
     check_lengths("cu_seqlens", cu_seqlens, input_ids.device)
     if padded_tokens is not None:
         check_count("padded_tokens", padded_tokens, 0, at_most=MOST_ROWS)
@@ -143,16 +153,19 @@ def check_lengths_divide(cp: ContextParallel, cu_seqlens_padded: torch.Tensor) -
     TransformerEngine.
     """
     check_lengths("cu_seqlens_padded", cu_seqlens_padded, cu_seqlens_padded.device)
-    sizes = cu_seqlens_padded.diff() if cp.layout == "dual_chunk" else cu_seqlens_padded[-1:]
-    check_divisible(
-        "cu_seqlens_padded", sizes, divisor(cp.layout, cp.size), f"layout {cp.layout!r} at cp_size {cp.size}"
-    )
+    if cp.layout == "dual_chunk":
+        check_chunk_lengths(cu_seqlens_padded.diff(), cp.size)
+    else:
+        end = cu_seqlens_padded[-1:]
+        check_divisible("cu_seqlens_padded", end, cp.size, f"layout {cp.layout!r} at cp_size {cp.size}")
 
 
 def cut_entries(
     batch: Any,
     qkv_format: Any,
-    cp_size: int,
+    cp: ContextParallel,
+    plan: Any,
+    cu_seqlens_padded: Any,
     cut: Callable[[list[torch.Tensor], list[int]], Sequence[torch.Tensor]],
 ) -> dict[str, Any]:
     """The batch with the parts that `cut` gives of the entries that have the sequence axis, by the rules of
@@ -161,17 +174,23 @@ def cut_entries(
     Args:
         cut: from tensors, and the values of rows without a token, to their slices.
     """
-    entries = _entries_to_cut(batch, qkv_format)
+    _check_mapping(batch)
+    check_choice("qkv_format", qkv_format, QKV_FORMATS)
+    data = {name: x for name, x in batch.items() if _is_data(name, x)}
+    in_front = {name: _axes_in_front(name, x, qkv_format) for name, x in data.items()}
+    if qkv_format == "thd" and any(in_front.values()) and _is_one_row(data, plan, cu_seqlens_padded):
+        in_front |= {name: 0 for name in in_front if not _is_positions(name)}
+    entries = _entries_to_cut(batch, qkv_format, in_front)
     fills = [_LABEL if _is_labels(name) and bounds_of(x.dtype)[0] <= _LABEL else 0 for name, x in entries.items()]
     parts = dict(zip(entries, cut(list(entries.values()), fills), strict=True))
     axis = 1 if qkv_format == "bshd" else 0
     for (name, x), fill in zip(entries.items(), fills, strict=True):
-        if _is_labels(name) and fill == 0 and parts[name].shape[axis] * cp_size > x.shape[axis]:
+        if _is_labels(name) and fill == 0 and parts[name].shape[axis] * cp.size > x.shape[axis]:
             raise ValueError(
                 f"batch[{name!r}] has dtype {x.dtype}, which has no {_LABEL} for the rows of a slice without a token; "
                 "cast it to int64"
             )
-    return dict(batch) | {name: _tokens_last(name, part, qkv_format) for name, part in parts.items()}
+    return dict(batch) | {name: _tokens_last(part, in_front[name], batch[name].ndim) for name, part in parts.items()}
 
 
 _LABEL = -100  # what cross entropy ignores
@@ -184,37 +203,56 @@ def _is_labels(name: object) -> bool:
 _AXES = {"bshd": 2, "sbhd": 2, "thd": 1}  # of tokens
 
 
-def _tokens_first(name: object, x: torch.Tensor, qkv_format: str) -> torch.Tensor:
-    """The tensor with the format's axes before all others: positions have them at the end."""
-    others = _other_axes(name, x, qkv_format)
-    return x.movedim(tuple(range(others)), tuple(range(-others, 0)))
+def _is_data(name: object, x: Any) -> bool:
+    """Whether an entry is a tensor other than global lengths."""
+    return isinstance(x, torch.Tensor) and not str(name).startswith("cu_seqlens")
 
 
-def _tokens_last(name: object, x: torch.Tensor, qkv_format: str) -> torch.Tensor:
-    """The inverse of `_tokens_first`."""
-    others = _other_axes(name, x, qkv_format)
-    return x.movedim(tuple(range(-others, 0)), tuple(range(others))).contiguous()
+def _is_positions(name: object) -> bool:
+    return str(name).endswith("position_ids")
 
 
-def _other_axes(name: object, x: torch.Tensor, qkv_format: str) -> int:
-    return max(x.ndim - _AXES[qkv_format], 0) if str(name).endswith("position_ids") else 0
+def _axes_in_front(name: object, x: torch.Tensor, qkv_format: str) -> int:
+    """How many axes stand before the format's own: all others of positions, the first of a packed batch [1, t, ...]."""
+    if _is_positions(name):
+        return max(x.ndim - _AXES[qkv_format], 0)
+    return int(qkv_format == "thd" and x.ndim > 1 and len(x) == 1)
 
 
-def _entries_to_cut(batch: Any, qkv_format: Any) -> dict[str, torch.Tensor]:
+def _is_one_row(entries: dict[str, torch.Tensor], plan: Any, cu_seqlens_padded: Any) -> bool:
+    """Whether [1, ...] is a packed buffer of one row: at most one token is known, and no other entry has more rows."""
+    if plan is not None:
+        tokens = sum(plan.problem.lengths.slots_q)
+    else:
+        check_lengths("cu_seqlens_padded", cu_seqlens_padded, device_of(cu_seqlens_padded))
+        tokens = int(cu_seqlens_padded[-1]) if cu_seqlens_padded.device.type == "cpu" else MOST_ROWS
+    rows = {x.shape[-1] for name, x in entries.items() if x.ndim == 1 or (x.ndim and _is_positions(name))}
+    return tokens <= 1 and (1 in rows if rows else tokens == 1)
+
+
+def _tokens_first(x: torch.Tensor, in_front: int) -> torch.Tensor:
+    """The tensor with the format's axes first: the others go behind them, or away if there is one of size 1."""
+    if in_front == len(x.shape[:1]) == sum(x.shape[:1]) == 1:
+        return x.squeeze(0)
+    return x.movedim(tuple(range(in_front)), tuple(range(-in_front, 0)))
+
+
+def _tokens_last(x: torch.Tensor, in_front: int, axes: int) -> torch.Tensor:
+    """The inverse of `_tokens_first`, for a tensor that had so many axes."""
+    if x.ndim < axes:
+        return x.unsqueeze(0)
+    return x.movedim(tuple(range(-in_front, 0)), tuple(range(in_front))).contiguous()
+
+
+def _entries_to_cut(batch: Mapping[str, Any], qkv_format: str, in_front: dict[str, int]) -> dict[str, torch.Tensor]:
     """The entries that have the sequence axis, on the axis where the format has it."""
-    _check_mapping(batch)
-    check_choice("qkv_format", qkv_format, QKV_FORMATS)
     axis = 1 if qkv_format == "bshd" else 0
-    candidates = {
-        name: _tokens_first(name, x, qkv_format)
-        for name, x in batch.items()
-        if isinstance(x, torch.Tensor) and not str(name).startswith("cu_seqlens")
-    }
+    candidates = {name: _tokens_first(batch[name], count) for name, count in in_front.items()}
     cut = {name: x for name, x in candidates.items() if x.ndim > axis}
-    _check_agreement(cut, axis, qkv_format)
+    _check_agreement(batch, cut, in_front, axis, qkv_format)
     for name, x in candidates.items():
         if x.ndim == 1 and qkv_format != "thd":
-            _check_meaning(name, x, cut, qkv_format)
+            _check_meaning(name, batch, cut, qkv_format)
     return cut
 
 
@@ -237,23 +275,29 @@ def _check_mapping(batch: Any) -> None:
         raise TypeError(f"batch is a {type(batch).__name__}; it must be a dict of tensors and other values")
 
 
-def _check_agreement(cut: dict[str, torch.Tensor], axis: int, qkv_format: str) -> None:
+def _check_agreement(
+    batch: Mapping[str, Any], cut: dict[str, torch.Tensor], in_front: dict[str, int], axis: int, qkv_format: str
+) -> None:
     """Check that all have the same size on the sequence axis."""
     for first, x in list(cut.items())[:1]:
         for name, y in cut.items():
             if y.shape[axis] != x.shape[axis]:
+                one, other = axis + in_front[first], axis + in_front[name]
+                axes = f"axis {one}" if one == other else f"axes {one} and {other}"
                 raise ValueError(
-                    f"batch[{first!r}] has shape {list(x.shape)} and batch[{name!r}] has {list(y.shape)}: with "
-                    f"qkv_format {qkv_format!r} both would be cut along axis {axis}, but their sizes there differ. "
-                    "Take out what is no sequence"
+                    f"batch[{first!r}] has shape {list(batch[first].shape)} and batch[{name!r}] has "
+                    f"{list(batch[name].shape)}: with qkv_format {qkv_format!r} both would be cut along {axes}, but "
+                    "their sizes there differ. Take out what is no sequence"
                 )
 
 
-def _check_meaning(name: str, x: torch.Tensor, cut: dict[str, torch.Tensor], qkv_format: str) -> None:
+def _check_meaning(name: str, batch: Mapping[str, Any], cut: dict[str, torch.Tensor], qkv_format: str) -> None:
     """Check that a tensor [n] is clearly a sequence, or clearly one value per sequence."""
+    x = batch[name]
     for other, y in cut.items():
         if y.ndim > 1 and len(x) == y.shape[1] and (qkv_format == "bshd" or len(x) == y.shape[0]):
             raise ValueError(
-                f"batch[{name!r}] has shape {list(x.shape)} beside batch[{other!r}] {list(y.shape)}: with qkv_format "
-                f"{qkv_format!r} it may be a sequence, or one value a sequence. Give it a batch axis, or take it out"
+                f"batch[{name!r}] has shape {list(x.shape)} beside batch[{other!r}] {list(batch[other].shape)}: with "
+                f"qkv_format {qkv_format!r} it may be a sequence, or one value a sequence. Give it a batch axis, or "
+                "take it out"
             )

@@ -38,7 +38,7 @@ def thd_get_partitioned_indices(
 
     Args:
         cu_seqlens_padded: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1]. Each length is a multiple of
-            2 * cp_size; it may be 0.
+            2 * cp_size; it may be 0. One rank (cp_size 1) holds sequences of any length.
         total_tokens: rows of the global buffer, its tail behind cu_seqlens_padded[-1] included. The tail's length is a
             multiple of cp_size.
         cp_size, cp_rank: the number of ranks, and which one.

@@ -52,7 +52,8 @@ def get_cu_seqlens_on_cp_rank(
     Args:
         cu_seqlens: GLOBAL cumulative lengths of the real tokens, int32 or int64 [b + 1].
         cu_seqlens_padded: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1]; each length is a multiple of
-            2 * cp_size, and not less than the real one.
+            2 * cp_size, and not less than the real one. On one rank (cp_size 1) only halves need an even length: with
+            first_half and second_half equal, any length will do.
         cp_size, cp_rank: the number of ranks, and which one.
         first_half, second_half: whether to count the rank's early chunk, and its late one.
 

@@ -193,3 +193,113 @@ def test_rows_without_a_token_have_no_class(package: Any) -> None:
     assert last[:4] == ([9, 10, -100, -100], [9, 10, -100, -100], [9, 10, 0, 0], [9, 10, -7, -7])
     first = SimGroup(3).run(one)[0]
     assert first[4:] == ([1, 2, -100, -100], [0.5, 1.0, 0.0, 0.0], [0.5, 1.0, 0.25, 0.25])
+
+
+@pytest.mark.parametrize("kernels", ["first", "torch"])
+@pytest.mark.parametrize("package", [cp_fast, cp_ref])
+def test_one_rank_holds_sequences_of_any_length(package: Any, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A baseline on one rank runs the code of many: lengths of 7, 0, 1 and 6, and a tail of 3."""
+    if kernels == "torch":
+        monkeypatch.setenv("CP_FAST_KERNELS", "torch")
+    helpers, cu, rows = package.thd, cumulative([7, 0, 1, 6]), torch.arange(17)
+    assert torch.equal(helpers.thd_get_partitioned_indices(cu, 17, 1, 0), rows.int())
+    for move in (helpers.thd_sequence_order_to_cp_rank_order, helpers.thd_cp_rank_order_to_sequence_order):
+        x = torch.randn(17, 2, 3, requires_grad=True)
+        there, ids = move(x, cu, 1), move((rows, rows.to(torch.uint16)), cu, 1)
+        there.square().sum().backward()
+        assert torch.equal(there, x)
+        assert there.data_ptr() != x.data_ptr()
+        assert x.grad is not None
+        assert torch.equal(x.grad, 2 * x)
+        assert [one.tolist() for one in ids] == [rows.tolist()] * 2
+        with pytest.raises(ValueError, match=r"x.shape\[0\] is 13 and cu_seqlens_padded ends at 14"):
+            move(rows[:13], cu, 1)
+    real = cumulative([4, 0, 1, 5])
+    assert torch.equal(helpers.get_cu_seqlens_on_cp_rank(real, cu, 1, 0, True, True), real)
+    assert not helpers.get_cu_seqlens_on_cp_rank(real, cu, 1, 0, False, False).any()
+    even = helpers.get_cu_seqlens_on_cp_rank(cumulative([5]), cumulative([8]), 1, 0, False, True)
+    assert even.tolist() == [0, 1]
+    for halves in ((True, False), (False, True)):
+        with pytest.raises(ValueError, match="sequence 0 the length 7, padding included, but a half needs a multiple"):
+            helpers.get_cu_seqlens_on_cp_rank(real, cu, 1, 0, *halves)
+    with pytest.raises(ValueError, match="sequence 0 7 slots, but it has 8 tokens"):
+        helpers.get_cu_seqlens_on_cp_rank(cumulative([8, 0, 0, 0]), cu, 1, 0, True, True)
+    for layout in ("dual_chunk", "contiguous"):
+        cp = package.ContextParallel(SimGroup(1).run(lambda member: member)[0], layout=layout)
+        leaf = torch.randn(17, 3, requires_grad=True)
+        batch = {"hidden": leaf, "ids": rows}
+        got = helpers.get_batch_on_this_cp_rank(batch, cp=cp, qkv_format="thd", cu_seqlens_padded=cu)
+        got["hidden"].sum().backward()
+        assert torch.equal(got["hidden"], leaf)
+        assert torch.equal(got["ids"], rows)
+        assert leaf.grad is not None
+        assert leaf.grad.eq(1).all()
+
+
+@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous", "balanced"])
+@pytest.mark.parametrize("package", [cp_fast, cp_ref])
+def test_packed_batches_with_an_axis_in_front(package: Any, layout: str) -> None:
+    """[1, t], as TransformerEngine, Megatron and verl pack: the slices are those of [t], and have the axis too."""
+    cu, ids = cumulative([8, 4]), torch.arange(100, 112)
+    hidden, positions = torch.randn(12, 3), torch.stack([torch.arange(12)] * 3)
+    flat = {"input_ids": ids, "labels": ids + 1, "loss_mask": ids > 104, "hidden": hidden}
+    flat |= {"position_ids": positions[0], "mrope_position_ids": positions}
+    sizes = {"heads_q": 1, "heads_kv": 1, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
+
+    def parts(member: Any) -> None:
+        cp = package.ContextParallel(member, layout=layout)
+        plan = package.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, **sizes) if layout == "balanced" else None
+        how = {"cp": cp, "qkv_format": "thd", "cu_seqlens_padded": None if plan else cu, "plan": plan}
+        in_front = {name: x[None] for name, x in flat.items()} | {"mrope_position_ids": positions[:, None]}
+        one = package.thd.get_batch_on_this_cp_rank(flat, **how)
+        other = package.thd.get_batch_on_this_cp_rank(in_front, **how)
+        for name, x in one.items():
+            axis = 1 if name == "mrope_position_ids" else 0
+            assert other[name].is_contiguous()
+            assert torch.equal(other[name], x.unsqueeze(axis)), name
+        mixed = package.thd.get_batch_on_this_cp_rank({"ids": ids[None], "hidden": hidden}, **how)
+        assert torch.equal(mixed["ids"], one["input_ids"][None])
+        assert torch.equal(mixed["hidden"], one["hidden"])
+        with pytest.raises(
+            ValueError, match=r"batch\['ids'\] has shape \[1, 12\] and batch\['position_ids'\] has \[1, 8\]"
+        ):
+            package.thd.get_batch_on_this_cp_rank({"ids": ids[None], "position_ids": positions[:1, :8]}, **how)
+        with pytest.raises(ValueError, match=r"batch\['mask'\] has \[1, 1, 12, 12\]: with qkv_format 'thd'"):
+            package.thd.get_batch_on_this_cp_rank({"ids": ids[None], "mask": torch.ones(1, 1, 12, 12)}, **how)
+
+    SimGroup(2).run(parts)
+
+
+@pytest.mark.parametrize("package", [cp_fast, cp_ref])
+def test_a_packed_token_is_no_axis_in_front(package: Any) -> None:
+    """Where the sequences have one token together, [1, 2] is a token of two numbers."""
+    sizes = {"heads_q": 1, "heads_kv": 1, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
+    batch = {"ids": torch.tensor([4]), "x": torch.tensor([[5.0, 6.0]])}
+
+    def one(member: Any) -> list[list[float]]:
+        cp = package.ContextParallel(member)
+        plan = package.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=torch.tensor([0, 1]), **sizes)
+        return package.thd.get_batch_on_this_cp_rank(batch, cp=cp, plan=plan)["x"].tolist()
+
+    assert SimGroup(2).run(one) == [[[5.0, 6.0]], [[0.0, 0.0]]]
+    cp = package.ContextParallel(SimGroup(1).run(lambda member: member)[0])
+    alone = package.thd.get_batch_on_this_cp_rank(batch, cp=cp, qkv_format="thd", cu_seqlens_padded=cumulative([1]))
+    assert alone["x"].tolist() == [[5.0, 6.0]]
+
+
+@pytest.mark.parametrize("package", [cp_fast, cp_ref])
+def test_padding_with_an_axis_in_front(package: Any) -> None:
+    pad, ids, cu = package.thd.pad_thd_sequences_for_cp, torch.tensor([1, 1, 1, 2, 2, 8]), cumulative([3, 2])
+    flat, in_front = pad(ids, ids + 10, cu, 4), pad(ids[None], ids[None] + 10, cu, 4)
+    assert torch.equal(in_front[0], flat[0][None])
+    assert torch.equal(in_front[1], flat[1][None])
+    assert torch.equal(in_front[2], flat[2])
+    for labels in (ids, ids[None, :3], ids[None, None]):
+        with pytest.raises(
+            ValueError, match=r"labels has shape .*; input_ids and labels must both be \[t\] or \[1, t\]"
+        ):
+            pad(ids[None], labels, cu, 4)
+    with pytest.raises(ValueError, match=r"input_ids has shape \[2, 3\]"):
+        pad(ids.view(2, 3), ids.view(2, 3), cu, 4)
+    with pytest.raises(ValueError, match="input_ids has 2 tokens, fewer than"):
+        pad(ids[None, :2], ids[None, :2], cu, 4)
