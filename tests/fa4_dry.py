@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from cp_fast import backends
 from cp_fast.backends.fa4 import fa4_backend
 from cp_fast.backends.fa4.fa4_backend import Fa4Backend
-from cp_fast.backends.fa4.scores import score_calls
+from cp_fast.backends.fa4.scores import score_kernels
 from cp_fast.backends.fa4.scores.expressions import BOOL, FLOAT, INT, LONG, Expression
-from cp_fast.backends.fa4.scores.score_program import ScoreProgram
+from cp_fast.backends.fa4.scores.launch_program import ScoreProgram
 from cp_fast.backends.fa4.scores.score_tiles import launch_tensors
 from cp_ref.common.scores.philox import kept
 from cp_ref.common.wide_dtype import wide_dtype
@@ -103,9 +103,9 @@ def _stand_ins() -> list[tuple[ModuleType, str, Any]]:
     vars(library).update(FlashAttentionForwardSm90=None, FlashAttentionBackwardSm90=None)
     return [
         (fa4_backend, "_interface", lambda: library),
-        (score_calls, "library", lambda _: SimpleNamespace(Int32=int)),
-        (score_calls, "forward_kernel", lambda: None),
-        (score_calls, "backward_kernel", lambda: None),
+        (score_kernels, "library", lambda _: SimpleNamespace(Int32=int)),
+        (score_kernels, "forward_kernel", lambda: None),
+        (score_kernels, "backward_kernel", lambda: None),
     ]
 
 

@@ -376,7 +376,7 @@ def _template(node: ast.expr) -> str:
 
 def command_entries() -> Iterator[Entry]:
     """The help of every command."""
-    from click import Context
+    from typer import Context
     from typer.main import get_command
     from typer.testing import CliRunner
 

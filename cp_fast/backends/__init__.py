@@ -14,9 +14,8 @@ from cp_fast.backends.backend_protocol import (
     VarlenBatch,
 )
 from cp_fast.backends.backend_variants import IN_PLACE_RULE, features_of, missing_in, variants
-from cp_fast.backends.blockwise.blockwise_backend import BlockwiseBackend
-from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize
-from cp_fast.backends.cudnn.cudnn_backend import CudnnBackend
+from cp_fast.backends.blockwise import BlockwiseBackend, ScoreBlockSize
+from cp_fast.backends.cudnn import CudnnBackend
 from cp_fast.backends.fa2 import BUILT_IN, Fa2Backend
 from cp_fast.backends.fa4.fa4_backend import Fa4Backend
 from cp_fast.tools.log import log_once

@@ -10,15 +10,15 @@ kernel does in one launch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import NamedTuple
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple, overload
 
+import numpy as np
 import torch
 
-from cp_fast.backends.host_lengths import Cumulative, longest
-from cp_fast.backends.launch_scores import LaunchScores
 from cp_ref.common.scores.score_inputs import ScoreInputs
 from cp_ref.spec import Feature, ScoreOptions
 
@@ -26,14 +26,115 @@ __all__ = [
     "FUSED_KERNELS",
     "Backend",
     "BackwardOperands",
+    "Cumulative",
     "Gradients",
     "LaunchOptions",
+    "LaunchPositions",
+    "LaunchScores",
     "NotInstalled",
     "Partial",
     "Places",
     "VarlenBatch",
     "check_scores",
+    "longest",
 ]
+
+# ---- lengths on the host
+#
+# Cumulative lengths of a launch on the host: a tuple in use, stored as the array that planning made.
+
+
+class Cumulative(Sequence[int]):
+    """Cumulative lengths [n + 1]. The Python numbers are made when a backend first needs all of them. Most never do,
+    and a plan has hundreds of launches of thousands of sequences.
+
+    `bound`: the upper bound of all lengths, if they will be replaced by others; it then counts as the longest.
+
+    >>> cu = Cumulative(np.array([0, 3, 5]))
+    >>> cu == (0, 3, 5), cu[-1], cu[0:2], len(cu), cu.longest, Cumulative(np.array([0, 3, 5]), bound=8).longest
+    (True, 5, (0, 3), 3, 3, 8)
+    """
+
+    def __init__(self, values: np.ndarray, bound: int | None = None) -> None:
+        self.values = values
+        self.bound = bound
+
+    @cached_property
+    def longest(self) -> int:
+        """The largest difference of neighbours, 0 without any; or the bound."""
+        return int(np.diff(self.values).max(initial=0)) if self.bound is None else self.bound
+
+    @cached_property
+    def _numbers(self) -> tuple[int, ...]:
+        return tuple(self.values.tolist())
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        return tuple(self.values[index].tolist()) if isinstance(index, slice) else int(self.values[index])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers)
+
+    def __eq__(self, other: object) -> bool:
+        return self._numbers == (other._numbers if isinstance(other, Cumulative) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._numbers)  # equal to a tuple, so its hash too
+
+    def __repr__(self) -> str:
+        return repr(self._numbers)
+
+
+def longest(cumulative: Sequence[int]) -> int:
+    """The longest of the lengths.
+
+    >>> longest((0, 3, 5))
+    3
+    """
+    if isinstance(cumulative, Cumulative):
+        return cumulative.longest
+    return max((b - a for a, b in pairwise(cumulative)), default=0)
+
+
+# ---- places of a launch's rows and heads
+#
+# The places of a launch's rows and heads, for ALiBi, score_mod and dropout.
+
+
+class LaunchPositions(NamedTuple):
+    """A number for each row of a launch, in the order in which the launch reads its rows.
+
+    Positions count the slots of a document from its first one. All rows of a segment are of one document. In a plan
+    updated in place the tables are as long as the tensors, and 0 behind the last segment.
+
+    Most launches have consecutive positions in each segment. They have a shorter table too, of which a kernel may make
+    use: `segment_places`. `aligned`: whether it is there, and all its positions are multiples of 16.
+    """
+
+    q_documents: torch.Tensor  # int32 [n]: the number of each query's document in the batch.
+    q_positions: torch.Tensor  # int32 [n]: its position inside the document.
+    q_diagonals: torch.Tensor  # int32 [n]: its position + len_kv - len_q: the key that it is aligned to.
+    k_positions: torch.Tensor  # int32 [m]: the position of each key.
+    segment_places: torch.Tensor | None = None  # int32 [4, segments]: document, first q position, diagonal, k position.
+    aligned: bool = False
+
+
+class LaunchScores(NamedTuple):
+    """The inputs of a call's scores, and where the rows and heads of one launch are."""
+
+    positions: LaunchPositions
+    first_head: int  # The number of the launch's first query head, of all query heads.
+    inputs: ScoreInputs  # Of the call: slopes of all heads.
+
+
+# ---- launches and kernel libraries
+
 
 FUSED_KERNELS = frozenset(
     {

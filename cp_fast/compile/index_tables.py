@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from cp_fast.backends.host_lengths import Cumulative
+from cp_fast.backends.backend_protocol import Cumulative
 from cp_fast.movers.rows import Rows
 from cp_ref.spec import Column, ranges
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from cp_fast.backends.launch_scores import LaunchPositions
+from cp_fast.backends.backend_protocol import LaunchPositions
 from cp_fast.compile.executable_plan import ExecutablePlan
 from cp_fast.compile.index_tables import spread
 from cp_fast.compile.instructions import Launch

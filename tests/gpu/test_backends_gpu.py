@@ -13,11 +13,16 @@ import torch
 from cp_fast import backends
 from cp_fast.backends import fa2
 from cp_fast.backends.backend_probe import probe, probe_segments
-from cp_fast.backends.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, VarlenBatch
-from cp_fast.backends.backend_variants import variants
-from cp_fast.backends.cudnn.cudnn_graphs import backward_graph, forward_graph
-from cp_fast.backends.host_lengths import Cumulative
-from cp_fast.backends.max_logit_launch import LargestLogit
+from cp_fast.backends.backend_protocol import (
+    Backend,
+    BackwardOperands,
+    Cumulative,
+    Gradients,
+    LaunchOptions,
+    VarlenBatch,
+)
+from cp_fast.backends.backend_variants import LargestLogit, variants
+from cp_fast.backends.cudnn import backward_graph, forward_graph
 from cp_ref.spec import Feature, ScoreOptions
 from tests.cp_fast.backends.placed import both_ways
 

@@ -14,9 +14,8 @@ import cp_fast
 import cp_ref
 from cp_fast.api import score_arguments
 from cp_fast.backends import Backend, BackwardOperands, Gradients, VarlenBatch, by_name
-from cp_fast.backends.backend_protocol import LaunchOptions
-from cp_fast.backends.launch_scores import LaunchPositions, LaunchScores
-from cp_fast.backends.max_logit_launch import largest_logit
+from cp_fast.backends.backend_protocol import LaunchOptions, LaunchPositions, LaunchScores
+from cp_fast.backends.backend_variants import largest_logit
 from cp_fast.checkpoint import save_attention
 from cp_ref import SimGroup, Unsupported
 from cp_ref.common.scores.score_inputs import ScoreInputs, read_score_inputs

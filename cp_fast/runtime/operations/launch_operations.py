@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions
-from cp_fast.backends.launch_scores import LaunchScores
+from cp_fast.backends.backend_protocol import LaunchScores
 from cp_fast.compile.instructions import Launch
 from cp_fast.movers.rows import Rows
 from cp_fast.runtime.pass_buffers import PassBuffers

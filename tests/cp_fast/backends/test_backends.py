@@ -21,16 +21,15 @@ from cp_fast.backends.backend_probe import probe
 from cp_fast.backends.backend_protocol import (
     Backend,
     BackwardOperands,
+    Cumulative,
     Gradients,
     LaunchOptions,
     NotInstalled,
     Partial,
     VarlenBatch,
 )
-from cp_fast.backends.blockwise.blockwise_backend import BlockwiseBackend
-from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize, score_blocks_on_device
-from cp_fast.backends.host_lengths import Cumulative
-from cp_fast.backends.max_logit_launch import LargestLogit, largest_logit
+from cp_fast.backends.backend_variants import LargestLogit, largest_logit
+from cp_fast.backends.blockwise import BlockwiseBackend, ScoreBlockSize, score_blocks_on_device
 from cp_fast.tools.log import log_once
 from cp_ref.spec import Feature, ScoreOptions, Unsupported
 from tests.cp_fast.backends.placed import both_ways
@@ -249,8 +248,8 @@ def test_blocks_that_follow_the_lengths_on_the_device(
     roomy = VarlenBatch(stale_q, stale_kv, segments.left, segments.right, on_device[0], on_device[1])
     q, k, v, dout = (torch.cat([x, torch.randn(room, *x.shape[1:], dtype=F64)]) for x in (q, k, v, dout))
     dlse = functional.pad(dlse, (0, room))
-    monkeypatch.setattr("cp_fast.backends.blockwise.blockwise_backend.score_blocks", score_blocks_on_device)
-    monkeypatch.setattr("cp_fast.backends.max_logit_launch.score_blocks", score_blocks_on_device)
+    monkeypatch.setattr("cp_fast.backends.blockwise.score_blocks", score_blocks_on_device)
+    monkeypatch.setattr("cp_fast.backends.backend_variants.score_blocks", score_blocks_on_device)
     backend = BlockwiseBackend("by the device", Feature.CPU, size)
     got = backend.forward(q, k, v, roomy, case)
     torch.testing.assert_close(Partial(got.out[:n], got.lse[:, :n], got.max_logit), want)

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from cp_fast.backends import by_name
+from cp_fast.backends import cudnn as cudnn
 from cp_fast.backends.backend_probe import probe
 from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
-from cp_fast.backends.cudnn import cudnn_backend as cudnn
-from cp_fast.backends.cudnn import cudnn_graphs
 from cp_ref.spec import Feature, ScoreOptions
 
 CPU = by_name("cpu")
@@ -143,13 +142,13 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         diagonal_alignment=SimpleNamespace(TOP_LEFT="top left", BOTTOM_RIGHT="bottom right"),
         heur_mode=SimpleNamespace(A="A", FALLBACK="FALLBACK"),
     )
-    monkeypatch.setattr(cudnn_graphs, "library", lambda: fake)
-    monkeypatch.setattr(cudnn_graphs, "_handle", lambda: None)
+    monkeypatch.setattr(cudnn, "library", lambda: fake)
+    monkeypatch.setattr(cudnn, "_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    for graphs in (cudnn_graphs.forward_graph, cudnn_graphs.backward_graph):
+    for graphs in (cudnn.forward_graph, cudnn.backward_graph):
         graphs.cache_clear()
     yield
-    for graphs in (cudnn_graphs.forward_graph, cudnn_graphs.backward_graph):
+    for graphs in (cudnn.forward_graph, cudnn.backward_graph):
         graphs.cache_clear()
 
 
@@ -238,7 +237,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setitem(sys.modules, "cudnn", None)
-    cudnn_graphs.library.cache_clear()
+    cudnn.library.cache_clear()
     assert "pip install nvidia-cudnn-frontend" in str(cudnn._why_not.__wrapped__())
 
 

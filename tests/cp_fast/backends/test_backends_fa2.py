@@ -17,15 +17,14 @@ from typer.testing import CliRunner
 
 from cp_fast import backends
 from cp_fast.backends import by_name, fa2
+from cp_fast.backends import fa2 as built_in
+from cp_fast.backends import fa2 as fa2_backend
+from cp_fast.backends import fa2 as flash_attn_adapter
+from cp_fast.backends import fa2 as varlen
 from cp_fast.backends.backend_probe import probe
-from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.backends.backend_protocol import BackwardOperands, Cumulative, LaunchOptions, VarlenBatch
 from cp_fast.backends.backend_variants import missing_in, variants
 from cp_fast.backends.fa2 import BUILT_IN, PACKAGE, Fa2Backend
-from cp_fast.backends.fa2 import fa2_backend as fa2_backend
-from cp_fast.backends.fa2 import fa2_built_in as built_in
-from cp_fast.backends.fa2 import fa2_package as flash_attn_adapter
-from cp_fast.backends.fa2 import fa2_varlen as varlen
-from cp_fast.backends.host_lengths import Cumulative
 from cp_fast.tools.cli import app
 from cp_ref.spec import Feature, ScoreOptions, Unsupported
 from tests.cp_fast.backends.fa2_stand_ins import Call, fake_aten, fake_package

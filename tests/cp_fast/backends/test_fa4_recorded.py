@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cp_fast.backends.fa4.fa4_recorded import Launches
-from cp_fast.backends.fa4.recorded_order import Step, in_little_memory
+from cp_fast.backends.fa4.fa4_recorded import Launches, Step, in_little_memory
 from cp_fast.compile.pass_table import switched_off
 
 NAMES = ("x", "bias")

@@ -15,8 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from cp_fast.backends import by_name
-from cp_fast.backends.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
-from cp_fast.backends.launch_scores import LaunchPositions, LaunchScores
+from cp_fast.backends.backend_protocol import (
+    Backend,
+    BackwardOperands,
+    LaunchOptions,
+    LaunchPositions,
+    LaunchScores,
+    VarlenBatch,
+)
 from cp_ref.common.scores.philox import kept
 from cp_ref.common.scores.score_inputs import ScoreInputs
 from cp_ref.spec import ScoreOptions

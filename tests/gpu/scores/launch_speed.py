@@ -18,7 +18,7 @@ import torch
 from cp_fast.backends import by_name
 from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions
 from cp_fast.backends.fa4.fa4_backend import _interface
-from cp_fast.backends.fa4.scores.library_modules import library
+from cp_fast.backends.fa4.scores.score_tiles import library
 from cp_ref.spec import ScoreOptions
 from tests.gpu.scores.launch_cases import Case, Problem, problem_of
 

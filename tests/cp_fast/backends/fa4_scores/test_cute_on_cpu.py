@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cp_fast.backends.fa4.scores.library_modules import library
-from cp_fast.backends.fa4.scores.score_program import PlaceTables, ScoreProgram
-from cp_fast.backends.fa4.scores.score_tiles import Tile, Values
-from cp_fast.backends.fa4.scores.tracing.trace_scores import trace_scores
+from cp_fast.backends.fa4.scores.launch_program import PlaceTables, ScoreProgram
+from cp_fast.backends.fa4.scores.score_tiles import Tile, Values, library
+from cp_fast.backends.fa4.scores.trace_scores import trace_scores
 from cp_ref.common.scores.philox import kept
 from tests.cp_fast.backends.fa4_scores.functions import FUNCTIONS, places
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cp_fast.backends.fa4.scores.tracing.trace_scores import trace_scores
+from cp_fast.backends.fa4.scores.trace_scores import trace_scores
 from cp_ref.spec import Unsupported
 from tests.cp_fast.backends.fa4_scores.functions import FUNCTIONS, TABLE, places, refused
 from tests.fa4_dry import evaluated

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
+from cp_fast.backends.backend_protocol import LaunchPositions, LaunchScores
 from cp_fast.backends.fa4.scores.launch_program import launch_program, traced_scores
-from cp_fast.backends.launch_scores import LaunchPositions, LaunchScores
 from cp_ref.common.scores.score_inputs import ScoreInputs
 from cp_ref.spec import ScoreOptions, Unsupported
 from tests.cp_fast.backends.fa4_scores.functions import SLOPES, TABLE

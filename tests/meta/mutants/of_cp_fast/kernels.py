@@ -109,13 +109,13 @@ def _dk_heads_rotated(backward: Any, *arguments: Any) -> Any:
 
 _KERNELS, _BACKEND = (
     "cp_fast.movers.torch_movers.torch_kernels.TorchKernels",
-    "cp_fast.backends.blockwise.blockwise_backend.BlockwiseBackend",
+    "cp_fast.backends.blockwise.BlockwiseBackend",
 )
 _COLUMNS, _SCORES = (
-    "cp_fast.backends.blockwise.score_blocks.visible_columns",
-    "cp_fast.backends.blockwise.blockwise_backend._scores",
+    "cp_fast.backends.blockwise.visible_columns",
+    "cp_fast.backends.blockwise._scores",
 )
-_FOLD = "cp_fast.backends.blockwise.blockwise_backend.fold"
+_FOLD = "cp_fast.backends.blockwise.fold"
 
 
 def _tile(text: str, target: str, change: Any, tier: str = "kernel") -> Mutant:

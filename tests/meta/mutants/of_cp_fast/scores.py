@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cp_fast.backends.launch_scores import LaunchScores
+from cp_fast.backends.backend_protocol import LaunchScores
 from cp_ref.common.scores.pair_scores import PairScores
 from cp_ref.common.scores.score_inputs import ScoreInputs
 from tests.meta.mutants.model import Mutant, wrap
@@ -90,7 +90,7 @@ def _another_mask(backward: Any, self: Any, operands: Any, segments: Any, option
 
 
 _SPANS = "cp_fast.runtime.row_positions.span_places"
-_PLACED = "cp_fast.backends.blockwise.blockwise_backend.placed_scores"
+_PLACED = "cp_fast.backends.blockwise.placed_scores"
 
 MUTANTS: dict[str, Mutant] = {
     "positions-of-the-launch": Mutant(
@@ -118,7 +118,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "low-half-of-the-seed": Mutant("the seed's high half is left out", _PLACED, _inputs(_half_a_seed), "probes"),
     "other-pairs-dropped-in-the-backward": Mutant(
-        "the backward pass drops other pairs", "cp_fast.backends.blockwise.blockwise_backend.BlockwiseBackend.backward",
+        "the backward pass drops other pairs", "cp_fast.backends.blockwise.BlockwiseBackend.backward",
         wrap(_another_mask), "probes",
     ),
     "kept-weights-as-they-are": Mutant(

@@ -22,12 +22,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from cp_fast.backends.fa4.scores.aten_operations import DOCUMENTED, TracedValues, translate
 from cp_fast.backends.fa4.scores.expressions import Expression, NoExpression
-from cp_fast.backends.fa4.scores.tracing.aten_operations import DOCUMENTED, translate
-from cp_fast.backends.fa4.scores.tracing.traced_values import TracedValues
 from cp_ref.spec import Unsupported
 
-__all__ = ["TracedScores", "trace_scores"]
+__all__ = [
+    "TracedScores",
+    "trace_scores",
+]
 
 PLACES = ("b", "h", "q_idx", "kv_idx", "diagonal")
 

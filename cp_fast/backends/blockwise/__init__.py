@@ -1,1 +1,0 @@
-"""Backends "cpu" and "torch": attention by PyTorch's own matrix products."""

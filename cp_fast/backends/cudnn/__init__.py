@@ -1,1 +1,0 @@
-"""Backend "cudnn": cuDNN's fused attention."""
