@@ -12,11 +12,11 @@ from cp_fast.movers.operand_layouts import lengths_on, plain, rows, rows_out, to
 from cp_fast.movers.operators.registered import check_chunks, check_halves, nothing, operator
 from cp_fast.movers.select_kernels import kernels
 from cp_fast.movers.torch_movers.torch_asserts import assert_lengths, assert_real_lengths
+from cp_fast.movers.torch_movers.torch_rows import rank_lengths
 from cp_ref.common.thd.checks import MOST_ROWS, check_both, check_count, check_counted, check_fits, check_room
 from cp_ref.common.thd.declared_halves import check_read_half
 from cp_ref.common.thd.declared_indices import check_partition, check_reorder
 from cp_ref.common.thd.declared_valid import check_copy, check_rank_lengths
-from cp_ref.common.thd.row_tables import rank_lengths
 from cp_ref.spec import check_apart
 
 __all__: list[str] = []

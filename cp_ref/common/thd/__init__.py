@@ -6,7 +6,6 @@
     declared_corrections   merging a ring step's LSE, output and gradients, in place
     declared_batches       padding a batch so that it divides, and cutting it
     head_dims              padding V, trimming the output
-    row_tables             the index tables: which rows each helper reads or changes
     checks, tuples         what the declarations share
 
 GLOBAL lengths are those of the whole packed buffer. LOCAL lengths are those of a rank's slice: the global ones divided

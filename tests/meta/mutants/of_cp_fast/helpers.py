@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cp_fast.movers import LengthsMap
-from cp_ref.common.thd import row_tables
+from cp_fast.movers.torch_movers import torch_rows
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
@@ -29,7 +29,7 @@ def _border_before(_: Any, rows: Tensor, lengths: Tensor, total: int) -> Any:
     """A sequence's first row is found in the sequence before it."""
     bounds = torch.nn.functional.pad(lengths.long(), (0, 1), value=total)
     seq = (torch.searchsorted(bounds[:-1], rows, right=False) - 1).clamp_(min=0)
-    return row_tables.Located(seq, bounds[seq], bounds[seq + 1])
+    return torch_rows.Located(seq, bounds[seq], bounds[seq + 1])
 
 
 def _tail_stays(order: Any, lengths: Tensor, total: int, cp_size: int) -> Tensor:
@@ -148,20 +148,20 @@ MUTANTS: dict[str, Mutant] = {
     "rows-found-before-a-border": _helper(
         "a first row belongs to the sequence before",
         _REORDER,
-        f"{_ROWS}.locate cp_ref.common.thd.row_tables.locate",
+        f"{_ROWS}.locate",
         _border_before,
     ),
     "order-backwards": _helper(
         "the inverse in its place",
         _REORDER,
         f"{_ROWS}.rank_order_rows",
-        lambda _, *arguments: row_tables.sequence_order_rows(*arguments),
+        lambda _, *arguments: torch_rows.sequence_order_rows(*arguments),
     ),
     "inverse-order-backwards": _helper(
         "the reorder in its place",
         _INVERSE,
         f"{_ROWS}.sequence_order_rows",
-        lambda _, *arguments: row_tables.rank_order_rows(*arguments),
+        lambda _, *arguments: torch_rows.rank_order_rows(*arguments),
     ),
     "order-without-the-tail": _helper(
         "the tail stays at the end", _REORDER, f"{_ROWS}.rank_order_rows", _tail_stays

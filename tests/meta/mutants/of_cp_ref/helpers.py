@@ -23,7 +23,7 @@ def _applied_backwards(other: str) -> Any:
     def wrong(reorder: Any, x: Any, cu: torch.Tensor, cp_size: int) -> Any:
         from pkgutil import resolve_name
 
-        return resolve_name(f"cp_ref.thd.indices:{other}")(x, cu, cp_size)
+        return resolve_name(f"cp_ref.thd:{other}")(x, cu, cp_size)
 
     return wrap(wrong)
 
