@@ -53,7 +53,8 @@ PASSES = (
         "merge_causal",
         "tiles",
         "makes the own tiles of a causal attention slice (early x early, late x early, late x late) one causal square; "
-        "makes it and tiles that see what it hides rectangles, where common keys cost nothing",
+        "makes it and tiles that see what it hides rectangles, where common keys cost nothing; makes many rows that see a "
+        "key more each one causal segment",
     ),
     Pass(
         "split_windows", "tiles", "splits a tile into at most three, so that tiles of all sequences share four windows"
@@ -66,7 +67,8 @@ PASSES = (
     Pass(
         "factor_keys",
         "tiles",
-        "where attention slices share rows: lets queries take the keys that they share together",
+        "where attention slices share rows, or one has many segments that share keys: lets queries take the keys that "
+        "they share together",
     ),
     Pass(
         "dedupe_queries",

@@ -18,13 +18,15 @@ from weakref import WeakValueDictionary, ref
 import numpy as np
 import torch
 
-__all__ = ["OfThisProcess", "forget", "object_of", "opaque_for"]
+__all__ = ["OfThisProcess", "again", "forget", "object_of", "opaque_for"]
 
 _numbers = count(1)
 
 
 class _Number(np.ndarray):
-    """A handle's memory: a number, the object of the handle, and another one with the same attributes."""
+    """A handle's memory: a number, the object of the handle, and another one with the same attributes; or of the handle
+    once more, the first one's memory.
+    """
 
     thing: ref[Any]
     same: Any
@@ -58,6 +60,16 @@ def _made(thing: Any) -> torch.Tensor:
     vars(memory.same).update({name: value for name, value in vars(thing).items() if name != "handle"})
     _handles[number] = memory
     return torch.from_numpy(memory)  # which keeps the array
+
+
+@torch.inference_mode(False)
+def again(handle: torch.Tensor) -> torch.Tensor:
+    """The handle once more, in memory of its own, which keeps what the object had as the handle's memory does. For
+    operators: a compiled graph may write over the memory of their results.
+    """
+    memory = np.array(int(handle), dtype=np.int64).view(_Number)
+    memory.same = _handles[int(handle)]
+    return torch.from_numpy(memory)
 
 
 def forget(handle: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from cp_fast.api.implicit_plan import Call, plan_of_call
 from cp_fast.api.library_operators import attention_in_graph
 from cp_fast.api.planned_call import CallFlags
 from cp_fast.api.score_arguments import ScoreArguments
-from cp_fast.dispatch.opaque import object_of
+from cp_fast.dispatch.opaque import again, object_of
 from cp_fast.integrations.shared.balanced_table import table_of_batch
 from cp_fast.integrations.shared.drop_in import Asked, drop_in
 from cp_fast.integrations.shared.shared_arguments import (
@@ -201,7 +201,7 @@ def _plan_of_documents(
             {f"torchtitan's attention over {plan.backend.name!r}": set()},
             "its backward pass needs other tensors than the graph keeps; leave compile off",
         )
-    return plan.handle.clone()
+    return again(plan.handle)  # The backward pass may come when the plan is no longer cached.
 
 
 @_plan_of_documents.register_fake

@@ -48,7 +48,27 @@ def test_tables(package: str, data: st.DataObject) -> None:
     table = data.draw(tables(lengths, cp_size))
     comm, window = data.draw(st.sampled_from(["p2p", "all_gather", "a2a"])), data.draw(st.sampled_from([-1, 0, 3]))
     mask = data.draw(st.sampled_from(["causal", "no_mask"]))
-    played = PACKAGES[package]
+    against_oracle(PACKAGES[package], cp_size, comm, lengths, table, mask, window)
+
+
+STRIPES = [("p2p", 1, -1), ("p2p", 3, -1), ("p2p", 1, 20), ("all_gather", 1, -1), ("a2a", 2, -1)]
+
+
+@pytest.mark.parametrize(("comm", "rows", "window"), STRIPES)
+def test_stripes(comm: str, rows: int, window: int) -> None:
+    """A few rows to each rank in turn: many fragments, each with other keys, which `cp_fast` makes few segments."""
+    lengths = (61, 5, 100)
+    table = [
+        (start // rows % 3, number, start, min(start + rows, length))
+        for number, length in enumerate(lengths)
+        for start in range(0, length, rows)
+    ]
+    against_oracle(cp_fast, 3, comm, lengths, table, "causal", window)
+
+
+def against_oracle(
+    played: Any, cp_size: int, comm: str, lengths: tuple[int, ...], table: Any, mask: str, window: int
+) -> None:
     cu = torch.tensor([0, *accumulate(lengths)])
     options = {"qkv_format": "thd", "attn_mask_type": mask, "window_size": (window, -1), "cu_seqlens_q": cu}
     generator = torch.Generator().manual_seed(0)

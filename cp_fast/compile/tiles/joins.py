@@ -6,6 +6,15 @@ merge_causal     the own chunks of a causal sequence: q early x k early, q late 
 merge_triangles  a causal tile and tiles that see what it hides: rectangles, which segments with common keys make cheap.
 merge_dense      tiles without hidden pairs and with the same queries: one segment with all their keys in any order.
                  Tiles of other queries with exactly the same keys join it too.
+merge_stripes    segments of many rows, each of which sees a key more than the row before it: one causal segment.
+halved_stairs    many segments, each of which sees the keys of the one before it and more: few disjoint rectangles.
+
+Stripes: row n of eight ranks' buffers is row 8 n + rank of the document. Rank 2 sees keys of rank 1, and of two ranks:
+
+    merge_stripes    a . . .      halved_stairs    a a . . . . . .      a: one launch
+                     a a . .                       b b a a . . . .      b: another one
+                     a a a .                       c c c c a a . .      c: a third
+                     a a a a                       c c c c b b a a
 """
 
 from __future__ import annotations
@@ -21,9 +30,10 @@ from cp_ref.spec import UNBOUNDED, Column, ranges
 from cp_ref.spec.tables.attention_slices import pairs
 from cp_ref.spec.tables.table import constant, runs
 
-__all__ = ["merge_adjacent", "merge_causal", "merge_dense", "merge_triangles"]
+__all__ = ["halved_stairs", "merge_adjacent", "merge_causal", "merge_dense", "merge_stripes", "merge_triangles"]
 
-_ADJACENT, _CAUSAL, _DENSE = map(bit_of, ("merge_adjacent", "merge_causal", "merge_dense"))
+_ADJACENT, _CAUSAL, _DENSE, _FACTOR = map(bit_of, ("merge_adjacent", "merge_causal", "merge_dense", "factor_keys"))
+_MANY = 8  # Segments of an attention slice; fewer are a launch each.
 
 
 def merge_dense(tiles: BandTiles) -> LaunchSegments:
@@ -67,6 +77,109 @@ def _same_keys(tiles: BandTiles, begin: Column, size: Column) -> Column:
         ends = np.cumsum(size[1:][some])
         same[some] = np.logical_and.reduceat(equal, ends - size[1:][some])
     return same
+
+
+def merge_stripes(segments: LaunchSegments) -> LaunchSegments:
+    """Rows of an attention slice that see a key more each, as causal segments. `segments` have no mask, and attention
+    slices no rows in common.
+
+    >>> rows = range(10)  # row 8 n + 1 sees keys 0, 8, ..., 8 n
+    >>> q, k = [(n, 8 * n + 1, 8 * n + 2) for n in rows], [(n, 8 * m, 8 * m + 1) for n in rows for m in range(n + 1)]
+    >>> one = merge_stripes(replace(LaunchSegments.of_rows(q, k), area=np.zeros(10, dtype=np.int64)))
+    >>> len(one), one.right.tolist(), list(one.k.rows()) == [(0, 8 * m, 8 * m + 1) for m in rows]
+    (1, [0], True)
+    """
+    grows = _sees_more(segments)
+    if not grows.any():
+        return segments
+    rows, keys = (side.lengths(len(segments)) for side in (segments.q, segments.k))
+    grows &= (rows == 1) & np.append(False, (rows[:-1] == 1) & (keys[1:] == keys[:-1] + 1))
+    begin, size = runs(~grows[1:], len(segments))
+    stripe = size > _MANY
+    if not stripe.any():
+        return segments
+    begin, size = begin[stripe], size[stripe]
+    inside, last = ranges(begin, size), segments.take(begin + size - 1)
+    number = np.repeat(np.arange(len(begin)), size)
+    queries = segments.take(inside).q
+    merged = LaunchSegments(
+        last.area,
+        last.left,
+        np.zeros_like(last.right),
+        constant(_CAUSAL, last.area),
+        SegmentSpans(number[queries.segment], queries.start, queries.stop),
+        last.k,
+    )
+    kept = np.ones(len(segments), dtype=bool)
+    kept[inside] = False
+    return LaunchSegments.concat([segments.take(np.flatnonzero(kept)), merged])
+
+
+def halved_stairs(segments: LaunchSegments) -> tuple[LaunchSegments, Column]:
+    """Segments without a mask, sorted by attention slice, in launches without repeated rows; and each one's launch. The
+    later half of an attention slice's segments takes the keys of the earlier half together, and both are halved again,
+    where every segment sees the keys of the one before it. Other attention slices have a segment in each launch.
+
+    >>> q = [(n, 10 + n, 11 + n) for n in range(9)]
+    >>> some = LaunchSegments.of_rows(q, [(n, 2 * m, 2 * m + 1) for n in range(9) for m in range(2 * n + 1)])
+    >>> found, launch = halved_stairs(replace(some, area=np.zeros(9, dtype=np.int64)))
+    >>> launch.tolist(), found.take(np.flatnonzero(launch == 3)).q.rows().__next__()
+    ([0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 4], (0, 14, 15))
+    """
+    count = len(segments)
+    first = np.searchsorted(segments.area, segments.area)
+    place = np.arange(count) - first  # In their attention slice.
+    grows = _sees_more(segments) | (place == 0)
+    some = np.bincount(segments.area)[segments.area] > _MANY
+    stair = some & np.logical_and.reduceat(grows, np.unique(first))[np.cumsum(place == 0) - 1]
+    if not stair.any():
+        return segments, place
+    spans_q, spans_k = (np.searchsorted(x.segment, np.arange(count + 1)) for x in (segments.q, segments.k))
+    keys = np.diff(spans_k)  # Spans of keys of each segment.
+    before = np.where(place == 0, 0, np.append(0, keys[:-1]))  # Those that the one before it sees too.
+    own, rest = np.flatnonzero(stair), np.flatnonzero(~stair)
+    # Of each rectangle: its launch, first and last segment of queries, the segment that has its keys, which of them.
+    parts = [(constant(0, own), own, own, own, before[own], keys[own])]
+    for bit in range(int(place[own].max()).bit_length()):
+        later = own[place[own] >> bit & 1 > 0]
+        begin, size = runs(later[1:] != later[:-1] + 1, len(later))
+        middle = later[begin]
+        early = middle - (1 << bit)
+        parts.append(
+            (constant(bit + 1, middle), middle, later[begin + size - 1], middle - 1, before[early], before[middle])
+        )
+    parts.append((place[rest], rest, rest, rest, np.zeros_like(rest), keys[rest]))
+    launch, head, tail, of, key, stop = (np.concatenate(column) for column in zip(*parts, strict=True))
+    sides: list[SegmentSpans] = []
+    for spans, begin, size in (
+        (segments.q, spans_q[head], spans_q[tail + 1] - spans_q[head]),
+        (segments.k, spans_k[of] + key, stop - key),
+    ):
+        row = ranges(begin, size)
+        sides.append(SegmentSpans(np.repeat(np.arange(len(head)), size), spans.start[row], spans.stop[row]))
+    made_by = np.where(stair[head], _FACTOR, segments.made_by[head])
+    q, k = sides
+    return LaunchSegments(segments.area[head], segments.left[head], segments.right[head], made_by, q, k), launch
+
+
+def _sees_more(segments: LaunchSegments) -> Column:
+    """Whether each segment without a mask sees the keys of the segment before it, first, and more keys, in an attention
+    slice that has many segments.
+    """
+    area, count = segments.area, len(segments)
+    more = np.zeros(count, dtype=bool)
+    if count <= _MANY or int(np.bincount(area).max()) <= _MANY:
+        return more
+    first = np.searchsorted(segments.k.segment, np.arange(count + 1))
+    size = np.diff(first)
+    more[1:] = (area[1:] == area[:-1]) & (size[1:] > size[:-1]) & (segments.left[1:] < 0) & (segments.right[1:] < 0)
+    some = np.flatnonzero(more)
+    if len(some):
+        before, here = ranges(first[some - 1], size[some - 1]), ranges(first[some], size[some - 1])
+        k = segments.k
+        equal = (k.start[here] == k.start[before]) & (k.stop[here] == k.stop[before])
+        more[some] = np.logical_and.reduceat(equal, np.cumsum(size[some - 1]) - size[some - 1])
+    return more
 
 
 def merge_adjacent(tiles: BandTiles) -> BandTiles:

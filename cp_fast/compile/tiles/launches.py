@@ -10,7 +10,14 @@ import numpy as np
 
 from cp_fast.compile.pass_table import bit_of
 from cp_fast.compile.row_maps import RowMap, Spans
-from cp_fast.compile.tiles.joins import merge_adjacent, merge_causal, merge_dense, merge_triangles
+from cp_fast.compile.tiles.joins import (
+    halved_stairs,
+    merge_adjacent,
+    merge_causal,
+    merge_dense,
+    merge_stripes,
+    merge_triangles,
+)
 from cp_fast.compile.tiles.segments import LaunchSegments, SegmentSpans, one_each
 from cp_fast.compile.tiles.shared_keys import dedupe_queries, factor_keys
 from cp_fast.compile.tiles.sharing import areas_meet, layers, prepend_keys, split_disjoint
@@ -42,7 +49,9 @@ def tile_launches(
     if "merge_adjacent" not in skipped:
         tiles = merge_adjacent(tiles)
     if rule.disjoint or not areas_meet(tiles):
-        found = _batches(_Segments.of(tiles, rule, skipped).with_dense(), rule, skipped)
+        segments = _Segments.of(tiles, rule, skipped)
+        dense = segments.dense if "merge_causal" in skipped else merge_stripes(segments.dense)
+        found = _batches(segments.with_dense(dense), rule, skipped)
         return [replace(some, made_by=some.made_by | _BATCH) if len(some) > 1 else some for some in found]
     best = _best(_Segments.of(tiles, rule, skipped), rule, skipped, keys_repeat=keys_repeat)
     if keys_repeat and "merge_causal" not in skipped:
@@ -142,7 +151,7 @@ def _batches(segments: LaunchSegments, rule: WindowRule, skipped: Collection[str
         yield from _one_by_one(segments)
         return
     for group in _by_window(segments, rule):
-        yield from _places(group)
+        yield from _places(group, skipped)
 
 
 def _most_keys(segments: LaunchSegments) -> int:
@@ -198,16 +207,20 @@ def _by_window(segments: LaunchSegments, rule: WindowRule) -> Iterator[LaunchSeg
         yield segments.take(np.flatnonzero((left == window[0]) & (right == window[1])))
 
 
-def _places(segments: LaunchSegments) -> Iterator[LaunchSegments]:
+def _places(segments: LaunchSegments, skipped: Collection[str]) -> Iterator[LaunchSegments]:
     """The segments in launches without repeated rows of queries or keys, since results are added by rows. The first
     segments of all attention slices are one launch, the second ones the next: attention slices have no rows in common.
+    Stairs of many segments are halved first.
     """
     if not (overlap(segments.q.start, segments.q.stop) or overlap(segments.k.start, segments.k.stop)):
         yield segments
         return
     if not bool((segments.area[1:] >= segments.area[:-1]).all()):
         segments = segments.take(np.argsort(segments.area, kind="stable"))
-    place = np.arange(len(segments)) - np.searchsorted(segments.area, segments.area)  # In their attention slice.
+    if "factor_keys" in skipped:
+        place = np.arange(len(segments)) - np.searchsorted(segments.area, segments.area)  # In their attention slice.
+    else:
+        segments, place = halved_stairs(segments)
     for n in range(int(place.max()) + 1):
         yield segments.take(np.flatnonzero(place == n))
 

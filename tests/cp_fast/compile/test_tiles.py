@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
-from hypothesis import event, given
+import pytest
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from cp_fast.compile.instructions import Launch
+from cp_fast.compile.lowering.lower_schedule import lower
+from cp_fast.compile.pipeline import optimized
 from cp_fast.compile.tiles.joins import merge_causal, merge_dense
 from cp_fast.compile.tiles.launches import tile_launches
 from cp_fast.compile.tiles.segments import one_each
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles, split_windows, windowed
-from cp_ref.spec import UNBOUNDED, AttentionSlices, Tiles
+from cp_ref.spec import UNBOUNDED, AttentionSlices, Fragments, Ownership, Tiles, Workload
+from cp_ref.spec.planners.all_gather import plan_all_gather_rank
+from cp_ref.spec.planners.p2p import plan_p2p_rank
+from cp_ref.spec.planners.ring_members import RingMembers
 from tests.cp_fast.compile.brute_force import (
     Segment,
     band_pairs,
@@ -23,6 +32,7 @@ from tests.cp_fast.compile.brute_force import (
     segments_of,
     window_pairs,
 )
+from tests.marks import examples
 
 Ruled = tuple[BandTiles, WindowRule]
 
@@ -228,3 +238,67 @@ def test_areas_that_share_rows_are_launched_apart() -> None:
     assert not any(list(rows_twice(launch)) for launch in launches)
     got = [kernel_pairs(segments_of(launch)) for launch in launches]
     assert sum(got, start=type(got[0])()) == band_pairs(tiles)
+
+
+@st.composite
+def stairs(draw: st.DrawFn) -> BandTiles:
+    """Tiles of documents whose rows some ranks have in turn: one rank's queries, and the keys of one or more."""
+    rows: list[tuple[int, ...]] = []
+    areas: list[tuple[int, ...]] = []
+    for number in range(draw(st.integers(1, 3))):
+        cp_size, size, length = draw(st.integers(2, 4)), draw(st.sampled_from([1, 1, 1, 2])), draw(st.integers(0, 70))
+        window, begin = draw(st.sampled_from([UNBOUNDED, UNBOUNDED, 30])), 100 * number
+        queries, *keys = (draw(st.integers(0, cp_size - 1)) for _ in range(draw(st.integers(2, 3))))
+        spans = [(n, begin + a, begin + min(a + size, length)) for n, a in enumerate(range(0, length, size))]
+        areas.append((begin, begin + length, begin, begin + length, -window, 0))
+        rows += [
+            (number, *q, *k, 0, 1)
+            for (m, *q), (n, *k) in product(spans, spans)
+            if m % cp_size == queries and n % cp_size in keys
+        ]
+    return band_tiles(AttentionSlices.of_rows(areas), Tiles.of_rows(rows))
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(stairs(), st.sets(st.sampled_from(["merge_causal", "factor_keys"])))
+def test_stripes(tiles: BandTiles, off: set[str]) -> None:
+    """Few launches have the pairs of many tiles, no row twice; those of a document do not depend on the others."""
+    rule = WindowRule((-1, 0), 2048, disjoint=True)
+    launches = tile_launches(tiles, rule, off)
+    pairs = [kernel_pairs(segments_of(launch)) for launch in launches]
+    assert sum(pairs, start=type(band_pairs(tiles))()) == band_pairs(tiles)
+    assert not any(list(rows_twice(launch)) for launch in launches)
+    for area in set(tiles.area.tolist()):
+        alone = tile_launches(tiles.take(tiles.area == area), rule, off)
+        here = {row for some in alone for segment in segments_of(some) for row in segment[1]}
+        together = [s for some in launches for s in segments_of(some) if s[1][0] in here]
+        assert together == [s for some in alone for s in segments_of(some)]
+
+
+@pytest.mark.parametrize(("comm", "most"), [("p2p", 8), ("all_gather", 16)])
+def test_the_work_for_stripes_does_not_grow_with_them(comm: str, most: int) -> None:
+    """Twice as many rows, each a fragment, take as many calls of Python's and NumPy's functions."""
+
+    def planned(tokens: int) -> tuple[int, int]:
+        rows = Fragments.of_rows([(rank, n, n + 1, n // 8) for rank in range(8) for n in range(rank, tokens, 8)])
+        areas = AttentionSlices.of_rows([(0, tokens, 0, tokens, -UNBOUNDED, 0)])
+        work = Workload(areas, Ownership(8, rows, rows))
+        planners = {"p2p": plan_p2p_rank, "all_gather": plan_all_gather_rank}
+        calls = 0
+
+        def count(*event: Any) -> None:
+            nonlocal calls
+            calls += event[1] in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            forward, backward = planners[comm](RingMembers(work), 3)
+            draft = lower(work, 3, forward, backward, (), WindowRule((-1, 0), 2048))
+        finally:
+            sys.setprofile(None)
+        return calls, len(list(optimized(draft).plan.forward.of(Launch)))
+
+    planned(80)  # Caches of classes and functions are then full.
+    (few, launches), (many, more) = planned(480), planned(960)
+    assert many < 1.3 * few, (few, many)
+    assert launches <= more <= most

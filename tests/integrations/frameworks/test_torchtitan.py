@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import cp_fast
+from cp_fast.api.plan_cache import Agreements
 from cp_fast.integrations import torchtitan as ours
 from cp_fast.integrations.loss import token_mean
 from cp_ref import SimGroup, dense_attention
@@ -292,6 +294,38 @@ def compiled(comm: str, layout: str, backend: str) -> list[str]:
 @pytest.mark.thorough
 def test_a_compiled_block_is_one_graph(two: Processes) -> None:
     assert two.run(compiled, "p2p", "balanced", "aot_eager") == [[], []]
+
+
+def microbatches(backend: str) -> list[bool]:
+    """Whether each gradient of 20 batches that go forward, and then backward, is the eager one's."""
+    cp = cp_fast.ContextParallel(dist.group.WORLD)
+    weight = torch.ones(8, requires_grad=True)
+
+    def call(x: torch.Tensor, masks: Any) -> torch.Tensor:
+        h = x * weight
+        return ours.attention_forward(h, h, h, attention_masks=masks, cp=cp, window_size=(-1, 0))
+
+    grads: list[list[torch.Tensor]] = []
+    torch._dynamo.reset()
+    for one in (call, torch.compile(call, fullgraph=True, backend=backend)):
+        losses = []
+        for n in range(1, MICROBATCHES + 1):
+            cu = torch.tensor([0, n, 24], dtype=torch.int32)
+            generator = torch.Generator().manual_seed(dist.get_rank() + 2 * n)
+            x = torch.randn(1, 12, 2, 8, generator=generator)
+            losses.append(one(x, attention.VarlenMetadata(cu, cu, 24, 24)).square().sum())
+        gc.collect()
+        grads.append([torch.autograd.grad(loss, weight)[0] for loss in losses])
+    return [torch.allclose(*both) for both in zip(*grads, strict=True)]
+
+
+MICROBATCHES = 20  # More than `Agreements` keeps.
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+def test_every_forward_pass_may_come_before_the_first_backward_pass(two: Processes, backend: str) -> None:
+    assert MICROBATCHES > Agreements.SIZE
+    assert two.run(microbatches, backend) == [[True] * MICROBATCHES] * 2
 
 
 def compiled_wrongly() -> list[str]:
