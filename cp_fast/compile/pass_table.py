@@ -53,8 +53,8 @@ PASSES = (
         "merge_causal",
         "tiles",
         "makes the own tiles of a causal attention slice (early x early, late x early, late x late) one causal square; "
-        "makes it and tiles that see what it hides rectangles, where common keys cost nothing; makes many rows that see "
-        "a key more each one causal segment",
+        "makes it and tiles that see what it hides rectangles, where common keys cost nothing; makes many rows that "
+        "see a key more each one causal segment",
     ),
     Pass(
         "split_windows", "tiles", "splits a tile into at most three, so that tiles of all sequences share four windows"
