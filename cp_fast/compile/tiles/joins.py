@@ -6,7 +6,8 @@ merge_causal     the own chunks of a causal sequence: q early x k early, q late 
 merge_triangles  a causal tile and tiles that see what it hides: rectangles, which segments with common keys make cheap.
 merge_dense      tiles without hidden pairs and with the same queries: one segment with all their keys in any order.
                  Tiles of other queries with exactly the same keys join it too.
-merge_stripes    segments of many rows, each of which sees a key more than the row before it: one causal segment.
+merge_stripes    segments of many rows, each of which sees a key more than the row before it: one causal segment. With a
+                 window, later rows have the row before's keys from the next one on.
 halved_stairs    many segments, each of which sees the keys of the one before it and more: few disjoint rectangles.
 
 Stripes: row n of eight ranks' buffers is row 8 n + rank of the document. Rank 2 sees keys of rank 1, and of two ranks:
@@ -80,8 +81,8 @@ def _same_keys(tiles: BandTiles, begin: Column, size: Column) -> Column:
 
 
 def merge_stripes(segments: LaunchSegments) -> LaunchSegments:
-    """Rows of an attention slice that see a key more each, as causal segments. `segments` have no mask, and attention
-    slices no rows in common.
+    """Rows of an attention slice that see a key more each, as causal segments; with a window, later rows see as many
+    keys as the row before them, from the next one on. `segments` have no mask, and attention slices no rows in common.
 
     >>> rows = range(10)  # row 8 n + 1 sees keys 0, 8, ..., 8 n
     >>> q, k = [(n, 8 * n + 1, 8 * n + 2) for n in rows], [(n, 8 * m, 8 * m + 1) for n in rows for m in range(n + 1)]
@@ -89,26 +90,41 @@ def merge_stripes(segments: LaunchSegments) -> LaunchSegments:
     >>> len(one), one.right.tolist(), list(one.k.rows()) == [(0, 8 * m, 8 * m + 1) for m in rows]
     (1, [0], True)
     """
-    grows = _sees_more(segments)
-    if not grows.any():
+    if not _many(segments):
         return segments
-    rows, keys = (side.lengths(len(segments)) for side in (segments.q, segments.k))
-    grows &= (rows == 1) & np.append(False, (rows[:-1] == 1) & (keys[1:] == keys[:-1] + 1))
-    begin, size = runs(~grows[1:], len(segments))
-    stripe = size > _MANY
+    (rows, keys), area, k = (
+        (side.lengths(len(segments)) for side in (segments.q, segments.k)),
+        segments.area,
+        segments.k,
+    )
+    first = np.searchsorted(k.segment, np.arange(len(segments) + 1))
+    last, size = first[1:] - 1, np.diff(first)
+    single = (rows == 1) & (k.stop[last] - k.start[last] == 1)
+    next_to = single[1:] & single[:-1] & (area[1:] == area[:-1]) & (k.start[last[1:]] > k.start[last[:-1]])
+    grows, slides = (next_to & (keys[1:] == keys[:-1] + more) & (size[1:] == size[:-1] + more) for more in (1, 0))
+    grows &= _same(k, first[1:-1], first[:-2], np.where(grows, size[:-1], 0))
+    slides &= _same(k, first[1:-1], first[:-2] + 1, np.where(slides, size[1:] - 1, 0))
+    follows = slides | grows & ~np.append(False, slides[:-1])  # No row sees more keys once one has lost one.
+    begin, count = runs(~follows, len(segments))
+    stripe = count > _MANY
     if not stripe.any():
         return segments
-    begin, size = begin[stripe], size[stripe]
-    inside, last = ranges(begin, size), segments.take(begin + size - 1)
-    number = np.repeat(np.arange(len(begin)), size)
+    begin, count = begin[stripe], count[stripe]
+    end, number = begin + count - 1, np.arange(len(begin))
+    inside = ranges(begin, count)
     queries = segments.take(inside).q
+    # The keys of the first row, and the last key of each other one.
+    start = last[begin] - size[begin] + 1
+    key = np.concatenate([ranges(start, size[begin]), last[np.setdiff1d(inside, begin)]])
+    of = np.concatenate([np.repeat(number, size[begin]), np.repeat(number, count - 1)])
+    order = np.lexsort((k.start[key], of))
     merged = LaunchSegments(
-        last.area,
-        last.left,
-        np.zeros_like(last.right),
-        constant(_CAUSAL, last.area),
-        SegmentSpans(number[queries.segment], queries.start, queries.stop),
-        last.k,
+        area[begin],
+        np.where(slides[end - 1], keys[end] - 1, -1),
+        np.zeros_like(number),
+        constant(_CAUSAL, number),
+        SegmentSpans(np.repeat(number, count)[queries.segment], queries.start, queries.stop),
+        SegmentSpans(of[order], k.start[key[order]], k.stop[key[order]]),
     )
     kept = np.ones(len(segments), dtype=bool)
     kept[inside] = False
@@ -162,24 +178,33 @@ def halved_stairs(segments: LaunchSegments) -> tuple[LaunchSegments, Column]:
     return LaunchSegments(segments.area[head], segments.left[head], segments.right[head], made_by, q, k), launch
 
 
+def _many(segments: LaunchSegments) -> bool:
+    """Whether an attention slice has many of these."""
+    return len(segments) > _MANY and int(np.bincount(segments.area).max()) > _MANY
+
+
 def _sees_more(segments: LaunchSegments) -> Column:
-    """Whether each segment without a mask sees the keys of the segment before it, first, and more keys, in an attention
-    slice that has many segments.
-    """
+    """Whether each segment without a mask sees the keys of the segment before it, first, and more keys."""
     area, count = segments.area, len(segments)
     more = np.zeros(count, dtype=bool)
-    if count <= _MANY or int(np.bincount(area).max()) <= _MANY:
+    if not _many(segments):
         return more
     first = np.searchsorted(segments.k.segment, np.arange(count + 1))
     size = np.diff(first)
     more[1:] = (area[1:] == area[:-1]) & (size[1:] > size[:-1]) & (segments.left[1:] < 0) & (segments.right[1:] < 0)
-    some = np.flatnonzero(more)
-    if len(some):
-        before, here = ranges(first[some - 1], size[some - 1]), ranges(first[some], size[some - 1])
-        k = segments.k
-        equal = (k.start[here] == k.start[before]) & (k.stop[here] == k.stop[before])
-        more[some] = np.logical_and.reduceat(equal, np.cumsum(size[some - 1]) - size[some - 1])
+    more[1:] &= _same(segments.k, first[1:-1], first[:-2], np.where(more[1:], size[:-1], 0))
     return more
+
+
+def _same(spans: SegmentSpans, first: Column, other: Column, size: Column) -> Column:
+    """Whether size[n] spans from first[n] on are those from other[n] on."""
+    same, some = np.ones(len(size), dtype=bool), np.flatnonzero(size)
+    if len(some):
+        first, other, size = first[some], other[some], size[some]
+        here, there = ranges(first, size), ranges(other, size)
+        equal = (spans.start[here] == spans.start[there]) & (spans.stop[here] == spans.stop[there])
+        same[some] = np.logical_and.reduceat(equal, np.cumsum(size) - size)
+    return same
 
 
 def merge_adjacent(tiles: BandTiles) -> BandTiles:

@@ -275,13 +275,15 @@ def test_stripes(tiles: BandTiles, off: set[str]) -> None:
         assert together == [s for some in alone for s in segments_of(some)]
 
 
-@pytest.mark.parametrize(("comm", "most"), [("p2p", 8), ("all_gather", 16)])
-def test_the_work_for_stripes_does_not_grow_with_them(comm: str, most: int) -> None:
+@pytest.mark.parametrize(
+    ("comm", "window", "most"), [("p2p", UNBOUNDED, 8), ("p2p", 200, 9), ("all_gather", UNBOUNDED, 16)]
+)
+def test_the_work_for_stripes_does_not_grow_with_them(comm: str, window: int, most: int) -> None:
     """Twice as many rows, each a fragment, take as many calls of Python's and NumPy's functions."""
 
     def planned(tokens: int) -> tuple[int, int]:
         rows = Fragments.of_rows([(rank, n, n + 1, n // 8) for rank in range(8) for n in range(rank, tokens, 8)])
-        areas = AttentionSlices.of_rows([(0, tokens, 0, tokens, -UNBOUNDED, 0)])
+        areas = AttentionSlices.of_rows([(0, tokens, 0, tokens, -window, 0)])
         work = Workload(areas, Ownership(8, rows, rows))
         planners = {"p2p": plan_p2p_rank, "all_gather": plan_all_gather_rank}
         calls = 0
