@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 import cp_ref
-from cp_fast.dispatch.opaque import object_of, opaque_for
+from cp_fast.dispatch.opaque import again, object_of, opaque_for
 from cp_ref import SimGroup
 from cp_ref.simulator.rank_scheduler import RankScheduler
 from cp_ref.simulator.sim_group import SimMember
@@ -188,7 +188,12 @@ def test_a_handle_keeps_what_its_object_had() -> None:
     assert object_of(saved) is thing
     del thing  # without a circle: it is gone at once
     assert object_of(saved).value is value()
+    more = again(saved)
     del saved
+    assert object_of(more).value is value()
+    more.zero_()  # as a graph does with memory that it uses again
+    assert object_of(copied).value is value()
+    del more
     assert value() is None
     with pytest.raises(RuntimeError, match="no longer exists"):
         object_of(copied)

@@ -322,7 +322,8 @@ def microbatches(backend: str) -> list[bool]:
 MICROBATCHES = 20  # More than `Agreements` keeps.
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_every_forward_pass_may_come_before_the_first_backward_pass(two: Processes, backend: str) -> None:
     assert MICROBATCHES > Agreements.SIZE
     assert two.run(microbatches, backend) == [[True] * MICROBATCHES] * 2
