@@ -16,7 +16,7 @@ from cp_ref.spec import Problem
 
 __all__ = ["Seen", "context", "watched_calls"]
 
-Seen = Callable[[Problem, Any], None]
+Seen = Callable[[Problem, Any, str], None]
 
 
 def context(group: Any, cp_comm_type: Any, layout: Any) -> cp_fast.ContextParallel:
@@ -26,18 +26,18 @@ def context(group: Any, cp_comm_type: Any, layout: Any) -> cp_fast.ContextParall
 
 @contextmanager
 def watched_calls(seen: Seen) -> Iterator[None]:
-    """While it lasts, `seen(problem, softmax_offset)` is called before every forward pass, eager and compiled: of
-    attention, linear layers and convolutions.
+    """While it lasts, `seen(problem, softmax_offset, what)` is called before every forward pass, eager and compiled:
+    of "attention", "linear_attention" and "causal_conv1d".
     """
     original, agree = autograd.forward_pass, linear.agree_on_layer_call
 
     def watched(call: Any, cp: Any, q: Any, k: Any, v: Any, offset: Any, *more: Any, **how: Any) -> Any:
-        seen(call.packing.problem, offset)
+        seen(call.packing.problem, offset, "attention")
         return original(call, cp, q, k, v, offset, *more, **how)
 
     def agreed(cp: Any, plan: Any, what: str, read: Any) -> Any:
         found = agree(cp, plan, what, read)
-        seen(plan.problem, None)
+        seen(plan.problem, None, what)
         return found
 
     with ExitStack() as stack:

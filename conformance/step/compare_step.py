@@ -77,7 +77,7 @@ def compare_step(
     with tempfile.TemporaryDirectory() as folder:
         threads = max(1, (os.cpu_count() or 1) // world)
         how: dict[str, Any] = {"cp_size": cp_size, "cp_comm_type": cp_comm_type, "layout": layout, "device": device}
-        how |= {"threads": threads, "limit_s": timeout_s}
+        how |= {"threads": threads, "limit_s": timeout_s, "dtype": dtype}
         return report_of(Runs(Job(build, batch, "", Path(folder), "", **how), world, on_progress), loss, dtype)
 
 

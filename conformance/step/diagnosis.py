@@ -56,7 +56,7 @@ def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool])
         if len(masks) > 1 and any(masks[0]) and all(mask == masks[0] for mask in masks):
             text += ", and all ranks draw equal numbers: dropout drops the same places of each slice"
         done.findings.append(Finding("random", text))
-    elif inside.finding is not None and inside.finding.cause == "positions":
+    elif inside.finding is not None and inside.finding.cause in ("positions", "leak"):
         done.findings.append(inside.finding)
     elif inside.first and "positions" in _parts(found) and vanishes("positions"):
         done.findings.append(Finding("positions", "where every angle of the rotary embedding is 0 the step is right"))
@@ -166,20 +166,25 @@ def _of_terms(found: Any) -> list[Finding]:
 
 
 def _of_buffers(found: Any, dtype: torch.dtype) -> list[Finding]:
-    """Buffers that the step changed otherwise than in one process, where everything else agrees."""
+    """Buffers, and weights without a gradient, that the step changed otherwise than in one process, where everything
+    else agrees.
+    """
     changed = {name for each in (found.one, *found.ranks) for name in each["changed"]}
-    every = [found.of_rank("buffers", rank) for rank in range(len(found.ranks))]
+    learnt = {name for name, grad in found.one["grads"].items() if grad is not None}
     wrong = []
-    for name, value in found.one["buffers"].items():
-        noise = [x["buffers"][name] for x in found.noisy]
-        alike = all(name in x and x[name].shape == value.shape for x in every)
-        if name in changed and alike and not all(judge(name, x[name], value, noise, dtype).ok for x in every):
-            wrong.append(name)
+    for what, names in (("buffers", changed), ("params", set(found.one["params"]) - learnt)):
+        every = [found.of_rank(what, rank) for rank in range(len(found.ranks))]
+        for name, value in found.one[what].items():
+            noise = [x[what][name] for x in found.noisy]
+            alike = all(name in x and x[name].shape == value.shape for x in every)
+            if name in names and alike and not all(judge(name, x[name], value, noise, dtype).ok for x in every):
+                wrong.append((what, name))
     if not wrong:
         return []
-    unlike = any(name in rank["unlike_buffers"] for rank in found.ranks for name in wrong)
-    shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-    text = f"the buffer{'s' * (len(wrong) > 1)} {shown} {'are not those' if len(wrong) > 1 else 'is not that'}"
+    unlike = any(name in rank[f"unlike_{what}"] for rank in found.ranks for what, name in wrong)
+    said = {"buffers": "the buffer", "params": "without a gradient, the weight"}[wrong[0][0]] + "s" * (len(wrong) > 1)
+    shown = ", ".join(name for _, name in wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    text = f"{said} {shown} {'are not those' if len(wrong) > 1 else 'is not that'}"
     return [Finding("buffers", f"{text} of one process{', and not the same on all ranks' * unlike}")]
 
 

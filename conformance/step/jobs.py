@@ -32,7 +32,8 @@ class Job:
         folder: where `Runs` puts stores.
         store: a file that the processes of one group share, and no others.
         rank, world: the place in that group. world is dp_size * cp_size; 0 for the one process without a context.
-        noise: 0, or the seed of the rounding errors that its weights are given.
+        noise: 0, or the seed of the rounding errors that its weights and gradients are given.
+        dtype: whose rounding errors gradients have at least; None: of those in which their weights are used.
         look: whether modules, losses and gradients on their way are recorded too.
         without: an experiment: "", "random", "positions" or "clipping", which the step then does not have.
     """
@@ -49,6 +50,7 @@ class Job:
     layout: str = "dual_chunk"
     device: str = "cpu"
     noise: int = 0
+    dtype: torch.dtype | None = None
     look: bool = False
     without: str = ""
     threads: int = 1

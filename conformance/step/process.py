@@ -17,7 +17,6 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.adapters.cp_fast_step import context, watched_calls
 from conformance.run.process_ranks import own_gpu
@@ -25,12 +24,12 @@ from conformance.run.processes import say
 from conformance.step.evidence.step_record import Look
 from conformance.step.evidence.step_without import without
 from conformance.step.jobs import Job, StepError
+from conformance.step.judge import Rounded, narrowest
 
 __all__ = ["found_of", "plain_names", "run"]
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _MOST_STEPS = 8  # of which those that a GradScaler skips are no optimizer steps
-_ROUNDINGS = 2.0  # by which a weight moves where rounding errors are added, in units of its dtype's eps
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -61,30 +60,29 @@ def found_of(job: Job) -> dict[str, Any]:
         built = build(cp)
     model, step, optimizer = _parts(built)
     weights = _weights(model)
-    rounded: Any = contextlib.nullcontext()
-    if job.noise:
-        _add_rounding(weights, job.noise)
-        rounded = _RoundedCasts(weights, job.noise)
+    rounded = Rounded(weights, job.noise, job.dtype) if job.noise else None
     plans: list[Any] = []
     look = Look(model, plain_names(model)) if job.look else None
 
-    def seen(problem: Any, offset: Any) -> None:
+    def seen(problem: Any, offset: Any, what: str) -> None:
         if not plans or plans[-1] != problem:
             plans.append(problem)
         if look is not None:
-            look.call(problem, offset)
+            look.call(problem, offset, what)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(watched_calls(seen))
         if job.look or job.without:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(without(job.without))
-        stack.enter_context(rounded)
+        if rounded is not None:
+            rounded.move_weights()
+            stack.enter_context(rounded)
         if look is not None:
             stack.enter_context(look)
-        found = _stepped(step, _Copies(batch), optimizer, model, weights, look)
+        found = _stepped(step, _Copies(batch), optimizer, model, weights, look, rounded)
     found |= {"plans": plans, "rank": job.rank, "shared": _shared(model)}
-    found["dtype"] = _narrowest({w.dtype for w in weights.values()} | getattr(rounded, "dtypes", set()))
+    found["dtype"] = narrowest({w.dtype for w in weights.values()}.union(*(rounded.dtypes if rounded else ())))
     return found | ({} if look is None else {"look": look.record()})
 
 
@@ -105,7 +103,13 @@ class _Copies:
 
 
 def _stepped(
-    step: Any, batch: Callable[[], Any], optimizer: Any, model: Any, weights: dict[str, Any], look: Any
+    step: Any,
+    batch: Callable[[], Any],
+    optimizer: Any,
+    model: Any,
+    weights: dict[str, Any],
+    look: Any,
+    rounded: Rounded | None,
 ) -> dict[str, Any]:
     """Steps until the optimizer has stepped twice, or once without an optimizer or with a look at it.
 
@@ -114,7 +118,7 @@ def _stepped(
     found: dict[str, Any] = {"losses": [], "tokens": None, "skipped": []}
     before = _buffers(model)
     wanted = 1 if optimizer is None or look is not None else 2
-    with _Watched(optimizer, weights) as watched:
+    with _Watched(optimizer, weights, rounded) as watched:
         for number in range(_MOST_STEPS):
             say(f"step {number + 1} of {wanted + len(found['skipped'])}")
             _seed(number)
@@ -160,12 +164,12 @@ class _Watched:
             the last step that was skipped.
     """
 
-    def __init__(self, optimizer: Any, weights: dict[str, torch.Tensor]) -> None:
-        self._optimizer, self._weights = optimizer, weights
+    def __init__(self, optimizer: Any, weights: dict[str, torch.Tensor], rounded: Rounded | None) -> None:
+        self._optimizer, self._weights, self._rounded = optimizer, weights, rounded
         self._ids = {id(weight) for weight in weights.values()}
         self._stack = contextlib.ExitStack()
         self._cleared: dict[str, Any] | None = None
-        self._skips, self.steps = 0, 0
+        self._skips, self.steps, self._moved = 0, 0, False
         self.grads: dict[str, Any] | None = None
         self.left: dict[str, Any] = {}
 
@@ -186,13 +190,14 @@ class _Watched:
 
     def begin(self) -> None:
         """A step begins."""
-        self.steps, self._skips, self._cleared = 0, 0, None
+        self.steps, self._skips, self._cleared, self._moved = 0, 0, None, False
 
     def end(self) -> bool:
         """A step ends: whether it was skipped."""
         skipped = not self.steps and (self._skips > 0 or (self._cleared is not None and self._optimizer is not None))
         skipped = bool(_anywhere(int(skipped)))
         if self.grads is None and not skipped:
+            self._move()
             left = self._now()
             self.grads = left if self._some(left) else self._cleared
         elif self.grads is None:
@@ -223,12 +228,20 @@ class _Watched:
         return None
 
     def _keep(self) -> None:
+        self._move()
         if self.grads is None:
             self.grads = self._now()
+
+    def _move(self) -> None:
+        """Give gradients that were just computed their rounding errors, once."""
+        if self._rounded is not None and not self._moved:
+            self._rounded.move_gradients()
+        self._moved = True
 
     def _computes(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def computes() -> Any:
             out = closure()
+            self._moved = False
             self._keep()
             return out
 
@@ -237,6 +250,7 @@ class _Watched:
     def _clears(self, original: Any) -> Any:
         def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
             if self.grads is None and not self.steps and any(w.grad is not None for w in self._weights.values()):
+                self._move()
                 self._cleared = self._now()
             return original(owner, *args, **kwargs)
 
@@ -383,79 +397,6 @@ def _shared(model: torch.nn.Module) -> dict[str, str]:
         if first != plain(name):
             found[plain(name)] = first
     return found
-
-
-def _narrowest(dtypes: set[torch.dtype]) -> torch.dtype:
-    """The dtype with the largest eps."""
-    kinds = {dtype for dtype in dtypes if dtype.is_floating_point}
-    return max(kinds, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
-
-
-def _signs(shape: Any, seed: int, device: Any) -> torch.Tensor:
-    chance = torch.Generator(device).manual_seed(seed)
-    return torch.randint(0, 2, shape, generator=chance, device=device, dtype=torch.float64).mul_(2).sub_(1)
-
-
-def _local(weight: Any) -> torch.Tensor:
-    return weight.to_local() if hasattr(weight, "to_local") else weight
-
-
-def _add_rounding(weights: dict[str, torch.Tensor], seed: int) -> None:
-    """Move every weight up or down by some roundings."""
-    with torch.no_grad():
-        for number, weight in enumerate(weights.values()):
-            local = _local(weight)
-            if local.is_floating_point() or local.is_complex():
-                sign = _signs(local.shape, 1000 * seed + number, local.device)
-                local.mul_(1 + sign * (_ROUNDINGS * torch.finfo(local.dtype).eps))
-
-
-class _RoundedCasts(TorchDispatchMode):
-    """Moves what a step casts to a narrower dtype by some roundings of that dtype: weights under autocast or a policy
-    of mixed precision, and whatever the step casts itself. Autocast's casts of activations stay as they are.
-
-    Attributes:
-        dtypes: that weights were cast to.
-    """
-
-    def __init__(self, weights: dict[str, torch.Tensor], seed: int) -> None:
-        super().__init__()
-        self._weights, self._seed = weights, seed
-        self._eps = torch.finfo(_narrowest({weight.dtype for weight in weights.values()})).eps
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is not torch.ops.aten._to_copy.default:
-            return out
-        x = args[0]
-        if not (x.is_floating_point() and out.is_floating_point()) or _eps(out) <= _eps(x) or not out.numel():
-            return out
-        number = self._number(x)
-        if number is not None or (_eps(out) > self._eps and self._by_hand(x)):
-            self.dtypes |= {out.dtype} if number is not None else set()
-            sign = _signs(out.shape, 1000 * self._seed + (500 if number is None else number), out.device)
-            out.mul_((1 + sign * (_ROUNDINGS * _eps(out))).to(out.dtype))
-        return out
-
-    def _by_hand(self, x: torch.Tensor) -> bool:
-        backward = torch._C._current_graph_task_id() >= 0
-        return not backward and not torch.is_autocast_enabled(x.device.type)
-
-    def _number(self, x: torch.Tensor) -> int | None:
-        """Which weight's memory a tensor has."""
-        try:
-            at = x.untyped_storage().data_ptr()
-            for number, weight in enumerate(self._weights.values()):
-                if at and _local(weight).untyped_storage().data_ptr() == at:
-                    return number
-        except (RuntimeError, NotImplementedError):  # tensors without memory of their own
-            pass
-        return None
-
-
-def _eps(x: torch.Tensor) -> float:
-    return torch.finfo(x.dtype).eps
 
 
 def _whole(x: Any) -> torch.Tensor | None:

@@ -51,6 +51,7 @@ CAUSES = {  # by name: the heading in docs/how_to/training.md
     "scaled": "Values scaled on some ranks",
     "term": "Another term of the loss",
     "buffers": "Buffers updated from a rank's own tokens",
+    "leak": "Packed documents that leak in one process",
 }
 
 

@@ -62,9 +62,9 @@ def of_modules(found: Any, dtype: torch.dtype) -> ModuleEvidence:
         mine = [ranks[rank].get((given.forwards[rank], *key[1:])) for rank in given.places.ranks]
         noise = [table.get(key) for table in noisy]
         whole = not any(x is None for x in (*mine, *noise))
-        return _Calls(ones[key], mine, noise, given.places) if whole else None
+        return _Calls(ones[key], mine, noise, given.places, agreed) if whole else None
 
-    evidence = ModuleEvidence()
+    evidence, agreed = ModuleEvidence(), set[tuple[str, int]]()
     for key, one in ones.items():
         row, call = ModuleRow(one["name"], one["kind"], one["forward"]), calls(key)
         if call is None:
@@ -77,6 +77,7 @@ def of_modules(found: Any, dtype: torch.dtype) -> ModuleEvidence:
         wrong = call.differ("out", dtype)
         if wrong is None:
             evidence.modules.append(replace(row, ok=True))
+            agreed.add((one["name"], one["count"]))
             continue
         text = f"{len(wrong.key)} of {len(wrong.all_keys)} tokens differ, {wrong}"
         evidence.modules.append(replace(row, ok=False, text=text))
@@ -89,12 +90,15 @@ def of_modules(found: Any, dtype: torch.dtype) -> ModuleEvidence:
 
 @dataclass
 class _Calls:
-    """One call of a module: in the one process, on the ranks of `places`, and with moved weights."""
+    """One call of a module: in the one process, on the ranks of `places`, and with moved weights; and which calls are
+    known to agree, by name and how often before.
+    """
 
     one: Any
     mine: list[Any]
     noise: list[Any]
     places: Any
+    agreed: set[tuple[str, int]]
 
     def differ(self, what: str, dtype: torch.dtype, name: str = "") -> _Wrong | None:
         """The tokens whose output ("out"), or input of a name ("inputs"), differs."""
@@ -161,6 +165,9 @@ def _explained(found: Any, call: _Calls, outer: list[_Calls], wrong: _Wrong, dty
         around = one["inside"][-1][0] if one["inside"] else ""
         where = f"what comes before {where}" + (f" in {around or 'the model'}" if one["name"] else "")
     said = f"{where}: {len(wrong.key)} of {len(wrong.all_keys)} tokens differ, {wrong}"
+    leak = _leak(found, call, given is not None, wrong)
+    if leak:
+        return ModuleEvidence(said, Finding("leak", f"{where} {leak}"))
     if wrong.factors:
         times = ", ".join(f"{factor:.4g} times that of one process on rank {r}" for r, factor in wrong.factors.items())
         return ModuleEvidence(said, Finding("scaled", f"{where} is {times}"))
@@ -172,13 +179,36 @@ def _explained(found: Any, call: _Calls, outer: list[_Calls], wrong: _Wrong, dty
     return ModuleEvidence(said, Finding("slice", f"{text}: each rank sees its own slice alone"))
 
 
+def _leak(found: Any, call: _Calls, before: bool, wrong: _Wrong) -> str:
+    """Whether the ranks keep packed documents apart in a linear layer where the one process lets them see each other:
+    it calls no such layer of cp_fast there, and only documents behind others differ. "" if not.
+    """
+    if not call.places.packed or wrong.key.min() < BASE:
+        return ""
+    ranks = [(found.ranks[rank]["look"], record) for rank, record in zip(call.places.ranks, call.mine, strict=True)]
+    agreed = call.agreed if before else None
+    states = [_states(look, record, agreed) for look, record in ranks]
+    if not all(states) or _states(found.one["look"], call.one, agreed):
+        return ""
+    by = " and ".join(sorted(set().union(*states)))
+    apart = f"keeps packed documents apart on the ranks, by {by} of cp_fast, and not in one process"
+    return f"{apart}: there a document begins with what the one before it left"
+
+
+def _states(look: Any, record: Any, agreed: set[tuple[str, int]] | None) -> set[str]:
+    """The functions of cp_fast that hand a state on from token to token, of those that a module calls."""
+    first, last = _span(look, record, agreed)
+    return {each["what"] for each in look["calls"] if first < each["at"] < last} - {"attention"}
+
+
 def _alone(found: Any, call: _Calls, before: bool, wrong: _Wrong) -> bool:
     """Whether tokens are mixed in a module, or before it, since the last that agrees, and no rank asks the others."""
     ranks = [found.ranks[rank]["look"] for rank in call.places.ranks]
-    spans = [(look, _span(look, record, before)) for look, record in zip(ranks, call.mine, strict=True)]
+    agreed = call.agreed if before else None
+    spans = [(look, _span(look, record, agreed)) for look, record in zip(ranks, call.mine, strict=True)]
     if any(first < each["at"] < last for look, (first, last) in spans for each in look["calls"]):
         return False
-    look, (first, last) = found.one["look"], _span(found.one["look"], call.one, before)
+    look, (first, last) = found.one["look"], _span(found.one["look"], call.one, agreed)
     if any(first < each["at"] < last for each in look["calls"]):
         return True
     some_right = len(np.unique(wrong.key)) < len(wrong.all_keys)
@@ -186,12 +216,18 @@ def _alone(found: Any, call: _Calls, before: bool, wrong: _Wrong) -> bool:
     return some_right and (mixed or wrong.lacks_others())
 
 
-def _span(look: Any, record: Any, before: bool) -> tuple[int, int]:
-    """The moments between which a module ran; or before it, since another one ended or the one around it began."""
-    if not before:
+def _span(look: Any, record: Any, agreed: set[tuple[str, int]] | None) -> tuple[int, int]:
+    """The moments between which a module ran; or before it, since the last of those that agree ended, or the one
+    around it began.
+
+    Args:
+        agreed: the calls that agree; None for the module itself.
+    """
+    if agreed is None:
         return record["start"], record["end"]
     alike = [each for each in look["modules"] if each["forward"] == record["forward"]]
-    ends = [each["end"] for each in alike if each["end"] < record["start"]]
+    known = [each for each in alike if (each["name"], each["count"]) in agreed]
+    ends = [each["end"] for each in known if each["end"] < record["start"]]
     starts = [each["start"] for each in alike if each["start"] < record["start"] < each["end"]]
     return max([0, *ends, *starts]), record["start"]
 

@@ -100,13 +100,12 @@ class Look(TorchFunctionMode):
         seen |= {"mixing": self._mixing, "masks": self._masks, "terms": self._terms}
         return seen | {"parts": sorted(self._parts), "offsets": sorted(self._offsets), "forwards": self._forward + 1}
 
-    def call(self, problem: Any, offset: Any) -> None:
+    def call(self, problem: Any, offset: Any, what: str) -> None:
         """A call of attention, of a linear layer or of a convolution begins."""
         if self._counting():
             inside = tuple(name for name, *_ in self._stack)
-            self._calls.append(
-                {"inside": inside, "forward": max(self._forward, 0), "problem": problem, "at": self._now()}
-            )
+            call = {"inside": inside, "forward": max(self._forward, 0), "problem": problem, "what": what}
+            self._calls.append(call | {"at": self._now()})
             if offset is not None and id(offset) in self._names:
                 self._offsets.add(self._names[id(offset)])
 

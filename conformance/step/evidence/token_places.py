@@ -105,6 +105,8 @@ class Places:
         keys = [self.of_rank(rank, part.shape) for rank, part in enumerate(parts) if part is not None]
         if keys_one is None or any(k is None for k in keys):
             return None
+        if self.packed and all(_mostly_tail(k) for k in (keys_one, *keys)):  # rows are heads, or copies for experts
+            return None
         flat = [part.flatten(0, k.ndim - 1) for part, k in zip(parts, keys, strict=True)]  # type: ignore[union-attr]
         if any(x.shape[1:] != one.flatten(0, keys_one.ndim - 1).shape[1:] for x in flat):
             return None
@@ -115,6 +117,12 @@ class Places:
         index = order[np.clip(at, 0, len(order) - 1)]
         there = (key >= 0) & (keys_one.reshape(-1)[index] == key)
         return torch.cat(flat)[torch.from_numpy(there)], torch.from_numpy(index[there]), rank[there], key[there]
+
+
+def _mostly_tail(keys: Any) -> bool:
+    """Whether at least half of the rows come behind the last token."""
+    real = np.flatnonzero(np.asarray(keys).reshape(-1) >= 0)
+    return np.asarray(keys).size >= 2 * (int(real[-1]) + 1 if len(real) else 0)
 
 
 def _keys_of(problem: Problem, rank: int, first: int, shape: Sequence[int]) -> np.ndarray | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,14 +245,17 @@ def test_arguments_that_cannot_be_honoured() -> None:
         ours.prepare(model, cp)
 
 
-def build(cp: Any) -> Any:
+def build(cp: Any, leaks: bool = False) -> Any:
     """Qwen3-Next in a loop of one's own, for `compare_step`."""
     model = tiny_hybrid(NEXT)
     if cp is not None:
         ours.prepare(model, cp)
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if cp is None:
+        if cp is None and leaks:
+            part = model(**batch, use_cache=False).loss
+            part.backward()
+        elif cp is None:
             part = alone(model, batch)[1]
         else:
             part = model(**ours.shard_batch(batch, cp=cp, model=model)).loss
@@ -269,3 +273,11 @@ def build(cp: Any) -> Any:
 def test_a_hybrid_s_step_is_right() -> None:
     report = compare_step(build, batches()["packed"], 4, layout="balanced")
     assert report.right, report
+
+
+@pytest.mark.thorough
+def test_a_hybrid_s_one_process_that_leaks_is_named() -> None:
+    report = compare_step(partial(build, leaks=True), batches()["packed"], 2)
+    assert report.causes == ("leak",), report
+    assert "model.layers.0.linear_attn" in report.first, report
+    assert "by causal_conv1d" in report.findings[0].text, report

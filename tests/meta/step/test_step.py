@@ -36,7 +36,7 @@ SHOWN = (  # in docs/how_to/training.md, as they are reported
     *("padding counts", "mask of the first slice", "one layer on its slice", "convolution of the slice", ""),
     *("reduced for each micro-batch", "mean of each micro-batch", "clipped before the sum"),
     *("clipped by the rank's norm", "window over ranks alone", "NaN on one rank", "tied in one process alone"),
-    "a buffer of the rank's tokens",
+    *("a buffer of the rank's tokens", "states go on in one process"),
 )
 
 

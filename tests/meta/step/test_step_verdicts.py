@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import cp_fast
 from conformance.step import StepError, StepReport, compare_step
 from tests.meta.step.step_habits import HABITS, batch_of, build_of
 
@@ -143,3 +144,79 @@ def test_the_true_reason_is_given() -> None:
         compare_step(never_backward, batch_of, 2)
     with pytest.raises(StepError, match="batch, a Uncopied, cannot be copied for each step \\(no copies\\)"):
         compare_step(partial(build_of, habit="plain"), Uncopied(), 2)
+
+
+class Average(torch.nn.Module):
+    """A running mean of what a module gives, of this rank's tokens alone."""
+
+    def __init__(self, width: int, kind: str) -> None:
+        super().__init__()
+        mean = torch.zeros(width)
+        if kind == "buffer":
+            self.register_buffer("mean", mean)
+        else:
+            self.mean = torch.nn.Parameter(mean, requires_grad=False)
+
+    def forward(self, module: Any, args: Any, out: torch.Tensor) -> None:
+        self.mean.data.lerp_(out.detach().mean((0, 1)), 0.1)
+
+
+def averaged(cp: Any, kind: str) -> Any:
+    model, step, optimizer = build_of(cp, "plain")
+    average = Average(model.embed.embedding_dim, kind)
+    model.embed.register_forward_hook(average)
+    if kind == "outside":
+        return model, step, optimizer
+    return torch.nn.ModuleDict({"model": model, "average": average}), step, optimizer
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("outside", ""),  # docs/conformance/detection.md says so
+        ("buffer", "the buffer average.mean is not that of one process, and not the same on all ranks"),
+        ("weight", "without a gradient, the weight average.mean is not that of one process, and not the same on all"),
+    ],
+)
+def test_an_average_is_compared_where_build_returns_it(kind: str, said: str) -> None:
+    report = compare_step(partial(averaged, kind=kind), batch_of, 2)
+    assert report.right == (kind == "outside"), report
+    assert report.causes == (() if report.right else ("buffers",)), report
+    assert all(finding.text.startswith(said) for finding in report.findings), report
+
+
+def of_a_linear_loss(cp: Any, factor: float = 1.0, precision: str = "bfloat16") -> Any:
+    """A layer whose gradients do not depend on its weights: the last bias's is the sum of the batch's rows."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 64)
+    layer = layer.bfloat16() if precision == "bfloat16" else layer
+    context = cp or cp_fast.ContextParallel(torch.distributed.group.WORLD)
+
+    def step(batch: Any) -> Any:
+        x, dy = (cp_fast.shard(z.to(layer.weight.dtype), cp=context) for z in batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+            loss = (layer(x) * dy).sum(dtype=torch.float32)
+        loss.backward()
+        for weight in layer.parameters():
+            assert weight.grad is not None
+            weight.grad.mul_(1.0 if cp is None else factor)
+            torch.distributed.all_reduce(weight.grad)
+        torch.distributed.all_reduce(loss := loss.detach())
+        return loss
+
+    return layer, step, torch.optim.SGD(layer.parameters(), lr=0.1)
+
+
+def of_rows() -> Any:
+    chance = torch.Generator().manual_seed(1)
+    return torch.randn(1, 96, 64, generator=chance), torch.randn(1, 96, 64, generator=chance)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
+def test_a_gradient_that_no_weight_moves_has_the_roundings_of_its_dtype(precision: str) -> None:
+    report = compare_step(partial(of_a_linear_loss, precision=precision), of_rows, 2)
+    assert report.right, report
+    assert "bfloat16" in report.title
+    assert not compare_step(partial(of_a_linear_loss, precision=precision, factor=1.03), of_rows, 2).right

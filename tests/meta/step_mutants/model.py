@@ -42,6 +42,7 @@ class Shape:
     causal: bool = True
     optimizer: bool = True
     tracked: bool = False  # a buffer with a mean over tokens
+    flagged: bool = False  # the first token of a document has an embedding of its own beside its word's
 
 
 def batch_of(shape: Shape, dp_size: int = 1) -> dict[str, Tensor]:
@@ -136,9 +137,10 @@ class GPT(nn.Module):
         self.second = nn.Linear(WIDTH, WORDS) if shape.mtp else None
         if shape.tied:
             self.head.weight = self.embed.weight
+        self.first = nn.Parameter(torch.randn(WIDTH)) if shape.flagged else None
         if shape.tracked:
             self.register_buffer("size", torch.zeros(()))
-        self.noise = shape.noise
+        self.noise, self.of_slice = shape.noise, False
 
     def forward(
         self, ids: Tensor, positions: Tensor, attends: list[Any], previous: Any, linear: Any
@@ -146,6 +148,9 @@ class GPT(nn.Module):
         x = self.embed(ids)
         if self.wpe is not None:
             x = x + self.wpe(positions)
+        if self.first is not None:
+            begins = torch.arange(len(x)) == 0 if self.of_slice else positions == 0
+            x = x + begins[:, None] * self.first
         if self.noise:
             x = x + self.noise * torch.randn_like(x)
         for block, attend in zip(self.blocks, attends, strict=True):
@@ -181,7 +186,7 @@ def previous_of(lengths: Tensor, packed: bool) -> Callable[[Tensor], Tensor]:
     return previous
 
 
-def alone(batch: dict[str, Tensor], shape: Shape) -> tuple[Any, ...]:
+def alone(batch: dict[str, Tensor], shape: Shape, bug: str = "") -> tuple[Any, ...]:
     """A batch in one process: ids, positions, attention, the token before, a convolution with a linear layer, labels,
     labels of the second head.
     """
@@ -198,7 +203,8 @@ def alone(batch: dict[str, Tensor], shape: Shape) -> tuple[Any, ...]:
     inside = [torch.arange(n) for n in lengths.tolist()]
     positions = torch.cat(inside) if packed else torch.arange(32).expand(len(lengths), -1)
     labels = [shifted(batch["ids"].masked_fill(~batch["learnt"], -100), lengths, packed, by) for by in (1, 2)]
-    documents: dict[str, Any] = {"qkv_format": how["qkv_format"], "cu_seqlens": cu}
+    states = cu[[0, -1]] if bug == "states go on in one process" else cu
+    documents: dict[str, Any] = {"qkv_format": how["qkv_format"], "cu_seqlens": states}
 
     def scan(*given: Tensor) -> Tensor:
         return dense_linear_attention(*given, **documents)[0].to(shape.dtype)
@@ -312,6 +318,7 @@ def build_of(cp: Any, shape: Shape, bug: str = "") -> Any:
     model = GPT(shape).to(shape.dtype)
     if bug == "a frozen parameter" and cp is not None:
         next(model.blocks[0].parameters()).requires_grad_(False)
+    model.of_slice = bug == "a flag at the slice's start" and cp is not None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if shape.optimizer else None
     size, world = (1 if cp is None else cp.size), dist.get_world_size()
     dp_rank, dp_size = dist.get_rank() // size, world // size
@@ -324,7 +331,7 @@ def build_of(cp: Any, shape: Shape, bug: str = "") -> Any:
         for part, (first, _) in zip(micro, whole, strict=True):
             mine = parts_of(part, shape, dp_rank, dp_size) if dp_size > 1 else part
             if cp is None:
-                ids, positions, attend, previous, linear, *labels = alone(mine, shape)
+                ids, positions, attend, previous, linear, *labels = alone(mine, shape, bug)
                 attends = [attend] * shape.layers
             else:
                 ids, positions, attends, previous, linear, *labels = spread(mine, shape, cp, bug)

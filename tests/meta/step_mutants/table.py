@@ -49,6 +49,7 @@ MUTANTS = (
     Mutant("all layers on their slices", "slice", _PADDED),
     Mutant("convolution of the slice", "slice", Shape(conv=True)),
     Mutant("linear layer of the slice", "slice", Shape(linear=True)),
+    Mutant("states go on in one process", "leak", Shape(linear=True), first="blocks.0"),
     Mutant("", "random", Shape(dropout=0.2)),
     Mutant("", "random", Shape(noise=0.5)),
     Mutant("reduced for each micro-batch", "micro-batches", Shape(accumulate=2)),
@@ -60,6 +61,9 @@ MUTANTS = (
     Mutant("tied in one process alone", "tied"),
     Mutant("a buffer of the rank's tokens", "buffers", Shape(tracked=True)),
     Mutant("ids of another layout", ""),
+    Mutant(
+        "a flag at the slice's start", "", Shape(flagged=True), first="what comes before blocks.0 (Block) in the model"
+    ),
     Mutant("documents see each other", "", first="attention"),
     Mutant("window over ranks alone", "", first="attention"),
 )
