@@ -22,10 +22,11 @@ no line of this file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from cp_ref.api.reference_context import ContextParallel
@@ -110,17 +111,18 @@ def _sizes(lengths: Lengths) -> torch.Tensor:
     return torch.tensor(differences(lengths), dtype=torch.int64, device="cpu")
 
 
-def _index(rows: Iterable[Iterable[int]], device: torch.device) -> torch.Tensor:
+def _index(rows: Sequence[range], device: torch.device) -> torch.Tensor:
     """The rows of some ranges, one range after the other, as a tensor that indexes.
 
     >>> _index([range(2), range(6, 8)], torch.device("cpu"))
     tensor([0, 1, 6, 7])
     """
-    return torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64, device=device)
+    count = sum(len(one) for one in rows)
+    return torch.as_tensor(np.fromiter(chain.from_iterable(rows), np.int64, count), device=device)
 
 
 def _chunk(start: int, stop: int, number: int, cp_size: int) -> range:
-    """The rows of a chunk of the sequence [start, stop). Where chunks are unequal, on one rank, they are halves.
+    """The rows of a chunk of the sequence [start, stop). On one rank the two chunks may differ by a row.
 
     >>> _chunk(8, 12, 3, cp_size=2), _chunk(0, 7, 1, cp_size=1)
     (range(11, 12), range(3, 7))
@@ -177,7 +179,7 @@ def thd_sequence_order_to_cp_rank_order(x: Tensors, cu_seqlens_padded: torch.Ten
 def thd_cp_rank_order_to_sequence_order(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int) -> Tensors:
     xs = declared_indices.check_reorder(x, cu_seqlens_padded, cp_size)
     order = _rank_order(xs[0], cu_seqlens_padded, cp_size)
-    where = torch.empty_like(order)  # in rank order, is each global row
+    where = torch.empty_like(order)
     where[order] = torch.arange(len(order), device=order.device)
     return like(x, [taken(one, 0, where) for one in xs])
 
@@ -186,8 +188,10 @@ def _rank_order(x: torch.Tensor, cu_seqlens_padded: torch.Tensor, cp_size: int) 
     """The global rows of rank 0's slice, then those of rank 1's, and so on."""
     tokens = x.shape[0]
     lengths = _read_chunked(cu_seqlens_padded, x.device, "x.shape[0]", tokens, cp_size)
-    slices = [_slice(lengths, tokens, cp_size, rank) for rank in range(cp_size)]
-    return _index(chain.from_iterable(slices), x.device)
+    rows: list[range] = []
+    for rank in range(cp_size):
+        rows += _slice(lengths, tokens, cp_size, rank)
+    return _index(rows, x.device)
 
 
 def _read_chunked(
@@ -323,16 +327,15 @@ def _lse_rows(
     [1, 4, 5]
     """
     rows: list[range] = []
-    sequences: list[list[int]] = []
     positions: list[range] = []
-    for number, (start, stop) in enumerate(pairwise(lengths)):
+    for start, stop in pairwise(lengths):
         first = start + (stop - start) // 2 if second_half else start
         rows.append(range(first, stop))
-        sequences.append([number] * (stop - first))
         positions.append(range(first - start, stop - start))
     if lse_packed:
         return lse.t(), (_index(rows, lse.device),)
-    return lse.transpose(1, 2), (_index(sequences, lse.device), _index(positions, lse.device))
+    sequences = np.repeat(np.arange(len(rows)), [len(one) for one in rows])
+    return lse.transpose(1, 2), (torch.as_tensor(sequences, device=lse.device), _index(positions, lse.device))
 
 
 def _columns(lengths: Lengths, lse_packed: bool) -> int:
