@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from cp_fast.backends.backend_protocol import NotInstalled
-from cp_fast.linear.chunked.chunked_kernels import ChunkedKernels
+from cp_fast.linear.chunked import ChunkedKernels
 from cp_fast.linear.fla.fla_kernels import FlaKernels
 from cp_fast.linear.linear_kernels import LinearKernels
 from cp_fast.tools.log import log_once

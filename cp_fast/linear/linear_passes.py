@@ -2,20 +2,133 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from cp_fast.linear.affine_maps import Maps
-from cp_fast.linear.exchange_maps import MapExchange
 from cp_fast.linear.linear_kernels import LinearGradients, LinearInputs, LinearKernels
 from cp_fast.linear.linear_plan import LinearPlan
-from cp_fast.linear.no_rows import NoRowsBackward, NoRowsForward
-from cp_fast.linear.state_tables import StateTables
+from cp_fast.linear.state_tables import StateTables, Transfer
 from cp_ref.common.groups.collectives import all_reduce_sum
-from cp_ref.spec import Group
+from cp_ref.common.groups.process_groups import during
+from cp_ref.spec import Group, Parcel, Pending
 
-__all__ = ["Saved", "backward_pass", "forward_pass"]
+__all__ = [
+    "MapExchange",
+    "NoRowsBackward",
+    "NoRowsForward",
+    "Saved",
+    "backward_pass",
+    "forward_pass",
+]
+
+# ---- a rank without rows
+#
+# The passes of a rank without tokens: nothing to launch, and maps of others may go through it.
+
+
+class _NoRows:
+    """Empty tensors of the right shapes."""
+
+    def __init__(self, inputs: LinearInputs) -> None:
+        self._inputs = inputs
+        d_k, (_, h_v, d_v) = inputs.q.shape[-1], inputs.v.shape
+        dtype = torch.float64 if inputs.v.dtype == torch.float64 else torch.float32
+        m = (0, h_v) if inputs.kind == "mamba2" else (0, h_v, d_k, d_k)
+        self._maps = Maps(inputs.v.new_empty(m, dtype=dtype), inputs.v.new_empty(0, h_v, d_k, d_v, dtype=dtype))
+
+
+class NoRowsForward(_NoRows):
+    """See `ForwardRun`."""
+
+    kept: tuple[torch.Tensor, ...] = ()
+
+    def maps(self, chosen: Sequence[int]) -> Maps:
+        """None."""
+        return self._maps
+
+    def run(self, initial: torch.Tensor | None, *, final: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """No rows, no states."""
+        return self._inputs.v, self._maps.b if final else None
+
+
+class NoRowsBackward(_NoRows):
+    """See `BackwardRun`."""
+
+    def reverse_maps(self, chosen: Sequence[int], dfinal: torch.Tensor | None) -> torch.Tensor:
+        """None."""
+        return self._maps.b
+
+    def meanwhile(self) -> None:
+        """Nothing."""
+
+    def run(self, dfinal: torch.Tensor | None) -> LinearGradients:
+        """No rows, no states."""
+        q, k, v, g, beta, *_ = self._inputs
+        return LinearGradients(q, k, v, g, beta, self._maps.b)
+
+
+# ---- messages of maps
+#
+# The messages of states: maps packed in one tensor, a row for each slot, sent and received in the steps of a schedule.
+#
+# A row is [M, B] of all heads, flat. What is sent is a view of rows, or a copy where they do not lie together.
+
+
+class MapExchange:
+    """The maps of one pass: posted when made, complete after `wait`.
+
+    own: the maps of the chosen fragments.
+    """
+
+    def __init__(self, tables: StateTables, own: Maps, group: Group, where: str) -> None:
+        self._tables, self._group, self._where = tables, group, where
+        self._shapes = own.m.shape[1:], own.b.shape[1:]
+        self._pending: tuple[Pending, list[torch.Tensor]] | None = None
+        self._done = 0
+        if not tables.steps:  # nothing travels: no rows
+            self._maps: Maps | None = own
+            return
+        self._maps = None
+        size_m, size_b = (shape.numel() for shape in self._shapes)
+        self._rows = own.b.new_empty(tables.slots, size_m + size_b)
+        c = len(own.b)
+        torch.cat([own.m.reshape(c, size_m), own.b.reshape(c, size_b)], dim=1, out=self._rows[:c])
+        self._post()
+
+    def _post(self) -> None:
+        sends, recvs = self._tables.steps[self._done]
+        given = [self._of(send) for send in sends]
+        out = [Parcel(send.peer, send.tag, x) for send, x in zip(sends, given, strict=True)]
+        back = [Parcel(recv.peer, recv.tag, self._of(recv)) for recv in recvs]
+        with during(self._where):
+            self._pending = self._group.exchange(out, back), given
+        self._done += 1
+
+    def _of(self, transfer: Transfer) -> torch.Tensor:
+        if transfer.scattered is not None:
+            return self._rows.index_select(0, transfer.scattered)
+        return self._rows[transfer.first : transfer.first + transfer.count]
+
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> Maps:
+        """The maps by slot, after all steps. meanwhile: work to do while the first messages travel."""
+        if meanwhile is not None:
+            meanwhile()
+        while self._pending is not None:
+            with during(self._where):
+                self._pending[0].wait()
+            self._pending = None
+            if self._done < len(self._tables.steps):
+                self._post()
+        if self._maps is None:
+            m, b = self._rows.split([shape.numel() for shape in self._shapes], dim=1)
+            self._maps = Maps(m.unflatten(1, self._shapes[0]), b.unflatten(1, self._shapes[1]))
+        return self._maps
+
+
+# ---- both passes
 
 
 class Saved(NamedTuple):

@@ -30,7 +30,7 @@ class Exchange(Protocol):
 
     def post(self, group: Group, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> Pending:
         """Send and receive these contiguous tensors, one for each piece of a message, in the prepared order. The
-        returned object has `by_copies` if no kernel carries any of them, see `runtime.operations.exchange_operations`.
+        returned object has `by_copies` if no kernel carries any of them, see `runtime.operations`.
         """
         ...
 

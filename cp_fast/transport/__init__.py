@@ -14,9 +14,7 @@ cuStreamBatchMemOp): nothing spins on a multiprocessor.
     staging_buffers   where in the sender's memory the bytes of each message lie: both ends count, and nobody asks
     streams           the operations on streams, and words of memory that streams wait for
     peer_exchange     an exchange of parcels through staging buffers
-    shared_memory     the memory that the ranks of a group share, and the trial of it
-    memory_group      which groups can do that
-    crossed           two groups that cross in a rank
+    memory_group      the memory that the ranks of a group share, which groups can do that, and two that cross in a rank
     watch             a peer that does not answer within the time-out
 
 `CP_FAST_MESSAGES` chooses the transport: "auto" takes peer memory if available, "peer_memory" requires it, "group"

@@ -31,7 +31,7 @@ import cp_fast
 from benchmarks.parts.ranks import Commit, Device, JsonOut, connect
 from cp_fast import masks
 from cp_fast.transport import memory_group
-from cp_fast.transport.crossed import Crossed
+from cp_fast.transport.memory_group import Crossed
 from cp_fast.transport.peer_exchange import PeerMessages
 from cp_ref import SimGroup, dense_attention
 from cp_ref.spec import Layout

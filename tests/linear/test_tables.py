@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_fast.linear.affine_maps import Maps, apply
-from cp_fast.linear.compose_maps import compose_in_waves
+from cp_fast.linear.affine_maps import Maps, apply, compose_in_waves
 from cp_fast.linear.linear_plan import LinearPlan
 from cp_fast.linear.state_tables import ScanTable
 from cp_ref.spec import Problem

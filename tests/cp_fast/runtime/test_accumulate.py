@@ -15,8 +15,7 @@ from cp_fast.compile.instructions import OWN, Accumulate, BufferSpec, Copy, View
 from cp_fast.movers.rows import Rows
 from cp_fast.movers.select_kernels import kernels
 from cp_fast.movers.torch_movers.torch_merges import log_add_exp
-from cp_fast.runtime.operations.copy_operations import copy
-from cp_fast.runtime.operations.sum_operations import accumulate
+from cp_fast.runtime.operations import accumulate, copy
 from cp_fast.runtime.pass_buffers import PassBuffers
 from cp_fast.runtime.tensors import Shapes, State, Tensors
 from cp_ref.spec import PaperGroup, ScoreOptions

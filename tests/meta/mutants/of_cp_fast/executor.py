@@ -142,11 +142,9 @@ def _operation(text: str, function: str, change: Any, tier: str = "logic") -> Mu
 
 
 MUTANTS: dict[str, Mutant] = {
-    "heads-come-home-rotated": _operation(
-        "heads come home to the next rank's place", "operations.copy_operations._unpack", _rotated
-    ),
+    "heads-come-home-rotated": _operation("heads come home to the next rank's place", "operations._unpack", _rotated),
     "results-rounded-before-they-travel": _operation(
-        "results that are handed over are rounded to bfloat16", "operations.copy_operations._convert", _rounded
+        "results that are handed over are rounded to bfloat16", "operations._convert", _rounded
     ),
     "one-lse-travels-for-all-rows": Mutant(
         "of the lse that travels every row has the first row's",
@@ -162,38 +160,38 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "accumulators-in-the-inputs-dtype": _operation(
         "partial results are accumulated in the inputs' dtype",
-        "resolve.accumulate",
+        "run.accumulate",
         _sums_in_the_inputs_dtype,
         "budget",
     ),
     "keys-travel-as-values": _operation(
-        "keys arrive as values, and values as keys", "operations.exchange_operations._giver", _keys_travel_as_values
+        "keys arrive as values, and values as keys", "operations._giver", _keys_travel_as_values
     ),
     "last-row-not-copied": _operation(
-        "of rows that are put together the last is zero", "operations.copy_operations._move", _last_row_left_out
+        "of rows that are put together the last is zero", "operations._move", _last_row_left_out
     ),
     "columns-reversed": Mutant(
         "the lse of rows that are put together is in reverse order",
-        f"{_RUNTIME}.operations.copy_operations.put_columns",
+        f"{_RUNTIME}.operations.put_columns",
         wrap(_columns_reversed),
         "logic",
     ),
     "no-sink-on-the-way": _operation(
-        "outs that travel complete have no sink", "operations.sum_operations._accumulate_sink", _no_sink_on_the_way
+        "outs that travel complete have no sink", "operations._accumulate_sink", _no_sink_on_the_way
     ),
     "no-dlse-from-afar": _operation(
         "the gradient of the lse does not travel with that of out", "pass_buffers.PassBuffers.taker", _no_dlse_from_afar
     ),
     "last-part-forgotten": _operation(
-        "the last partial result is not added", "resolve.accumulate", _last_part_forgotten
+        "the last partial result is not added", "run.accumulate", _last_part_forgotten
     ),
     "rows-in-any-order-are-the-total": Mutant(
         "a partial result that has every row, in any order, becomes the sum",
-        f"{_RUNTIME}.resolve.accumulate",
+        f"{_RUNTIME}.run.accumulate",
         wrap(_some_rows_are_all),
         "logic",
     ),
     "no-lse-of-complete-results": _operation(
-        "outs that arrive complete have lse zero", "operations.copy_operations._unpack", _arrived_lse_left_out
+        "outs that arrive complete have lse zero", "operations._unpack", _arrived_lse_left_out
     ),
 }

@@ -98,7 +98,7 @@ MUTANTS: dict[str, Mutant] = {
     "initial-states-shifted": _linear("the state of another document", _COMPOSED, wrap(_wrong_document)),
     "slots-touch": _linear("NaN of one document in all", _COMPOSED, wrap(_documents_touch)),
     "half-a-chunks-decay": _linear(
-        "the decay of a chunk is its root", "cp_fast.linear.chunked.chunked_kernels.prepare", wrap(_half_a_decay)
+        "the decay of a chunk is its root", "cp_fast.linear.chunked.prepare", wrap(_half_a_decay)
     ),
     "final-gradient-of-rank-0": _linear("dfinal of the other ranks is lost", _BACKWARD, wrap(_one_ranks_dfinal)),
     "half-of-dg": _linear("half of dg", _BACKWARD, _halved("dg")),

@@ -134,7 +134,7 @@ def _sums_rounded(scatter: Any, self: Any, outs: Any, xs: Any, rows: Any, add: b
 _MERGED = "cp_fast.movers.torch_movers.torch_merges._merged"
 _WEIGHTED = "cp_fast.movers.torch_movers.torch_merges._weighted"
 _ADD = "cp_fast.movers.torch_movers.torch_kernels.TorchKernels.scatter_"
-_ACCUMULATE = "cp_fast.runtime.resolve.accumulate"
+_ACCUMULATE = "cp_fast.runtime.run.accumulate"
 
 
 def _schedule(text: str, target: str, change: Any, tier: str) -> Mutant:

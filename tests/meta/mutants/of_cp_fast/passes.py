@@ -112,7 +112,7 @@ def _one_scale_for_all(
     return forward(call, cp, q, k, v, *rest, **named)
 
 
-_SINK = "cp_fast.runtime.operations.sum_operations.add_sink"
+_SINK = "cp_fast.runtime.operations.add_sink"
 _FORWARD, _BACKWARD = (
     "cp_fast.api.autograd_function.forward_pass",
     "cp_fast.api.autograd_function.backward_pass",

@@ -1,1 +1,0 @@
-"""The kinds of operations: copies, exchanges of messages, launches, sums and frees."""
