@@ -339,6 +339,20 @@ def test_whole_steps_beside_accelerate() -> None:
     assert f"{ours['peak_gib']:.1f}" == f"{theirs['peak_gib']:.1f}"
 
 
+def test_whole_models_on_a_gpu() -> None:
+    page = " ".join((ROOT / "docs" / "support.md").read_text().split())
+    results = ROOT / "benchmarks" / "results"
+    all_models, one = (
+        json.loads((results / f"whole_models_{name}.json").read_text())["counts"]
+        for name in ("1x_h100", "qwen3_next_1x_h100")
+    )
+    reached = sum(all_models.values()) - all_models["not reached"]
+    assert set(all_models) == {"right", "died", "skipped", "not reached"}
+    assert (all_models["died"], all_models["skipped"]) == (8, 1)
+    assert f"{all_models['right']} of the {reached} cases" in page
+    assert f"and {one['right']} of {sum(one.values())} of Qwen3-Next" in page
+
+
 def test_the_speed_of_linear_attention() -> None:
     times = json.loads((ROOT / "benchmarks" / "results" / "linear_1x_h200.json").read_text())["speed"]["ms"]
     page = (ROOT / "docs" / "how_to" / "hybrid.md").read_text()

@@ -182,9 +182,7 @@ MUTANTS: dict[str, Mutant] = {
     "no-dlse-from-afar": _operation(
         "the gradient of the lse does not travel with that of out", "pass_buffers.PassBuffers.taker", _no_dlse_from_afar
     ),
-    "last-part-forgotten": _operation(
-        "the last partial result is not added", "run.accumulate", _last_part_forgotten
-    ),
+    "last-part-forgotten": _operation("the last partial result is not added", "run.accumulate", _last_part_forgotten),
     "rows-in-any-order-are-the-total": Mutant(
         "a partial result that has every row, in any order, becomes the sum",
         f"{_RUNTIME}.run.accumulate",
