@@ -195,7 +195,7 @@ def test_the_lines_of_the_readme_run(tmp_path: Path) -> None:
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(folder)
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     [lines] = [block for block in blocks if "cp_transformers" in block]
-    assert len(list(filter(None, lines.splitlines()))) == 5
+    assert len(list(filter(None, lines.splitlines()))) == 7
     before = """
 import torch, torch.distributed as dist, cp_fast as cp
 dist.init_process_group("gloo")

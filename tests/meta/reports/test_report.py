@@ -362,7 +362,7 @@ def test_ten_thousand_problems_fit_in_two_megabytes(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_thousands_of_long_failures_fit_too(tmp_path: Path) -> None:
     long = "an error that goes on and on " * 50
-    played = [_played("wrong", 1 + n % 300, cp_size=n, findings=(long,) * 7) for n in range(1, 5_000)]
+    played = [_played("wrong", 1 + n % 300, cp_size=1 + n % 4000, findings=(long,) * 7) for n in range(1, 5_000)]
     page = write_report(RunRecord(META, tuple(played)), tmp_path)[1]
     assert page.stat().st_size < 2_000_000
     assert "more are in report.json" in page.read_text(encoding="utf-8")
