@@ -32,7 +32,7 @@ def held() -> dict[str, int]:
     return {
         "files": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
-        "handles": len(opaque._objects),  # pyright: ignore[reportPrivateUsage]
+        "handles": len(opaque._handles),  # pyright: ignore[reportPrivateUsage]
     }
 
 
