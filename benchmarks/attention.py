@@ -44,8 +44,8 @@ from torch.multiprocessing.spawn import spawn
 
 import cp_fast
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch, by_name
-from cp_ref.common.declared import replaced
-from cp_ref.spec import Problem, ScoreOptions, Sequence
+from cp_ref.contract.declared import replaced
+from cp_ref.schedules.problem import Problem, ScoreOptions, Sequence
 
 if __package__:
     from benchmarks.parts import timeline

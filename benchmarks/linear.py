@@ -37,8 +37,8 @@ import cp_fast
 from benchmarks.parts.linear_layers.convolution_speed import convolution_times
 from benchmarks.parts.linear_layers.tuning import tune_only, use_pieces
 from benchmarks.parts.ranks import Commit, Device, JsonOut, Silent, connect, largest, seconds_alone, seconds_queued
-from cp_ref.spec import Problem
-from cp_ref.spec import Sequence as Lengths
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.problem import Sequence as Lengths
 from tests.linear.errors import relative_errors
 from tests.linear.played import Layer
 

@@ -45,7 +45,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import cp_fast
 from cp_fast import masks
 from cp_fast.backends import BackwardOperands, LaunchOptions, VarlenBatch, by_name
-from cp_ref.spec import AttentionSlices, ScoreOptions, areas_of_rows
+from cp_ref.schedules.attention_slices import AttentionSlices, areas_of_rows
+from cp_ref.schedules.problem import ScoreOptions
 
 if __package__:
     from benchmarks.parts.magi import magi_way

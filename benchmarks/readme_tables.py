@@ -234,7 +234,7 @@ def tables_of(folder: Path = RESULTS) -> dict[str, list[str]]:
 
 
 # What a record measures, by its name: files and folders. The first pattern that fits counts.
-_SPEC = ("cp_ref/spec", "cp_ref/common")
+_SPEC = ("cp_ref/schedules", "cp_ref/contract")
 _CALLS = ("cp_fast", *_SPEC, "csrc")
 MEASURED: Mapping[str, tuple[str, ...]] = {
     "features.csv": (),  # read in other libraries' sources

@@ -32,7 +32,7 @@ from torch.nn import functional
 import cp_fast
 from cp_fast.tools.cli.demo.documents import read_documents
 from cp_ref import SimGroup
-from cp_ref.common.groups.collectives import all_reduce_sum
+from cp_ref.contract.collectives import all_reduce_sum
 
 if __package__:
     from benchmarks.parts.ranks import Commit, Device, Schedules, connect

@@ -5,20 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from conformance.scores.score_mods import SCORE_MODS
-from cp_ref.spec import (
-    CP_COMM_TYPES,
-    LAYOUTS,
-    MASKS,
-    QKV_FORMATS,
-    SCORE_OPTIONS,
-    SOFTMAX_TYPES,
-    Problem,
-    check_choice,
-    check_one_document,
-    local_lengths,
-)  # fmt: skip
-from cp_ref.spec.arguments.single_values import MOST_RANKS, parse_call
-from cp_ref.spec.layouts.named_layouts import slice_rows
+from cp_ref.contract.call_checks import local_lengths
+from cp_ref.contract.read_problem import SCORE_OPTIONS, check_one_document
+from cp_ref.schedules.problem import Problem, slice_rows
+from cp_ref.schedules.values import MOST_RANKS, check_choice, parse_call
+from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES
 
 __all__ = ["ALIBI", "GRADS", "LOSSES", "Case"]
 
@@ -47,7 +38,7 @@ class Case:
     A tail that makes each slice as long as all sequences together becomes one row a slice longer, since `attention`
     refuses it: such lengths are nearly always those of one rank's slices, given by mistake.
 
-    >>> from cp_ref.spec import Sequence
+    >>> from cp_ref.schedules.problem import Sequence
     >>> case = Case(Problem(2, (Sequence(8, 8, 8, 8),), qkv_format="thd"), tail_q=4, seed=3)
     >>> print(case)
     Case(Problem(cp_size=2, sequences=[(8, 8, 8, 8)], qkv_format="thd"), tail_q=4, seed=3)

@@ -40,7 +40,7 @@ from conformance.run.suite_run import ALL_TIERS, SuiteRun, describe_run, level_o
 from conformance.run.workers import start_runner
 from conformance.step.step_command import app as step_app
 from conformance.tiers import cases_of
-from cp_ref.spec.arguments.single_values import MOST_RANKS
+from cp_ref.schedules.values import MOST_RANKS
 
 __all__ = ["app", "command_line", "cp_sizes_of"]
 

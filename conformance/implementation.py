@@ -55,8 +55,9 @@ import torch
 
 from conformance.judge.run_record import Level, readable
 from conformance.scores.score_mods import score_features
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, Problem, check_choice
-from cp_ref.spec.arguments.argument_words import canonical_layout
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.values import check_choice
+from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, canonical_layout
 
 __all__ = [
     "ENTRY_POINTS",

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from cp_fast.linear.linear_attention import linear_attention
     from cp_fast.tools.fast_trace import trace
     from cp_ref import SimGroup, Trace, compare, dense_attention
-    from cp_ref.common.sharding.shard import position_ids, roll, shard, unshard
-    from cp_ref.spec import Unsupported, compare_layouts
+    from cp_ref.contract.compare_layouts import compare_layouts
+    from cp_ref.contract.sharding import position_ids, roll, shard, unshard
+    from cp_ref.schedules.words import Unsupported
 
 __all__ = [
     "ContextParallel",
@@ -53,21 +54,21 @@ _WHERE = {
     "Plan": "cp_fast.api.plan",
     "SimGroup": "cp_ref",
     "Trace": "cp_ref",
-    "Unsupported": "cp_ref.spec",
+    "Unsupported": "cp_ref.schedules.words",
     "attention": "cp_fast.api.attention",
     "causal_conv1d": "cp_fast.linear.convolution.causal_conv1d",
     "checked": "cp_fast.api.checked_calls",
     "compare": "cp_ref",
-    "compare_layouts": "cp_ref.spec",
+    "compare_layouts": "cp_ref.contract.compare_layouts",
     "dense_attention": "cp_ref",
     "linear_attention": "cp_fast.linear.linear_attention",
     "make_plan": "cp_fast.api.make_plan",
-    "position_ids": "cp_ref.common.sharding.shard",
-    "roll": "cp_ref.common.sharding.shard",
-    "shard": "cp_ref.common.sharding.shard",
+    "position_ids": "cp_ref.contract.sharding",
+    "roll": "cp_ref.contract.sharding",
+    "shard": "cp_ref.contract.sharding",
     "supports": "cp_fast.api.make_plan",
     "trace": "cp_fast.tools.fast_trace",
-    "unshard": "cp_ref.common.sharding.shard",
+    "unshard": "cp_ref.contract.sharding",
 }
 
 

@@ -4,7 +4,7 @@ The names are those of `cp_fast`, with the same signatures: swap the import. Thi
 `dense_attention` (float64, by the definition), the simulated group `SimGroup`, the helpers `thd`, and `trace` and
 `compare`, which find the first step and rank at which two runs differ.
 
-A name is imported when it is first asked for: `cp_fast` needs `cp_ref.spec` and `cp_ref.common` alone.
+A name is imported when it is first asked for: `cp_fast` needs `cp_ref.schedules` and `cp_ref.contract` alone.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cp_ref import masks, thd
-    from cp_ref.api.reference_attention import attention
-    from cp_ref.api.reference_context import ContextParallel
-    from cp_ref.api.reference_plan import Plan, make_plan, supports
-    from cp_ref.common.sharding.shard import position_ids, roll, shard, unshard
-    from cp_ref.linear.attention_layer import linear_attention
-    from cp_ref.linear.convolution_layer import causal_conv1d
+    from cp_ref.contract.compare_layouts import compare_layouts
+    from cp_ref.contract.sharding import position_ids, roll, shard, unshard
+    from cp_ref.linear.layers import causal_conv1d, linear_attention
     from cp_ref.oracle import dense_attention
-    from cp_ref.simulator.sim_group import SimGroup
-    from cp_ref.spec import Unsupported, compare_layouts
+    from cp_ref.reference_attention import attention
+    from cp_ref.reference_plan import ContextParallel, Plan, make_plan, supports
+    from cp_ref.schedules.words import Unsupported
+    from cp_ref.simulator import SimGroup
     from cp_ref.tracing.compare_traces import compare
     from cp_ref.tracing.recorded_trace import Trace
     from cp_ref.tracing.recorder import trace
@@ -51,24 +50,24 @@ __all__ = [
 ]
 
 _WHERE = {
-    "ContextParallel": "api.reference_context",
-    "Plan": "api.reference_plan",
-    "SimGroup": "simulator.sim_group",
+    "ContextParallel": "reference_plan",
+    "Plan": "reference_plan",
+    "SimGroup": "simulator",
     "Trace": "tracing.recorded_trace",
-    "Unsupported": "spec",
-    "attention": "api.reference_attention",
-    "causal_conv1d": "linear.convolution_layer",
+    "Unsupported": "schedules.words",
+    "attention": "reference_attention",
+    "causal_conv1d": "linear.layers",
     "compare": "tracing.compare_traces",
-    "compare_layouts": "spec",
+    "compare_layouts": "contract.compare_layouts",
     "dense_attention": "oracle",
-    "linear_attention": "linear.attention_layer",
-    "make_plan": "api.reference_plan",
-    "position_ids": "common.sharding.shard",
-    "roll": "common.sharding.shard",
-    "shard": "common.sharding.shard",
-    "supports": "api.reference_plan",
+    "linear_attention": "linear.layers",
+    "make_plan": "reference_plan",
+    "position_ids": "contract.sharding",
+    "roll": "contract.sharding",
+    "shard": "contract.sharding",
+    "supports": "reference_plan",
     "trace": "tracing.recorder",
-    "unshard": "common.sharding.shard",
+    "unshard": "contract.sharding",
 }
 
 

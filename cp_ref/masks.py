@@ -1,7 +1,32 @@
-"""Makers of attention slices, for `attention(..., areas=...)`: see `cp_ref.common.masks`."""
+"""Makers of attention slices, for `attention(..., areas=...)`: the same in both packages."""
 
-from cp_ref.common import masks
-from cp_ref.common.masks import *  # noqa: F403  # the same on both sides
+from cp_ref.contract.foreign_masks import from_block_mask, from_magi
+from cp_ref.contract.masks import (
+    block_causal,
+    chunked,
+    dilated_blocks,
+    documents,
+    first_tokens_and_window,
+    from_call,
+    packed,
+    picture,
+    prefix_lm,
+    shared_prefix,
+    tree,
+)
 
-__all__: list[str] = []
-__all__ += masks.__all__
+__all__ = [
+    "block_causal",
+    "chunked",
+    "dilated_blocks",
+    "documents",
+    "first_tokens_and_window",
+    "from_block_mask",
+    "from_call",
+    "from_magi",
+    "packed",
+    "picture",
+    "prefix_lm",
+    "shared_prefix",
+    "tree",
+]

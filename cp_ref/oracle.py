@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
-from cp_ref.api.packed_formats import lse_from_packed, to_format, to_packed
-from cp_ref.common.scores.pair_scores import Pairs, PairScores
-from cp_ref.common.scores.score_inputs import read_score_inputs
-from cp_ref.common.scores.score_mod import ScoreMod, digest_of
-from cp_ref.spec import AttentionSliceRow, Problem, Sequence, check_offset, one_a_head, read_problem, read_sizes
+from cp_ref.contract.call_checks import one_a_head
+from cp_ref.contract.read_problem import check_offset, read_problem, read_sizes
+from cp_ref.contract.score_inputs import read_score_inputs
+from cp_ref.contract.score_mod import ScoreMod, digest_of
+from cp_ref.contract.scores import Pairs, PairScores
+from cp_ref.reference_attention import lse_from_packed, to_format, to_packed
+from cp_ref.schedules.attention_slices import AttentionSliceRow
+from cp_ref.schedules.problem import Problem, Sequence
 
 __all__ = ["dense_attention"]
 
@@ -147,7 +150,7 @@ def _slots(starts: tuple[int, ...], rows: torch.Tensor) -> tuple[torch.Tensor, t
 
 def _inside(areas: Iterable[AttentionSliceRow], i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
     """Which pairs of rows i [n, 1] and j [1, m] are in an attention slice, bool [n, m]: the definition, and on purpose
-    not the arithmetic of `cp_ref.spec`.
+    not the arithmetic of `cp_ref.schedules`.
     """
     visible = torch.zeros(i.shape[0], j.shape[1], dtype=torch.bool, device=i.device)
     for q_start, q_stop, k_start, k_stop, left, right in areas:
@@ -163,7 +166,7 @@ def _inside(areas: Iterable[AttentionSliceRow], i: torch.Tensor, j: torch.Tensor
 
 def _visible(problem: Problem, sequence: Sequence, device: torch.device) -> torch.Tensor:
     """The mask, bool [len_q, len_kv]: the definition itself, and on purpose not the arithmetic of
-    `cp_ref.spec.tables.diagonal_band`.
+    `cp_ref.schedules.problem`.
     """
     i = torch.arange(sequence.len_q, device=device)[:, None]
     j = torch.arange(sequence.len_kv, device=device)[None, :]

@@ -14,10 +14,10 @@ its part of the tail. On two ranks:
 GLOBAL lengths are those of the whole packed buffer. LOCAL lengths are those of a rank's slice: the global ones divided
 by cp_size. So the two chunks that a rank holds of a sequence are the two halves of the sequence in its slice.
 
-Every helper is written out here: a loop over the sequences lists the rows that it reads or changes, as ranges, and one
-step gathers, writes, adds or merges these rows and no others. `cp_ref.common.thd` declares the helpers, with a worked
-example of each, and has the checks of shapes and dtypes. `cp_fast.thd` computes the same rows without loops, and shares
-no line of this file.
+Every helper is written out here: a loop over the sequences lists the rows that it reads or changes, as ranges, and
+one step gathers, writes, adds or merges these rows and no others. `cp_ref.contract.thd_*` declares the helpers, with
+a worked example of each, and has the checks of shapes and dtypes. `cp_fast.thd` computes the same rows without loops,
+and shares no line of this file.
 """
 
 from __future__ import annotations
@@ -29,18 +29,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from cp_ref.api.reference_context import ContextParallel
-from cp_ref.common.plan_arguments import check_plan
-from cp_ref.common.sharding.shard import shard
-from cp_ref.common.thd import (
-    declared_batches,
-    declared_corrections,
-    declared_halves,
-    declared_indices,
-    declared_valid,
-)
-from cp_ref.common.thd.checks import (
+from cp_ref.contract import thd_batches, thd_corrections, thd_indices
+from cp_ref.contract.call_checks import check_apart, check_context
+from cp_ref.contract.plan_arguments import check_plan
+from cp_ref.contract.sharding import shard
+from cp_ref.contract.tensors import as_integers, taken, wide_dtype
+from cp_ref.contract.thd_checks import (
     MOST_ROWS,
+    Tensors,
     check_chunk_lengths,
     check_columns,
     check_count,
@@ -50,13 +46,14 @@ from cp_ref.common.thd.checks import (
     check_leaf,
     check_room,
     check_tail,
+    like,
+    pad_v,
     token_axis,
+    trim_out,
 )
-from cp_ref.common.thd.head_dims import pad_v, trim_out
-from cp_ref.common.thd.tuples import Tensors, like
-from cp_ref.common.wide_dtype import as_integers, taken, wide_dtype
-from cp_ref.spec import QKV_FORMATS, check_apart, check_choice, check_context
-from cp_ref.spec.arguments.single_values import differences, read_lengths
+from cp_ref.reference_plan import ContextParallel
+from cp_ref.schedules.values import check_choice, differences, read_lengths
+from cp_ref.schedules.words import QKV_FORMATS
 
 __all__ = [
     "get_batch_on_this_cp_rank",
@@ -158,26 +155,26 @@ def _half(lengths: Lengths, number: int) -> list[range]:
 # ---- Which tokens a rank holds, and the two orders of a packed buffer.
 
 
-@declared_indices.thd_get_partitioned_indices
+@thd_indices.thd_get_partitioned_indices
 def thd_get_partitioned_indices(
     cu_seqlens_padded: torch.Tensor, total_tokens: int, cp_size: int, cp_rank: int
 ) -> torch.Tensor:
-    declared_indices.check_partition(cu_seqlens_padded, total_tokens, cp_size, cp_rank)
+    thd_indices.check_partition(cu_seqlens_padded, total_tokens, cp_size, cp_rank)
     device = cu_seqlens_padded.device
     lengths = _read_chunked(cu_seqlens_padded, device, "total_tokens", total_tokens, cp_size)
     return _index(_slice(lengths, total_tokens, cp_size, cp_rank), device).to(cu_seqlens_padded.dtype)
 
 
-@declared_indices.thd_sequence_order_to_cp_rank_order
+@thd_indices.thd_sequence_order_to_cp_rank_order
 def thd_sequence_order_to_cp_rank_order(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int) -> Tensors:
-    xs = declared_indices.check_reorder(x, cu_seqlens_padded, cp_size)
+    xs = thd_indices.check_reorder(x, cu_seqlens_padded, cp_size)
     order = _rank_order(xs[0], cu_seqlens_padded, cp_size)
     return like(x, [taken(one, 0, order) for one in xs])
 
 
-@declared_indices.thd_cp_rank_order_to_sequence_order
+@thd_indices.thd_cp_rank_order_to_sequence_order
 def thd_cp_rank_order_to_sequence_order(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int) -> Tensors:
-    xs = declared_indices.check_reorder(x, cu_seqlens_padded, cp_size)
+    xs = thd_indices.check_reorder(x, cu_seqlens_padded, cp_size)
     order = _rank_order(xs[0], cu_seqlens_padded, cp_size)
     where = torch.empty_like(order)
     where[order] = torch.arange(len(order), device=order.device)
@@ -207,7 +204,7 @@ def _read_chunked(
 # ---- Real tokens among padding: how many of them a rank holds, and copying them alone.
 
 
-@declared_valid.get_cu_seqlens_on_cp_rank
+@thd_indices.get_cu_seqlens_on_cp_rank
 def get_cu_seqlens_on_cp_rank(
     cu_seqlens: torch.Tensor,
     cu_seqlens_padded: torch.Tensor,
@@ -216,7 +213,7 @@ def get_cu_seqlens_on_cp_rank(
     first_half: bool,
     second_half: bool,
 ) -> torch.Tensor:
-    declared_valid.check_rank_lengths(cu_seqlens, cu_seqlens_padded, cp_size, cp_rank, first_half, second_half)
+    thd_indices.check_rank_lengths(cu_seqlens, cu_seqlens_padded, cp_size, cp_rank, first_half, second_half)
     device = cu_seqlens.device
     real = _read("cu_seqlens", cu_seqlens, device)
     padded = _read("cu_seqlens_padded", cu_seqlens_padded, device)
@@ -231,11 +228,11 @@ def get_cu_seqlens_on_cp_rank(
     return torch.tensor(list(accumulate(held)), dtype=cu_seqlens.dtype, device=device)
 
 
-@declared_valid.thd_copy_valid_tokens_from_per_split_to_rank_local
+@thd_indices.thd_copy_valid_tokens_from_per_split_to_rank_local
 def thd_copy_valid_tokens_from_per_split_to_rank_local(
     out: torch.Tensor, inp: torch.Tensor, cu_seqlens_padded: torch.Tensor, cu_seqlens: torch.Tensor
 ) -> None:
-    declared_valid.check_copy(out, inp, cu_seqlens_padded, cu_seqlens)
+    thd_indices.check_copy(out, inp, cu_seqlens_padded, cu_seqlens)
     check_leaf("out", out)
     padded = _read_moved("cu_seqlens_padded", cu_seqlens_padded, out.device)
     real = _read("cu_seqlens", cu_seqlens, out.device)
@@ -260,9 +257,9 @@ def _read_moved(name: str, cu_seqlens: torch.Tensor, device: torch.device) -> Le
 # ---- Reading the first or second half of every sequence.
 
 
-@declared_halves.thd_read_half_tensor
+@thd_corrections.thd_read_half_tensor
 def thd_read_half_tensor(x: Tensors, cu_seqlens_padded: torch.Tensor, half: int) -> Tensors:
-    xs = declared_halves.check_read_half(x, cu_seqlens_padded, half)
+    xs = thd_corrections.check_read_half(x, cu_seqlens_padded, half)
     return like(x, [_read_half(one, cu_seqlens_padded, half) for one in xs])
 
 
@@ -274,11 +271,11 @@ def _read_half(x: torch.Tensor, cu_seqlens_padded: torch.Tensor, half: int) -> t
     return taken(x, axis, _index(_half(with_tail, half), x.device))
 
 
-@declared_halves.thd_read_second_half_lse
+@thd_corrections.thd_read_second_half_lse
 def thd_read_second_half_lse(
     lse: torch.Tensor, cu_seqlens_padded: torch.Tensor, lse_packed: bool, max_seqlen: int
 ) -> torch.Tensor:
-    declared_halves.check_read_second_half_lse(lse, cu_seqlens_padded, lse_packed, max_seqlen)
+    thd_corrections.check_read_second_half_lse(lse, cu_seqlens_padded, lse_packed, max_seqlen)
     lengths = _read_even(cu_seqlens_padded, lse.device)
     halves = _halved(lengths)
     _check_lse_room("lse", lse, lengths, lse_packed)
@@ -351,11 +348,11 @@ def _check_lse_room(name: str, lse: torch.Tensor, lengths: Lengths, lse_packed: 
 #      operand is float64; the result is rounded once, when it is stored.
 
 
-@declared_corrections.thd_second_half_lse_correction
+@thd_corrections.thd_second_half_lse_correction
 def thd_second_half_lse_correction(
     lse: torch.Tensor, lse_step: torch.Tensor, cu_seqlens_padded: torch.Tensor, lse_packed: bool
 ) -> None:
-    declared_corrections.check_lse_correction(lse, lse_step, cu_seqlens_padded, lse_packed)
+    thd_corrections.check_lse_correction(lse, lse_step, cu_seqlens_padded, lse_packed)
     check_leaf("lse", lse)
     lengths = _read_even(cu_seqlens_padded, lse.device)
     halves = _halved(lengths)
@@ -367,7 +364,7 @@ def thd_second_half_lse_correction(
     whole[at] = torch.logaddexp(whole[at], step[step_at]).to(lse.dtype)
 
 
-@declared_corrections.thd_out_correction
+@thd_corrections.thd_out_correction
 def thd_out_correction(
     out: torch.Tensor,
     out_step: torch.Tensor,
@@ -377,9 +374,7 @@ def thd_out_correction(
     only_second_half: bool,
     lse_packed: bool,
 ) -> None:
-    declared_corrections.check_out_correction(
-        out, out_step, lse, lse_step, cu_seqlens_padded, only_second_half, lse_packed
-    )
+    thd_corrections.check_out_correction(out, out_step, lse, lse_step, cu_seqlens_padded, only_second_half, lse_packed)
     check_leaf("out", out)
     if only_second_half:
         lengths = _read_even(cu_seqlens_padded, out.device)
@@ -401,11 +396,11 @@ def thd_out_correction(
     out[at] = (out[at] + share).to(out.dtype)
 
 
-@declared_corrections.thd_grad_correction
+@thd_corrections.thd_grad_correction
 def thd_grad_correction(
     grad: torch.Tensor, grad_step: torch.Tensor, cu_seqlens_padded: torch.Tensor, first_half: str, second_half: str
 ) -> None:
-    declared_corrections.check_grad_correction(grad, grad_step, cu_seqlens_padded, first_half, second_half)
+    thd_corrections.check_grad_correction(grad, grad_step, cu_seqlens_padded, first_half, second_half)
     check_leaf("grad", grad)
     axis, lengths = token_axis("grad", grad), _read_even(cu_seqlens_padded, grad.device)
     check_room("grad", grad.shape[axis], "cu_seqlens_padded", lengths[-1])
@@ -425,7 +420,7 @@ def thd_grad_correction(
 # ---- Preparing a training batch: pad each sequence so that it divides, then give every rank its part.
 
 
-@declared_batches.pad_thd_sequences_for_cp
+@thd_batches.pad_thd_sequences_for_cp
 def pad_thd_sequences_for_cp(
     input_ids: torch.Tensor,
     labels: torch.Tensor,
@@ -436,7 +431,7 @@ def pad_thd_sequences_for_cp(
     padded_tokens: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     fills = padding_token_id, padding_label_id
-    declared_batches.check_padding(input_ids, labels, cu_seqlens, divisibility_factor, *fills, padded_tokens)
+    thd_batches.check_padding(input_ids, labels, cu_seqlens, divisibility_factor, *fills, padded_tokens)
     tokens = input_ids.shape[-1]
     real = _read("cu_seqlens", cu_seqlens, input_ids.device)
     check_room("input_ids", tokens, "cu_seqlens", real[-1])
@@ -462,7 +457,7 @@ def pad_thd_sequences_for_cp(
     return spread(input_ids, padding_token_id), spread(labels, padding_label_id), cu_seqlens_padded
 
 
-@declared_batches.get_batch_on_this_cp_rank
+@thd_batches.get_batch_on_this_cp_rank
 def get_batch_on_this_cp_rank(
     batch: Mapping[str, Any],
     *,
@@ -476,10 +471,10 @@ def get_batch_on_this_cp_rank(
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     lengths: dict[str, Any] = {"qkv_format": qkv_format, "cu_seqlens_padded": cu_seqlens_padded, "plan": plan}
     if plan is None and cu_seqlens_padded is not None and qkv_format == "thd":
-        declared_batches.check_lengths_divide(cp, cu_seqlens_padded)
+        thd_batches.check_lengths_divide(cp, cu_seqlens_padded)
     in_format = qkv_format if plan is None else plan.problem.qkv_format
 
     def cut(xs: Sequence[torch.Tensor], fills: Sequence[int]) -> list[torch.Tensor]:
         return [shard(x, cp=cp, **lengths, fill_value=fill) for x, fill in zip(xs, fills, strict=True)]
 
-    return declared_batches.cut_entries(batch, in_format, cp, plan, cu_seqlens_padded, cut)
+    return thd_batches.cut_entries(batch, in_format, cp, plan, cu_seqlens_padded, cut)

@@ -27,9 +27,9 @@ from cp_fast.backends.fa4.scores import score_kernels
 from cp_fast.backends.fa4.scores.expressions import BOOL, FLOAT, INT, LONG, Expression
 from cp_fast.backends.fa4.scores.launch_program import ScoreProgram
 from cp_fast.backends.fa4.scores.score_tiles import launch_tensors
-from cp_ref.common.scores.philox import kept
-from cp_ref.common.wide_dtype import wide_dtype
-from cp_ref.spec import Feature
+from cp_ref.contract.scores import kept
+from cp_ref.contract.tensors import wide_dtype
+from cp_ref.schedules.words import Feature
 
 __all__ = ["OPERATIONS", "Fa4Dry", "Kernel", "dry", "evaluated", "install", "taken"]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from cp_ref.spec.linear.document_fragments import DocumentFragments, document_fragments
-from cp_ref.spec.linear.states import make_states
-from cp_ref.spec.pictures.svg_elements import LINE, SOFT, Drawing, ink_on, rank_colour
-from cp_ref.spec.tables.problem import Problem
+from cp_ref.contract.linear_schedules import DocumentFragments, document_fragments, make_states
+from cp_ref.contract.svg_pictures import LINE, SOFT, Drawing, ink_on, rank_colour
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["states_svg"]
 

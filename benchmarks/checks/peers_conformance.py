@@ -35,7 +35,7 @@ from conformance.run.play_problem import Pairs, Task
 from conformance.run.run_tiers import PROFILES, TierResult
 from conformance.run.suite_run import SuiteRun, describe_run
 from conformance.run.workers import WorkerRunner
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 
 PEERS = {
     "pytorch": ("flash", "efficient", "cudnn", "chosen"),

@@ -1,7 +1,7 @@
 r"""Fit a machine of the cost model (`cp_fast.tools.cost`) to rows that `benchmarks/attention.py` measured.
 
     python benchmarks/cost_model/fit_machine.py --records messages_2x_h200,layouts_2x_h200 \
-        --out cp_ref/spec/planners/machines/h200-nvlink.toml
+        --out cp_fast/tools/cost/machines/h200-nvlink.toml
 
 Kernel rates by least squares of relative errors, from the columns of one GPU alone; the host's times from `host_ms`;
 what a launch and a step cost beside that by a search that begins with the machine as it is and changes one number at

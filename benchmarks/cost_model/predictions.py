@@ -20,7 +20,7 @@ import typer
 
 from cp_fast.tools.cost import Machine, candidates, counted, predict, priced, read_machine
 from cp_fast.tools.cost.predict import MESSAGES
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 
 if __package__:
     from benchmarks.cost_model.records import RESULTS, Record, read_records

@@ -6,7 +6,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 
 __all__ = ["RESULTS", "Record", "read_records"]
 

@@ -31,7 +31,9 @@ from cp_fast.compile.index_tables import Tables
 from cp_fast.compile.instructions import Accumulate, Copy, Launch, Send
 from cp_fast.tools.cost.counts import count_rank
 from cp_fast.tools.cost.pass_bytes import PassBytes, is_gathered
-from cp_ref.spec import Column, PaperGroup, Problem
+from cp_ref.contract.group import PaperGroup
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.table import Column
 
 _PROCESSORS = 132
 _TILE = 128

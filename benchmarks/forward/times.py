@@ -29,7 +29,8 @@ from benchmarks.parts.ranks import Commit, JsonOut, Schedules
 from benchmarks.parts.switches import switched
 from cp_fast.backends import LaunchOptions, VarlenBatch, by_name
 from cp_ref import SimGroup
-from cp_ref.spec import ScoreOptions, areas_of_rows
+from cp_ref.schedules.attention_slices import areas_of_rows
+from cp_ref.schedules.problem import ScoreOptions
 
 _MOST = 1e-2  # Relative error of out.
 _CHECKED = (0, 13, 31)  # Query heads.

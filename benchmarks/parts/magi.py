@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_ref.spec import AttentionSlices
+from cp_ref.schedules.attention_slices import AttentionSlices
 
 __all__ = ["SETTINGS", "magi_way"]
 

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch
-from cp_ref.spec import Problem, ScoreOptions, ranges
+from cp_ref.schedules.problem import Problem, ScoreOptions
+from cp_ref.schedules.table import ranges
 
 if __package__ == "parts":
     from parts.magi import magi_way

@@ -23,8 +23,9 @@ from conformance.run.play_problem import Runner
 from cp_fast import masks
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.pipeline import compiled
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, Problem
-from cp_ref.spec import Sequence as Lengths
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.problem import Sequence as Lengths
+from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS
 from tests.masks.problems import problems as problems_of_areas
 
 __all__ = ["ATTENTION", "KINDS", "parts_of"]

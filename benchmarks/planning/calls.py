@@ -30,8 +30,8 @@ from cp_fast.api.implicit_plan import Call, on_host, plan_of_call
 from cp_fast.api.planned_call import CallFlags
 from cp_fast.api.score_arguments import ScoreArguments
 from cp_ref import SimGroup
-from cp_ref.common.attention_call import problem_arguments
-from cp_ref.simulator.sim_group import SimMember
+from cp_ref.contract.attention_call import problem_arguments
+from cp_ref.simulator import SimMember
 from planning import load, processor
 
 

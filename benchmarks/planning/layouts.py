@@ -25,9 +25,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cp_ref.spec import AttentionSlices, Fragments
-from cp_ref.spec.layouts.balanced import balanced, pairs_before
-from cp_ref.spec.tables.table import Column
+from cp_ref.schedules.attention_slices import AttentionSlices
+from cp_ref.schedules.balanced import balanced, pairs_before
+from cp_ref.schedules.ownership import Fragments
+from cp_ref.schedules.table import Column
 
 ROWS = 16_384
 CASES = (

@@ -46,15 +46,11 @@ from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.compile.planning.chosen_schedule import chosen_rank_schedule
 from cp_fast.runtime.packed_tensors import Packing
-from cp_ref.spec import (
-    Agreement,
-    PaperGroup,
-    Problem,
-    Sizes,
-    agree,
-    read_problem,
-    saved_kinds,
-)
+from cp_ref.contract.group import PaperGroup, agree
+from cp_ref.contract.read_problem import Sizes, read_problem
+from cp_ref.contract.room import Agreement
+from cp_ref.schedules.planners.make_schedule import saved_kinds
+from cp_ref.schedules.problem import Problem
 
 SCHEDULES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 PARTS = ("read", "agree", "program", "lower", "pack", "spread", "link")

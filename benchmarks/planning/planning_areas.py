@@ -29,7 +29,10 @@ from cp_fast.compile.instructions import Launch
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.compile.planning.chosen_schedule import chosen_rank_schedule
 from cp_fast.runtime.packed_tensors import Packing
-from cp_ref.spec import PaperGroup, Problem, Sizes, read_problem, saved_kinds
+from cp_ref.contract.group import PaperGroup
+from cp_ref.contract.read_problem import Sizes, read_problem
+from cp_ref.schedules.planners.make_schedule import saved_kinds
+from cp_ref.schedules.problem import Problem
 
 CASES = ("nested", "holes", "prefixes", "sparse", "squares")
 RANKS = PaperGroup(4, 1)

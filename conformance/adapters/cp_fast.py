@@ -20,8 +20,9 @@ from conformance.adapters.cp_fast_operators import operator_calls
 from conformance.adapters.shared.band_tiles import crop, empty_tile, out_of_nothing
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch, choose
 from cp_fast.movers import kernels
-from cp_ref.spec import Feature, Problem, ScoreOptions
-from cp_ref.spec.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.problem import Problem, ScoreOptions
+from cp_ref.schedules.words import Feature
 
 __all__ = ["OneBackend", "auto", "cpu", "cudnn", "fa2", "fa4", "processes", "torch"]
 

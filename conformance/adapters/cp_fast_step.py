@@ -12,7 +12,7 @@ from cp_fast.api import autograd_function as autograd
 from cp_fast.api import library_operators as compiled
 from cp_fast.linear import linear_attention as linear
 from cp_fast.linear.convolution import causal_conv1d as convolution
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["Seen", "context", "watched_calls"]
 

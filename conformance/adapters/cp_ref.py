@@ -12,7 +12,8 @@ from conformance.dtypes import wide_dtype
 from cp_ref.executor.merge_partials import merge as merge_two
 from cp_ref.executor.tile_attention import tile_backward as exact_backward
 from cp_ref.executor.tile_attention import tile_forward, visible_pairs
-from cp_ref.spec import UNBOUNDED, ScoreOptions
+from cp_ref.schedules.attention_slices import UNBOUNDED
+from cp_ref.schedules.problem import ScoreOptions
 
 __all__ = [
     "ContextParallel", "Unsupported", "attention", "causal_conv1d", "linear_attention", "make_plan", "merge",

@@ -32,7 +32,7 @@ from conformance.adapters.shared import magi_on_cpu
 from conformance.adapters.shared.magi_ranges import magi_ranges
 from conformance.adapters.shared.peer_adapter import Peer, Sizes, no_gradient, number_of_ranks, rank_in
 from conformance.adapters.shared.support_tables import SupportTable, Unsupported, library
-from cp_ref.spec import AttentionSlices, areas_of_rows
+from cp_ref.schedules.attention_slices import AttentionSlices, areas_of_rows
 
 __all__ = ["Unsupported", "accepted", "attention", "bf16", "ffa", "group_kind", "key_of", "sdpa", "supports"]
 

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 from conformance.case import Case
 from conformance.draw.capabilities import Capabilities, narrowed
 from conformance.judge.ranks import UnsupportedCase
-from cp_ref.spec import QKV_FORMATS, Problem, divisor
+from cp_ref.schedules.layouts import divisor
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.words import QKV_FORMATS
 
 __all__ = ["adapted", "first_of", "judged_plainly", "plainer"]
 
@@ -32,7 +34,7 @@ def adapted(case: Case, capabilities: Capabilities, free: tuple[str, ...] = ()) 
             problem stays the same otherwise: sequences of several lengths are no batch.
 
     >>> from conformance.draw.capabilities import EVERYTHING
-    >>> from cp_ref.spec import Sequence
+    >>> from cp_ref.schedules.problem import Sequence
     >>> batch = Capabilities(EVERYTHING.choices | {"qkv_format": ("sbhd",), "layout": ("contiguous",)})
     >>> packed = Case(Problem(2, (Sequence(8, 8, 8, 8),), qkv_format="thd", attn_mask_type="padding_causal"))
     >>> print(adapted(packed, batch, ("qkv_format", "layout")).problem)

@@ -14,7 +14,8 @@ from conformance.judge.ranks import UnsupportedCase
 from conformance.judge.reference import Hang, describe_error, run_ranks, watching
 from conformance.run.case_tensors import build, plan_arguments
 from conformance.run.play_case import play
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS
 
 __all__ = [
     "AXES", "EVERYTHING", "WISHES", "Capabilities", "ask", "capabilities_of", "narrowed", "probe", "probe_by",

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from conformance.case import LOSSES, Case
 from conformance.scores.score_mods import SCORE_MODS
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, divisor
+from cp_ref.schedules.layouts import divisor
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES
 
 __all__ = ["AXES", "CHOICES", "IMPOSSIBLE", "SCORE_AXES", "Choice", "Impossible", "choices_of", "why_impossible"]
 

@@ -14,8 +14,8 @@ from itertools import combinations, product
 from conformance.case import Case
 from conformance.draw.capabilities import Capabilities, narrowed
 from conformance.draw.case_features import AXES, CHOICES, SCORE_AXES, Choice, choices_of, why_impossible
-from cp_ref.spec import Problem
-from cp_ref.spec import Sequence as Lengths
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.problem import Sequence as Lengths
 
 __all__ = ["covering", "goals_of"]
 

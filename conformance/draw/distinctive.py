@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from conformance.case import Case
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["distinctive_features"]
 
@@ -20,7 +20,7 @@ _NUMBERS = {"seed", "magnitude", "sequences", "a2a_size", "repeat", "slots", "re
 def distinctive_features(problem: Any) -> frozenset[str]:
     """The features of a problem beyond the plainest one of its kind; and its dtype, which each tier chooses.
 
-    >>> from cp_ref.spec import Sequence
+    >>> from cp_ref.schedules.problem import Sequence
     >>> p = Problem(2, (Sequence(3, 5, 3, 5),), softmax_scale=2.0, window_size=(1, -1))
     >>> sorted(distinctive_features(Case(p, use_plan=True)))
     ['cross', 'dtype float32', 'softmax_scale', 'use_plan', 'window left']

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from conformance.judge.reference import masks
-from cp_ref.spec import UNBOUNDED, AttentionSliceRow, AttentionSlices, Sequence
-from cp_ref.spec.tables.attention_slices import crop
+from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSliceRow, AttentionSlices, crop
+from cp_ref.schedules.problem import Sequence
 
 __all__ = ["areas"]
 

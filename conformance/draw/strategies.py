@@ -20,7 +20,9 @@ from conformance.draw.capabilities import EVERYTHING, Capabilities
 from conformance.draw.case_features import SCORE_AXES
 from conformance.draw.draw_areas import areas
 from conformance.draw.draw_lengths import Units, batched, packed
-from cp_ref.spec import Problem, Sequence, check_one_document, divisor
+from cp_ref.contract.read_problem import check_one_document
+from cp_ref.schedules.layouts import divisor
+from cp_ref.schedules.problem import Problem, Sequence
 
 __all__ = ["CP_SIZES", "cases", "problems", "tables"]
 

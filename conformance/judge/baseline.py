@@ -11,7 +11,7 @@ import torch
 from conformance.dtypes import wide_dtype
 from conformance.judge.visibility import scopes
 from conformance.scores.score_formula import PLAIN, CaseScores, Places, scores_of
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["eager_attention"]
 

@@ -34,8 +34,8 @@ from typing import Any
 
 from conformance.case import Case
 from conformance.judge.run_record import LEVELS, Played, RunRecord, Verdict
-from cp_ref.spec import Problem
-from cp_ref.spec.arguments.single_values import parse_toml
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.values import parse_toml
 
 __all__ = ["FIELDS", "KnownFailure", "KnownFailures", "KnownFailuresError", "field_values"]
 

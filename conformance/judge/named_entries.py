@@ -15,7 +15,8 @@ from conformance.judge.run_record import Judged, Verdict
 from conformance.run.case_tensors import GlobalTensors, build
 from conformance.tiers import budget, determinism, hygiene, logic, metamorphic, plan, probes
 from conformance.tiers.calls import errors
-from cp_ref.spec import CP_COMM_TYPES, Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.words import CP_COMM_TYPES
 
 __all__ = ["TableEntry", "dense", "every_schedule", "problem"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from conformance.implementation import Implementation, context
 from conformance.judge.reference import Hang, describe_error, run_ranks
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["UnsupportedCase", "context_of", "values_of_ranks"]
 

@@ -1,4 +1,6 @@
-"""The one module that imports `cp_ref`: its oracle and its simulated group. All others import `cp_ref.spec` at most."""
+"""The one module that imports `cp_ref`: its oracle and its simulated group. All others import
+`cp_ref.schedules`, and what knows no tensor of `cp_ref.contract`, at most.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from conformance.judge.run_record import readable
 from conformance.run.case_tensors import GlobalTensors, attention_arguments
 from conformance.scores.score_arguments import score_arguments
 from cp_ref import SimGroup, dense_attention, masks
-from cp_ref.common.scores.score_mod import digest_of
-from cp_ref.linear.oracle import dense_causal_conv1d, dense_linear_attention
+from cp_ref.contract.score_mod import digest_of
+from cp_ref.linear.recurrence import dense_causal_conv1d, dense_linear_attention
 
 __all__ = [
     "Hang",

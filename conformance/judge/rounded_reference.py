@@ -19,7 +19,7 @@ from conformance.case import Case
 from conformance.judge.visibility import scopes
 from conformance.run.case_tensors import GlobalTensors
 from conformance.scores.score_formula import PLAIN, CaseScores, Places, scores_of
-from cp_ref.spec import Problem, ScoreOptions
+from cp_ref.schedules.problem import Problem, ScoreOptions
 
 __all__ = ["RoundedScope", "rounded_results"]
 

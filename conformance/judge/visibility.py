@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from conformance.scores.score_formula import Places
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["Scope", "scopes", "seen", "seen_table"]
 
@@ -27,7 +27,7 @@ def seen(problem: Problem) -> Iterator[tuple[int, Sequence[int]]]:
     """(query, its keys) as rows of the packed buffers, sequence after sequence with their padding; in bshd and sbhd,
     batch after batch. A query may come several times, with other keys.
 
-    >>> from cp_ref.spec import Sequence
+    >>> from cp_ref.schedules.problem import Sequence
     >>> one = Problem(1, (Sequence(2, 3, 4, 4),), qkv_format="thd", areas=((0, 4, 0, 4, 0, 1),))
     >>> [(i, list(keys)) for i, keys in seen(one)]  # rows 2 and 3 are padding, and so is key 3
     [(0, [0, 1]), (1, [1, 2])]

@@ -7,7 +7,8 @@ from typing import Any
 from conformance.judge.named_entries import TableEntry, dense
 from conformance.known.by_hand import batch_lengths_kept, flat_group_for_two_levels, trailing_equal_lengths
 from conformance.known.known_bug import Known, case, reported
-from cp_ref.spec import CP_COMM_TYPES, Sequence
+from cp_ref.schedules.problem import Sequence
+from cp_ref.schedules.words import CP_COMM_TYPES
 
 __all__ = ["REPORTS"]
 

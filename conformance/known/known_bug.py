@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from conformance.case import Case
 from conformance.judge.named_entries import TableEntry, every_schedule, problem
-from cp_ref.spec import Sequence
+from cp_ref.schedules.problem import Sequence
 
 __all__ = ["Known", "case", "reported"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from conformance.judge.named_entries import dense
 from conformance.known.known_bug import Known, case, reported
-from cp_ref.spec import CP_COMM_TYPES, Sequence
+from cp_ref.schedules.problem import Sequence
+from cp_ref.schedules.words import CP_COMM_TYPES
 
 __all__ = ["REPORTS"]
 

@@ -29,7 +29,7 @@ from conformance.levels.problem_text import LevelCase
 from conformance.levels.tile_definition import exact_tile, visible
 from conformance.levels.tile_rounding import UNITS, rounding
 from conformance.scores.score_formula import scores_of
-from cp_ref.spec import ScoreOptions
+from cp_ref.schedules.problem import ScoreOptions
 
 __all__ = ["Tile", "TileGradients", "check", "gradients_strategy", "strategy"]
 

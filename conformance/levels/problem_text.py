@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, Self
 
-from cp_ref.spec.arguments.single_values import parse_call
+from cp_ref.schedules.values import parse_call
 
 __all__ = ["LevelCase"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from conformance.scores.score_formula import scores_of
-from cp_ref.spec import ScoreOptions
+from cp_ref.schedules.problem import ScoreOptions
 
 __all__ = ["exact_tile", "visible"]
 

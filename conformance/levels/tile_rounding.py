@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from conformance.levels.tile_definition import visible
-from cp_ref.spec import ScoreOptions
+from cp_ref.schedules.problem import ScoreOptions
 
 __all__ = ["UNITS", "rounding"]
 

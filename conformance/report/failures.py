@@ -139,7 +139,7 @@ def separating(record: RunRecord) -> tuple[Separating, ...]:
 
     A case is a drawn problem, or one that a named problem plays.
 
-    >>> from cp_ref.spec import Problem, Sequence
+    >>> from cp_ref.schedules.problem import Problem, Sequence
     >>> cases = [Case(Problem(2, (Sequence(8, 8, 8, 8),), attn_mask_type=m)) for m in ("causal", "no_mask") * 8]
     >>> verdicts = ("wrong", "right") * 8
     >>> played = [Played("schedule", "logic", str(c), v) for c, v in zip(cases, verdicts)]

@@ -54,7 +54,7 @@ class Difference:
     def picture(self) -> str:
         """One line for each query, one character for each key.
 
-        >>> from cp_ref.spec import Problem, Sequence
+        >>> from cp_ref.schedules.problem import Problem, Sequence
         >>> print(visibility_difference(Case(Problem(2, (Sequence(2, 2, 2, 2),))), [(0, 0), (0, 1), (1, 1)]).picture)
         #+
         -#
@@ -67,7 +67,7 @@ class Difference:
 def visible(case: Case) -> frozenset[Pair]:
     """Every pair that the mask lets through, of all sequences; padding and tails see nothing.
 
-    >>> from cp_ref.spec import Problem, Sequence
+    >>> from cp_ref.schedules.problem import Problem, Sequence
     >>> sorted(visible(Case(Problem(1, (Sequence(1, 1, 2, 2), Sequence(2, 2, 2, 2)), qkv_format="thd"))))
     [(0, 0), (2, 2), (3, 2), (3, 3)]
     """
@@ -80,7 +80,7 @@ def visibility_difference(case: Case, got_pairs: Iterable[Pair] | None) -> Diffe
     Args:
         got_pairs: the pairs that were seen; None when that is not known.
 
-    >>> from cp_ref.spec import Problem, Sequence
+    >>> from cp_ref.schedules.problem import Problem, Sequence
     >>> found = visibility_difference(Case(Problem(1, (Sequence(2, 2, 2, 2),))), [(0, 0), (0, 1), (1, 1)])
     >>> sorted(found.expected - found.seen), sorted(found.seen - found.expected), found.wrong
     ([(1, 0)], [(0, 1)], (1, 1))

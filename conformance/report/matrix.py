@@ -10,7 +10,7 @@ from typing import Any
 from conformance.draw.case_features import CHOICES, Choice, choices_of
 from conformance.draw.feature_coverage import played_cases
 from conformance.judge.run_record import FAILING, RunRecord
-from cp_ref.spec import CP_COMM_TYPES, MASKS, QKV_FORMATS
+from cp_ref.schedules.words import CP_COMM_TYPES, MASKS, QKV_FORMATS
 
 __all__ = ["COLUMNS", "SYMBOLS", "Cell", "Panel", "counted", "matrix", "worst"]
 

@@ -18,7 +18,8 @@ from conformance.case import Case
 from conformance.dtypes import dtype_of, wide_dtype
 from conformance.judge.visibility import seen
 from conformance.scores.score_mods import score_mod_of
-from cp_ref.spec import SCORE_OPTIONS, Problem
+from cp_ref.contract.read_problem import SCORE_OPTIONS
+from cp_ref.schedules.problem import Problem
 
 __all__ = [
     "GlobalTensors",

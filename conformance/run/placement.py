@@ -14,7 +14,8 @@ import torch
 
 from conformance.case import Case
 from conformance.run.case_tensors import batch_axis, sequence_axis
-from cp_ref.spec import Cut, Problem, planned_cut, planned_positions
+from cp_ref.contract.cuts import Cut, planned_cut, planned_positions
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["assemble", "global_rows", "positions", "slice_rows_of", "take_slice", "unsharded", "where"]
 

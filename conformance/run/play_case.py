@@ -16,8 +16,9 @@ from conformance.judge.ranks import UnsupportedCase, context_of, values_of_ranks
 from conformance.run.case_tensors import GlobalTensors, attention_arguments, plan_arguments, sequence_axis
 from conformance.run.placement import assemble, slice_rows_of, take_slice
 from conformance.scores.score_arguments import score_arguments
-from cp_ref.spec import Problem, divisor, side_of
-from cp_ref.spec.layouts.named_layouts import LAYOUTS_OF_LENGTHS
+from cp_ref.schedules.layouts import LAYOUTS_OF_LENGTHS, divisor
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import side_of
 
 __all__ = ["Gathered", "lengths_to_cut", "local_slice", "named_results", "needs_plan", "play"]
 

@@ -23,7 +23,7 @@ from conformance.judge.run_record import FAILING, Level, Played, TierResult
 from conformance.levels import LEVEL_TIERS
 from conformance.run.play_problem import InProcess, Runner, Task, task_of
 from conformance.tiers import CASE_TIERS, TABLE_TIERS
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["PROFILES", "Profile", "TierResult", "replay", "run_tier"]
 

@@ -1,6 +1,6 @@
 """Which pairs dropout keeps, by the documented hash, in numpy and from its documentation alone (docs/how_to/scores.md).
 
-Philox-4x32 with 7 rounds (Salmon et al. 2011). `cp_ref.common.scores` has another implementation, in PyTorch: the
+Philox-4x32 with 7 rounds (Salmon et al. 2011). `cp_ref.contract.scores` has another implementation, in PyTorch: the
 probes hold every result against this one.
 """
 

@@ -31,7 +31,7 @@ def depends_on_number(case: Case) -> bool:
 def alibi_slopes(case: Case, device: str | torch.device = "cpu") -> torch.Tensor | None:
     """float32 [h_q], or [b, h_q]; None without ALiBi.
 
-    >>> from cp_ref.spec import Problem, Sequence
+    >>> from cp_ref.schedules.problem import Problem, Sequence
     >>> alibi_slopes(Case(Problem(1, (Sequence(3, 3, 3, 3),), heads_q=3), alibi="head"))
     tensor([0.5000, 0.2500, 0.1250])
     """

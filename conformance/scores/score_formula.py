@@ -12,7 +12,7 @@ from conformance.case import Case
 from conformance.scores.dropout_hash import kept_pairs
 from conformance.scores.score_arguments import alibi_slopes, dropout_seed
 from conformance.scores.score_mods import aux_tensors, score_mod_of
-from cp_ref.spec import Problem, ScoreOptions
+from cp_ref.schedules.problem import Problem, ScoreOptions
 
 __all__ = ["PLAIN", "CaseScores", "Places", "scores_of"]
 

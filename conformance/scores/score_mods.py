@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["BY_DOCUMENT", "SCORE_MODS", "aux_tensors", "score_features", "score_mod_of"]
 
@@ -93,7 +93,7 @@ _AUX: dict[str, dict[str, tuple[str, float, float]]] = {
 def aux_tensors(problem: Problem, device: str | torch.device = "cpu") -> dict[str, Tensor] | None:
     """The tensors that the problem's score_mod takes by name: float32, multiples of 1/8; None without any.
 
-    >>> from cp_ref.spec import Sequence
+    >>> from cp_ref.schedules.problem import Sequence
     >>> aux_tensors(Problem(1, (Sequence(3, 3, 3, 3),), heads_q=4, score_mod="by_head"))
     {'factor': tensor([1.0000, 0.6250, 1.2500, 0.8750])}
     """

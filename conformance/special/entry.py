@@ -7,7 +7,7 @@ from dataclasses import replace
 from conformance.case import Case
 from conformance.judge.named_entries import Change, TableEntry, every_schedule, problem
 from conformance.run.case_tensors import GlobalTensors
-from cp_ref.spec import Sequence
+from cp_ref.schedules.problem import Sequence
 
 __all__ = ["PADDED", "entry", "one_dominant_key"]
 

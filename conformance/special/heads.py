@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from conformance.judge.named_entries import TableEntry, dense
 from conformance.special.entry import entry
-from cp_ref.spec import Sequence
+from cp_ref.schedules.problem import Sequence
 
 __all__ = ["HEADS"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from conformance.judge.named_entries import TableEntry, dense
 from conformance.special.entry import PADDED, entry
-from cp_ref.spec import Sequence
+from cp_ref.schedules.problem import Sequence
 
 __all__ = ["LENGTHS"]
 

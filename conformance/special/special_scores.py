@@ -9,7 +9,7 @@ from __future__ import annotations
 from conformance.judge.named_entries import TableEntry, dense
 from conformance.scores.score_mods import SCORE_MODS
 from conformance.special.entry import PADDED, entry
-from cp_ref.spec import Sequence
+from cp_ref.schedules.problem import Sequence
 
 __all__ = ["SCORES"]
 

@@ -18,9 +18,8 @@ from conformance.step.jobs import Job, StepError
 from conformance.step.judge import Row, judge, norm_of
 from conformance.step.report import StepReport
 from conformance.step.runs import Measured, Runs
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
-from cp_ref.spec.arguments.argument_words import canonical_layout
-from cp_ref.spec.arguments.single_values import MOST_RANKS
+from cp_ref.schedules.values import MOST_RANKS, check_choice
+from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, canonical_layout
 
 __all__ = ["compare_step", "report_of"]
 

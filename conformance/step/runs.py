@@ -12,7 +12,7 @@ import torch
 from conformance.step.evidence.step_record import table_of
 from conformance.step.evidence.token_places import Places
 from conformance.step.jobs import Job, run_jobs
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 
 __all__ = ["Measured", "Pass", "Runs"]
 

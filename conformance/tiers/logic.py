@@ -17,7 +17,7 @@ from conformance.judge.reference import exact_results
 from conformance.run.case_tensors import GlobalTensors, batch_axis, build, sequence_axis
 from conformance.run.placement import where
 from conformance.run.play_case import play
-from cp_ref.spec import side_of
+from cp_ref.schedules.schedule import side_of
 
 __all__ = ["check", "check_tensors", "compare", "tolerance"]
 

@@ -28,8 +28,10 @@ from conformance.run.case_tensors import GlobalTensors, build, real_tokens
 from conformance.run.play_case import play
 from conformance.scores.score_arguments import depends_on_number
 from conformance.tiers.calls.one_rank import Tensors, close, same_bits
-from cp_ref.spec import Problem, divisor, side_of
-from cp_ref.spec import Sequence as OneSequence
+from cp_ref.schedules.layouts import divisor
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.problem import Sequence as OneSequence
+from cp_ref.schedules.schedule import side_of
 
 __all__ = ["RELATIONS", "check"]
 

@@ -1,6 +1,6 @@
 """Tier `plan`: integers only. The schedule computes the problem, and sharding puts every token where the layout says.
 
-`cp_ref.spec.verify` plays the schedule without a tensor: every visible pair once, every receive with its send, no
+`cp_ref.schedules.verify` plays the schedule without a tensor: every visible pair once, every receive with its send, no
 deadlock.
 """
 
@@ -19,7 +19,9 @@ from conformance.run.case_tensors import plan_arguments, sequence_axis
 from conformance.run.placement import positions, take_slice, unsharded
 from conformance.run.play_case import lengths_to_cut, needs_plan
 from conformance.scores.score_mods import score_mod_of
-from cp_ref.spec import InvalidSchedule, Problem, Schedule, verify
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Schedule
+from cp_ref.schedules.verify.proof import InvalidSchedule, verify
 
 __all__ = ["check"]
 

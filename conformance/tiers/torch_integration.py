@@ -32,7 +32,7 @@ from conformance.run.case_tensors import build
 from conformance.tiers.calls.one_rank import on_every_rank
 from conformance.tiers.calls.uses import USES
 from conformance.tiers.gradcheck import gradcheck
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 
 __all__ = ["cases", "check", "ids"]
 

@@ -23,15 +23,13 @@ from cp_fast.api.planned_call import (
 )
 from cp_fast.api.score_arguments import ScoreArguments
 from cp_fast.dispatch.selective_checkpointing import unseen
-from cp_ref.common import attention_call
-from cp_ref.common.attention_call import asked_for, problem_arguments, with_digest
-from cp_ref.common.autocast import autocast
-from cp_ref.common.declared import implements
-from cp_ref.common.derivatives import refuse_transforms
-from cp_ref.common.dtensor_results import placed_like
-from cp_ref.common.refusals import told_to_all
-from cp_ref.common.scores.score_inputs import ScoreInputs
-from cp_ref.spec import check_context, check_placements, check_settled, local_part, one_a_head
+from cp_ref.contract import attention_call
+from cp_ref.contract.attention_call import asked_for, problem_arguments, with_digest
+from cp_ref.contract.call_checks import check_context, check_placements, check_settled, local_part, one_a_head
+from cp_ref.contract.collectives import told_to_all
+from cp_ref.contract.declared import implements
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.contract.tensors import autocast, placed_like, refuse_transforms
 
 __all__ = ["attention"]
 

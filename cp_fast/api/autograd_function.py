@@ -11,8 +11,7 @@ from cp_fast.api.library_operators import forward_as_operator
 from cp_fast.api.planned_call import AttentionCall
 from cp_fast.dispatch.selective_checkpointing import is_selective
 from cp_fast.runtime.forward_backward import backward_pass, forward_pass
-from cp_ref.common.autocast import no_autocast
-from cp_ref.common.derivatives import differentiable_once
+from cp_ref.contract.tensors import differentiable_once, no_autocast
 
 __all__ = ["Attention"]
 

@@ -18,8 +18,9 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
 from cp_fast.dispatch.module_names import named_modules
-from cp_ref.common.linear.linear_checks import Call, agree_on_layer
-from cp_ref.spec import Agreement, agree
+from cp_ref.contract.group import agree
+from cp_ref.contract.linear_calls import Call, agree_on_layer
+from cp_ref.contract.room import Agreement
 
 __all__ = ["VARIABLE", "agree_on_call", "agree_on_layer_call", "checked", "checking", "describe"]
 

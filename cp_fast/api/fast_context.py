@@ -8,7 +8,7 @@ from cp_fast.api.plan_cache import agreements_of
 from cp_fast.backends import BACKENDS
 from cp_fast.dispatch.group_lock import HoldLocks, locks_of
 from cp_fast.dispatch.opaque import OfThisProcess, opaque_for
-from cp_ref.common import context
+from cp_ref.contract import context
 
 __all__ = ["ContextParallel"]
 

@@ -20,18 +20,12 @@ from cp_fast.api.planned_call import PLAIN_TENSORS, CallFlags, requires_grad
 from cp_fast.api.score_arguments import ScoreArguments
 from cp_fast.backends import Backend
 from cp_fast.compile.row_numbers import check_row_numbers
-from cp_ref.common.attention_call import refuse_plan, with_digest
-from cp_ref.common.plan_arguments import read_call
-from cp_ref.common.scores.score_inputs import read_score_inputs
-from cp_ref.spec import (
-    Agreement,
-    check_global_lengths,
-    check_local_tensors,
-    check_offset,
-    check_placements,
-    check_uneven,
-    read_sizes,
-)
+from cp_ref.contract.attention_call import refuse_plan, with_digest
+from cp_ref.contract.call_checks import check_global_lengths, check_local_tensors, check_placements, check_uneven
+from cp_ref.contract.plan_arguments import read_call
+from cp_ref.contract.read_problem import check_offset, read_sizes
+from cp_ref.contract.room import Agreement
+from cp_ref.contract.score_inputs import read_score_inputs
 
 __all__ = ["Call", "on_host", "plan_of_call"]
 

@@ -25,10 +25,8 @@ from cp_fast.api.score_arguments import ScoreArguments
 from cp_fast.dispatch.opaque import object_of
 from cp_fast.runtime.forward_backward import backward_pass, forward_pass
 from cp_fast.runtime.run import Results
-from cp_ref.common.autocast import no_autocast
-from cp_ref.common.derivatives import raise_for_batched
-from cp_ref.common.scores.score_inputs import ScoreInputs
-from cp_ref.common.wide_dtype import wide_dtype
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.contract.tensors import no_autocast, raise_for_batched, wide_dtype
 
 __all__ = ["FORWARD", "attention_in_graph", "forward_as_operator"]
 

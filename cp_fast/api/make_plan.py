@@ -24,11 +24,16 @@ from cp_fast.movers.select_kernels import kernels
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.transport import carried_by, messages_for
-from cp_ref.common import plan_arguments as plans
-from cp_ref.common.declared import bind, implements, same_parameters
-from cp_ref.common.plan_arguments import read_plan_arguments
-from cp_ref.common.scores.score_mod import ScoreMod, frozen
-from cp_ref.spec import Agreement, Feature, Problem, Schedule, Unsupported, check_flag, describe, saved_kinds
+from cp_ref.contract import plan_arguments as plans
+from cp_ref.contract.declared import bind, implements, same_parameters
+from cp_ref.contract.plan_arguments import read_plan_arguments
+from cp_ref.contract.room import Agreement
+from cp_ref.contract.score_mod import ScoreMod, frozen
+from cp_ref.schedules.planners.make_schedule import saved_kinds
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Schedule
+from cp_ref.schedules.values import check_flag
+from cp_ref.schedules.words import Feature, Unsupported, describe
 
 __all__ = ["Made", "backend_for", "make_plan", "prepared", "supports"]
 

@@ -22,23 +22,17 @@ from cp_fast.movers.rows import Rows
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.runtime.run import CompiledCall
-from cp_ref.common import plan_arguments as plans
-from cp_ref.common.declared import implements, replaced, undivided
-from cp_ref.common.scores.score_mod import ScoreMod
-from cp_ref.common.sharding.cut_tensors import numbers
-from cp_ref.spec import (
-    Agreement,
-    Group,
-    Problem,
-    Room,
-    Schedule,
-    check_context,
-    check_plan_owner,
-    next_batch,
-    planned_positions,
-    read_together,
-    saved_kinds,
-)
+from cp_ref.contract import plan_arguments as plans
+from cp_ref.contract.call_checks import check_context, check_plan_owner
+from cp_ref.contract.cuts import planned_positions
+from cp_ref.contract.declared import implements, replaced, undivided
+from cp_ref.contract.group import Group, read_together
+from cp_ref.contract.room import Agreement, Room, next_batch
+from cp_ref.contract.score_mod import ScoreMod
+from cp_ref.contract.sharding import numbers
+from cp_ref.schedules.planners.make_schedule import saved_kinds
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Schedule
 
 __all__ = ["Plan", "agree_on"]
 
@@ -76,7 +70,7 @@ class Plan(OfThisProcess, plans.Plan):
         room: the room for `update`; None for a plan that is not updated.
         messages: the transport: the memory of the group's ranks (`cp_fast.transport`), or None for the group itself.
         linear: whether it serves linear layers.
-        agreed: see `cp_ref.common.plan_arguments.Plan`.
+        agreed: see `cp_ref.contract.plan_arguments.Plan`.
 
     A copy, deep or not, and the result of `copy.replace` are separate plans that share the read-only tables. A
     plan updated in place can be neither copied nor replaced, and no plan can be pickled: TypeError.

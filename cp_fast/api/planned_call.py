@@ -14,18 +14,13 @@ from cp_fast.api.score_arguments import ScoreArguments
 from cp_fast.runtime.prepared_exchange import prepares
 from cp_fast.runtime.run import CompiledCall
 from cp_fast.transport import carries
-from cp_ref.common.derivatives import refuse_transforms
-from cp_ref.common.scores.score_inputs import ScoreInputs
-from cp_ref.spec import (
-    Feature,
-    Unsupported,
-    check_flag,
-    check_global_lengths,
-    check_local_tensors,
-    check_offset,
-    check_plan_owner,
-    check_room_tensors,
-)
+from cp_ref.contract.call_checks import check_global_lengths, check_local_tensors, check_plan_owner
+from cp_ref.contract.read_problem import check_offset
+from cp_ref.contract.room import check_room_tensors
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.contract.tensors import refuse_transforms
+from cp_ref.schedules.values import check_flag
+from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
     "PLAIN_TENSORS",

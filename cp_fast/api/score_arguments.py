@@ -10,8 +10,8 @@ import torch
 from cp_fast.api.plan import Plan
 from cp_fast.backends import BACKENDS, features_of
 from cp_fast.dispatch.selective_checkpointing import unseen
-from cp_ref.common.scores.score_inputs import ScoreInputs, kinds, read_score_inputs
-from cp_ref.spec import Feature, Unsupported
+from cp_ref.contract.score_inputs import ScoreInputs, kinds, read_score_inputs
+from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = ["ScoreArguments"]
 

@@ -13,7 +13,8 @@ from itertools import pairwise
 import torch
 
 from cp_fast.backends.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
-from cp_ref.spec import Feature, ScoreOptions
+from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.words import Feature
 
 __all__ = ["probe", "probe_segments"]
 

@@ -19,8 +19,9 @@ from typing import NamedTuple, overload
 import numpy as np
 import torch
 
-from cp_ref.common.scores.score_inputs import ScoreInputs
-from cp_ref.spec import Feature, ScoreOptions
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.words import Feature
 
 __all__ = [
     "FUSED_KERNELS",

@@ -30,9 +30,10 @@ from cp_fast.backends.backend_protocol import (
     VarlenBatch,
 )
 from cp_fast.backends.kernel_operands import aligned, aligned_view
-from cp_ref.common.scores.pair_scores import Pairs, PairScores
-from cp_ref.common.wide_dtype import wide_dtype
-from cp_ref.spec import Feature, ScoreOptions
+from cp_ref.contract.scores import Pairs, PairScores
+from cp_ref.contract.tensors import wide_dtype
+from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.words import Feature
 
 __all__ = [
     "BlockwiseBackend",

@@ -51,7 +51,7 @@ from cp_fast.backends.backend_protocol import (
     check_scores,
 )
 from cp_fast.backends.kernel_operands import copied_if_unaligned, round_up, trim, widen, with_lse_gradient
-from cp_ref.spec import Feature
+from cp_ref.schedules.words import Feature
 
 __all__ = [
     "CornerBand",

@@ -32,7 +32,8 @@ from cp_fast.backends.backend_protocol import (
     check_scores,
 )
 from cp_fast.backends.kernel_operands import copied_if_unaligned, round_up, trim, widen, with_lse_gradient
-from cp_ref.spec import Feature, ScoreOptions, Unsupported, describe
+from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.words import Feature, Unsupported, describe
 
 __all__ = [
     "BUILT_IN",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cp_ref.spec import Feature, Problem
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.words import Feature
 
 __all__ = ["EXECUTOR", "required"]
 

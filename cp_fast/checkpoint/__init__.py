@@ -17,7 +17,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cp_fast.checkpoint.offload import OPERATOR, LastCall, offloading
-from cp_ref.spec import Unsupported, check_flag
+from cp_ref.schedules.values import check_flag
+from cp_ref.schedules.words import Unsupported
 
 __all__ = ["attention_forward", "save_attention"]
 

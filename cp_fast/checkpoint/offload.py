@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_fast.api import library_operators as compiled  # makes the operator
 from cp_fast.dispatch.selective_checkpointing import unseen
-from cp_ref.spec import Unsupported
+from cp_ref.schedules.words import Unsupported
 
 __all__ = ["OPERATOR", "LastCall", "offloading"]
 

@@ -17,7 +17,7 @@ import torch
 
 from cp_fast.backends.backend_protocol import Cumulative
 from cp_fast.movers.rows import Rows
-from cp_ref.spec import Column, ranges
+from cp_ref.schedules.table import Column, ranges
 
 __all__ = ["Key", "RowKey", "Tables", "Uploaded", "one_range", "spread"]
 

@@ -24,7 +24,8 @@ from cp_fast.compile.planning.fold_batch import fold_batch
 from cp_fast.compile.tiles.windows import WindowRule, own_window
 from cp_fast.movers.rows import Rows
 from cp_fast.runtime.packed_tensors import Packing
-from cp_ref.spec import Problem, saved_kinds
+from cp_ref.schedules.planners.make_schedule import saved_kinds
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["compiled", "lowered", "optimized", "upload"]
 

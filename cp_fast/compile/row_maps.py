@@ -10,7 +10,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from cp_fast.compile.index_tables import one_range
-from cp_ref.spec import Column, Fragments, joined
+from cp_ref.schedules.ownership import Fragments
+from cp_ref.schedules.table import Column, joined
 
 __all__ = ["Found", "Located", "Parts", "RowMap", "SpanSets", "Spans", "by_start", "shared_out", "subtract"]
 

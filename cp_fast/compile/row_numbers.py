@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cp_ref.spec import Problem, Room
+from cp_ref.contract.room import Room
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["MOST_ROWS", "check_row_numbers"]
 

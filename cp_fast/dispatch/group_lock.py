@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_ref.common.groups.process_groups import during
+from cp_ref.contract.process_groups import during
 
 __all__ = ["GroupLock", "HoldLocks", "locks_of"]
 

@@ -21,8 +21,8 @@ from cp_fast.integrations.shared.shared_arguments import (
     lengths_on_host,
     refuse,
 )
-from cp_ref.common.masks.document_masks import documents
-from cp_ref.spec import check_flag, read_window
+from cp_ref.contract.masks import documents
+from cp_ref.schedules.values import check_flag, read_window
 
 __all__ = [
     "asked_aligned",

@@ -10,8 +10,8 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.gradient_averaging import times_averaged
 from cp_fast.integrations.shared.rank_groups import groups_of
-from cp_ref.common.collective_calls import collective, together
-from cp_ref.spec.arguments.single_values import check_data, kind_of
+from cp_ref.contract.collectives import collective, together
+from cp_ref.schedules.values import check_data, kind_of
 
 __all__ = ["count_tokens", "loss_for_backward", "token_mean"]
 

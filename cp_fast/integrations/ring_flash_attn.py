@@ -24,7 +24,7 @@ from cp_fast.integrations.shared.shared_arguments import (
     lengths_on_host,
     refuse,
 )
-from cp_ref.spec import check_flag, read_count, read_lengths
+from cp_ref.schedules.values import check_flag, read_count, read_lengths
 
 __all__ = [
     "llama3_flash_attn_prepare_cu_seqlens",

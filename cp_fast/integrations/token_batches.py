@@ -16,11 +16,12 @@ from cp_fast.integrations.shared.balanced_table import table_of_batch
 from cp_fast.integrations.shared.rank_groups import check_holds, groups_of
 from cp_fast.integrations.shared.token_rows import Digests, TokenRows, digests, read_rows
 from cp_fast.thd import pad_thd_sequences_for_cp
-from cp_ref.common.collective_calls import collective, together
-from cp_ref.common.sharding.shard import position_ids as positions_of
-from cp_ref.common.sharding.shard import shard
-from cp_ref.spec import check_context, divisor
-from cp_ref.spec.arguments.single_values import kind_of, read_count
+from cp_ref.contract.call_checks import check_context
+from cp_ref.contract.collectives import collective, together
+from cp_ref.contract.sharding import position_ids as positions_of
+from cp_ref.contract.sharding import shard
+from cp_ref.schedules.layouts import divisor
+from cp_ref.schedules.values import kind_of, read_count
 
 __all__ = ["CpBatch", "raise_on_all_ranks", "shard_batch"]
 

@@ -32,10 +32,12 @@ from cp_fast.integrations.shared.shared_arguments import (
     read_equal,
     refuse,
 )
-from cp_ref.common.attention_call import problem_arguments
-from cp_ref.common.refusals import told_to_all
-from cp_ref.common.sharding.shard import shard
-from cp_ref.spec import Unsupported, check_context, kind_of
+from cp_ref.contract.attention_call import problem_arguments
+from cp_ref.contract.call_checks import check_context
+from cp_ref.contract.collectives import told_to_all
+from cp_ref.contract.sharding import shard
+from cp_ref.schedules.values import kind_of
+from cp_ref.schedules.words import Unsupported
 
 __all__ = ["apply_cp_to_forward", "attention_forward", "check_backend", "prepare_context_parallel_input"]
 

@@ -26,8 +26,9 @@ from cp_fast.integrations.shared.shared_arguments import (
     lengths_on_host,
     refuse,
 )
-from cp_ref.common.sharding.shard import unshard
-from cp_ref.spec import MASKS, QKV_FORMATS, SOFTMAX_TYPES, Unsupported, check_choice, check_flag, kind_of
+from cp_ref.contract.sharding import unshard
+from cp_ref.schedules.values import check_choice, check_flag, kind_of
+from cp_ref.schedules.words import MASKS, QKV_FORMATS, SOFTMAX_TYPES, Unsupported
 
 __all__ = ["attn_forward_func_with_cp", "patch", "unpatch"]
 

@@ -36,7 +36,7 @@ from cp_fast.integrations.hugging_face.task_head import head_of
 from cp_fast.integrations.hugging_face.token_mixers import LAYERS, NAME, refuse_by_name
 from cp_fast.integrations.shared.shared_arguments import refuse
 from cp_fast.integrations.token_batches import CpBatch
-from cp_ref.spec import check_context
+from cp_ref.contract.call_checks import check_context
 
 __all__ = ["NAME", "CpBatch", "attention_forward", "prepare", "refuse_masks", "register", "shard_batch"]
 

@@ -9,7 +9,7 @@ from cp_fast.linear.chunked import ChunkedKernels
 from cp_fast.linear.fla.fla_kernels import FlaKernels
 from cp_fast.linear.linear_kernels import LinearKernels
 from cp_fast.tools.log import log_once
-from cp_ref.spec import Feature, Unsupported
+from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = ["LIBRARIES", "choose_kernels", "features_of_call"]
 

@@ -12,7 +12,7 @@ import torch
 
 from cp_fast.linear.affine_maps import Maps, compose_in_waves
 from cp_fast.linear.linear_kernels import FragmentRows, LinearGradients, LinearInputs
-from cp_ref.spec import Feature
+from cp_ref.schedules.words import Feature
 
 __all__ = [
     "ChunkRows",

@@ -18,12 +18,11 @@ from cp_fast.linear.choose_kernels import choose_kernels, features_of_call
 from cp_fast.linear.linear_kernels import Kind, LinearInputs, LinearKernels
 from cp_fast.linear.linear_passes import Saved, backward_pass, forward_pass
 from cp_fast.linear.linear_plan import LinearPlan, captured, check_not_captured, check_same_batch
-from cp_ref.common.autocast import autocast, no_autocast
-from cp_ref.common.declared import implements
-from cp_ref.common.derivatives import differentiable_once, refuse_transforms
-from cp_ref.common.linear import linear_calls
-from cp_ref.common.linear.linear_checks import LinearCall, read_linear_attention
-from cp_ref.spec import check_context
+from cp_ref.contract import linear_calls
+from cp_ref.contract.call_checks import check_context
+from cp_ref.contract.declared import implements
+from cp_ref.contract.linear_calls import LinearCall, read_linear_attention
+from cp_ref.contract.tensors import autocast, differentiable_once, no_autocast, refuse_transforms
 
 __all__ = ["linear_attention"]
 

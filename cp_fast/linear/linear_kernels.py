@@ -18,7 +18,7 @@ import torch
 
 from cp_fast.linear.affine_maps import Maps
 from cp_fast.linear.state_tables import StateTables
-from cp_ref.spec import Feature
+from cp_ref.schedules.words import Feature
 
 __all__ = [
     "BackwardRun",

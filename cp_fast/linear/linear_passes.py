@@ -11,9 +11,9 @@ from cp_fast.linear.affine_maps import Maps
 from cp_fast.linear.linear_kernels import LinearGradients, LinearInputs, LinearKernels
 from cp_fast.linear.linear_plan import LinearPlan
 from cp_fast.linear.state_tables import StateTables, Transfer
-from cp_ref.common.groups.collectives import all_reduce_sum
-from cp_ref.common.groups.process_groups import during
-from cp_ref.spec import Group, Parcel, Pending
+from cp_ref.contract.collectives import all_reduce_sum
+from cp_ref.contract.group import Group, Parcel, Pending
+from cp_ref.contract.process_groups import during
 
 __all__ = [
     "MapExchange",

@@ -12,9 +12,8 @@ import torch
 from cp_fast.linear.convolution.halo_tables import HaloTables, halo_tables
 from cp_fast.linear.linear_kernels import FragmentRows
 from cp_fast.linear.state_tables import StateTables, state_tables
-from cp_ref.spec import Problem
-from cp_ref.spec.linear.document_fragments import DocumentFragments, document_fragments
-from cp_ref.spec.linear.states import make_rank_states
+from cp_ref.contract.linear_schedules import DocumentFragments, document_fragments, make_rank_states
+from cp_ref.schedules.problem import Problem
 
 __all__ = [
     "LinearPlan",

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from cp_ref.spec import Message, Step
-from cp_ref.spec.linear.document_fragments import DocumentFragments
+from cp_ref.contract.linear_schedules import DocumentFragments
+from cp_ref.schedules.schedule import Message, Step
 
 __all__ = ["Apply", "ScanTable", "StateTables", "Transfer", "Wave", "scan_table", "state_tables"]
 

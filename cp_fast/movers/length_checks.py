@@ -1,5 +1,5 @@
 """The values of lengths, as far as anybody may look at them; all other checks of the operators of the THD helpers are
-those of `cp_ref.common.thd`.
+those of `cp_ref.contract.thd_*`.
 
 Where lengths lie on the CPU, looking at them costs nothing: arrays. Where they lie on a GPU nobody looks at them, since
 that would wait for it: None. The kernels assert the same rules there.

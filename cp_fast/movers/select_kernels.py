@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from cp_fast.movers.mover_protocol import Kernels
 from cp_fast.tools.log import log_once
-from cp_ref.spec import check_choice
+from cp_ref.schedules.values import check_choice
 
 __all__ = ["NAMES", "VARIABLE", "asked", "chosen", "kernels", "use", "why_not"]
 

@@ -13,11 +13,11 @@ from cp_fast.movers.rows import take
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import is_mask
 from cp_fast.runtime.run import CompiledCall, Results
-from cp_ref.common.context import ContextParallel
-from cp_ref.common.groups.collectives import all_reduce_max, offset_grad
-from cp_ref.common.scores.score_inputs import ScoreInputs
-from cp_ref.common.wide_dtype import wide_dtype
-from cp_ref.spec import Feature, Unsupported
+from cp_ref.contract.collectives import all_reduce_max, offset_grad
+from cp_ref.contract.context import ContextParallel
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.contract.tensors import wide_dtype
+from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = ["backward_pass", "forward_pass"]
 

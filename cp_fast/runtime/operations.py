@@ -19,7 +19,7 @@ from cp_fast.runtime.prepared_exchange import Message, prepare
 from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.runtime.row_selection import columns_of, count, is_all, is_mask, put_columns, rows_of
 from cp_fast.runtime.tensors import Allocation, Operation, State, Tensors
-from cp_ref.spec import Group
+from cp_ref.contract.group import Group
 
 __all__ = [
     "accumulate",

@@ -17,8 +17,8 @@ from functools import cached_property
 
 import torch
 
-from cp_ref.common.scores.score_inputs import ScoreInputs
-from cp_ref.spec import Problem
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["Packing"]
 

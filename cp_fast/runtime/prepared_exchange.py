@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 
-from cp_ref.common.groups.process_groups import during
-from cp_ref.spec import Group, Parcel, Pending
+from cp_ref.contract.group import Group, Parcel, Pending
+from cp_ref.contract.process_groups import during
 
 __all__ = ["Exchange", "Located", "Message", "Prepares", "by_tag", "places", "prepare", "prepares"]
 

@@ -23,7 +23,7 @@ from cp_fast.compile.index_tables import spread
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.row_maps import Spans
 from cp_fast.movers.rows import Rows
-from cp_ref.spec import Problem, row_positions
+from cp_ref.schedules.problem import Problem, row_positions
 
 __all__ = ["RowPositions", "segment_places", "span_places"]
 
@@ -104,7 +104,7 @@ def span_places(problem: Problem, side: str, spans: Spans) -> np.ndarray:
     """Int32 [4, spans]: the number of rows of each span, its document, and the position and diagonal of its first row.
     Each lies in one document.
 
-    >>> from cp_ref.spec import Sequence
+    >>> from cp_ref.schedules.problem import Sequence
     >>> problem = Problem(2, (Sequence(4, 4, 4, 4), Sequence(3, 5, 4, 8)))
     >>> span_places(problem, "q", Spans(np.array([5, 0]), np.array([7, 3]))).T.tolist()
     [[2, 1, 1, 3], [3, 0, 0, 0]]

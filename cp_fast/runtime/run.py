@@ -31,9 +31,9 @@ from cp_fast.runtime.pass_buffers import PassBuffers
 from cp_fast.runtime.prepared_exchange import Prepares
 from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.runtime.tensors import Operation, Shapes, State, Tensors
-from cp_ref.common.scores.score_inputs import ScoreInputs
-from cp_ref.common.wide_dtype import wide_dtype
-from cp_ref.spec import Group
+from cp_ref.contract.group import Group
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.contract.tensors import wide_dtype
 
 __all__ = [
     "CompiledCall",

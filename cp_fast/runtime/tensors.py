@@ -11,9 +11,9 @@ import torch
 
 from cp_fast.backends import LaunchOptions
 from cp_fast.compile.instructions import BufferSpec
-from cp_ref.common.scores.score_inputs import ScoreInputs
-from cp_ref.common.wide_dtype import wide_dtype
-from cp_ref.spec import Group, Pending
+from cp_ref.contract.group import Group, Pending
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.contract.tensors import wide_dtype
 
 __all__ = ["Allocation", "Operation", "Shapes", "State", "Tensors"]
 

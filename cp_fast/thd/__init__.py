@@ -30,7 +30,7 @@ from cp_fast.thd.operators import (
     thd_second_half_lse_correction,
     thd_sequence_order_to_cp_rank_order,
 )
-from cp_ref.common.thd.head_dims import pad_v, trim_out
+from cp_ref.contract.thd_checks import pad_v, trim_out
 
 __all__ = [
     "get_batch_on_this_cp_rank",

@@ -10,17 +10,19 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.movers.length_checks import end_of, sizes_of
 from cp_fast.movers.operators import mover_gradients  # noqa: F401  (registers the gradients)
-from cp_ref.common.plan_arguments import check_plan
-from cp_ref.common.sharding.shard import shard
-from cp_ref.common.thd import declared_batches
-from cp_ref.common.thd.checks import check_given, check_lengths, check_room, check_tail
-from cp_ref.spec import QKV_FORMATS, check_choice, check_context
-from cp_ref.spec.layouts.cuts import check_known
+from cp_ref.contract import thd_batches
+from cp_ref.contract.call_checks import check_context
+from cp_ref.contract.cuts import check_known
+from cp_ref.contract.plan_arguments import check_plan
+from cp_ref.contract.sharding import shard
+from cp_ref.contract.thd_checks import check_given, check_lengths, check_room, check_tail
+from cp_ref.schedules.values import check_choice
+from cp_ref.schedules.words import QKV_FORMATS
 
 __all__ = ["get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
 
 
-@declared_batches.pad_thd_sequences_for_cp
+@thd_batches.pad_thd_sequences_for_cp
 def pad_thd_sequences_for_cp(
     input_ids: torch.Tensor,
     labels: torch.Tensor,
@@ -31,7 +33,7 @@ def pad_thd_sequences_for_cp(
     padded_tokens: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     fills = padding_token_id, padding_label_id
-    declared_batches.check_padding(input_ids, labels, cu_seqlens, divisibility_factor, *fills, padded_tokens)
+    thd_batches.check_padding(input_ids, labels, cu_seqlens, divisibility_factor, *fills, padded_tokens)
     if input_ids.ndim == 2:
         flat = pad_thd_sequences_for_cp(input_ids[0], labels[0], cu_seqlens, divisibility_factor, *fills, padded_tokens)
         return flat[0][None], flat[1][None], flat[2]
@@ -51,7 +53,7 @@ def pad_thd_sequences_for_cp(
     return padded_ids, padded_labels, wide.to(cu_seqlens.dtype)
 
 
-@declared_batches.get_batch_on_this_cp_rank
+@thd_batches.get_batch_on_this_cp_rank
 def get_batch_on_this_cp_rank(
     batch: Mapping[str, Any],
     *,
@@ -71,7 +73,7 @@ def get_batch_on_this_cp_rank(
             return _cut_packed(xs, cp, cu_seqlens_padded)
         return [shard(x, cp=cp, **lengths, fill_value=fill) for x, fill in zip(xs, fills, strict=True)]
 
-    return declared_batches.cut_entries(batch, in_format, cp, plan, cu_seqlens_padded, cut)
+    return thd_batches.cut_entries(batch, in_format, cp, plan, cu_seqlens_padded, cut)
 
 
 def _cut_packed(

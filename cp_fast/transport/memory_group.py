@@ -21,8 +21,10 @@ from cp_fast.transport.peer_exchange import PeerMessages, Shared
 from cp_fast.transport.staging_buffers import staging_sizes
 from cp_fast.transport.streams import CudaStreams, why_not_driver
 from cp_fast.transport.watch import Watch
-from cp_ref.common.groups.process_groups import ProcessMember
-from cp_ref.spec import Group, PairGroup, Parcel, Pending, Problem, check_choice
+from cp_ref.contract.group import Group, PairGroup, Parcel, Pending
+from cp_ref.contract.process_groups import ProcessMember
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.values import check_choice
 
 __all__ = [
     "VARIABLE",

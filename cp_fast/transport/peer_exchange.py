@@ -13,7 +13,7 @@ from cp_fast.runtime.prepared_exchange import Exchange, Located, Message, by_tag
 from cp_fast.transport.staging_buffers import PART, StagingBuffer, rounded
 from cp_fast.transport.streams import Streams
 from cp_fast.transport.watch import Watch
-from cp_ref.spec import Group, Parcel, Pending
+from cp_ref.contract.group import Group, Parcel, Pending
 
 __all__ = ["PeerMessages", "Shared"]
 

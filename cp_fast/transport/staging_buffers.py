@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["ALIGNMENT", "PART", "Place", "StagingBuffer", "rounded", "staging_sizes"]
 
@@ -75,7 +75,7 @@ def staging_sizes(problem: Problem, rows: tuple[int, int], way: str, ranks: int)
         way: "ring" (a block and the gradients of another), "gather" (either of them) or "heads" (all kinds, for a
             share of the heads).
 
-    >>> from cp_ref.spec import Problem
+    >>> from cp_ref.schedules.problem import Problem
     >>> sizes = dict(heads_q=4, heads_kv=2, d_qk=64, d_v=64, dtype="bfloat16", qkv_format="thd")
     >>> problem = Problem(cp_size=2, cp_comm_type="p2p", sequences=((64, 64, 64, 64),), **sizes)
     >>> [staging_sizes(problem, (32, 32), way, 2) for way in ("ring", "gather", "heads")]

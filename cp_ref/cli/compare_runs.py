@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cp_ref.common.cli.terminal import CHECK_FAILED, readable_errors
+from cp_ref.contract.cli.terminal import CHECK_FAILED, readable_errors
 from cp_ref.tracing.compare_traces import compare as compare_traces
 from cp_ref.tracing.recorded_trace import Trace
 

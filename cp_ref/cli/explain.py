@@ -13,12 +13,13 @@ from rich.text import Text
 from typer import Option
 
 from cp_ref.cli.explained_problem import Request
-from cp_ref.common.cli.options import check_number, with_options
-from cp_ref.common.cli.terminal import check_svg, coloured
-from cp_ref.spec import Problem, Schedule, Step, verify
-from cp_ref.spec.pictures.schedule_svg import svg_picture
-from cp_ref.spec.pictures.table_pictures import ownership_picture
-from cp_ref.spec.pictures.text_pictures import text_picture
+from cp_ref.contract.cli.options import check_number, with_options
+from cp_ref.contract.cli.terminal import check_svg, coloured
+from cp_ref.contract.svg_pictures import svg_picture
+from cp_ref.contract.text_pictures import ownership_picture, text_picture
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Schedule, Step
+from cp_ref.schedules.verify.proof import verify
 
 __all__ = ["explain"]
 

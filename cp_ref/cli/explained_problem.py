@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import torch
 from typer import Option
 
-from cp_ref.api.packed_formats import to_format
-from cp_ref.api.reference_attention import attention
-from cp_ref.api.reference_context import ContextParallel
-from cp_ref.api.reference_plan import Plan, make_plan
-from cp_ref.common.cli.options import ProblemOptions, cumulative
-from cp_ref.common.sharding.shard import shard
-from cp_ref.simulator.sim_group import SimGroup, SimMember
-from cp_ref.spec import Problem, divisor, side_of
+from cp_ref.contract.cli.options import ProblemOptions, cumulative
+from cp_ref.contract.sharding import shard
+from cp_ref.reference_attention import attention, to_format
+from cp_ref.reference_plan import ContextParallel, Plan, make_plan
+from cp_ref.schedules.layouts import divisor
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import side_of
+from cp_ref.simulator import SimGroup, SimMember
 from cp_ref.tracing.recorded_trace import Trace
 from cp_ref.tracing.recorder import trace
 

@@ -10,9 +10,11 @@ from unittest import mock
 
 import torch
 
+from cp_ref.contract.group import Parcel
 from cp_ref.executor import play_schedule as execute
 from cp_ref.executor.rank_tensors import World
-from cp_ref.spec import Message, Parcel, check_choice
+from cp_ref.schedules.schedule import Message
+from cp_ref.schedules.values import check_choice
 
 __all__ = ["PLANTS", "planted"]
 

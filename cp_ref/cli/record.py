@@ -10,7 +10,7 @@ from typer import Option
 
 from cp_ref.cli.explained_problem import Request
 from cp_ref.cli.plant import PLANTS, planted
-from cp_ref.common.cli.options import check_number, with_options
+from cp_ref.contract.cli.options import check_number, with_options
 
 __all__ = ["record"]
 

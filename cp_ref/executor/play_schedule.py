@@ -20,13 +20,15 @@ from typing import NamedTuple
 
 import torch
 
-from cp_ref.common.groups.process_groups import during
-from cp_ref.common.scores.score_inputs import PLAIN, ScoreInputs
-from cp_ref.common.wide_dtype import wide_dtype
+from cp_ref.contract.group import Group
+from cp_ref.contract.process_groups import during
+from cp_ref.contract.score_inputs import PLAIN, ScoreInputs
+from cp_ref.contract.tensors import wide_dtype
 from cp_ref.executor.rank_tensors import World
 from cp_ref.executor.tile_attention import tile_backward, tile_forward, visible_pairs
 from cp_ref.executor.tile_places import pair_scores
-from cp_ref.spec import Group, Problem, RankSchedule, Schedule
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import RankSchedule, Schedule
 from cp_ref.tracing.recorder import SILENT, Recorder
 
 __all__ = ["Results", "run_backward", "run_forward", "run_rank_schedule"]

@@ -14,8 +14,11 @@ from collections.abc import Iterator
 
 import torch
 
+from cp_ref.contract.group import Parcel
 from cp_ref.executor.merge_partials import merge
-from cp_ref.spec import OPERANDS, RESULTS, Fragments, Message, Parcel, Pieces, Workload, side_of
+from cp_ref.schedules.ownership import Fragments
+from cp_ref.schedules.problem import Workload
+from cp_ref.schedules.schedule import OPERANDS, RESULTS, Message, Pieces, side_of
 
 __all__ = ["World", "own_fragments"]
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from cp_ref.common.scores.pair_scores import PairScores
-from cp_ref.spec import ScoreOptions
+from cp_ref.contract.scores import PairScores
+from cp_ref.schedules.problem import ScoreOptions
 
 __all__ = ["TileGradients", "TileResult", "tile_backward", "tile_forward", "visible_pairs"]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from cp_ref.common.scores.pair_scores import Pairs, PairScores
-from cp_ref.common.scores.score_inputs import ScoreInputs
-from cp_ref.spec import Problem, row_positions
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.contract.scores import Pairs, PairScores
+from cp_ref.schedules.problem import Problem, row_positions
 
 __all__ = ["pair_scores", "tile_places"]
 
@@ -22,7 +22,7 @@ def pair_scores(problem: Problem, inputs: ScoreInputs, tile: Sequence[int], devi
 def tile_places(problem: Problem, tile: Sequence[int], device: torch.device) -> Pairs:
     """The places of a tile's scores [n, h, m]. A tile lies in one attention slice, and so in one document.
 
-    >>> from cp_ref.spec import Sequence
+    >>> from cp_ref.schedules.problem import Sequence
     >>> p = Problem(2, (Sequence(3, 3, 4, 4), Sequence(4, 6, 4, 6)), qkv_format="thd", heads_q=4)
     >>> pairs = tile_places(p, (1, 6, 8, 5, 8, 2, 4), torch.device("cpu"))  # q[6:8] k[5:8] h2:4
     >>> [x.flatten().tolist() for x in pairs]

@@ -1,1 +1,3 @@
-"""Linear attention and causal convolutions in plain PyTorch: the oracle, and the schedules of `cp_ref.spec.linear`."""
+"""Linear attention and causal convolutions in plain PyTorch: the oracle, and the schedules of
+`cp_ref.contract.linear_schedules`, played.
+"""

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 
 import torch
 
+from cp_ref.contract.group import Parcel
 from cp_ref.executor.rank_tensors import World, own_fragments
-from cp_ref.spec import Message, Parcel, Problem, Schedule, side_of
-from cp_ref.tracing.recorded_trace import Trace
-from cp_ref.tracing.trace_items import PER_HEAD, Item, Piece
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Message, Schedule, side_of
+from cp_ref.tracing.recorded_trace import PER_HEAD, Item, Piece, Trace
 
 __all__ = ["SILENT", "Recorder", "recording", "trace"]
 

@@ -15,7 +15,7 @@ from benchmarks.parts import magi
 from benchmarks.parts import others as module
 from benchmarks.parts.others import WAYS, flash_attn_interface, others
 from cp_fast.backends import by_name
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ import cp_fast
 import cp_ref
 from cp_fast.dispatch.opaque import object_of
 from cp_ref import SimGroup
-from cp_ref.common.declared import replaced
+from cp_ref.contract.declared import replaced
 
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
 FIRST, SECOND = (torch.tensor(cu, dtype=torch.int32) for cu in ([0, 8], [0, 4, 8]))

@@ -25,11 +25,13 @@ import cp_ref.cli
 from conformance.case import Case
 from cp_fast.backends import BACKENDS, KERNEL_FEATURES, features_of
 from cp_fast.compile.pass_table import PASSES
-from cp_ref.common.masks.area_rows import MOST_ROWS
-from cp_ref.spec import CP_COMM_TYPES, Feature, Problem, Sequence, describe, make_schedule, make_states, table_of
-from cp_ref.spec.arguments.single_values import MOST_RANKS
-from cp_ref.spec.pictures.table_pictures import areas_picture, ownership_picture
-from cp_ref.spec.pictures.text_pictures import text_picture
+from cp_ref.contract.linear_schedules import make_states
+from cp_ref.contract.masks import MOST_ROWS
+from cp_ref.contract.text_pictures import areas_picture, ownership_picture, text_picture
+from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.problem import Problem, Sequence, table_of
+from cp_ref.schedules.values import MOST_RANKS
+from cp_ref.schedules.words import CP_COMM_TYPES, Feature, describe
 from tests.dist.workers import run_program
 from tests.states_svg import states_svg
 

@@ -13,7 +13,7 @@ import cp_fast
 import cp_ref
 from cp_fast.movers import use
 from cp_ref import SimGroup
-from cp_ref.simulator.sim_group import SimMember
+from cp_ref.simulator import SimMember
 from tests.marks import needs_cxx
 
 CU = torch.tensor([0, 13, 13, 28], dtype=torch.int32)

@@ -39,11 +39,11 @@ def within(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-def test_the_specification_needs_the_standard_library_and_numpy_alone() -> None:
-    for path in files("cp_ref", "spec"):
+def test_the_schedules_need_the_standard_library_and_numpy_alone() -> None:
+    for path in files("cp_ref", "schedules"):
         for module in imports(path):
             known = module.split(".")[0] in {"numpy", *sys.stdlib_module_names}
-            assert known or within(module, "cp_ref.spec"), (path, module)
+            assert known or within(module, "cp_ref.schedules"), (path, module)
 
 
 def test_cp_ref_knows_nothing_of_the_others() -> None:
@@ -55,23 +55,52 @@ def test_cp_ref_knows_nothing_of_the_others() -> None:
             )
 
 
-def test_what_both_sides_share_needs_the_specification_and_torch_alone() -> None:
-    shared = files("cp_ref", "common")
+INTEGERS = [  # modules of `cp_ref.contract` that know no tensor: the suite may import these, and none of the others
+    f"cp_ref.contract.{name}"
+    for name in (
+        "call_checks",
+        "compare_layouts",
+        "cuts",
+        "group",
+        "linear_schedules",
+        "picture_plane",
+        "read_problem",
+        "room",
+        "svg_pictures",
+        "text_pictures",
+        "verify_states",
+    )
+]
+
+
+def of_integers(module: str) -> bool:
+    return within(module, "cp_ref.schedules") or module in INTEGERS
+
+
+def test_the_contract_on_integers_needs_the_standard_library_and_numpy_alone() -> None:
+    for name in INTEGERS:
+        for module in imports(FOLDERS["cp_ref"].parent / (name.replace(".", "/") + ".py")):
+            known = module.split(".")[0] in {"numpy", *sys.stdlib_module_names}
+            assert known or of_integers(module), (name, module)
+
+
+def test_the_contract_needs_the_schedules_and_torch_alone() -> None:
+    shared = files("cp_ref", "contract")
     assert len(shared) > 10
     for path in shared:
         for module in imports(path):
             command_lines = {"typer", "rich"} if path.parent.name == "cli" else set[str]()
-            known = module.split(".")[0] in {"torch", *command_lines, *sys.stdlib_module_names}
-            assert known or within(module, "cp_ref.common") or within(module, "cp_ref.spec"), (path, module)
+            known = module.split(".")[0] in {"torch", "numpy", *command_lines, *sys.stdlib_module_names}
+            assert known or within(module, "cp_ref.contract") or within(module, "cp_ref.schedules"), (path, module)
 
 
-def test_cp_fast_sees_of_cp_ref_the_specification_and_what_both_share() -> None:
+def test_cp_fast_sees_of_cp_ref_the_schedules_and_the_contract() -> None:
     """`cp_fast/__init__.py` also names what debugs (the oracle, the simulated group, traces) for type checkers, and
     `cp_fast/tools/fast_trace.py` imports it when it is asked for.
     """
     for path in files("cp_fast"):
         for module in imports(path):
-            allowed = within(module, "cp_ref.spec") or within(module, "cp_ref.common")
+            allowed = within(module, "cp_ref.schedules") or within(module, "cp_ref.contract")
             allowed |= path.name == "__init__.py" and path.parent == FOLDERS["cp_fast"] and module == "cp_ref"
             assert not within(module, "cp_ref") or allowed, (path, module)
         if path.name not in ("__init__.py", "fast_trace.py"):
@@ -101,15 +130,12 @@ def test_conformance_sees_the_oracle_through_one_module() -> None:
     """Adapters are of what is tested, and each sees what it adapts."""
     others = [path for path in files("conformance") if path not in files("conformance", "adapters")]
     beyond = {
-        path.name
-        for path in others
-        for module in imports(path)
-        if within(module, "cp_ref") and not within(module, "cp_ref.spec")
+        path.name for path in others for module in imports(path) if within(module, "cp_ref") and not of_integers(module)
     }
     assert beyond == {"reference.py"}
     assert not any(within(m, "cp_fast") for path in others for m in imports(path))
     for path in files("conformance", "adapters"):
-        seen = {module.split(".")[0] for module in imports(path) if not within(module, "cp_ref.spec")}
+        seen = {module.split(".")[0] for module in imports(path) if not of_integers(module)}
         own = path.stem.removesuffix("_operators").removesuffix("_step")
         assert seen.isdisjoint({"cp_ref", "cp_fast"} - {own}), path
 
@@ -123,10 +149,9 @@ INTEGRATIONS = [
 NOT_YET = {  # after an import: what builds and loads kernels, Dynamo, which takes as long as PyTorch, what only debugs
     "cp_ref": ["cp_fast"],
     "cp_fast": [
-        "cp_ref.api.reference_attention",
+        "cp_ref.reference_attention",
         "cp_ref.oracle",
-        "cp_ref.simulator.sim_group",
-        "cp_ref.tracing.trace_items",
+        "cp_ref.simulator",
         "cp_ref.tracing.recorded_trace",
         "cp_ref.tracing.compare_traces",
         "cp_ref.executor.play_schedule",
@@ -186,7 +211,8 @@ opened = []
 sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
 
 import cp_ref
-from cp_ref.spec import Problem, Sequence, make_schedule
+from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.problem import Problem, Sequence
 
 for comm, size in (("p2p", 1), ("all_gather", 1), ("a2a", 4), ("a2a+p2p", 2)):
     make_schedule(Problem(4, (Sequence(2**20, 2**20, 2**20, 2**20),), comm, size, heads_q=32, heads_kv=32))

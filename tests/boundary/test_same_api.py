@@ -13,7 +13,7 @@ import torch
 import cp_fast
 import cp_ref
 from cp_fast.backends import BACKENDS
-from cp_ref.common.context import ContextParallel
+from cp_ref.contract.context import ContextParallel
 
 ONLY_FAST = {"checked"}
 TO_DEBUG = {"SimGroup", "Trace", "compare", "dense_attention"}  # of cp_ref, in both

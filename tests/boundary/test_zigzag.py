@@ -19,7 +19,8 @@ from cp_fast.tools.cli import app as fast_app
 from cp_fast.tools.cli.demo.job import Job
 from cp_fast.tools.cost import candidates
 from cp_ref.cli import app as ref_app
-from cp_ref.spec import PaperGroup, Problem, Sequence
+from cp_ref.contract.group import PaperGroup
+from cp_ref.schedules.problem import Problem, Sequence
 
 _RUNNER = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})
 _SEQUENCES = (Sequence(16, 16, 16, 16),)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import conformance.cli
 import cp_fast.tools.cli
-from cp_ref.common.cli.lazy_commands import lazy_commands
+from cp_ref.contract.cli.lazy_commands import lazy_commands
 from tests.dist.workers import run_module
 
 SCRIPTS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]

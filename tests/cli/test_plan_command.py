@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 import cp_fast
 import cp_ref
 from cp_fast.tools.cli import app
-from cp_ref.spec import CP_COMM_TYPES, Schedule, Unsupported, verify
-from cp_ref.spec.tables.problem import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.schedule import Schedule
+from cp_ref.schedules.verify.proof import verify
+from cp_ref.schedules.words import CP_COMM_TYPES, Unsupported
 from tests.marks import HANGS_S
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})

@@ -18,7 +18,7 @@ from conformance.run.case_tensors import build
 from conformance.run.play_case import play
 from conformance.tiers import metamorphic
 from conformance.tiers.logic import check
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 
 PACKAGES = pytest.mark.parametrize("package", [cp_ref, cp_fast])
 CASE = Case(Problem(4, (Sequence(16, 16, 16, 16),), qkv_format="thd", heads_q=2, softmax_type="learnable"))

@@ -17,7 +17,10 @@ from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.tools.cli import app
 from cp_fast.tools.cost import Kernel, Machine, candidates, predict, read_machine, recommended
 from cp_fast.tools.cost.counts import count_rank
-from cp_ref.spec import LAYOUTS, Problem, Sequence, make_schedule, message_bytes
+from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.verify.costs import message_bytes
+from cp_ref.schedules.words import LAYOUTS
 from tests.marks import examples
 
 H200 = read_machine("h200-nvlink")

@@ -14,7 +14,7 @@ from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.tiers import metamorphic
 from cp_ref import SimGroup
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 
 RESULTS = ("out", "dq", "dk", "dv")
 

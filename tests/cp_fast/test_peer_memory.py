@@ -26,9 +26,11 @@ from cp_fast.transport.peer_exchange import PeerMessages, Shared
 from cp_fast.transport.staging_buffers import staging_sizes
 from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup
-from cp_ref.common.groups.process_groups import PeerError, during
-from cp_ref.spec import Parcel, Problem, make_rank_schedule, saved_kinds
-from cp_ref.spec import Sequence as Lengths
+from cp_ref.contract.group import Parcel
+from cp_ref.contract.process_groups import PeerError, during
+from cp_ref.schedules.planners.make_schedule import make_rank_schedule, saved_kinds
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.problem import Sequence as Lengths
 from tests.cp_fast.compile.passes.planned_at import ALWAYS_CHUNKS, planned_at
 from tests.marks import examples
 from tests.spec.problems import problems

@@ -17,7 +17,7 @@ from cp_fast.api import implicit_plan as unplanned
 from cp_fast.api import plan_cache
 from cp_fast.integrations import flash_attn
 from cp_ref import SimGroup, dense_attention
-from cp_ref.simulator.sim_group import SimMember
+from cp_ref.simulator import SimMember
 
 CU = torch.tensor([0, 8, 24, 48], dtype=torch.int32)
 THD: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": CU}

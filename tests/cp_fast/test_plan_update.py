@@ -22,8 +22,10 @@ from cp_fast.backends import Backend, by_name
 from cp_fast.compile.instructions import Accumulate, Launch, Recv
 from cp_fast.compile.pipeline import lowered
 from cp_ref import SimGroup
-from cp_ref.simulator.sim_group import SimMember
-from cp_ref.spec import Feature, Problem, local_lengths
+from cp_ref.contract.call_checks import local_lengths
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.words import Feature
+from cp_ref.simulator import SimMember
 from tests.marks import examples
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")

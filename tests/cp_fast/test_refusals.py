@@ -14,7 +14,7 @@ import torch
 import cp_fast
 import cp_ref
 from cp_ref import SimGroup
-from cp_ref.simulator.sim_group import SimMember
+from cp_ref.simulator import SimMember
 
 PACKAGES = pytest.mark.parametrize("package", [cp_ref, cp_fast], ids=["cp_ref", "cp_fast"])
 COMMS = pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])

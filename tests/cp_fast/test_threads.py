@@ -12,7 +12,7 @@ import torch
 import cp_fast
 from cp_fast.dispatch.group_lock import HoldLocks, locks_of
 from cp_ref import SimGroup
-from cp_ref.simulator.sim_group import SimMember
+from cp_ref.simulator import SimMember
 
 SIZES: dict[str, Any] = {"heads_q": 1, "heads_kv": 1, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
 X = torch.randn(1, 4, 1, 8)

@@ -14,8 +14,7 @@ import cp_fast
 import cp_ref
 from cp_fast.dispatch.opaque import again, object_of, opaque_for
 from cp_ref import SimGroup
-from cp_ref.simulator.rank_scheduler import RankScheduler
-from cp_ref.simulator.sim_group import SimMember
+from cp_ref.simulator import RankScheduler, SimMember
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 FORMATS = {"bshd": (2, 8, 4, 8), "sbhd": (8, 2, 4, 8), "thd": (20, 4, 8)}

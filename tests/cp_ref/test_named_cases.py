@@ -10,7 +10,7 @@ import cp_fast
 import cp_ref
 from conformance.case import Case
 from conformance.tiers import logic
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 
 IMPLEMENTATIONS: list[Any] = [cp_ref, cp_fast]
 

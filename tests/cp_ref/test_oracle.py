@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_ref import dense_attention
-from cp_ref.spec import MASKS
+from cp_ref.schedules.words import MASKS
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:

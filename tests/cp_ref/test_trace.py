@@ -16,12 +16,11 @@ from cp_ref.cli import app
 from cp_ref.cli.explained_problem import Request
 from cp_ref.cli.plant import planted
 from cp_ref.executor.merge_partials import merge
-from cp_ref.simulator.sim_group import SimMember
-from cp_ref.spec import Schedule, side_of
+from cp_ref.schedules.schedule import Schedule, side_of
+from cp_ref.simulator import SimMember
 from cp_ref.tracing.compare_traces import compare
-from cp_ref.tracing.recorded_trace import Trace
+from cp_ref.tracing.recorded_trace import Item, Trace
 from cp_ref.tracing.recorder import trace
-from cp_ref.tracing.trace_items import Item
 
 PACKED: dict[str, Any] = {"seqlens": "13,0,5", "d_v": 6}
 REQUESTS = {

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import cp_fast
 import cp_ref
-from cp_ref.common.groups.process_groups import ProcessMember
+from cp_ref.contract.process_groups import ProcessMember
 from tests.dist.workers import CONTEXT
 from tests.marks import HANGS_S
 

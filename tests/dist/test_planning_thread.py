@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import cp_fast
-from cp_ref.spec import CPCommType
+from cp_ref.schedules.words import CPCommType
 from tests.dist.workers import Processes
 
 BATCHES = [[16, 8], [40], [8, 8, 24], [48, 16]]

@@ -34,7 +34,7 @@ from cp_fast.transport import memory_group
 from cp_fast.transport.memory_group import Crossed
 from cp_fast.transport.peer_exchange import PeerMessages
 from cp_ref import SimGroup, dense_attention
-from cp_ref.spec import Layout
+from cp_ref.schedules.words import Layout
 
 GRACE_S = 40.0  # for what is under way when the time is up
 TIMEOUT_S = 300.0  # of the groups: the one who started the ranks watches them

@@ -19,7 +19,8 @@ from conformance.judge.ranks import UnsupportedCase
 from conformance.tiers import budget, logic, probes
 from cp_fast import masks
 from cp_fast.backends import by_name
-from cp_ref.spec import CP_COMM_TYPES, Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.words import CP_COMM_TYPES
 from tests.cp_fast.compile.passes.planned_at import ALWAYS_WAIT, planned_at
 from tests.cp_fast.compile.passes.test_split_queries import always as always_spread
 from tests.masks.problems import problems

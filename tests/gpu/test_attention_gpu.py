@@ -17,7 +17,8 @@ from conformance.case import Case
 from conformance.judge.ranks import UnsupportedCase
 from conformance.tiers import budget, probes
 from cp_fast.backends import by_name
-from cp_ref.spec import Feature, Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.words import Feature
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -23,7 +23,8 @@ from cp_fast.backends.backend_protocol import (
 )
 from cp_fast.backends.backend_variants import LargestLogit, variants
 from cp_fast.backends.cudnn import backward_graph, forward_graph
-from cp_ref.spec import Feature, ScoreOptions
+from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.words import Feature
 from tests.cp_fast.backends.placed import both_ways
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -13,9 +13,9 @@ from cp_fast.linear.choose_kernels import LIBRARIES
 from cp_fast.linear.convolution import torch_convolution
 from cp_fast.linear.convolution.convolution_kernels import choose_convolution
 from cp_ref import SimGroup
-from cp_ref.common.linear.linear_calls import KINDS
-from cp_ref.spec import Problem
-from cp_ref.spec import Sequence as Lengths
+from cp_ref.contract.linear_calls import KINDS
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.problem import Sequence as Lengths
 from tests.linear.errors import relative_errors
 from tests.linear.played import Layer
 

@@ -18,7 +18,7 @@ import cp_fast
 from cp_fast.integrations.shared.balanced_table import table_of_batch
 from cp_fast.integrations.token_batches import shard_batch
 from cp_ref import SimGroup, dense_attention
-from cp_ref.spec import slice_rows
+from cp_ref.schedules.problem import slice_rows
 from tests.dist.workers import Processes
 
 WINDOWS = [(-1, -1), (3, 0)]  # of the model's two layers

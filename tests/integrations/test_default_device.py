@@ -17,7 +17,7 @@ import cp_ref
 from cp_fast.integrations import flash_attn, ring_flash_attn, token_batches, torchtitan
 from cp_fast.integrations.hugging_face import model_batches
 from cp_ref import SimGroup, masks
-from cp_ref.spec import LAYOUTS
+from cp_ref.schedules.words import LAYOUTS
 
 IDS = torch.arange(16).view(2, 8)
 MASK = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])

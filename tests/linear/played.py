@@ -8,7 +8,7 @@ from typing import Any
 from conformance.implementation import Implementation
 from conformance.levels.linear.linear_case import LinearAttention
 from conformance.levels.linear.play_linear import check
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["Layer", "case_of", "check_layer"]
 

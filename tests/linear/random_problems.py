@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from conformance.levels.linear.draw_linear import SIZES, batches
 from conformance.levels.linear.linear_case import LinearCase
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["linear_problems"]
 

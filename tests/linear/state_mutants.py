@@ -8,7 +8,9 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
-from cp_ref.spec import Problem, Schedule, document_fragments
+from cp_ref.contract.linear_schedules import document_fragments
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Schedule
 
 __all__ = ["MUTANTS", "mutated"]
 

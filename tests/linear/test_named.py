@@ -20,9 +20,9 @@ from conformance.levels.linear.linear_tensors import build_linear
 from conformance.levels.linear.play_linear import compare_linear, play_layer
 from cp_fast.linear.linear_plan import LinearPlan
 from cp_ref import SimGroup
-from cp_ref.common.linear.linear_calls import KINDS
-from cp_ref.simulator.sim_group import SimMember
-from cp_ref.spec import Problem, Sequence
+from cp_ref.contract.linear_calls import KINDS
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.simulator import SimMember
 from tests.dist.workers import Processes
 from tests.linear.played import Layer, case_of, check_layer
 
@@ -53,7 +53,7 @@ def inputs(kind: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Ten
 
 def exact(kind: str, given: dict[str, torch.Tensor]) -> torch.Tensor:
     lengths = {"qkv_format": "thd", "cu_seqlens": CU, "cu_seqlens_padded": PADDED}
-    return cp_ref.linear.oracle.dense_linear_attention(**given, kind=kind, **lengths)[0]
+    return cp_ref.linear.recurrence.dense_linear_attention(**given, kind=kind, **lengths)[0]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -93,7 +93,7 @@ def test_strong_decays_lose_no_digit(strongest: float, kind: str) -> None:
         given["beta"] = torch.rand(rows, 2, generator=draw)
     dout, cu = given.pop("dout"), torch.tensor([0, rows])
     wide = {name: x.double().requires_grad_() for name, x in given.items()}
-    out = cp_ref.linear.oracle.dense_linear_attention(**wide, kind=kind, qkv_format="thd", cu_seqlens=cu)[0]
+    out = cp_ref.linear.recurrence.dense_linear_attention(**wide, kind=kind, qkv_format="thd", cu_seqlens=cu)[0]
     wanted = [out.detach(), *torch.autograd.grad(out, list(wide.values()), dout.double())]
 
     def one(member: SimMember) -> list[torch.Tensor]:
@@ -206,7 +206,9 @@ def test_a_plan_that_is_updated(package: str) -> None:
         return module.unshard(out[:6], cp=cp, plan=plan)
 
     short = {name: x[:12] for name, x in inputs("mamba2").items()}
-    want, _ = cp_ref.linear.oracle.dense_linear_attention(**short, kind="mamba2", qkv_format="thd", cu_seqlens=lengths)
+    want, _ = cp_ref.linear.recurrence.dense_linear_attention(
+        **short, kind="mamba2", qkv_format="thd", cu_seqlens=lengths
+    )
     for out in SimGroup(2).run(one):
         torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
 

@@ -10,7 +10,7 @@ import torch
 import cp_fast
 import cp_ref
 from cp_ref import SimGroup
-from cp_ref.simulator.sim_group import SimMember
+from cp_ref.simulator import SimMember
 
 PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 4, "d_v": 4, "dtype": torch.float32, "device": "cpu"}

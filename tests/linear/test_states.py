@@ -9,21 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_ref.spec import (
-    InvalidSchedule,
-    Problem,
-    Schedule,
-    Sequence,
+from cp_ref.contract.linear_schedules import (
     document_fragments,
     halo_workload,
     make_halo,
     make_rank_halo,
     make_rank_states,
     make_states,
-    verify,
-    verify_states,
-    verify_tables,
 )
+from cp_ref.contract.verify_states import verify_states
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.schedule import Schedule
+from cp_ref.schedules.verify.proof import InvalidSchedule, verify, verify_tables
 from tests.linear.random_problems import linear_problems
 from tests.linear.state_mutants import MUTANTS, mutated
 from tests.marks import examples

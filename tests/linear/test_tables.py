@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cp_fast.linear.affine_maps import Maps, apply, compose_in_waves
 from cp_fast.linear.linear_plan import LinearPlan
 from cp_fast.linear.state_tables import ScanTable
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 from tests.linear.random_problems import linear_problems
 from tests.marks import examples
 

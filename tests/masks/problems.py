@@ -10,7 +10,8 @@ from collections.abc import Sequence as Seq
 from hypothesis import strategies as st
 
 from conformance.draw.draw_areas import areas
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, SOFTMAX_TYPES, Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, SOFTMAX_TYPES
 
 __all__ = ["problems"]
 

@@ -15,7 +15,9 @@ import cp_ref
 from conformance.case import Case
 from conformance.judge.visibility import seen
 from conformance.tiers import logic
-from cp_ref.spec import Problem, make_schedule, verify
+from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.verify.proof import verify
 from tests.marks import examples
 from tests.masks.problems import problems
 

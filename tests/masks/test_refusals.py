@@ -16,8 +16,8 @@ import cp_fast
 import cp_ref
 from conformance.draw.draw_areas import areas as drawn_areas
 from cp_ref import SimGroup
-from cp_ref.spec import AttentionSliceRow, Sequence, areas_of_rows
-from cp_ref.spec.masks.read_areas import common_pair
+from cp_ref.schedules.attention_slices import AttentionSliceRow, areas_of_rows, common_pair
+from cp_ref.schedules.problem import Sequence
 
 CU = torch.tensor([0, 5, 12])
 PADDED = torch.tensor([0, 8, 16])

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 import cp_fast.tools.cli
 import cp_ref.cli
 from cp_ref import masks
-from cp_ref.spec import Problem, Sequence, make_schedule
-from cp_ref.spec.pictures.schedule_svg import svg_picture
-from cp_ref.spec.pictures.text_pictures import text_picture
+from cp_ref.contract.svg_pictures import svg_picture
+from cp_ref.contract.text_pictures import text_picture
+from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.problem import Problem, Sequence
 
 TWO = (Sequence(3, 3, 4, 4), Sequence(4, 4, 4, 4))
 ACROSS = Problem(2, TWO, qkv_format="thd", layout="contiguous", areas=((0, 8, 0, 8, -1, 0), (0, 2, 4, 6, -1, -1)))

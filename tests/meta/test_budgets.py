@@ -12,7 +12,7 @@ from conformance.judge.reference import exact_results
 from conformance.judge.rounded_reference import rounded_results
 from conformance.run.case_tensors import GlobalTensors, build
 from conformance.tiers.budget import eager_results
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 from tests.meta.calibration import measured, needed
 
 _RESULTS = ("out", "lse", "dq", "dk", "dv")

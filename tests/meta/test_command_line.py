@@ -148,14 +148,14 @@ def test_what_cannot_be_loaded(name: str, where: str) -> None:
 
 
 def test_an_implementation_may_be_an_object_of_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cp_ref.spec.mine", load("cp_ref").offered, raising=False)
-    assert load("cp_ref.spec:mine").offered is load("cp_ref").offered
+    monkeypatch.setattr("cp_ref.schedules.mine", load("cp_ref").offered, raising=False)
+    assert load("cp_ref.schedules:mine").offered is load("cp_ref").offered
     with pytest.raises(LoadError, match=r"needs one of thd \(helpers\)"):
         load("cp_ref:spec")
     assert load("tests.meta.zoo.samples:Lower").levels == ("helpers", "merge", "kernel")
 
 
-@pytest.mark.parametrize("module", ["cp_ref.api.reference_attention", "cp_fast.api.attention"])
+@pytest.mark.parametrize("module", ["cp_ref.reference_attention", "cp_fast.api.attention"])
 def test_the_bare_names_mean_all_four_levels_and_longer_ones_what_they_say(module: str) -> None:
     assert load(module.partition(".")[0]).levels == LEVELS
     assert load(module).levels == ("schedule",)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from conformance.cli import app
 from conformance.implementation import LoadError, load
 from conformance.run.play_case import _limit_s
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from conformance.scores.dropout_hash import kept_pairs
 from conformance.scores.score_arguments import dropout_seed
 from conformance.scores.score_mods import SCORE_MODS
 from conformance.tiers import CASE_TIERS
-from cp_ref.common.scores.philox import kept
-from cp_ref.spec import Problem, Sequence
+from cp_ref.contract.scores import kept
+from cp_ref.schedules.problem import Problem, Sequence
 
 _TWO = (Sequence(7, 5, 8, 8), Sequence(3, 3, 4, 4))
 PACKED = Problem(2, _TWO, qkv_format="thd", attn_mask_type="padding_causal", heads_q=4, heads_kv=2, dtype="float64")

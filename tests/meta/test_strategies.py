@@ -17,7 +17,8 @@ from conformance.run.case_tensors import build
 from conformance.run.placement import assemble, global_rows, take_slice, where
 from conformance.run.run_tiers import PROFILES, run_tier
 from conformance.tiers.probes import digits, visible_pairs
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES
 from tests.meta.mutants import MUTANTS
 
 _QUIET = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": tuple(HealthCheck)}

@@ -17,8 +17,10 @@ from conformance.case import Case
 from conformance.tiers import logic
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_ref import SimGroup
-from cp_ref.simulator.sim_group import SimMember
-from cp_ref.spec import SOFTMAX_TYPES, Problem, make_schedule
+from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.words import SOFTMAX_TYPES
+from cp_ref.simulator import SimMember
 from tests.cp_fast.compile.passes.planned_at import ALWAYS_CHUNKS, planned_at
 from tests.marks import examples
 from tests.schedules.test_schedules import check

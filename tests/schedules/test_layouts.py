@@ -19,8 +19,8 @@ from conformance.implementation import Implementation
 from conformance.run.case_tensors import plan_arguments
 from conformance.tiers import logic, plan
 from cp_ref import SimGroup
-from cp_ref.simulator.sim_group import SimMember
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.simulator import SimMember
 from tests.marks import examples
 from tests.spec.problems import small_problems
 

@@ -7,7 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from cp_ref.spec import InvalidSchedule, Message, Problem, RankSchedule, Schedule, Sequence, Step, make_schedule, verify
+from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.schedule import Message, RankSchedule, Schedule, Step
+from cp_ref.schedules.verify.proof import InvalidSchedule, verify
 from tests.schedules.test_schedules import PACKAGES, check
 
 RING = Problem(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import cp_fast
 import cp_ref
 from cp_ref import SimGroup
-from cp_ref.simulator.sim_group import SimMember
-from cp_ref.spec import LAYOUTS
+from cp_ref.schedules.words import LAYOUTS
+from cp_ref.simulator import SimMember
 from tests.marks import examples
 
 PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}

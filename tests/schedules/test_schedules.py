@@ -18,8 +18,12 @@ from conformance.case import Case
 from conformance.run.case_tensors import plan_arguments
 from conformance.tiers import logic
 from cp_ref import ContextParallel, SimGroup, make_plan, supports
-from cp_ref.simulator.sim_group import SimMember
-from cp_ref.spec import SOFTMAX_TYPES, InvalidSchedule, Problem, Schedule, Sequence, Workload, make_schedule
+from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.problem import Problem, Sequence, Workload
+from cp_ref.schedules.schedule import Schedule
+from cp_ref.schedules.verify.proof import InvalidSchedule
+from cp_ref.schedules.words import SOFTMAX_TYPES
+from cp_ref.simulator import SimMember
 from tests.marks import examples
 from tests.spec.other_schedules.other_rings import backward_ring, ring_of_rings
 from tests.spec.other_schedules.random_schedules import scheduled_problems
@@ -126,7 +130,7 @@ def test_the_ranks_agree_on_the_schedule() -> None:
 def test_refusals() -> None:
     schedule = backward_ring(PACKED.workload)
     (error, *_) = errors(PACKED, lambda member: str(schedule))
-    assert str(error).startswith("schedule is a str; it must be a cp_ref.spec.Schedule")
+    assert str(error).startswith("schedule is a str; it must be a cp_ref.schedules.schedule.Schedule")
     (error, *_) = errors(PACKED, lambda member: schedule, max_sequences=3)
     assert str(error).startswith("schedule is given, but max_sequences is 3")
     (error, *_) = errors(PROBLEMS["cross attention, sink and softcap"], lambda member: schedule)

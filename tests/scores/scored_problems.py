@@ -18,7 +18,8 @@ from conformance.draw.strategies import cases
 from conformance.judge import reference
 from conformance.tiers import logic
 from cp_ref import dense_attention
-from cp_ref.spec import Problem, Sequence, check_one_document
+from cp_ref.contract.read_problem import check_one_document
+from cp_ref.schedules.problem import Problem, Sequence
 from tests.marks import HANGS_S
 
 __all__ = ["KINDS", "SCORE_MODS", "Scores", "check", "scored_cases", "slopes_and_tables"]

@@ -15,8 +15,8 @@ import cp_fast
 import cp_ref
 from conformance.case import Case
 from cp_ref import SimGroup
-from cp_ref.common.scores.score_mod import digest_of, frozen
-from cp_ref.spec import Problem
+from cp_ref.contract.score_mod import digest_of, frozen
+from cp_ref.schedules.problem import Problem
 
 Q = torch.zeros(2, 4, 2, 8)  # one rank's slice: b 2, s 8/2, h 2, d 8
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}

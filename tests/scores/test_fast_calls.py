@@ -18,9 +18,10 @@ from cp_fast.backends.backend_protocol import LaunchOptions, LaunchPositions, La
 from cp_fast.backends.backend_variants import largest_logit
 from cp_fast.checkpoint import save_attention
 from cp_ref import SimGroup, Unsupported
-from cp_ref.common.scores.score_inputs import ScoreInputs, read_score_inputs
-from cp_ref.simulator.sim_group import SimMember
-from cp_ref.spec import Feature, ScoreOptions
+from cp_ref.contract.score_inputs import ScoreInputs, read_score_inputs
+from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.words import Feature
+from cp_ref.simulator import SimMember
 
 SIZES: dict[str, Any] = {"batch_size": 2, "seqlen_q": 16, "heads_q": 4, "heads_kv": 2, "d_qk": 4, "d_v": 4}
 SIZES |= {"dtype": torch.float64, "device": "cpu"}

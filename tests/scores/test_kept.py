@@ -16,7 +16,7 @@ import torch
 import cp_fast
 import cp_ref
 from cp_ref import SimGroup
-from cp_ref.common.scores.philox import kept
+from cp_ref.contract.scores import kept
 
 LENGTHS = (19, 0, 8, 13)  # of documents; the batched formats have two of the first length
 HEADS = 24  # one number for all group sizes of an a2a

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import cp_ref
-from cp_ref.common.scores.pair_scores import Pairs
-from cp_ref.common.scores.score_inputs import ScoreInputs
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.contract.scores import Pairs
 from tests.scores.scored_problems import Scores, check
 from tests.scores.test_problems import PACKED, whole
 
-PLACES, BACKWARD = "cp_ref.executor.tile_places.tile_places", "cp_ref.api.reference_attention.run_backward"
+PLACES, BACKWARD = "cp_ref.executor.tile_places.tile_places", "cp_ref.reference_attention.run_backward"
 A2A = {"cp_comm_type": "a2a", "a2a_size": 4}
 ALIBI, DROPPED = Scores("h"), Scores(dropout_p=0.5, seed=3)
 
@@ -77,7 +77,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any], Scores, dict[str, Any]]] = {
         BACKWARD, of_backward(lambda given: given._replace(alibi_slopes=None)), ALIBI, {},
     ),
     "no derivative of score_mod": (
-        "cp_ref.common.scores.pair_scores.PairScores.pulled_back",
+        "cp_ref.contract.scores.PairScores.pulled_back",
         lambda pulled_back: lambda self, scores, grad: grad, Scores(score_mod="biased_by_head"), {},
     ),
 }  # fmt: skip

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import cp_fast
 import cp_ref
 from conformance.case import Case
-from cp_ref.spec import Problem, Schedule, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.schedule import Schedule
 from tests.marks import examples
 from tests.scores.scored_problems import KINDS, SCORE_MODS, Scores, check, in_one_document, scored_cases
 from tests.spec.other_schedules.other_rings import backward_ring, ring_of_rings

@@ -11,7 +11,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, CPCommType, Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, CPCommType
 
 __all__ = ["SCHEDULES", "problems", "small_problems"]
 

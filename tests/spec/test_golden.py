@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cp_ref.spec import Problem, Schedule, Sequence, make_schedule, verify
+from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.schedule import Schedule
+from cp_ref.schedules.verify.proof import verify
 
 FOLDER = Path(__file__).parent / "golden"
 

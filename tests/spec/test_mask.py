@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_ref.spec.tables.diagonal_band import DiagonalBand
+from cp_ref.schedules.problem import DiagonalBand
 
 sides = st.one_of(st.none(), st.integers(-9, 9))
 

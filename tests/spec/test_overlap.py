@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_ref.spec.arguments.shared_elements import check_apart, overlap
+from cp_ref.contract.call_checks import check_apart, overlap
 
 STORAGE = torch.zeros(600, dtype=torch.int16)
 

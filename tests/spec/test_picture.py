@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_ref.spec import UNBOUNDED, Problem, Schedule, Sequence, Step, Tiles, make_schedule
-from cp_ref.spec.pictures.outlines import Box, Point, band_edge, centre, staircase
-from cp_ref.spec.pictures.plane import few_colours, plane
-from cp_ref.spec.pictures.schedule_svg import svg_picture
-from cp_ref.spec.pictures.svg_elements import rank_colour
-from cp_ref.spec.pictures.text_pictures import text_picture
+from cp_ref.contract.picture_plane import Box, Point, band_edge, centre, few_colours, plane, staircase
+from cp_ref.contract.svg_pictures import rank_colour, svg_picture
+from cp_ref.contract.text_pictures import text_picture
+from cp_ref.schedules.attention_slices import UNBOUNDED
+from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.schedule import Schedule, Step, Tiles
 
 SVG = "{http://www.w3.org/2000/svg}"
 

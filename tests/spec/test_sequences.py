@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_ref.spec import Problem, Sequence, Sequences, agree
+from cp_ref.contract.group import agree
+from cp_ref.schedules.problem import Problem, Sequence, Sequences
 from tests.spec.problems import problems
 
 LENGTHS = st.lists(st.tuples(*[st.integers(0, 99)] * 4), max_size=5)

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_ref.spec import UNBOUNDED, AttentionSlices, Fragments, Ownership, Problem, contiguous, dual_chunk, slice_rows
-from cp_ref.spec.pictures.table_pictures import areas_picture, ownership_picture
-from cp_ref.spec.tables.ownership import grouped
+from cp_ref.contract.text_pictures import areas_picture, ownership_picture
+from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices
+from cp_ref.schedules.ownership import Fragments, Ownership, contiguous, dual_chunk, grouped
+from cp_ref.schedules.problem import Problem, slice_rows
 from tests.spec.problems import problems, small_problems
 
 EDGES = st.integers(-9, 9)

@@ -8,19 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cp_ref.spec import (
-    InvalidSchedule,
-    Message,
-    Pieces,
-    Problem,
-    Schedule,
-    Sequence,
-    Step,
-    Tiles,
-    make_schedule,
-    verify,
-    verify_tables,
-)
+from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.schedule import Message, Pieces, Schedule, Step, Tiles
+from cp_ref.schedules.verify.proof import InvalidSchedule, verify, verify_tables
 
 PROBLEM = Problem(3, (Sequence(12, 12, 12, 12),), qkv_format="thd", attn_mask_type="no_mask")
 SCHEDULE = make_schedule(PROBLEM)

@@ -88,7 +88,7 @@ def main(commit: Commit = "", out: JsonOut = None) -> None:
 
     from benchmarks import linear
     from cp_fast.linear.fla.fla_kernels import FlaKernels
-    from cp_ref.spec import Feature
+    from cp_ref.schedules.words import Feature
 
     FlaKernels.features = frozenset(Feature)  # on tensors of the CPU too
     linear.HEADS, linear.DIM = HEADS, DIM

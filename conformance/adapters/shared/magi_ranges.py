@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
-from cp_ref.spec import AttentionSlices
+from cp_ref.schedules.attention_slices import AttentionSlices
 
 __all__ = ["MagiRange", "magi_ranges"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cp_ref.spec import divisor
+from cp_ref.schedules.layouts import divisor
 
 __all__ = ["SupportTable", "Unsupported", "asked", "library"]
 

@@ -21,7 +21,7 @@ from conformance.levels.helpers.helper_record import Arguments, Built
 from conformance.levels.helpers.length_rules import Broken
 from conformance.levels.level_calls import call, shape_findings
 from conformance.run.global_state import ASSERTED, context_error
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["check", "check_malformed"]
 

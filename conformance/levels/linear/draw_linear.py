@@ -10,7 +10,7 @@ from hypothesis.strategies import DrawFn
 
 from conformance.draw.strategies import tables
 from conformance.levels.linear.linear_case import ACTIVATIONS, LINEAR_KINDS, CausalConv1d, LinearAttention
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS
+from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS
 
 __all__ = ["SIZES", "batches", "convolutions", "linear_attentions"]
 

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from conformance.case import Case
 from conformance.levels.problem_text import LevelCase
-from cp_ref.spec import Problem, Sequence, check_choice
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.values import check_choice
 
 __all__ = ["ACTIVATIONS", "LINEAR_KINDS", "CausalConv1d", "LinearAttention", "LinearCase"]
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cp_ref.spec import Problem, planned_cut
+from cp_ref.contract.cuts import planned_cut
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["BASE", "Places", "describe"]
 

@@ -22,7 +22,7 @@ from conformance.run.play_case import play
 from conformance.tiers import plan as plan_tier
 from conformance.tiers.calls.error_cases import ERRORS, ErrorCase
 from conformance.tiers.calls.small_calls import SmallCall, call_of
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 
 __all__ = ["cases", "check", "ids"]
 

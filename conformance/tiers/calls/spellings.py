@@ -23,7 +23,8 @@ from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.run.case_tensors import build
 from conformance.tiers.calls.one_rank import Call, Tensors, close, on_every_rank
-from cp_ref.spec import SCORE_OPTIONS, Problem
+from cp_ref.contract.read_problem import SCORE_OPTIONS
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["SPELLINGS", "check"]
 

@@ -49,8 +49,9 @@ from cp_fast.backends.fa4.fa4_recorded import Launches
 from cp_fast.backends.fa4.scores.launch_program import launch_program, traced_scores
 from cp_fast.backends.fa4.scores.score_kernels import score_arguments, score_call
 from cp_fast.backends.kernel_operands import round_up, trim, widen
-from cp_ref.common.scores.score_inputs import ScoreInputs
-from cp_ref.spec import Feature, ScoreOptions
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.words import Feature
 
 __all__ = [
     "Fa4Backend",

@@ -31,7 +31,9 @@ from cp_fast.compile.instructions import (
 from cp_fast.compile.lowering.lower_schedule import Draft
 from cp_fast.compile.row_maps import Spans
 from cp_fast.compile.tiles.groups import SegmentKeys
-from cp_ref.spec import Column, Problem, planned_positions
+from cp_ref.contract.cuts import planned_positions
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.table import Column
 
 __all__ = ["fit"]
 

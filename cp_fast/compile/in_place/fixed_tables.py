@@ -13,7 +13,7 @@ from cp_fast.compile.in_place.shape import Shape
 from cp_fast.compile.link import linked
 from cp_fast.compile.lowering.lower_schedule import Draft
 from cp_fast.movers.rows import Rows
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["Fitted", "FixedTables"]
 

@@ -11,7 +11,7 @@ from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.in_place.shape import Shape
 from cp_fast.compile.index_tables import RowKey
 from cp_fast.compile.instructions import Copy, Recv, Send
-from cp_ref.spec import Column
+from cp_ref.schedules.table import Column
 
 __all__ = ["Moved", "moved_messages"]
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from cp_fast.compile.index_tables import Key, Uploaded
-from cp_ref.spec import Column
+from cp_ref.schedules.table import Column
 
 __all__ = ["PaddedTables", "pad"]
 

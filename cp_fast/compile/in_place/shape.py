@@ -13,7 +13,9 @@ from typing import Any
 
 from cp_fast.compile.executable_plan import ExecutablePlan
 from cp_fast.compile.index_tables import RowKey, Tables
-from cp_ref.spec import Problem, Room, side_of
+from cp_ref.contract.room import Room
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import side_of
 
 __all__ = ["Shape"]
 

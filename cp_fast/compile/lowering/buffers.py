@@ -11,8 +11,8 @@ from typing import Literal
 from cp_fast.compile.index_tables import RowKey, Tables
 from cp_fast.compile.instructions import BufferSpec, Copy, Heads, Role, View
 from cp_fast.compile.row_maps import RowMap, Spans, SpanSets, by_start, shared_out
-from cp_ref.spec import Column
-from cp_ref.spec.planners.ring_members import merged
+from cp_ref.schedules.planners.ring_members import merged
+from cp_ref.schedules.table import Column
 
 __all__ = ["Buffers", "Held", "Operands", "split"]
 

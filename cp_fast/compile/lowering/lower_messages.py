@@ -12,7 +12,7 @@ from cp_fast.compile.lowering.pass_state import PassState
 from cp_fast.compile.lowering.sums import Parcels
 from cp_fast.compile.row_maps import Spans
 from cp_fast.compile.tiles.groups import TileGroup
-from cp_ref.spec import OPERANDS, RESULTS
+from cp_ref.schedules.schedule import OPERANDS, RESULTS
 
 __all__ = ["lower_messages"]
 

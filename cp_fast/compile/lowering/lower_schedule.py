@@ -21,7 +21,8 @@ from cp_fast.compile.lowering.sums import Parcels, parcels_of
 from cp_fast.compile.row_maps import RowMap, SpanSets
 from cp_fast.compile.tiles.groups import TileGroup, TileGroups
 from cp_fast.compile.tiles.windows import WindowRule
-from cp_ref.spec import RESULTS, Message, RankSchedule, Workload
+from cp_ref.schedules.problem import Workload
+from cp_ref.schedules.schedule import RESULTS, Message, RankSchedule
 
 __all__ = ["Draft", "lower"]
 

@@ -10,7 +10,7 @@ from cp_fast.compile.lowering.buffers import Held
 from cp_fast.compile.lowering.pass_state import PassState
 from cp_fast.compile.row_maps import Parts, Spans
 from cp_fast.compile.tiles.groups import LaunchRows, TileGroup
-from cp_ref.spec.planners.ring_members import merged
+from cp_ref.schedules.planners.ring_members import merged
 
 __all__ = ["lower_tiles"]
 

@@ -13,7 +13,8 @@ from cp_fast.compile.lowering.buffers import Buffers, Held, Operands
 from cp_fast.compile.lowering.sums import Parcels, Sums
 from cp_fast.compile.row_maps import RowMap, SpanSets
 from cp_fast.compile.tiles.groups import TileGroups
-from cp_ref.spec import RESULTS, Workload, side_of
+from cp_ref.schedules.problem import Workload
+from cp_ref.schedules.schedule import RESULTS, side_of
 
 __all__ = ["PassState", "Shared"]
 

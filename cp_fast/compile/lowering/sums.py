@@ -13,7 +13,7 @@ from cp_fast.compile.index_tables import RowKey, Tables
 from cp_fast.compile.instructions import Accumulate, Copy, Heads, Send, View
 from cp_fast.compile.lowering.buffers import Buffers, split
 from cp_fast.compile.row_maps import Parts, RowMap, Spans, SpanSets, shared_out
-from cp_ref.spec import RESULTS, Message
+from cp_ref.schedules.schedule import RESULTS, Message
 
 __all__ = ["RANGES", "Parcels", "Sums", "parcels_of"]
 

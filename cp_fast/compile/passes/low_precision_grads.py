@@ -14,7 +14,8 @@ from typing import TypeVar
 
 from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
 from cp_fast.compile.instructions import Accumulate, Copy, Launch, Recv, Send, reads, writes
-from cp_ref.spec import Group, Problem
+from cp_ref.contract.group import Group
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["in_input_dtype", "low_precision_grads", "may_have_low_precision", "of_one_launch"]
 

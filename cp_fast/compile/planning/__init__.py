@@ -1,4 +1,5 @@
-"""The schedule that runs: `cp_ref.spec` plans it, with parameters chosen by a machine's numbers; here it is rewritten.
+"""The schedule that runs: `cp_ref.schedules` plans it, with parameters chosen by a machine's numbers. Here it
+is rewritten.
 
 - choose_head_chunks   the head chunks of an a2a schedule
 - waiting_keys         own keys that wait for those of other ranks

@@ -1,4 +1,4 @@
-"""The head chunks of an a2a schedule that take the least time (`cp_ref.spec.planners.head_chunks`).
+"""The head chunks of an a2a schedule that take the least time (`cp_ref.schedules.planners.make_schedule`).
 
 Head chunks hide all messages except the first chunk's inputs and the last chunk's results, so these two are small.
 Each chunk adds a launch, whose last tiles leave multiprocessors idle, and work for the host. So heads are cut where, by
@@ -17,7 +17,8 @@ from typing import NamedTuple
 from cp_fast.compile.pass_table import is_on
 from cp_fast.compile.planning import machine_costs
 from cp_fast.compile.planning.machine_costs import Costs
-from cp_ref.spec import ITEM_BYTES, Problem
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.verify.costs import ITEM_BYTES
 
 __all__ = ["choose_head_chunks", "ways_to_cut"]
 
@@ -26,7 +27,7 @@ def choose_head_chunks(problem: Problem) -> tuple[int, ...]:
     """The kv heads of every rank that are exchanged at a time: the cut of the least time, forward and backward. () is
     all at once: if that is fastest, or no heads are exchanged, or a kv head goes to several ranks.
 
-    >>> from cp_ref.spec import Sequence
+    >>> from cp_ref.schedules.problem import Sequence
     >>> def chunks(tokens, cp_size, heads_kv):
     ...     sizes = {"heads_q": 32, "heads_kv": heads_kv, "d_qk": 128, "d_v": 128, "dtype": "bfloat16"}
     ...     problem = Problem(cp_size, (Sequence(tokens, tokens, tokens, tokens),), "a2a", cp_size, **sizes)

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from cp_fast.compile.pass_table import is_on
 from cp_fast.compile.planning.waiting_keys import own_keys_wait
-from cp_ref.spec import Problem, RankSchedule, Schedule, make_rank_schedule, make_schedule
+from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import RankSchedule, Schedule
 
 __all__ = ["Schedules", "chosen_rank_schedule", "chosen_schedule"]
 

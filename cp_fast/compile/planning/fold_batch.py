@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from cp_ref.spec import Message, Pieces, Problem, RankSchedule, Step, Tiles, side_of
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Step, Tiles, side_of
 
 __all__ = ["fold_batch"]
 

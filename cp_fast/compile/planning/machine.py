@@ -12,8 +12,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
-from cp_ref.spec import Problem
-from cp_ref.spec.arguments.single_values import parse_toml
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.values import parse_toml
 
 __all__ = ["Host", "Kernel", "Link", "Machine", "Rates", "built_in", "read_machine"]
 

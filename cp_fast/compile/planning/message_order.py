@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import replace
 
 from cp_fast.compile.lowering.sums import RANGES
-from cp_ref.spec import Message, RankSchedule
+from cp_ref.schedules.schedule import Message, RankSchedule
 
 __all__ = ["in_order"]
 
@@ -19,7 +19,7 @@ def in_order(rank_schedule: RankSchedule) -> RankSchedule:
     """One rank's steps of one pass with tags that rise from message to message between two ranks. A message with too
     many ranges of heads for one tag also takes the following tags.
 
-    >>> from cp_ref.spec import Pieces, Step
+    >>> from cp_ref.schedules.schedule import Pieces, Step
     >>> pieces = Pieces.of_rows([(0, 4, 0, 1)])
     >>> first, last = (Step(sends=(Message("q", 1, tag, pieces), Message("kv", 2, tag, pieces))) for tag in (7, 3))
     >>> [[(m.peer, m.tag) for m in step.sends] for step in in_order((first, last))]

@@ -28,8 +28,12 @@ from __future__ import annotations
 import numpy as np
 
 from cp_fast.compile.planning import machine_costs
-from cp_ref.spec import AttentionSlices, Column, Problem, RankSchedule, Step, Tiles, message_bytes, tile_pairs
-from cp_ref.spec.planners.ring_members import merged
+from cp_ref.schedules.attention_slices import AttentionSlices
+from cp_ref.schedules.planners.ring_members import merged
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import RankSchedule, Step, Tiles
+from cp_ref.schedules.table import Column
+from cp_ref.schedules.verify.costs import message_bytes, tile_pairs
 
 __all__ = ["own_keys_wait"]
 

@@ -8,8 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from cp_fast.compile.tiles.segments import LaunchSegments, SegmentSpans
-from cp_ref.spec import Column
-from cp_ref.spec.tables.table import ranges, runs
+from cp_ref.schedules.table import Column, ranges, runs
 
 __all__ = ["Atoms", "Uses", "atoms_of", "rows_in"]
 

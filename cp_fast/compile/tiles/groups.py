@@ -21,8 +21,9 @@ from cp_fast.compile.tiles.launches import overlap, sort_keys, tile_launches
 from cp_fast.compile.tiles.placed import Placed, placed
 from cp_fast.compile.tiles.segments import LaunchSegments
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
-from cp_ref.spec import Tiles, Workload
-from cp_ref.spec.tables.table import one_value
+from cp_ref.schedules.problem import Workload
+from cp_ref.schedules.schedule import Tiles
+from cp_ref.schedules.table import one_value
 
 __all__ = ["LaunchRows", "SegmentKeys", "TileGroup", "TileGroups"]
 

@@ -27,9 +27,8 @@ import numpy as np
 from cp_fast.compile.pass_table import bit_of
 from cp_fast.compile.tiles.segments import LaunchSegments, SegmentSpans, one_each
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, windowed
-from cp_ref.spec import UNBOUNDED, Column, ranges
-from cp_ref.spec.tables.attention_slices import pairs
-from cp_ref.spec.tables.table import constant, runs
+from cp_ref.schedules.attention_slices import UNBOUNDED, pairs
+from cp_ref.schedules.table import Column, constant, ranges, runs
 
 __all__ = ["halved_stairs", "merge_adjacent", "merge_causal", "merge_dense", "merge_stripes", "merge_triangles"]
 

@@ -23,9 +23,8 @@ from cp_fast.compile.tiles.shared_keys import dedupe_queries, factor_keys
 from cp_fast.compile.tiles.sharing import areas_meet, layers, prepend_keys, split_disjoint
 from cp_fast.compile.tiles.split_queries import split_queries
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, split_windows
-from cp_ref.spec import Column
-from cp_ref.spec.planners.ring_members import merged
-from cp_ref.spec.tables.table import one_value
+from cp_ref.schedules.planners.ring_members import merged
+from cp_ref.schedules.table import Column, one_value
 
 __all__ = ["overlap", "sort_keys", "tile_launches"]
 

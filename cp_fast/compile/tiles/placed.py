@@ -21,8 +21,8 @@ import numpy as np
 from cp_fast.compile.row_maps import RowMap, Spans
 from cp_fast.compile.row_numbers import MOST_ROWS
 from cp_fast.compile.tiles.segments import LaunchSegments, SegmentSpans
-from cp_ref.spec import Column
-from cp_ref.spec.planners.ring_members import merged
+from cp_ref.schedules.planners.ring_members import merged
+from cp_ref.schedules.table import Column
 
 __all__ = ["Placed", "placed"]
 

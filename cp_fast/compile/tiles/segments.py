@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_fast.compile.tiles.windows import BandTiles
-from cp_ref.spec import Column, Table, ranges
-from cp_ref.spec.tables.table import constant
+from cp_ref.schedules.table import Column, Table, constant, ranges
 
 __all__ = ["LaunchSegments", "SegmentSpans", "one_each"]
 

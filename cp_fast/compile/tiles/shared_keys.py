@@ -21,7 +21,7 @@ import numpy as np
 from cp_fast.compile.pass_table import bit_of
 from cp_fast.compile.tiles.atoms import Atoms, atoms_of, rows_in
 from cp_fast.compile.tiles.segments import LaunchSegments
-from cp_ref.spec.tables.table import constant
+from cp_ref.schedules.table import constant
 
 __all__ = ["dedupe_queries", "factor_keys"]
 

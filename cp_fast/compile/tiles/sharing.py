@@ -21,8 +21,7 @@ from cp_fast.compile.pass_table import bit_of
 from cp_fast.compile.tiles.atoms import Atoms, Uses
 from cp_fast.compile.tiles.segments import LaunchSegments, SegmentSpans
 from cp_fast.compile.tiles.windows import BandTiles
-from cp_ref.spec import Column
-from cp_ref.spec.tables.table import runs
+from cp_ref.schedules.table import Column, runs
 
 __all__ = ["areas_meet", "layers", "prepend_keys", "split_disjoint"]
 

@@ -20,8 +20,7 @@ import numpy as np
 
 from cp_fast.compile.pass_table import bit_of
 from cp_fast.compile.tiles.segments import LaunchSegments, SegmentSpans
-from cp_ref.spec import Column
-from cp_ref.spec.tables.table import constant
+from cp_ref.schedules.table import Column, constant
 
 __all__ = ["split_queries"]
 

@@ -24,9 +24,10 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_fast.compile.pass_table import bit_of
-from cp_ref.spec import UNBOUNDED, AttentionSlices, Column, Problem, Table, Tiles
-from cp_ref.spec.tables.attention_slices import crop
-from cp_ref.spec.tables.table import constant, in_blocks
+from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, crop
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Tiles
+from cp_ref.schedules.table import Column, Table, constant, in_blocks
 
 __all__ = ["BandTiles", "WindowRule", "band_tiles", "own_window", "split_windows", "windowed"]
 

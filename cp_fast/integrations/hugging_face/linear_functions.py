@@ -19,7 +19,7 @@ from cp_fast.integrations.shared.shared_arguments import refuse
 from cp_fast.integrations.token_batches import CpBatch
 from cp_fast.linear.convolution.causal_conv1d import causal_conv1d
 from cp_fast.linear.linear_attention import linear_attention
-from cp_ref.common.linear.linear_calls import Activation, LinearKind
+from cp_ref.contract.linear_calls import Activation, LinearKind
 
 __all__ = ["FUNCTIONS", "OF_CACHES"]
 

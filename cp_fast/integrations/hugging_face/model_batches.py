@@ -11,8 +11,8 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations import token_batches
 from cp_fast.integrations.hugging_face.model_edge import edge_of
-from cp_ref.common.collective_calls import collective
-from cp_ref.spec import read_count, read_lengths
+from cp_ref.contract.collectives import collective
+from cp_ref.schedules.values import read_count, read_lengths
 
 __all__ = ["shard_batch"]
 

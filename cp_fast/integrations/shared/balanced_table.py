@@ -14,10 +14,11 @@ import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan_cache import PlanCache
-from cp_ref.common import plan_arguments as plans
-from cp_ref.common.attention_call import problem_arguments
-from cp_ref.common.plan_arguments import read_call
-from cp_ref.spec import Sizes, table_of
+from cp_ref.contract import plan_arguments as plans
+from cp_ref.contract.attention_call import problem_arguments
+from cp_ref.contract.plan_arguments import read_call
+from cp_ref.contract.read_problem import Sizes
+from cp_ref.schedules.problem import table_of
 
 __all__ = ["BalancedTable", "table_of_batch"]
 

@@ -13,8 +13,9 @@ import torch
 
 from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
-from cp_ref.common.refusals import told_to_all
-from cp_ref.spec import check_context, check_data, kind_of
+from cp_ref.contract.call_checks import check_context
+from cp_ref.contract.collectives import told_to_all
+from cp_ref.schedules.values import check_data, kind_of
 
 __all__ = ["Asked", "drop_in", "refuse_names", "taking_kv", "taking_qkv"]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_ref.spec.arguments.single_values import kind_of, read_count
+from cp_ref.schedules.values import kind_of, read_count
 
 __all__ = ["times_averaged"]
 

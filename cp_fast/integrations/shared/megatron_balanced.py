@@ -18,9 +18,9 @@ import torch
 
 from cp_fast.integrations.shared.balanced_table import BalancedTable, table_of_batch
 from cp_fast.integrations.shared.shared_arguments import context_for, lengths_on_host, read_equal, refuse
-from cp_ref.common.sharding.shard import position_ids, shard
-from cp_ref.spec import PaperGroup
-from cp_ref.spec.arguments.single_values import kind_of, read_count
+from cp_ref.contract.group import PaperGroup
+from cp_ref.contract.sharding import position_ids, shard
+from cp_ref.schedules.values import kind_of, read_count
 
 __all__ = ["get_batch_on_this_cp_rank", "group_of_batch", "self_attention", "seq_params"]
 

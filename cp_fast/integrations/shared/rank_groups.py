@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_ref.common.groups.process_groups import as_group
-from cp_ref.spec import Group
+from cp_ref.contract.group import Group
+from cp_ref.contract.process_groups import as_group
 
 __all__ = ["check_holds", "groups_of"]
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_ref.common.collective_calls import together
-from cp_ref.spec import check_data, check_lengths, kind_of, read_count
+from cp_ref.contract.collectives import together
+from cp_ref.schedules.values import check_data, check_lengths, kind_of, read_count
 
 __all__ = [
     "check_longest",
@@ -120,7 +120,7 @@ def check_two_chunks(cp: ContextParallel, **lengths: torch.Tensor) -> None:
     Raises:
         ValueError: naming the sequence, and the argument that has room for padding.
 
-    >>> from cp_ref.spec import PaperGroup
+    >>> from cp_ref.contract.group import PaperGroup
     >>> check_two_chunks(ContextParallel(PaperGroup(2)), cu_seqlens_q=torch.tensor([0, 4, 10]))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...

@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 import torch.nn.functional as F
 
-from cp_ref.spec.arguments.single_values import check_data, check_flag, kind_of
+from cp_ref.schedules.values import check_data, check_flag, kind_of
 
 __all__ = ["Digests", "TokenRows", "digests", "read_rows"]
 

@@ -14,13 +14,13 @@ from cp_fast.dispatch.selective_checkpointing import unseen
 from cp_fast.linear.convolution.convolution_kernels import ConvolutionInputs, choose_convolution
 from cp_fast.linear.convolution.halo_tables import HaloTables, Sent
 from cp_fast.linear.linear_plan import LinearPlan, check_not_captured, check_same_batch
-from cp_ref.common.autocast import autocast, no_autocast
-from cp_ref.common.declared import implements
-from cp_ref.common.derivatives import differentiable_once, refuse_transforms
-from cp_ref.common.groups.process_groups import during
-from cp_ref.common.linear import linear_calls
-from cp_ref.common.linear.linear_checks import ConvolutionCall, read_convolution
-from cp_ref.spec import Group, Parcel, check_context
+from cp_ref.contract import linear_calls
+from cp_ref.contract.call_checks import check_context
+from cp_ref.contract.declared import implements
+from cp_ref.contract.group import Group, Parcel
+from cp_ref.contract.linear_calls import ConvolutionCall, read_convolution
+from cp_ref.contract.process_groups import during
+from cp_ref.contract.tensors import autocast, differentiable_once, no_autocast, refuse_transforms
 
 __all__ = [
     "causal_conv1d",

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cp_ref.spec import Message, Problem, make_rank_halo
-from cp_ref.spec.linear.document_fragments import DocumentFragments
-from cp_ref.spec.tables.table import Column
+from cp_ref.contract.linear_schedules import DocumentFragments, make_rank_halo
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Message
+from cp_ref.schedules.table import Column
 
 __all__ = ["HaloTables", "Reads", "Received", "Sent", "halo_tables"]
 

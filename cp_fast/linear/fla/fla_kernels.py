@@ -20,7 +20,7 @@ from cp_fast.backends.backend_protocol import NotInstalled
 from cp_fast.linear.affine_maps import Maps, compose_in_waves
 from cp_fast.linear.linear_kernels import BackwardRun, ForwardRun, FragmentRows, LinearInputs
 from cp_fast.linear.state_tables import StateTables
-from cp_ref.spec import Feature
+from cp_ref.schedules.words import Feature
 
 __all__ = ["FlaKernels"]
 

@@ -10,10 +10,14 @@ from cp_fast.movers.operand_layouts import lengths_on, plain, plain_out, touched
 from cp_fast.movers.operators.registered import check_halves, nothing, operator
 from cp_fast.movers.select_kernels import kernels
 from cp_fast.movers.torch_movers.torch_asserts import assert_lengths
-from cp_ref.common.thd.checks import check_columns, check_room
-from cp_ref.common.thd.declared_corrections import check_grad_correction, check_lse_correction, check_out_correction
-from cp_ref.common.thd.declared_halves import check_read_second_half_lse
-from cp_ref.spec import check_apart
+from cp_ref.contract.call_checks import check_apart
+from cp_ref.contract.thd_checks import check_columns, check_room
+from cp_ref.contract.thd_corrections import (
+    check_grad_correction,
+    check_lse_correction,
+    check_out_correction,
+    check_read_second_half_lse,
+)
 
 __all__: list[str] = []
 

@@ -9,7 +9,7 @@ import torch
 
 from cp_fast.movers.operators import mover_operators  # noqa: F401  (registers the operators)
 from cp_fast.movers.operators.registered import LIBRARY
-from cp_ref.common.derivatives import refuse_batched
+from cp_ref.contract.tensors import refuse_batched
 
 __all__: list[str] = []
 

@@ -13,11 +13,10 @@ from cp_fast.movers.operators.registered import check_chunks, check_halves, noth
 from cp_fast.movers.select_kernels import kernels
 from cp_fast.movers.torch_movers.torch_asserts import assert_lengths, assert_real_lengths
 from cp_fast.movers.torch_movers.torch_rows import rank_lengths
-from cp_ref.common.thd.checks import MOST_ROWS, check_both, check_count, check_counted, check_fits, check_room
-from cp_ref.common.thd.declared_halves import check_read_half
-from cp_ref.common.thd.declared_indices import check_partition, check_reorder
-from cp_ref.common.thd.declared_valid import check_copy, check_rank_lengths
-from cp_ref.spec import check_apart
+from cp_ref.contract.call_checks import check_apart
+from cp_ref.contract.thd_checks import MOST_ROWS, check_both, check_count, check_counted, check_fits, check_room
+from cp_ref.contract.thd_corrections import check_read_half
+from cp_ref.contract.thd_indices import check_copy, check_partition, check_rank_lengths, check_reorder
 
 __all__: list[str] = []
 

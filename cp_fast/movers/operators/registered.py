@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cp_fast.movers.length_checks import end_of, sizes_of
-from cp_ref.common.thd.checks import check_chunk_lengths, check_divisible, check_tail
+from cp_ref.contract.thd_checks import check_chunk_lengths, check_divisible, check_tail
 
 __all__ = ["LIBRARY", "check_chunks", "check_halves", "nothing", "operator"]
 

@@ -11,7 +11,7 @@ from cp_fast.movers.rows import Rows, take
 from cp_fast.movers.torch_movers import torch_merges
 from cp_fast.movers.torch_movers.torch_merges import put
 from cp_fast.movers.torch_movers.torch_rows import table_of, targets_of
-from cp_ref.common.wide_dtype import as_integers, wide_dtype
+from cp_ref.contract.tensors import as_integers, wide_dtype
 
 __all__ = ["TorchKernels", "load"]
 

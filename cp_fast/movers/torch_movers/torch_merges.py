@@ -8,7 +8,7 @@ from cp_fast.movers.lengths_map import LengthsMap
 from cp_fast.movers.rows import Rows, take
 from cp_fast.movers.torch_movers.torch_asserts import assert_lengths
 from cp_fast.movers.torch_movers.torch_rows import Targets
-from cp_ref.common.wide_dtype import wide_dtype
+from cp_ref.contract.tensors import wide_dtype
 
 __all__ = ["correct_", "log_add_exp", "merge_", "merge_padded_halves_", "put"]
 

@@ -14,10 +14,9 @@ from cp_fast.tools import build as native
 from cp_fast.tools.build.recipe import VARIABLE, read_archs
 from cp_fast.tools.cli.common import size_text
 from cp_fast.tools.cli.shapes import compile_shapes
-from cp_ref.common.cli.options import window
-from cp_ref.common.cli.terminal import CHECK_FAILED, readable_errors
-from cp_ref.spec import read_count
-from cp_ref.spec.arguments.single_values import MOST_RANKS
+from cp_ref.contract.cli.options import window
+from cp_ref.contract.cli.terminal import CHECK_FAILED, readable_errors
+from cp_ref.schedules.values import MOST_RANKS, read_count
 
 __all__ = ["build"]
 

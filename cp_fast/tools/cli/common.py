@@ -9,9 +9,12 @@ from rich.filesize import decimal as size_text
 from rich.table import Table
 
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
-from cp_ref.common.cli.terminal import coloured, table
-from cp_ref.spec import Problem, Report, Schedule, head_ranges
-from cp_ref.spec.pictures.text_pictures import text_picture
+from cp_ref.contract.cli.terminal import coloured, table
+from cp_ref.contract.text_pictures import text_picture
+from cp_ref.schedules.planners.a2a import head_ranges
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Schedule
+from cp_ref.schedules.verify.costs import Report
 
 __all__ = ["cost_table", "heads_line", "show_picture", "size_text"]
 

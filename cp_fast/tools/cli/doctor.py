@@ -18,8 +18,8 @@ from cp_fast.movers.select_kernels import chosen
 from cp_fast.tools import build
 from cp_fast.tools.cli.installed import installed_rows
 from cp_fast.tools.cli.measure_command import measure_machine
-from cp_ref.common.cli.terminal import BAD_INPUT, CHECK_FAILED, complain, readable_errors, table
-from cp_ref.spec import Feature
+from cp_ref.contract.cli.terminal import BAD_INPUT, CHECK_FAILED, complain, readable_errors, table
+from cp_ref.schedules.words import Feature
 
 __all__ = ["doctor"]
 

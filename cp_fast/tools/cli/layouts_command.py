@@ -8,9 +8,10 @@ from rich.table import Table
 
 from cp_fast.tools.cli.common import size_text
 from cp_fast.tools.cli.planned_problem import Request
-from cp_ref.common.cli.options import window
-from cp_ref.common.cli.terminal import table
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, compare_layouts
+from cp_ref.contract.cli.options import window
+from cp_ref.contract.cli.terminal import table
+from cp_ref.contract.compare_layouts import compare_layouts
+from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS
 
 __all__ = ["comparison"]
 

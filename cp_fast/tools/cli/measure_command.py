@@ -12,8 +12,8 @@ import typer
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.tools.cost import read_machine
 from cp_fast.tools.cost.measure_machine import measure
-from cp_ref.common.cli.options import lengths
-from cp_ref.spec import PaperGroup
+from cp_ref.contract.cli.options import lengths
+from cp_ref.contract.group import PaperGroup
 
 __all__ = ["measure_machine"]
 

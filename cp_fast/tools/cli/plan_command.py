@@ -13,10 +13,13 @@ from cp_fast.compile.planning.machine import built_in, read_machine
 from cp_fast.tools.cli.common import cost_table, show_picture, size_text
 from cp_fast.tools.cli.layouts_command import comparison
 from cp_fast.tools.cli.planned_problem import Request, planned
-from cp_ref.common.cli.options import check_number, with_options
-from cp_ref.common.cli.terminal import check_svg, table
-from cp_ref.spec import Message, Problem, RankSchedule, Report, Schedule, message_bytes, tile_pairs, verify
-from cp_ref.spec.pictures.schedule_svg import svg_picture
+from cp_ref.contract.cli.options import check_number, with_options
+from cp_ref.contract.cli.terminal import check_svg, table
+from cp_ref.contract.svg_pictures import svg_picture
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Message, RankSchedule, Schedule
+from cp_ref.schedules.verify.costs import Report, message_bytes, tile_pairs
+from cp_ref.schedules.verify.proof import verify
 
 __all__ = ["plan"]
 

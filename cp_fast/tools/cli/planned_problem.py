@@ -8,8 +8,10 @@ from typing import Annotated, Any
 from typer import Option
 
 import cp_fast
-from cp_ref.common.cli.options import ProblemOptions
-from cp_ref.spec import PaperGroup, Problem, Schedule
+from cp_ref.contract.cli.options import ProblemOptions
+from cp_ref.contract.group import PaperGroup
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Schedule
 
 __all__ = ["Request", "planned", "problem_of"]
 
@@ -49,8 +51,8 @@ def problem_of(request: Request) -> Problem:
     Raises:
         ValueError, TypeError: naming what is wrong.
     """
-    from cp_ref.common import plan_arguments as plans  # Imports PyTorch: --help works without it.
-    from cp_ref.common.declared import bind
+    from cp_ref.contract import plan_arguments as plans
+    from cp_ref.contract.declared import bind
 
     agreement, _ = plans.read_plan_arguments(bind(plans.make_plan, _arguments(request)), cp_fast.ContextParallel)
     return agreement.problem

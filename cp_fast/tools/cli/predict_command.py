@@ -13,8 +13,10 @@ from cp_fast.tools.cli.planned_problem import Request, problem_of
 from cp_fast.tools.cost import Machine, Prediction, candidates, predict, recommended
 from cp_fast.tools.cost.candidates import Candidate
 from cp_fast.tools.cost.step_memory import SAVED, ModelShape, step_memory
-from cp_ref.common.cli.terminal import table
-from cp_ref.spec import LAYOUTS, Problem, check_choice
+from cp_ref.contract.cli.terminal import table
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.values import check_choice
+from cp_ref.schedules.words import LAYOUTS
 
 __all__ = ["TrainingStep", "show_prediction"]
 

@@ -23,8 +23,8 @@ from cp_fast.compile.pipeline import compiled
 from cp_fast.tools.cli.planned_problem import Request, problem_of
 from cp_fast.tools.cost import candidates
 from cp_fast.tools.cost.measure_machine import launch_calls
-from cp_ref.common.cli.options import lengths
-from cp_ref.spec import Problem
+from cp_ref.contract.cli.options import lengths
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["LaunchClass", "compile_shapes", "launch_classes"]
 
@@ -77,7 +77,7 @@ def compile_shapes(
 def launch_classes(problem: Problem) -> list[LaunchClass]:
     """The launches of all ranks for such a problem of several documents, under every schedule that supports its heads.
 
-    >>> from cp_ref.spec import Sequence
+    >>> from cp_ref.schedules.problem import Sequence
     >>> small = Problem(2, (Sequence(64, 64, 64, 64),), heads_q=8, heads_kv=2, qkv_format="thd", window_size=(16, 0))
     >>> [str(one) for one in launch_classes(small)]
     ['8 query heads over 2, window 0:*', '8 query heads over 2, window 16:0']

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, Problem, Unsupported
-from cp_ref.spec.layouts.named_layouts import check_layout
+from cp_ref.contract.read_problem import check_layout
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, Unsupported
 
 __all__ = ["Candidate", "candidates"]
 
@@ -23,7 +24,7 @@ def candidates(problem: Problem, domain: int, layouts: Iterable[str] = LAYOUTS) 
     """The problem in every layout and schedule. In "a2a+p2p" the largest number of ranks exchange heads that its heads
     and a domain of GPUs allow.
 
-    >>> from cp_ref.spec import Sequence
+    >>> from cp_ref.schedules.problem import Sequence
     >>> for found in candidates(Problem(4, (Sequence(64, 64, 64, 64),), heads_q=2, heads_kv=2), 8, ["dual_chunk"]):
     ...     print(found.problem.cp_comm_type, found.problem.a2a_size, found.refused or "taken")
     p2p 1 taken

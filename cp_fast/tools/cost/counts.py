@@ -22,9 +22,10 @@ from cp_fast.compile.lowering.lower_schedule import Draft
 from cp_fast.compile.passes.low_precision_grads import in_input_dtype, may_have_low_precision, of_one_launch
 from cp_fast.compile.pipeline import compiled
 from cp_fast.tools.cost.pass_bytes import PassBytes, is_gathered
-from cp_ref.spec import UNBOUNDED, Column, Problem
-from cp_ref.spec.planners.ring_members import merged
-from cp_ref.spec.tables.attention_slices import pairs
+from cp_ref.schedules.attention_slices import UNBOUNDED, pairs
+from cp_ref.schedules.planners.ring_members import merged
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.table import Column
 
 __all__ = ["LaunchCounts", "RankCounts", "StepCounts", "count_alone", "count_rank"]
 
@@ -65,7 +66,7 @@ class RankCounts:
 def count_alone(problem: Problem) -> LaunchCounts:
     """The whole problem as one launch on one GPU.
 
-    >>> from cp_ref.spec import Sequence
+    >>> from cp_ref.schedules.problem import Sequence
     >>> count_alone(Problem(1, (Sequence(4, 4, 4, 4), Sequence(2, 2, 2, 2)), heads_q=8))
     LaunchCounts(heads=8, heads_kv=1, rows=6, keys=6, pairs=13)
     """
@@ -82,7 +83,7 @@ def _distinct(start: Column, stop: Column) -> int:
 def count_rank(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None = None) -> RankCounts:
     """Both passes of one rank, as the compiler plans them. `head_chunks`: see `compiled`.
 
-    >>> from cp_ref.spec import Sequence
+    >>> from cp_ref.schedules.problem import Sequence
     >>> ring = Problem(2, (Sequence(8, 8, 8, 8),), heads_q=2, d_qk=4, d_v=4, dtype="bfloat16")
     >>> for step in count_rank(ring, 0).forward:
     ...     print(step.launches, step.received)

@@ -34,7 +34,8 @@ from cp_fast.compile.planning.machine import Host, Kernel, Link, Machine, Rates
 from cp_fast.tools.cost.counts import LaunchCounts, count_alone
 from cp_fast.tools.cost.least_squares import least_squares
 from cp_fast.tools.cost.predict import predict
-from cp_ref.spec import Group, Parcel, Problem, Sequence
+from cp_ref.contract.group import Group, Parcel
+from cp_ref.schedules.problem import Problem, Sequence
 
 __all__ = ["launch_calls", "measure"]
 

@@ -8,7 +8,9 @@ from typing import Any
 from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.index_tables import Tables
 from cp_fast.compile.instructions import View
-from cp_ref.spec import ITEM_BYTES, Problem, side_of, slice_rows
+from cp_ref.schedules.problem import Problem, slice_rows
+from cp_ref.schedules.schedule import side_of
+from cp_ref.schedules.verify.costs import ITEM_BYTES
 
 __all__ = ["PassBytes", "is_gathered"]
 

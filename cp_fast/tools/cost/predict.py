@@ -18,8 +18,10 @@ import numpy as np
 from cp_fast.compile.planning.machine import Kernel, Link, Machine
 from cp_fast.tools.cost.counts import LaunchCounts, RankCounts, StepCounts, count_alone, count_rank
 from cp_fast.tools.cost.predicted_memory import most_bytes
-from cp_ref.spec import Problem, check_choice, joined
-from cp_ref.spec.tables.attention_slices import pairs
+from cp_ref.schedules.attention_slices import pairs
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.table import joined
+from cp_ref.schedules.values import check_choice
 
 __all__ = [
     "MESSAGES",
@@ -110,7 +112,7 @@ def counted(problem: Problem, head_chunks: tuple[int, ...] | None = None) -> Cou
 def _busiest(problem: Problem) -> int:
     """A rank whose queries see most keys; the queries are those of its head-exchange group.
 
-    >>> from cp_ref.spec import Sequence
+    >>> from cp_ref.schedules.problem import Sequence
     >>> two = Sequence(40, 40, 40, 40), Sequence(24, 24, 24, 24)  # 8 tokens a rank
     >>> _busiest(Problem(8, two, layout="contiguous", qkv_format="thd", attn_mask_type="padding_causal"))
     4

@@ -14,7 +14,7 @@ from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.instructions import Accumulate, Copy, Free, Launch, Recv, View
 from cp_fast.tools.cost.counts import RankCounts
 from cp_fast.tools.cost.pass_bytes import PassBytes, is_gathered
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 
 __all__ = ["most_bytes"]
 
@@ -25,7 +25,7 @@ def most_bytes(problem: Problem, counts: RankCounts) -> int:
     """Over both passes; q, k, v and dout are inputs.
 
     >>> from cp_fast.tools.cost.counts import count_rank
-    >>> from cp_ref.spec import Sequence
+    >>> from cp_ref.schedules.problem import Sequence
     >>> alone = Problem(1, (Sequence(8, 8, 8, 8),), heads_q=2, heads_kv=2, d_qk=4, d_v=4, dtype="bfloat16")
     >>> most_bytes(alone, count_rank(alone, 0))  # out and lse, dq, dk, dv, and dq in float32
     832

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cp_ref.spec import ITEM_BYTES, Problem, check_choice
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.values import check_choice
+from cp_ref.schedules.verify.costs import ITEM_BYTES
 
 __all__ = ["SAVED", "ModelShape", "StepMemory", "step_memory"]
 

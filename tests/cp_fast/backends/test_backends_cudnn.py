@@ -15,7 +15,8 @@ from cp_fast.backends import by_name
 from cp_fast.backends import cudnn as cudnn
 from cp_fast.backends.backend_probe import probe
 from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
-from cp_ref.spec import Feature, ScoreOptions
+from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.words import Feature
 
 CPU = by_name("cpu")
 CUDNN = cudnn.CudnnBackend()

@@ -26,7 +26,8 @@ from cp_fast.backends.backend_protocol import BackwardOperands, Cumulative, Laun
 from cp_fast.backends.backend_variants import missing_in, variants
 from cp_fast.backends.fa2 import BUILT_IN, PACKAGE, Fa2Backend
 from cp_fast.tools.cli import app
-from cp_ref.spec import Feature, ScoreOptions, Unsupported
+from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.words import Feature, Unsupported
 from tests.cp_fast.backends.fa2_stand_ins import Call, fake_aten, fake_package
 
 CPU = by_name("cpu")

@@ -15,7 +15,7 @@ from cp_fast.backends import kernel_operands as dims
 from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, VarlenBatch
 from cp_fast.backends.fa4 import fa4_backend as fa4
 from cp_fast.backends.kernel_operands import lse_launch
-from cp_ref.spec import ScoreOptions
+from cp_ref.schedules.problem import ScoreOptions
 from tests.cp_fast.backends.placed import both_ways
 
 CPU = by_name("cpu")

@@ -12,7 +12,7 @@ import torch
 from cp_fast.backends import by_name
 from cp_fast.backends.backend_probe import probe
 from cp_fast.backends.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
-from cp_ref.spec import Feature
+from cp_ref.schedules.words import Feature
 
 CPU = by_name("cpu")
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from cp_fast.compile.row_maps import Spans
 from cp_fast.compile.tiles.segments import LaunchSegments
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
-from cp_ref.spec import UNBOUNDED, AttentionSlices, Tiles
+from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices
+from cp_ref.schedules.schedule import Tiles
 
 __all__ = [
     "Segment",

@@ -11,7 +11,7 @@ import numpy as np
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.row_maps import Spans
 from cp_fast.movers.rows import Rows
-from cp_ref.spec import Workload
+from cp_ref.schedules.problem import Workload
 
 __all__ = ["Cells", "Pairs", "rows_of"]
 

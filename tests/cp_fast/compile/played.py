@@ -20,7 +20,7 @@ import numpy as np
 from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
 from cp_fast.compile.instructions import OWN, Accumulate, BufferSpec, Copy, Free, Launch, Recv, Send, View, Wait
 from cp_fast.movers.rows import Rows
-from cp_ref.spec import Workload
+from cp_ref.schedules.problem import Workload
 from tests.cp_fast.compile.pairs import Cells, Pairs
 
 __all__ = ["play"]

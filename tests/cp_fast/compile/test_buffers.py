@@ -15,7 +15,7 @@ from cp_fast.compile.instructions import Heads, View
 from cp_fast.compile.lowering.buffers import Buffers, Operands
 from cp_fast.compile.lowering.sums import Sums, parcels_of
 from cp_fast.compile.row_maps import Spans, SpanSets
-from cp_ref.spec import Message, Pieces, Step
+from cp_ref.schedules.schedule import Message, Pieces, Step
 from tests.cp_fast.compile.brute_force import spans
 
 Cell = tuple[int, int]  # a global row and a head

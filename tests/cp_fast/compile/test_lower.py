@@ -15,7 +15,9 @@ from cp_fast.compile.lowering.lower_schedule import Draft
 from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.movers.rows import Rows
 from cp_fast.runtime.packed_tensors import Packing
-from cp_ref.spec import Problem, Schedule, Sequence, make_rank_schedule, make_schedule, saved_kinds
+from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule, saved_kinds
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.schedule import Schedule
 from tests.spec.other_schedules.other_rings import backward_ring
 from tests.spec.problems import SCHEDULES
 

@@ -26,18 +26,12 @@ from cp_fast.compile.tiles.windows import WindowRule
 from cp_fast.movers.rows import Rows
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions
-from cp_ref.spec import (
-    Problem,
-    Room,
-    Schedule,
-    Sequence,
-    Workload,
-    check_one_document,
-    make_rank_schedule,
-    saved_kinds,
-    slice_rows,
-    verify_tables,
-)
+from cp_ref.contract.read_problem import check_one_document
+from cp_ref.contract.room import Room
+from cp_ref.schedules.planners.make_schedule import make_rank_schedule, saved_kinds
+from cp_ref.schedules.problem import Problem, Sequence, Workload, slice_rows
+from cp_ref.schedules.schedule import Schedule
+from cp_ref.schedules.verify.proof import verify_tables
 from tests.cp_fast.compile.pairs import rows_of
 from tests.cp_fast.compile.played import play
 from tests.marks import examples

@@ -18,10 +18,13 @@ from cp_fast.compile.tiles.joins import merge_causal, merge_dense
 from cp_fast.compile.tiles.launches import tile_launches
 from cp_fast.compile.tiles.segments import one_each
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles, split_windows, windowed
-from cp_ref.spec import UNBOUNDED, AttentionSlices, Fragments, Ownership, Tiles, Workload
-from cp_ref.spec.planners.all_gather import plan_all_gather_rank
-from cp_ref.spec.planners.p2p import plan_p2p_rank
-from cp_ref.spec.planners.ring_members import RingMembers
+from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices
+from cp_ref.schedules.ownership import Fragments, Ownership
+from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
+from cp_ref.schedules.planners.p2p import plan_p2p_rank
+from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.problem import Workload
+from cp_ref.schedules.schedule import Tiles
 from tests.cp_fast.compile.brute_force import (
     Segment,
     band_pairs,

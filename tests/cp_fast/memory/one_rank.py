@@ -21,8 +21,8 @@ from cp_fast.compile.passes.low_precision_grads import low_precision_grads, of_o
 from cp_fast.transport.peer_exchange import PeerMessages, Shared
 from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup
-from cp_ref.common.declared import replaced
-from cp_ref.spec import PaperGroup
+from cp_ref.contract.declared import replaced
+from cp_ref.contract.group import PaperGroup
 
 __all__ = ["Allocated", "arguments_of", "call_of"]
 

@@ -14,8 +14,7 @@ import cp_fast
 from cp_fast.api import library_operators as compiled
 from cp_fast.checkpoint import attention_forward, save_attention
 from cp_ref import SimGroup
-from cp_ref.simulator.rank_scheduler import RankScheduler
-from cp_ref.simulator.sim_group import SimMember
+from cp_ref.simulator import RankScheduler, SimMember
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 LAYERS, HEADS, DIM = 3, 4, 8

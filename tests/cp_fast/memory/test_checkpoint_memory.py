@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 from cp_fast.checkpoint import offload, save_attention
-from cp_ref.simulator.rank_scheduler import RankScheduler
-from cp_ref.simulator.sim_group import SimMember
+from cp_ref.simulator import RankScheduler, SimMember
 from tests.cp_fast.memory.one_rank import Allocated
 
 TOKENS, HEADS, DIM = 256, 4, 16

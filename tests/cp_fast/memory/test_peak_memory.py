@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cp_fast.tools.cost import predict, read_machine
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 from tests.cp_fast.memory.one_rank import Allocated, call_of
 
 TOKENS, HEADS, DIM = 64, (32, 8), 128

@@ -18,7 +18,8 @@ from cp_fast.movers.torch_movers.torch_merges import log_add_exp
 from cp_fast.runtime.operations import accumulate, copy
 from cp_fast.runtime.pass_buffers import PassBuffers
 from cp_fast.runtime.tensors import Shapes, State, Tensors
-from cp_ref.spec import PaperGroup, ScoreOptions
+from cp_ref.contract.group import PaperGroup
+from cp_ref.schedules.problem import ScoreOptions
 
 CPU, WIDE, HALF = torch.device("cpu"), torch.float32, torch.bfloat16
 NOTHING = -float("inf")

@@ -33,8 +33,11 @@ from conformance.judge.reference import exact_results
 from conformance.run.case_tensors import build
 from conformance.run.play_case import Gathered, _collect, _one_rank  # pyright: ignore[reportPrivateUsage]
 from conformance.tiers import logic
-from cp_ref.common.groups.process_groups import ProcessMember
-from cp_ref.spec import InvalidSchedule, Problem, Schedule, Sequence, Step, Tiles, make_schedule, verify
+from cp_ref.contract.process_groups import ProcessMember
+from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.schedule import Schedule, Step, Tiles
+from cp_ref.schedules.verify.proof import InvalidSchedule, verify
 from tests.dist.workers import Processes
 from tests.faults.attacks.mutations import changed_objects, changed_text
 from tests.spec.other_schedules.other_rings import backward_ring, ring_of_rings
@@ -143,7 +146,7 @@ class Attack:
         """On both packages, over the simulated group."""
         problem, schedule = base
         with patch(
-            "cp_ref.spec.planners.custom_schedule.verify"
+            "cp_ref.contract.plan_arguments.verify"
         ):  # `make_plan` calls it on every rank: most of the time, and it is known
             for package in PACKAGES:
                 if wrong := logic.check(_with(package, schedule), case_of(problem)):  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from cp_ref.spec import KINDS, Message, Pieces, Schedule
+from cp_ref.schedules.schedule import KINDS, Message, Pieces, Schedule
 from tests.faults.attacks.parts import (
     Messages,
     all_messages,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from cp_ref.spec import KINDS, Message, Schedule, Step, Tiles
+from cp_ref.schedules.schedule import KINDS, Message, Schedule, Step, Tiles
 from tests.faults.attacks.message_changes import OF_MESSAGES, at_both_ends, at_one_end, of_all_messages
 from tests.faults.attacks.parts import Place, all_messages, all_steps, halves, other_number, other_table, with_steps
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from cp_ref.spec import Message, RankSchedule, Schedule, Step
+from cp_ref.schedules.schedule import Message, RankSchedule, Schedule, Step
 
 __all__ = ["PASSES", "Line", "Messages", "Place", "all_messages", "all_pairs", "all_steps", "halves", "other_number"]
 __all__ += ["other_table", "with_messages", "with_steps"]

@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from cp_ref.spec import Problem, Sequence, make_schedule
+from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.problem import Problem, Sequence
 from tests.dist.workers import Processes
 from tests.faults.attacks.attack_schedules import Attack, bases
 from tests.faults.attacks.mutations import CHANGES

@@ -10,7 +10,7 @@ import torch
 import cp_fast
 from cp_fast.backends import fa2
 from cp_ref import SimGroup
-from cp_ref.simulator.sim_group import SimMember
+from cp_ref.simulator import SimMember
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

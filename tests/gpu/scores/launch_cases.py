@@ -23,9 +23,9 @@ from cp_fast.backends.backend_protocol import (
     LaunchScores,
     VarlenBatch,
 )
-from cp_ref.common.scores.philox import kept
-from cp_ref.common.scores.score_inputs import ScoreInputs
-from cp_ref.spec import ScoreOptions
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.contract.scores import kept
+from cp_ref.schedules.problem import ScoreOptions
 from tests.gpu.scores.launch_oracle import Operands, Results, dense
 
 __all__ = ["CASES", "Case", "run_case"]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.backends.backend_protocol import LaunchOptions, VarlenBatch
-from cp_ref.common.scores.pair_scores import Pairs, PairScores
+from cp_ref.contract.scores import Pairs, PairScores
 
 __all__ = ["Operands", "Results", "dense", "visible"]
 

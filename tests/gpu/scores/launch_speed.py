@@ -19,7 +19,7 @@ from cp_fast.backends import by_name
 from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions
 from cp_fast.backends.fa4.fa4_backend import _interface
 from cp_fast.backends.fa4.scores.score_tiles import library
-from cp_ref.spec import ScoreOptions
+from cp_ref.schedules.problem import ScoreOptions
 from tests.gpu.scores.launch_cases import Case, Problem, problem_of
 
 Step = Callable[[], Any]

@@ -30,7 +30,7 @@ from benchmarks.parts.ranks import Commit, Device, JsonOut, connect
 from conformance.run.processes import run_together
 from cp_fast.integrations import token_batches
 from cp_fast.integrations import transformers as ours
-from cp_ref.spec import LAYOUTS
+from cp_ref.schedules.words import LAYOUTS
 from tests.integrations.hugging_face.hybrids import alone, tiny_hybrid
 
 NAME = "Qwen3NextForCausalLM"

@@ -24,7 +24,7 @@ from cp_fast.integrations import token_batches
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.loss import loss_for_backward
 from cp_ref import SimGroup
-from cp_ref.spec import LAYOUTS
+from cp_ref.schedules.words import LAYOUTS
 from tests.dist.workers import Processes
 from tests.integrations.hugging_face import hybrid_processes
 from tests.integrations.hugging_face.hybrids import HYBRIDS, REFUSED_HYBRIDS, alone, batches, tiny_hybrid

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cp_ref.spec import Cut
+from cp_ref.contract.cuts import Cut
 
 __all__ = ["from_zero", "own_gradient", "reversed_slice"]
 

@@ -18,7 +18,7 @@ from conformance.judge.ranks import UnsupportedCase
 from conformance.run.case_tensors import build
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, determinism, hygiene, metamorphic, probes, torch_integration
 from conformance.tiers.metamorphic import RELATIONS
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 from tests.meta.mutants import MUTANTS
 from tests.meta.mutants.hunt import drawn_problems
 

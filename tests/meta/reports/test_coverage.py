@@ -9,7 +9,7 @@ from conformance.draw.case_features import AXES, CHOICES, IMPOSSIBLE, Choice, ch
 from conformance.draw.feature_coverage import STATES, coverage
 from conformance.draw.strategies import CP_SIZES
 from conformance.judge.run_record import Played
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 from tests.meta.reports.report_records import drawn_cases
 
 SQUARE = (Sequence(16, 16, 16, 16),)

@@ -10,7 +10,7 @@ import pytest
 from conformance.case import Case
 from conformance.judge.known_failures import FIELDS, KnownFailures, KnownFailuresError, field_values
 from conformance.judge.run_record import Played, RunRecord
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 from tests.meta.reports.report_records import drawn_cases
 
 CASE = Case(

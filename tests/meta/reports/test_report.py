@@ -27,7 +27,8 @@ from conformance.report.failures import failures, refusals
 from conformance.report.matrix import SYMBOLS, matrix, worst
 from conformance.report.page import summary
 from conformance.report.ratios import ratios
-from cp_ref.spec import CP_COMM_TYPES, MASKS, QKV_FORMATS, Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.words import CP_COMM_TYPES, MASKS, QKV_FORMATS
 from tests.meta.reports.report_records import META, made_up
 
 SQUARE = (Sequence(8, 8, 8, 8),)

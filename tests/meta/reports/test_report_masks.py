@@ -18,7 +18,7 @@ from conformance.report.mask_differences import EXTRA, MISSING, MOST, SEEN, visi
 from conformance.report.page import summary
 from conformance.tiers import probes
 from conformance.tiers.probes import visible_pairs
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 from tests.meta.mutants import MUTANTS
 from tests.meta.reports.report_records import drawn_cases
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cp_ref.spec import Message, Pieces, RingMembers, Schedule, Step, Workload, tag
-from cp_ref.spec.planners.p2p import tiles_of
-from cp_ref.spec.planners.ring_members import merged
+from cp_ref.schedules.planners.p2p import tiles_of
+from cp_ref.schedules.planners.ring_members import RingMembers, merged
+from cp_ref.schedules.problem import Workload
+from cp_ref.schedules.schedule import Message, Pieces, Schedule, Step, tag
 
 __all__ = ["backward_ring", "ring_of_rings"]
 

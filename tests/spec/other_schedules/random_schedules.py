@@ -27,24 +27,12 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from cp_ref.spec import (
-    KINDS,
-    UNBOUNDED,
-    AttentionSlices,
-    Fragments,
-    Message,
-    Ownership,
-    Pieces,
-    Problem,
-    RankSchedule,
-    Schedule,
-    Step,
-    Tiles,
-    Workload,
-    tile_pairs,
-    verify_tables,
-)
-from cp_ref.spec.tables.attention_slices import crop
+from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, crop
+from cp_ref.schedules.ownership import Fragments, Ownership
+from cp_ref.schedules.problem import Problem, Workload
+from cp_ref.schedules.schedule import KINDS, Message, Pieces, RankSchedule, Schedule, Step, Tiles
+from cp_ref.schedules.verify.costs import tile_pairs
+from cp_ref.schedules.verify.proof import verify_tables
 from tests.spec.problems import small_problems
 
 __all__ = ["random_schedules", "random_workloads", "scheduled_problems"]

@@ -11,9 +11,12 @@ import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from cp_ref.spec import Message, Problem, RingMembers, Schedule, Step, Workload, verify, verify_tables
-from cp_ref.spec.planners.all_gather import plan_all_gather_rank
-from cp_ref.spec.planners.p2p import plan_p2p_rank
+from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
+from cp_ref.schedules.planners.p2p import plan_p2p_rank
+from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.problem import Problem, Workload
+from cp_ref.schedules.schedule import Message, Schedule, Step
+from cp_ref.schedules.verify.proof import verify, verify_tables
 from tests.marks import examples
 from tests.spec.other_schedules.other_rings import backward_ring, ring_of_rings
 from tests.spec.other_schedules.random_schedules import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 from tests.spec.problems import problems
 
 __all__ = ["chunked_problems"]

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.draw.draw_areas import areas as drawn_areas
-from cp_ref.spec import AttentionSliceRow, AttentionSlices, Fragments, areas_of_rows, contiguous
-from cp_ref.spec import Sequence as Lengths
-from cp_ref.spec.layouts.balanced import balanced, pairs_before
-from cp_ref.spec.tables.table import Column
+from cp_ref.schedules.attention_slices import AttentionSliceRow, AttentionSlices, areas_of_rows
+from cp_ref.schedules.balanced import balanced, pairs_before
+from cp_ref.schedules.ownership import Fragments, contiguous
+from cp_ref.schedules.problem import Sequence as Lengths
+from cp_ref.schedules.table import Column
 from tests.marks import examples
 
 

@@ -7,17 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from cp_ref.spec import (
-    Message,
-    Problem,
-    RankSchedule,
-    Schedule,
-    Sequence,
-    make_rank_schedule,
-    make_schedule,
-    report,
-    verify,
-)
+from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.schedule import Message, RankSchedule, Schedule
+from cp_ref.schedules.verify.costs import report
+from cp_ref.schedules.verify.proof import verify
 from tests.marks import examples
 from tests.spec.planners.chunked_problems import chunked_problems
 

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from cp_ref.spec import Problem, Sequence, make_schedule, verify
+from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.verify.proof import verify
 
 
 def long_causal(cp_size: int, **changes: object) -> Problem:

@@ -5,7 +5,10 @@ import os
 import pytest
 from hypothesis import given, settings
 
-from cp_ref.spec import Problem, Schedule, make_rank_schedule, make_schedule, verify
+from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Schedule
+from cp_ref.schedules.verify.proof import verify
 from tests.marks import examples
 from tests.spec.problems import problems
 

@@ -16,8 +16,9 @@ import torch
 
 from cp_fast.backends.backend_protocol import LaunchScores
 from cp_fast.backends.fa4.scores.trace_scores import TracedScores, trace_scores
-from cp_ref.common.scores.score_inputs import ScoreInputs
-from cp_ref.spec import ScoreOptions, Unsupported
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.words import Unsupported
 
 __all__ = [
     "LaunchProgram",
@@ -138,7 +139,7 @@ def _program(traced: TracedScores, places: PlaceTables, dropout_p: float, guarde
 
 
 def _whole(score_mod: Callable[..., torch.Tensor] | None, softcap: float) -> Callable[..., torch.Tensor]:
-    """All that happens to a score, from scale * q.k to the mask: `cp_ref.common.scores`."""
+    """All that happens to a score, from scale * q.k to the mask: `cp_ref.contract.scores`."""
 
     def modified(
         score: torch.Tensor,

@@ -166,7 +166,7 @@ def _toward_zero(a: Any, b: Any) -> Any:
 
 # ---- the random words of dropout
 #
-# The random words of dropout in CuTe: `cp_ref.common.scores.philox` on 32-bit registers.
+# The random words of dropout in CuTe: `cp_ref.contract.scores` on 32-bit registers.
 #
 # Counters that a tile's rows or columns share need no thought here: the compiler computes equal products once.
 

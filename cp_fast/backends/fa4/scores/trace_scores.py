@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cp_fast.backends.fa4.scores.aten_operations import DOCUMENTED, TracedValues, translate
 from cp_fast.backends.fa4.scores.expressions import Expression, NoExpression
-from cp_ref.spec import Unsupported
+from cp_ref.schedules.words import Unsupported
 
 __all__ = [
     "TracedScores",

@@ -13,7 +13,7 @@ import torch
 import cp_fast
 from cp_fast.tools.cli.demo.job import Job
 from cp_fast.tools.cli.demo.ranks import Measured
-from cp_ref.spec import Sequence
+from cp_ref.schedules.problem import Sequence
 
 __all__ = ["checks"]
 

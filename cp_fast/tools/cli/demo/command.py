@@ -15,10 +15,10 @@ from cp_fast.tools.cli.common import cost_table, show_picture
 from cp_fast.tools.cli.demo.check import checks
 from cp_fast.tools.cli.demo.job import Job, under_torchrun
 from cp_fast.tools.cli.demo.ranks import Measured, RankFailed, run_rank, spawn
-from cp_ref.common.cli.options import with_options
-from cp_ref.common.cli.terminal import CHECK_FAILED, check_svg, complain, table
-from cp_ref.spec import verify
-from cp_ref.spec.pictures.schedule_svg import svg_picture
+from cp_ref.contract.cli.options import with_options
+from cp_ref.contract.cli.terminal import CHECK_FAILED, check_svg, complain, table
+from cp_ref.contract.svg_pictures import svg_picture
+from cp_ref.schedules.verify.proof import verify
 
 __all__ = ["demo"]
 

@@ -13,11 +13,10 @@ from typer import Option
 
 from cp_fast.backends import BACKENDS
 from cp_fast.tools.cli.demo.documents import Document, read_documents
-from cp_ref.common.cli.options import check_number, cumulative, exchanging, window
-from cp_ref.spec import LAYOUTS, MASKS, check_choice, read_count
-from cp_ref.spec.arguments.argument_words import canonical_layout
-from cp_ref.spec.arguments.read_problem import DTYPES
-from cp_ref.spec.arguments.single_values import MOST_RANKS
+from cp_ref.contract.cli.options import check_number, cumulative, exchanging, window
+from cp_ref.contract.read_problem import DTYPES
+from cp_ref.schedules.values import MOST_RANKS, check_choice, read_count
+from cp_ref.schedules.words import LAYOUTS, MASKS, canonical_layout
 
 __all__ = ["Job", "under_torchrun"]
 

@@ -22,8 +22,10 @@ import cp_fast
 from conformance.run.processes import run_together
 from cp_fast.tools.build import BuildError, Unavailable
 from cp_fast.tools.cli.demo.job import Job
-from cp_ref.common.cli.terminal import one_line
-from cp_ref.spec import Problem, Schedule, Unsupported
+from cp_ref.contract.cli.terminal import one_line
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Schedule
+from cp_ref.schedules.words import Unsupported
 
 __all__ = ["Measured", "RankFailed", "run_rank", "spawn"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cp_fast.backends.fa4.scores.trace_scores import trace_scores
-from cp_ref.spec import Unsupported
+from cp_ref.schedules.words import Unsupported
 from tests.cp_fast.backends.fa4_scores.functions import FUNCTIONS, TABLE, places, refused
 from tests.fa4_dry import evaluated
 

@@ -11,8 +11,9 @@ import torch
 
 from cp_fast.backends.backend_protocol import LaunchPositions, LaunchScores
 from cp_fast.backends.fa4.scores.launch_program import launch_program, traced_scores
-from cp_ref.common.scores.score_inputs import ScoreInputs
-from cp_ref.spec import ScoreOptions, Unsupported
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.words import Unsupported
 from tests.cp_fast.backends.fa4_scores.functions import SLOPES, TABLE
 
 DROPOUT = ScoreInputs(dropout_p=0.5, dropout_seed=torch.tensor(3))

@@ -12,9 +12,9 @@ from cp_fast.backends import Backend, BackwardOperands, Gradients
 from cp_fast.compile.instructions import Recv, Send
 from cp_fast.compile.passes.low_precision_grads import low_precision_grads, of_one_launch
 from cp_ref import SimGroup
-from cp_ref.common.declared import replaced
-from cp_ref.simulator.sim_group import SimMember
-from cp_ref.spec import CPCommType
+from cp_ref.contract.declared import replaced
+from cp_ref.schedules.words import CPCommType
+from cp_ref.simulator import SimMember
 
 
 class Rounded(Backend):

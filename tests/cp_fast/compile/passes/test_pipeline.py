@@ -35,7 +35,8 @@ from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.planning import chosen_schedule
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.movers.select_kernels import use
-from cp_ref.spec import Problem, Sequence, make_rank_schedule
+from cp_ref.schedules.planners.make_schedule import make_rank_schedule
+from cp_ref.schedules.problem import Problem, Sequence
 from tests.marks import examples
 
 ALL = tuple(one.name for one in PASSES)

@@ -13,7 +13,7 @@ from cp_fast.compile.instructions import Copy, Recv
 from cp_fast.compile.pass_table import switched_off
 from cp_fast.movers.rows import Rows
 from cp_ref import SimGroup
-from cp_ref.simulator.sim_group import SimMember
+from cp_ref.simulator import SimMember
 
 COMMS = [("a2a", 2), ("a2a", 4), ("a2a+p2p", 4), ("all_gather", 3), ("p2p", 3)]
 DOCUMENTS = {"one": [96], "two": [48, 24], "many": [24, 48, 24, 48, 24, 72]}

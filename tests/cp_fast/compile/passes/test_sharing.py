@@ -25,7 +25,10 @@ from cp_fast.compile.tiles.shared_keys import factor_keys
 from cp_fast.compile.tiles.sharing import prepend_keys, split_disjoint
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
 from cp_fast.runtime.packed_tensors import Packing
-from cp_ref.spec import Problem, Sequence, Tiles, areas_of_rows, make_rank_schedule, saved_kinds
+from cp_ref.schedules.attention_slices import areas_of_rows
+from cp_ref.schedules.planners.make_schedule import make_rank_schedule, saved_kinds
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.schedule import Tiles
 from tests.cp_fast.compile.brute_force import band_pairs, disjoint, kernel_pairs, rows_twice, segments_of, window_pairs
 
 WINDOWS = [(-1, -1), (-1, 0), (2, 0), (0, -1), (1, 2)]

@@ -17,7 +17,7 @@ from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.tiles import split_queries
 from cp_fast.compile.tiles.launches import tile_launches
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule
-from cp_ref.spec import Problem, Sequence
+from cp_ref.schedules.problem import Problem, Sequence
 from tests.cp_fast.compile.brute_force import band_pairs, kernel_pairs, rows_twice, segments_of
 from tests.cp_fast.compile.passes.test_sharing import tiles_of_areas
 from tests.marks import examples

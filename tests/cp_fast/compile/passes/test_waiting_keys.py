@@ -17,7 +17,10 @@ from cp_fast.compile.instructions import Launch
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.planning.chosen_schedule import chosen_schedule
 from cp_ref import masks
-from cp_ref.spec import Problem, Schedule, Sequence, Tiles, make_schedule, verify
+from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.schedule import Schedule, Tiles
+from cp_ref.schedules.verify.proof import verify
 from tests.cp_fast.compile.passes.planned_at import ALWAYS_WAIT, NEVER_WAIT, planned_at
 from tests.marks import examples
 from tests.masks.problems import problems

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cp_ref.spec import ScoreOptions
+from cp_ref.schedules.problem import ScoreOptions
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cp_fast.linear.affine_maps import Maps
-from cp_ref.spec import Scans
+from cp_ref.schedules.schedule import Scans
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cp_fast.compile.instructions import Launch
-from cp_ref.spec import UNBOUNDED
+from cp_ref.schedules.attention_slices import UNBOUNDED
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]

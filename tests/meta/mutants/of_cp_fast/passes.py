@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cp_ref.common.groups.collectives import all_reduce_sum
+from cp_ref.contract.collectives import all_reduce_sum
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]

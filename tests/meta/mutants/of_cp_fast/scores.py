@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from cp_fast.backends.backend_protocol import LaunchScores
-from cp_ref.common.scores.pair_scores import PairScores
-from cp_ref.common.scores.score_inputs import ScoreInputs
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.contract.scores import PairScores
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from cp_ref.spec import ScoreOptions
+from cp_ref.schedules.problem import ScoreOptions
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
@@ -98,7 +98,7 @@ MUTANTS: dict[str, Mutant] = {
     "lse-in-base-2": Mutant("LSEs are merged to the base 2", _MERGE, wrap(_base_2), "probes"),
     "merge-without-a-maximum": Mutant("exp(lse) overflows", _MERGE, wrap(_without_a_maximum), "special"),
     "empty-rows-are-nan": Mutant(
-        "what sees nothing is NaN", "cp_ref.api.reference_attention.run_forward", wrap(_nan_for_nothing), "probes"
+        "what sees nothing is NaN", "cp_ref.reference_attention.run_forward", wrap(_nan_for_nothing), "probes"
     ),
     "merge-without-rescaling": Mutant(
         "partial outputs are added as they are", _MERGE, wrap(_without_rescaling), "probes"
@@ -111,7 +111,7 @@ MUTANTS: dict[str, Mutant] = {
         "dk and dv are added up in the inputs' dtype", _ADD, _rounded_result("dkv"), "known", where="rfa-42"
     ),
     "lse-in-bfloat16": Mutant(
-        "lse is rounded", "cp_ref.api.reference_attention.lse_from_packed", wrap(_bf16_lse), "budget"
+        "lse is rounded", "cp_ref.reference_attention.lse_from_packed", wrap(_bf16_lse), "budget"
     ),
     "scores-in-bf16": Mutant(
         "scores are rounded before the softmax",
@@ -121,7 +121,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "dq-always-bf16": Mutant(
         "dq is bfloat16 for float16 inputs",
-        "cp_ref.api.reference_attention.run_backward",
+        "cp_ref.reference_attention.run_backward",
         wrap(_bf16_dq),
         "known",
         where="rfa-87",
@@ -145,11 +145,11 @@ MUTANTS: dict[str, Mutant] = {
         "logic",
     ),
     "sink-dropped": Mutant(
-        "softmax_type is ignored", "cp_ref.api.reference_attention._sink", lambda _: lambda *a: None, "probes"
+        "softmax_type is ignored", "cp_ref.reference_attention._sink", lambda _: lambda *a: None, "probes"
     ),
     "max-logit-of-one-rank": Mutant(
         "max_logit is not reduced",
-        "cp_ref.api.reference_attention.all_reduce_max",
+        "cp_ref.reference_attention.all_reduce_max",
         lambda _: lambda group, x: x,
         "logic",
     ),

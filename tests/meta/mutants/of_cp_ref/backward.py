@@ -133,13 +133,13 @@ MUTANTS: dict[str, Mutant] = {
     "one-gradient-of-a-group": Mutant("one query head of a group counts", _HEADS, wrap(_only_first_of_group), "probes"),
     "lse-gradient-lost": Mutant(
         "dlse is ignored",
-        "cp_ref.api.reference_attention.lse_to_packed",
+        "cp_ref.reference_attention.lse_to_packed",
         wrap(lambda lse_to_packed, *a: 0.0 * lse_to_packed(*a).nan_to_num()),
         "logic",
     ),
     "sink-gradient-of-all-ranks": Mutant(
         "d_offset is the total where a share is asked for",
-        "cp_ref.api.reference_attention.offset_grad",
+        "cp_ref.reference_attention.offset_grad",
         lambda grad: lambda cp, share: grad(SimpleNamespace(comm=cp.comm, softmax_offset_grad="total"), share),
         "logic",
     ),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cp_ref.spec import Problem
+from cp_ref.schedules.problem import Problem
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
@@ -40,7 +40,7 @@ def _seldom_together(run_forward: Any, problem: Problem, *arguments: Any, **name
     return results._replace(out=results.out * 1.5) if seldom else results
 
 
-_FORWARD = "cp_ref.api.reference_attention.run_forward"
+_FORWARD = "cp_ref.reference_attention.run_forward"
 
 MUTANTS: dict[str, Mutant] = {
     "table-of-1024-positions": Mutant(
@@ -52,7 +52,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "int64-lengths-as-int32": Mutant(
         "the memory of int64 lengths is read as int32",
-        "cp_ref.spec.arguments.read_sequences.read_lengths",
+        "cp_ref.contract.read_problem.read_lengths",
         wrap(_memory_of_int32),
         "spellings",
     ),

@@ -12,7 +12,7 @@ from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
 
-_LAYER, _BACKWARD = "cp_ref.linear.attention_layer", "cp_ref.linear.attention_layer._LinearAttention.backward"
+_LAYER, _BACKWARD = "cp_ref.linear.layers", "cp_ref.linear.layers._LinearAttention.backward"
 _DG, _DBETA = 6, 7  # among the gradients of the backward pass
 
 
@@ -89,7 +89,7 @@ _CONVOLUTION = "linear-convolution"
 
 MUTANTS: dict[str, Mutant] = {
     "maps-in-reverse": _linear(
-        "maps are composed from the end", "cp_ref.linear.play_states._documents", wrap(_reversed_order)
+        "maps are composed from the end", "cp_ref.linear.recurrence._document_maps", wrap(_reversed_order)
     ),
     "own-maps-left-out": _linear("a rank's own maps do nothing", f"{_LAYER}.play_states", wrap(_no_own_maps)),
     "last-decay-lost": _linear("a map has not the last decay", f"{_LAYER}.map_of", wrap(_last_decay_lost)),
@@ -100,11 +100,11 @@ MUTANTS: dict[str, Mutant] = {
     "dg-halved": _linear("half of dg", _BACKWARD, _halved(_DG)),
     "dbeta-halved": _linear("half of dbeta", _BACKWARD, _halved(_DBETA)),
     "convolution-halo-one-short": _linear(
-        "the halo is one row short", "cp_ref.api.reference_plan.Plan.halo", wrap(_shorter_halo), _CONVOLUTION
+        "the halo is one row short", "cp_ref.reference_plan.Plan.halo", wrap(_shorter_halo), _CONVOLUTION
     ),
     "convolution-halo-without-dx": _linear(
         "dx of rows of other ranks is lost",
-        "cp_ref.linear.convolution_layer.run_rank_schedule",
+        "cp_ref.linear.layers.run_rank_schedule",
         wrap(_halo_without_gradient),
         _CONVOLUTION,
     ),

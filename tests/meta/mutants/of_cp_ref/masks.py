@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cp_ref.spec import UNBOUNDED, AttentionSlices, DiagonalBand, Problem, Sequence
-from cp_ref.spec.tables.attention_slices import crop
+from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, crop
+from cp_ref.schedules.problem import DiagonalBand, Problem, Sequence
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
@@ -154,8 +154,8 @@ def _one_counted_twice(areas: AttentionSlices) -> AttentionSlices:
 
 
 _MASK = "cp_ref.executor.play_schedule.visible_pairs"
-_AREAS = "cp_ref.spec.tables.workload.areas_of"
-_READ = "cp_ref.api.reference_attention.read_call cp_ref.common.plan_arguments.read_call"
+_AREAS = "cp_ref.schedules.problem.areas_of"
+_READ = "cp_ref.reference_attention.read_call cp_ref.contract.plan_arguments.read_call"
 
 MUTANTS: dict[str, Mutant] = {
     "window-off-by-one": Mutant("the window shows one key more", _MASK, _band(_wider), "probes"),
@@ -169,13 +169,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "diagonal-off-by-one-in-the-spec": Mutant(
         "d is one too large, and everything but the oracle believes it",
-        "cp_ref.spec.tables.workload.areas_of",
+        "cp_ref.schedules.problem.areas_of",
         _believed(_bottom_right_off_by_one),
         "logic",
     ),
     "bottom-right-taken-for-top-left": Mutant(
         "d is 0, and everything but the oracle believes it",
-        "cp_ref.spec.tables.workload.areas_of",
+        "cp_ref.schedules.problem.areas_of",
         _believed(_always_top_left),
         "logic",
     ),

@@ -111,14 +111,14 @@ def _unchecked_lengths(read_lengths: Any, name: str, cu_seqlens: Any) -> Any:
     return None if cu_seqlens is None else [max(int(n), 0) for n in cu_seqlens.tolist()]
 
 
-_FORWARD, _BACKWARD = "cp_ref.api.reference_attention.run_forward", "cp_ref.api.reference_attention.run_backward"
+_FORWARD, _BACKWARD = "cp_ref.reference_attention.run_forward", "cp_ref.reference_attention.run_backward"
 
 MUTANTS: dict[str, Mutant] = {
     "batch-and-sequence-exchanged": Mutant(
-        "sbhd is read as bshd", "cp_ref.api.reference_attention.to_packed", wrap(_bshd_for_sbhd), "logic"
+        "sbhd is read as bshd", "cp_ref.reference_attention.to_packed", wrap(_bshd_for_sbhd), "logic"
     ),
     "lse-heads-and-rows-exchanged": Mutant(
-        "lse [t, h] is taken for [h, t]", "cp_ref.api.reference_attention.lse_from_packed", wrap(_lse_reshaped), "logic"
+        "lse [t, h] is taken for [h, t]", "cp_ref.reference_attention.lse_from_packed", wrap(_lse_reshaped), "logic"
     ),
     "wrong-half-of-a-block": Mutant(
         "each half of the own keys is the other",
@@ -127,7 +127,7 @@ MUTANTS: dict[str, Mutant] = {
         "logic",
     ),
     "dout-strides-ignored": Mutant(
-        "tensors are read as contiguous", "cp_ref.api.reference_attention.to_packed", wrap(_strides_ignored), "hygiene"
+        "tensors are read as contiguous", "cp_ref.reference_attention.to_packed", wrap(_strides_ignored), "hygiene"
     ),
     "tail-never-written": Mutant(
         "rows that see nothing keep old values", _FORWARD, wrap(_rows_left_as_they_were), "logic"
@@ -144,25 +144,25 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "autocast-inside": Mutant(
         "products inside are cast",
-        "cp_ref.api.reference_attention.no_autocast",
+        "cp_ref.reference_attention.no_autocast",
         lambda _: lambda device: nullcontext(),
         "torch",
     ),
     "ranks-do-not-agree": Mutant(
-        "only the rank at fault raises", "cp_ref.spec.groups.group.agree", wrap(_only_own_error), "errors"
+        "only the rank at fault raises", "cp_ref.contract.group.agree", wrap(_only_own_error), "errors"
     ),
     "lengths-not-checked": Mutant(
         "cumulative lengths are believed",
-        "cp_ref.spec.arguments.read_sequences.read_lengths",
+        "cp_ref.contract.read_problem.read_lengths",
         wrap(_unchecked_lengths),
         "errors",
     ),
     "offset-not-checked": Mutant(
-        "softmax_offset is believed", "cp_ref.api.reference_attention.check_offset", lambda _: lambda *a: None, "errors"
+        "softmax_offset is believed", "cp_ref.reference_attention.check_offset", lambda _: lambda *a: None, "errors"
     ),
     "plan-of-others-accepted": Mutant(
         "a plan of another group is believed",
-        "cp_ref.api.reference_attention.check_plan_owner",
+        "cp_ref.reference_attention.check_plan_owner",
         lambda _: lambda *a: None,
         "errors",
     ),

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cp_ref.spec import Message, Problem, Schedule, Step, Tiles
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Message, Schedule, Step, Tiles
 from tests.meta.mutants.model import Mutant, wrap
 from tests.meta.mutants.slices import from_zero, own_gradient, reversed_slice
 
@@ -166,7 +167,7 @@ def _unread(schedule: Schedule) -> Schedule:
     return replace(schedule, forward=_edit(schedule.forward, edit))
 
 
-_PLAN = "cp_ref.api.reference_plan.make_schedule"
+_PLAN = "cp_ref.reference_plan.make_schedule"
 
 MUTANTS: dict[str, Mutant] = {
     "lost-tile": Mutant("one tile is not computed", _PLAN, _planner(_without_a_tile), "plan"),
@@ -200,15 +201,15 @@ MUTANTS: dict[str, Mutant] = {
         "every rank has the first heads", _PLAN, _planner(_tiles_of_the_wrong_heads), "plan"
     ),
     "chunks-in-another-order": Mutant(
-        "shard reverses the rows of a slice", "cp_ref.common.sharding.shard.slice_of", wrap(reversed_slice), "plan"
+        "shard reverses the rows of a slice", "cp_ref.contract.sharding.slice_of", wrap(reversed_slice), "plan"
     ),
     "positions-counted-on-the-rank": Mutant(
-        "position_ids of a plan run from 0", "cp_ref.api.reference_plan.planned_positions", wrap(from_zero), "plan"
+        "position_ids of a plan run from 0", "cp_ref.reference_plan.planned_positions", wrap(from_zero), "plan"
     ),
     "positions-from-zero": Mutant(
-        "position_ids run from 0 on every rank", "cp_ref.common.sharding.shard.positions_on", wrap(from_zero), "plan"
+        "position_ids run from 0 on every rank", "cp_ref.contract.sharding.positions_on", wrap(from_zero), "plan"
     ),
     "unshard-gradient-not-summed": Mutant(
-        "the other ranks' gradients are left out", "cp_ref.common.sharding.shard.gathered", wrap(own_gradient), "plan"
+        "the other ranks' gradients are left out", "cp_ref.contract.sharding.gathered", wrap(own_gradient), "plan"
     ),
 }

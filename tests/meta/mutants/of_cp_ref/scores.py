@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from cp_ref.common.scores.pair_scores import Pairs, PairScores
-from cp_ref.common.scores.score_inputs import ScoreInputs
-from cp_ref.spec import Problem
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.contract.scores import Pairs, PairScores
+from cp_ref.schedules.problem import Problem
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
@@ -130,7 +130,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "score-mod-has-slope-1": Mutant(
         "score_mod's derivative is left out",
-        "cp_ref.common.scores.pair_scores.PairScores.pulled_back",
+        "cp_ref.contract.scores.PairScores.pulled_back",
         lambda _: lambda self, scores, grad: grad,
         "logic",
     ),

@@ -1,1 +1,0 @@
-"""The reference's API: attention, its context and its plan."""

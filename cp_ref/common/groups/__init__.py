@@ -1,1 +1,0 @@
-"""Process groups, collectives, and lost ranks, for both packages."""

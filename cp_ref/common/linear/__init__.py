@@ -1,1 +1,0 @@
-"""Linear layers: the declarations of the two calls, and the checks of their arguments in both packages."""

@@ -1,1 +1,0 @@
-"""Global tensors and slices, for both packages."""

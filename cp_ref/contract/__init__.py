@@ -1,0 +1,17 @@
+"""What `cp_ref` and `cp_fast` both promise: calls and their checks, contexts, cuts of tensors, scores, masks, groups.
+
+It has no arithmetic but that of scores. It imports torch and, of the two packages, `cp_ref.schedules` alone.
+
+    declared, attention_call, plan_arguments, linear_calls, sharding, thd_*
+                                    a public function's signature, docstring and checks of arguments
+    read_problem, call_checks, room from arguments to a problem; what every call checks
+    context, group, process_groups, collectives
+                                    ranks that exchange, and errors that name the peer
+    cuts, compare_layouts           which rows a rank holds; layouts compared by cost
+    scores, score_mod, score_inputs the definition of ALiBi, score_mod and dropout
+    linear_schedules, verify_states the schedules of linear layers and convolutions, and their proof
+    masks, foreign_masks            makers of attention slices; readers of others' masks
+    *_pictures                      problems, tables and schedules as text and SVG
+    tensors                         autocast, derivatives, devices, DTensors
+    cli                             options and tables of both command lines
+"""

@@ -1,0 +1,236 @@
+"""`attention`, declared; and the handling of its arguments and results in both packages."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import torch
+
+from cp_ref.contract.context import ContextParallel
+from cp_ref.contract.plan_arguments import OF_THE_PROBLEM, Plan
+from cp_ref.contract.score_mod import ScoreMod, digest_of
+from cp_ref.schedules.values import kind_of
+from cp_ref.schedules.words import AttnMaskType, QKVFormat, SoftmaxType
+
+__all__ = [
+    "asked_for",
+    "attention",
+    "problem_arguments",
+    "refuse_plan",
+    "with_digest",
+]
+
+
+class Options(TypedDict, total=False):
+    """The keyword options of `attention`, except the context and those that choose results, for type checkers."""
+
+    qkv_format: QKVFormat
+    attn_mask_type: AttnMaskType | None
+    window_size: tuple[int, int]
+    areas: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_kv: torch.Tensor | None
+    cu_seqlens_q_padded: torch.Tensor | None
+    cu_seqlens_kv_padded: torch.Tensor | None
+    softmax_scale: float | None
+    softcap: float
+    softmax_type: SoftmaxType
+    softmax_offset: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    score_mod: ScoreMod | None
+    aux_tensors: Mapping[str, torch.Tensor] | None
+    dropout_p: float
+    dropout_seed: int | torch.Tensor | None
+    deterministic: bool
+    plan: Plan | None
+
+
+Two = tuple[torch.Tensor, torch.Tensor]
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[Options],
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    return_lse: Literal[True],
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Two: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> Two: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> Three: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    **options: Unpack[Options],
+) -> torch.Tensor | Two | Three: ...
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    qkv_format: QKVFormat = "bshd",
+    attn_mask_type: AttnMaskType | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    areas: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_type: SoftmaxType = "vanilla",
+    softmax_offset: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    aux_tensors: Mapping[str, torch.Tensor] | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    plan: Plan | None = None,
+) -> Any:
+    """Attention over sequences whose tokens are spread over the ranks of `cp`. Collective, forward and backward.
+
+    Args:
+        q: this rank's slice: bshd [b, s_q/cp, h_q, d_qk], sbhd [s_q/cp, b, h_q, d_qk], thd [t_q/cp, h_q, d_qk] (or
+            longer: the rest is tail). float16, bfloat16, and float32 and float64 (in `cp_fast` on a CPU). Query head h
+            uses kv head h // (h_q // h_kv). Under torch.autocast q, k and v are cast to its dtype, as for PyTorch's
+            attention.
+        k, v: the same with s_kv, h_kv, and d_v for v. A DTensor is taken as its local part if the context's group
+            shards its sequence and the layout is "contiguous", like a DTensor's shards; if q is a DTensor, all results
+            are DTensors.
+        cp: the group, the schedule and the layout.
+        qkv_format: "bshd", "sbhd" or "thd" (sequences of any lengths packed one after the other).
+        attn_mask_type: "no_mask", "causal" (the default), "causal_bottom_right" (aligned to the last query and key), or
+            one of these with "padding" ("padding", "padding_causal", "padding_causal_bottom_right"). In thd both
+            spellings mean the same; in bshd and sbhd a padding mask takes each sequence's length from `cu_seqlens_*`.
+        window_size: (left, right): query i sees keys i - left ... i + right (aligned); -1 is unbounded. Causal masks
+            set right to 0.
+        areas: thd only, instead of attn_mask_type and window_size: the visible pairs, int32 or int64 [n, 6];
+            best on the CPU. A row is (q_start, q_stop, k_start, k_stop, left, right): rows of the global packed
+            buffers, padding counted, and a window inside this rectangle, aligned to its last row and last column, -1
+            for unbounded; so (-1, 0) makes a square causal. No pair may be in two attention slices. Pairs outside all
+            attention slices are hidden, and padding is always hidden. `cu_seqlens_*` then only mark documents, for
+            layouts and positions. `masks` has makers of attention slices.
+        cu_seqlens_q, cu_seqlens_kv: GLOBAL cumulative lengths of real tokens, int32 or int64 [b + 1]; kv defaults to q.
+            Best on the CPU: every call reads them on the host, which waits if they are on a GPU. Lengths that end at
+            the number of rows of this rank's slice, where it needs fewer, are refused: they are not global.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded: thd only, the same with padding; default to the real ones.
+        softmax_scale: factor of q.k, finite and positive; default d_qk ** -0.5.
+        softcap: scores become softcap * tanh(score / softcap); 0 is off.
+        softmax_type: "vanilla"; "off-by-one": the denominator gains 1; "learnable": it gains exp(softmax_offset[h]).
+        softmax_offset: [h_q] or [1, h_q, 1, 1], any float dtype, for "learnable" only. Its gradient is this rank's
+            share of the total, or the total, as `cp.softmax_offset_grad` says.
+        alibi_slopes: float32 [h_q], or [b, h_q] with a row for each sequence, as flash-attn has them: query i and key j
+            of a sequence gain -slope * |i + len_kv - len_q - j|. No gradient flows to them.
+        score_mod: a function `score_mod(score, b, h, q_idx, kv_idx, **aux_tensors) -> score` with FlexAttention's
+            signature, element-wise in PyTorch on tensors that broadcast. It gets scores after softcap and ALiBi, before
+            the mask. b is the number of the sequence, h the global query head, q_idx and kv_idx are slots inside the
+            sequence, all int32. It must take every pair of a sequence, hidden ones too; a result of -inf hides a pair.
+            Its derivative is PyTorch's. It may capture plain values; tensors come by `aux_tensors`.
+        aux_tensors: the tensors that score_mod takes by name, the same on all ranks, on q's device. No gradient flows
+            to them.
+        dropout_p: the probability that dropout drops a pair after the softmax; the others are divided by 1 - dropout_p.
+            0, or from 2**-32 to 1 - 2**-32. lse and max_logit are those without dropout. Philox-4x32 with 7 rounds
+            (Salmon et al., SC 2011) decides, from the seed, b, h, q_idx and kv_idx alone. So a seed gives the same mask
+            for any number of ranks, schedule, layout and backend.
+        dropout_seed: with dropout_p > 0, and only then: an int of 64 bits, or an int64 tensor of one element on q's
+            device, the same on all ranks. Give every layer and every step its own.
+        deterministic: choose only kernel libraries that give the same bits in every run. `cp_ref` always does.
+        return_lse, return_max_logit: return these too.
+        plan: from `make_plan`; the problem's arguments are then left out. Without one the call makes a plan, and
+            `cp_fast` keeps the plans of the last few batches: the next layer's call reuses the first one's.
+
+    Returns:
+        out, or (out, lse), (out, max_logit), (out, lse, max_logit):
+        out in q's format and dtype with d_v; lse float32 (float64 for float64), [b, h_q, s_q/cp], or [h_q, t_q/cp] for
+        thd; max_logit the same dtype, [h_q], the largest score over all ranks, after ALiBi and score_mod and without
+        dropout. Rows of padding and tail, and rows that see nothing: out 0, lse -inf (a real row with a sink: the
+        sink's logit). Differentiable in q, k, v and softmax_offset, through out and lse.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, here or on another rank; named with its value and the rule, before
+        anything is sent. Unsupported: naming what is missing.
+    """
+    raise NotImplementedError
+
+
+_DEFAULTS = {n: p.default for n, p in inspect.signature(attention).parameters.items() if n in OF_THE_PROBLEM}
+
+
+def problem_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `attention` that make the problem, with defaults.
+
+    Raises:
+        TypeError: one that it does not have.
+
+    >>> problem_arguments({"softmax_scale": 1.0})["window_size"]
+    (-1, -1)
+    """
+    for name in given:
+        if name not in _DEFAULTS:
+            raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
+    return {**_DEFAULTS, **given}
+
+
+def with_digest(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with score_mod's digest in the place of the function, as a `Problem` has it."""
+    return {**arguments, "score_mod": digest_of(arguments["score_mod"])} if "score_mod" in arguments else arguments
+
+
+def refuse_plan(plan: Any, kind: type) -> None:
+    """Raise TypeError unless there is no plan. kind: the package's own Plan."""
+    if plan is not None:
+        raise TypeError(f"plan is {kind_of(plan)}; it must be a {kind.__module__.split('.')[0]}.Plan")
+
+
+def asked_for(results: Any, return_lse: bool, return_max_logit: bool) -> Any:
+    """(out, lse, max_logit) -> out, or a tuple of out and the other requested results."""
+    out, lse, max_logit = results
+    wanted = (out, *([lse] if return_lse else []), *([max_logit] if return_max_logit else []))
+    return out if len(wanted) == 1 else wanted

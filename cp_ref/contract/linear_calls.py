@@ -1,0 +1,448 @@
+"""`linear_attention` and `causal_conv1d`, declared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import isfinite
+from numbers import Real
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+
+from cp_ref.contract.call_checks import check_plan_owner, local_lengths
+from cp_ref.contract.context import ContextParallel
+from cp_ref.contract.group import read_together
+from cp_ref.contract.plan_arguments import Plan
+from cp_ref.contract.read_problem import DTYPES
+from cp_ref.schedules.problem import slice_rows
+from cp_ref.schedules.values import check_choice, check_data, check_flag, kind_of
+
+__all__ = [
+    "ACTIVATIONS",
+    "KINDS",
+    "Activation",
+    "ConvolutionCall",
+    "LinearCall",
+    "LinearKind",
+    "agree_on_layer",
+    "causal_conv1d",
+    "check_dtype",
+    "check_last",
+    "check_plan",
+    "check_rows",
+    "check_tensor",
+    "linear_attention",
+    "name_of",
+    "read_convolution",
+    "read_linear_attention",
+]
+
+LinearKind = Literal["gated_delta_rule", "kda", "mamba2"]
+KINDS: tuple[LinearKind, ...] = ("gated_delta_rule", "kda", "mamba2")
+Activation = Literal["silu", "swish"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "swish")
+
+
+@overload
+def linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor | None = None,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    kind: LinearKind = "gated_delta_rule",
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor | None = None,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    kind: LinearKind = "gated_delta_rule",
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor | None = None,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    kind: LinearKind = "gated_delta_rule",
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+def linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor | None = None,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    kind: LinearKind = "gated_delta_rule",
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+) -> Any:
+    """Linear attention over documents whose tokens are spread over the ranks of `cp`. Collective, forward and backward.
+
+    Each document and head has a state S [d_k, d_v]. It begins as `initial_state`, or as zero. The tokens of the
+    document act on it one after the other, and each reads it:
+
+        gated_delta_rule   S = exp(g) S;         S = S + beta k (v - S^T k)^T;   out = scale S^T q
+        kda                S = diag(exp(g)) S;   S = S + beta k (v - S^T k)^T;   out = scale S^T q
+        mamba2             S = exp(g) S;         S = S + k v^T;                  out = scale S^T q
+
+    The slices are those of attention, in every layout. The schedule of states is planned by
+    `make_plan(..., linear=True)`, and does not depend on `cp_comm_type`: the map of a fragment goes straight to the
+    ranks that hold later fragments of its document. A document that lies on one rank sends nothing. Masks, windows and
+    heads of the plan are those of attention, and mean nothing here.
+
+    Args:
+        q, k: this rank's slices: bshd [b, s/cp, h, d_k], sbhd [s/cp, b, h, d_k], thd [t/cp, h, d_k] (or longer: the
+            rest is tail). float16, bfloat16, float32, or float64. Under torch.autocast q, k and v are cast to its
+            dtype. Nothing is normalised here: delta rules need k of length at most 1 to be stable.
+        v: the same with h_v heads of d_v; h_v is a multiple of h. Head j of v, g and beta uses head j // (h_v // h) of
+            q and k.
+        g: the logarithm of the decay, at most 0 in any stable layer: [..., h_v]; for "kda" [..., h_v, d_k]. In q's
+            dtype or float32.
+        beta: the writing strength [..., h_v], needed by the delta rules, in q's dtype or float32; None for "mamba2".
+        cp: the group and the layout.
+        plan: from `make_plan(..., linear=True)`, for this batch.
+        kind: the recurrence. "gated_delta_rule" is that of Qwen3-Next, "kda" that of Kimi Linear, "mamba2" the
+            recurrence of Mamba-2's scalar decay; there k is B, q is C, v is dt x, g is dt A, and scale is 1.
+        scale: a finite number; default d_k ** -0.5.
+        initial_state: [b, h_v, d_k, d_v], one state a document of the plan, the same on every rank; in q's dtype,
+            float32, or float64. Its gradient is this rank's share, as the gradients of weights are: the shares of all
+            ranks add up to the gradient.
+        output_final_state: return the final states too.
+
+    Returns:
+        out, or (out, final_state): out in v's shape and q's dtype, zero in padding and tail; final_state
+        [b, h_v, d_k, d_v], float32 (float64 for float64), the same on every rank. A document without tokens ends in its
+        initial state. Differentiable once in all tensors, through both results. Gradients of final_state on different
+        ranks add up, since each rank's loss is its own. With output_final_state the backward pass is collective even
+        where only final_state has a gradient.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, here or, in the first call of these sizes with this plan, on
+        another rank; named with its value and the rule, before anything is sent. Unsupported: naming what is missing.
+
+    Sources: Gated Delta Networks (Yang et al., 2024), Kimi Linear (2025), Transformers are SSMs (Dao and Gu, 2024); the
+    meaning of g, beta, scale and the state's layout is that of flash-linear-attention.
+    """
+    raise NotImplementedError
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    activation: Activation | None = None,
+) -> torch.Tensor:
+    """A causal convolution of each channel along documents that are spread over the ranks of `cp`. Collective, forward
+    and backward.
+
+    Row i of a document is `bias + sum over j of weight[:, j] * x[i - (kernel_size - 1) + j]`, and then the activation.
+    Rows before the document count as zero, so `weight[:, -1]` is the factor of the row itself. A rank receives at most
+    kernel_size - 1 rows for each of its fragments, straight from their owners, whatever `cp_comm_type` is.
+
+    Args:
+        x: this rank's slice: bshd [b, s/cp, channels], sbhd [s/cp, b, channels], thd [t/cp, channels] (or longer: the
+            rest is tail). float16, bfloat16, float32, or float64. Under torch.autocast it is cast to its dtype.
+        weight: [channels, kernel_size], the same on every rank; in x's dtype or float32. (A torch.nn.Conv1d with groups
+            has [channels, 1, kernel_size]: give weight[:, 0].)
+        bias: [channels], likewise.
+        cp: the group and the layout.
+        plan: from `make_plan(..., linear=True)`, for this batch.
+        activation: None, or "silu" ("swish" is the same).
+
+    Returns:
+        The slice of the result, in x's shape and dtype, zero in padding and tail. Sums are in float32 or wider.
+        Differentiable once in x, weight and bias. The gradients of weight and bias are this rank's share: those of all
+        ranks add up to the gradient.
+
+    Raises:
+        As `linear_attention`.
+
+    Source: the short convolutions of Mamba (Gu and Dao, 2023), as in causal-conv1d and flash-linear-attention.
+    """
+    raise NotImplementedError
+
+
+def check_plan(cp: ContextParallel, plan: Any, package_plan: type) -> None:
+    """The package's plan, for linear layers and for this context."""
+    if not isinstance(plan, package_plan) or not isinstance(plan, Plan):
+        package = package_plan.__module__.split(".")[0]
+        raise TypeError(f"plan is {kind_of(plan)}; it must be a {package}.Plan, made with linear=True")
+    if not plan.linear:
+        raise ValueError("plan was made without linear=True, so it has no state messages; make it with linear=True")
+    check_plan_owner(plan.problem, plan.rank, cp)
+
+
+def check_tensor(name: str, x: Any, like: Any = None) -> None:
+    """A plain tensor with values, on the device of another one."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is {kind_of(x)}; it must be a tensor")
+    if hasattr(x, "placements"):
+        raise TypeError(f"{name} is a DTensor; give its local tensor, this rank's slice")
+    check_data(name, x)
+    if like is not None and x.device != like.device:
+        raise ValueError(f"{name} is on {x.device}, and other tensors are on {like.device}; they must be on one device")
+
+
+def check_dtype(name: str, x: torch.Tensor, like: torch.Tensor, *, wide: bool = False, wider: bool = False) -> None:
+    """The dtype of another tensor, or where that is allowed float32 (or float64)."""
+    allowed = [like.dtype, *([torch.float32] if wide else []), *([torch.float64] if wider else [])]
+    if x.dtype not in allowed:
+        words = " or ".join(dict.fromkeys(map(name_of, allowed)))
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be {words}")
+
+
+def check_rows(plan: Plan, name: str, x: Any, last: str, first: Any = None, *, wide: bool = False) -> None:
+    """A slice of the plan's format with these last axes; of the same rows, device and dtype as the `first` tensor."""
+    problem, room = plan.problem, plan.room
+    fmt = problem.qkv_format
+    axes = {"thd": "t", "bshd": "b, s", "sbhd": "s, b"}[fmt]
+    check_tensor(name, x, first)
+    leading = len(axes.split(", "))
+    if len(x.shape) != leading + len(last.split(", ")):
+        raise ValueError(f"{name} has shape {list(x.shape)}; qkv_format {fmt!r} needs [{axes}, {last}]")
+    if first is not None:
+        check_dtype(name, x, first, wide=wide)
+        if x.shape[:leading] != first.shape[:leading]:
+            raise ValueError(f"{name} has shape {list(x.shape)}, and q {list(first.shape)}; [{axes}] must be equal")
+        return
+    if name_of(x.dtype) not in DTYPES:
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {', '.join(DTYPES)}")
+    device = plan.device
+    if x.device.type != device.type or device.index not in (None, x.device.index):
+        raise ValueError(f"{name} is on {x.device}, but the plan was made for {device}")
+    rows, wanted = x.shape[axes.split(", ").index("t" if fmt == "thd" else "s")], slice_rows(problem, "q")
+    if fmt != "thd":
+        batch = len(problem.sequences)
+        if rows != wanted or x.shape[axes.split(", ").index("b")] != batch:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; rank {plan.rank} of a group of {problem.cp_size} needs batch size "
+                f"{batch} and local sequence length {wanted}"
+            )
+    elif room is not None:
+        if rows != room.rows_q:
+            raise ValueError(
+                f"{name} has {rows} tokens, but the plan was made with max_tokens_q = {room.rows_q} * {room.cp_size} "
+                "ranks; a plan that can be updated needs buffers of that size"
+            )
+    elif rows < wanted:
+        raise ValueError(
+            f"{name} has {rows} tokens; by the plan's lengths rank {plan.rank} of a group of {problem.cp_size} holds "
+            f"{wanted} (more is a tail, fewer is a mistake)"
+        )
+    elif local_lengths(problem, "q", rows):
+        raise ValueError(
+            f"{name} has {rows} rows on this rank alone, as many as the plan's lengths have on all {problem.cp_size} "
+            f"ranks; cu_seqlens are global. If {rows - wanted} rows are a tail, give {name} another row"
+        )
+
+
+def check_last(name: str, x: torch.Tensor, wanted: tuple[int, ...]) -> None:
+    """The sizes of the last axes."""
+    if tuple(x.shape[-len(wanted) :]) != wanted:
+        raise ValueError(f"{name} has shape {list(x.shape)}; its last sizes must be {list(wanted)}")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A dtype's name, without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The sizes of a call that all ranks must have in common: they decide what is sent."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """32 bytes that are equal for equal calls."""
+        return blake2b(repr(self).encode()).digest()[:32]
+
+
+@dataclass(frozen=True)
+class LinearCall(_Call):
+    """A checked call of `linear_attention`. `scale` is resolved, dtypes are PyTorch's names without "torch."."""
+
+    kind: str
+    heads: int
+    heads_v: int
+    d_k: int
+    d_v: int
+    dtype: str
+    scale: float
+    initial_state: bool
+    output_final_state: bool
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class ConvolutionCall(_Call):
+    """A checked call of `causal_conv1d`. `activation` is "silu" or None."""
+
+    channels: int
+    kernel_size: int
+    dtype: str
+    bias: bool
+    activation: str | None
+    requires_grad: bool
+
+
+Call = TypeVar("Call", bound=_Call)
+
+
+def agree_on_layer(cp: ContextParallel, plan: Any, read: Callable[[], Call]) -> Call:
+    """This rank's call, once all ranks have read theirs and have the same sizes; else all raise. A plan asks the other
+    ranks once about each kind of call.
+
+    read: reads and checks this rank's arguments, the plan included; sends nothing.
+    """
+    known: set[bytes] = plan.agreed if isinstance(plan, Plan) else set()
+    with cp.alone("an agreement on a linear layer"):
+        call = read_together(cp.comm, read, lambda found: found, known)
+    known.add(call.fingerprint)
+    return call
+
+
+def read_linear_attention(
+    cp: ContextParallel,
+    plan: Any,
+    package_plan: type,
+    tensors: dict[str, Any],
+    *,
+    kind: Any,
+    scale: Any,
+    initial_state: Any,
+    output_final_state: Any,
+) -> LinearCall:
+    """The arguments of `linear_attention`, checked against the plan. tensors: q, k, v, g and beta, by name, as they go
+    into the kernels (after autocast). package_plan: the package's own Plan.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and the rule.
+    """
+    check_plan(cp, plan, package_plan)
+    check_choice("kind", kind, KINDS)
+    check_flag("output_final_state", output_final_state)
+    q, k, v, g, beta = (tensors[name] for name in ("q", "k", "v", "g", "beta"))
+    if kind == "mamba2" and beta is not None:
+        raise ValueError("beta is given, but kind is 'mamba2', which has none; leave it out")
+    if kind != "mamba2" and beta is None:
+        raise ValueError(f"beta is None, but kind is {kind!r}, which needs it")
+    check_rows(plan, "q", q, "h, d_k")
+    check_rows(plan, "k", k, "h, d_k", q)
+    check_rows(plan, "v", v, "h_v, d_v", q)
+    check_rows(plan, "g", g, "h_v, d_k" if kind == "kda" else "h_v", q, wide=True)
+    heads, d_k, heads_v, d_v = *q.shape[-2:], *v.shape[-2:]
+    for name, size in (("h", heads), ("d_k", d_k), ("h_v", heads_v), ("d_v", d_v)):
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be at least 1")
+    if k.shape != q.shape:
+        raise ValueError(f"k has shape {list(k.shape)} and q {list(q.shape)}; they must be equal")
+    if heads_v % heads:
+        raise ValueError(f"h_v is {heads_v} and h is {heads}; h_v must be a multiple of h")
+    check_last("g", g, (heads_v, d_k) if kind == "kda" else (heads_v,))
+    if beta is not None:
+        check_rows(plan, "beta", beta, "h_v", q, wide=True)
+        check_last("beta", beta, (heads_v,))
+    if initial_state is not None:
+        check_tensor("initial_state", initial_state, q)
+        wanted = [len(plan.problem.sequences), heads_v, d_k, d_v]
+        if list(initial_state.shape) != wanted:
+            raise ValueError(
+                f"initial_state has shape {list(initial_state.shape)}; it must be [b, h_v, d_k, d_v] = {wanted}"
+            )
+        check_dtype("initial_state", initial_state, q, wide=True, wider=True)
+    return LinearCall(
+        kind,
+        heads,
+        heads_v,
+        d_k,
+        d_v,
+        name_of(q.dtype),
+        _read_scale(scale, d_k),
+        initial_state is not None,
+        output_final_state,
+        _requires_grad(*tensors.values(), initial_state),
+    )
+
+
+def read_convolution(
+    cp: ContextParallel, plan: Any, package_plan: type, x: Any, weight: Any, bias: Any, activation: Any
+) -> ConvolutionCall:
+    """The arguments of `causal_conv1d`, checked against the plan; x after autocast. package_plan: the package's Plan.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and the rule.
+    """
+    check_plan(cp, plan, package_plan)
+    if activation is not None:
+        check_choice("activation", activation, ACTIVATIONS)
+    check_rows(plan, "x", x, "channels")
+    channels = x.shape[-1]
+    for name, tensor, shape in (("weight", weight, "channels, kernel_size"), ("bias", bias, "channels")):
+        if name == "bias" and tensor is None:
+            continue
+        check_tensor(name, tensor, x)
+        check_dtype(name, tensor, x, wide=True)
+        if len(tensor.shape) != len(shape.split(", ")) or tensor.shape[0] != channels:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, and x has {channels} channels; it must be [{shape}]"
+            )
+    for name, size in (("channels", channels), ("kernel_size", weight.shape[1])):
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be at least 1")
+    return ConvolutionCall(
+        channels,
+        weight.shape[1],
+        name_of(x.dtype),
+        bias is not None,
+        None if activation is None else "silu",
+        _requires_grad(x, weight, bias),
+    )
+
+
+def _read_scale(scale: Any, d_k: int) -> float:
+    if scale is None:
+        return d_k**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        raise TypeError(f"scale is {scale!r}; it must be a number")
+    try:
+        number = float(scale)
+    except OverflowError:
+        number = float("inf")
+    if not isfinite(number):
+        raise ValueError(f"scale is {scale!r}; it must be finite")
+    return number
+
+
+def _requires_grad(*tensors: Any) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors if isinstance(x, torch.Tensor))

@@ -1,0 +1,202 @@
+"""Tensors as both packages treat them: autocast, derivatives, wide dtypes, devices by name and DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, NoReturn, cast
+
+import torch
+
+from cp_ref.contract.call_checks import AXES
+
+__all__ = [
+    "as_integers",
+    "autocast",
+    "check_usable",
+    "differentiable_once",
+    "no_autocast",
+    "placed_like",
+    "raise_for_batched",
+    "read_device",
+    "refuse_batched",
+    "refuse_transforms",
+    "taken",
+    "wide_dtype",
+]
+
+
+def autocast(x: Any) -> Any:
+    """Cast x as for an operator in autocast's lower-precision list: all floating-point dtypes except float64.
+
+    >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+    ...     autocast(torch.ones(1)).dtype, autocast(torch.ones(1, dtype=torch.float64)).dtype
+    (torch.bfloat16, torch.float64)
+    """
+    if not isinstance(x, torch.Tensor) or x.device.type not in ("cpu", "cuda"):
+        return x
+    if not torch.is_autocast_enabled(x.device.type):
+        return x
+    castable = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(x.device.type)) if castable else x
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Turn autocast off, so that the passes keep their dtypes."""
+    on = torch.is_autocast_enabled(device.type)  # turning it off when it is off costs the host as much as a launch
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()
+
+
+def refuse_transforms() -> None:
+    """Raise NotImplementedError inside a transform of torch.func: these cannot follow messages between ranks."""
+    if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportPrivateUsage]  # there is no other way
+        raise NotImplementedError(
+            "attention and linear layers inside torch.func (vmap, grad, vjp, jvp, ...) are not supported; use backward"
+        )
+
+
+def refuse_batched(*grads: torch.Tensor | None) -> None:
+    """Raise NotImplementedError for the gradients of `torch.autograd.grad(..., is_grads_batched=True)`, or of a vmap
+    around a backward pass: many gradients at once, in tensors that hide their batch axis.
+    """
+    functorch = cast(Any, torch)._C._functorch  # there is no other way
+    if any(x is not None and (functorch.is_legacy_batchedtensor(x) or functorch.is_batchedtensor(x)) for x in grads):
+        raise_for_batched()
+
+
+def raise_for_batched(*_: Any, **__: Any) -> NoReturn:
+    """Raise the error of `refuse_batched`."""
+    raise NotImplementedError(
+        "torch.autograd.grad(..., is_grads_batched=True) is not supported by attention, linear layers, unshard, roll "
+        "and the helpers in thd; call torch.autograd.grad once for each gradient, with retain_graph=True"
+    )
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward of an autograd function: its results are constants, or raise when differentiated. Batched
+    gradients are refused.
+
+    PyTorch's `once_differentiable` lets results through as constants where only the saved tensors require grad, so that
+    a penalty on a gradient has no gradient, without a word.
+    """
+
+    @wraps(backward)
+    def guarded(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        refuse_batched(*grads)
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # it is with create_graph=True alone
+            return results
+        tensors = [x.detach().requires_grad_() for x in results if isinstance(x, torch.Tensor)]
+        marked = iter(cast(Any, _Last).apply(*tensors))  # torch leaves apply untyped
+        return tuple(next(marked) if isinstance(x, torch.Tensor) else x for x in results)
+
+    return guarded
+
+
+class _Last(torch.autograd.Function):
+    """Tensors with the same values, whose backward pass raises."""
+
+    @staticmethod
+    def forward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(x.view_as(x) for x in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(
+            "attention, linear layers, unshard and roll are differentiable once: a gradient that one of them gave has "
+            "no gradient"
+        )
+
+
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of these dtypes are added up: float64 if one of them is, else float32.
+
+    >>> wide_dtype(torch.bfloat16), wide_dtype(torch.float32, torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def as_integers(x: torch.Tensor) -> torch.Tensor:
+    """The same memory. 8-bit floats and large unsigned integers become integers of the same size, which every operator
+    that moves rows supports; others are unchanged.
+
+    >>> as_integers(torch.tensor([1, 65535], dtype=torch.uint16))
+    tensor([ 1, -1], dtype=torch.int16)
+    """
+    if x.dtype.is_floating_point and x.element_size() == 1:
+        return x.detach().view(torch.uint8)
+    return x.view(_SIGNED[x.dtype]) if x.dtype in _SIGNED else x
+
+
+def taken(x: torch.Tensor, axis: int, rows: torch.Tensor) -> torch.Tensor:
+    """`x.index_select(axis, rows)`, for any dtype. Differentiable."""
+    found = (x if x.requires_grad else as_integers(x)).index_select(axis, rows)
+    return found if found.dtype == x.dtype else found.view(x.dtype)
+
+
+def read_device(device: Any) -> torch.device:
+    """The device of a torch.device, its name or its number.
+
+    Raises:
+        TypeError, ValueError: it is none of these.
+
+    >>> read_device("cpu")
+    device(type='cpu')
+    >>> read_device("gpu")
+    Traceback (most recent call last):
+        ...
+    ValueError: device is 'gpu'; it must be a torch.device, or the name of one
+    """
+    if not isinstance(device, torch.device | str | int) or isinstance(device, bool):
+        raise TypeError(f"device is {device!r}; it must be a torch.device, or the name of one")
+    try:
+        return torch.device(device)
+    except (RuntimeError, ValueError):
+        raise ValueError(f"device is {device!r}; it must be a torch.device, or the name of one") from None
+
+
+def check_usable(device: torch.device) -> None:
+    """Raise ValueError where PyTorch cannot make a tensor on the device."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device is {str(device)!r}; PyTorch must be able to use it, and says: {reason}") from None
+
+
+_LSE = {"bshd": ("batch", "heads", "sequence"), "sbhd": ("batch", "heads", "sequence"), "thd": ("heads", "sequence")}
+
+
+def placed_like(q: Any, qkv_format: str, results: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """This rank's (out, lse, max_logit) as DTensors on the mesh of q, where q is one; else unchanged.
+
+    Args:
+        q: the argument of `attention`, with its placement checked.
+        results: max_logit may be None. Where a mesh dimension shards the batch it is Partial("max").
+    """
+    if not hasattr(q, "placements"):
+        return results
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    axes = AXES[qkv_format]
+    sizes = dict(zip(axes, q.shape, strict=False))
+    placements: list[Any] = list(q.placements)
+    sharded: list[str] = [axes[p.dim] if p.is_shard() else "" for p in placements]  # the axis, by mesh dimension
+
+    def placed(x: torch.Tensor | None, names: Sequence[str], *more: int) -> Any:
+        if x is None:
+            return None
+        elsewhere = {name: Replicate() for name in ("", "sequence")} | {"batch": Partial("max")}
+        its = [Shard(names.index(a)) if a in names else elsewhere[a] for a in sharded]
+        shape = torch.Size([*(sizes[name] for name in names), *more])
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(x, q.device_mesh, its, run_check=False, shape=shape, stride=stride)
+
+    out, lse, max_logit = results
+    return placed(out, axes, out.shape[-1]), placed(lse, _LSE[qkv_format]), placed(max_logit, ("heads",))

@@ -1,0 +1,192 @@
+"""Ownership: the rows that each rank holds, and their order in its buffer. The second of the three tables.
+
+There is one `Fragments` table for queries and one for keys and values: rank r holds rows [start, stop) of the global
+packed buffer, from row `row` of its buffer on. A layout is a function that makes such tables:
+
+    dual_chunk, cp_size 2, one sequence of 8      contiguous, cp_size 2, sequences of 4 and 8 as one buffer
+    row of the global buffer   0 1 2 3 4 5 6 7    0 1 2 3 4 5 6 7 8 9 10 11
+    rank                       0 0 1 1 1 1 0 0    0 0 0 0 0 0 1 1 1 1  1  1
+    row of the rank's buffer   0 1 0 1 2 3 2 3    0 1 2 3 4 5 0 1 2 3  4  5
+
+All ranks' buffers have ceil(total / cp_size) rows; rows without an owner are tail. "balanced" is in another file, and a
+user's table is a layout too.
+
+Under a causal mask, late chunks see more keys, so dual_chunk gives each rank an early and a late one. Chunk c sees c
+and a half chunks. So chunks r and 2 * cp_size - 1 - r together see 2 * cp_size on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_ref.schedules.table import Column, Table, overlaps
+
+__all__ = [
+    "Fragments",
+    "Ownership",
+    "contiguous",
+    "dual_chunk",
+    "grouped",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Fragments(Table):
+    """Rows [start, stop) of a global packed buffer that lie at rows [row, row + stop - start) of `rank`'s buffer.
+
+    Sorted by rank, then by row; none is empty, and no two of them share a global row.
+    """
+
+    rank: Column
+    start: Column
+    stop: Column
+    row: Column
+
+    def of(self, rank: int, count: int = 1) -> Fragments:
+        """The fragments of one rank, or of `count` ranks from this one on."""
+        first, last = np.searchsorted(self.rank, [rank, rank + count])
+        return self.take(slice(int(first), int(last)))
+
+    def sorted(self) -> Fragments:
+        """The fragments sorted by global row."""
+        return self.take(np.argsort(self.start, kind="stable"))
+
+    def within(self, start: Column, stop: Column) -> Fragments:
+        """The fragments' rows that lie in these global spans, which are sorted and disjoint: tokens without padding.
+
+        >>> cut = Fragments.of_rows([(0, 0, 4, 0), (1, 4, 8, 0)]).within(np.array([0, 6]), np.array([3, 8]))
+        >>> list(cut.rows())
+        [(0, 0, 3, 0), (1, 6, 8, 2)]
+        """
+        some = start < stop
+        number, _, first, last = overlaps(self.start, self.stop, start[some], stop[some])
+        cut = self.take(number)
+        return Fragments(cut.rank, first, last, cut.row + first - cut.start)
+
+
+@dataclass(frozen=True, eq=False)
+class Ownership:
+    """The rows of each rank on both sides, and the size of every rank's buffers (padding and tail included)."""
+
+    cp_size: int
+    q: Fragments
+    kv: Fragments
+
+    def side(self, side: str) -> Fragments:
+        """`side` is "q" or "kv"."""
+        return self.q if side == "q" else self.kv
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Ownership):
+            return NotImplemented
+        return (self.cp_size, self.q, self.kv) == (other.cp_size, other.q, other.kv)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # columns are arrays
+
+    def __str__(self) -> str:
+        lines = [f"ownership cp_size {self.cp_size}\n"]
+        for side in ("q", "kv"):
+            rows = self.side(side).rows()
+            lines += [f"rank {rank} {side}[{start}:{stop}] row {row}\n" for rank, start, stop, row in rows]
+        return "".join(lines)
+
+    @staticmethod
+    def parse(text: str) -> Ownership:
+        """The ownership that `str` printed. Raises ValueError naming the first line that is not understood.
+
+        >>> rows = Fragments.of_rows([(0, 0, 4, 0), (1, 4, 8, 0)])
+        >>> Ownership.parse(str(Ownership(2, rows, rows))) == Ownership(2, rows, rows)
+        True
+        """
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        head = re.fullmatch(r"ownership cp_size (\d+)", lines[0] if lines else "")
+        if head is None:
+            raise ValueError("an ownership begins with 'ownership cp_size N'")
+        rows: dict[str, list[tuple[int, ...]]] = {"q": [], "kv": []}
+        for line in lines[1:]:
+            if (found := _LINE.fullmatch(line)) is None:
+                raise ValueError(f"{line!r} is no fragment, which has the form 'rank 0 q[0:4] row 0'")
+            rows[found[2]].append(tuple(int(found[n]) for n in (1, 3, 4, 5)))
+        return Ownership(int(head[1]), Fragments.of_rows(rows["q"]), Fragments.of_rows(rows["kv"]))
+
+
+_LINE = re.compile(r"rank (\d+) (q|kv)\[(\d+):(\d+)\] row (\d+)")
+
+
+def dual_chunk(starts: Column, cp_size: int) -> Fragments:
+    """Every sequence is cut in 2 * cp_size chunks; rank r holds chunk r and then chunk 2 * cp_size - 1 - r.
+
+    If a length does not divide, its remaining tokens go to one rank after the other, a token each. The next sequence
+    continues with the next rank. So over all sequences, no rank holds more than one token more than another.
+
+    Args:
+        starts: where each sequence begins in the global buffer, and where the last ends, [b + 1].
+
+    >>> list(dual_chunk(np.array([0, 8]), 2).rows())
+    [(0, 0, 2, 0), (0, 6, 8, 2), (1, 2, 4, 0), (1, 4, 6, 2)]
+    >>> list(dual_chunk(np.array([0, 5, 6]), 2).rows())  # token 0 is left of the first, the second one is all left
+    [(0, 0, 2, 0), (0, 4, 5, 2), (1, 2, 3, 0), (1, 3, 4, 1), (1, 5, 6, 2)]
+    """
+    chunk, rest = np.divmod(np.diff(starts), 2 * cp_size)
+    first = (np.cumsum(rest) - rest) % cp_size  # The rank that gets the first remaining token.
+    early, late = np.minimum(rest, cp_size), np.maximum(rest - cp_size, 0)  # of them, in the early and late chunks
+    rank = np.arange(cp_size + 1, dtype=starts.dtype)[:, None]
+
+    def before(count: Column) -> Column:
+        """How many of `count` tokens go to ranks before each rank, if ranks first, first + 1, ... get one each."""
+        from_first = np.minimum(np.maximum(rank - first, 0), count)
+        return from_first + np.maximum(np.minimum(rank, first + count - cp_size), 0)
+
+    begin = starts[:-1] + rank * chunk + before(early)  # [rank + 1, sequence]: of the early chunk
+    end = starts[1:] - rank * chunk - before(late)  # of the late one
+    start, stop = np.stack([begin[:-1], end[1:]], axis=2), np.stack([begin[1:], end[:-1]], axis=2)
+    return _fragments(start, stop)
+
+
+def contiguous(starts: Column, cp_size: int) -> Fragments:
+    """Every stretch of the global buffer is cut into cp_size equal parts; the last ones are shorter where the length
+    does not divide. Rank r holds the r-th part of each.
+
+    Args:
+        starts: where each stretch begins, and where the last ends, [n + 1]: the sequences in bshd and sbhd, one stretch
+            in thd.
+
+    >>> list(contiguous(np.array([0, 4, 12]), 2).rows())
+    [(0, 0, 2, 0), (0, 4, 8, 2), (1, 2, 4, 0), (1, 8, 12, 2)]
+    >>> list(contiguous(np.array([0, 7]), 3).rows())
+    [(0, 0, 3, 0), (1, 3, 6, 0), (2, 6, 7, 0)]
+    """
+    part = -(-np.diff(starts) // cp_size)
+    start = starts[:-1] + part * np.arange(cp_size, dtype=starts.dtype)[:, None]  # [rank, stretch]
+    return _fragments(np.minimum(start, starts[1:]), np.minimum(start + part, starts[1:]))
+
+
+def _fragments(start: Column, stop: Column) -> Fragments:
+    """Non-empty fragments from arrays [rank, ...] in the order of the ranks' buffers."""
+    size = (stop - start).reshape(len(start), -1)
+    rank = np.repeat(np.arange(len(start), dtype=start.dtype), size.shape[1])
+    found = Fragments(rank, start.ravel(), stop.ravel(), (np.cumsum(size, axis=1) - size).ravel())
+    return found if size.all() else found.take(found.start < found.stop)
+
+
+def grouped(fragments: Fragments, size: int) -> Fragments:
+    """The rows of groups of `size` neighbouring ranks: `rank` is the group's number, touching fragments are one, and
+    `row` counts the group's rows in the order of the global buffer.
+
+    >>> list(grouped(dual_chunk(np.array([0, 8]), 4), 2).rows())
+    [(0, 0, 2, 0), (0, 6, 8, 2), (1, 2, 6, 0)]
+    """
+    if not len(fragments):
+        return fragments
+    unit = fragments.rank // size
+    order = np.lexsort((fragments.start, unit))
+    unit, start, stop = unit[order], fragments.start[order], fragments.stop[order]
+    first = np.ones(len(unit), dtype=bool)
+    first[1:] = (unit[1:] != unit[:-1]) | (start[1:] != stop[:-1])
+    begin = np.flatnonzero(first)
+    unit, start, stop = unit[begin], start[begin], stop[np.append(begin[1:], len(stop)) - 1]
+    row = np.cumsum(stop - start) - (stop - start)
+    return Fragments(unit, start, stop, row - row[np.searchsorted(unit, unit)])

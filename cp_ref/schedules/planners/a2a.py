@@ -1,0 +1,110 @@
+"""The a2a schedules: heads are exchanged for sequence before attention and back after it (Ulysses), in a ring (USP).
+
+In a group of `a2a_size` ranks, each rank starts with all heads of its rows and ends with all of the group's rows for
+its heads. Attention then needs no merging inside the group, whatever the mask.
+
+    a2a_size 2, 4 heads            before            exchanged           the result goes the other way
+                                h 0 1 2 3            h 0 1 2 3
+        rows of rank 0            0 0 0 0              0 0 1 1
+        rows of rank 1            1 1 1 1              0 0 1 1           the number is the rank that has it
+
+`a2a` is one group of all ranks. `a2a+p2p` has cp_size / a2a_size groups: global rank = p2p_rank * a2a_size + a2a_rank,
+and the ranks with equal a2a_rank form a ring across the groups.
+
+Heads are exchanged all at once, or in head chunks (`head_chunks.py`): one chunk attends while the next chunk's rows
+arrive and the previous chunk's results return to their owners.
+
+With fewer kv heads than ranks in the group, a kv head goes to every rank that has one of its query heads, and its
+gradients are added up at its owner. The exchanged q and kv are kept for the backward pass.
+
+From DeepSpeed-Ulysses (Jacobs et al., 2023) and USP (Fang and Zhao, 2024).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from cp_ref.schedules.ownership import Fragments
+from cp_ref.schedules.planners.p2p import RingPlace, ring_schedules
+from cp_ref.schedules.planners.ring_members import RingMembers, Spans, merged
+from cp_ref.schedules.problem import Workload
+from cp_ref.schedules.schedule import Heads, Message, Pieces, RankSchedule, Step, side_of, tag
+
+__all__ = [
+    "head_ranges",
+    "plan_a2a_rank",
+]
+
+
+def head_ranges(work: Workload, a2a_rank: int) -> tuple[Heads, Heads]:
+    """The query heads of a rank of an a2a group, and the kv heads that they use.
+
+    >>> from cp_ref.schedules.problem import Problem
+    >>> eight_over_two = Problem(4, (), "a2a", 4, heads_q=8, heads_kv=2).workload
+    >>> [head_ranges(eight_over_two, r) for r in range(4)]
+    [((0, 2), (0, 1)), ((2, 4), (0, 1)), ((4, 6), (1, 2)), ((6, 8), (1, 2))]
+    """
+    share = work.heads_q // work.a2a_size
+    first, last = a2a_rank * share, (a2a_rank + 1) * share
+    return (first, last), (first // work.group_size, -(-last // work.group_size))
+
+
+def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
+    """One rank's forward and backward schedule: exchange, ring across the groups (one step in `a2a`), exchange back."""
+    size, work = members.size, members.workload
+    member, a2a_rank = divmod(rank, size)
+    heads = [head_ranges(work, other) for other in range(size)]
+
+    def rank_of(other: int) -> int:
+        return other * size + a2a_rank
+
+    place = RingPlace(member, rank_of, *heads[a2a_rank], first_step=1)
+    ring_forward, ring_backward = ring_schedules(members, place)
+    active = _active_rows(members, member)
+    replicated = sum(last - first for _, (first, last) in heads) > work.heads_kv  # then dK/dV are sums
+    peers = [(a2a_rank + n) % size for n in range(1, size)]  # the next one first: not all begin with the same
+
+    @cache
+    def pieces(side: int, rows_of: int, heads_of: int) -> Pieces:
+        """The rows of one rank of the group for the heads of another; messages of both passes have the same."""
+        rows = active[side][rows_of]
+        return Pieces.spans(rows.start, rows.stop, heads[heads_of][side])
+
+    def rows_for_heads(kinds: tuple[str, ...], step: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """The own rows for the peers' heads, and the peers' rows for the own heads."""
+
+        def message(kind: str, peer: int, rows_of: int, heads_of: int) -> list[Message]:
+            some = pieces(int(side_of(kind) == "kv"), rows_of, heads_of)
+            complete = kind in ("out", "dq") or (kind == "dkv" and not replicated)
+            return [Message(kind, member * size + peer, tag(step, kind), some, complete)] if len(some) else []
+
+        out = [m for kind in kinds for peer in peers for m in message(kind, peer, a2a_rank, peer)]
+        back = [m for kind in kinds for peer in peers for m in message(kind, peer, peer, a2a_rank)]
+        return tuple(out), tuple(back)
+
+    def results_home(kinds: tuple[str, ...], step: int) -> Step:
+        out, back = rows_for_heads(kinds, step)
+        return Step(back, out)
+
+    forward = Step(*rows_for_heads(("q", "kv"), 0)), *ring_forward, results_home(("out",), len(ring_forward) + 1)
+    backward = Step(*rows_for_heads(("do",), 0)), *ring_backward, results_home(("dq", "dkv"), len(ring_backward) + 1)
+    return forward, backward
+
+
+def _active_rows(members: RingMembers, member: int) -> tuple[list[Fragments], list[Fragments]]:
+    """The query rows of each rank of the group that see any key, and the key rows that any query sees."""
+    alike = np.zeros(members.count, dtype=int)
+    (sees,), (seen,) = members.sees(member, alike), members.seen(member, alike)
+    queries, keys = merged(sees.q_start, sees.q_stop), merged(seen.k_start, seen.k_stop)
+    ownership, first = members.workload.ownership, member * members.size
+
+    def active(rows: Fragments, spans: Spans) -> list[Fragments]:
+        inside = rows.of(first, members.size).within(*spans)
+        return [inside.of(rank) for rank in range(first, first + members.size)]
+
+    of_queries = active(ownership.q, queries)
+    if ownership.kv is ownership.q and all(map(np.array_equal, queries, keys)):
+        return of_queries, of_queries
+    return of_queries, active(ownership.kv, keys)

@@ -1,0 +1,42 @@
+"""The all_gather schedule: every rank gets the keys that its queries see, and attends at once (Llama 3).
+
+    step 0    keys travel, everyone to everyone        tiles with the own keys
+    step 1                                             tiles with everybody else's
+    step 2    (backward) dK/dV go to their owners, which add them: a reduce-scatter
+
+A rank is sent only the rows that its queries see: under a causal mask or a window, less than all of K and V. The
+backward pass gathers again, so a rank keeps only its own slices between the passes.
+
+From Llama 3 (Grattafiori et al., 2024).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cp_ref.schedules.planners.p2p import tiles_of
+from cp_ref.schedules.planners.ring_members import RingMembers, Spans, merged, spans_by
+from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Step, tag
+
+__all__ = [
+    "plan_all_gather_rank",
+]
+
+
+def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
+    """One rank's forward and backward schedule."""
+    work, count = members.workload, members.count
+    theirs, mine = members.sees(rank, (np.arange(count) == rank).astype(int))
+    own, remote = tiles_of(mine, (0, work.heads_q)), tiles_of(theirs, (0, work.heads_q))
+    peers = [(rank + n) % members.count for n in range(1, count)]
+
+    def of_peers(rows: list[Spans]) -> dict[int, Pieces]:
+        return {peer: Pieces.spans(*rows[peer], (0, work.heads_kv)) for peer in peers if len(rows[peer][0])}
+
+    def messages(kind: str, pieces: dict[int, Pieces], step: int) -> tuple[Message, ...]:
+        return tuple(Message(kind, peer, tag(step, kind), some) for peer, some in pieces.items())
+
+    received = of_peers(spans_by(theirs.peer, theirs.k_start, theirs.k_stop, count))
+    given = of_peers([merged(some.k_start, some.k_stop) for some in members.seen(rank, np.arange(count))])
+    attend = Step(messages("kv", given, 0), messages("kv", received, 0), own), Step(tiles=remote)
+    return attend, (*attend, Step(messages("dkv", received, 2), messages("dkv", given, 2)))

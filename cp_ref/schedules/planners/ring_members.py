@@ -1,0 +1,229 @@
+"""Which keys of each ring member every other ring member sees: every schedule is planned from this.
+
+A ring member takes one place in a ring. It is a rank, or a group of `a2a_size` ranks where these exchange heads: each
+of them then holds the rows of the whole group for some of the heads. Under dual_chunk the rows of a group are two
+chunks again:
+
+    cp_size 4, a2a_size 2:    chunk          0 1 2 3 4 5 6 7
+                              rank           0 1 2 3 3 2 1 0
+                              ring member    0 0 1 1 1 1 0 0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, crop
+from cp_ref.schedules.ownership import Fragments, grouped
+from cp_ref.schedules.problem import Workload
+from cp_ref.schedules.table import Column, Table, in_blocks, joined, ordered_by, overlaps
+
+__all__ = [
+    "RingMembers",
+    "Sights",
+    "Spans",
+    "merged",
+    "spans_by",
+]
+
+Spans = tuple[Column, Column]  # (start, stop)
+
+
+@dataclass(frozen=True, eq=False)
+class Sights(Table):
+    """Cropped rectangles of attention slices in which two ring members see each other: one for each fragment of queries
+    and of keys.
+    """
+
+    peer: Column  # The other ring member: the keys' in `sees`, the queries' in `seen`.
+    area: Column
+    q_start: Column
+    q_stop: Column
+    k_start: Column
+    k_stop: Column
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedRows(Table):
+    """Rows [start, stop) of an attention slice, queries or keys, that one ring member has."""
+
+    area: Column
+    member: Column
+    start: Column
+    stop: Column
+
+    @staticmethod
+    def of(start: Column, stop: Column, rows: Fragments) -> OwnedRows:
+        """The owners of the rows [start[n], stop[n]) of each attention slice n; `rows` are sorted by global row."""
+        area, n, first, last = overlaps(start, stop, rows.start, rows.stop)
+        return OwnedRows(area, rows.rank[n], first, last)
+
+
+class RingMembers:
+    """The ring members of a workload, their rows, and the keys that they see of each other."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload, self.areas, self.size = workload, workload.areas, workload.a2a_size
+        self.count = workload.cp_size // self.size
+
+    @cached_property
+    def queries(self) -> Fragments:
+        """The rows of the ring members' queries, sorted by global row; `rank` is the ring member."""
+        return self._rows("q")
+
+    @cached_property
+    def keys(self) -> Fragments:
+        """The rows of the ring members' keys, sorted by global row; `rank` is the ring member."""
+        return self.queries if self.workload.ownership.kv is self.workload.ownership.q else self._rows("kv")
+
+    def _rows(self, side: str) -> Fragments:
+        fragments = self.workload.ownership.side(side)
+        return (fragments if self.size == 1 else grouped(fragments, self.size)).sorted()
+
+    @cached_property
+    def sparse(self) -> bool:
+        """Whether ring members see little of most others: an attention slice is bounded on both sides, or lies on some
+        ring members alone, so that a ring would carry its keys by ring members that see none of them.
+        """
+        windowed = (self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)
+        return bool(windowed.any()) or self._on_some_members
+
+    @property
+    def _on_some_members(self) -> bool:
+        """Whether an attention slice has rows on several ring members, but not on all."""
+        holds = np.zeros((self.count, len(self.areas)), dtype=bool)
+        for rows in {id(rows): rows for rows in (self.query_rows, self.key_rows)}.values():
+            holds[rows.member, rows.area] = True
+        members = holds.sum(axis=0)
+        return bool(((members > 1) & (members < self.count)).any())
+
+    def sees(self, member: int, group: Column) -> list[Sights]:
+        """The rectangles in which the queries of one ring member see keys, by group of the ring member that has the
+        keys: those of group 0, 1, ...; `group[n]` is the group of ring member n.
+        """
+        return _sights(self.areas, self.queries.take(self.queries.rank == member), self.keys, group)
+
+    def seen(self, member: int, group: Column) -> list[Sights]:
+        """The rectangles in which queries see the keys of one ring member, by group of the ring member that has the
+        queries.
+        """
+        a, own = self.areas, self.keys.take(self.keys.rank == member)
+        transposed = AttentionSlices(a.k_start, a.k_stop, a.q_start, a.q_stop, -a.hi, -a.lo)
+        found = _sights(transposed, own, self.queries, group)
+        return [Sights(s.peer, s.area, s.k_start, s.k_stop, s.q_start, s.q_stop) for s in found]
+
+    @cached_property
+    def query_rows(self) -> OwnedRows:
+        """The owners of the query rows of each attention slice."""
+        return OwnedRows.of(self.areas.q_start, self.areas.q_stop, self.queries)
+
+    @cached_property
+    def key_rows(self) -> OwnedRows:
+        """The owners of the key rows of each attention slice."""
+        a = self.areas
+        if self.keys is self.queries and np.array_equal(a.q_start, a.k_start) and np.array_equal(a.q_stop, a.k_stop):
+            return self.query_rows
+        return OwnedRows.of(a.k_start, a.k_stop, self.keys)
+
+    @cached_property
+    def _key_rows_of(self) -> list[OwnedRows]:
+        """The key rows of each attention slice that each ring member has."""
+        order, ends = ordered_by(self.key_rows.member, self.count)
+        rows = self.key_rows.take(order)
+        return [rows.take(slice(a, b)) for a, b in pairwise(ends)]
+
+    def needed(self, owner: int, reach: Reach, last: int) -> Spans:
+        """The key rows of one ring member that some ring members see: in each attention slice, the rows from the first
+        to the last key that any of ring members 0 to `last` of `reach` sees.
+        """
+        rows = self._key_rows_of[owner % self.count]
+        start, stop = rows.start, np.minimum(rows.stop, reach.stop[last][rows.area])
+        if reach.start is not None:
+            start = np.maximum(start, reach.start[last][rows.area])
+        some = start < stop
+        return merged(start, stop) if some.all() else merged(start[some], stop[some])
+
+    def reach(self, members: Column) -> Reach:
+        """The reach of the first ring members together, for each number of these ring members."""
+        start, stop = self._seen_by_each
+        return Reach(
+            None if start is None else np.minimum.accumulate(start[members % self.count]),
+            np.maximum.accumulate(stop[members % self.count]),
+        )
+
+    @cached_property
+    def _seen_by_each(self) -> Reach:
+        """The reach of each ring member alone."""
+        areas, rows, far = self.areas, self.query_rows, 2 * UNBOUNDED
+        cell = rows.member * len(areas) + rows.area
+        stop = np.full((self.count, len(areas)), -far, dtype=np.int64)
+        np.maximum.at(stop.ravel(), cell, rows.stop + areas.hi[rows.area])
+        if bool((areas.lo <= -UNBOUNDED).all()):
+            return Reach(None, stop)
+        start = np.full_like(stop, far)
+        np.minimum.at(start.ravel(), cell, rows.start + areas.lo[rows.area])
+        return Reach(start, stop)
+
+
+class Reach(NamedTuple):
+    """The keys that ring members see of each attention slice, [ring members, attention slices]: the first, and the one
+    after the last. Without `start`, every attention slice is seen from its first key on.
+    """
+
+    start: Column | None
+    stop: Column
+
+
+def _sights(areas: AttentionSlices, queries: Fragments, keys: Fragments, group: Column) -> list[Sights]:
+    """The rectangles in which these queries see these keys, by group of the ring member that has the keys."""
+    area, _, q0, q1 = overlaps(areas.q_start, areas.q_stop, queries.start, queries.stop)
+    lo, hi = areas.lo[area], areas.hi[area]
+    k0, k1 = np.maximum(areas.k_start[area], q0 + lo), np.minimum(areas.k_stop[area], q1 + hi)  # the keys that they see
+    n, k = joined(k0, k1, keys.start, keys.stop)
+    peer, count = keys.rank[k], int(group.max()) + 1
+    order, ends = ordered_by(group[peer], count)
+    n, k, peer = n[order], k[order], peer[order]
+
+    def rectangles(n: Column, k: Column) -> tuple[Column, ...]:
+        start, stop = np.maximum(k0[n], keys.start[k]), np.minimum(k1[n], keys.stop[k])
+        return area[n], *crop(q0[n], q1[n], start, stop, lo[n], hi[n])
+
+    found = Sights(peer, *in_blocks(rectangles)(n, k))
+    there = (found.q_start < found.q_stop) & (found.k_start < found.k_stop)
+    if not there.all():
+        found = found.take(there)
+        _, ends = ordered_by(group[found.peer], count)
+    return [found.take(slice(a, b)) for a, b in pairwise(ends)]
+
+
+def spans_by(group: Column, start: Column, stop: Column, count: int) -> list[Spans]:
+    """The rows of groups 0 to count - 1, each as few spans.
+
+    >>> spans = spans_by(np.array([0, 0, 2, 0]), np.array([4, 0, 2, 6]), np.array([8, 4, 3, 9]), 3)
+    >>> [[x.tolist() for x in own] for own in spans]
+    [[[0], [9]], [[], []], [[2], [3]]]
+    """
+    order, ends = ordered_by(group, count)
+    start, stop = start[order], stop[order]
+    return [merged(start[a:b], stop[a:b]) for a, b in pairwise(ends)]
+
+
+def merged(start: Column, stop: Column) -> Spans:
+    """The rows of spans that are not empty as few spans, sorted and disjoint: those that meet are one.
+
+    >>> [x.tolist() for x in merged(np.array([4, 0, 6]), np.array([8, 2, 9]))]
+    [[0, 4], [2, 9]]
+    """
+    if bool((start[1:] > stop[:-1]).all()):
+        return start, stop
+    if not bool((start[1:] >= start[:-1]).all()):
+        order = np.argsort(start, kind="stable")
+        start, stop = start[order], stop[order]
+    end = np.maximum.accumulate(stop)
+    new = np.append(True, start[1:] > end[:-1])
+    return start[new], end[np.append(new[1:], True)]

@@ -1,1 +1,0 @@
-"""A simulated group: every rank a thread of one process."""

@@ -1,1 +1,0 @@
-"""Arguments of calls: read, checked, and refused before anything is sent."""

@@ -1,1 +1,0 @@
-"""A group of ranks as a schedule needs it."""

@@ -1,1 +1,0 @@
-"""Layouts: the rows of each rank, and the cuts, shifts and costs that follow from them."""

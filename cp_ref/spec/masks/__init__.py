@@ -1,1 +1,0 @@
-"""Masks as users give them."""

@@ -1,1 +1,0 @@
-"""Pictures of tables and schedules, as text and as SVG."""

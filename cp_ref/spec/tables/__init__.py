@@ -1,1 +1,0 @@
-"""The three tables: attention slices, ownership and schedule; and the problem that they describe."""
