@@ -11,7 +11,7 @@
 #if defined(__CUDACC__)
 #define CP_HD __host__ __device__ __forceinline__
 #else
-#define CP_HD inline
+#define CP_HD inline __attribute__((always_inline))
 #endif
 
 namespace cp {

@@ -36,7 +36,7 @@ void write_slice(I* out, const RowMap& rows, Halve chunk_of) {
   const I* ends = static_cast<const I*>(rows.lengths.data) + 1;
   parallel(rows.count, sizeof(I), [&](int64_t begin, int64_t end) {
     Place place = locate(rows.lengths, begin * rows.cp_size, rows.tokens);
-    int64_t start = place.start, own = start / rows.cp_size;
+    int64_t start = place.begin, own = start / rows.cp_size;
     for (int64_t s = place.sequence; s < rows.lengths.sequences && own < end; ++s) {
       int64_t stop = ends[s], chunk = chunk_of(stop - start);
       count_up(out, start + rank * chunk, own, own + chunk, begin, end);

@@ -84,7 +84,7 @@ void merge(Values out, Lse lse, Values step, Lse step_lse, RowMap rows, bool fin
     with_sides_of<std::remove_pointer_t<decltype(type)>>(out, lse, step, step_lse, [&](auto sides) {
       parallel(rows.count, row_bytes(out), [&](int64_t begin, int64_t end) {
         walk(rows, begin, end, [&](int64_t i, int64_t row, int64_t n, const Place& place) {
-          int64_t start = lse.packed ? 0 : place.start, step_start = start / shrunk;
+          int64_t start = lse.packed ? 0 : place.begin, step_start = start / shrunk;
           for (int64_t k = 0; k < n; ++k) {
             Meeting m{row + k, i + k, place.sequence, row + k - start, i + k - step_start};
             if (final)

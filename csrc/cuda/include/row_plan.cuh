@@ -9,6 +9,7 @@
 
 #include "faults.cuh"
 #include "lookup.cuh"
+#include "row_arithmetic.h"
 
 namespace cp {
 namespace cuda {
@@ -42,6 +43,20 @@ struct RowPlan : RowMap {
   bool narrow;                   // rows and keys fit into int32
   int64_t divisor, tail_divisor, end;  // rules: of every length, of the tail, and where lengths end at most
   Divider by_cp_size, by_slice;  // a rank's slice has tokens / cp_size rows
+
+#if defined(__CUDACC__)
+  template <typename N>
+  __device__ __forceinline__ N real_at(int32_t s) const {
+    return length_at<N>(real, s);
+  }
+  template <typename N>
+  static __device__ __forceinline__ N quotient(N a, N b) {
+    if constexpr (sizeof(N) == 4)
+      return static_cast<N>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
+    else
+      return a / b;
+  }
+#endif
 };
 
 inline RowPlan plan_of(const RowMap& rows, bool scatter) {
@@ -121,100 +136,12 @@ __device__ __forceinline__ void check_plan(const RowPlan& plan) {
   }
 }
 
-template <typename N>
-__device__ __forceinline__ N quotient(N a, N b) {  // of numbers that are not negative, with right lengths
-  if constexpr (sizeof(N) == 4)
-    return static_cast<N>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
-  else
-    return a / b;
-}
-
-// The result of a row's search in the lengths.
-template <typename N>
-__device__ __forceinline__ N key_of(const RowPlan& plan, MapKind kind, N row) {
-  switch (kind) {
-    case MapKind::slice:
-      return row * plan.cp_size;
-    case MapKind::rank_order:
-      return (row - plan.by_slice.of(row) * static_cast<N>(plan.by_slice.divisor)) * plan.cp_size;
-    case MapKind::half:
-      return row * 2;
-    default:
-      return row;
-  }
-}
-
-// Row `local` of a rank's slice -> its row in the whole buffer.
-template <typename N>
-__device__ __forceinline__ N slice_row(const RowPlan& plan, N local, N rank, const Place<N>& place, bool tail) {
-  N offset = local - plan.by_cp_size.of(place.begin);
-  if (tail) return place.begin + rank * plan.by_cp_size.of(static_cast<N>(plan.tokens) - place.begin) + offset;
-  N chunk = plan.by_cp_size.of(place.end - place.begin) / 2;
-  return offset < chunk ? place.begin + rank * chunk + offset
-                        : place.begin + (static_cast<N>(2) * plan.cp_size - 1 - rank) * chunk + (offset - chunk);
-}
-
-// Row of sequence order -> its row in CP rank order.
-template <typename N>
-__device__ __forceinline__ N rank_order_row(const RowPlan& plan, N row, const Place<N>& place, bool tail) {
-  N slice = static_cast<N>(plan.by_slice.divisor), start = plan.by_cp_size.of(place.begin), offset = row - place.begin;
-  if (tail) {
-    N part = plan.by_cp_size.of(static_cast<N>(plan.tokens) - place.begin), rank = quotient(offset, part);
-    return rank * slice + start + offset - rank * part;
-  }
-  N chunk = plan.by_cp_size.of(place.end - place.begin) / 2, number = quotient(offset, chunk),
-    rest = offset - number * chunk;
-  return number < plan.cp_size ? number * slice + start + rest
-                               : (static_cast<N>(2) * plan.cp_size - 1 - number) * slice + start + chunk + rest;
-}
-
 // The map's row, from the place of its key; -1 for none.
 template <typename N>
 __device__ __forceinline__ int64_t row_at(const RowPlan& plan, MapKind kind, N row, const Place<N>& place) {
   if (place.sequence < 0) return -1;
-  bool tail = place.sequence == sequences_of(plan.lengths);
-  int64_t result = -1;
-  switch (kind) {
-    case MapKind::slice:
-      result = slice_row<N>(plan, row, plan.cp_rank, place, tail);
-      break;
-    case MapKind::rank_order: {
-      N rank = plan.by_slice.of(row);
-      result = slice_row<N>(plan, row - rank * static_cast<N>(plan.by_slice.divisor), rank, place, tail);
-      break;
-    }
-    case MapKind::sequence_order:
-      result = rank_order_row<N>(plan, row, place, tail);
-      break;
-    case MapKind::half: {
-      if (tail && !plan.tail) return -1;
-      N size = (tail ? static_cast<N>(plan.tokens) : place.end) - place.begin;
-      result = place.begin + plan.half * (size / 2) + row - place.begin / 2;
-      break;
-    }
-    case MapKind::in_half: {
-      if (tail) return -1;
-      bool late = row - place.begin >= (place.end - place.begin) / 2;
-      result = late == (plan.half == 1) ? row : -1;
-      break;
-    }
-    case MapKind::valid: {
-      if (tail) return -1;
-      N real = length_at<N>(plan.real, place.sequence + 1) - length_at<N>(plan.real, place.sequence);
-      result = row - place.begin < real ? row : -1;
-      break;
-    }
-    case MapKind::unpad: {
-      N begin = length_at<N>(plan.real, place.sequence);
-      N stop = tail ? static_cast<N>(plan.tokens) : length_at<N>(plan.real, place.sequence + 1);
-      N source = begin + (row - place.begin);
-      result = source < stop ? source : -1;
-      break;
-    }
-    default:
-      break;
-  }
-  return result < plan.tokens ? result : -1;  // out of bounds: check_plan says why
+  NoRun run;
+  return row_of<N>(plan, kind, row, place, place.sequence == sequences_of(plan.lengths), run);
 }
 
 // A map's result for one row: its target row, or -1 if there is nothing to do or the target is out of bounds; with
