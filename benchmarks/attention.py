@@ -11,7 +11,7 @@ differ nothing is reported. `host_ms` is what the host needs to launch one call,
 
     --layouts dual_chunk,balanced   each schedule under each layout, in turns too
     --messages peer_memory,group,graph   each schedule with each transport: peer memory, NCCL, NCCL in a CUDA graph
-    --without -,free_early,all     each without a compiler pass (`cp_fast.compile.pass_table`), in turns too; `each`
+    --without -,free_early,all     each without a compiler pass (`cp_fast.passes`), in turns too; `each`
                              stands for -, every pass, and all
     --peers                  ring-flash-attention, PyTorch's `context_parallel`, TransformerEngine and MagiAttention
                              (`others.py`), in turns too, each compared with the single GPU; which are left out and why,

@@ -30,7 +30,7 @@ import typer
 
 import cp_fast
 from cp_fast import masks
-from cp_fast.compile.instructions import Launch
+from cp_fast.compile.program import Launch
 from cp_ref import SimGroup
 
 if __package__:

@@ -1,4 +1,4 @@
-"""Counts of each rank's forward pass, from its executable plan: no GPU is needed.
+"""Counts of each rank's forward pass, from its program: no GPU is needed.
 
     python -m benchmarks.forward.counts                     # all problems on all schedules
     python -m benchmarks.forward.counts --names block-causal --schedules p2p --out counts.csv
@@ -28,7 +28,7 @@ from benchmarks.forward.cases import SCHEDULES, Case, cases_of
 from benchmarks.parts.ranks import Schedules
 from benchmarks.parts.switches import switched
 from cp_fast.compile.index_tables import Tables
-from cp_fast.compile.instructions import Accumulate, Copy, Launch, Send
+from cp_fast.compile.program import Accumulate, Copy, Launch, Send
 from cp_fast.tools.cost.counts import count_rank
 from cp_fast.tools.cost.pass_bytes import PassBytes, is_gathered
 from cp_ref.contract.group import PaperGroup

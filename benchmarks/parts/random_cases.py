@@ -21,8 +21,8 @@ from conformance.levels.linear.draw_linear import convolutions, linear_attention
 from conformance.levels.linear.linear_case import CausalConv1d, LinearCase
 from conformance.run.play_problem import Runner
 from cp_fast import masks
-from cp_fast.compile.instructions import Launch
 from cp_fast.compile.pipeline import compiled
+from cp_fast.compile.program import Launch
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
 from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS
@@ -109,7 +109,7 @@ def of_areas(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: int
 
 @st.composite
 def of_common_keys(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: int) -> Case:
-    """Cases whose launches have segments with common keys (`cp_fast.compile.tiles.placed`). Their rows fill the tiles
+    """Cases whose launches have segments with common keys (`cp_fast.compile.launches`). Their rows fill the tiles
     of a kernel, so that a plan has such launches."""
     size, comm, group = draw(st.sampled_from(cp_sizes)), draw(st.sampled_from(CP_COMM_TYPES)), draw(_GROUPS)
     unit, a2a = 128 // group, {"a2a": size, "a2a+p2p": 2}.get(comm, 1)

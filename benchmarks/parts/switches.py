@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
-from cp_fast.compile.pass_table import PASSES, switched_off
+from cp_fast.passes import PASSES, switched_off
 
 __all__ = ["passes_of", "switched"]
 

@@ -40,11 +40,9 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_fast.backends.required_features import required
-from cp_fast.compile.instructions import Launch
-from cp_fast.compile.link import linked
-from cp_fast.compile.pipeline import lowered
-from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
-from cp_fast.compile.planning.chosen_schedule import chosen_rank_schedule
+from cp_fast.compile.chosen_schedule import choose_head_chunks, chosen_rank_schedule
+from cp_fast.compile.pipeline import linked, lowered
+from cp_fast.compile.program import Launch
 from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.contract.group import PaperGroup, agree
 from cp_ref.contract.read_problem import Sizes, read_problem

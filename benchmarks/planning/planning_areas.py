@@ -25,9 +25,8 @@ import torch
 import typer
 
 from cp_fast.api.make_plan import lowered
-from cp_fast.compile.instructions import Launch
-from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
-from cp_fast.compile.planning.chosen_schedule import chosen_rank_schedule
+from cp_fast.compile.chosen_schedule import choose_head_chunks, chosen_rank_schedule
+from cp_fast.compile.program import Launch
 from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.contract.group import PaperGroup
 from cp_ref.contract.read_problem import Sizes, read_problem

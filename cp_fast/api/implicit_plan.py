@@ -19,7 +19,7 @@ from cp_fast.api.plan_cache import Signature
 from cp_fast.api.planned_call import PLAIN_TENSORS, CallFlags, requires_grad
 from cp_fast.api.score_arguments import ScoreArguments
 from cp_fast.backends import Backend
-from cp_fast.compile.row_numbers import check_row_numbers
+from cp_fast.compile.index_tables import check_row_numbers
 from cp_ref.contract.attention_call import refuse_plan, with_digest
 from cp_ref.contract.call_checks import check_global_lengths, check_local_tensors, check_placements, check_uneven
 from cp_ref.contract.plan_arguments import read_call

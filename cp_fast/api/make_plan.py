@@ -11,16 +11,14 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan, agree_on
 from cp_fast.backends import KERNEL_FEATURES, Backend, choose
 from cp_fast.backends.required_features import EXECUTOR, required
-from cp_fast.compile.in_place.fixed_tables import FixedTables
-from cp_fast.compile.in_place.shape import Shape
-from cp_fast.compile.pass_table import is_on
-from cp_fast.compile.passes.low_precision_grads import low_precision_grads, may_have_low_precision
+from cp_fast.compile.buffers import in_order
+from cp_fast.compile.chosen_schedule import choose_head_chunks, chosen_rank_schedule
+from cp_fast.compile.in_place import FixedTables, Shape
+from cp_fast.compile.index_tables import check_row_numbers
+from cp_fast.compile.instruction_passes import low_precision_grads, may_have_low_precision
 from cp_fast.compile.pipeline import lowered, optimized, upload
-from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
-from cp_fast.compile.planning.chosen_schedule import chosen_rank_schedule
-from cp_fast.compile.planning.message_order import in_order
-from cp_fast.compile.row_numbers import check_row_numbers
 from cp_fast.movers.select_kernels import kernels
+from cp_fast.passes import is_on
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.transport import carried_by, messages_for

@@ -12,10 +12,10 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan_cache import PlanCache
 from cp_fast.backends import Backend
-from cp_fast.compile.executable_plan import ExecutablePlan
-from cp_fast.compile.in_place.fixed_tables import Fitted, FixedTables
+from cp_fast.compile.chosen_schedule import Schedules, chosen_rank_schedule, chosen_schedule
+from cp_fast.compile.in_place import Fitted, FixedTables
 from cp_fast.compile.pipeline import lowered
-from cp_fast.compile.planning.chosen_schedule import Schedules, chosen_rank_schedule, chosen_schedule
+from cp_fast.compile.program import Programs
 from cp_fast.dispatch.opaque import OfThisProcess, forget, opaque_for
 from cp_fast.linear.linear_plan import LinearPlan
 from cp_fast.movers.rows import Rows
@@ -81,7 +81,7 @@ class Plan(OfThisProcess, plans.Plan):
     device: torch.device
     backend: Backend
     packing: Packing
-    instructions: ExecutablePlan[Rows]
+    instructions: Programs[Rows]
     positions: RowPositions = field(repr=False)
     steps: Schedules = field(repr=False)
     head_chunks: tuple[int, ...] = ()
@@ -93,8 +93,8 @@ class Plan(OfThisProcess, plans.Plan):
     linear: bool = False
     agreed: set[bytes] = field(default_factory=set[bytes], repr=False)
     handle: torch.Tensor = field(init=False, repr=False)  # See `cp_fast.dispatch.opaque`.
-    kept: str = field(init=False, repr=False)  # See `ExecutablePlan.kept_tensors`.
-    needs_inputs: bool = field(init=False, repr=False)  # See `ExecutablePlan.needs_inputs`.
+    kept: str = field(init=False, repr=False)  # See `Programs.kept_tensors`.
+    needs_inputs: bool = field(init=False, repr=False)  # See `Programs.needs_inputs`.
     plain: bool = field(init=False, repr=False)  # `Problem.position_free_scores`.
     calls: PlanCache[Any, CompiledCall] = field(init=False, repr=False)  # By shape.
     scores: PlanCache[Any, tuple[str, ...]] = field(init=False, repr=False)  # See `ScoreArguments.known`.

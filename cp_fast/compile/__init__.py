@@ -1,17 +1,22 @@
-"""The compiler: a rank's schedule becomes an executable plan.
+"""The compiler: a rank's schedule becomes two programs, one for each direction.
 
-- planning          the schedule that runs: its head chunks, own keys that wait, folded sequences, ordered messages
-- executable_plan   a flat list of instructions for each pass
-- instructions      the instructions, and the buffers that they work on
-- lowering          one rank's schedule as such a plan: right but slow
-- pass_table        every pass, with its switch
-- pipeline          runs the passes
-- tiles             passes on tiles, which become few launches of few windows
-- passes            passes on instructions: functions from plan to plan
-- row_maps          the positions of global rows in a buffer
-- row_numbers       how many rows a buffer may have
-- index_tables      the row numbers and cumulative lengths of a whole plan, in one upload
-- link              a plan with its tables on the device
-- in_place          plans updated in place with the next batch's lengths
-- instruction_text  a plan as text
+Read from the bottom up; a chapter imports those above it.
+
+- index_tables         the row numbers and cumulative lengths of a whole plan, in one upload
+- row_spans            rows as spans, and where they lie in a buffer
+- program              a flat list of instructions on numbered buffers
+- machine              a machine as data, and `machines` that are built in
+- chosen_schedule      the schedule that runs: its head chunks, own keys that wait, folded sequences
+- segments             a tile's window, and the segments of launches
+- merge_tiles          passes on tiles of one attention slice
+- shared_rows          passes on attention slices that share rows
+- launches             segments in few launches
+- tile_groups          the launches of a step, by heads
+- buffers              the buffers and sums of a program, while it is made
+- lower                one rank's schedule as programs: right but slow
+- instruction_passes   passes on instructions: functions from program to program
+- pipeline             lowering and passes, and tables on the device
+- in_place             plans updated in place with the next batch's lengths
+
+`cp_fast.passes` lists every pass, with its switch.
 """

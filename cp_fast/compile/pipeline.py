@@ -1,40 +1,86 @@
-"""The compiler: a rank's schedule is lowered, and passes make the plan fast (`cp_fast.compile.pass_table` lists them).
+"""The compiler: a rank's schedule is lowered, and passes make its programs fast (`cp_fast.passes` lists them).
 
-Passes on tiles run while a step's tiles become launches (`cp_fast.compile.tiles.launches`), passes on instructions
-after that.
+Passes on tiles run while a step's tiles become launches (`cp_fast.compile.launches`), passes on instructions after
+that. At last the tables of a plan go to the device.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
-from cp_fast.compile.index_tables import RowKey
-from cp_fast.compile.link import linked
-from cp_fast.compile.lowering.lower_schedule import Draft, lower
-from cp_fast.compile.pass_table import is_on, skipped
-from cp_fast.compile.passes.accumulate_late import accumulate_late
-from cp_fast.compile.passes.free_early import free_early
-from cp_fast.compile.passes.recv_in_place import recv_in_place
-from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
-from cp_fast.compile.planning.chosen_schedule import Schedules, chosen_rank_schedule
-from cp_fast.compile.planning.fold_batch import fold_batch
-from cp_fast.compile.tiles.windows import WindowRule, own_window
+from cp_fast.backends import VarlenBatch
+from cp_fast.backends.backend_protocol import Places
+from cp_fast.compile.chosen_schedule import Folding, Schedules, choose_head_chunks, chosen_rank_schedule, fold_batch
+from cp_fast.compile.index_tables import RowKey, Uploaded
+from cp_fast.compile.instruction_passes import accumulate_late, free_early, recv_in_place
+from cp_fast.compile.lower import Draft, lower
+from cp_fast.compile.program import Instruction, Launch, Program, Programs, View, with_views
+from cp_fast.compile.segments import WindowRule, own_window
+from cp_fast.compile.tile_groups import SegmentKeys
 from cp_fast.movers.rows import Rows
-from cp_fast.runtime.packed_tensors import Packing
+from cp_fast.passes import is_on, skipped
 from cp_ref.schedules.planners.make_schedule import saved_kinds
 from cp_ref.schedules.problem import Problem
 
-__all__ = ["compiled", "lowered", "optimized", "upload"]
+__all__ = [
+    "compiled",
+    "linked",
+    "lowered",
+    "optimized",
+    "upload",
+]
+
+# ---- Tables on the device
+#
+# Programs with their tables on the device: every key becomes its rows.
+
+
+def linked(programs: Programs[Any], tables: Uploaded) -> Programs[Rows]:
+    """The programs with their tables on the device."""
+    batches: dict[SegmentKeys, VarlenBatch] = {}  # Shared by both programs.
+
+    def view(one: View[Any]) -> View[Rows]:
+        return one if one.rows is None else View(one.buffer, tables.rows(one.rows), one.heads)
+
+    def batch(keys: SegmentKeys) -> VarlenBatch:
+        if keys not in batches:
+            bound_q, bound_kv = keys.bounds or (None, None)
+            cu_q, device_q = tables.lengths(keys.cu_q, bound_q)
+            cu_kv, device_kv = tables.lengths(keys.cu_kv, bound_kv)
+            batch = VarlenBatch(cu_q, cu_kv, keys.left, keys.right, device_q, device_kv)
+            if keys.places is not None:
+                (host_q, of_q), (_, rows), (host_kv, of_kv), (_, columns) = map(tables.lengths, keys.places)
+                batch = replace(batch, places=Places(host_q[:-1], host_kv[:-1], of_q, rows, of_kv, columns))
+            batches[keys] = batch
+        return batches[keys]
+
+    def instruction(one: Instruction[Any]) -> Instruction[Rows]:
+        one = with_views(one, view)
+        return replace(one, batch=batch(one.batch)) if isinstance(one, Launch) else one
+
+    def program(one: Program[Any]) -> Program[Rows]:
+        return replace(one, instructions=tuple(map(instruction, one.instructions)))
+
+    real = tables.rows(programs.real_q_rows)
+    if isinstance(real, torch.Tensor) and real.dtype != torch.bool:
+        real = real.long()  # for PyTorch's own operators
+    positions = None if programs.position_ids is None else tables.rows(programs.position_ids)
+    forward, backward = program(programs.forward), program(programs.backward)
+    return replace(programs, forward=forward, backward=backward, real_q_rows=real, position_ids=positions)
+
+
+# ---- The pipeline
+
 
 _TILE = 128  # rows of a tile of FlashAttention 4
 _LARGE = 2048  # query rows from which a tile of a packed batch keeps its own window
 
 
 def lowered(
-    packing: Packing, rank: int, schedules: Schedules, saved: tuple[str, ...], *, shares_keys: int = 0
+    folding: Folding, rank: int, schedules: Schedules, saved: tuple[str, ...], *, shares_keys: int = 0
 ) -> Draft:
     """One rank's part of a schedule, lowered.
 
@@ -42,8 +88,8 @@ def lowered(
         saved: the kinds of operands that are kept between the passes.
         shares_keys: see `TileGroups`.
     """
-    problem, packed = packing.problem, packing.packed_problem
-    if packing.folded:
+    problem, packed = folding.problem, folding.packed_problem
+    if folding.folded:
         schedules = fold_batch(schedules, problem)
     rule = WindowRule(own_window(problem), _LARGE if problem.qkv_format == "thd" else 0)
     off = skipped(position_free_scores=problem.position_free_scores)
@@ -53,11 +99,11 @@ def lowered(
 
 
 def compiled(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None = None) -> Draft:
-    """The plan of one rank, made as for a call. `head_chunks`: see `make_schedule`; None for the chosen ones."""
+    """The programs of one rank, made as for a call. `head_chunks`: see `make_schedule`; None for the chosen ones."""
     head_chunks = choose_head_chunks(problem) if head_chunks is None else head_chunks
-    packing = Packing(problem, may_fold=is_on("fold_batch"))
+    folding = Folding(problem, may_fold=is_on("fold_batch"))
     steps = chosen_rank_schedule(problem, rank, head_chunks)
-    return optimized(lowered(packing, rank, steps, saved_kinds(problem), shares_keys=_TILE))
+    return optimized(lowered(folding, rank, steps, saved_kinds(problem), shares_keys=_TILE))
 
 
 def optimized(draft: Draft, *, in_place: bool = False) -> Draft:
@@ -69,7 +115,7 @@ def optimized(draft: Draft, *, in_place: bool = False) -> Draft:
     plan = draft.plan
     off = {**plan.skipped, **skipped(in_place=in_place)}
 
-    def improved(one: PassPlan[RowKey], kept: list[int]) -> PassPlan[RowKey]:
+    def improved(one: Program[RowKey], kept: list[int]) -> Program[RowKey]:
         one = one if "accumulate_late" in off else accumulate_late(one)
         one = one if "recv_in_place" in off else recv_in_place(one, draft.tables, kept)
         return one if "free_early" in off else free_early(one, kept)
@@ -78,7 +124,7 @@ def optimized(draft: Draft, *, in_place: bool = False) -> Draft:
     return replace(draft, plan=replace(plan, forward=forward, backward=backward, skipped=off))
 
 
-def upload(draft: Draft, device: torch.device) -> ExecutablePlan[Rows]:
-    """The plan with its tables on the device, by one copy."""
+def upload(draft: Draft, device: torch.device) -> Programs[Rows]:
+    """The programs with their tables on the device, by one copy."""
     host = draft.tables.on_host(pinned=device.type == "cuda")
     return linked(draft.plan, draft.tables.on_device(host.to(device, non_blocking=True)))

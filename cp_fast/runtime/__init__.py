@@ -1,4 +1,4 @@
-"""The runtime: one loop over the operations of an executable plan.
+"""The runtime: one loop over the operations of a program.
 
 forward_backward    attention of one layer, both passes, on packed rows; `packed_tensors` has the users' formats
 run, operations     the loop; instructions as operations, resolved once a shape

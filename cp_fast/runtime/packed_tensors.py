@@ -12,46 +12,19 @@ Kernels give the LSE as [h, t]; users get [b, h, s] for bshd and sbhd, [h, t] fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 
+from cp_fast.compile.chosen_schedule import Folding
 from cp_ref.contract.score_inputs import ScoreInputs
-from cp_ref.schedules.problem import Problem
 
 __all__ = ["Packing"]
 
 
 @dataclass(frozen=True)
-class Packing:
+class Packing(Folding):
     """One problem's tensors as packed rows, and back."""
-
-    problem: Problem
-    may_fold: bool = True
-
-    @cached_property
-    def folded(self) -> bool:
-        """Whether the batch is folded into the heads. Not if heads are exchanged, since a head's number decides its
-        rank. Not where scores depend on documents and heads. Not under a user's schedule, since it may treat the
-        sequences differently (`may_fold`).
-        """
-        p = self.problem
-        equal_lengths = p.position_free_scores and not p.attn_mask_type.startswith("padding")
-        return self.may_fold and p.qkv_format == "sbhd" and equal_lengths and p.a2a_size == 1
-
-    @property
-    def batch(self) -> int:
-        """The number of sequences."""
-        return len(self.problem.sequences)
-
-    @cached_property
-    def packed_problem(self) -> Problem:
-        """The problem that the kernels see."""
-        p = self.problem
-        if not self.folded:
-            return p
-        return replace(p, sequences=p.sequences[:1], heads_q=p.heads_q * self.batch, heads_kv=p.heads_kv * self.batch)
 
     def rows(self, shape: Sequence[int]) -> int:
         """The number of packed rows of a tensor of this shape in the user's format."""

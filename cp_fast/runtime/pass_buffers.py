@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cp_fast.compile.executable_plan import PassPlan
-from cp_fast.compile.instructions import BufferSpec, Copy, View, writes
+from cp_fast.compile.program import BufferSpec, Copy, Program, View, writes
 from cp_fast.movers.mover_protocol import Kernels
 from cp_fast.movers.rows import Rows
 from cp_fast.runtime.row_selection import columns_of, count, is_all, rows_of
@@ -35,7 +34,7 @@ class PassBuffers:
     zeroed: frozenset[int]
 
     @staticmethod
-    def of(plan: PassPlan[Rows], shapes: Shapes, kernels: Kernels) -> PassBuffers:
+    def of(plan: Program[Rows], shapes: Shapes, kernels: Kernels) -> PassBuffers:
         """The buffers of a plan."""
         times = Counter(number for one in plan.instructions for number in writes(one))
         once = frozenset(number for number, n in times.items() if n == 1)
@@ -93,7 +92,7 @@ class PassBuffers:
         return new
 
 
-def _zeroed(plan: PassPlan[Rows], shapes: Shapes) -> frozenset[int]:
+def _zeroed(plan: Program[Rows], shapes: Shapes) -> frozenset[int]:
     """Results and joined sums with cells that no copy writes: they begin with zeros."""
     heads: dict[int, int] = {}
     for copy in plan.of(Copy):

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 
 from cp_fast.backends.backend_protocol import LaunchPositions
-from cp_fast.compile.executable_plan import ExecutablePlan
 from cp_fast.compile.index_tables import spread
-from cp_fast.compile.instructions import Launch
-from cp_fast.compile.row_maps import Spans
+from cp_fast.compile.program import Launch, Programs
+from cp_fast.compile.row_spans import Spans
 from cp_fast.movers.rows import Rows
 from cp_ref.schedules.problem import Problem, row_positions
 
@@ -38,7 +37,7 @@ class RowPositions:
         problem: the problem that the kernels see (`Packing.packed_problem`).
     """
 
-    def __init__(self, instructions: ExecutablePlan[Rows], problem: Problem, device: torch.device) -> None:
+    def __init__(self, instructions: Programs[Rows], problem: Problem, device: torch.device) -> None:
         self._launches: list[Launch[Rows]] = [*instructions.forward.of(Launch), *instructions.backward.of(Launch)]
         self._problem, self._device = problem, device
         self._tables: dict[int, LaunchPositions] = {}  # By the launch's id.
@@ -53,7 +52,7 @@ class RowPositions:
         """Make the tables of all launches."""
         self._tables = dict(zip(map(id, self._launches), self._made(), strict=True))
 
-    def updated(self, instructions: ExecutablePlan[Rows], problem: Problem) -> RowPositions:
+    def updated(self, instructions: Programs[Rows], problem: Problem) -> RowPositions:
         """Those of the next batch of a plan that is updated in place: in the same memory, if there are any."""
         later = RowPositions(instructions, problem, self._device)
         if self._tables:

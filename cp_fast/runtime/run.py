@@ -1,4 +1,4 @@
-"""Running an executable plan: one loop over the operations of a pass.
+"""Running a program: one loop over its operations.
 
 The operations of a pass are resolved on the first call of a shape. A plan keeps them for all calls of this shape.
 """
@@ -12,8 +12,19 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.backends import Backend, LaunchOptions
-from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
-from cp_fast.compile.instructions import OWN, Accumulate, Copy, Free, Instruction, Launch, Recv, Send, Wait
+from cp_fast.compile.program import (
+    OWN,
+    Accumulate,
+    Copy,
+    Free,
+    Instruction,
+    Launch,
+    Program,
+    Programs,
+    Recv,
+    Send,
+    Wait,
+)
 from cp_fast.movers.rows import Rows
 from cp_fast.movers.select_kernels import kernels
 from cp_fast.runtime.operations import (
@@ -47,7 +58,7 @@ __all__ = [
 
 
 def resolve(
-    plan: PassPlan[Rows], shapes: Shapes, backend: Backend, positions: RowPositions, group: Group
+    plan: Program[Rows], shapes: Shapes, backend: Backend, positions: RowPositions, group: Group
 ) -> list[Operation]:
     """The instructions as operations. Messages that are posted together form one, and so do copies that `go_together`;
     what is freed between these is freed after them.
@@ -126,7 +137,7 @@ class CompiledCall:
     def __init__(
         self,
         packing: Packing,
-        instructions: ExecutablePlan[Rows],
+        instructions: Programs[Rows],
         positions: RowPositions,
         backend: Backend,
         transport: Prepares | None,
@@ -206,12 +217,12 @@ class CompiledCall:
         return dq, dk, dv
 
     def _state(
-        self, plan: PassPlan[Rows], group: Group, *, deterministic: bool = False, scores: ScoreInputs | None
+        self, plan: Program[Rows], group: Group, *, deterministic: bool = False, scores: ScoreInputs | None
     ) -> State:
         options = LaunchOptions(self.packing.problem.scores, deterministic)
         return State(len(plan.buffers), self.transport or group, options, scores)
 
-    def _pass(self, plan: PassPlan[Rows], group: Group, *, has_dlse: bool = False) -> list[Operation]:
+    def _pass(self, plan: Program[Rows], group: Group, *, has_dlse: bool = False) -> list[Operation]:
         """A pass as operations: those of an earlier call, or new ones."""
         key = plan.direction, has_dlse
         found = self._operations.get(key)
@@ -220,7 +231,7 @@ class CompiledCall:
             found = self._operations[key] = resolve(plan, shapes, self.backend, self._positions, comm)
         return found
 
-    def _result(self, state: State, plan: PassPlan[Rows], kind: str) -> Tensors:
+    def _result(self, state: State, plan: Program[Rows], kind: str) -> Tensors:
         """The rank's own results of a kind: zeros for rows without a result."""
         number, (shapes, _) = plan.results[kind], self._shapes
         spec = plan.buffers[number]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cp_fast.backends import LaunchOptions
-from cp_fast.compile.instructions import BufferSpec
+from cp_fast.compile.program import BufferSpec
 from cp_ref.contract.group import Group, Pending
 from cp_ref.contract.score_inputs import ScoreInputs
 from cp_ref.contract.tensors import wide_dtype
@@ -90,7 +90,7 @@ class Shapes:
     Attributes:
         sizes: rows of the rank's q, and of its k and v.
         dims: by kind, the head dimensions of the tensors by row.
-        spare_rows: see `ExecutablePlan`.
+        spare_rows: see `Programs`.
         has_dlse: whether the gradient of out comes with one of lse.
     """
 

@@ -13,7 +13,7 @@ import pytest
 
 import cp_fast
 from benchmarks.readme_tables import rounded
-from cp_fast.compile.pass_table import PASSES
+from cp_fast.passes import PASSES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "performance.md").read_text()

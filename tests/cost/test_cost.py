@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks.cost_model.predictions import FARTHER, compared, why_farther, write
 from benchmarks.cost_model.records import RESULTS
-from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
+from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_fast.tools.cli import app
 from cp_fast.tools.cost import Kernel, Machine, candidates, predict, read_machine, recommended
 from cp_fast.tools.cost.counts import count_rank

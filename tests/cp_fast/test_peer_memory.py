@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 
 import cp_fast
-from cp_fast.compile.instructions import Recv, Send
+from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_fast.compile.pipeline import lowered
-from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
+from cp_fast.compile.program import Recv, Send
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.prepared_exchange import Message
 from cp_fast.transport import peer_exchange as exchange

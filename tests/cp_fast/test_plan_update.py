@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cp_fast
 import cp_ref
 from cp_fast.backends import Backend, by_name
-from cp_fast.compile.instructions import Accumulate, Launch, Recv
 from cp_fast.compile.pipeline import lowered
+from cp_fast.compile.program import Accumulate, Launch, Recv
 from cp_ref import SimGroup
 from cp_ref.contract.call_checks import local_lengths
 from cp_ref.schedules.problem import Problem

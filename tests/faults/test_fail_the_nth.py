@@ -91,9 +91,7 @@ def uploads(n: int) -> Iterator[Nth]:
     nth = Nth(n, no_memory)
     with (
         mock.patch("cp_fast.api.make_plan.upload", nth.before(cp_fast.api.make_plan.upload)),  # pyright: ignore
-        mock.patch(
-            "cp_fast.compile.in_place.fixed_tables.linked", nth.before(cp_fast.compile.in_place.fixed_tables.linked)
-        ),  # pyright: ignore
+        mock.patch("cp_fast.compile.in_place.linked", nth.before(cp_fast.compile.in_place.linked)),  # pyright: ignore
     ):
         yield nth
 

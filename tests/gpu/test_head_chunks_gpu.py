@@ -9,7 +9,7 @@ import torch
 
 from conformance.case import Case
 from conformance.tiers import budget, probes
-from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
+from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_ref.schedules.problem import Problem
 from tests.cp_fast.compile.passes.planned_at import ALWAYS_CHUNKS, planned_at
 from tests.gpu.test_attention_gpu import BACKENDS, HEADS, implementation, packed

@@ -15,7 +15,7 @@ import cp_fast
 import cp_ref
 from conformance.case import Case
 from conformance.tiers import logic
-from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
+from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_ref import SimGroup
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem

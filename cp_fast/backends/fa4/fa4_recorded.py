@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cp_fast.backends.fa4.fa4_cache import says_when_it_compiles
-from cp_fast.compile.pass_table import is_on
+from cp_fast.passes import is_on
 
 __all__ = [
     "Launches",

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.filesize import decimal as size_text
 from rich.table import Table
 
-from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
+from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_ref.contract.cli.terminal import coloured, table
 from cp_ref.contract.text_pictures import text_picture
 from cp_ref.schedules.planners.a2a import head_ranges

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cp_fast.compile.planning.machine import built_in, read_machine
+from cp_fast.compile.machine import built_in, read_machine
 from cp_fast.tools.cli.common import cost_table, show_picture, size_text
 from cp_fast.tools.cli.layouts_command import comparison
 from cp_fast.tools.cli.planned_problem import Request, planned

@@ -1,4 +1,4 @@
-"""The work of a rank in each step: the counted instructions of its executable plan.
+"""The work of a rank in each step: the counted instructions of its programs.
 
 The plan is compiled as for a call, without a device, and each instruction has a price:
 
@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cp_fast.compile.executable_plan import PassPlan
-from cp_fast.compile.instructions import Accumulate, Copy, Launch, Recv, Send
-from cp_fast.compile.lowering.lower_schedule import Draft
-from cp_fast.compile.passes.low_precision_grads import in_input_dtype, may_have_low_precision, of_one_launch
+from cp_fast.compile.instruction_passes import in_input_dtype, may_have_low_precision, of_one_launch
+from cp_fast.compile.lower import Draft
 from cp_fast.compile.pipeline import compiled
+from cp_fast.compile.program import Accumulate, Copy, Launch, Program, Recv, Send
 from cp_fast.tools.cost.pass_bytes import PassBytes, is_gathered
 from cp_ref.schedules.attention_slices import UNBOUNDED, pairs
 from cp_ref.schedules.planners.ring_members import merged
@@ -98,7 +97,7 @@ def count_rank(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None 
     return RankCounts(forward, backward, draft)
 
 
-def _low_precision(plan: PassPlan[Any]) -> PassPlan[Any]:
+def _low_precision(plan: Program[Any]) -> Program[Any]:
     """The backward pass with gradients from single launches in the inputs' dtype. If a rank sends such gradients in a
     step, those that arrive in this step count as such too, since all ranks do the same.
     """

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.index_tables import Tables
-from cp_fast.compile.instructions import View
+from cp_fast.compile.program import Program, View
 from cp_ref.schedules.problem import Problem, slice_rows
 from cp_ref.schedules.schedule import side_of
 from cp_ref.schedules.verify.costs import ITEM_BYTES
@@ -25,7 +24,7 @@ class PassBytes:
     """The sizes of one pass of a problem's plan. `wide`: in the dtype of sums, not in that of the inputs."""
 
     problem: Problem
-    plan: PassPlan[Any]
+    plan: Program[Any]
     tables: Tables
 
     @property

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_fast.compile.planning.machine import Kernel, Link, Machine
+from cp_fast.compile.machine import Kernel, Link, Machine
 from cp_fast.tools.cost.counts import LaunchCounts, RankCounts, StepCounts, count_alone, count_rank
 from cp_fast.tools.cost.predicted_memory import most_bytes
 from cp_ref.schedules.attention_slices import pairs

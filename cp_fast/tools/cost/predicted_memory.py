@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from cp_fast.compile.executable_plan import PassPlan
-from cp_fast.compile.instructions import Accumulate, Copy, Free, Launch, Recv, View
+from cp_fast.compile.program import Accumulate, Copy, Free, Launch, Program, Recv, View
 from cp_fast.tools.cost.counts import RankCounts
 from cp_fast.tools.cost.pass_bytes import PassBytes, is_gathered
 from cp_ref.schedules.problem import Problem
@@ -56,7 +55,7 @@ class _Memory:
     peak: int = 0
 
     @property
-    def plan(self) -> PassPlan[Any]:
+    def plan(self) -> Program[Any]:
         """The pass."""
         return self.sizes.plan
 

@@ -9,9 +9,8 @@ from itertools import product
 import numpy as np
 from hypothesis import strategies as st
 
-from cp_fast.compile.row_maps import Spans
-from cp_fast.compile.tiles.segments import LaunchSegments
-from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
+from cp_fast.compile.row_spans import Spans
+from cp_fast.compile.segments import Segments, WindowedTiles, WindowRule, with_windows
 from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices
 from cp_ref.schedules.schedule import Tiles
 
@@ -31,7 +30,7 @@ Pairs = Counter[tuple[int, int]]
 Segment = tuple[tuple[int, int], list[int], list[int]]  # the window, -1 for unbounded; query rows; key rows
 
 
-def band_pairs(tiles: BandTiles) -> Pairs:
+def band_pairs(tiles: WindowedTiles) -> Pairs:
     """What is visible in tiles, by their diagonal bands."""
     found: Pairs = Counter()
     for _, q0, q1, k0, k1, lo, hi, *_ in tiles.rows():
@@ -39,14 +38,14 @@ def band_pairs(tiles: BandTiles) -> Pairs:
     return found
 
 
-def window_pairs(tiles: BandTiles) -> Pairs:
+def window_pairs(tiles: WindowedTiles) -> Pairs:
     """What a kernel computes of tiles, by their windows."""
     rows = tiles.rows()
     return kernel_pairs(((row[7], row[8]), [*range(row[1], row[2])], [*range(row[3], row[4])]) for row in rows)
 
 
 def kernel_pairs(segments: Iterable[Segment]) -> Pairs:
-    """What a kernel computes, by the rule of `cp_fast.backends.LaunchSegments`; every row has to see a key."""
+    """What a kernel computes, by the rule of `cp_fast.backends.Segments`; every row has to see a key."""
     found: Pairs = Counter()
     for (left, right), q, k in segments:
         assert q
@@ -62,7 +61,7 @@ def kernel_pairs(segments: Iterable[Segment]) -> Pairs:
     return found
 
 
-def segments_of(what: LaunchSegments) -> list[Segment]:
+def segments_of(what: Segments) -> list[Segment]:
     """Segments with their rows."""
     windows = list(zip(what.left.tolist(), what.right.tolist(), strict=True))
     sides: list[list[list[int]]] = [[[] for _ in windows] for _ in range(2)]
@@ -88,7 +87,7 @@ def spans(draw: st.DrawFn, end: int = 30, most: int = 6) -> Spans:
 
 
 @st.composite
-def ruled_tiles(draw: st.DrawFn) -> tuple[BandTiles, WindowRule]:
+def ruled_tiles(draw: st.DrawFn) -> tuple[WindowedTiles, WindowRule]:
     """Tiles of several attention slices, which share no rows and no keys; tiles of an attention slice share no pair.
     All attention slices have the problem's window, aligned anywhere, or any diagonal bands. In some of them queries and
     keys are cut alike, as the own chunks of a sequence are.
@@ -114,10 +113,10 @@ def ruled_tiles(draw: st.DrawFn) -> tuple[BandTiles, WindowRule]:
         q_begin += size + draw(st.integers(0, 2))
         k_begin += size_k + draw(st.integers(0, 2))
     rule = WindowRule(window or (-1, -1), draw(st.sampled_from([0, 3, 6, 2048])))
-    return band_tiles(AttentionSlices.of_rows(table), Tiles.of_rows(tiles)), rule
+    return with_windows(AttentionSlices.of_rows(table), Tiles.of_rows(tiles)), rule
 
 
-def rows_twice(launch: LaunchSegments) -> Iterator[int]:
+def rows_twice(launch: Segments) -> Iterator[int]:
     """Rows of queries that a launch has more than once, and rows of keys that a layer of it has more than once."""
     layer = np.zeros(len(launch), dtype=np.int64) if launch.layer is None else launch.layer
     for spans, number in ((launch.q, np.zeros_like(layer)), (launch.k, layer)):

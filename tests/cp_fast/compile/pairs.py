@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from cp_fast.compile.instructions import Launch
-from cp_fast.compile.row_maps import Spans
+from cp_fast.compile.program import Launch
+from cp_fast.compile.row_spans import Spans
 from cp_fast.movers.rows import Rows
 from cp_ref.schedules.problem import Workload
 

@@ -1,4 +1,4 @@
-"""Playing executable plans with names for values: no tensors, and nothing of how the plans were made.
+"""Playing programs with names for values: no tensors, and nothing of how the plans were made.
 
 The plans of all ranks run side by side on the host. A cell of a buffer holds the name of the row and head that lies
 there (-1: nothing). A cell of a result also counts, for every pair of the problem, how often it was computed into it.
@@ -17,8 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
-from cp_fast.compile.instructions import OWN, Accumulate, BufferSpec, Copy, Free, Launch, Recv, Send, View, Wait
+from cp_fast.compile.program import (
+    OWN,
+    Accumulate,
+    BufferSpec,
+    Copy,
+    Free,
+    Launch,
+    Program,
+    Programs,
+    Recv,
+    Send,
+    View,
+    Wait,
+)
 from cp_fast.movers.rows import Rows
 from cp_ref.schedules.problem import Workload
 from tests.cp_fast.compile.pairs import Cells, Pairs
@@ -29,7 +41,7 @@ InFlight = dict[tuple[int, int, int], list[tuple[str, Cells]]]  # kinds and cell
 
 
 def play(
-    work: Workload, plans: list[ExecutablePlan[Rows]], sizes: tuple[int, int] | None = None, *, sink: bool = False
+    work: Workload, plans: list[Programs[Rows]], sizes: tuple[int, int] | None = None, *, sink: bool = False
 ) -> None:
     """Assert that the plans compute every visible pair once, and bring it to the owners of its query and its key.
 
@@ -53,7 +65,7 @@ def play(
 class _Rank:
     work: Workload
     rank: int
-    plan: ExecutablePlan[Rows]
+    plan: Programs[Rows]
     sizes: tuple[int, int] | None
     pairs: Pairs
     held: dict[int, Cells] = field(default_factory=dict)
@@ -67,7 +79,7 @@ class _Rank:
 
     def run(self, in_flight: InFlight, direction: str) -> Iterator[None]:
         """Play one pass; hand over where a message is not there yet."""
-        self.pass_plan: PassPlan[Rows] = getattr(self.plan, direction)
+        self.pass_plan: Program[Rows] = getattr(self.plan, direction)
         self.buffers = self.pass_plan.buffers
         kinds = ("q", "kv") if direction == "forward" else ("do", "res")
         saved = {there: Cells(self.kept[here].names) for here, there in self.plan.saved} if self.kept else {}

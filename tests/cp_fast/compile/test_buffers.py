@@ -10,11 +10,10 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from cp_fast.compile.buffers import Buffers, Operands, Sums, parcels_of
 from cp_fast.compile.index_tables import RowKey, Tables
-from cp_fast.compile.instructions import Heads, View
-from cp_fast.compile.lowering.buffers import Buffers, Operands
-from cp_fast.compile.lowering.sums import Sums, parcels_of
-from cp_fast.compile.row_maps import Spans, SpanSets
+from cp_fast.compile.program import Heads, View
+from cp_fast.compile.row_spans import Spans, SpanSets
 from cp_ref.schedules.schedule import Message, Pieces, Step
 from tests.cp_fast.compile.brute_force import spans
 

@@ -9,10 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
-from cp_fast.compile.instructions import OWN, Accumulate, Copy, Free, Instruction, Launch, Recv, Send, View
-from cp_fast.compile.lowering.lower_schedule import Draft
+from cp_fast.compile.lower import Draft
 from cp_fast.compile.pipeline import lowered, optimized, upload
+from cp_fast.compile.program import (
+    OWN,
+    Accumulate,
+    Copy,
+    Free,
+    Instruction,
+    Launch,
+    Program,
+    Programs,
+    Recv,
+    Send,
+    View,
+)
 from cp_fast.movers.rows import Rows
 from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule, saved_kinds
@@ -32,7 +43,7 @@ def draft_of(problem: Problem, rank: int) -> Draft:
     return lowered(Packing(problem), rank, make_rank_schedule(problem, rank), saved_kinds(problem))
 
 
-def plan_of(problem: Problem, rank: int, schedule: Schedule | None = None) -> ExecutablePlan[Rows]:
+def plan_of(problem: Problem, rank: int, schedule: Schedule | None = None) -> Programs[Rows]:
     """A rank's plan with its tables on the CPU; of the problem's own schedule, or of another."""
     if schedule is None:
         draft = draft_of(problem, rank)
@@ -42,20 +53,20 @@ def plan_of(problem: Problem, rank: int, schedule: Schedule | None = None) -> Ex
     return upload(optimized(draft), CPU)
 
 
-def passes_of(plan: ExecutablePlan[Rows]) -> tuple[PassPlan[Rows], PassPlan[Rows]]:
+def passes_of(plan: Programs[Rows]) -> tuple[Program[Rows], Program[Rows]]:
     return plan.forward, plan.backward
 
 
-def launches_by_step(plan: PassPlan[Rows]) -> list[list[Launch[Rows]]]:
+def launches_by_step(plan: Program[Rows]) -> list[list[Launch[Rows]]]:
     return [[one for one in plan.of(Launch) if one.step == step] for step in range(plan.steps)]
 
 
-def gathering(plan: PassPlan[Rows]) -> list[Copy[Rows]]:
+def gathering(plan: Program[Rows]) -> list[Copy[Rows]]:
     """Copies of operands: before they are sent, or before a launch."""
     return [one for one in plan.of(Copy) if plan.buffers[one.target.buffer].role == "operand"]
 
 
-def views_of(launch: Launch[Rows], plan: PassPlan[Rows]) -> Iterator[View[Rows]]:
+def views_of(launch: Launch[Rows], plan: Program[Rows]) -> Iterator[View[Rows]]:
     """All that a launch reads, and what is accumulated of its results, on both sides."""
     yield from launch.operands
     for one in plan.of(Accumulate):
@@ -63,7 +74,7 @@ def views_of(launch: Launch[Rows], plan: PassPlan[Rows]) -> Iterator[View[Rows]]
             yield from (one.source, one.target)
 
 
-def all_slices(plan: PassPlan[Rows]) -> bool:
+def all_slices(plan: Program[Rows]) -> bool:
     """Whether launches read and write slices alone."""
     rows = [view.rows for launch in plan.of(Launch) for view in views_of(launch, plan)]
     return all(one is None or isinstance(one, slice) for one in rows)

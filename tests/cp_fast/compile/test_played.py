@@ -1,4 +1,4 @@
-"""Whole executable plans: every visible pair is computed once, and ends at the owners of its query and its key. Every
+"""Whole programs: every visible pair is computed once, and ends at the owners of its query and its key. Every
 launch knows the positions of its rows.
 """
 
@@ -13,17 +13,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cp_fast.compile.executable_plan import ExecutablePlan
-from cp_fast.compile.in_place.fit import fit
-from cp_fast.compile.in_place.shape import Shape
-from cp_fast.compile.instructions import Launch
-from cp_fast.compile.link import linked
-from cp_fast.compile.lowering.lower_schedule import Draft, lower
-from cp_fast.compile.pass_table import PASSES, is_on, skipped, switched_off
-from cp_fast.compile.pipeline import lowered, optimized, upload
-from cp_fast.compile.planning.fold_batch import fold_batch
-from cp_fast.compile.tiles.windows import WindowRule
+from cp_fast.compile.chosen_schedule import fold_batch
+from cp_fast.compile.in_place import Shape, fit
+from cp_fast.compile.lower import Draft, lower
+from cp_fast.compile.pipeline import linked, lowered, optimized, upload
+from cp_fast.compile.program import Launch, Programs
+from cp_fast.compile.segments import WindowRule
 from cp_fast.movers.rows import Rows
+from cp_fast.passes import PASSES, is_on, skipped, switched_off
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions
 from cp_ref.contract.read_problem import check_one_document
@@ -47,7 +44,7 @@ NAMES = [one.name for one in PASSES]
 OFF = st.one_of(st.sets(st.sampled_from(NAMES)), st.just(set(NAMES)))
 
 
-def uploaded(draft: Draft) -> ExecutablePlan[Rows]:
+def uploaded(draft: Draft) -> Programs[Rows]:
     return upload(optimized(draft), CPU)
 
 
@@ -71,7 +68,7 @@ def check(problem: Problem, *, fits: bool = True) -> None:
         unit = 2 * problem.cp_size
         most_q, most_kv = (-(-total // unit) * unit + unit for total in (problem.starts_q[-1], problem.starts_kv[-1]))
         room = Room(len(problem.sequences) + 1, most_q, most_kv, problem.cp_size)
-        fitted: list[ExecutablePlan[Rows]] = []
+        fitted: list[Programs[Rows]] = []
         for rank, draft in enumerate(drafts):
             shape = Shape(optimized(draft, in_place=True).plan, draft.tables, problem, rank, room)
             plan, tables = fit(draft, problem, shape)
@@ -90,7 +87,7 @@ def has_positions(problem: Problem) -> bool:
     return True
 
 
-def check_positions(plan: ExecutablePlan[Rows], problem: Problem) -> None:
+def check_positions(plan: Programs[Rows], problem: Problem) -> None:
     """Each launch knows the documents and positions of its rows, which `play` has compared with the rows it reads."""
     tables = RowPositions(plan, problem, CPU)
     for launch in (*plan.forward.of(Launch), *plan.backward.of(Launch)):
@@ -159,9 +156,7 @@ def test_areas(problem: Problem, off: set[str]) -> None:
         check(problem, fits=False)
 
 
-def random_plans(
-    work: Workload, schedule: Schedule, rule: WindowRule, *, sink: bool = False
-) -> list[ExecutablePlan[Rows]]:
+def random_plans(work: Workload, schedule: Schedule, rule: WindowRule, *, sink: bool = False) -> list[Programs[Rows]]:
     steps = zip(schedule.forward, schedule.backward, strict=True)
     how: dict[str, Any] = {"sink": sink, "skipped": skipped()}
     return [uploaded(lower(work, rank, *both, schedule.saved, rule, **how)) for rank, both in enumerate(steps)]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_fast.compile.index_tables import Key, Tables
-from cp_fast.compile.row_maps import RowMap, Spans, SpanSets, subtract
+from cp_fast.compile.row_spans import RowMap, Spans, SpanSets, subtract
 from tests.cp_fast.compile.brute_force import spans
 
 

@@ -1,4 +1,4 @@
-"""An executable plan as text, letter by letter: a change of it is a change of what a rank does.
+"""A program as text, letter by letter: a change of it is a change of what a rank does.
 
 Write the files anew with CP_GOLDEN=write, and read the difference.
 """

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from cp_fast.compile.instructions import Launch
-from cp_fast.compile.lowering.lower_schedule import lower
+from cp_fast.compile.launches import tile_launches
+from cp_fast.compile.lower import lower
+from cp_fast.compile.merge_tiles import merge_causal, merge_dense
 from cp_fast.compile.pipeline import optimized
-from cp_fast.compile.tiles.joins import merge_causal, merge_dense
-from cp_fast.compile.tiles.launches import tile_launches
-from cp_fast.compile.tiles.segments import one_each
-from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles, split_windows, windowed
+from cp_fast.compile.program import Launch
+from cp_fast.compile.segments import WindowedTiles, WindowRule, one_each, split_windows, windowed, with_windows
 from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices
 from cp_ref.schedules.ownership import Fragments, Ownership
 from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
@@ -37,10 +36,10 @@ from tests.cp_fast.compile.brute_force import (
 )
 from tests.marks import examples
 
-Ruled = tuple[BandTiles, WindowRule]
+Ruled = tuple[WindowedTiles, WindowRule]
 
 
-def parts_of(tiles: BandTiles) -> list[BandTiles]:
+def parts_of(tiles: WindowedTiles) -> list[WindowedTiles]:
     return [tiles.take(np.array([n])) for n in range(len(tiles))]
 
 
@@ -50,7 +49,7 @@ def test_windows_of_bands(edges: tuple[int, int, int, int], lo: int, hi: int, un
     q, k = sorted(edges[:2]), sorted(edges[2:])
     lo, hi = -UNBOUNDED if unbounded & 1 else lo, UNBOUNDED if unbounded & 2 else hi
     areas = AttentionSlices.of_rows([(0, 9, 0, 9, lo, hi)])
-    tiles = band_tiles(areas, Tiles.of_rows([(0, *q, *k, 0, 1)]))
+    tiles = with_windows(areas, Tiles.of_rows([(0, *q, *k, 0, 1)]))
     visible = {(i, j) for i, j in product(range(*q), range(*k)) if lo <= j - i <= hi}
     assert set(band_pairs(tiles)) == visible
     assert window_pairs(tiles) == band_pairs(tiles)
@@ -85,7 +84,7 @@ def test_a_tile_is_cut_alone(drawn: Ruled) -> None:
     tiles, rule = drawn
     parts = [split_windows(tile, rule) for tile in parts_of(tiles)]
     assert all(1 <= len(part) <= 3 for part in parts)
-    assert split_windows(tiles, rule) == BandTiles.concat(parts)
+    assert split_windows(tiles, rule) == WindowedTiles.concat(parts)
 
 
 @given(ruled_tiles())
@@ -129,7 +128,7 @@ def test_own_chunks_are_one_square(
         if k <= q
     ]
     random.shuffle(rows)  # type: ignore[arg-type]
-    tiles = band_tiles(areas, Tiles.of_rows(rows))
+    tiles = with_windows(areas, Tiles.of_rows(rows))
     found, part = merge_causal(tiles, WindowRule((-1, 0), 0))
     several = [n for n, of_area in enumerate(chunks) if len(of_area) > 1]
     assert found.area.tolist() == several
@@ -154,12 +153,12 @@ def test_chunks_that_lack_a_tile_are_no_square(
         if k <= q
     ]
     rows = [row for row in rows if data.draw(st.integers(0, 3))]
-    tiles = band_tiles(areas, Tiles.of_rows(rows))
+    tiles = with_windows(areas, Tiles.of_rows(rows))
     found, part = merge_causal(tiles, WindowRule((-1, 0), 0))
     assert kernel_pairs(segments_of(found)) == band_pairs(tiles.take(part))
 
 
-def full_tiles(rows: list[tuple[int, ...]]) -> BandTiles:
+def full_tiles(rows: list[tuple[int, ...]]) -> WindowedTiles:
     area, *edges = np.array(rows, dtype=np.int64).reshape(-1, 5).T.copy()
     q0, q1, k0, k1 = edges
     edge = np.full(len(area), UNBOUNDED)
@@ -167,7 +166,7 @@ def full_tiles(rows: list[tuple[int, ...]]) -> BandTiles:
 
 
 @st.composite
-def rectangles(draw: st.DrawFn) -> BandTiles:
+def rectangles(draw: st.DrawFn) -> WindowedTiles:
     """Tiles with nothing hidden, in any order."""
     rows: list[tuple[int, ...]] = []
     begin = draw(st.sampled_from([0, 20]))  # 0: attention slices of the same keys
@@ -184,7 +183,7 @@ def rectangles(draw: st.DrawFn) -> BandTiles:
 
 
 @given(rectangles())
-def test_strips(tiles: BandTiles) -> None:
+def test_strips(tiles: WindowedTiles) -> None:
     """The same pairs; each span of queries is in one segment, and neighbours with the same keys are in the same."""
     found = merge_dense(tiles)
     segments = segments_of(found)
@@ -218,7 +217,7 @@ def test_a_sequence_is_launched_as_if_it_were_alone(drawn: Ruled) -> None:
     """The same segments in the same order, so that its results have the same bits in every batch."""
     tiles, rule = drawn
 
-    def of_area(area: int, of: BandTiles) -> list[Segment]:
+    def of_area(area: int, of: WindowedTiles) -> list[Segment]:
         rows = {row for r in tiles.take(tiles.area == area).rows() for row in range(r[1], r[2])}
         return [s for launch in tile_launches(of, rule) for s in segments_of(launch) if s[1][0] in rows]
 
@@ -236,7 +235,7 @@ def test_one_each(drawn: Ruled) -> None:
 def test_areas_that_share_rows_are_launched_apart() -> None:
     """Two attention slices of the same queries: their tiles never meet in one launch, as results are added by rows."""
     areas = AttentionSlices.of_rows([(0, 4, 0, 4, -UNBOUNDED, UNBOUNDED), (0, 4, 6, 9, -UNBOUNDED, UNBOUNDED)])
-    tiles = band_tiles(areas, Tiles.of_rows([(0, 0, 4, 0, 4, 0, 1), (1, 0, 2, 6, 9, 0, 1), (1, 2, 4, 6, 9, 0, 1)]))
+    tiles = with_windows(areas, Tiles.of_rows([(0, 0, 4, 0, 4, 0, 1), (1, 0, 2, 6, 9, 0, 1), (1, 2, 4, 6, 9, 0, 1)]))
     launches = tile_launches(tiles, WindowRule((-1, -1), 0))
     assert not any(list(rows_twice(launch)) for launch in launches)
     got = [kernel_pairs(segments_of(launch)) for launch in launches]
@@ -244,7 +243,7 @@ def test_areas_that_share_rows_are_launched_apart() -> None:
 
 
 @st.composite
-def stairs(draw: st.DrawFn) -> BandTiles:
+def stairs(draw: st.DrawFn) -> WindowedTiles:
     """Tiles of documents whose rows some ranks have in turn: one rank's queries, and the keys of one or more."""
     rows: list[tuple[int, ...]] = []
     areas: list[tuple[int, ...]] = []
@@ -259,12 +258,12 @@ def stairs(draw: st.DrawFn) -> BandTiles:
             for (m, *q), (n, *k) in product(spans, spans)
             if m % cp_size == queries and n % cp_size in keys
         ]
-    return band_tiles(AttentionSlices.of_rows(areas), Tiles.of_rows(rows))
+    return with_windows(AttentionSlices.of_rows(areas), Tiles.of_rows(rows))
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(stairs(), st.sets(st.sampled_from(["merge_causal", "factor_keys"])))
-def test_stripes(tiles: BandTiles, off: set[str]) -> None:
+def test_stripes(tiles: WindowedTiles, off: set[str]) -> None:
     """Few launches have the pairs of many tiles, no row twice; those of a document do not depend on the others."""
     rule = WindowRule((-1, 0), 2048, disjoint=True)
     launches = tile_launches(tiles, rule, off)

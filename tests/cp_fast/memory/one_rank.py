@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import cp_fast
 from cp_fast.backends import Backend, BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
-from cp_fast.compile.instructions import Send
-from cp_fast.compile.passes.low_precision_grads import low_precision_grads, of_one_launch
+from cp_fast.compile.instruction_passes import low_precision_grads, of_one_launch
+from cp_fast.compile.program import Send
 from cp_fast.transport.peer_exchange import PeerMessages, Shared
 from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup

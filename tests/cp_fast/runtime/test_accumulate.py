@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_fast.backends import LaunchOptions
-from cp_fast.compile.executable_plan import Accumulations
-from cp_fast.compile.instructions import OWN, Accumulate, BufferSpec, Copy, View
+from cp_fast.compile.program import OWN, Accumulate, Accumulations, BufferSpec, Copy, View
 from cp_fast.movers.rows import Rows
 from cp_fast.movers.select_kernels import kernels
 from cp_fast.movers.torch_movers.torch_merges import log_add_exp

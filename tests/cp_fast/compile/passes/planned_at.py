@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from cp_fast.compile.planning import machine_costs
-from cp_fast.compile.planning.machine_costs import Costs
+from cp_fast.compile import chosen_schedule
+from cp_fast.compile.machine import Costs, costs
 
 __all__ = ["ALWAYS_CHUNKS", "ALWAYS_WAIT", "NEVER_CHUNKS", "NEVER_WAIT", "planned_at"]
 
-_COSTS = machine_costs.costs()
+_COSTS = costs()
 # Much to hide behind, and chunks for nothing.
 ALWAYS_CHUNKS = Costs(1e-3, 1.0, exchange_us=1.0, launch_us=0.0, idle_rows=0.0, host_us=0.0, least_gain=0.0)
 NEVER_CHUNKS = replace(_COSTS, launch_us=1e9)
@@ -20,11 +20,11 @@ NEVER_WAIT = replace(_COSTS, flops_per_us=1e30)
 
 
 @contextmanager
-def planned_at(costs: Costs) -> Iterator[None]:
+def planned_at(other: Costs) -> Iterator[None]:
     """Inside, plans are made as if a machine had these costs."""
-    before = machine_costs.costs
-    machine_costs.costs = lambda: costs  # type: ignore[assignment]
+    before = chosen_schedule.costs
+    chosen_schedule.costs = lambda: other  # type: ignore[assignment]
     try:
         yield
     finally:
-        machine_costs.costs = before
+        chosen_schedule.costs = before

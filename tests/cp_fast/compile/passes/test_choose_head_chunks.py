@@ -7,8 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks, ways_to_cut
-from cp_fast.compile.planning.chosen_schedule import chosen_rank_schedule, chosen_schedule
+from cp_fast.compile.chosen_schedule import choose_head_chunks, chosen_rank_schedule, chosen_schedule, ways_to_cut
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.verify.proof import verify
 from tests.cp_fast.compile.passes.planned_at import ALWAYS_CHUNKS, NEVER_CHUNKS, planned_at

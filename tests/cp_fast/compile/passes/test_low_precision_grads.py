@@ -9,8 +9,8 @@ import torch
 
 import cp_fast
 from cp_fast.backends import Backend, BackwardOperands, Gradients
-from cp_fast.compile.instructions import Recv, Send
-from cp_fast.compile.passes.low_precision_grads import low_precision_grads, of_one_launch
+from cp_fast.compile.instruction_passes import low_precision_grads, of_one_launch
+from cp_fast.compile.program import Recv, Send
 from cp_ref import SimGroup
 from cp_ref.contract.declared import replaced
 from cp_ref.schedules.words import CPCommType

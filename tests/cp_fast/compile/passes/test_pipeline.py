@@ -28,13 +28,13 @@ from conformance.draw.strategies import cases
 from conformance.implementation import Implementation, load
 from conformance.tiers import CASE_TIERS
 from cp_fast import masks
-from cp_fast.compile.instructions import OWN, Free, Launch
-from cp_fast.compile.lowering.lower_schedule import Draft
-from cp_fast.compile.pass_table import PASSES, switched_off
+from cp_fast.compile import chosen_schedule
+from cp_fast.compile.chosen_schedule import choose_head_chunks
+from cp_fast.compile.lower import Draft
 from cp_fast.compile.pipeline import compiled
-from cp_fast.compile.planning import chosen_schedule
-from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
+from cp_fast.compile.program import OWN, Free, Launch
 from cp_fast.movers.select_kernels import use
+from cp_fast.passes import PASSES, switched_off
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule
 from cp_ref.schedules.problem import Problem, Sequence
 from tests.marks import examples

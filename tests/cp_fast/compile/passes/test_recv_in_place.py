@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.compile.executable_plan import ExecutablePlan
-from cp_fast.compile.instructions import Copy, Recv
-from cp_fast.compile.pass_table import switched_off
+from cp_fast.compile.program import Copy, Programs, Recv
 from cp_fast.movers.rows import Rows
+from cp_fast.passes import switched_off
 from cp_ref import SimGroup
 from cp_ref.simulator import SimMember
 
@@ -34,7 +33,7 @@ def play(member: SimMember, comm: Any, lengths: list[int], layout: Any) -> tuple
     return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))], plan.instructions
 
 
-def in_place(plan: ExecutablePlan[Rows]) -> int:
+def in_place(plan: Programs[Rows]) -> int:
     """How many messages are received in rows of a buffer that a launch reads."""
     return sum(one.made_by == "recv_in_place" for its in (plan.forward, plan.backward) for one in its.of(Recv))
 

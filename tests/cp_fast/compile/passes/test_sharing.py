@@ -14,16 +14,13 @@ from hypothesis import strategies as st
 from benchmarks.planning.planning_areas import measured
 from conformance.draw.draw_areas import areas as drawn_areas
 from cp_fast import masks
-from cp_fast.compile.instructions import Launch
+from cp_fast.compile.launches import placed, tile_launches
+from cp_fast.compile.merge_tiles import merge_dense, merge_triangles
 from cp_fast.compile.pipeline import lowered
-from cp_fast.compile.row_maps import RowMap, Spans
-from cp_fast.compile.tiles.joins import merge_dense, merge_triangles
-from cp_fast.compile.tiles.launches import tile_launches
-from cp_fast.compile.tiles.placed import placed
-from cp_fast.compile.tiles.segments import LaunchSegments, one_each
-from cp_fast.compile.tiles.shared_keys import factor_keys
-from cp_fast.compile.tiles.sharing import prepend_keys, split_disjoint
-from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
+from cp_fast.compile.program import Launch
+from cp_fast.compile.row_spans import RowMap, Spans
+from cp_fast.compile.segments import Segments, WindowedTiles, WindowRule, one_each, with_windows
+from cp_fast.compile.shared_rows import factor_keys, prepend_keys, split_disjoint
 from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.schedules.attention_slices import areas_of_rows
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, saved_kinds
@@ -35,7 +32,7 @@ WINDOWS = [(-1, -1), (-1, 0), (2, 0), (0, -1), (1, 2)]
 
 
 @st.composite
-def tiles_of_areas(draw: st.DrawFn) -> BandTiles:
+def tiles_of_areas(draw: st.DrawFn) -> WindowedTiles:
     """Attention slices that share rows, all cut along the same rows and keys; some tiles are missing."""
     areas = areas_of_rows(draw(drawn_areas((Sequence(16, 16, 16, 16),))))
     cuts = [[(0, 16)], [(0, 8), (8, 16)], disjoint(draw, 16, 4)]
@@ -46,11 +43,11 @@ def tiles_of_areas(draw: st.DrawFn) -> BandTiles:
         for (a, b), (c, d) in product(q, k)
         if max(q0, a) < min(q1, b) and max(k0, c) < min(k1, d) and draw(st.integers(0, 7))
     ]
-    return band_tiles(areas, Tiles.of_rows(draw(st.permutations(tiles))))
+    return with_windows(areas, Tiles.of_rows(draw(st.permutations(tiles))))
 
 
 @given(tiles_of_areas(), st.sampled_from(WINDOWS), st.sampled_from([0, 3, 2048]))
-def test_launches(tiles: BandTiles, own: tuple[int, int], large: int) -> None:
+def test_launches(tiles: WindowedTiles, own: tuple[int, int], large: int) -> None:
     launches = tile_launches(tiles, WindowRule(own, large))
     pairs = [kernel_pairs(segments_of(launch)) for launch in launches]
     assert sum(pairs, start=type(band_pairs(tiles))()) == band_pairs(tiles)
@@ -58,7 +55,7 @@ def test_launches(tiles: BandTiles, own: tuple[int, int], large: int) -> None:
 
 
 @given(tiles_of_areas())
-def test_passes(tiles: BandTiles) -> None:
+def test_passes(tiles: WindowedTiles) -> None:
     """Each keeps the pairs."""
     full = tiles.take(tiles.full)
     if len(full):
@@ -73,7 +70,7 @@ def test_passes(tiles: BandTiles) -> None:
 
 
 @st.composite
-def cut_masks(draw: st.DrawFn) -> BandTiles:
+def cut_masks(draw: st.DrawFn) -> WindowedTiles:
     """A causal mask and what it hides of some blocks, cut along rows and keys; some tiles are missing."""
     size = draw(st.integers(2, 16))
     mask = draw(
@@ -89,18 +86,18 @@ def cut_masks(draw: st.DrawFn) -> BandTiles:
         for (a, b), (c, d) in product(cuts, cuts)
         if max(q0, a) < min(q1, b) and max(k0, c) < min(k1, d) and draw(st.integers(0, 9))
     ]
-    return band_tiles(areas, Tiles.of_rows(draw(st.permutations(tiles))))
+    return with_windows(areas, Tiles.of_rows(draw(st.permutations(tiles))))
 
 
 @given(st.one_of(tiles_of_areas(), cut_masks()))
-def test_triangles(tiles: BandTiles) -> None:
+def test_triangles(tiles: WindowedTiles) -> None:
     """Merged or not, the pairs are the same, by their bands and by their windows."""
     found = merge_triangles(tiles)
     assert band_pairs(found) == window_pairs(found) == band_pairs(tiles)
 
 
 @given(st.one_of(tiles_of_areas(), cut_masks()), st.permutations(range(16)), st.integers(0, 3))
-def test_common_keys(tiles: BandTiles, order: list[int], cuts: int) -> None:
+def test_common_keys(tiles: WindowedTiles, order: list[int], cuts: int) -> None:
     """The same pairs where segments of a launch have common keys; and where each reads them from a buffer, in which the
     rows lie in any order.
     """
@@ -125,7 +122,7 @@ def test_common_keys(tiles: BandTiles, order: list[int], cuts: int) -> None:
         assert [len(k) for _, _, k in read] == sorted((len(k) for _, _, k in read), reverse=True)
 
 
-def rows_of_queries(launch: LaunchSegments) -> Counter[int]:
+def rows_of_queries(launch: Segments) -> Counter[int]:
     """How often a launch has each row of queries."""
     return Counter(row for _, start, stop in launch.q.rows() for row in range(start, stop))
 

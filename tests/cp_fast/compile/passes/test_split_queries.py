@@ -12,11 +12,11 @@ import cp_fast
 from conformance.case import Case
 from conformance.tiers import logic
 from cp_fast import masks
-from cp_fast.compile.instructions import Launch
+from cp_fast.compile import launches
+from cp_fast.compile.launches import tile_launches
 from cp_fast.compile.pipeline import compiled
-from cp_fast.compile.tiles import split_queries
-from cp_fast.compile.tiles.launches import tile_launches
-from cp_fast.compile.tiles.windows import BandTiles, WindowRule
+from cp_fast.compile.program import Launch
+from cp_fast.compile.segments import WindowedTiles, WindowRule
 from cp_ref.schedules.problem import Problem, Sequence
 from tests.cp_fast.compile.brute_force import band_pairs, kernel_pairs, rows_twice, segments_of
 from tests.cp_fast.compile.passes.test_sharing import tiles_of_areas
@@ -27,12 +27,12 @@ from tests.masks.problems import problems
 @contextmanager
 def always() -> Iterator[None]:
     """Launches of up to eight keys are spread, in parts of two queries and more."""
-    with patch.multiple(split_queries, _BLOCK=2, _ROWS=2):
+    with patch.multiple(launches, _BLOCK=2, _ROWS=2):
         yield
 
 
 @given(tiles_of_areas())
-def test_every_pair_once(tiles: BandTiles) -> None:
+def test_every_pair_once(tiles: WindowedTiles) -> None:
     with always():
         launches = tile_launches(tiles, WindowRule((-1, 0), 2048))
     pairs = [kernel_pairs(segments_of(launch)) for launch in launches]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import cp_fast
 from conformance.case import Case
 from conformance.tiers import logic
-from cp_fast.compile.instructions import Launch
+from cp_fast.compile.chosen_schedule import chosen_schedule
 from cp_fast.compile.pipeline import compiled
-from cp_fast.compile.planning.chosen_schedule import chosen_schedule
+from cp_fast.compile.program import Launch
 from cp_ref import masks
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cp_fast.compile.instructions import Launch
+from cp_fast.compile.program import Launch
 from cp_ref.schedules.attention_slices import UNBOUNDED
 from tests.meta.mutants.model import Mutant, wrap
 
@@ -154,8 +154,8 @@ def _one_layer(layers: Any, segments: Any) -> Any:
     return None if found is None else np.zeros_like(found)
 
 
-_LOWERING, _LAUNCHES = "cp_fast.compile.lowering", "cp_fast.compile.tiles.launches"
-_SUMS, _OPERANDS = "cp_fast.compile.lowering.sums.Sums", "cp_fast.compile.lowering.buffers.Operands"
+_LOWER, _LAUNCHES = "cp_fast.compile.lower", "cp_fast.compile.launches"
+_SUMS, _OPERANDS = "cp_fast.compile.buffers.Sums", "cp_fast.compile.buffers.Operands"
 
 
 def _pieces_exchanged(pieces: Any, *arguments: Any) -> Any:
@@ -174,7 +174,7 @@ def _pieces_exchanged(pieces: Any, *arguments: Any) -> Any:
 MUTANTS: dict[str, Mutant] = {
     "pieces-of-a-message-exchanged": Mutant(
         "two pieces of a message are received in each other's rows",
-        "cp_fast.compile.passes.recv_in_place._pieces",
+        "cp_fast.compile.instruction_passes._pieces",
         wrap(_pieces_exchanged),
         "logic",
     ),
@@ -183,14 +183,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "left-side-too-wide": Mutant(
         "a tile's window has one key too many on the left",
-        "cp_fast.compile.tiles.windows.windowed",
+        "cp_fast.compile.segments.windowed",
         _too_wide("left"),
         "special",
         where="window-in-a-batch",
     ),
     "right-side-too-wide": Mutant(
         "a tile's window has one key too many on the right",
-        "cp_fast.compile.tiles.windows.windowed",
+        "cp_fast.compile.segments.windowed",
         _too_wide("right"),
         "special",
         where="window-in-a-batch",
@@ -232,7 +232,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "last-launch-left-out": Mutant(
         "of several launches of a step the last is left out",
-        "cp_fast.compile.tiles.groups.tile_launches",
+        "cp_fast.compile.tile_groups.tile_launches",
         wrap(_tiles_of_one_launch),
         "logic",
     ),
@@ -250,13 +250,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "received-in-another-order": Mutant(
         "blocks of several peers lie in a buffer in another order",
-        f"{_LOWERING}.lower_messages._recvs",
+        f"{_LOWER}._recvs",
         wrap(_received_in_another_order),
         "logic",
     ),
     "first-heads-for-all-peers": Mutant(
         "every peer gets the first peer's heads",
-        f"{_LOWERING}.lower_messages._stacked_sends",
+        f"{_LOWER}._stacked_sends",
         wrap(_first_heads_for_all),
         "logic",
     ),
@@ -265,7 +265,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "first-head-is-zero": Mutant(
         "max_logit of any heads is that of the first ones",
-        f"{_LOWERING}.lower_tiles._launch",
+        f"{_LOWER}._launch",
         wrap(_first_head_is_zero),
         "logic",
     ),
@@ -284,7 +284,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "complete-results-from-row-0": Mutant(
         "complete results come home to the first rows",
-        f"{_LOWERING}.lower_schedule.arrived_results",
+        f"{_LOWER}.arrived_results",
         wrap(_complete_rows_sorted),
         "special",
     ),

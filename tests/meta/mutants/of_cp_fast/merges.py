@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cp_fast.compile.instructions import Accumulate, Launch
+from cp_fast.compile.program import Accumulate, Launch
 from tests.meta.mutants.model import Mutant, wrap, wrap_operation
 
 __all__ = ["MUTANTS"]

@@ -18,25 +18,38 @@ every batch.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.compile.pass_table import bit_of
+from cp_fast.passes import bit_of
 from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, crop
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Tiles
-from cp_ref.schedules.table import Column, Table, constant, in_blocks
+from cp_ref.schedules.table import Column, Table, constant, in_blocks, ranges
 
-__all__ = ["BandTiles", "WindowRule", "band_tiles", "own_window", "split_windows", "windowed"]
+__all__ = [
+    "SegmentSpans",
+    "Segments",
+    "WindowRule",
+    "WindowedTiles",
+    "one_each",
+    "own_window",
+    "split_windows",
+    "windowed",
+    "with_windows",
+]
+
+# ---- Tiles with windows
 
 
 _SPLIT = bit_of("split_windows")
 
 
 @dataclass(frozen=True, eq=False)
-class BandTiles(Table):
+class WindowedTiles(Table):
     """Tiles with their diagonal bands: rectangles of global rows, cropped; `left` and `right` are the kernel's window,
     -1 for unbounded. `made_by` has the compiler passes that made each tile (`pass_table.bit_of`); 0 for the schedule's
     own.
@@ -87,7 +100,7 @@ def own_window(problem: Problem) -> tuple[int, int]:
     return max(rows, key=lambda window: (rows[window], window), default=(-1, -1))
 
 
-def band_tiles(areas: AttentionSlices, tiles: Tiles) -> BandTiles:
+def with_windows(areas: AttentionSlices, tiles: Tiles) -> WindowedTiles:
     """A schedule's tiles with their diagonal bands, cropped to rows and keys with visible pairs."""
     lo, hi = areas.lo[tiles.area], areas.hi[tiles.area]
     q0, q1, k0, k1 = crop(tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop, lo, hi)
@@ -97,9 +110,9 @@ def band_tiles(areas: AttentionSlices, tiles: Tiles) -> BandTiles:
     return windowed(tiles.area if there.all() else tiles.area[there], q0, q1, k0, k1, lo, hi)
 
 
-def windowed(area: Column, q0: Column, q1: Column, k0: Column, k1: Column, lo: Column, hi: Column) -> BandTiles:
+def windowed(area: Column, q0: Column, q1: Column, k0: Column, k1: Column, lo: Column, hi: Column) -> WindowedTiles:
     """Tiles with the windows of their diagonal bands."""
-    return BandTiles(area, q0, q1, k0, k1, lo, hi, *_windows(q0, q1, k0, k1, lo, hi), constant(0, area))
+    return WindowedTiles(area, q0, q1, k0, k1, lo, hi, *_windows(q0, q1, k0, k1, lo, hi), constant(0, area))
 
 
 @in_blocks
@@ -110,7 +123,7 @@ def _windows(q0: Column, q1: Column, k0: Column, k1: Column, lo: Column, hi: Col
     return left, right
 
 
-def split_windows(tiles: BandTiles, rule: WindowRule) -> BandTiles:
+def split_windows(tiles: WindowedTiles, rule: WindowRule) -> WindowedTiles:
     """Tiles of few windows with the same pairs; the parts of a tile stay together, in the order right, full, left.
 
     >>> one = [np.array([x]) for x in (0, 0, 6, 0, 8, -2, 3)]  # six rows see two keys to the left, three to the right
@@ -125,7 +138,7 @@ def split_windows(tiles: BandTiles, rule: WindowRule) -> BandTiles:
     left, right = np.where(own, own_left, left), np.where(own, own_right, right)
     rest = ~own & ~tiles.full
     if not rest.any():
-        return BandTiles(area, q0, q1, k0, k1, lo, hi, left, right, made_by)
+        return WindowedTiles(area, q0, q1, k0, k1, lo, hi, left, right, made_by)
     split = np.where(right >= 0, k1 - hi, q0)  # Rows from here on see every key on the right.
     start = np.maximum(k0, split + lo)
     edge = np.where(start - (q1 - 1) < lo, q1 + lo, start)  # All rows below the split see keys from here on.
@@ -148,4 +161,97 @@ def split_windows(tiles: BandTiles, rule: WindowRule) -> BandTiles:
     )
     tile = np.concatenate(chosen)[order]
     made_by = np.where(cut, _SPLIT, made_by)[tile]
-    return BandTiles(area[tile], q0, q1, k0, k1, lo[tile], hi[tile], left, right, made_by)
+    return WindowedTiles(area[tile], q0, q1, k0, k1, lo[tile], hi[tile], left, right, made_by)
+
+
+# ---- Segments
+#
+# Segments of kernel launches: queries and keys with one window, whose rows may lie anywhere.
+#
+# Rows are gathered for the launch, or they are contiguous.
+
+
+Row = tuple[int, int, int]  # Segment, first global row, the row behind the last.
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentSpans(Table):
+    """The rows of segments: spans of global rows, sorted by segment."""
+
+    segment: Column
+    start: Column
+    stop: Column
+
+    def lengths(self, number: int) -> Column:
+        """The number of rows of each of `number` segments."""
+        size = self.stop - self.start
+        return size if len(size) == number else np.bincount(self.segment, size, number).astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Segments of launches. Segment s has the kernel's window (left[s], right[s]), -1 for unbounded, the queries
+    of its spans of `q`, one after the other, and the keys of its spans of `k`. `made_by`: see `WindowedTiles`.
+    `layer`: in a launch with repeated rows of keys, a number for each segment; those of one layer repeat no row.
+    """
+
+    area: Column
+    left: Column
+    right: Column
+    made_by: Column
+    q: SegmentSpans
+    k: SegmentSpans
+    layer: Column | None = None
+
+    def __len__(self) -> int:
+        return len(self.area)
+
+    @staticmethod
+    def dense(area: Column, made_by: Column, q: SegmentSpans, k: SegmentSpans) -> Segments:
+        """Segments without a mask."""
+        none = constant(-1, area)
+        return Segments(area, none, none, made_by, q, k)
+
+    @staticmethod
+    def of_rows(q: Sequence[Row], k: Sequence[Row]) -> Segments:
+        """Segments without a mask that no pass made, each of an attention slice of its own."""
+        spans = SegmentSpans.of_rows(q), SegmentSpans.of_rows(k)
+        area = np.unique(spans[0].segment)
+        return Segments.dense(area, constant(0, area), *spans)
+
+    def take(self, which: Column) -> Segments:
+        """The segments with these numbers, in this order."""
+        q, k = (_taken(spans, which, len(self)) for spans in (self.q, self.k))
+        return Segments(self.area[which], self.left[which], self.right[which], self.made_by[which], q, k)
+
+    @staticmethod
+    def concat(parts: Sequence[Segments]) -> Segments:
+        """The segments of all parts, in the order of their attention slices and queries."""
+        parts = [part for part in parts if len(part)] or list(parts[:1])
+        if len(parts) == 1:
+            return parts[0]
+        first = np.cumsum([0, *(len(part) for part in parts)])
+        columns = zip(*((p.area, p.left, p.right, p.made_by) for p in parts), strict=True)
+        area, left, right, made_by = map(np.concatenate, columns)
+        q, k = (
+            SegmentSpans.concat(
+                [SegmentSpans(s.segment + n, s.start, s.stop) for s, n in zip(sides, first, strict=False)]
+            )
+            for sides in ([p.q for p in parts], [p.k for p in parts])
+        )
+        joined = Segments(area, left, right, made_by, q, k)
+        return joined.take(np.lexsort((q.start[np.searchsorted(q.segment, np.arange(len(area)))], area)))
+
+
+def _taken(spans: SegmentSpans, which: Column, number: int) -> SegmentSpans:
+    begin, end = (np.searchsorted(spans.segment, np.arange(number), side=side) for side in ("left", "right"))
+    size = (end - begin)[which]
+    rows = ranges(begin[which], size)
+    return SegmentSpans(np.repeat(np.arange(len(which)), size), spans.start[rows], spans.stop[rows])
+
+
+def one_each(tiles: WindowedTiles) -> Segments:
+    """Every tile as a segment."""
+    number = np.arange(len(tiles))
+    q, k = SegmentSpans(number, tiles.q_start, tiles.q_stop), SegmentSpans(number, tiles.k_start, tiles.k_stop)
+    return Segments(tiles.area, tiles.left, tiles.right, tiles.made_by, q, k)

@@ -13,7 +13,17 @@ from cp_fast.compile.index_tables import one_range
 from cp_ref.schedules.ownership import Fragments
 from cp_ref.schedules.table import Column, joined
 
-__all__ = ["Found", "Located", "Parts", "RowMap", "SpanSets", "Spans", "by_start", "shared_out", "subtract"]
+__all__ = [
+    "Found",
+    "Located",
+    "Parts",
+    "RowMap",
+    "SpanSets",
+    "Spans",
+    "by_start",
+    "shared_out",
+    "subtract",
+]
 
 Place = TypeVar("Place")
 

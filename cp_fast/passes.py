@@ -11,7 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["PASSES", "Pass", "bit_of", "is_on", "names_of", "skipped", "switched_off"]
+__all__ = [
+    "PASSES",
+    "Pass",
+    "bit_of",
+    "is_on",
+    "names_of",
+    "skipped",
+    "switched_off",
+]
 
 
 @dataclass(frozen=True)

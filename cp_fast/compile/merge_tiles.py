@@ -24,22 +24,28 @@ from dataclasses import replace
 
 import numpy as np
 
-from cp_fast.compile.pass_table import bit_of
-from cp_fast.compile.tiles.segments import LaunchSegments, SegmentSpans, one_each
-from cp_fast.compile.tiles.windows import BandTiles, WindowRule, windowed
+from cp_fast.compile.segments import Segments, SegmentSpans, WindowedTiles, WindowRule, one_each, windowed
+from cp_fast.passes import bit_of
 from cp_ref.schedules.attention_slices import UNBOUNDED, pairs
 from cp_ref.schedules.table import Column, constant, ranges, runs
 
-__all__ = ["halved_stairs", "merge_adjacent", "merge_causal", "merge_dense", "merge_stripes", "merge_triangles"]
+__all__ = [
+    "halved_stairs",
+    "merge_adjacent",
+    "merge_causal",
+    "merge_dense",
+    "merge_stripes",
+    "merge_triangles",
+]
 
 _ADJACENT, _CAUSAL, _DENSE, _FACTOR = map(bit_of, ("merge_adjacent", "merge_causal", "merge_dense", "factor_keys"))
 _MANY = 8  # Segments of an attention slice; fewer are a launch each.
 
 
-def merge_dense(tiles: BandTiles) -> LaunchSegments:
+def merge_dense(tiles: WindowedTiles) -> Segments:
     """Tiles without hidden pairs as few segments.
 
-    >>> from cp_fast.compile.tiles.windows import windowed
+    >>> from cp_fast.compile.segments import windowed
     >>> four = [(0, 0, 2, 4, 6), (0, 0, 2, 8, 9), (0, 10, 12, 4, 6), (0, 10, 12, 8, 9)]  # area, queries, keys
     >>> edge = np.full(4, UNBOUNDED)
     >>> found = merge_dense(windowed(*map(np.array, zip(*four)), -edge, edge))
@@ -58,7 +64,7 @@ def merge_dense(tiles: BandTiles) -> LaunchSegments:
     keys = ranges(begin[first], size[first])
     area = tiles.area[begin[first]]
     merged = (queries > 1) | (size[first] > 1)
-    return LaunchSegments.dense(
+    return Segments.dense(
         area,
         np.where(merged, _DENSE, tiles.made_by[begin[first]]),
         SegmentSpans(np.repeat(number, queries), q0[begin], q1[begin]),
@@ -66,7 +72,7 @@ def merge_dense(tiles: BandTiles) -> LaunchSegments:
     )
 
 
-def _same_keys(tiles: BandTiles, begin: Column, size: Column) -> Column:
+def _same_keys(tiles: WindowedTiles, begin: Column, size: Column) -> Column:
     """Whether each group of tiles after the first has the keys of the group before it."""
     same = (size[1:] == size[:-1]) & (tiles.k_start[begin[1:]] == tiles.k_start[begin[:-1]])  # Quick: it decides most.
     some = np.flatnonzero(same)
@@ -79,13 +85,13 @@ def _same_keys(tiles: BandTiles, begin: Column, size: Column) -> Column:
     return same
 
 
-def merge_stripes(segments: LaunchSegments) -> LaunchSegments:
+def merge_stripes(segments: Segments) -> Segments:
     """Rows of an attention slice that see a key more each, as causal segments; with a window, later rows see as many
     keys as the row before them, from the next one on. `segments` have no mask, and attention slices no rows in common.
 
     >>> rows = range(10)  # row 8 n + 1 sees keys 0, 8, ..., 8 n
     >>> q, k = [(n, 8 * n + 1, 8 * n + 2) for n in rows], [(n, 8 * m, 8 * m + 1) for n in rows for m in range(n + 1)]
-    >>> one = merge_stripes(replace(LaunchSegments.of_rows(q, k), area=np.zeros(10, dtype=np.int64)))
+    >>> one = merge_stripes(replace(Segments.of_rows(q, k), area=np.zeros(10, dtype=np.int64)))
     >>> len(one), one.right.tolist(), list(one.k.rows()) == [(0, 8 * m, 8 * m + 1) for m in rows]
     (1, [0], True)
     """
@@ -117,7 +123,7 @@ def merge_stripes(segments: LaunchSegments) -> LaunchSegments:
     key = np.concatenate([ranges(start, size[begin]), last[np.setdiff1d(inside, begin)]])
     of = np.concatenate([np.repeat(number, size[begin]), np.repeat(number, count - 1)])
     order = np.lexsort((k.start[key], of))
-    merged = LaunchSegments(
+    merged = Segments(
         area[begin],
         np.where(slides[end - 1], keys[end] - 1, -1),
         np.zeros_like(number),
@@ -127,16 +133,16 @@ def merge_stripes(segments: LaunchSegments) -> LaunchSegments:
     )
     kept = np.ones(len(segments), dtype=bool)
     kept[inside] = False
-    return LaunchSegments.concat([segments.take(np.flatnonzero(kept)), merged])
+    return Segments.concat([segments.take(np.flatnonzero(kept)), merged])
 
 
-def halved_stairs(segments: LaunchSegments) -> tuple[LaunchSegments, Column]:
+def halved_stairs(segments: Segments) -> tuple[Segments, Column]:
     """Segments without a mask, sorted by attention slice, in launches without repeated rows; and each one's launch. The
     later half of an attention slice's segments takes the keys of the earlier half together, and both are halved again,
     where every segment sees the keys of the one before it. Other attention slices have a segment in each launch.
 
     >>> q = [(n, 10 + n, 11 + n) for n in range(9)]
-    >>> some = LaunchSegments.of_rows(q, [(n, 2 * m, 2 * m + 1) for n in range(9) for m in range(2 * n + 1)])
+    >>> some = Segments.of_rows(q, [(n, 2 * m, 2 * m + 1) for n in range(9) for m in range(2 * n + 1)])
     >>> found, launch = halved_stairs(replace(some, area=np.zeros(9, dtype=np.int64)))
     >>> launch.tolist(), found.take(np.flatnonzero(launch == 3)).q.rows().__next__()
     ([0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 4], (0, 14, 15))
@@ -174,15 +180,15 @@ def halved_stairs(segments: LaunchSegments) -> tuple[LaunchSegments, Column]:
         sides.append(SegmentSpans(np.repeat(np.arange(len(head)), size), spans.start[row], spans.stop[row]))
     made_by = np.where(stair[head], _FACTOR, segments.made_by[head])
     q, k = sides
-    return LaunchSegments(segments.area[head], segments.left[head], segments.right[head], made_by, q, k), launch
+    return Segments(segments.area[head], segments.left[head], segments.right[head], made_by, q, k), launch
 
 
-def _many(segments: LaunchSegments) -> bool:
+def _many(segments: Segments) -> bool:
     """Whether an attention slice has many of these."""
     return len(segments) > _MANY and int(np.bincount(segments.area).max()) > _MANY
 
 
-def _sees_more(segments: LaunchSegments) -> Column:
+def _sees_more(segments: Segments) -> Column:
     """Whether each segment without a mask sees the keys of the segment before it, first, and more keys."""
     area, count = segments.area, len(segments)
     more = np.zeros(count, dtype=bool)
@@ -206,11 +212,11 @@ def _same(spans: SegmentSpans, first: Column, other: Column, size: Column) -> Co
     return same
 
 
-def merge_adjacent(tiles: BandTiles) -> BandTiles:
+def merge_adjacent(tiles: WindowedTiles) -> WindowedTiles:
     """Join touching tiles of an attention slice if their bounding rectangle has exactly their rows and pairs, as the
     neighbouring chunks of the last rank.
 
-    >>> from cp_fast.compile.tiles.windows import windowed
+    >>> from cp_fast.compile.segments import windowed
     >>> three = [(0, 0, 2, 0, 2, -3, 0), (0, 2, 4, 0, 2, -3, 0), (0, 2, 4, 2, 4, -3, 0)]  # a window of three
     >>> [row[1:5] for row in merge_adjacent(windowed(*map(np.array, zip(*three)))).rows()]
     [(0, 4, 0, 4)]
@@ -238,11 +244,11 @@ def merge_adjacent(tiles: BandTiles) -> BandTiles:
         return tiles
     joined = windowed(*(x[whole] for x in (area, q0, q1, k0, k1, lo, hi)))
     joined = replace(joined, made_by=constant(_ADJACENT, joined.area))
-    found = BandTiles.concat([tiles.take(~np.repeat(whole, size)), joined])
+    found = WindowedTiles.concat([tiles.take(~np.repeat(whole, size)), joined])
     return found.take(np.argsort(found.area, kind="stable"))
 
 
-def merge_causal(tiles: BandTiles, rule: WindowRule) -> tuple[LaunchSegments, Column]:
+def merge_causal(tiles: WindowedTiles, rule: WindowRule) -> tuple[Segments, Column]:
     """The own tiles of each causal attention slice as one causal square; and whether each tile belongs to one.
 
     Queries and keys of such an attention slice are the same positions along the diagonal, with any gaps. So each of the
@@ -279,14 +285,14 @@ def merge_causal(tiles: BandTiles, rule: WindowRule) -> tuple[LaunchSegments, Co
     keys = SegmentSpans(segment, q.start + hi[q.segment], q.stop + hi[q.segment])
     own_left, own_right = rule.own
     left = np.where((own_right == 0) & (hi - lo == own_left), own_left, -1)[area]
-    return LaunchSegments(area, left, np.zeros_like(area), constant(_CAUSAL, area), own, keys), part
+    return Segments(area, left, np.zeros_like(area), constant(_CAUSAL, area), own, keys), part
 
 
-def merge_triangles(tiles: BandTiles) -> BandTiles:
+def merge_triangles(tiles: WindowedTiles) -> WindowedTiles:
     """Causal tiles cut where other tiles see all that they hide: both are then a rectangle. For example, a prefix that
     sees itself wholly lies in a causal document, as the causal square and the triangle next to it.
 
-    >>> from cp_fast.compile.tiles.windows import windowed
+    >>> from cp_fast.compile.segments import windowed
     >>> edge = UNBOUNDED
     >>> two = [(0, 0, 6, 0, 6, -edge, 0), (1, 2, 4, 3, 5, 1, edge)]  # causal, and queries 2 and 3 see keys up to 4
     >>> [row[1:5] + row[7:9] for row in merge_triangles(windowed(*map(np.array, zip(*two)))).rows()]
@@ -328,7 +334,7 @@ def merge_triangles(tiles: BandTiles) -> BandTiles:
     kept = np.ones(len(tiles), dtype=bool)
     kept[beside] = kept[whole] = False
     made = [replace(part, made_by=constant(_CAUSAL, part.area)) for part in parts]
-    found_tiles = BandTiles.concat([tiles.take(kept), *made])
+    found_tiles = WindowedTiles.concat([tiles.take(kept), *made])
     return found_tiles.take(np.lexsort((found_tiles.q_start, found_tiles.area)))
 
 

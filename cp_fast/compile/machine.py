@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
@@ -15,7 +16,17 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import parse_toml
 
-__all__ = ["Host", "Kernel", "Link", "Machine", "Rates", "built_in", "read_machine"]
+__all__ = [
+    "Costs",
+    "Host",
+    "Kernel",
+    "Link",
+    "Machine",
+    "Rates",
+    "built_in",
+    "costs",
+    "read_machine",
+]
 
 _BUILT_IN = Path(__file__).parent / "machines"
 _LIKE = {"float16": "bfloat16"}  # has the rates of
@@ -190,3 +201,50 @@ def _lines(table: Mapping[str, Any], where: str) -> list[str]:
 
 def _text(value: str | float) -> str:
     return json.dumps(value) if isinstance(value, str) else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+# ---- The costs by which schedules are chosen
+#
+# The costs by which schedules are chosen: a few numbers of one machine, the same on every rank.
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Rates and times for 16-bit operands.
+
+    Attributes:
+        flops_per_us: of attention kernels.
+        bytes_per_us: of a rank's messages, each way.
+        exchange_us: an exchange, without its bytes.
+        launch_us: a launch and its step, without the flops.
+        idle_rows: the query rows that could be attended to in the time that a launch loses at its end.
+        host_us: the host, for a step.
+        least_gain: the share of the time that a cut has to save: an estimate is not better than that.
+    """
+
+    flops_per_us: float
+    bytes_per_us: float
+    exchange_us: float
+    launch_us: float
+    idle_rows: float
+    host_us: float
+    least_gain: float = 0.005
+
+
+@cache
+def costs() -> Costs:
+    """The costs on the H200s of a domain. They are used on every machine, so all ranks choose the same schedule.
+
+    Kernels are those of the first head dims, as the mean of both passes. Messages are the process group's, the slower
+    ones. A launch ends with half a wave of tiles of 128 rows on 132 multiprocessors. The host's time is doubled, so
+    that chunks that gain little are not made.
+
+    >>> costs().exchange_us, costs().bytes_per_us
+    (30.0, 340000.0)
+    """
+    machine = read_machine("h200-nvlink")
+    forward, backward = machine.kernels[0].forward, machine.kernels[0].backward
+    tflops = 3.5 / (1 / forward.tflops + 2.5 / backward.tflops)
+    launch_us = machine.step_us + forward.launch_us
+    link, host_us = machine.group, 2 * machine.host.step_us
+    return Costs(1e6 * tflops, 1e3 * link.gbytes_s, link.latency_us, launch_us, 128 * 132 / 2, host_us)

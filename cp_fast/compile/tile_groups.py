@@ -14,18 +14,21 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_fast.compile.index_tables import Key, Tables
-from cp_fast.compile.instructions import Heads
-from cp_fast.compile.pass_table import names_of
-from cp_fast.compile.row_maps import Parts, RowMap, Spans, SpanSets
-from cp_fast.compile.tiles.launches import overlap, sort_keys, tile_launches
-from cp_fast.compile.tiles.placed import Placed, placed
-from cp_fast.compile.tiles.segments import LaunchSegments
-from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
+from cp_fast.compile.launches import Placed, overlap, placed, sort_keys, tile_launches
+from cp_fast.compile.program import Heads
+from cp_fast.compile.row_spans import Parts, RowMap, Spans, SpanSets
+from cp_fast.compile.segments import Segments, WindowedTiles, WindowRule, with_windows
+from cp_fast.passes import names_of
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import Tiles
 from cp_ref.schedules.table import one_value
 
-__all__ = ["LaunchRows", "SegmentKeys", "TileGroup", "TileGroups"]
+__all__ = [
+    "LaunchRows",
+    "SegmentKeys",
+    "TileGroup",
+    "TileGroups",
+]
 
 _MOST_TILES = 2048  # Of more tiles it takes seconds to find out which queries see the same keys.
 _MOST_EMPTY = 1.05  # All rows of a launch's tiles over those with a query. More costs what a launch less saves.
@@ -51,7 +54,7 @@ class LaunchRows:
     segment. `layers`: the rows of keys again, in parts without repeated rows.
     """
 
-    segments: LaunchSegments
+    segments: Segments
     batch: SegmentKeys
     q: Spans
     kv: Spans
@@ -74,9 +77,9 @@ class TileGroup(NamedTuple):
 
     heads: Heads
     kv_heads: Heads
-    tiles: BandTiles
+    tiles: WindowedTiles
     launches: list[LaunchRows]
-    sharing: list[LaunchSegments] | None
+    sharing: list[Segments] | None
 
     def heads_of(self, kind: str) -> Heads:
         """The heads of a kind of operands."""
@@ -133,7 +136,7 @@ class TileGroups:
         """Tiles with their diagonal bands, for any heads, and their launches."""
         rectangles = tuple(map(id, tiles.columns[:5]))  # The cached tiles keep these columns alive.
         if rectangles not in self._launches:
-            banded = band_tiles(self._work.areas, tiles)
+            banded = with_windows(self._work.areas, tiles)
             packed = tile_launches(banded, self._rule, self._skipped)
             sharing = None
             if self._shares_keys and not self._rule.disjoint and len(packed) > 1 and len(banded) <= _MOST_TILES:
@@ -142,7 +145,7 @@ class TileGroups:
             self._launches[rectangles] = tiles, (banded, list(map(self._launch, packed)), sharing)
         return self._launches[rectangles][1]
 
-    def _fills_tiles(self, launches: list[LaunchSegments]) -> bool:
+    def _fills_tiles(self, launches: list[Segments]) -> bool:
         """Whether tiles, which end with their segment, have few empty rows: weighted by the keys that they visit."""
         size, tile = self._work.group_size, self._shares_keys
         cells = whole = 0
@@ -152,7 +155,7 @@ class TileGroups:
             whole += int((-(-rows * size // tile) * tile * keys).sum())
         return whole <= _MOST_EMPTY * cells
 
-    def _launch(self, segments: LaunchSegments) -> LaunchRows:
+    def _launch(self, segments: Segments) -> LaunchRows:
         count, layer = len(segments), segments.layer
         cu_q, cu_kv = (self._tables.lengths(side.lengths(count)) for side in (segments.q, segments.k))
         left, right = (None if side[0] < 0 else int(side[0]) for side in (segments.left, segments.right))
@@ -189,7 +192,7 @@ class TileGroups:
         return self._in_order[launch, rows]
 
 
-_Launched = tuple[BandTiles, list[LaunchRows], list[LaunchSegments] | None]
+_Launched = tuple[WindowedTiles, list[LaunchRows], list[Segments] | None]
 
 
 def _head_ranges(tiles: Tiles) -> list[Heads]:

@@ -1,0 +1,303 @@
+"""The schedule that `cp_fast` runs: the planner's, in the chosen head chunks, and with own keys that wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from cp_fast.compile.machine import Costs, costs
+from cp_fast.passes import is_on
+from cp_ref.schedules.attention_slices import AttentionSlices
+from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule
+from cp_ref.schedules.planners.ring_members import merged
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Schedule, Step, Tiles, side_of
+from cp_ref.schedules.table import Column
+from cp_ref.schedules.verify.costs import ITEM_BYTES, message_bytes, tile_pairs
+
+__all__ = [
+    "Folding",
+    "Schedules",
+    "choose_head_chunks",
+    "chosen_rank_schedule",
+    "chosen_schedule",
+    "fold_batch",
+    "own_keys_wait",
+    "ways_to_cut",
+]
+
+Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward pass
+
+
+# ---- Head chunks
+#
+# The head chunks of an a2a schedule that take the least time (`cp_ref.schedules.planners.make_schedule`).
+#
+# Head chunks hide all messages except the first chunk's inputs and the last chunk's results, so these two are small.
+# Each chunk adds a launch, whose last tiles leave multiprocessors idle, and work for the host. So heads are cut where,
+# by an estimate, the hidden messages take longer than that. On two H200s they do when every query head has its kv head.
+# With four query heads per kv head and 16,384 tokens per GPU, three chunks took 0.4 % more time than one, and twice the
+# host time.
+#
+# The estimate is a formula: compiling every cut and counting its instructions would take longer than the plan itself.
+# It depends on the problem alone, so all ranks choose the same.
+
+
+def choose_head_chunks(problem: Problem) -> tuple[int, ...]:
+    """The kv heads of every rank that are exchanged at a time: the cut of the least time, forward and backward. () is
+    all at once: if that is fastest, or no heads are exchanged, or a kv head goes to several ranks.
+
+    >>> from cp_ref.schedules.problem import Sequence
+    >>> def chunks(tokens, cp_size, heads_kv):
+    ...     sizes = {"heads_q": 32, "heads_kv": heads_kv, "d_qk": 128, "d_v": 128, "dtype": "bfloat16"}
+    ...     problem = Problem(cp_size, (Sequence(tokens, tokens, tokens, tokens),), "a2a", cp_size, **sizes)
+    ...     return choose_head_chunks(problem)
+    >>> chunks(32_768, 2, 32), chunks(32_768, 2, 8), chunks(65_536, 2, 8), chunks(32_768, 8, 4)
+    ((1, 14, 1), (), (), ())
+    """
+    size, heads_kv = problem.a2a_size, problem.heads_kv
+    if size == 1 or heads_kv % size or heads_kv == size or not is_on("split_heads"):
+        return ()
+    at, rings = costs(), problem.cp_size // size
+    passes = _passes(problem, at)
+    times = {cut: sum(_time(one, cut, rings, at) for one in passes) for cut in ways_to_cut(heads_kv // size)}
+    best, whole = min(times, key=times.__getitem__), (heads_kv // size,)
+    return best if best != whole and times[best] <= (1 - at.least_gain) * times[whole] else ()
+
+
+def ways_to_cut(heads: int) -> list[tuple[int, ...]]:
+    """The few ways to cut kv heads that are tried: into equal chunks, or a large one between two small ones. Ways with
+    few chunks come first.
+
+    >>> ways_to_cut(1), ways_to_cut(6)
+    ([(1,)], [(6,), (3, 3), (2, 2, 2), (1, 4, 1), (1, 1, 1, 1, 1, 1)])
+    """
+    equal = [(heads // count,) * count for count in range(1, heads + 1) if heads % count == 0]
+    between = [(end, heads - 2 * end, end) for end in range(1, (heads - 1) // 3 + 1) if heads > 3 * end]
+    return sorted(equal + between, key=len)
+
+
+class _Pass(NamedTuple):
+    """Microseconds of one pass, for each kv head of a rank."""
+
+    come: float  # Its rows, in an exchange.
+    attend: float  # One step of the ring.
+    leave: float  # Its results.
+    tail: float  # The time lost at the end of a launch, for any number of heads.
+
+
+def _passes(problem: Problem, at: Costs) -> tuple[_Pass, _Pass]:
+    """The forward and the backward pass."""
+    d_qk, d_v, group = problem.d_qk, problem.d_v, problem.heads_q // problem.heads_kv
+    to_peers = (problem.a2a_size - 1) / problem.cp_size  # The share of all rows that a rank sends.
+    a_number = ITEM_BYTES[problem.dtype] * to_peers / at.bytes_per_us
+    tokens_q, tokens_kv = sum(problem.lengths.len_q), sum(problem.lengths.len_kv)
+    q, do, kv = (n * a_number for n in (tokens_q * group * d_qk, tokens_q * group * d_v, tokens_kv * (d_qk + d_v)))
+    own_pairs = problem.pairs * (problem.a2a_size / problem.cp_size) ** 2  # Of one step.
+    product = 2 * group * own_pairs / at.flops_per_us  # Of unit head dimension.
+    forward, backward = product * (d_qk + d_v), product * (3 * d_qk + 2 * d_v)
+    idle = at.idle_rows / max(tokens_q * group * problem.a2a_size / problem.cp_size, 1.0)
+    return _Pass(q + kv, forward, do, idle * forward), _Pass(do, backward, q + kv, idle * backward)
+
+
+def _time(one: _Pass, cut: tuple[int, ...], rings: int, at: Costs) -> float:
+    """Microseconds of a pass: the computation of a step hides its messages."""
+    come, leave = ([at.exchange_us + heads * each for heads in cut] for each in (one.come, one.leave))
+    attend = [at.launch_us + one.tail + heads * one.attend for heads in cut]
+    steps = zip(attend, [*come[1:], 0.0], [0.0, *leave[:-1]], strict=True)
+    hidden = sum((rings - 1) * computed + max(computed, next_rows + last) for computed, next_rows, last in steps)
+    return max(come[0] + hidden + leave[-1], (len(cut) * rings + 2) * at.host_us)
+
+
+# ---- Own keys that wait
+#
+# Own keys that wait for the others: an attention slice that hides nothing is attended once, when more of its keys have
+# arrived.
+#
+# For example, two ranks share a prompt, and their answers see all of it and, causally, themselves. Without this rewrite
+# the answers of a rank attend to the prompt twice: to the rank's own part, and to the part that arrives. Each of these
+# is a kernel launch with an output to merge and gradients to add:
+#
+#                 step 0, while keys travel                         step 1
+#     before      answers x themselves, x prompt's own keys         answers x prompt's other keys
+#     after       answers x themselves                              answers x all of the prompt's keys
+#
+# Nothing of the prompt is hidden, so its keys need no order, and both parts are one segment of one launch. The messages
+# do not change: gradients of own keys stay on the rank, at any step. Tiles of the first step wait if all of this holds:
+#
+# - They are of attention slices that hide nothing. All such tiles of the step wait together, so their launch is saved.
+#   A part of a causal attention slice stays: without it the slice's square would not be one.
+# - Their attention slices have arrived keys at a later step. They wait for the first one: in all_gather for all keys,
+#   in a ring for the next unit's, as gradients of received keys have to leave one step after these came.
+# - Any two of these attention slices have the same keys or no keys in common; otherwise one launch could become two.
+# - Several tiles that stay have queries that see these keys. With only one, the keys would be the first of its segment.
+# - Their queries are more than half of the later step's. Otherwise the queries of that step are one segment with the
+#   arriving keys, and these few are another segment with the own keys at either step.
+# - The tiles that stay still hide the step's messages in the forward pass, the shorter one, by `costs`.
+
+
+def own_keys_wait(problem: Problem, rank_schedules: Schedules) -> Schedules:
+    """A rank's forward and backward schedule with own keys waiting, or the unchanged schedules. Each step has the same
+    tiles in both.
+    """
+    forward, backward = rank_schedules
+    areas, own = problem.workload.areas, forward[0].tiles
+    waits, arrives = _hides_nothing(areas)[own.area], _first_steps(areas, forward)[own.area]
+    waiting, stays = own.take(waits), own.take(~waits)
+    if not len(waiting) or not arrives[waits].all() or bool((tile_pairs(areas, stays) == _cells(stays)).any()):
+        return rank_schedules
+    if not _apart(areas.take(waiting.area)) or _in_front(waiting, stays) or not _hidden(problem, forward[0], stays):
+        return rank_schedules
+    tiles: list[Tiles] = [stays, *(step.tiles for step in forward[1:])]
+    for n in map(int, np.unique(arrives[waits])):
+        some = own.take(waits & (arrives == n))
+        if 2 * _queries(some) <= _queries(tiles[n]):
+            return rank_schedules
+        tiles[n] = Tiles.concat([some, tiles[n]])
+    return _with_tiles(forward, tiles), _with_tiles(backward, tiles)
+
+
+def _with_tiles(rank_schedule: RankSchedule, tiles: list[Tiles]) -> RankSchedule:
+    some = (step._replace(tiles=its) for step, its in zip(rank_schedule, tiles, strict=False))
+    return *some, *rank_schedule[len(tiles) :]
+
+
+def _first_steps(areas: AttentionSlices, rank_schedule: RankSchedule) -> Column:
+    """The first step after step 0 at which each attention slice has tiles; 0 for none."""
+    found = np.zeros(len(areas), dtype=np.int64)
+    for n in range(len(rank_schedule) - 1, 0, -1):
+        found[rank_schedule[n].tiles.area] = n
+    return found
+
+
+def _hides_nothing(areas: AttentionSlices) -> Column:
+    """Whether all of an area's rectangle is seen.
+
+    >>> _hides_nothing(AttentionSlices.parse("area q[0:4] k[0:4] band *:0\\narea q[4:8] k[0:4] band *:*")).tolist()
+    [False, True]
+    """
+    return areas.pairs == _cells(areas)
+
+
+def _cells(rectangles: AttentionSlices | Tiles) -> Column:
+    return (rectangles.q_stop - rectangles.q_start) * (rectangles.k_stop - rectangles.k_start)
+
+
+def _apart(areas: AttentionSlices) -> bool:
+    """Whether any two of these have the same keys or none in common."""
+    start, stop = np.unique(np.stack([areas.k_start, areas.k_stop]), axis=1)
+    return bool((start[1:] >= stop[:-1]).all())
+
+
+def _in_front(waiting: Tiles, stays: Tiles) -> bool:
+    """Whether one tile that stays, alone, has the queries that see some of the keys."""
+    queries: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for _, *q, k_start, k_stop, _, _ in waiting.rows():
+        queries.setdefault((k_start, k_stop), set()).add((q[0], q[1]))
+    alone = {min(some) for some in queries.values() if len(some) == 1}
+    return not alone.isdisjoint(zip(stays.q_start.tolist(), stays.q_stop.tolist(), strict=True))
+
+
+def _queries(tiles: Tiles) -> int:
+    """The number of query rows."""
+    start, stop = merged(tiles.q_start, tiles.q_stop)
+    return int((stop - start).sum())
+
+
+def _hidden(problem: Problem, step: Step, tiles: Tiles) -> bool:
+    """Whether these tiles take as long as the step's messages, forward."""
+    at = costs()
+    seen = int(tile_pairs(problem.workload.areas, tiles).sum())
+    computed = 2 * problem.heads_q * seen * (problem.d_qk + problem.d_v) / at.flops_per_us
+    travels = max(sum(message_bytes(problem, m) for m in messages) for messages in (step.sends, step.recvs))
+    return computed >= at.exchange_us + travels / at.bytes_per_us
+
+
+# ---- The schedule with both
+
+
+def chosen_rank_schedule(problem: Problem, rank: int, head_chunks: tuple[int, ...]) -> Schedules:
+    """One rank's forward and backward schedule."""
+    return _with_waiting_keys(problem, make_rank_schedule(problem, rank, head_chunks))
+
+
+def chosen_schedule(problem: Problem, head_chunks: tuple[int, ...], known: dict[int, Schedules]) -> Schedule:
+    """The schedule of all ranks. `known`: the results of `chosen_rank_schedule` for some of them."""
+    made = make_schedule(problem, known, head_chunks)
+    others = enumerate(zip(made.forward, made.backward, strict=True))
+    rank_schedules = [known.get(rank) or _with_waiting_keys(problem, both) for rank, both in others]
+    forward, backward = zip(*rank_schedules, strict=True)
+    return replace(made, forward=forward, backward=backward)
+
+
+def _with_waiting_keys(problem: Problem, rank_schedules: Schedules) -> Schedules:
+    if problem.areas is None or not is_on("delay_keys"):
+        return rank_schedules
+    return own_keys_wait(problem, rank_schedules)
+
+
+# ---- A batch folded into heads
+#
+# Equal sequences folded into heads: sbhd without padding is one sequence of b * h heads, which needs no copy.
+
+
+@dataclass(frozen=True)
+class Folding:
+    """A problem as the user gives it, and as kernels see it."""
+
+    problem: Problem
+    may_fold: bool = True
+
+    @cached_property
+    def folded(self) -> bool:
+        """Whether the batch is folded into the heads. Not if heads are exchanged, since a head's number decides its
+        rank. Not where scores depend on documents and heads. Not under a user's schedule, since it may treat the
+        sequences differently (`may_fold`).
+        """
+        p = self.problem
+        equal_lengths = p.position_free_scores and not p.attn_mask_type.startswith("padding")
+        return self.may_fold and p.qkv_format == "sbhd" and equal_lengths and p.a2a_size == 1
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return len(self.problem.sequences)
+
+    @cached_property
+    def packed_problem(self) -> Problem:
+        """The problem that the kernels see."""
+        p = self.problem
+        if not self.folded:
+            return p
+        return replace(p, sequences=p.sequences[:1], heads_q=p.heads_q * self.batch, heads_kv=p.heads_kv * self.batch)
+
+
+def fold_batch(steps: Schedules, problem: Problem) -> Schedules:
+    """A rank's steps, which treat all sequences of the batch alike, as those of the first one for the heads of all.
+
+    The schedule is then one of `Folding.packed_problem`. Only for messages and tiles of all heads.
+    """
+    return _folded(steps[0], problem), _folded(steps[1], problem)
+
+
+def _folded(rank_schedule: RankSchedule, problem: Problem) -> RankSchedule:
+    batch = len(problem.sequences)
+    slots = {"q": problem.sequences[0].slots_q, "kv": problem.sequences[0].slots_kv}
+
+    def message(m: Message) -> Message:
+        p = m.pieces
+        end = slots[side_of(m.kind)]
+        first = p.take(p.start < end)  # a piece may go on in the next sequence
+        stop = np.minimum(first.stop, end)
+        return replace(m, pieces=Pieces(first.start, stop, first.head_start, first.head_stop * batch))
+
+    def tiles(t: Tiles) -> Tiles:
+        first = t.take(t.q_start < slots["q"])
+        return replace(first, area=np.zeros_like(first.area), head_stop=first.head_stop * batch)
+
+    return tuple(
+        Step(tuple(map(message, s.sends)), tuple(map(message, s.recvs)), tiles(s.tiles)) for s in rank_schedule
+    )

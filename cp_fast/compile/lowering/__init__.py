@@ -1,1 +1,0 @@
-"""Lowering: a rank's schedule becomes an executable plan that is right and slow."""
