@@ -1,13 +1,9 @@
-"""Deliberately wrong variants of both implementations, each by one patched spot. A suite that misses one is no suite.
+"""Deliberately wrong variants of both implementations, each by one change of a function. A suite that misses one is no
+suite.
 
-of_cp_ref   schedules    plans, messages, ownership            of_cp_fast   executor   lowering, accumulators
-            masks        who sees which key                                 merges     partial results put together
-            arithmetic   scales, sinks, precision                           passes     sinks, gradients of lse, state
-            backward     what is added up, for which heads                  packing    formats, shards
-            memory       formats, padding, state, checks                    kernels    movers, the backend for the CPU
-            corners      what random small problems do not reach
-            scores       ALiBi, score_mod, dropout                          scores     ALiBi, score_mod, dropout
-            helpers      the THD helpers                                    helpers    the THD helpers
+    cp_ref.mutants, cp_fast.mutants   the tables; `model` says what a row is
+    functions                         what a row has no room for
+    hunt                              whether a tier sees a mutant
 
 Every mutant names the tier that has to see it within the quick profile; `docs/conformance/detection.md` has the
 measured table of which tier sees which. Plant one by hand:
@@ -16,9 +12,8 @@ measured table of which tier sees which. Plant one by hand:
         ...
 """
 
-from tests.meta.mutants import of_cp_fast, of_cp_ref
-from tests.meta.mutants.model import Mutant
+from tests.meta.mutants.model import Mutant, read_mutants
 
 __all__ = ["MUTANTS", "Mutant"]
 
-MUTANTS: dict[str, Mutant] = of_cp_ref.MUTANTS | of_cp_fast.MUTANTS
+MUTANTS: dict[str, Mutant] = read_mutants("cp_ref") | read_mutants("cp_fast")

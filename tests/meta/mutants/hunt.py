@@ -93,7 +93,7 @@ def _problems(impl: Implementation, mutant: Mutant, tier: str, capabilities: Cap
         drawn = drawn_problems((tier, capabilities.device), cases(capabilities, dtypes=CASE_TIERS[tier].dtypes), most)
         return [(str(c), lambda c=c: CASE_TIERS[tier].check(impl, c, capabilities.device)) for c in drawn]
     level = LEVEL_TIERS[tier]
-    part = mutant.where or mutant.target.rsplit(".", 1)[1]
+    part = mutant.function
     strategies = [level.parts[part]] if part in level.parts else list(level.parts.values())
     return [
         (str(c), lambda c=c: level.check(impl, c, capabilities.device))

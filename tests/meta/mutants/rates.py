@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -17,39 +18,34 @@ from conformance.implementation import load
 from conformance.judge.named_entries import dense, problem
 from conformance.tiers import CASE_TIERS
 from tests.meta.mutants import MUTANTS
-from tests.meta.mutants.model import Mutant, wrap
+from tests.meta.mutants.model import Mutant, read_mutants
 
 __all__ = ["PLANTED", "rate"]
 
-_MASK = "cp_ref.executor.play_schedule.visible_pairs"
+_LATE_ROW = read_mutants(
+    "cp_ref",
+    """
+hidden (probes): the first key is hidden in the last row of a row of LENGTH
+cp_ref.executor.tile_attention.visible_pairs
+> if rows.stop == LENGTH and columns.start == 0:
+>     result[-1, 0] = False
+
+shown (probes): the last key is shown to the row before the last of a row of LENGTH
+cp_ref.executor.tile_attention.visible_pairs
+> if rows.stop == columns.stop == LENGTH and result.shape[0] > 1:
+>     result[-2, -1] = True
+""",
+)
 
 
-def _late_row(length: int, *, shown: bool) -> Callable[[Any], Any]:
-    """The mask of a row of `length`: the first key hidden in the last row, or the last key shown to the row before
-    it."""
-
-    def wrong(visible_pairs: Any, band: Any, rect: Any, device: Any) -> torch.Tensor:
-        visible = visible_pairs(band, rect, device).clone()
-        if shown and rect.q1 == rect.k1 == length and visible.shape[0] > 1:
-            visible[-2, -1] = True
-        elif not shown and rect.q1 == length and rect.k0 == 0:
-            visible[-1, 0] = False
-        return visible
-
-    return wrap(wrong)
-
-
-def _hidden(length: int) -> Mutant:
-    return Mutant("a key is hidden", _MASK, _late_row(length, shown=False), "probes")
-
-
-def _shown(length: int) -> Mutant:
-    return Mutant("a key is shown", _MASK, _late_row(length, shown=True), "probes")
+def _late_row(name: str, length: int) -> Mutant:
+    [edit] = _LATE_ROW[name].edits
+    return replace(_LATE_ROW[name], edits=(edit._replace(last=edit.last.replace("LENGTH", str(length))),))
 
 
 PLANTED: dict[str, Callable[[int], Mutant]] = {
-    "one key too few in one row": _hidden,
-    "one key too many in one row": _shown,
+    "one key too few in one row": partial(_late_row, "hidden"),
+    "one key too many in one row": partial(_late_row, "shown"),
     "partial outputs merged in the input dtype": lambda _: MUTANTS["partial-outputs-in-bf16"],
     "dk and dv added up in the input dtype": lambda _: MUTANTS["dkv-in-bf16"],
     "dq added up in the input dtype": lambda _: MUTANTS["dq-in-bf16"],
@@ -62,7 +58,7 @@ def rate(mutant: Mutant, tier: str, dtype: str, length: int, seeds: int) -> floa
     """The share of seeds with which the tier has findings."""
     impl, seen = load("cp_ref"), 0
     for seed in range(seeds):
-        masked = mutant.target == _MASK
+        masked = mutant.name in _LATE_ROW
         fields = {"dtype": dtype, "heads_q": 2, "heads_kv": 1, "d_qk": 16, "d_v": 16}
         mask = "padding_causal" if masked else "no_mask"
         p = problem(4 if masked else 8, dense(length), attn_mask_type=mask, **fields)
