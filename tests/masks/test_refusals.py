@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Any
 
@@ -24,61 +23,12 @@ PADDED = torch.tensor([0, 8, 16])
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 1, "d_qk": 4, "d_v": 4, "dtype": torch.float64, "device": "cpu"}
 LENGTHS: dict[str, Any] = {"cu_seqlens_q": CU, "cu_seqlens_q_padded": PADDED}
 GOOD = [[0, 8, 0, 8, -1, 0]]
-AREAS: dict[str, tuple[Any, type[Exception], str]] = {
-    "a list": (GOOD, TypeError, "areas is a list; it must be an int32 or int64 tensor"),
-    "floats": (torch.tensor(GOOD).float(), TypeError, "areas has dtype torch.float32; it must be an int32"),
-    "one row": (torch.tensor(GOOD[0]), ValueError, r"areas has shape \[6\]; it must be"),
-    "five columns": (torch.zeros(1, 5).long(), ValueError, r"areas has shape \[1, 5\]; it must be"),
-    "no queries": (torch.tensor([[4, 4, 0, 8, -1, -1]]), ValueError, r"areas\[0\] is \[4, 4, .*q_start, q_stop"),
-    "no keys": (torch.tensor([*GOOD, [8, 9, 8, 3, -1, -1]]), ValueError, r"areas\[1\] .*k_start, k_stop"),
-    "before the buffer": (torch.tensor([[-1, 4, 0, 8, -1, -1]]), ValueError, r"areas\[0\] .*within the 16"),
-    "behind the buffer": (torch.tensor([[0, 4, 0, 17, -1, -1]]), ValueError, r"k_start.*within the 16 rows"),
-    "a side below -1": (torch.tensor([[0, 4, 0, 4, -2, 0]]), ValueError, r"areas\[0\] .*left and right must"),
-    "an overlap": (
-        torch.tensor([*GOOD, [7, 8, 3, 4, -1, -1]]),
-        ValueError,
-        r"areas\[0\] .* and areas\[1\] .* both have query row 7 and key row 3",
-    ),
-}
-OTHERS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "with a mask": ({"attn_mask_type": "causal"}, ValueError, "attn_mask_type is 'causal', but areas are given"),
-    "with a window": ({"window_size": (3, 0)}, ValueError, r"window_size is \(3, 0\), but areas are given"),
-    "another format": ({"qkv_format": "bshd"}, ValueError, "areas are given, but qkv_format is 'bshd'"),
-    "an update": ({"max_sequences": 2}, cp_ref.Unsupported, "areas and max_sequences is not supported"),
-}
-WRONG = {name: ({"areas": areas}, kind, words) for name, (areas, kind, words) in AREAS.items()} | OTHERS
 
 
 def raised(call: Any, *tensors: torch.Tensor, **arguments: Any) -> Exception:
     with pytest.raises((ValueError, TypeError, cp_ref.Unsupported)) as caught:
         call(*tensors, **arguments)
     return caught.value
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_every_function_names_what_is_wrong(name: str) -> None:
-    change, kind, words = WRONG[name]
-    given: dict[str, Any] = {"qkv_format": "thd", "areas": torch.tensor(GOOD), **LENGTHS, **change}
-    q = torch.zeros(16, 1, 4) if given["qkv_format"] == "thd" else torch.zeros(1, 16, 1, 4)
-
-    def one(member: Any) -> list[Exception]:
-        found: list[Exception] = []
-        for package in (cp_ref, cp_fast):
-            cp = package.ContextParallel(member)
-            found.append(raised(package.make_plan, cp=cp, **given, **SIZES))
-            if "max_sequences" in given:
-                assert package.supports(cp=cp, **given, **SIZES) == (False, str(found[-1]))
-            else:
-                found.append(raised(package.supports, cp=cp, **given, **SIZES))
-                found.append(raised(package.attention, q, q, q, cp=cp, **given))
-        return found
-
-    errors = [error for rank in SimGroup(2).run(one) for error in rank]
-    if "max_sequences" not in given:
-        errors.append(raised(cp_ref.dense_attention, q, q, q, **given))
-    for error in errors:
-        assert isinstance(error, kind), error
-        assert re.search(words, str(error)), error
 
 
 @pytest.mark.parametrize("package", [cp_ref, cp_fast])

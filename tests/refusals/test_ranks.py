@@ -15,13 +15,9 @@ import cp_fast
 import cp_ref
 from cp_ref import SimGroup
 from cp_ref.simulator import SimMember
+from tests.refusals.test_calls import CU, PACKAGES, SIZES, attend, attend_packed, plan, unshard
 
-PACKAGES = pytest.mark.parametrize("package", [cp_ref, cp_fast], ids=["cp_ref", "cp_fast"])
 COMMS = pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
-CU = torch.tensor([0, 8, 16])
-META = torch.empty(2, 4, 4, 8, device="meta")
-NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)], layout=torch.jagged)
-SIZES = {"heads_q": 4, "heads_kv": 4, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
 
 
 def context(package: Any, member: SimMember, comm: Any = "p2p") -> Any:
@@ -31,82 +27,6 @@ def context(package: Any, member: SimMember, comm: Any = "p2p") -> Any:
 def qkv(member: SimMember, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(member.rank)
     return [torch.randn(2, 4, 4, 8, generator=generator, dtype=dtype).requires_grad_() for _ in range(3)]
-
-
-def attend(package: Any, cp: Any, **odd: Any) -> None:
-    given: dict[str, Any] = dict(zip("qkv", torch.zeros(3, 2, 4, 4, 8), strict=True))
-    package.attention(cp=cp, **(given | odd))
-
-
-def attend_packed(package: Any, cp: Any, **odd: Any) -> None:
-    attend(
-        package, cp, **(dict.fromkeys("qkv", torch.zeros(8, 4, 8)) | {"qkv_format": "thd", "cu_seqlens_q": CU} | odd)
-    )
-
-
-def attend_with_sink(package: Any, cp: Any, **odd: Any) -> None:
-    attend(package, cp, **({"softmax_type": "learnable", "softmax_offset": torch.zeros(4)} | odd))
-
-
-def plan(package: Any, cp: Any, **odd: Any) -> None:
-    package.make_plan(cp=cp, **(SIZES | {"batch_size": 2, "seqlen_q": 8} | odd))
-
-
-def unshard(package: Any, cp: Any, **odd: Any) -> None:
-    given = {"x": torch.zeros(8, 3), "qkv_format": "thd", "cu_seqlens_padded": CU}
-    package.unshard(cp=cp, **(given | odd))
-
-
-WRONG = [
-    (attend, "q", META),
-    (attend, "k", NESTED),
-    (attend, "v", torch.zeros(2, 4, 4, 8).to_sparse()),
-    (attend, "qkv_format", np.array(["a", "b"])),
-    (attend, "window_size", torch.empty(2, device="meta")),
-    (attend, "window_size", (0, True)),
-    (attend, "window_size", b"ab"),
-    (attend, "window_size", {1: 2, 3: 4}),
-    (attend, "window_size", (10**30, 0)),
-    (attend, "softmax_scale", 10**400),
-    (attend, "softmax_scale", math.nan),
-    (attend, "softcap", 1e-300),
-    (attend, "deterministic", torch.zeros(2)),
-    (attend, "return_lse", "no"),
-    (attend, "return_max_logit", 1),
-    (attend, "plan", 3),
-    (attend_packed, "cu_seqlens_q", torch.empty(3, dtype=torch.int32, device="meta")),
-    (attend_packed, "cu_seqlens_kv", NESTED),
-    (attend_packed, "cu_seqlens_q_padded", np.array([0, 8, 16])),
-    (attend_packed, "cu_seqlens_q", torch.tensor([0, 8, 2**63 - 1])),
-    (attend_with_sink, "softmax_offset", torch.empty(4, device="meta")),
-    (attend_with_sink, "softmax_offset", torch.zeros(4).to_sparse()),
-    (plan, "device", "gpu"),
-    (plan, "device", None),
-    (plan, "device", -1),
-    (plan, "batch_size", 2**40),
-    (plan, "seqlen_q", 10**400),
-    (plan, "return_lse", None),
-    (unshard, "x", None),
-    (unshard, "x", NESTED),
-    (unshard, "qkv_format", "BSHD"),
-    (unshard, "cu_seqlens_padded", None),
-    (unshard, "cu_seqlens_padded", torch.tensor([0, 17])),
-]
-
-
-@PACKAGES
-@pytest.mark.parametrize(("call", "name", "value"), WRONG, ids=lambda x: getattr(x, "__name__", None))
-def test_a_wrong_argument_on_one_rank_raises_on_all(package: Any, call: Any, name: str, value: Any) -> None:
-    def one(member: SimMember) -> str:
-        odd = {name: value} if member.rank == 1 else {}
-        with pytest.raises((ValueError, TypeError)) as caught:
-            call(package, context(package, member), **odd)
-        return str(caught.value)
-
-    other, own = SimGroup(2).run(one)
-    assert own.startswith((name, "x has", "sequence 0 has length 9"))
-    assert other == f"rank 1 refused its arguments, so rank 0 does not start: {other.partition('start: ')[2]}"
-    assert other.endswith(own)
 
 
 @PACKAGES

@@ -1,1 +1,0 @@
-"""The helpers for packed batches of `cp_ref.thd`."""
