@@ -6,11 +6,12 @@ PyTorch, from these arguments and from nothing else. A traced program is evaluat
 
 `taken` has the kernel of each launch. So a test can say that a plain call takes a plain kernel.
 
-    CP_TESTS_BACKEND=fa4-dry python -m pytest tests/integrations      # `install` for all tests of a run
+    CP_TESTS_BACKEND=fa4-dry python -m pytest tests/integrations      # `install_asked` for all tests of a run
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -31,7 +32,7 @@ from cp_ref.contract.scores import kept
 from cp_ref.contract.tensors import wide_dtype
 from cp_ref.schedules.words import Feature
 
-__all__ = ["OPERATIONS", "Fa4Dry", "Kernel", "dry", "evaluated", "install", "taken"]
+__all__ = ["OPERATIONS", "Fa4Dry", "Kernel", "dry", "evaluated", "install", "install_asked", "taken"]
 
 Tensor = torch.Tensor
 
@@ -76,6 +77,15 @@ def install() -> None:
         backends.BACKENDS = (Fa4Dry(), *backends.BACKENDS)
         for module, name, value in _stand_ins():
             setattr(module, name, value)
+
+
+def install_asked() -> None:
+    """`install` where the variable CP_TESTS_BACKEND asks for it: in pytest's process, and in those that it starts."""
+    asked = os.environ.get("CP_TESTS_BACKEND", "")
+    if asked not in ("", "fa4-dry"):
+        raise ValueError(f"CP_TESTS_BACKEND is {asked!r}; it must be fa4-dry")
+    if asked:
+        install()
 
 
 @contextmanager

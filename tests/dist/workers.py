@@ -39,10 +39,10 @@ FRAMEWORKS = (
     "torchtitan.models.llama3",
 )
 CONTEXT.set_forkserver_preload(list(PRELOADED))
-if os.environ.get("CP_TESTS_BACKEND") == "fa4-dry":  # in the server too, and so in all processes
-    from tests.fa4_dry import install
+if "CP_TESTS_BACKEND" in os.environ:  # in the server too, and so in all processes
+    from tests.fa4_dry import install_asked
 
-    install()
+    install_asked()
 os.register_at_fork(after_in_child=gc.freeze)  # a collection would look at all that the server has imported
 
 

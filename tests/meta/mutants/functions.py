@@ -16,10 +16,10 @@ import torch
 from cp_fast.compile.instructions import Accumulate, Launch
 from cp_fast.linear.affine_maps import Maps
 from cp_fast.movers import LengthsMap
-from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices
 from cp_ref.contract.cuts import Cut
-from cp_ref.schedules.schedule import Message, Schedule, Step, Tiles
+from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices
 from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.schedule import Message, Schedule, Step, Tiles
 
 __all__ = [
     "UNBOUNDED", "AttentionSlices", "LengthsMap", "Maps", "a2a_rank_first", "a_step_late", "as_if_contiguous",

@@ -15,12 +15,12 @@ from cp_ref.executor.tile_attention import visible_pairs
 from tests.meta.mutants import MUTANTS, Mutant
 from tests.meta.mutants.hunt import hunt, tier_names
 
-pytestmark = pytest.mark.thorough
+thorough = pytest.mark.thorough
 
 # what Python says of code that is called, or uses values, in another way than it was written for
 BROKEN = re.compile(
     r"takes (from )?\d+ |positional argument|unexpected keyword|has no attribute|is not defined|dataclass instances|"
-    r"not subscriptable|not iterable|unsupported operand|ImportError"
+    r"not subscriptable|not iterable|unsupported operand|ImportError|local variable"
 )
 
 
@@ -29,6 +29,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def test_every_row_changes_what_is_there() -> None:
+    for mutant in MUTANTS.values():
+        mutant.check()
+
+
+@thorough
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_killed(name: str) -> None:
     mutant = MUTANTS[name]
@@ -46,6 +52,7 @@ def test_the_documents_name_mutants_of_every_tier() -> None:
         assert {MUTANTS[name].tier for name in re.findall("`(.*?)`", names)} == {tier}
 
 
+@thorough
 @pytest.mark.parametrize("tier", [name for name, tier in CASE_TIERS.items() if tier.made is None])
 def test_what_is_not_spoiled_passes(tier: str) -> None:
     nothing = Mutant("nothing", "cp_ref", tier, "", "nothing is wrong", ())
