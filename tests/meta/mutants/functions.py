@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cp_fast.compile.instructions import Accumulate, Launch
+from cp_fast.compile.program import Accumulate, Launch
 from cp_fast.linear.affine_maps import Maps
 from cp_fast.movers import LengthsMap
 from cp_ref.contract.cuts import Cut
