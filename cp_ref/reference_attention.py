@@ -31,7 +31,6 @@ from cp_ref.contract.score_mod import frozen
 from cp_ref.contract.tensors import autocast, no_autocast, placed_like, refuse_transforms
 from cp_ref.executor.merge_partials import add_sink
 from cp_ref.executor.play_schedule import run_backward, run_forward
-from cp_ref.executor.rank_tensors import own_fragments
 from cp_ref.reference_plan import ContextParallel, Plan, backward_pass, plan_together
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.table import ranges
@@ -161,16 +160,15 @@ class _Attention(torch.autograd.Function):
         packed = [to_packed(x, fmt) for x in (q, k, v)]
         recorder = recording(problem, plan.schedule, cp.rank)
         recorder.own("given", softmax_offset=offset)
-        out, lse, max_logit, kept = run_forward(
-            problem, plan.schedule, cp.comm, *packed, inputs=inputs, recorder=recorder
-        )
+        held = recorder.held("forward", q.device)
+        out, lse, max_logit, saved = run_forward(problem, plan.schedule, cp.comm, *packed, inputs=inputs, held=held)
         if (sink := _sink(problem, offset, lse)) is not None:
             real = _real_rows(plan, q.device)
             out[real], lse[real] = add_sink(out[real], lse[real], sink)
         max_logit = all_reduce_max(cp.comm, max_logit)
         ctx.save_for_backward(q, k, v, out, lse, offset, *inputs.tensors)
         ctx.plan, ctx.problem, ctx.cp, ctx.inputs = plan, problem, cp, inputs
-        ctx.kept, ctx.recorder = kept, recorder
+        ctx.saved, ctx.recorder = saved, recorder
         ctx.mark_non_differentiable(max_logit)
         narrow = out.to(q.dtype)
         recorder.own("final", out=narrow, lse=lse, max_logit=max_logit)
@@ -187,7 +185,8 @@ class _Attention(torch.autograd.Function):
         delta = (dout.to(out.dtype) * out).sum(dim=-1) - lse_to_packed(grads[1], fmt)  # [t, h_q]
         given = q_rows, k_rows, v_rows, dout, lse, delta
         inputs = ctx.inputs.with_tensors(*of_scores)
-        dq, dk, dv = run_backward(problem, plan.schedule, cp.comm, *given, ctx.kept, inputs, ctx.recorder)
+        held = ctx.recorder.held("backward", q.device)
+        dq, dk, dv = run_backward(problem, plan.schedule, cp.comm, *given, ctx.saved, inputs, held)
         doffset = None
         if offset is not None:
             real = _real_rows(plan, q.device)
@@ -210,5 +209,5 @@ def _sink(problem: Problem, offset: torch.Tensor | None, lse: torch.Tensor) -> t
 
 def _real_rows(plan: Plan, device: torch.device) -> torch.Tensor:
     """The local packed rows that hold real query tokens, int64."""
-    own = own_fragments(plan.problem.workload, plan.rank, "q")
+    own = plan.problem.workload.ownership.q.of(plan.rank)
     return torch.tensor(ranges(own.row, own.stop - own.start), dtype=torch.int64, device=device)

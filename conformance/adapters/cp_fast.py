@@ -61,7 +61,7 @@ class OneBackend:
         """Whether a ring of three or more adds its gradients in the same order for both: all on the way, or none."""
         members, others = (RingMembers(problem.workload) for problem in (one, other))
         ring = one.cp_comm_type in ("p2p", "a2a+p2p") and members.count > 2
-        return not ring or members.sparse == others.sparse
+        return not ring or members.sends_directly == others.sends_directly
 
     @staticmethod
     def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,6 @@ __all__ = ["EXECUTOR", "required"]
 
 EXECUTOR = frozenset(
     {
-        Feature.P2P,
-        Feature.ALL_GATHER,
-        Feature.A2A,
-        Feature.A2A_P2P,
         Feature.BSHD,
         Feature.SBHD,
         Feature.THD,
@@ -43,7 +39,6 @@ def required(
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
     needs = {
-        Feature(problem.cp_comm_type),
         Feature(problem.qkv_format),
         Feature(problem.layout) if isinstance(problem.layout, str) else Feature.GIVEN_LAYOUT,
         Feature(f"device {device}"),

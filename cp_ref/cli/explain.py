@@ -17,6 +17,7 @@ from cp_ref.contract.cli.options import check_number, with_options
 from cp_ref.contract.cli.terminal import check_svg, coloured
 from cp_ref.contract.svg_pictures import svg_picture
 from cp_ref.contract.text_pictures import ownership_picture, text_picture
+from cp_ref.schedules.planners.make_schedule import SCHEDULES
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Schedule, Step
 from cp_ref.schedules.verify.proof import verify
@@ -29,16 +30,6 @@ _IDEA = (
     "Every token's query, key and value live on one rank, its owner; but a query has to meet keys of other ranks too. "
     "The schedule says who sends what to whom, and who computes which part of the score matrix (queries x keys) when."
 )
-_ABOUT = {
-    "p2p": "Ring attention: queries stay, keys and values travel round a ring of ranks. Each rank merges its partial "
-    "outputs by their log-sum-exp (LSE).",
-    "all_gather": "Queries stay; every rank gathers the keys and values that its queries see. In the backward pass the "
-    "gradients of keys and values return to their owners and are added up.",
-    "a2a": "Heads are exchanged for sequence (Ulysses): each rank gets all rows of some heads, computes these heads "
-    "alone, and returns the results.",
-    "a2a+p2p": "Two levels (USP): inside a group the ranks exchange heads for sequence; across the groups the keys and "
-    "values of these heads travel round a ring.",
-}
 _LINES = (
     "The lines below are those of print(plan.schedule); rows are rows of the global buffer. send kv [0:2] to 1: rows 0 "
     "and 1 of keys and values go to rank 1. tile 0 q[2:4] k[0:2]: query rows 2 and 3 against key rows 0 and 1 of area "
@@ -91,7 +82,7 @@ class _Walk:
         if padded:
             self._say("", f"{padded} slots of padding were added, so that every length divides.")
         self.console.print(f"{ownership_picture(p.workload.ownership, width)}\n", markup=False)
-        self._say(f"The schedule: {p.cp_comm_type}", _ABOUT[p.cp_comm_type])
+        self._say(f"The schedule: {p.cp_comm_type}", SCHEDULES[p.cp_comm_type].text)
         picture = text_picture(p, self.schedule, width=width, head=self.head)
         self.console.print(coloured(picture, self._steps))
         self._say("", "", _LINES)

@@ -11,8 +11,7 @@ from unittest import mock
 import torch
 
 from cp_ref.contract.group import Parcel
-from cp_ref.executor import play_schedule as execute
-from cp_ref.executor.rank_tensors import World
+from cp_ref.executor.rank_tensors import RankTensors
 from cp_ref.schedules.schedule import Message
 from cp_ref.schedules.values import check_choice
 
@@ -40,23 +39,22 @@ def planted(bug: str, rank: int) -> Generator[None]:
 def _lost_half(rank: int, unpack: Callable[..., None]) -> Callable[..., None]:
     """Keys and values are used before all of them have arrived: the second half of each message is still zero."""
 
-    def wrong(world: World, message: Message, boxes: list[Parcel]) -> None:
-        if world.rank == rank and message.kind == "kv":
+    def wrong(held: RankTensors, message: Message, boxes: list[Parcel]) -> None:
+        if held.rank == rank and message.kind == "kv":
             for box in boxes:
                 box.tensor[box.tensor.numel() // 2 :] = 0.0
-        unpack(world, message, boxes)
+        unpack(held, message, boxes)
 
     return wrong
 
 
-def _shifted_keys(rank: int, slices: Callable[..., Any]) -> Callable[..., Any]:
+def _shifted_keys(rank: int, of_tile: Callable[..., Any]) -> Callable[..., Any]:
     """A tile reads its keys from one row too early, as with a wrong cumulative length."""
 
-    def wrong(world: World, tile: Sequence[int]) -> Any:
-        rows, columns, heads, kv_heads = slices(world, tile)
-        if world.rank == rank and columns.start > 0:
-            columns = slice(columns.start - 1, columns.stop - 1)
-        return rows, columns, heads, kv_heads
+    def wrong(held: RankTensors, tile: Sequence[int], dtype: torch.dtype, *kinds: str) -> Any:
+        area, q_start, q_stop, k_start, k_stop, *heads = tile
+        early = int(held.rank == rank and k_start > 0)
+        return of_tile(held, (area, q_start, q_stop, k_start - early, k_stop - early, *heads), dtype, *kinds)
 
     return wrong
 
@@ -64,13 +62,13 @@ def _shifted_keys(rank: int, slices: Callable[..., Any]) -> Callable[..., Any]:
 def _unscaled_merge(rank: int, add: Callable[..., None]) -> Callable[..., None]:
     """Partial outputs are added up without the weights that their log-sum-exps give them."""
 
-    def wrong(world: World, kind: str, rows: slice, heads: slice, *values: torch.Tensor) -> None:
-        if world.rank == rank and kind == "out":
-            total = world.tensors["out"][0][rows, heads] + values[0]
-            add(world, kind, rows, heads, *values)
-            world.tensors["out"][0][rows, heads] = total
+    def wrong(held: RankTensors, kind: str, rows: slice, heads: slice, *values: torch.Tensor) -> None:
+        if held.rank == rank and kind == "out":
+            total = held.tensors["out"][0][rows, heads] + values[0]
+            add(held, kind, rows, heads, *values)
+            held.tensors["out"][0][rows, heads] = total
         else:
-            add(world, kind, rows, heads, *values)
+            add(held, kind, rows, heads, *values)
 
     return wrong
 
@@ -78,16 +76,16 @@ def _unscaled_merge(rank: int, add: Callable[..., None]) -> Callable[..., None]:
 def _gradient_twice(rank: int, unpack: Callable[..., None]) -> Callable[..., None]:
     """The gradients of keys and values that come from another rank are added twice."""
 
-    def wrong(world: World, message: Message, boxes: list[Parcel]) -> None:
-        for _ in range(2 if world.rank == rank and message.kind == "dkv" else 1):
-            unpack(world, message, boxes)
+    def wrong(held: RankTensors, message: Message, boxes: list[Parcel]) -> None:
+        for _ in range(2 if held.rank == rank and message.kind == "dkv" else 1):
+            unpack(held, message, boxes)
 
     return wrong
 
 
 PLANTS = {
-    "lost-half": Plant(World, "unpack", _lost_half),
-    "shifted-keys": Plant(execute, "_slices", _shifted_keys),
-    "unscaled-merge": Plant(World, "add", _unscaled_merge),
-    "gradient-twice": Plant(World, "unpack", _gradient_twice),
+    "lost-half": Plant(RankTensors, "unpack", _lost_half),
+    "shifted-keys": Plant(RankTensors, "of_tile", _shifted_keys),
+    "unscaled-merge": Plant(RankTensors, "accumulate", _unscaled_merge),
+    "gradient-twice": Plant(RankTensors, "unpack", _gradient_twice),
 }

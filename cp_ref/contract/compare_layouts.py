@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from cp_ref.contract.read_problem import DTYPES, Sizes, check_heads, check_layout, counted
-from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.planners.make_schedule import SCHEDULES, make_schedule
 from cp_ref.schedules.problem import Problem, Sequence, slice_rows
 from cp_ref.schedules.schedule import RankSchedule
 from cp_ref.schedules.values import check_choice, read_count, read_several, read_window
 from cp_ref.schedules.verify.costs import report
-from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, MASKS, AttnMaskType, CPCommType, Layout, canonical_layout
+from cp_ref.schedules.words import LAYOUTS, MASKS, AttnMaskType, CPCommType, Layout, canonical_layout
 
 __all__ = [
     "BatchCost",
@@ -98,16 +98,16 @@ def compare_layouts(
     for layout in map(canonical_layout, read_several("layouts", layouts)):
         check_choice("layouts", layout, LAYOUTS)
         for comm in comm_types:
-            check_choice("cp_comm_types", comm, CP_COMM_TYPES)
+            check_choice("cp_comm_types", comm, tuple(SCHEDULES))
             found.append(_cost(replace(plain, layout=layout), comm, each))
     return tuple(found)
 
 
 def _cost(problem: Problem, comm: str, sizes: Sizes) -> BatchCost:
-    if comm == "a2a+p2p":
-        why = "a2a+p2p needs the number of ranks that exchange heads"
+    if SCHEDULES[comm].exchanging == "inner":
+        why = f"{comm} needs the number of ranks that exchange heads"
         return BatchCost(problem.layout_name, comm, refused=why)
-    problem = replace(problem, cp_comm_type=comm, a2a_size=problem.cp_size if comm == "a2a" else 1)
+    problem = replace(problem, cp_comm_type=comm, a2a_size=SCHEDULES[comm].a2a_size(problem.cp_size, 1))
     try:
         check_heads(sizes, comm, problem.a2a_size)
     except ValueError as error:

@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 from cp_ref.contract.declared import replaced, undivided
 from cp_ref.contract.process_groups import as_group, during
 from cp_ref.schedules.layouts import read_layout
+from cp_ref.schedules.planners.make_schedule import SCHEDULES
 from cp_ref.schedules.values import check_choice
 from cp_ref.schedules.words import (
-    CP_COMM_TYPES,
     LAYOUTS,
     OFFSET_GRADS,
     CPCommType,
@@ -75,7 +75,7 @@ class ContextParallel:
     softmax_offset_grad: OffsetGrad = "share"
 
     def __post_init__(self) -> None:
-        check_choice("cp_comm_type", self.cp_comm_type, CP_COMM_TYPES)
+        check_choice("cp_comm_type", self.cp_comm_type, tuple(SCHEDULES))
         self.layout = canonical_layout(self.layout)
         check_choice("layout", self.layout, LAYOUTS)
         check_choice("softmax_offset_grad", self.softmax_offset_grad, OFFSET_GRADS)
@@ -85,7 +85,7 @@ class ContextParallel:
         self.size = self.comm.size
         self.uneven = _uneven_of(self.group, self.size, self.layout)
         row = getattr(self.comm, "a2a", self.comm)
-        self.a2a_size: int = {"a2a": self.size, "a2a+p2p": row.size}.get(self.cp_comm_type, 1)
+        self.a2a_size = SCHEDULES[self.cp_comm_type].a2a_size(self.size, row.size)
 
     def holding(self, table: Any) -> Self:
         """This context for the calls of one batch with a table as its layout: see `make_plan(layout=)`.

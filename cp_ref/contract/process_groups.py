@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_ref.contract.group import Group, PairGroup, Parcel, Pending
+from cp_ref.schedules.planners.make_schedule import SCHEDULES
 
 __all__ = [
     "PeerError",
@@ -246,15 +247,15 @@ def as_group(group: Any, cp_comm_type: str) -> Group:
     Raises:
         TypeError: it is none of them. ValueError: the two groups of a pair have more than this rank in common.
     """
-    if cp_comm_type == "a2a+p2p":
+    if SCHEDULES[cp_comm_type].exchanging == "inner":
         if isinstance(group, DeviceMesh) and group.ndim == 2 and not _left_out(group):
             group = (group.get_group(1), group.get_group(0))
         pair = cast(Sequence[Any], group) if isinstance(group, tuple | list) else ()
         if len(pair) == 2:
             return _pair(*(_one_group(part) for part in pair))
         raise TypeError(
-            f"group is {group!r}; cp_comm_type 'a2a+p2p' needs a pair (a2a_group, p2p_group) or a 2-D DeviceMesh "
-            "[p2p, a2a]"
+            f"group is {group!r}; cp_comm_type {cp_comm_type!r} needs a pair (a2a_group, p2p_group) or a 2-D "
+            "DeviceMesh [p2p, a2a]"
         )
     return _one_group(group)
 

@@ -21,6 +21,7 @@ from cp_ref.schedules.layouts import (
     LayoutTable,
     read_layout,
 )
+from cp_ref.schedules.planners.make_schedule import SCHEDULES
 from cp_ref.schedules.problem import Problem, Sequence, Sequences, row_positions
 from cp_ref.schedules.values import (
     check_choice,
@@ -33,7 +34,7 @@ from cp_ref.schedules.values import (
     read_number,
     read_window,
 )
-from cp_ref.schedules.words import CP_COMM_TYPES, MASKS, QKV_FORMATS, SOFTMAX_TYPES
+from cp_ref.schedules.words import MASKS, QKV_FORMATS, SOFTMAX_TYPES
 
 __all__ = [
     "DTYPES",
@@ -287,7 +288,7 @@ def read_problem(
     """The problem of a call. See `cp_ref.attention` for the arguments; `sizes` comes from the tensors or from
     `make_plan`, `score_options` are those of `SCORE_OPTIONS`. `score_mod` is the function's digest.
     """
-    check_choice("cp_comm_type", cp_comm_type, CP_COMM_TYPES)
+    check_choice("cp_comm_type", cp_comm_type, tuple(SCHEDULES))
     layout = read_layout(layout)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     window_size = read_window(window_size)
@@ -376,11 +377,9 @@ def check_heads(sizes: Sizes, cp_comm_type: str, a2a_size: int) -> None:
     h_q, h_kv = sizes.heads_q, sizes.heads_kv
     if h_q % h_kv:
         raise ValueError(f"h_q is {h_q} and h_kv is {h_kv}; h_q must be a multiple of h_kv")
-    if cp_comm_type in ("a2a", "a2a+p2p"):
-        if h_q % a2a_size:
-            raise ValueError(f"h_q is {h_q}; cp_comm_type {cp_comm_type!r} needs a multiple of the a2a size {a2a_size}")
-        if h_kv % a2a_size and a2a_size % h_kv:
-            raise ValueError(
-                f"h_kv is {h_kv}; cp_comm_type {cp_comm_type!r} needs a multiple or a divisor of the a2a size "
-                f"{a2a_size}"
-            )
+    if h_q % a2a_size:
+        raise ValueError(f"h_q is {h_q}; cp_comm_type {cp_comm_type!r} needs a multiple of the a2a size {a2a_size}")
+    if h_kv % a2a_size and a2a_size % h_kv:
+        raise ValueError(
+            f"h_kv is {h_kv}; cp_comm_type {cp_comm_type!r} needs a multiple or a divisor of the a2a size {a2a_size}"
+        )

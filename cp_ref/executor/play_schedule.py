@@ -24,12 +24,10 @@ from cp_ref.contract.group import Group
 from cp_ref.contract.process_groups import during
 from cp_ref.contract.score_inputs import PLAIN, ScoreInputs
 from cp_ref.contract.tensors import wide_dtype
-from cp_ref.executor.rank_tensors import World
-from cp_ref.executor.tile_attention import tile_backward, tile_forward, visible_pairs
-from cp_ref.executor.tile_places import pair_scores
+from cp_ref.executor.rank_tensors import RankTensors
+from cp_ref.executor.tile_attention import pair_scores, tile_backward, tile_forward
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import RankSchedule, Schedule
-from cp_ref.tracing.recorder import SILENT, Recorder
 
 __all__ = ["Results", "run_backward", "run_forward", "run_rank_schedule"]
 
@@ -40,25 +38,24 @@ class Results(NamedTuple):
     out: torch.Tensor  # [t, h_q, d_v], float32 or float64, 0 in padding and tail.
     lse: torch.Tensor  # [t, h_q], -inf in padding and tail; no sink in it yet
     max_logit: torch.Tensor  # [h_q], over this rank's tiles
-    kept: dict[str, tuple[torch.Tensor, ...]]  # the operands that the schedule saves for the backward pass
+    saved: dict[str, tuple[torch.Tensor, ...]]  # the operands that the schedule saves for the backward pass
 
 
 def run_rank_schedule(
     direction: str,
     rank_schedule: RankSchedule,
-    world: World,
+    held: RankTensors,
     group: Group,
     compute: Callable[[Sequence[int]], None],
-    recorder: Recorder = SILENT,
 ) -> None:
     """Play the steps of one direction, "forward" or "backward". `compute` does one tile, a row of `Tiles`, with the
-    world's operands and adds to its results.
+    operands that are held, and adds to the results.
     """
     for number, step in enumerate(rank_schedule):
+        held.step = number
         where = f"{direction}, step {number} of {len(rank_schedule)}"
-        recorder.step(number)
-        sends = [parcel for message in step.sends for parcel in world.pack(message)]
-        boxes = [world.boxes(message) for message in step.recvs]
+        sends = [parcel for message in step.sends for parcel in held.pack(message)]
+        boxes = [held.boxes(message) for message in step.recvs]
         with during(where):
             pending = group.exchange(sends, [parcel for box in boxes for parcel in box])
         for tile in step.tiles.rows():
@@ -66,9 +63,7 @@ def run_rank_schedule(
         with during(where):
             pending.wait()
         for message, box in zip(step.recvs, boxes, strict=True):
-            world.unpack(message, box)
-            recorder.received(world, message, box)
-    recorder.step(len(rank_schedule))
+            held.unpack(message, box)
 
 
 def run_forward(
@@ -79,43 +74,40 @@ def run_forward(
     k: torch.Tensor,
     v: torch.Tensor,
     inputs: ScoreInputs = PLAIN,
-    recorder: Recorder = SILENT,
+    held: RankTensors | None = None,
 ) -> Results:
     """This rank's share of the forward pass.
 
     q [t_q, h_q, d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]: this rank's packed slices, a tail allowed.
-    inputs: what scores depend on besides q and k. recorder: sees every intermediate.
+    inputs: what scores depend on besides q and k. held: empty tensors of the rank; a trace gives some that record.
     """
-    recorder.begin("forward")
-    recorder.own("given", q=q, k=k, v=v)
-    wide = wide_dtype(q.dtype)
-    world = World(problem.workload, group.rank, q.device)
-    world.put_own("q", q)
-    world.put_own("kv", k, v)
-    world.start_result("out", ((problem.heads_q, problem.d_v), wide, 0.0), ((problem.heads_q,), wide, float("-inf")))
+    held = held or RankTensors(problem.workload, group.rank, q.device)
+    wide, options = wide_dtype(q.dtype), problem.scores
+    held.put_own("q", q)
+    held.put_own("kv", k, v)
+    held.start_result("out", ((problem.heads_q, problem.d_v), wide, 0.0), ((problem.heads_q,), wide, float("-inf")))
     max_logit = q.new_full((problem.heads_q,), float("-inf"), dtype=wide)
 
     def compute(tile: Sequence[int]) -> None:
-        rows, columns, heads, kv_heads = _slices(world, tile)
-        (q_all,), (k_all, v_all) = world.tensors["q"], world.tensors["kv"]
+        q_tile, k_tile, v_tile = held.of_tile(tile, wide, "q", "kv")
         part = tile_forward(
-            q_all[rows, heads].to(wide),
-            k_all[columns, kv_heads].to(wide),
-            v_all[columns, kv_heads].to(wide),
-            _visible(world, tile),
-            problem.scores,
+            q_tile,
+            k_tile,
+            v_tile,
+            held.visible(tile),
+            options,
             pair_scores(problem, inputs, tile, q.device),
         )
-        recorder.tile(tile, out=part.out, lse=part.lse)
-        world.add("out", rows, heads, part.out, part.lse)
+        held.add_tile(tile, "out", part.out, part.lse)
+        *_, head_start, head_stop = tile
+        heads = slice(head_start, head_stop)
         max_logit[heads] = torch.maximum(max_logit[heads], part.max_logit)
 
-    run_rank_schedule("forward", schedule.forward[group.rank], world, group, compute, recorder)
+    run_rank_schedule("forward", schedule.forward[group.rank], held, group, compute)
     out = torch.zeros(q.shape[0], problem.heads_q, problem.d_v, dtype=wide, device=q.device)
     lse = out.new_full(out.shape[:2], float("-inf"))
-    world.own("out", out, lse)
-    recorder.own("merged", out=out, lse=lse)
-    return Results(out, lse, max_logit, {kind: world.tensors[kind] for kind in schedule.saved})
+    held.copy_out("out", out, lse)
+    return Results(out, lse, max_logit, {kind: held.tensors[kind] for kind in schedule.saved})
 
 
 def run_backward(
@@ -128,69 +120,44 @@ def run_backward(
     dout: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
-    kept: dict[str, tuple[torch.Tensor, ...]],
+    saved: dict[str, tuple[torch.Tensor, ...]],
     inputs: ScoreInputs = PLAIN,
-    recorder: Recorder = SILENT,
+    held: RankTensors | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's share of the backward pass.
 
     q, k, v as in `run_forward`; dout [t_q, h_q, d_v]; lse [t_q, h_q] final, sinks included; delta [t_q, h_q] is
-    sum(dout * out) - dlse; kept: from the forward pass; inputs: as in the forward pass; recorder: sees every
-    intermediate. Returns dq, dk, dv in float32 or float64, 0 in padding and tail.
+    sum(dout * out) - dlse; saved: from the forward pass; inputs, held: as in the forward pass. Returns dq, dk, dv in
+    float32 or float64, 0 in padding and tail.
     """
-    recorder.begin("backward")
-    recorder.own("given", dout=dout, lse=lse, delta=delta)
-    wide = wide_dtype(q.dtype)
-    world = World(problem.workload, group.rank, q.device)
-    world.put_own("q", q)
-    world.put_own("kv", k, v)
-    world.tensors |= kept
-    world.put_own("do", dout, lse, delta)
-    world.start_result("dq", ((problem.heads_q, problem.d_qk), wide, 0.0))
+    held = held or RankTensors(problem.workload, group.rank, q.device)
+    wide, options = wide_dtype(q.dtype), problem.scores
+    held.put_own("q", q)
+    held.put_own("kv", k, v)
+    held.tensors |= saved
+    held.put_own("do", dout, lse, delta)
+    held.start_result("dq", ((problem.heads_q, problem.d_qk), wide, 0.0))
     kv_shapes = (problem.heads_kv, problem.d_qk), (problem.heads_kv, problem.d_v)
-    world.start_result("dkv", *((shape, wide, 0.0) for shape in kv_shapes))
+    held.start_result("dkv", *((shape, wide, 0.0) for shape in kv_shapes))
 
     def compute(tile: Sequence[int]) -> None:
-        rows, columns, heads, kv_heads = _slices(world, tile)
-        (q_all,), (k_all, v_all), (dout_all, lse_all, delta_all) = (world.tensors[kind] for kind in ("q", "kv", "do"))
+        q_tile, k_tile, v_tile, dout_tile, lse_tile, delta_tile = held.of_tile(tile, wide, "q", "kv", "do")
         part = tile_backward(
-            q_all[rows, heads].to(wide),
-            k_all[columns, kv_heads].to(wide),
-            v_all[columns, kv_heads].to(wide),
-            dout_all[rows, heads].to(wide),
-            lse_all[rows, heads],
-            delta_all[rows, heads],
-            _visible(world, tile),
-            problem.scores,
+            q_tile,
+            k_tile,
+            v_tile,
+            dout_tile,
+            lse_tile,
+            delta_tile,
+            held.visible(tile),
+            options,
             pair_scores(problem, inputs, tile, q.device),
         )
-        dk, dv = (_by_kv_head(x, kv_heads, problem.heads_kv) for x in (part.dk, part.dv))
-        recorder.tile(tile, dq=part.dq, dk=dk, dv=dv)
-        world.add("dq", rows, heads, part.dq)
-        world.add("dkv", columns, slice(None), dk, dv)
+        held.add_tile(tile, "dq", part.dq)
+        held.add_tile(tile, "dkv", part.dk, part.dv)
 
-    run_rank_schedule("backward", schedule.backward[group.rank], world, group, compute, recorder)
+    run_rank_schedule("backward", schedule.backward[group.rank], held, group, compute)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
-    world.own("dq", dq)
-    world.own("dkv", dk, dv)
-    recorder.own("merged", dq=dq, dk=dk, dv=dv)
+    held.copy_out("dq", dq)
+    held.copy_out("dkv", dk, dv)
     return dq, dk, dv
-
-
-def _slices(world: World, tile: Sequence[int]) -> tuple[slice, slice, slice, torch.Tensor]:
-    """A tile's query rows, key rows, query heads, and for each of these the number of its kv head."""
-    _, q_start, q_stop, k_start, k_stop, head_start, head_stop = tile
-    kv_heads = torch.arange(head_start, head_stop, device=world.device) // world.work.group_size
-    return slice(q_start, q_stop), slice(k_start, k_stop), slice(head_start, head_stop), kv_heads
-
-
-def _visible(world: World, tile: Sequence[int]) -> torch.Tensor:
-    """Which pairs of a tile are visible, bool [n, m]: those in the diagonal band of its attention slice."""
-    area, q_start, q_stop, k_start, k_stop, *_ = tile
-    lo, hi = int(world.work.areas.lo[area]), int(world.work.areas.hi[area])
-    return visible_pairs(slice(q_start, q_stop), slice(k_start, k_stop), lo, hi, world.device)
-
-
-def _by_kv_head(grads: torch.Tensor, kv_heads: torch.Tensor, heads_kv: int) -> torch.Tensor:
-    """Sum the query heads' gradients [m, h, d] of K or V into the kv heads they share: [m, h_kv, d]."""
-    return grads.new_zeros(grads.shape[0], heads_kv, grads.shape[2]).index_add_(1, kv_heads, grads)

@@ -10,30 +10,34 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from cp_ref.contract.group import Parcel
 from cp_ref.executor.merge_partials import merge
-from cp_ref.schedules.ownership import Fragments
+from cp_ref.executor.tile_attention import visible_pairs
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import OPERANDS, RESULTS, Message, Pieces, side_of
 
-__all__ = ["World", "own_fragments"]
+__all__ = ["RankTensors", "by_kv_head"]
 
 
-def own_fragments(work: Workload, rank: int, kind: str) -> Fragments:
-    """The real tokens that a rank owns on the side of this kind of operand or result."""
-    return work.ownership.side(side_of(kind)).of(rank)
+class RankTensors:
+    """One rank's operands and results during one pass.
 
-
-class World:
-    """One rank's operands and results during one pass."""
+    Attributes:
+        tensors: by kind of operand or result.
+        own: the rank's fragments, by side ("q" or "kv").
+        step: the number of the step that is played.
+    """
 
     def __init__(self, work: Workload, rank: int, device: torch.device) -> None:
-        self.work, self.rank, self.device = work, rank, device
+        self.work, self.rank, self.device, self.step = work, rank, device, 0
         self.tensors: dict[str, tuple[torch.Tensor, ...]] = {}
+        self.own = {"q": work.ownership.q.of(rank), "kv": work.ownership.kv.of(rank)}
+
+    # ---- the rank's own rows, and the tensors of a call
 
     def put_own(self, kind: str, *local: torch.Tensor) -> None:
         """Start an operand: the rank's own packed rows [t, h, ...], real tokens only; NaN everywhere else."""
@@ -50,13 +54,54 @@ class World:
             torch.full((rows, *shape), nothing, dtype=dtype, device=self.device) for shape, dtype, nothing in like
         )
 
-    def own(self, kind: str, *local: torch.Tensor) -> None:
+    def copy_out(self, kind: str, *local: torch.Tensor) -> None:
         """Copy a result's own rows into packed local tensors [t, h, ...]; padding and tail keep their values."""
         for here, there in self.own_rows(kind):
             for x, mine in zip(self.tensors[kind], local, strict=True):
                 mine[here] = x[there].to(mine.dtype)
 
-    def add(self, kind: str, rows: slice, heads: slice, *values: torch.Tensor) -> None:
+    def own_rows(self, kind: str) -> Iterator[tuple[slice, slice]]:
+        """The rank's real tokens: their rows in its buffer and in the global one."""
+        for _, start, stop, row in self.own[side_of(kind)].rows():
+            yield slice(row, row + stop - start), slice(start, stop)
+
+    def _global_rows(self, kind: str) -> int:
+        """The rows of the global buffer up to the last real token."""
+        return int(self.work.ownership.side(side_of(kind)).stop.max(initial=0))
+
+    # ---- tiles: rows (area, q_start, q_stop, k_start, k_stop, head_start, head_stop) of `Tiles`
+
+    def of_tile(self, tile: Sequence[int], dtype: torch.dtype, *kinds: str) -> tuple[torch.Tensor, ...]:
+        """A tile's operands of these kinds: q and do of its query rows and query heads; k and v of its key rows, with
+        the kv head of each query head.
+        """
+        _, q_start, q_stop, k_start, k_stop, head_start, head_stop = tile
+        queries = slice(q_start, q_stop), slice(head_start, head_stop)
+        keys = slice(k_start, k_stop), self.kv_heads(tile)
+        return tuple(x[keys if kind == "kv" else queries].to(dtype) for kind in kinds for x in self.tensors[kind])
+
+    def kv_heads(self, tile: Sequence[int]) -> torch.Tensor:
+        """The number of the kv head of each of a tile's query heads."""
+        *_, head_start, head_stop = tile
+        return torch.arange(head_start, head_stop, device=self.device) // self.work.group_size
+
+    def visible(self, tile: Sequence[int]) -> torch.Tensor:
+        """The pairs of a tile that are visible, bool [n, m]: those in the diagonal band of its attention slice."""
+        area, q_start, q_stop, k_start, k_stop, *_ = tile
+        lo, hi = int(self.work.areas.lo[area]), int(self.work.areas.hi[area])
+        return visible_pairs(slice(q_start, q_stop), slice(k_start, k_stop), lo, hi, self.device)
+
+    def add_tile(self, tile: Sequence[int], kind: str, *values: torch.Tensor) -> None:
+        """Add a tile's share of a result, by query head; for dkv, query heads that share a kv head are added up."""
+        _, q_start, q_stop, k_start, k_stop, head_start, head_stop = tile
+        if kind == "dkv":
+            kv_heads = self.kv_heads(tile)
+            values = tuple(by_kv_head(x, kv_heads, self.work.heads_kv) for x in values)
+            self.accumulate(kind, slice(k_start, k_stop), slice(None), *values)
+        else:
+            self.accumulate(kind, slice(q_start, q_stop), slice(head_start, head_stop), *values)
+
+    def accumulate(self, kind: str, rows: slice, heads: slice, *values: torch.Tensor) -> None:
         """Add to a result: merge (out, lse) by lse, add gradients."""
         mine = tuple(x[rows, heads] for x in self.tensors[kind])
         if kind == "out":
@@ -66,6 +111,8 @@ class World:
         else:
             for x, value in zip(mine, values, strict=True):
                 x.add_(value)
+
+    # ---- messages
 
     def pack(self, message: Message) -> list[Parcel]:
         """A message's tensors, flat, one parcel each. A result that is sent is no longer here."""
@@ -90,7 +137,7 @@ class World:
             for number, x in enumerate(self.tensors[message.kind])
         ]
 
-    def unpack(self, message: Message, parcels: list[Parcel]) -> None:
+    def unpack(self, message: Message, parcels: Sequence[Parcel]) -> None:
         """Take a message in: operands are written where they belong, results are added."""
         offset = [0] * len(parcels)
         for rows, heads in _places(message.pieces):
@@ -103,16 +150,16 @@ class World:
                 for x, value in zip(self.tensors[message.kind], values, strict=True):
                     x[rows, heads] = value
             else:
-                self.add(message.kind, rows, heads, *values)
+                self.accumulate(message.kind, rows, heads, *values)
 
-    def own_rows(self, kind: str) -> Iterator[tuple[slice, slice]]:
-        """The rank's real tokens: their rows in its buffer and in the global one."""
-        for _, start, stop, row in own_fragments(self.work, self.rank, kind).rows():
-            yield slice(row, row + stop - start), slice(start, stop)
 
-    def _global_rows(self, kind: str) -> int:
-        """The rows of the global buffer up to the last real token."""
-        return int(self.work.ownership.side(side_of(kind)).stop.max(initial=0))
+def by_kv_head(grads: torch.Tensor, kv_heads: torch.Tensor, heads_kv: int) -> torch.Tensor:
+    """Sum the query heads' gradients [m, h, d] of K or V into the kv heads they share: [m, h_kv, d].
+
+    >>> by_kv_head(torch.tensor([[[1.0], [2.0], [4.0]]]), torch.tensor([0, 1, 1]), 2).flatten().tolist()
+    [1.0, 6.0]
+    """
+    return grads.new_zeros(grads.shape[0], heads_kv, grads.shape[2]).index_add_(1, kv_heads, grads)
 
 
 def _places(pieces: Pieces) -> Iterator[tuple[slice, slice]]:

@@ -8,14 +8,25 @@ ALiBi, score_mod and dropout come as a `PairScores`, or None.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from cp_ref.contract.scores import PairScores
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.contract.scores import Pairs, PairScores
+from cp_ref.schedules.problem import Problem, ScoreOptions, row_positions
 
-__all__ = ["TileGradients", "TileResult", "tile_backward", "tile_forward", "visible_pairs"]
+__all__ = [
+    "TileGradients",
+    "TileResult",
+    "pair_indices",
+    "pair_scores",
+    "tile_backward",
+    "tile_forward",
+    "visible_pairs",
+]
 
 
 class TileResult(NamedTuple):
@@ -122,3 +133,39 @@ def _dropout(dtype: torch.dtype, extra: PairScores | None) -> torch.Tensor | flo
 def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """The weights exp(s - lse), 0 where hidden (also where lse is -inf: a row that sees nothing)."""
     return torch.exp(scores - lse[..., None]).masked_fill(scores == float("-inf"), 0.0)
+
+
+# ---- scores that depend on more than q and k
+
+
+def pair_scores(problem: Problem, inputs: ScoreInputs, tile: Sequence[int], device: torch.device) -> PairScores | None:
+    """The inputs with the pairs of one tile, a row of `Tiles`; None if scores depend on q and k alone."""
+    return PairScores(inputs, pair_indices(problem, tile, device)) if inputs.features else None
+
+
+def pair_indices(problem: Problem, tile: Sequence[int], device: torch.device) -> Pairs:
+    """Document, head and positions of a tile's scores [n, h, m]. A tile lies in one attention slice, and so in one
+    document.
+
+    >>> from cp_ref.schedules.problem import Sequence
+    >>> p = Problem(2, (Sequence(3, 3, 4, 4), Sequence(4, 6, 4, 6)), qkv_format="thd", heads_q=4)
+    >>> pairs = pair_indices(p, (1, 6, 8, 5, 8, 2, 4), torch.device("cpu"))  # q[6:8] k[5:8] h2:4
+    >>> [x.flatten().tolist() for x in pairs]
+    [[1], [2, 3], [2, 3], [1, 2, 3], [2]]
+    """
+    _, q_start, q_stop, k_start, k_stop, head_start, head_stop = tile
+    document, q_slot = row_positions(problem, "q", np.array([q_start]))
+    _, k_slot = row_positions(problem, "kv", np.array([k_start]))
+    number, i, j = int(document[0]), int(q_slot[0]), int(k_slot[0])
+
+    def integers(start: int, stop: int, *shape: int) -> torch.Tensor:
+        return torch.arange(start, stop, dtype=torch.int32, device=device).view(*shape)
+
+    shift = problem.lengths.len_kv[number] - problem.lengths.len_q[number]
+    return Pairs(
+        document=integers(number, number + 1, 1, 1, 1),
+        head=integers(head_start, head_stop, 1, -1, 1),
+        q_idx=integers(i, i + q_stop - q_start, -1, 1, 1),
+        kv_idx=integers(j, j + k_stop - k_start, 1, 1, -1),
+        shift=integers(shift, shift + 1, 1, 1, 1),
+    )

@@ -22,7 +22,7 @@ from cp_ref.contract.linear_calls import (
 from cp_ref.contract.linear_schedules import DocumentFragments, document_fragments, halo_workload
 from cp_ref.contract.tensors import autocast, no_autocast, refuse_transforms, wide_dtype
 from cp_ref.executor.play_schedule import run_rank_schedule
-from cp_ref.executor.rank_tensors import World
+from cp_ref.executor.rank_tensors import RankTensors
 from cp_ref.linear.recurrence import AffineMap, Span, Tokens, map_of, play_states, run
 from cp_ref.reference_attention import to_format, to_packed
 from cp_ref.reference_plan import ContextParallel, Plan, backward_pass
@@ -217,21 +217,21 @@ class _Convolution(torch.autograd.Function):
     ) -> torch.Tensor:
         problem, wide = plan.problem, wide_dtype(x.dtype)
         packed, factors = to_packed(x, problem.qkv_format), weight.to(wide)
-        world = World(halo_workload(problem, call.kernel_size), cp.rank, x.device)
-        world.put_own("kv", packed[:, None])
-        sums = torch.zeros_like(world.tensors["kv"][0][:, 0], dtype=wide)  # [t of all ranks, channels]
+        held = RankTensors(halo_workload(problem, call.kernel_size), cp.rank, x.device)
+        held.put_own("kv", packed[:, None])
+        sums = torch.zeros_like(held.tensors["kv"][0][:, 0], dtype=wide)  # [t of all ranks, channels]
 
         def compute(tile: Sequence[int]) -> None:
             for j, rows, columns in taps(tile, call.kernel_size):
-                sums[rows] += factors[:, j] * world.tensors["kv"][0][columns, 0].to(wide)
+                sums[rows] += factors[:, j] * held.tensors["kv"][0][columns, 0].to(wide)
 
-        run_rank_schedule("forward", plan.halo(call.kernel_size).forward[cp.rank], world, cp.comm, compute)
+        run_rank_schedule("forward", plan.halo(call.kernel_size).forward[cp.rank], held, cp.comm, compute)
         if bias is not None:
             sums += bias.to(wide)
         out = torch.zeros_like(packed, dtype=wide)
-        for here, there in world.own_rows("kv"):
+        for here, there in held.own_rows("kv"):
             out[here] = sums[there] if call.activation is None else sums[there] * torch.sigmoid(sums[there])
-        ctx.save_for_backward(x, weight, bias, world.tensors["kv"][0], sums)
+        ctx.save_for_backward(x, weight, bias, held.tensors["kv"][0], sums)
         ctx.plan, ctx.problem, ctx.cp, ctx.call = plan, problem, cp, call
         return to_format(out.to(x.dtype), problem.qkv_format, len(problem.sequences))
 
@@ -242,12 +242,12 @@ class _Convolution(torch.autograd.Function):
         x, weight, bias, x_all, sums = ctx.saved_tensors
         wide = sums.dtype
         factors = weight.to(wide)
-        world = World(halo_workload(problem, call.kernel_size), cp.rank, x.device)
-        world.tensors["kv"] = (x_all,)
-        world.start_result("dkv", ((1, call.channels), wide, 0.0))
+        held = RankTensors(halo_workload(problem, call.kernel_size), cp.rank, x.device)
+        held.tensors["kv"] = (x_all,)
+        held.start_result("dkv", ((1, call.channels), wide, 0.0))
         dsums = torch.zeros_like(sums)
         packed = to_packed(dout, problem.qkv_format).to(wide)
-        for here, there in world.own_rows("kv"):
+        for here, there in held.own_rows("kv"):
             gate = torch.sigmoid(sums[there])
             slope = torch.ones_like(gate) if call.activation is None else gate * (1 + sums[there] * (1 - gate))
             dsums[there] = packed[here] * slope
@@ -256,11 +256,11 @@ class _Convolution(torch.autograd.Function):
         def compute(tile: Sequence[int]) -> None:
             for j, rows, columns in taps(tile, call.kernel_size):
                 dfactors[:, j] += (dsums[rows] * x_all[columns, 0].to(wide)).sum(dim=0)
-                world.add("dkv", columns, ALL, (factors[:, j] * dsums[rows])[:, None])
+                held.accumulate("dkv", columns, ALL, (factors[:, j] * dsums[rows])[:, None])
 
-        run_rank_schedule("backward", plan.halo(call.kernel_size).backward[cp.rank], world, cp.comm, compute)
+        run_rank_schedule("backward", plan.halo(call.kernel_size).backward[cp.rank], held, cp.comm, compute)
         dx = torch.zeros(len(packed), 1, call.channels, dtype=wide, device=x.device)
-        world.own("dkv", dx)
+        held.copy_out("dkv", dx)
         dx = to_format(dx[:, 0].to(x.dtype), problem.qkv_format, len(problem.sequences))
         dbias = None if bias is None else dsums.sum(dim=0).to(bias.dtype)
         return None, None, None, dx, dfactors.to(weight.dtype), dbias

@@ -33,6 +33,7 @@ __all__ = [
     "describe",
 ]
 
+# One for each entry of `cp_ref.schedules.planners.make_schedule.SCHEDULES`, in its order.
 CPCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 Layout = Literal["dual_chunk", "zigzag", "contiguous", "balanced"]  # zigzag: another name of dual_chunk
 QKVFormat = Literal["bshd", "sbhd", "thd"]
@@ -62,11 +63,6 @@ def canonical_layout(layout: Any) -> Any:
 class Feature(StrEnum):
     """One thing that a problem can ask for. The value is what error messages and tables print."""
 
-    # schedules (cp_comm_type)
-    P2P = "p2p"
-    ALL_GATHER = "all_gather"
-    A2A = "a2a"
-    A2A_P2P = "a2a+p2p"
     # tensor formats (qkv_format)
     BSHD = "bshd"
     SBHD = "sbhd"
@@ -116,8 +112,8 @@ class Feature(StrEnum):
 def describe(features: Iterable[Feature]) -> str:
     """The features as one readable list, in the order of the enumeration.
 
-    >>> describe({Feature.WINDOW, Feature.P2P})
-    'p2p, sliding window'
+    >>> describe({Feature.WINDOW, Feature.CAUSAL})
+    'causal, sliding window'
     """
     wanted = set(features)
     return ", ".join(f.value for f in Feature if f in wanted)

@@ -1,6 +1,6 @@
-"""Recording a trace: `trace()` for the user, and the hooks that the executor calls.
+"""Recording a trace: `trace()` for the user, and tensors of a rank that record what the executor does with them.
 
-With no trace recording, the hooks are those of `Recorder`, which do nothing.
+The executor knows nothing of traces: it is given the tensors that it fills.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from cp_ref.contract.group import Parcel
-from cp_ref.executor.rank_tensors import World, own_fragments
+from cp_ref.executor.rank_tensors import RankTensors, by_kv_head
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Message, Schedule, side_of
 from cp_ref.tracing.recorded_trace import PER_HEAD, Item, Piece, Trace
@@ -73,21 +73,10 @@ def trace(call: int = 0) -> Generator[Trace]:
 
 
 class Recorder:
-    """The hooks of one rank during one call. This one does nothing."""
+    """What one rank records during one call. This one records nothing."""
 
-    def begin(self, direction: str) -> None:
-        """A pass begins."""
-
-    def step(self, number: int) -> None:
-        """A step begins; the number of steps means that all are over."""
-
-    def received(self, world: World, message: Message, buffers: Sequence[Parcel]) -> None:
-        """A message has arrived: its flat tensors."""
-
-    def tile(self, tile: Sequence[int], **results: torch.Tensor) -> None:
-        """A tile, a row of `Tiles`, is computed. Results of query rows [n, h, ...] for the tile's heads, of key rows
-        [m, h_kv, ...] for all kv heads.
-        """
+    def held(self, direction: str, device: torch.device) -> RankTensors | None:
+        """Tensors for a pass that begins, "forward" or "backward"; None for plain ones."""
 
     def own(self, kind: str, **tensors: torch.Tensor | None) -> None:
         """The rank's own packed rows [t, h, ...] (or values per head, [h]): given, merged or final."""
@@ -97,7 +86,7 @@ SILENT = Recorder()
 
 
 def recording(problem: Problem, schedule: Schedule, rank: int) -> Recorder:
-    """The hooks for a call that begins: silent, unless a trace waits for it."""
+    """The recorder of a call that begins: silent, unless a trace waits for it."""
     if _now is None:
         return SILENT
     number = _now.calls.get(rank, 0)
@@ -112,50 +101,70 @@ def recording(problem: Problem, schedule: Schedule, rank: int) -> Recorder:
 
 
 class _Recording(Recorder):
-    """Hooks that record into a trace for as long as its block lasts."""
+    """Records into a trace for as long as its block lasts."""
 
     def __init__(self, trace: Trace, problem: Problem, schedule: Schedule, rank: int) -> None:
-        self._trace, self._problem, self._schedule, self._rank = trace, problem, schedule, rank
-        self._direction, self._step = "forward", 0
+        self.problem, self.schedule, self.rank = problem, schedule, rank
+        self._trace, self._direction = trace, "forward"
 
-    def begin(self, direction: str) -> None:
-        self._direction, self._step = direction, 0
-
-    def step(self, number: int) -> None:
-        self._step = number
-
-    def received(self, world: World, message: Message, buffers: Sequence[Parcel]) -> None:
-        text = self._schedule.message_text(message, "recv")
-        for name, buffer, x in zip(_NAMES[message.kind], buffers, world.tensors[message.kind], strict=True):
-            offset = 0
-            for piece in (Piece(*row) for row in message.pieces.rows()):
-                shape = (piece.stop - piece.start, piece.head_stop - piece.head_start, *x.shape[2:])
-                flat = buffer.tensor[offset : offset + torch.Size(shape).numel()]
-                self._add("received", text, name, piece, flat.view(shape))
-                offset += flat.numel()
-
-    def tile(self, tile: Sequence[int], **results: torch.Tensor) -> None:
-        _, q_start, q_stop, k_start, k_stop, head_start, head_stop = tile
-        text, group = self._schedule.tile_text(tile), self._problem.group_size
-        first, last = head_start // group, -(-head_stop // group)  # the kv heads
-        for name, x in results.items():
-            if side_of(name) == "kv":
-                self._add("tile", text, name, Piece(k_start, k_stop, first, last), x[:, first:last])
-            else:
-                self._add("tile", text, name, Piece(q_start, q_stop, head_start, head_stop), x)
+    def held(self, direction: str, device: torch.device) -> RankTensors:
+        self._direction = direction
+        return _RecordedTensors(self, direction, device)
 
     def own(self, kind: str, **tensors: torch.Tensor | None) -> None:
+        passes = {"forward": self.schedule.forward, "backward": self.schedule.backward}
+        step = 0 if kind == "given" else len(passes[self._direction][self.rank])  # the number of steps: all are over
         for name, x in tensors.items():
             if x is None:
                 continue
             if name in PER_HEAD:
-                self._add(kind, "", name, None, x)
+                self.add(step, kind, "", name, None, x)
                 continue
-            own = own_fragments(self._problem.workload, self._rank, side_of(name))
+            own = self.problem.workload.ownership.side(side_of(name)).of(self.rank)
             for _, start, stop, row in own.rows():
-                self._add(kind, "", name, Piece(start, stop, 0, x.shape[1]), x[row : row + stop - start])
+                self.add(step, kind, "", name, Piece(start, stop, 0, x.shape[1]), x[row : row + stop - start])
 
-    def _add(self, kind: str, source: str, name: str, piece: Piece | None, x: torch.Tensor) -> None:
+    def add(self, step: int, kind: str, source: str, name: str, piece: Piece | None, x: torch.Tensor) -> None:
+        """One item of the trace."""
         if self._trace is _now:
             clone = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            self._trace.add(Item(self._direction, self._step, self._rank, kind, source, name, piece, clone))
+            self._trace.add(Item(self._direction, step, self.rank, kind, source, name, piece, clone))
+
+
+class _RecordedTensors(RankTensors):
+    """A rank's tensors that record what is put in, what tiles add, what arrives, and what is copied out."""
+
+    def __init__(self, recording: _Recording, direction: str, device: torch.device) -> None:
+        super().__init__(recording.problem.workload, recording.rank, device)
+        self._recording, self._direction = recording, direction
+
+    def put_own(self, kind: str, *local: torch.Tensor) -> None:
+        super().put_own(kind, *local)
+        if self._direction == "forward" or kind == "do":  # the backward pass is given q, k and v again
+            self._recording.own("given", **dict(zip(_NAMES[kind], local, strict=True)))
+
+    def add_tile(self, tile: Sequence[int], kind: str, *values: torch.Tensor) -> None:
+        super().add_tile(tile, kind, *values)
+        _, q_start, q_stop, k_start, k_stop, first, stop = tile
+        if kind == "dkv":
+            kv_heads, q_start, q_stop = self.kv_heads(tile), k_start, k_stop
+            first, stop = int(kv_heads[0]), int(kv_heads[-1]) + 1
+            values = tuple(by_kv_head(x, kv_heads, self.work.heads_kv)[:, first:stop] for x in values)
+        text = self._recording.schedule.tile_text(tile)
+        for name, x in zip(_NAMES[kind], values, strict=True):
+            self._recording.add(self.step, "tile", text, name, Piece(q_start, q_stop, first, stop), x)
+
+    def unpack(self, message: Message, parcels: Sequence[Parcel]) -> None:
+        super().unpack(message, parcels)
+        text = self._recording.schedule.message_text(message, "recv")
+        for name, parcel, x in zip(_NAMES[message.kind], parcels, self.tensors[message.kind], strict=True):
+            offset = 0
+            for piece in (Piece(*row) for row in message.pieces.rows()):
+                shape = (piece.stop - piece.start, piece.head_stop - piece.head_start, *x.shape[2:])
+                flat = parcel.tensor[offset : offset + torch.Size(shape).numel()]
+                self._recording.add(self.step, "received", text, name, piece, flat.view(shape))
+                offset += flat.numel()
+
+    def copy_out(self, kind: str, *local: torch.Tensor) -> None:
+        super().copy_out(kind, *local)
+        self._recording.own("merged", **dict(zip(_NAMES[kind], local, strict=True)))

@@ -23,23 +23,23 @@ KNOWN = {  # which scores find them, and fields of the problem
 }
 OTHERS = """
 keys (alibi): keys one too late
-cp_ref.executor.tile_places.tile_places
+cp_ref.executor.tile_attention.pair_indices
 > result = result._replace(kv_idx=result.kv_idx + 1)
 
 dropped-keys (dropout): keys one too late, of dropout
-cp_ref.executor.tile_places.tile_places
+cp_ref.executor.tile_attention.pair_indices
 > result = result._replace(kv_idx=result.kv_idx + 1)
 
 document (dropout): always the first document
-cp_ref.executor.tile_places.tile_places
+cp_ref.executor.tile_attention.pair_indices
 > result = result._replace(document=torch.zeros_like(result.document))
 
 slopes (alibi of documents): slopes of another document
-cp_ref.executor.tile_places.tile_places
+cp_ref.executor.tile_attention.pair_indices
 > result = result._replace(document=(result.document - 1).abs())
 
 heads (dropout): one mask for all heads
-cp_ref.executor.tile_places.tile_places
+cp_ref.executor.tile_attention.pair_indices
 > result = result._replace(head=torch.zeros_like(result.head))
 
 no-mask (dropout): no mask in the backward pass

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from cp_ref.contract.cli.terminal import readable_errors
+from cp_ref.schedules.planners.make_schedule import SCHEDULES
 from cp_ref.schedules.values import MOST_RANKS, check_choice, read_count
-from cp_ref.schedules.words import CP_COMM_TYPES, canonical_layout
+from cp_ref.schedules.words import canonical_layout
 
 if TYPE_CHECKING:
     import torch
@@ -155,11 +156,12 @@ def exchanging(cp_comm_type: str, a2a_size: int | None, ranks: int) -> int:
     >>> exchanging("a2a+p2p", None, 4), exchanging("a2a", None, 4), exchanging("p2p", None, 4)
     (2, 4, 1)
     """
-    check_choice("cp_comm_type", cp_comm_type, CP_COMM_TYPES)
-    if cp_comm_type != "a2a+p2p":
+    check_choice("cp_comm_type", cp_comm_type, tuple(SCHEDULES))
+    schedule = SCHEDULES[cp_comm_type]
+    if schedule.exchanging != "inner":
         if a2a_size is not None:
             raise ValueError(f"--a2a-size is {a2a_size}, but --cp-comm-type is {cp_comm_type}; only a2a+p2p takes it")
-        return ranks if cp_comm_type == "a2a" else 1
+        return schedule.a2a_size(ranks, 1)
     size, unless = (2, " unless it is given") if a2a_size is None else (a2a_size, "")
     if size < 1 or ranks % size:
         raise ValueError(f"--a2a-size is {size}{unless}; it must divide the number of ranks, {ranks}")

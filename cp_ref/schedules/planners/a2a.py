@@ -11,7 +11,7 @@ its heads. Attention then needs no merging inside the group, whatever the mask.
 `a2a` is one group of all ranks. `a2a+p2p` has cp_size / a2a_size groups: global rank = p2p_rank * a2a_size + a2a_rank,
 and the ranks with equal a2a_rank form a ring across the groups.
 
-Heads are exchanged all at once, or in head chunks (`head_chunks.py`): one chunk attends while the next chunk's rows
+Heads are exchanged all at once, or in head chunks (`make_schedule.py`): one chunk attends while the next chunk's rows
 arrive and the previous chunk's results return to their owners.
 
 With fewer kv heads than ranks in the group, a kv head goes to every rank that has one of its query heads, and its
@@ -27,7 +27,7 @@ from functools import cache
 import numpy as np
 
 from cp_ref.schedules.ownership import Fragments
-from cp_ref.schedules.planners.p2p import RingPlace, ring_schedules
+from cp_ref.schedules.planners.p2p import RingRole, ring_schedules
 from cp_ref.schedules.planners.ring_members import RingMembers, Spans, merged
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import Heads, Message, Pieces, RankSchedule, Step, side_of, tag
@@ -47,8 +47,8 @@ def head_ranges(work: Workload, a2a_rank: int) -> tuple[Heads, Heads]:
     [((0, 2), (0, 1)), ((2, 4), (0, 1)), ((4, 6), (1, 2)), ((6, 8), (1, 2))]
     """
     share = work.heads_q // work.a2a_size
-    first, last = a2a_rank * share, (a2a_rank + 1) * share
-    return (first, last), (first // work.group_size, -(-last // work.group_size))
+    start, stop = a2a_rank * share, (a2a_rank + 1) * share
+    return (start, stop), (start // work.group_size, -(-stop // work.group_size))
 
 
 def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
@@ -60,10 +60,10 @@ def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSc
     def rank_of(other: int) -> int:
         return other * size + a2a_rank
 
-    place = RingPlace(member, rank_of, *heads[a2a_rank], first_step=1)
-    ring_forward, ring_backward = ring_schedules(members, place)
+    role = RingRole(member, rank_of, *heads[a2a_rank], first_step=1)
+    ring_forward, ring_backward = ring_schedules(members, role)
     active = _active_rows(members, member)
-    replicated = sum(last - first for _, (first, last) in heads) > work.heads_kv  # then dK/dV are sums
+    replicated = sum(stop - start for _, (start, stop) in heads) > work.heads_kv  # then dK/dV are sums
     peers = [(a2a_rank + n) % size for n in range(1, size)]  # the next one first: not all begin with the same
 
     @cache

@@ -1,10 +1,11 @@
-"""From a problem to its schedule, by cp_comm_type."""
+"""From a problem to its schedule, by cp_comm_type: `SCHEDULES` has all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import numpy as np
 
@@ -13,10 +14,22 @@ from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
 from cp_ref.schedules.planners.p2p import plan_p2p_rank
 from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem
-from cp_ref.schedules.schedule import KINDS, Heads, Message, Pieces, RankSchedule, Schedule, Step, Tiles, side_of
+from cp_ref.schedules.schedule import (
+    KINDS,
+    Heads,
+    Message,
+    Pieces,
+    RankSchedule,
+    Schedule,
+    Step,
+    Tiles,
+    side_of,
+)
 from cp_ref.schedules.table import constant
 
 __all__ = [
+    "SCHEDULES",
+    "Planner",
     "check_head_chunks",
     "in_head_chunks",
     "make_rank_schedule",
@@ -98,16 +111,57 @@ def _of_heads(step: Step, heads: Heads, later: int, group_size: int) -> Step:
     return Step(sends, recvs, replace(step.tiles, **cut(step.tiles, group_size)))
 
 
-# ---- planners by name
+# ---- the schedules by name
 
 
-_RANK_PLANNERS: dict[str, Callable[[RingMembers, int], tuple[RankSchedule, RankSchedule]]] = {
-    "p2p": plan_p2p_rank,
-    "all_gather": plan_all_gather_rank,
-    "a2a": plan_a2a_rank,
-    "a2a+p2p": plan_a2a_rank,
+@dataclass(frozen=True)
+class Planner:
+    """How one `cp_comm_type` is planned. A new schedule is one planner and one entry of `SCHEDULES`.
+
+    Attributes:
+        plan_rank: one rank's forward and backward steps.
+        text: what it does, in a few words, for `python -m cp_ref explain`.
+        saved: the kinds of operands that ranks keep from the forward pass for the backward pass: `Schedule.saved`.
+        exchanging: the ranks that exchange heads for sequence: none, all, or those of an inner group, where the
+            context's group is a pair of groups.
+    """
+
+    plan_rank: Callable[[RingMembers, int], tuple[RankSchedule, RankSchedule]]
+    text: str
+    saved: tuple[str, ...] = ()
+    exchanging: Literal["none", "all", "inner"] = "none"
+
+    def a2a_size(self, ranks: int, inner: int) -> int:
+        """How many of `ranks` ranks exchange heads, if inner groups have `inner` ranks."""
+        return {"none": 1, "all": ranks, "inner": inner}[self.exchanging]
+
+
+SCHEDULES: dict[str, Planner] = {
+    "p2p": Planner(
+        plan_p2p_rank,
+        "Ring attention: queries stay, keys and values travel round a ring of ranks. Each rank merges its partial "
+        "outputs by their log-sum-exp (LSE).",
+    ),
+    "all_gather": Planner(
+        plan_all_gather_rank,
+        "Queries stay; every rank gathers the keys and values that its queries see. In the backward pass the gradients "
+        "of keys and values return to their owners and are added up.",
+    ),
+    "a2a": Planner(
+        plan_a2a_rank,
+        "Heads are exchanged for sequence (Ulysses): each rank gets all rows of some heads, computes these heads "
+        "alone, and returns the results.",
+        saved=("q", "kv"),
+        exchanging="all",
+    ),
+    "a2a+p2p": Planner(
+        plan_a2a_rank,
+        "Two levels (USP): inside a group the ranks exchange heads for sequence; across the groups the keys and values "
+        "of these heads travel round a ring.",
+        saved=("q", "kv"),
+        exchanging="inner",
+    ),
 }
-_SAVED = {"p2p": (), "all_gather": (), "a2a": ("q", "kv"), "a2a+p2p": ("q", "kv")}
 
 
 def make_schedule(
@@ -150,7 +204,7 @@ def make_schedule(
 
 def saved_kinds(problem: Problem) -> tuple[str, ...]:
     """The kinds of operands that the problem's schedule keeps between the passes: `Schedule.saved`."""
-    return _SAVED[problem.cp_comm_type]
+    return SCHEDULES[problem.cp_comm_type].saved
 
 
 def make_rank_schedule(
@@ -164,6 +218,6 @@ def make_rank_schedule(
 def _of_rank(
     problem: Problem, members: RingMembers, rank: int, head_chunks: tuple[int, ...]
 ) -> tuple[RankSchedule, RankSchedule]:
-    forward, backward = _RANK_PLANNERS[problem.cp_comm_type](members, rank)
+    forward, backward = SCHEDULES[problem.cp_comm_type].plan_rank(members, rank)
     chunks = members.count, problem.group_size, head_chunks
     return in_head_chunks(forward, *chunks), in_head_chunks(backward, *chunks)

@@ -34,14 +34,14 @@ from cp_ref.schedules.schedule import Heads, Message, Pieces, RankSchedule, Step
 from cp_ref.schedules.table import constant
 
 __all__ = [
-    "RingPlace",
+    "RingRole",
     "plan_p2p_rank",
     "ring_schedules",
     "tiles_of",
 ]
 
 
-class RingPlace(NamedTuple):
+class RingRole(NamedTuple):
     """A rank in a ring of ring members: its ring member, its peer in another ring member, its heads, the number of its
     first step.
     """
@@ -53,52 +53,63 @@ class RingPlace(NamedTuple):
     first_step: int = 0
 
 
-Hops = list[tuple[int, Spans]]  # By the distance 1, 2, ... of the block: the other ring member, the rows.
+class Hop(NamedTuple):
+    """Rows of one block that travel between this ring member and another one, counted modulo the ring members."""
+
+    other: int
+    rows: Spans
 
 
 class Route(NamedTuple):
-    """The ways of blocks and of their gradients: the block at distance h arrives at step h - 1, its gradients leave at
-    step h + 1. Ring members are counted modulo their number.
+    """The messages of one ring member, by distance h = 1, 2, ...
+
+    When ring member u visits distance h, it computes with the block of ring member u - h, at step h. The keys of a
+    visit arrive at the visitor one step before, its gradients leave the visitor one step after.
     """
 
-    kv_out: Hops
-    kv_in: Hops
-    dkv_out: Hops
-    dkv_in: Hops
+    keys_sent: dict[int, Hop]  # for a visit of the other ring member
+    keys_received: dict[int, Hop]  # for a visit of this one
+    grads_sent: dict[int, Hop]  # of a visit of this one
+    grads_received: dict[int, Hop]  # of a visit of the other ring member
 
 
 def plan_p2p_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward schedule."""
     work = members.workload
-    place = RingPlace(rank, int, (0, work.heads_q), (0, work.heads_kv))  # A ring member is a rank.
-    return ring_schedules(members, place)
+    role = RingRole(rank, int, (0, work.heads_q), (0, work.heads_kv))  # A ring member is a rank.
+    return ring_schedules(members, role)
 
 
-def ring_schedules(members: RingMembers, place: RingPlace) -> tuple[RankSchedule, RankSchedule]:
-    """The forward and backward steps of one rank: at step s it computes on the block of ring member - s."""
+def ring_schedules(members: RingMembers, role: RingRole) -> tuple[RankSchedule, RankSchedule]:
+    """The forward and backward steps of one rank: at step s it computes with the block of ring member - s."""
     count = members.count
-    sees = members.sees(place.member, (place.member - np.arange(count)) % count)  # By distance.
-    tiles = [tiles_of(some, place.q_heads) for some in sees]
+    sees = members.sees(role.member, (role.member - np.arange(count)) % count)  # by distance
+    tiles = [tiles_of(some, role.q_heads) for some in sees]
     if count == 1:
         return (Step(tiles=tiles[0]),), (Step(tiles=tiles[0]),)
-    route = _halo(members, place.member, sees) if members.sparse else _ring(members, place.member)
+    route = _straight(members, role.member, sees) if members.sends_directly else _around(members, role.member)
 
-    def messages(kind: str, hops: Hops, h: int, step: int) -> tuple[Message, ...]:
-        if not 0 < h < count:
+    def message(kind: str, step: int, hop: Hop | None) -> tuple[Message, ...]:
+        """The message of a hop; none where there is no hop or no row."""
+        if hop is None or not len(hop.rows[0]):
             return ()
-        member, (start, stop) = hops[h - 1]
-        if not len(start):
-            return ()
-        peer = place.rank_of(member % count)
-        return (Message(kind, peer, tag(place.first_step + step, kind), Pieces.spans(start, stop, place.kv_heads)),)
+        peer, number = role.rank_of(hop.other % count), tag(role.first_step + step, kind)
+        return (Message(kind, peer, number, Pieces.spans(*hop.rows, role.kv_heads)),)
 
-    kv = [(messages("kv", route.kv_out, s + 1, s), messages("kv", route.kv_in, s + 1, s)) for s in range(count + 1)]
-    dkv = [
-        (messages("dkv", route.dkv_out, s - 1, s), messages("dkv", route.dkv_in, s - 1, s)) for s in range(count + 1)
-    ]
-    forward = [Step(*kv[s], tiles[s]) for s in range(count)]
-    backward = [Step(kv[s][0] + dkv[s][0], kv[s][1] + dkv[s][1], tiles[s]) for s in range(count)]
-    return tuple(forward), (*backward, Step(*dkv[count]))
+    forward: list[Step] = []
+    for step in range(count):
+        h = step + 1  # Keys travel to the next visit.
+        sends = message("kv", step, route.keys_sent.get(h))
+        recvs = message("kv", step, route.keys_received.get(h))
+        forward.append(Step(sends, recvs, tiles[step]))
+
+    backward: list[Step] = []
+    for step, attend in enumerate([*forward, Step()]):  # The same keys and tiles.
+        h = step - 1  # Gradients travel from the visit before.
+        sends = message("dkv", step, route.grads_sent.get(h))
+        recvs = message("dkv", step, route.grads_received.get(h))
+        backward.append(Step(attend.sends + sends, attend.recvs + recvs, attend.tiles))
+    return tuple(forward), tuple(backward)
 
 
 def tiles_of(sees: Sights, heads: Heads) -> Tiles:
@@ -107,30 +118,34 @@ def tiles_of(sees: Sights, heads: Heads) -> Tiles:
     return Tiles(sees.area, sees.q_start, sees.q_stop, sees.k_start, sees.k_stop, *edges)
 
 
-def _halo(members: RingMembers, member: int, sees: list[Sights]) -> Route:
-    """Every ring member receives the rows that it sees of the ring member h behind it directly, and sends their
-    gradients back.
-    """
-    seen = members.seen(member, (np.arange(members.count) - member) % members.count)
-    received, given = ([merged(some.k_start, some.k_stop) for some in side[1:]] for side in (sees, seen))
-    behind = [(member - h, rows) for h, rows in enumerate(received, 1)]
-    ahead = [(member + h, rows) for h, rows in enumerate(given, 1)]
-    return Route(ahead, behind, behind, ahead)
+def _straight(members: RingMembers, member: int, sees: list[Sights]) -> Route:
+    """The rows that a visitor sees come straight from their owner, and their gradients go straight back."""
+    seen = members.seen(member, (np.arange(members.count) - member) % members.count)  # by the visitor's distance
+    visits = {h: Hop(member - h, merged(sees[h].k_start, sees[h].k_stop)) for h in range(1, members.count)}
+    visitors = {h: Hop(member + h, merged(seen[h].k_start, seen[h].k_stop)) for h in range(1, members.count)}
+    return Route(keys_sent=visitors, keys_received=visits, grads_sent=visits, grads_received=visitors)
 
 
-def _ring(members: RingMembers, member: int) -> Route:
-    """The current block goes on to the next ring member: the rows that this or a later ring member still needs.
-    Gradients follow: the rows that a ring member on the way has seen.
+def _around(members: RingMembers, member: int) -> Route:
+    """Blocks travel from each ring member to the next one, and their gradients behind them. The last visitor's next
+    ring member is the owner of the block, so there the gradients are home.
     """
     count, n = members.count, np.arange(members.count)
-    following, last = member + 1, member - 1
-    # The way that a block still has to go, and the way back to its owner:
-    from_next, from_here = members.reach(following + n), members.reach(member + n)
-    here_back, last_back = members.reach(member - n), members.reach(last - n)
-    distances = range(1, count)
+    before, after = member - 1, member + 1
+    onward = {visitor: members.key_bounds(visitor + n) for visitor in (member, after)}
+    backward = {visitor: members.key_bounds(visitor - n) for visitor in (member, before)}
+
+    def keys(visitor: int, h: int) -> Spans:
+        """The rows of the block that the visitor and the count - h - 1 later ones see."""
+        return members.rows_seen(visitor - h, onward[visitor], count - h)
+
+    def grads(visitor: int, h: int) -> Spans:
+        """The rows of the block that the visitor and the h - 1 earlier ones have seen."""
+        return members.rows_seen(visitor - h, backward[visitor], h)
+
     return Route(
-        [(following, members.needed(following - h, from_next, count - 1 - h)) for h in distances],
-        [(last, members.needed(member - h, from_here, count - 1 - h)) for h in distances],
-        [(following, members.needed(member - h, here_back, h - 1)) for h in distances],
-        [(last, members.needed(last - h, last_back, h - 1)) for h in distances],
+        keys_sent={h: Hop(after, keys(after, h)) for h in range(1, count)},
+        keys_received={h: Hop(before, keys(member, h)) for h in range(1, count)},
+        grads_sent={h: Hop(after, grads(member, h)) for h in range(1, count)},
+        grads_received={h: Hop(before, grads(before, h)) for h in range(1, count)},
     )

@@ -24,6 +24,7 @@ from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.table import Column, Table, in_blocks, joined, ordered_by, overlaps
 
 __all__ = [
+    "KeyBounds",
     "RingMembers",
     "Sights",
     "Spans",
@@ -86,9 +87,10 @@ class RingMembers:
         return (fragments if self.size == 1 else grouped(fragments, self.size)).sorted()
 
     @cached_property
-    def sparse(self) -> bool:
-        """Whether ring members see little of most others: an attention slice is bounded on both sides, or lies on some
-        ring members alone, so that a ring would carry its keys by ring members that see none of them.
+    def sends_directly(self) -> bool:
+        """Whether keys go straight from their owner to those that see them, as ring members see little of most others:
+        an attention slice is bounded on both sides, or lies on some ring members alone, so that a ring would carry its
+        keys by ring members that see none of them.
         """
         windowed = (self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)
         return bool(windowed.any()) or self._on_some_members
@@ -137,40 +139,40 @@ class RingMembers:
         rows = self.key_rows.take(order)
         return [rows.take(slice(a, b)) for a, b in pairwise(ends)]
 
-    def needed(self, owner: int, reach: Reach, last: int) -> Spans:
-        """The key rows of one ring member that some ring members see: in each attention slice, the rows from the first
-        to the last key that any of ring members 0 to `last` of `reach` sees.
+    def rows_seen(self, owner: int, bounds: KeyBounds, count: int) -> Spans:
+        """The key rows of one ring member that the first `count` ring members of `bounds` see: in each attention slice
+        all rows from the first to the last key that any of them sees. (Rows between that nobody sees travel too.)
         """
         rows = self._key_rows_of[owner % self.count]
-        start, stop = rows.start, np.minimum(rows.stop, reach.stop[last][rows.area])
-        if reach.start is not None:
-            start = np.maximum(start, reach.start[last][rows.area])
+        start, stop = rows.start, np.minimum(rows.stop, bounds.stop[count - 1][rows.area])
+        if bounds.start is not None:
+            start = np.maximum(start, bounds.start[count - 1][rows.area])
         some = start < stop
         return merged(start, stop) if some.all() else merged(start[some], stop[some])
 
-    def reach(self, members: Column) -> Reach:
-        """The reach of the first ring members together, for each number of these ring members."""
-        start, stop = self._seen_by_each
-        return Reach(
+    def key_bounds(self, members: Column) -> KeyBounds:
+        """The keys that the first of these ring members see, the first two together, the first three, ..."""
+        start, stop = self._bounds_of_each
+        return KeyBounds(
             None if start is None else np.minimum.accumulate(start[members % self.count]),
             np.maximum.accumulate(stop[members % self.count]),
         )
 
     @cached_property
-    def _seen_by_each(self) -> Reach:
-        """The reach of each ring member alone."""
+    def _bounds_of_each(self) -> KeyBounds:
+        """The keys that each ring member sees alone."""
         areas, rows, far = self.areas, self.query_rows, 2 * UNBOUNDED
         cell = rows.member * len(areas) + rows.area
         stop = np.full((self.count, len(areas)), -far, dtype=np.int64)
         np.maximum.at(stop.ravel(), cell, rows.stop + areas.hi[rows.area])
         if bool((areas.lo <= -UNBOUNDED).all()):
-            return Reach(None, stop)
+            return KeyBounds(None, stop)
         start = np.full_like(stop, far)
         np.minimum.at(start.ravel(), cell, rows.start + areas.lo[rows.area])
-        return Reach(start, stop)
+        return KeyBounds(start, stop)
 
 
-class Reach(NamedTuple):
+class KeyBounds(NamedTuple):
     """The keys that ring members see of each attention slice, [ring members, attention slices]: the first, and the one
     after the last. Without `start`, every attention slice is seen from its first key on.
     """
@@ -219,7 +221,7 @@ def merged(start: Column, stop: Column) -> Spans:
     >>> [x.tolist() for x in merged(np.array([4, 0, 6]), np.array([8, 2, 9]))]
     [[0, 4], [2, 9]]
     """
-    if bool((start[1:] > stop[:-1]).all()):
+    if len(start) < 2 or bool((start[1:] > stop[:-1]).all()):
         return start, stop
     if not bool((start[1:] >= start[:-1]).all()):
         order = np.argsort(start, kind="stable")

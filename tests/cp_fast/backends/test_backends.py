@@ -372,7 +372,7 @@ def test_backends_come_in_order_of_preference() -> None:
     assert [b.name for b in backends.BACKENDS] == ["fa4", "cudnn", "fa2", "cpu", "torch"]
     assert backends.by_name("cpu") is backends.BACKENDS[3]
     assert {Feature.CUDA, Feature.CPU, Feature.SOFTCAP} <= backends.KERNEL_FEATURES
-    assert not {Feature.P2P, Feature.THD, Feature.LEARNABLE} & backends.KERNEL_FEATURES
+    assert not {Feature.THD, Feature.LEARNABLE} & backends.KERNEL_FEATURES
 
 
 @pytest.mark.parametrize("device", [Feature.CPU, Feature.CUDA])
@@ -435,7 +435,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> tuple[Backend, ...]:
 
 
 def test_auto_takes_the_first_that_works_and_has_the_features(stubs: tuple[Backend, ...]) -> None:
-    assert backends.choose(frozenset({Feature.CUDA, Feature.GQA, Feature.A2A}), "auto") is stubs[1]
+    assert backends.choose(frozenset({Feature.CUDA, Feature.GQA, Feature.THD}), "auto") is stubs[1]
     assert backends.choose(frozenset({Feature.CPU}), "auto") is stubs[2]
     assert backends.choose(frozenset({Feature.CPU}), "three") is stubs[2]
 
