@@ -4,6 +4,29 @@ The names are those of `cp_fast`, with the same signatures: swap the import. Thi
 `dense_attention` (float64, by the definition), the simulated group `SimGroup`, the helpers `thd`, and `trace` and
 `compare`, which find the first step and rank at which two runs differ.
 
+To understand how it works, read for an hour, in this order. `python -m cp_ref explain` walks through a schedule of
+your choice, message by message.
+
+    docs/concepts.md                     the four schedules, in pictures
+    schedules/attention_slices           the three tables: who sees whom,
+    schedules/ownership                  who holds which row,
+    schedules/schedule                   who computes and sends what, step by step; of each the first half
+    schedules/planners/ring_members      who sees which keys of whom: what all planners ask
+    schedules/planners/all_gather        the schedules, the simplest one first
+    schedules/planners/p2p
+    schedules/planners/a2a
+    schedules/planners/make_schedule     their list, `SCHEDULES`: a new schedule is a planner and an entry there
+    executor/play_schedule               a few lines play every schedule, forward and backward
+    executor/rank_tensors                what a rank holds meanwhile
+    executor/tile_attention              the arithmetic of one tile
+    executor/merge_partials              how partial results become one
+    reference_attention                  a call: read it, run the passes, add the sink, return
+    oracle                               the definition, which all of this has to agree with
+    schedules/verify/proof               why a schedule is right, without a tensor
+
+Of the rest, `contract` has what both packages promise (arguments, checks, groups, masks), `linear` the linear layers,
+`thd` helpers for packed batches, `simulator` the simulated group, and `tracing` the traces.
+
 A name is imported when it is first asked for: `cp_fast` needs `cp_ref.schedules` and `cp_ref.contract` alone.
 """
 
