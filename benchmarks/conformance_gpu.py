@@ -9,7 +9,7 @@ or a process for each GPU over NCCL.
 Every problem of attention is played forward and backward in two tiers: `probes` (who sees which key, exactly) and
 `budget` (errors in units of plain PyTorch's). Kinds of problems, at cp 2, 3, 4 and 8 in bfloat16 and float16:
 
-    anything   `conformance.draw.strategies`
+    anything   `conformance.problems.strategies`
     layouts    these without attention slices, with more self-attention; of it half has a table of the user's for a
                layout, where one can be
     areas      `tests.masks.problems`, every layout, of up to some 700 rows
@@ -18,8 +18,8 @@ Every problem of attention is played forward and backward in two tiers: `probes`
     alibi, score_mod, dropout
                cases without attention slices and windows, in bfloat16, each with this one score of places. A kind has
                five parts with a class of kernels each (`benchmarks.parts.random_cases`): one process compiles them
-    linear     `conformance.levels.linear`: linear attention and causal convolutions, in bfloat16, in the suite's tiers.
-               Triton's tuners take their first configuration
+    linear     `conformance.problems.linear`: linear attention and causal convolutions, in bfloat16, in the suite's
+               tiers. Triton's tuners take their first configuration
 
 No other kind has scores of places.
 
@@ -55,9 +55,9 @@ from benchmarks.parts.random_counts import Counts, Job, added, summary, write
 from benchmarks.parts.ranks import Commit, Device, JsonOut
 from conformance.adapters.cp_fast import OneBackend
 from conformance.case import Case
-from conformance.levels.linear.linear_case import LinearCase
-from conformance.run.play_problem import InProcess, Runner, Task, task_of
-from conformance.run.workers import WorkerRunner
+from conformance.problems.linear import LinearCase
+from conformance.runner.play_problem import InProcess, Runner, Task, task_of
+from conformance.runner.workers import WorkerRunner
 from cp_fast.backends import by_name
 
 os.environ.setdefault("CONFORMANCE_LIMIT_S", "300")  # of one call; a problem has several

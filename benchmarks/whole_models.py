@@ -41,7 +41,7 @@ from benchmarks.parts import model_ranks
 from benchmarks.parts.model_cases import Case, cases
 from benchmarks.parts.model_ranks import PLANTS, Ranks, TrainerRun, trainer_losses
 from benchmarks.parts.ranks import Commit, Device, JsonOut
-from conformance.run.processes import run_together
+from conformance.runner.processes import run_together
 from conformance.step import compare_step
 from cp_fast.backends import by_name
 

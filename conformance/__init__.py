@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from conformance.case import Case
+    from conformance.checks.baselines import eager_attention
+    from conformance.checks.budgets import Row, compare
     from conformance.implementation import Implementation, load
-    from conformance.judge.baseline import eager_attention
-    from conformance.judge.budgets import Row, compare
-    from conformance.run.run_tiers import replay
+    from conformance.runner.run_tiers import replay
 
 __all__ = ["Case", "Implementation", "Row", "compare", "eager_attention", "load", "replay"]
 
 _WHERE = {
     "Case": "case",
     "Implementation": "implementation",
-    "Row": "judge.budgets",
-    "compare": "judge.budgets",
-    "eager_attention": "judge.baseline",
+    "Row": "checks.budgets",
+    "compare": "checks.budgets",
+    "eager_attention": "checks.baselines",
     "load": "implementation",
-    "replay": "run.run_tiers",
+    "replay": "runner.run_tiers",
 }
 
 

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import os
 import random
+import re
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -22,27 +25,150 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from typer.core import TyperGroup
 
-from conformance.commands import DEFAULT_TIME_LIMIT_S, replay_options, version_of
-from conformance.draw.feature_coverage import coverage
-from conformance.draw.strategies import CP_SIZES
 from conformance.implementation import LoadError, load
-from conformance.judge.known_failures import KnownFailures, KnownFailuresError
-from conformance.judge.run_record import LEVELS, RunRecord
-from conformance.levels import LEVEL_TIERS
-from conformance.printing import print_coverage, print_failures, print_separating, print_table
+from conformance.problems.strategies import CP_SIZES
+from conformance.record import (
+    DEFAULT_TIME_LIMIT_S,
+    FAILING,
+    LEVELS,
+    Played,
+    RunRecord,
+    replay_command,
+    replay_options,
+    version_of,
+)
 from conformance.report import unwritable, write_report
-from conformance.run.play_problem import InProcess, Runner, task_of
-from conformance.run.processes import LONGEST_S
-from conformance.run.run_tiers import PROFILES, TierResult
-from conformance.run.suite_run import ALL_TIERS, SuiteRun, describe_run, level_of, nothing_tested
-from conformance.run.workers import start_runner
+from conformance.report.coverage import Coverage, coverage
+from conformance.report.failures import separating
+from conformance.runner.known_failures import KnownFailures, KnownFailuresError
+from conformance.runner.play_problem import InProcess, Runner
+from conformance.runner.processes import LONGEST_S
+from conformance.runner.run_tiers import PROFILES, TierResult
+from conformance.runner.suite_run import ALL_TIERS, SuiteRun, describe_run, nothing_tested
+from conformance.runner.tiers import TIERS, group_sizes, tiers_of
+from conformance.runner.workers import start_runner
+from conformance.step.report import table_lines
 from conformance.step.step_command import app as step_app
-from conformance.tiers import cases_of
 from cp_ref.schedules.values import MOST_RANKS
 
-__all__ = ["app", "command_line", "cp_sizes_of"]
+__all__ = [
+    "app",
+    "command_line",
+    "cp_sizes_of",
+    "print_coverage",
+    "print_failures",
+    "print_separating",
+    "print_table",
+]
+
+# ---- printed output
+#
+# The printed output of a run: failures with the command that plays each again, a table of tiers, and the pairs it
+# exercised.
+
+
+_MOST_FINDINGS = 8
+_MOST_KINDS = 10
+_CASE = " [Case("  # how a finding of a named problem says which of its cases it is about
+_MOST_PAIRS = 5
+
+
+def print_separating(console: Console, record: RunRecord) -> None:
+    """Which features separate failing from passing problems, before the failures themselves."""
+    if found := separating(record):
+        console.print("\n[bold]what separates failing problems from the others[/]", highlight=False)
+        for each in found:
+            console.print(f"  {each}", markup=False, highlight=False)
+
+
+def print_failures(console: Console, result: TierResult, meta: Mapping[str, Any]) -> None:
+    """The smallest failing problems of a tier, one of each kind; `meta` is that of the record."""
+    kinds: dict[tuple[str, ...], list[Played]] = {}
+    for played in result.smallest:
+        kinds.setdefault(_kind(played), []).append(played)
+    for played, *others in list(kinds.values())[:_MOST_KINDS]:
+        console.print(f"\n[bold red]{result.tier}: {played.verdict}[/]", highlight=False)
+        _print_findings(console, played.findings)
+        if result.tier == "known failures":
+            continue
+        if others:
+            names = ", ".join(other.text.partition(" ")[2] or other.text for other in others)
+            console.print(f"  the same in {len(others)} more: {names}", markup=False, highlight=False)
+        console.print("  play it again:", highlight=False)
+        console.print(f"    {replay_command(meta, played)}", markup=False, highlight=False)
+    if len(kinds) > _MOST_KINDS:
+        more = sum(map(len, list(kinds.values())[_MOST_KINDS:]))
+        console.print(f"\n... and {more} more problems of {result.tier}; all are in the report", highlight=False)
+
+
+def _kind(played: Played) -> tuple[str, ...]:
+    """Failures of a table that differ only in numbers are shown once; a shrunk failure is always shown."""
+    if played.shrunk:
+        return (played.text,)
+    finding = (played.findings or ("",))[0].partition(_CASE)[0]
+    return played.verdict, re.sub(r"[-+]?\b\d[\d.e+-]*", "#", finding)
+
+
+def _print_findings(console: Console, findings: tuple[str, ...]) -> None:
+    """One line each; the case that several belong to once, after them."""
+    shown = [finding.partition(_CASE) for finding in findings[:_MOST_FINDINGS]]
+    for n, (finding, _, case) in enumerate(shown):
+        console.print(f"  - {finding}", markup=False, highlight=False)
+        if case and (n + 1 == len(shown) or shown[n + 1][2] != case):
+            console.print(f"    in Case({case[:-1]}", markup=False, highlight=False)
+    if len(findings) > _MOST_FINDINGS:
+        console.print(f"  - ... and {len(findings) - _MOST_FINDINGS} more findings", highlight=False)
+
+
+def print_table(console: Console, results: list[TierResult], impl: str) -> None:
+    """One line a tier, and the tiers' notes."""
+    table: list[tuple[str, ...]] = [("tier", "played", "right", "failed", "known", "unsup.", "missing", "s", "")]
+    for r in results:
+        counts = (r.run, r.passed, r.count(*FAILING), r.count("known"), r.unsupported, r.count("missing"))
+        table.append((r.tier, *map(str, counts), f"{r.seconds:.{0 if r.seconds >= 10 else 1}f}", ""))
+    console.print(f"\nconformance of {impl}\n", markup=False, highlight=False)
+    for line, failed in zip(table_lines(table), [False, *(r.count(*FAILING) for r in results)], strict=True):
+        console.print(line, style="red" if failed else None, markup=False, highlight=False)
+    console.print()
+    for r in results:
+        if note := r.note or _why_nothing(r):
+            console.print(f"{r.tier}: {note}", markup=False, highlight=False)
+
+
+def _why_nothing(result: TierResult) -> str:
+    """The most frequent reason, for a tier that computed nothing."""
+    reasons = Counter((p.findings or ("",))[0] for p in result.drawn)
+    if not reasons or result.count("right", "known", *FAILING):
+        return ""
+    (reason, count), *others = reasons.most_common()
+    return f"nothing was computed: {reason}" + (f" ({count} of {result.run})" if others else "")
+
+
+def print_coverage(console: Console, found: Coverage) -> None:
+    """How many of the possible pairs of features ran, and those whose absence is the most surprising."""
+    totals = found.totals
+    possible = sum(totals.values()) - totals["impossible"]
+    if not found.problems:
+        return
+    console.print(
+        f"\npairs of features: {totals['played']:,} of {possible:,} possible ({totals['played'] / possible:.0%}) ran in"
+        f" {found.problems:,} problems; {totals['refused']:,} were always refused, {totals['never']:,} never came",
+        highlight=False,
+    )
+    if missed := [pair for pair in found.missed(_MOST_PAIRS) if pair[2] >= 1.0]:  # rarer ones are no surprise
+        table = Table("never together", title_justify="left", box=None, padding=(0, 2))
+        table.add_column("expected by chance", justify="right")
+        for a, b, expected in missed:
+            table.add_row(f"{a} + {b}", f"{expected:.1f}")
+        console.print(table)
+        console.print("all of them: report.html and report.json of --report FOLDER", highlight=False)
+
+
+# ---- the command line
+
 
 _EXIT_CODES = "Exit codes: 0 right or known, 1 wrong, 2 usage, 3 cannot be loaded, 4 nothing was computed."
 
@@ -168,9 +294,8 @@ def _run(suite_run: SuiteRun, console: Console) -> list[TierResult]:
 def _sizes_of_problem(repro: str | None) -> tuple[int, ...]:
     """The group sizes of the problem to play again, whose text means something."""
     try:
-        tasks = [] if repro is None else task_of(repro)
-        layers = [LEVEL_TIERS[task.tier].parse(task.text) for task in tasks if task.level == "linear"]
-        return tuple(case.problem.cp_size for case in [*layers, *(c for task in tasks for c in cases_of(task.text))])
+        problems = [] if repro is None else [problem for _, problem in tiers_of(repro)]
+        return tuple(size for problem in problems for size in group_sizes(problem))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--repro") from error
 
@@ -211,7 +336,7 @@ def _tiers(levels: list[str] | None, tiers: list[str] | None) -> list[str]:
     """The tiers that were asked for: those named, or those of the levels named, or all."""
     chosen = _choices("--tier", tiers or list(ALL_TIERS), ALL_TIERS)
     wanted = _choices("--level", levels or list(LEVELS), LEVELS)
-    found = [name for name in ALL_TIERS if name in chosen and level_of(name) in wanted]
+    found = [name for name in ALL_TIERS if name in chosen and TIERS[name].level in wanted]
     if not found:
         raise typer.BadParameter(f"the tiers {', '.join(chosen)} are none of {', '.join(wanted)}", param_hint="--level")
     return found

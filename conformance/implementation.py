@@ -53,8 +53,8 @@ from typing import Any, cast
 
 import torch
 
-from conformance.judge.run_record import Level, readable
-from conformance.scores.score_mods import score_features
+from conformance.case import score_features
+from conformance.record import Level, readable
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import check_choice
 from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, canonical_layout
@@ -140,7 +140,7 @@ class Implementation:
     def __init__(self, offered: Any, name: str = "") -> None:
         self.offered = offered
         self.name = name or getattr(offered, "__name__", type(offered).__name__)
-        self.probed: dict[str, Any] = {}  # By device: the capabilities found by `conformance.draw.capabilities`.
+        self.probed: dict[str, Any] = {}  # By device: the capabilities found by `conformance.problems.capabilities`.
 
     def offers(self, member: str) -> bool:
         """Whether the module or object has it. (A package may have a submodule called `merge`; that is no merge.)"""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 if TYPE_CHECKING:
-    from conformance.judge.run_record import Played
+    from conformance.record import Played
 
 __all__ = ["PARTS_FIXTURE", "Settings", "settings_of"]
 
@@ -89,7 +89,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for `conformance_part` is made once for every part."""
     if PARTS_FIXTURE not in metafunc.fixturenames:
         return
-    from conformance.draw.suite_parts import parts
+    from conformance.runner.suite_run import parts
 
     found = parts(settings_of(metafunc.config).tiers)
     metafunc.parametrize(PARTS_FIXTURE, found, ids=[str(part) for part in found])
@@ -100,7 +100,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     settings = settings_of(session.config)
     if settings.report is None or not settings.played:
         return
-    from conformance.judge.run_record import RunRecord
+    from conformance.record import RunRecord
     from conformance.report import write_report
 
     write_report(RunRecord(settings.meta, tuple(settings.played)), settings.report)

@@ -25,15 +25,14 @@ import pytest
 import torch
 
 from conformance.cli import cp_sizes_of
-from conformance.commands import replay_command, replay_options
-from conformance.draw.suite_parts import Part, play_part
 from conformance.implementation import LoadError, load
-from conformance.judge.known_failures import KnownFailures
 from conformance.plugin import Settings, settings_of
-from conformance.run.play_problem import InProcess
-from conformance.run.run_tiers import PROFILES, TierResult
-from conformance.run.suite_run import SuiteRun, describe_run
-from conformance.run.workers import start_runner
+from conformance.record import replay_command, replay_options
+from conformance.runner.known_failures import KnownFailures
+from conformance.runner.play_problem import InProcess
+from conformance.runner.run_tiers import PROFILES, TierResult
+from conformance.runner.suite_run import Part, SuiteRun, describe_run, play_part
+from conformance.runner.workers import start_runner
 
 __all__ = ["conformance_settings", "conformance_suite_run", "impl", "test_conformance"]
 

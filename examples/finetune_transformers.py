@@ -23,7 +23,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, default_data_collator
 
 import cp_fast as cp
-from conformance.run.process_ranks import device_of_group, own_gpu
+from conformance.runner.processes import device_of_group, own_gpu
 from cp_fast.integrations.trainer import ContextParallelMixin
 
 

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import cp_fast as cp
-from conformance.run.process_ranks import device_of_group, own_gpu
+from conformance.runner.processes import device_of_group, own_gpu
 from cp_fast.checkpoint import save_attention
 from cp_fast.integrations import transformers as cp_transformers
 from cp_fast.integrations.loss import loss_for_backward

@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 import cp_fast as cp  # noqa: E402
-from conformance.run.process_ranks import device_of_group, own_gpu  # noqa: E402
+from conformance.runner.processes import device_of_group, own_gpu  # noqa: E402
 from cp_fast.integrations.megatron import use_cp_fast  # noqa: E402  # 1
 
 WIDTH, HEADS = 256, 8

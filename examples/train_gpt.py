@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 import cp_fast as cp
-from conformance.run.process_ranks import device_of_group, own_gpu
+from conformance.runner.processes import device_of_group, own_gpu
 from cp_fast.integrations.loss import token_mean
 
 HEADS, HEAD_DIM, LAYERS = 4, 16, 2

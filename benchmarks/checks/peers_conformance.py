@@ -28,13 +28,12 @@ import torch
 import typer
 
 from conformance.case import Case
-from conformance.commands import replay_command
 from conformance.implementation import LoadError
-from conformance.judge.run_record import FAILING, Played
-from conformance.run.play_problem import Pairs, Task
-from conformance.run.run_tiers import PROFILES, TierResult
-from conformance.run.suite_run import SuiteRun, describe_run
-from conformance.run.workers import WorkerRunner
+from conformance.record import FAILING, Played, replay_command
+from conformance.runner.play_problem import Pairs, Task
+from conformance.runner.run_tiers import PROFILES, TierResult
+from conformance.runner.suite_run import SuiteRun, describe_run
+from conformance.runner.workers import WorkerRunner
 from cp_ref.schedules.problem import Problem, Sequence
 
 PEERS = {

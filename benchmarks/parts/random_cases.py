@@ -15,11 +15,10 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from conformance.case import Case
-from conformance.draw.capabilities import EVERYTHING
-from conformance.draw.strategies import cases, tables
-from conformance.levels.linear.draw_linear import convolutions, linear_attentions
-from conformance.levels.linear.linear_case import CausalConv1d, LinearCase
-from conformance.run.play_problem import Runner
+from conformance.problems.capabilities import EVERYTHING
+from conformance.problems.linear import CausalConv1d, LinearCase, convolutions, linear_attentions
+from conformance.problems.strategies import cases, tables
+from conformance.runner.play_problem import Runner
 from cp_fast import masks
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Launch

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from conformance.run.process_ranks import own_gpu
+from conformance.runner.processes import own_gpu
 
 __all__ = [
     "Commit",

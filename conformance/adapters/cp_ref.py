@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 import cp_ref as package
-from conformance.adapters.shared.band_tiles import empty_tile, out_of_nothing
-from conformance.dtypes import wide_dtype
+from conformance.adapters.band_tiles import empty_tile, out_of_nothing
+from conformance.case import wide_dtype
 from cp_ref.executor.merge_partials import merge as merge_two
 from cp_ref.executor.tile_attention import tile_backward as exact_backward
 from cp_ref.executor.tile_attention import tile_forward, visible_pairs

@@ -22,24 +22,169 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
+from importlib import import_module
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from conformance.adapters.shared import magi_on_cpu
-from conformance.adapters.shared.magi_ranges import magi_ranges
-from conformance.adapters.shared.peer_adapter import Peer, Sizes, no_gradient, number_of_ranks, rank_in
-from conformance.adapters.shared.support_tables import SupportTable, Unsupported, library
+from conformance.adapters.peers import (
+    Peer,
+    Sizes,
+    SupportTable,
+    Unsupported,
+    library,
+    no_gradient,
+    number_of_ranks,
+    rank_in,
+)
 from cp_ref.schedules.attention_slices import AttentionSlices, areas_of_rows
 
-__all__ = ["Unsupported", "accepted", "attention", "bf16", "ffa", "group_kind", "key_of", "sdpa", "supports"]
+__all__ = [
+    "MagiRange",
+    "Unsupported",
+    "accepted",
+    "attention",
+    "bf16",
+    "ffa",
+    "group_kind",
+    "install_on_cpu",
+    "key_of",
+    "magi_ranges",
+    "sdpa",
+    "supports",
+]
+
+# ---- without a GPU
+#
+# MagiAttention without a GPU: its planner, its messages over gloo, and its own backend of plain PyTorch.
+#
+# PyTorch replaces three Triton kernels: the gathering and the sum of ranges of rows, and the merge of two partial
+# results. The current device is the CPU. All of it is for the whole process.
+
+
+def install_on_cpu() -> bool:
+    """Put the stand-ins into the library, where there is no GPU; whether that is so."""
+    if torch.cuda.is_available():
+        return False
+    for function, module in _USED_IN.items():
+        setattr(import_module(f"magi_attention.{module}"), function.__name__, function)
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    for name in ("range_push", "range_pop"):
+        setattr(torch.cuda.nvtx, name, lambda *_: 0)
+    return True
+
+
+def range_gather(input: torch.Tensor, ranges: torch.Tensor, dim: int = 0, output: Any = None, **_: Any) -> torch.Tensor:
+    """The rows of ranges [n, 2], one after the other.
+
+    >>> range_gather(torch.tensor([5, 6, 7, 8]), torch.tensor([[2, 4], [0, 1]])).tolist()
+    [7, 8, 5]
+    """
+    rows = torch.cat([torch.arange(a, b) for a, b in ranges.tolist()] or [torch.empty(0, dtype=torch.long)])
+    gathered = input.index_select(dim, rows)
+    return gathered if output is None else output.copy_(gathered)
+
+
+def range_reduce(
+    input: torch.Tensor, output: torch.Tensor, input_ranges: torch.Tensor, output_ranges: torch.Tensor,
+    reduce_op: str = "sum", **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Add each range of the input to one of the output, in place.
+
+    >>> where = torch.tensor([[0, 2], [2, 3]]), torch.tensor([[1, 3], [1, 2]])
+    >>> range_reduce(torch.tensor([1, 2, 3]), torch.tensor([10, 20, 30]), *where).tolist()
+    [10, 24, 32]
+    """
+    if reduce_op != "sum":
+        raise NotImplementedError(f"reduce_op is {reduce_op!r}; what stands in for the kernel has sums alone")
+    for (a, b), (c, d) in zip(input_ranges.tolist(), output_ranges.tolist(), strict=True):
+        output[c:d] += input[a:b]
+    return output
+
+
+def correct_attn_out_lse(
+    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor, inplace: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first partial result, merged with the second, in place: out [n, h, d], lse [n, h].
+
+    >>> out, lse = torch.zeros(1, 1, 1), torch.zeros(1, 1)
+    >>> [x.item() for x in correct_attn_out_lse(out, lse, out + 1, lse, inplace=True)] == [0.5, torch.tensor(2.0).log()]
+    True
+    """
+    if not inplace:
+        out1, lse1 = out1.clone(), lse1.clone()
+    wide = torch.promote_types(lse1.dtype, torch.float32)
+    parts = lse1.to(wide), lse2.to(wide)
+    lse = torch.logaddexp(*parts)
+    first, second = ((part - lse).exp().nan_to_num(0.0)[..., None] for part in parts)
+    out1.copy_(first * out1 + second * out2)
+    lse1.copy_(lse)
+    return out1, lse1
+
+
+_USED_IN = {
+    range_gather: "comm.primitive.grpcoll.utils",
+    range_reduce: "comm.primitive.grpcoll.utils",
+    correct_attn_out_lse: "functional.dist_attn",
+}
+
+
+# ---- ranges
+#
+# Attention slices as MagiAttention has them: pairs of ranges, whose diagonals begin and end in their corners.
+
+
+class MagiRange(NamedTuple):
+    """Query rows, key rows, and "full", "causal" (aligned to the last row and key), "inv_causal" (to the first ones) or
+    "bi_causal" (both).
+    """
+
+    q_range: tuple[int, int]
+    k_range: tuple[int, int]
+    mask_type: str
+
+
+def magi_ranges(slices: AttentionSlices) -> list[MagiRange]:
+    """The same visible pairs. An attention slice is cut where an edge of its diagonal band meets a side of its
+    rectangle: then each part's edge of the band goes through a corner, or hides nothing.
+
+    >>> for part in magi_ranges(AttentionSlices.parse("area q[0:4] k[0:3] band 0:1")):
+    ...     print(*part)
+    (0, 2) (0, 3) bi_causal
+    (2, 3) (2, 3) inv_causal
+    """
+    return [part for row in slices.rows() for part in _parts(*row)]
+
+
+def _parts(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> list[MagiRange]:
+    """Query row i sees keys from max(k0, i + lo) to min(k1, i + hi + 1)."""
+    begin, end = max(q0, k0 - hi), min(q1, k1 - lo)  # the rows that see a key
+    if begin >= end or k0 >= k1:
+        return []
+    cuts = sorted({begin, end, *(cut for cut in (k0 - lo, k1 - hi) if begin < cut < end)})
+    found = []
+    for a, b in pairwise(cuts):
+        below, above = a + lo >= k0, b + hi <= k1
+        keys = (a + lo if below else k0, b + hi if above else k1)
+        found.append(MagiRange((a, b), keys, _TYPES[below, above]))
+    return found
+
+
+_TYPES = {
+    (False, False): "full",
+    (False, True): "causal",
+    (True, False): "inv_causal",
+    (True, True): "bi_causal",
+}
+
 
 _INSTALL = "https://github.com/SandAI-org/MagiAttention, tag v1.1.1"
 _magi = library("magi_attention.api", _INSTALL)
 _common = library("magi_attention.common", _INSTALL)
-_DEVICES = ("cpu",) if magi_on_cpu.install() else ("cuda",)
+_DEVICES = ("cpu",) if install_on_cpu() else ("cuda",)
 
 _FFA = SupportTable(
     "MagiAttention, FFA",

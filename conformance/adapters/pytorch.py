@@ -27,8 +27,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from conformance.adapters.shared.peer_adapter import Peer, number_of_ranks
-from conformance.adapters.shared.support_tables import SupportTable, Unsupported, library
+from conformance.adapters.peers import Peer, SupportTable, Unsupported, library, number_of_ranks
 
 __all__ = ["Unsupported", "attention", "chosen", "cudnn", "efficient", "flash", "group_kind", "supports"]
 

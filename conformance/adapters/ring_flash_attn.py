@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-from conformance.adapters.shared import flash_attn_shim
-from conformance.adapters.shared.peer_adapter import Peer, no_gradient, number_of_ranks, rank_in
-from conformance.adapters.shared.support_tables import SupportTable, Unsupported, library
+from conformance.adapters import flash_attn_shim
+from conformance.adapters.peers import Peer, SupportTable, Unsupported, library, no_gradient, number_of_ranks, rank_in
 
 __all__ = ["Unsupported", "accepted", "attention", "documented", "group_kind", "stripe", "supports"]
 

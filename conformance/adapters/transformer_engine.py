@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from conformance.adapters.shared.peer_adapter import Peer
-from conformance.adapters.shared.support_tables import SupportTable, Unsupported, library
+from conformance.adapters.peers import Peer, SupportTable, Unsupported, library
 
 __all__ = ["Unsupported", "attention", "flash", "fused", "group_kind", "softmax_offset_grad"]
 

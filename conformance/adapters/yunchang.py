@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from conformance.adapters.shared import flash_attn_shim
-from conformance.adapters.shared.peer_adapter import Peer, rank_in
-from conformance.adapters.shared.support_tables import SupportTable, Unsupported, library
+from conformance.adapters import flash_attn_shim
+from conformance.adapters.peers import Peer, SupportTable, Unsupported, library, rank_in
 
 __all__ = ["Unsupported", "accepted", "attention", "fa", "group_kind", "supports", "torch_math"]
 

@@ -15,11 +15,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from conformance.judge.run_record import RunRecord
-from conformance.report.junit import junit
-from conformance.report.mask_differences import Difference, Pair, visibility_difference
-from conformance.report.observed import observed_pairs
-from conformance.report.page import html, step_html, summary
+from conformance.checks.probes import observed_pairs
+from conformance.record import Pair, RunRecord
+from conformance.report.failures import Difference, visibility_difference
+from conformance.report.page import html, junit, step_html, summary
 from conformance.step.report import StepRecord
 
 __all__ = [

@@ -15,7 +15,7 @@ docs/how_to/training.md has the mistakes that it knows by name.
 """
 
 from conformance.step.compare_step import compare_step
-from conformance.step.jobs import StepError
 from conformance.step.report import CAUSES, Finding, StepReport
+from conformance.step.step_record import StepError
 
 __all__ = ["CAUSES", "Finding", "StepError", "StepReport", "compare_step"]

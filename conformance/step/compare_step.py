@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from conformance.run.processes import LONGEST_S
+from conformance.runner.processes import LONGEST_S
 from conformance.step.diagnosis import diagnose
-from conformance.step.evidence.token_places import describe
-from conformance.step.jobs import Job, StepError
 from conformance.step.judge import Row, judge, norm_of
 from conformance.step.report import StepReport
 from conformance.step.runs import Measured, Runs
+from conformance.step.step_record import Job, StepError
+from conformance.step.tokens import describe
 from cp_ref.schedules.values import MOST_RANKS, check_choice
 from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, canonical_layout
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from conformance.step.evidence.first_module import of_modules
-from conformance.step.evidence.token_losses import of_losses
+from conformance.step.first_module import of_modules
 from conformance.step.judge import factor_of, judge, norm_of, weighed
 from conformance.step.report import Finding, ModuleRow
+from conformance.step.tokens import of_losses
 
 __all__ = ["Diagnosis", "diagnose"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance.judge.budgets import Row, compare
+from conformance.checks.budgets import Row, compare
 
 __all__ = ["Rounded", "Row", "factor_of", "judge", "narrowest", "norm_of", "weighed"]
 
@@ -19,7 +19,7 @@ _ROUNDINGS = 2.0  # by which a weight moves, in units of its dtype's eps
 
 
 def judge(name: str, got: Any, one: Any, noisy: Sequence[Any], dtype: torch.dtype, *, finite: bool = True) -> Row:
-    """One value's errors and bounds (`conformance.judge.budgets`).
+    """One value's errors and bounds (`conformance.checks.budgets`).
 
     The baseline is the one process again, with weights moved by two roundings. A difference counts if rounding alone
     does not make as large a one.

@@ -19,12 +19,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from conformance.adapters.cp_fast_step import context, watched_calls
-from conformance.run.process_ranks import own_gpu
-from conformance.run.processes import say
-from conformance.step.evidence.step_record import Look
-from conformance.step.evidence.step_without import without
-from conformance.step.jobs import Job, StepError
+from conformance.runner.processes import own_gpu, say
 from conformance.step.judge import Rounded, narrowest
+from conformance.step.step_record import Job, Look, StepError, without
 
 __all__ = ["found_of", "plain_names", "run"]
 

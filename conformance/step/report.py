@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from conformance.judge.budgets import Row
+from conformance.checks.budgets import Row
 
 __all__ = [
     "CAUSES",
@@ -109,7 +109,7 @@ class StepReport:
 
     Attributes:
         title: ranks, schedule, layout, dtype.
-        rows: one for each number and tensor, with its errors and bounds (`conformance.judge.budgets.Row`). A tensor
+        rows: one for each number and tensor, with its errors and bounds (`conformance.checks.budgets.Row`). A tensor
             of a rank that has not rank 0's bits has a row of its own.
         findings: differences with a known signature.
         first: where the step goes wrong first, in words; "" where it is right, or where that cannot be told.

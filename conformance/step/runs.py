@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import pickle
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -9,12 +12,78 @@ from typing import Any
 
 import torch
 
-from conformance.step.evidence.step_record import table_of
-from conformance.step.evidence.token_places import Places
-from conformance.step.jobs import Job, run_jobs
+from conformance.runner.processes import run_together
+from conformance.step.step_record import Job, StepError, table_of
+from conformance.step.tokens import Places
 from cp_ref.schedules.problem import Problem, Sequence
 
-__all__ = ["Measured", "Pass", "Runs"]
+__all__ = [
+    "Measured",
+    "Pass",
+    "Runs",
+    "run_jobs",
+]
+
+# ---- processes
+#
+# Processes that run a step: one alone, or the ranks of a group.
+
+
+_PRELOADED = ["conformance.step.process", "torch._dynamo"]
+
+
+def run_jobs(jobs: list[Job], on_stage: Callable[[str, str], None]) -> list[Any]:
+    """Run the processes at the same time.
+
+    Args:
+        on_stage: see `run_together`.
+
+    Returns:
+        What each of them found.
+
+    Raises:
+        StepError: one of them raised (with its traceback), died, or did not end in `limit_s`. The others are ended.
+    """
+    context = _context_for(jobs)
+    if context.get_start_method() == "fork":
+        jobs = [replace(job, threads=1) for job in jobs]  # a copy of this process has none of OpenMP's threads
+    limit_s = max(job.limit_s for job in jobs)
+    return run_together(context, _run, {job.name: job for job in jobs}, StepError, limit_s, on_stage)
+
+
+def _context_for(jobs: list[Job]) -> Any:
+    """Processes from a server that has imported PyTorch; copies of this one for functions that only it knows."""
+    build, batch = jobs[0].build, jobs[0].batch
+    try:
+        pickle.dumps((build, batch))
+        given = [getattr(each, "func", each) for each in (build, batch)]  # of a partial function
+        if not any(getattr(each, "__module__", "") == "__main__" for each in given):
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(_PRELOADED)
+            return context
+    except Exception:  # a local function, a lambda
+        pass
+    if torch.cuda.is_initialized():
+        raise StepError(
+            "build is a function of the main program or a local one, and this process uses the GPU already; "
+            "put build into a module of its own, or call compare_step before anything touches the GPU"
+        )
+    return multiprocessing.get_context("fork")
+
+
+def _run(job: Job) -> Any:
+    from conformance.step.process import run  # the process that starts others needs nothing of it
+
+    try:
+        return run(job)
+    except StepError as error:
+        raise StepError(f"{job.name}: {error}") from None
+    except BaseException:
+        raise StepError(f"{job.name} raised:\n{traceback.format_exc()}") from None
+
+
+# ---- comparisons
+
 
 _NOISES = (1, 2)  # seeds of the rounding errors that weights are given
 

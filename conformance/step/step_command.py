@@ -14,10 +14,10 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from conformance.commands import what_runs
+from conformance.record import what_runs
 from conformance.step.compare_step import compare_step
-from conformance.step.jobs import StepError
 from conformance.step.report import StepRecord, StepReport
+from conformance.step.step_record import StepError
 
 __all__ = ["app"]
 

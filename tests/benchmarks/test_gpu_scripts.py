@@ -23,8 +23,8 @@ from benchmarks.parts.random_cases import ATTENTION, KINDS
 from benchmarks.parts.random_counts import Counts, summary
 from benchmarks.whole_models import Record
 from conformance.adapters.cp_fast import cpu
-from conformance.judge.run_record import Played
-from conformance.run.play_problem import InProcess, Task
+from conformance.record import Played
+from conformance.runner.play_problem import InProcess, Task
 from tests.dist.workers import run_module
 from tests.gpu import lost_ranks, over_processes
 from tests.marks import HANGS_S

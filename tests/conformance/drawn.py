@@ -15,14 +15,15 @@ from functools import lru_cache
 
 import torch
 
-from conformance.commands import replay_command
-from conformance.draw.capabilities import EVERYTHING, Capabilities, probe
 from conformance.implementation import Implementation, load
-from conformance.levels import LEVEL_TIERS
-from conformance.run.run_tiers import Profile, TierResult, run_tier
-from conformance.tiers import TIER_NAMES
+from conformance.problems.capabilities import EVERYTHING, Capabilities, probe
+from conformance.record import replay_command
+from conformance.runner.run_tiers import Profile, TierResult, run_tier
+from conformance.runner.tiers import TIERS
 
-__all__ = ["LEVEL_TIERS", "TIER_NAMES", "check_tier"]
+__all__ = ["TIER_NAMES", "check_tier"]
+
+TIER_NAMES = tuple(name for name, tier in TIERS.items() if tier.level == "schedule")
 
 _DEFAULT_EXAMPLES = 60
 
@@ -34,7 +35,7 @@ def check_tier(impl_name: str, tier: str, *, device: str = "cpu") -> None:
 
     Args:
         impl_name: pkg.module, or pkg.module:object, or an entry point's name.
-        tier: one of `TIER_NAMES` or `LEVEL_TIERS`.
+        tier: one of `conformance.runner.tiers.TIERS`.
 
     Raises:
         AssertionError: with the findings, and the command that plays the failing problem again; also when most of what
@@ -53,7 +54,7 @@ def check_tier(impl_name: str, tier: str, *, device: str = "cpu") -> None:
 
 def _play(impl_name: str, tier: str, device: str) -> TierResult:
     profile = Profile(int(os.environ.get("CONFORMANCE_EXAMPLES", str(_DEFAULT_EXAMPLES))), derandomize=True)
-    if tier in LEVEL_TIERS:
+    if TIERS[tier].level != "schedule":
         return run_tier(load(impl_name), tier, replace(EVERYTHING, device=device), profile)
     impl, capabilities = _probed(impl_name, device)
     return run_tier(impl, tier, capabilities, profile)

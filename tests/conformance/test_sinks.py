@@ -13,11 +13,11 @@ import pytest
 import cp_fast
 import cp_ref
 from conformance.case import Case
+from conformance.checks.metamorphic import check_metamorphic
+from conformance.checks.play import play
+from conformance.checks.values import check_logic
 from conformance.implementation import load
-from conformance.run.case_tensors import build
-from conformance.run.play_case import play
-from conformance.tiers import metamorphic
-from conformance.tiers.logic import check
+from conformance.tensors import build
 from cp_ref.schedules.problem import Problem, Sequence
 
 PACKAGES = pytest.mark.parametrize("package", [cp_ref, cp_fast])
@@ -34,12 +34,12 @@ def implementation(package: Any, gives: str, says: str) -> Any:
 @PACKAGES
 @pytest.mark.parametrize("kind", ["share", "total"])
 def test_both_kinds_are_right(package: Any, kind: str) -> None:
-    assert check(implementation(package, kind, kind), CASE, "cpu") == []
+    assert check_logic(implementation(package, kind, kind), CASE, "cpu") == []
 
 
 @PACKAGES
 def test_a_total_taken_for_a_share_is_seen(package: Any) -> None:
-    assert any("d_offset" in finding for finding in check(implementation(package, "total", "share"), CASE, "cpu"))
+    assert any("d_offset" in finding for finding in check_logic(implementation(package, "total", "share"), CASE, "cpu"))
 
 
 @PACKAGES
@@ -53,4 +53,4 @@ def test_a_sink_has_the_same_bits_whatever_else_is_in_the_batch() -> None:
         8, (Sequence(16, 16, 16, 16),) * 3, cp_comm_type="a2a", a2a_size=8, heads_q=8, heads_kv=8, d_qk=64, d_v=64,
         softmax_type="learnable",
     )  # fmt: skip
-    assert metamorphic.check(load("cp_fast"), Case(problem, seed=2, deterministic=True)) == []
+    assert check_metamorphic(load("cp_fast"), Case(problem, seed=2, deterministic=True)) == []

@@ -11,8 +11,8 @@ import torch
 import cp_fast
 from conformance.adapters.cp_fast import auto
 from conformance.case import Case
+from conformance.checks.metamorphic import check_metamorphic
 from conformance.implementation import Implementation
-from conformance.tiers import metamorphic
 from cp_ref import SimGroup
 from cp_ref.schedules.problem import Problem, Sequence
 
@@ -87,4 +87,4 @@ def test_bits_of_a_padded_batch() -> None:
         dtype="float64",
     )
     case = Case(problem, seed=10, grads="k", use_plan=True, deterministic=True)
-    assert metamorphic.check(Implementation(auto), case) == []
+    assert check_metamorphic(Implementation(auto), case) == []

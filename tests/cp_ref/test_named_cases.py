@@ -9,7 +9,7 @@ import pytest
 import cp_fast
 import cp_ref
 from conformance.case import Case
-from conformance.tiers import logic
+from conformance.checks.values import check_logic
 from cp_ref.schedules.problem import Problem, Sequence
 
 IMPLEMENTATIONS: list[Any] = [cp_ref, cp_fast]
@@ -32,7 +32,7 @@ def uneven(cp_size: int) -> tuple[Sequence, ...]:
 
 
 def check(impl: Any, case: Case) -> None:
-    assert logic.check(impl, case) == []
+    assert check_logic(impl, case) == []
 
 
 SIZES = [*((cp_ref, n) for n in range(1, 17)), *((cp_fast, n) for n in (5, 6, 12, 16))]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from conformance.levels.helpers.helper_case import HELPERS, Helper
+from conformance.problems.helpers import HELPERS, Helper
 from cp_fast import movers as kernels
 from cp_fast import thd
 

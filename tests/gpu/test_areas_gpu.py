@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 
 from conformance.adapters.cp_fast import OneBackend
 from conformance.case import Case
-from conformance.judge.ranks import UnsupportedCase
-from conformance.tiers import budget, logic, probes
+from conformance.checks.probes import check_probes
+from conformance.checks.reference import UnsupportedCase
+from conformance.checks.values import check_budget, check_logic
 from cp_fast import masks
 from cp_fast.backends import by_name
 from cp_ref.schedules.problem import Problem, Sequence
@@ -58,8 +59,8 @@ def test_named_masks(backend: str, name: str, comm: str) -> None:
     problem = replace(Problem(4, SEQUENCES, comm, size, **HEADS), areas=areas)
     impl: Any = implementation(backend)
     case = Case(problem, use_plan=True, return_lse=True, loss="out+lse")
-    assert probes.check(impl, case, "cuda") == []
-    assert budget.check(impl, case, "cuda") == []
+    assert check_probes(impl, case, "cuda") == []
+    assert check_budget(impl, case, "cuda") == []
 
 
 @pytest.mark.parametrize("comm", ["p2p", "all_gather"])
@@ -81,8 +82,8 @@ def test_random_areas(backend: str, problem: Problem) -> None:
     dims = {"d_qk": 64, "d_v": 64, "dtype": "bfloat16"} if backend == "fa4" else {}
     case = Case(replace(problem, **dims), return_lse=True, loss="out+lse")
     try:
-        assert probes.check(impl, case, "cuda") == []
+        assert check_probes(impl, case, "cuda") == []
         if backend == "torch":
-            assert logic.check(impl, case, "cuda") == []
+            assert check_logic(impl, case, "cuda") == []
     except UnsupportedCase as refusal:
         pytest.fail(str(refusal))

@@ -14,8 +14,9 @@ import torch
 
 from conformance.adapters.cp_fast import OneBackend
 from conformance.case import Case
-from conformance.judge.ranks import UnsupportedCase
-from conformance.tiers import budget, probes
+from conformance.checks.probes import check_probes
+from conformance.checks.reference import UnsupportedCase
+from conformance.checks.values import check_budget
 from cp_fast.backends import by_name
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.words import Feature
@@ -101,8 +102,8 @@ def pairs(names: Iterable[str]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("backend", "name"), pairs(cases(2)))
 def test_counts_and_budgets(backend: str, name: str, cp_size: int) -> None:
     impl, case = implementation(backend), cases(cp_size)[name]
-    assert budget.check(impl, case, "cuda") == []
-    assert probes.check(impl, case, "cuda") == []
+    assert check_budget(impl, case, "cuda") == []
+    assert check_probes(impl, case, "cuda") == []
 
 
 def schedule_cases() -> dict[str, Case]:
@@ -129,8 +130,8 @@ SCHEDULES = schedule_cases()
 @pytest.mark.parametrize(("backend", "name"), pairs(SCHEDULES))
 def test_the_other_schedules(backend: str, name: str) -> None:
     impl = implementation(backend)
-    assert budget.check(impl, SCHEDULES[name], "cuda") == []
-    assert probes.check(impl, SCHEDULES[name], "cuda") == []
+    assert check_budget(impl, SCHEDULES[name], "cuda") == []
+    assert check_probes(impl, SCHEDULES[name], "cuda") == []
 
 
 MORE = {
@@ -147,14 +148,14 @@ MORE = {
 def test_head_dims_and_more_results(backend: str, name: str) -> None:
     heads, call = MORE[name]
     case = Case(Problem(3, packed(3), qkv_format="thd", **heads), **call)
-    assert budget.check(implementation(backend), case, "cuda") == []
+    assert check_budget(implementation(backend), case, "cuda") == []
 
 
 def test_auto_has_what_no_library_has() -> None:
     """Head dims over 256, float32 and float64 on a GPU; auto takes PyTorch's products there, and nowhere else."""
     for heads in ({"d_qk": 288, "d_v": 288, "dtype": "bfloat16"}, {"d_qk": 64, "d_v": 64, "dtype": "float32"}):
         case = Case(Problem(2, packed(2), qkv_format="thd", heads_q=4, heads_kv=2, **heads))
-        assert budget.check(implementation("auto"), case, "cuda") == []
+        assert check_budget(implementation("auto"), case, "cuda") == []
 
 
 @pytest.mark.parametrize("comm", ["p2p", "a2a"])
@@ -162,9 +163,9 @@ def test_fa2_has_softcap_with_the_package(comm: str) -> None:
     case = Case(Problem(2, packed(2), comm, 2 if comm == "a2a" else 1, softcap=2.0, qkv_format="thd", **HEADS))
     if Feature.SOFTCAP not in by_name("fa2").features:
         with pytest.raises(UnsupportedCase, match=r"fa2'? lacks softcap"):
-            budget.check(implementation("fa2"), case, "cuda")
+            check_budget(implementation("fa2"), case, "cuda")
         pytest.skip("needs the flash-attn package")
-    assert budget.check(implementation("fa2"), case, "cuda") == []
+    assert check_budget(implementation("fa2"), case, "cuda") == []
 
 
 @pytest.mark.parametrize(
@@ -178,4 +179,4 @@ def test_fa2_has_softcap_with_the_package(comm: str) -> None:
 )
 def test_what_is_lacking_is_named(backend: str, problem: dict[str, Any], call: dict[str, Any], what: str) -> None:
     with pytest.raises(UnsupportedCase, match=f"{backend}'? lacks .*{what}"):
-        budget.check(implementation(backend), Case(Problem(2, dense(2, 8), **(HEADS | problem)), **call), "cuda")
+        check_budget(implementation(backend), Case(Problem(2, dense(2, 8), **(HEADS | problem)), **call), "cuda")

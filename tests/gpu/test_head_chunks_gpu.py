@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from conformance.case import Case
-from conformance.tiers import budget, probes
+from conformance.checks.probes import check_probes
+from conformance.checks.values import check_budget
 from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_ref.schedules.problem import Problem
 from tests.cp_fast.compile.passes.planned_at import ALWAYS_CHUNKS, planned_at
@@ -36,5 +37,5 @@ def check(backend: str, comm: str, window: int, device: str) -> None:
     )
     with planned_at(ALWAYS_CHUNKS):
         assert len(choose_head_chunks(problem)) > 1
-        assert budget.check(implementation(backend), case, device) == []
-        assert probes.check(implementation(backend), case, device) == []
+        assert check_budget(implementation(backend), case, device) == []
+        assert check_probes(implementation(backend), case, device) == []

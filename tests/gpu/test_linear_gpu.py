@@ -7,8 +7,7 @@ import torch
 
 import cp_fast
 from conformance.implementation import Implementation
-from conformance.levels.linear.linear_case import CausalConv1d
-from conformance.levels.linear.play_linear import check
+from conformance.problems.linear import CausalConv1d
 from cp_fast.linear.choose_kernels import LIBRARIES
 from cp_fast.linear.convolution import torch_convolution
 from cp_fast.linear.convolution.convolution_kernels import choose_convolution
@@ -71,7 +70,7 @@ def test_causal_conv1d(dtype: str, documents: tuple[tuple[int, int], ...], kerne
             kernel_size=kernel_size, bias=number != 1, activation="silu" if number else None, tail=number,
             cp_comm_type="a2a+p2p" if number else "p2p", a2a_size=2 if number else 1,
         )  # fmt: skip
-        assert check(Implementation(cp_fast), case, "cuda") == [], str(case)
+        assert case.check(Implementation(cp_fast), "cuda") == [], str(case)
 
 
 def test_gradients_of_a_convolution_have_the_same_bits_every_time() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from conformance.implementation import Implementation, context
-from conformance.levels.linear.linear_tensors import build_linear
-from conformance.levels.linear.play_linear import judged_results, play_layer
+from conformance.problems.linear import build_linear, judged_results, play_layer
 from cp_ref import SimGroup
 from cp_ref.schedules.problem import Problem
 from tests.linear.played import Layer, case_of

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from conformance.implementation import Implementation
-from conformance.levels.linear.linear_case import LinearAttention
-from conformance.levels.linear.play_linear import check
+from conformance.problems.linear import LinearAttention
 from cp_ref.schedules.problem import Problem
 
 __all__ = ["Layer", "case_of", "check_layer"]
@@ -42,4 +41,4 @@ def case_of(problem: Problem, layer: Layer, seed: int = 0) -> LinearAttention:
 def check_layer(package: Any, problem: Problem, layer: Layer, seed: int = 0) -> None:
     """A layer over the simulated group meets the oracle."""
     case = case_of(problem, layer, seed)
-    assert check(Implementation(package), case) == [], str(case)
+    assert case.check(Implementation(package)) == [], str(case)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from conformance.levels.linear.draw_linear import SIZES, batches
-from conformance.levels.linear.linear_case import LinearCase
+from conformance.problems.linear import SIZES, LinearCase, batches
 from cp_ref.schedules.problem import Problem
 
 __all__ = ["linear_problems"]

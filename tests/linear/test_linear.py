@@ -10,9 +10,7 @@ from hypothesis import given, settings
 import cp_fast
 import cp_ref
 from conformance.implementation import Implementation
-from conformance.levels.linear.draw_linear import convolutions, linear_attentions
-from conformance.levels.linear.linear_case import LinearCase
-from conformance.levels.linear.play_linear import check
+from conformance.problems.linear import LinearCase, convolutions, linear_attentions
 from tests.marks import examples
 
 PACKAGES = {"cp_ref": Implementation(cp_ref), "cp_fast": Implementation(cp_fast)}
@@ -23,4 +21,4 @@ PACKAGES = {"cp_ref": Implementation(cp_ref), "cp_fast": Implementation(cp_fast)
 @given(layer=linear_attentions(dtypes=("float64",)), convolution=convolutions(dtypes=("float64",)))
 def test_random_problems(package: str, layer: LinearCase, convolution: LinearCase) -> None:
     for case in (layer, convolution):
-        assert check(PACKAGES[package], case) == [], str(case)
+        assert case.check(PACKAGES[package]) == [], str(case)

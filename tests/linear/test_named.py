@@ -15,9 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_fast
 import cp_ref
 from conformance.implementation import Implementation
-from conformance.levels.linear.linear_case import LinearAttention
-from conformance.levels.linear.linear_tensors import build_linear
-from conformance.levels.linear.play_linear import compare_linear, play_layer
+from conformance.problems.linear import LinearAttention, build_linear, compare_linear, play_layer
 from cp_fast.linear.linear_plan import LinearPlan
 from cp_ref import SimGroup
 from cp_ref.contract.linear_calls import KINDS

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 
 from hypothesis import strategies as st
 
-from conformance.draw.draw_areas import areas
+from conformance.problems.strategies import areas
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, SOFTMAX_TYPES
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import cp_fast
 import cp_ref
 from conformance.case import Case
-from conformance.judge.visibility import seen
-from conformance.tiers import logic
+from conformance.checks.values import check_logic
+from conformance.tensors import seen
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.verify.proof import verify
@@ -47,4 +47,4 @@ def test_schedules_compute_every_pair_once(problem: Problem) -> None:
 def test_both_packages_meet_the_oracle(package: object, problem: Problem, use_plan: bool, tail: int) -> None:
     tail *= problem.cp_size
     case = Case(problem, tail, tail, use_plan=use_plan, return_lse=True, return_max_logit=True, loss="out+lse")
-    assert logic.check(package, case) == []  # type: ignore[arg-type]
+    assert check_logic(package, case) == []  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import cp_fast
 import cp_ref
-from conformance.draw.draw_areas import areas as drawn_areas
+from conformance.problems.strategies import areas as drawn_areas
 from cp_ref import SimGroup
 from cp_ref.schedules.attention_slices import AttentionSliceRow, areas_of_rows, common_pair
 from cp_ref.schedules.problem import Sequence

@@ -1,6 +1,6 @@
 """How the budgets' allowances were found: python -m tests.meta.calibration [PROBLEMS]
 
-Drawn problems are computed by `rounded_results`. For each allowance of `conformance.judge.budgets` this prints the
+Drawn problems are computed by `rounded_results`. For each allowance of `conformance.checks.budgets` this prints the
 smallest value with which every result is within its budget, the others being what they are. The allowances are twice
 that, or more where a comment says why. No implementation under test takes part.
 """
@@ -12,12 +12,12 @@ from unittest import mock
 
 import torch
 
-from conformance.draw.strategies import cases
-from conformance.judge import budgets
-from conformance.judge.reference import exact_results
-from conformance.judge.rounded_reference import rounded_results
-from conformance.run.case_tensors import build
-from conformance.tiers.budget import eager_results
+from conformance.checks import budgets
+from conformance.checks.baselines import rounded_results
+from conformance.checks.reference import exact_results
+from conformance.checks.values import eager_results
+from conformance.problems.strategies import cases
+from conformance.tensors import build
 from tests.meta.mutants.hunt import drawn_problems
 
 __all__ = ["ALLOWANCES", "measured", "needed"]

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from conformance.case import Case
-from conformance.judge import budgets
-from conformance.judge.budgets import Row, compare
-from conformance.judge.reference import exact_results
-from conformance.judge.rounded_reference import rounded_results
-from conformance.run.case_tensors import GlobalTensors, build
-from conformance.tiers.budget import eager_results
+from conformance.checks import budgets
+from conformance.checks.baselines import rounded_results
+from conformance.checks.budgets import Row, compare
+from conformance.checks.reference import exact_results
+from conformance.checks.values import eager_results
+from conformance.tensors import GlobalTensors, build
 from cp_ref.schedules.problem import Problem, Sequence
 from tests.meta.calibration import measured, needed
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from conformance.cli import app
 from conformance.implementation import LoadError, load
-from conformance.judge.run_record import LEVELS
+from conformance.record import LEVELS
 from tests.meta.mutants import MUTANTS
 
 pytestmark = pytest.mark.thorough

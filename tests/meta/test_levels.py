@@ -12,11 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.draw.capabilities import EVERYTHING
 from conformance.implementation import Implementation, load
-from conformance.levels import HELPER_NAMES, LEVEL_TIERS
-from conformance.run.play_problem import Task, play_task
-from conformance.run.run_tiers import Profile, TierResult, run_tier
+from conformance.problems.capabilities import EVERYTHING
+from conformance.problems.helpers import HELPERS, Helper
+from conformance.runner.play_problem import Task, play_task
+from conformance.runner.run_tiers import Profile, TierResult, run_tier
+from conformance.runner.tiers import TIERS, tiers_of
 from cp_ref import thd
 from tests.meta.zoo.samples import Lower
 
@@ -27,16 +28,15 @@ def one_thread() -> None:
 
 
 FEW = Profile(60, derandomize=True)
-EVERY_TIER = st.sampled_from([(tier, part) for tier in LEVEL_TIERS.values() for part in tier.parts.values()])
+LOWER = [name for name, tier in TIERS.items() if tier.level != "schedule"]
+EVERY_ITEM = st.sampled_from([(TIERS[name], item) for name in LOWER for item in TIERS[name].items(EVERYTHING)])
 
 
 def run(impl: Any, tier: str, shrink: bool = False, profile: Profile = FEW) -> TierResult:
     return run_tier(impl, tier, EVERYTHING, profile if shrink else replace(profile, shrink_s=0.0))
 
 
-@pytest.mark.parametrize(
-    "tier", [pytest.param(t, marks=pytest.mark.thorough if "helpers" in t else ()) for t in LEVEL_TIERS]
-)
+@pytest.mark.parametrize("tier", [pytest.param(t, marks=pytest.mark.thorough if "helpers" in t else ()) for t in LOWER])
 def test_the_reference_is_right(tier: str) -> None:
     result = run(load("cp_ref") if tier.startswith("linear") else Lower(), tier)
     assert not result.smallest
@@ -45,25 +45,24 @@ def test_the_reference_is_right(tier: str) -> None:
 
 @given(st.data())
 def test_texts_read_back(data: st.DataObject) -> None:
-    tier, strategy = data.draw(EVERY_TIER)
-    case = data.draw(strategy)
-    assert tier.parse(str(case)) == case
-    assert "'" not in str(case)
+    tier, item = data.draw(EVERY_ITEM)
+    problem: Any = data.draw(tier.problems(item, EVERYTHING))  # pyright: ignore[reportArgumentType]
+    assert tiers_of(str(problem)) == [(tier, problem)]
+    assert "'" not in str(problem)
 
 
 @pytest.mark.parametrize(
     "text", ["Helper()", "Helper(name='no_such')", "Helper(1)", "Merge(parts=0)", "Tile(rows=-1)", "Tile"]
 )
 def test_a_mistyped_text_is_refused(text: str) -> None:
-    tier = next(tier for tier in LEVEL_TIERS.values() if text.startswith(tier.word))
     with pytest.raises(ValueError, match=r"cannot read|there is no helper|no meaning"):
-        tier.parse(text)
+        tiers_of(text)
 
 
 def test_what_is_not_offered_is_missing() -> None:
     some = SimpleNamespace(pad_v=thd.pad_v, trim_out=thd.trim_out)
     result = run(SimpleNamespace(thd=some), "helpers")
-    assert result.count("missing") == len(HELPER_NAMES) - 2
+    assert result.count("missing") == len(HELPERS) - 2
     assert result.count("right") == 120
     assert not result.smallest
     forward = SimpleNamespace(tile=Lower().tile)
@@ -188,11 +187,11 @@ HELPER_BUGS: dict[str, Spoil] = {
 }
 
 
-@pytest.mark.parametrize("name", HELPER_NAMES)
+@pytest.mark.parametrize("name", HELPERS)
 def test_a_wrong_helper_is_seen(name: str) -> None:
     result = run(spoiled_helper(name, HELPER_BUGS[name]), "helpers", profile=Profile(20, derandomize=True))
     assert result.smallest
-    assert {LEVEL_TIERS["helpers"].parse(f.text).name for f in result.smallest} == {name}
+    assert {Helper.parse(f.text).name for f in result.smallest} == {name}
     assert {p.verdict for p in result.played} <= {"right", "wrong", "missing"}
 
 

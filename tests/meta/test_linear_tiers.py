@@ -10,14 +10,14 @@ import torch
 
 import cp_ref
 from conformance import replay
-from conformance.draw.capabilities import EVERYTHING
 from conformance.implementation import Implementation, load
-from conformance.judge.run_record import RunRecord
-from conformance.levels.linear.linear_case import CausalConv1d, LinearAttention
+from conformance.problems.capabilities import EVERYTHING
+from conformance.problems.linear import CausalConv1d, LinearAttention
+from conformance.record import RunRecord
 from conformance.report.page import summary
-from conformance.run.play_problem import InProcess, Task, play_task, task_of
-from conformance.run.run_tiers import PROFILES, Profile, run_tier
-from conformance.run.suite_run import SuiteRun
+from conformance.runner.play_problem import InProcess, Task, play_task, task_of
+from conformance.runner.run_tiers import PROFILES, Profile, run_tier
+from conformance.runner.suite_run import SuiteRun
 from tests.meta.mutants import MUTANTS
 
 TIERS = ("linear", "linear-convolution")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from conformance.checks.play import _limit_s
 from conformance.cli import app
 from conformance.implementation import LoadError, load
-from conformance.run.play_case import _limit_s
 from cp_ref.schedules.problem import Problem
 
 

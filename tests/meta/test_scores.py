@@ -11,16 +11,13 @@ import pytest
 import torch
 
 import cp_ref
-from conformance.case import Case
-from conformance.draw.capabilities import probe
+from conformance.case import SCORE_MODS, Case
+from conformance.checks.reference import UnsupportedCase, exact_results
 from conformance.implementation import Implementation, load
-from conformance.judge.ranks import UnsupportedCase
-from conformance.judge.reference import exact_results
-from conformance.run.case_tensors import build
-from conformance.scores.dropout_hash import kept_pairs
-from conformance.scores.score_arguments import dropout_seed
-from conformance.scores.score_mods import SCORE_MODS
-from conformance.tiers import CASE_TIERS
+from conformance.problems.capabilities import probe
+from conformance.runner.tiers import TIERS
+from conformance.scores import dropout_seed, kept_pairs
+from conformance.tensors import build
 from cp_ref.contract.scores import kept
 from cp_ref.schedules.problem import Problem, Sequence
 
@@ -54,7 +51,7 @@ def test_seeds_differ_in_both_halves() -> None:
 )
 def test_every_tier_plays_scores_of_places(tier: str) -> None:
     case = SCORED if tier != "budget" else replace(SCORED, problem=replace(SCORED.problem, dtype="bfloat16"))
-    assert CASE_TIERS[tier].check(load("cp_ref"), case, "cpu") == []
+    assert TIERS[tier].check(load("cp_ref"), case, "cpu") == []
 
 
 def test_a_case_is_text() -> None:
@@ -94,7 +91,7 @@ def test_an_implementation_without_the_parameters_is_not_asked() -> None:
     assert has.refused["dropout_p some"] == "its attention has no parameter called dropout_p"
     for tier in ("logic", "plan", "determinism"):
         with pytest.raises(UnsupportedCase, match="no parameter called"):
-            CASE_TIERS[tier].check(impl, SCORED, "cpu")
+            TIERS[tier].check(impl, SCORED, "cpu")
 
 
 @pytest.mark.parametrize("name", SCORE_MODS)

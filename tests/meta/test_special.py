@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance.draw.capabilities import EVERYTHING
+from conformance.checks.reference import UnsupportedCase
 from conformance.implementation import Implementation, load
-from conformance.judge.ranks import UnsupportedCase
-from conformance.special import SPECIAL
-from conformance.tiers import TABLE_TIERS, table_entry
+from conformance.problems.capabilities import EVERYTHING
+from conformance.problems.special import SPECIAL, SpecialCase
 from tests.meta.mutants import MUTANTS
 
 # one entry for each kind of edge, and a bug that it has to see
@@ -45,24 +44,23 @@ def test_the_table_is_complete() -> None:
     for name, entry in SPECIAL.items():
         assert entry.cases, name
         assert entry.text, name
-        assert table_entry(f"special {name}") == (TABLE_TIERS["special"], name)
     schedules = {case.problem.cp_comm_type for entry in SPECIAL.values() for case in entry.cases}
     assert schedules == {"p2p", "all_gather", "a2a", "a2a+p2p"}
     assert sum(len({c.problem.cp_comm_type for c in entry.cases}) >= 3 for entry in SPECIAL.values()) > 70
     on_gpus = replace(EVERYTHING, device="cuda:0")
-    assert TABLE_TIERS["special"].ids(on_gpus) == list(SPECIAL)
-    assert TABLE_TIERS["special"].ids(EVERYTHING) == [name for name in SPECIAL if name != "positions-beyond-65536"]
+    assert SpecialCase.items(on_gpus) == list(SPECIAL)
+    assert SpecialCase.items(EVERYTHING) == [name for name in SPECIAL if name != "positions-beyond-65536"]
 
 
 @pytest.mark.parametrize("name", SEEN_BY)
 def test_an_entry_sees_its_bug(name: str, reference: Implementation) -> None:
     with MUTANTS[SEEN_BY[name]].planted():
-        assert TABLE_TIERS["special"].check(reference, name, "cpu")
+        assert SpecialCase(name).check(reference)
 
 
-def test_an_entry_that_does_not_exist(reference: Implementation) -> None:
+def test_an_entry_that_does_not_exist() -> None:
     with pytest.raises(ValueError, match="one-hand-clapping"):
-        TABLE_TIERS["special"].check(reference, "one-hand-clapping", "cpu")
+        SpecialCase("one-hand-clapping")
 
 
 def test_an_entry_that_is_not_supported_says_why(reference: Implementation) -> None:
@@ -81,4 +79,4 @@ def test_an_entry_that_is_not_supported_says_why(reference: Implementation) -> N
             return reference.attention(*tensors, **arguments)
 
     with pytest.raises(UnsupportedCase, match="no softcap"):
-        TABLE_TIERS["special"].check(NoSoftcap(), "softcap-saturated", "cpu")  # pyright: ignore[reportArgumentType]
+        SpecialCase("softcap-saturated").check(NoSoftcap())  # pyright: ignore[reportArgumentType]

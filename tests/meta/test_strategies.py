@@ -10,13 +10,12 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
 from conformance.case import Case
-from conformance.draw.capabilities import AXES, EVERYTHING, Capabilities
-from conformance.draw.strategies import CP_SIZES, cases
+from conformance.checks.probes import digits, visible_pairs
 from conformance.implementation import load
-from conformance.run.case_tensors import build
-from conformance.run.placement import assemble, global_rows, take_slice, where
-from conformance.run.run_tiers import PROFILES, run_tier
-from conformance.tiers.probes import digits, visible_pairs
+from conformance.problems.capabilities import AXES, EVERYTHING, Capabilities
+from conformance.problems.strategies import CP_SIZES, cases
+from conformance.runner.run_tiers import PROFILES, run_tier
+from conformance.tensors import assemble, build, global_rows, take_slice, where
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES
 from tests.meta.mutants import MUTANTS

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import cp_fast
 import cp_ref
 from conformance.case import Case
-from conformance.tiers import logic
+from conformance.checks.values import check_logic
 from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_ref import SimGroup
 from cp_ref.schedules.planners.make_schedule import make_schedule
@@ -53,7 +53,7 @@ def test_chosen_head_chunks(
     problem, tail_rows = small(drawn[0], softmax_type, tail)
     asked: dict[str, Any] = {"use_plan": use_plan, "return_lse": True, "return_max_logit": True, "loss": "out+lse"}
     with planned_at(ALWAYS_CHUNKS):
-        assert logic.check(cp_fast, Case(problem, tail_rows, tail_rows, **asked)) == []  # type: ignore[arg-type]
+        assert check_logic(cp_fast, Case(problem, tail_rows, tail_rows, **asked)) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("comm", ["a2a", "a2a+p2p"])

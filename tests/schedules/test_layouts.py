@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 import cp_fast
 import cp_ref
 from conformance.case import Case
-from conformance.draw.strategies import tables
+from conformance.checks.calls import check_plan
+from conformance.checks.values import check_logic
 from conformance.implementation import Implementation
-from conformance.run.case_tensors import plan_arguments
-from conformance.tiers import logic, plan
+from conformance.problems.strategies import tables
+from conformance.tensors import plan_arguments
 from cp_ref import SimGroup
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.simulator import SimMember
@@ -35,8 +36,8 @@ def test_layouts_by_name(package: str, problem: Problem, tail: int, use_plan: bo
     tail = tail * problem.cp_size if problem.qkv_format == "thd" else 0
     case = Case(problem, tail, tail, return_lse=True, loss="out+lse", use_plan=use_plan)
     implementation = Implementation(PACKAGES[package], package)
-    assert logic.check(implementation, case) == []
-    assert plan.check(implementation, case) == []
+    assert check_logic(implementation, case) == []
+    assert check_plan(implementation, case) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)

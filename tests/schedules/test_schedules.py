@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import cp_fast
 import cp_ref
 from conformance.case import Case
-from conformance.run.case_tensors import plan_arguments
-from conformance.tiers import logic
+from conformance.checks.values import check_logic
+from conformance.tensors import plan_arguments
 from cp_ref import ContextParallel, SimGroup, make_plan, supports
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence, Workload
@@ -67,7 +67,7 @@ def check(package: str, problem: Problem, schedule: Schedule, tail: int = 0) -> 
     names = ("ContextParallel", "Unsupported", "attention", "shard", "supports")
     implementation = SimpleNamespace(**{name: getattr(played, name) for name in names}, make_plan=plan_with_it)
     case = Case(problem, tail, tail, use_plan=True, return_lse=True, return_max_logit=True, loss="out+lse")
-    assert logic.check(implementation, case) == []  # type: ignore[arg-type]
+    assert check_logic(implementation, case) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

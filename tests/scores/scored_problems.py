@@ -14,9 +14,9 @@ import torch
 from hypothesis import strategies as st
 
 from conformance.case import Case
-from conformance.draw.strategies import cases
-from conformance.judge import reference
-from conformance.tiers import logic
+from conformance.checks import reference
+from conformance.checks.values import check_logic
+from conformance.problems.strategies import cases
 from cp_ref import dense_attention
 from cp_ref.contract.read_problem import check_one_document
 from cp_ref.schedules.problem import Problem, Sequence
@@ -137,7 +137,7 @@ def in_one_document(problem: Problem) -> Problem:
 
 
 def check(package: Any, case: Case, scores: Scores, schedule: Any = None) -> list[str]:
-    """`conformance.tiers.logic.check` of a package with these scores: what differs from the oracle."""
+    """`conformance.checks.values.check` of a package with these scores: what differs from the oracle."""
     of_call = scores.of_call(case.problem)
     of_schedule = {} if schedule is None else {"schedule": schedule}
 
@@ -157,4 +157,4 @@ def check(package: Any, case: Case, scores: Scores, schedule: Any = None) -> lis
     exact = functools.partial(dense_attention, **of_call, **scores.of_plan)
     patient = patch.dict(os.environ, {"CONFORMANCE_LIMIT_S": str(HANGS_S)})
     with patient, patch.object(reference, "dense_attention", exact):
-        return logic.check(implementation, case)  # type: ignore[arg-type]
+        return check_logic(implementation, case)  # type: ignore[arg-type]

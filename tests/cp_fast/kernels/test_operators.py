@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conformance.adapters.cp_fast_operators import operator_calls, tensors
+from conformance.adapters.cp_fast import operator_calls, tensors
 from cp_fast import thd
 from cp_fast.movers import use, why_not
 from tests.cp_fast.kernels.operators import HELPERS, KERNELS, flat, other_values

@@ -28,11 +28,11 @@ from hypothesis import strategies as st
 import cp_fast
 import cp_ref
 from conformance.case import Case
+from conformance.checks.play import Gathered, _collect, _one_rank  # pyright: ignore[reportPrivateUsage]
+from conformance.checks.reference import exact_results
+from conformance.checks.values import check_logic, compare_result
 from conformance.implementation import as_implementation
-from conformance.judge.reference import exact_results
-from conformance.run.case_tensors import build
-from conformance.run.play_case import Gathered, _collect, _one_rank  # pyright: ignore[reportPrivateUsage]
-from conformance.tiers import logic
+from conformance.tensors import build
 from cp_ref.contract.process_groups import ProcessMember
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence
@@ -149,7 +149,7 @@ class Attack:
             "cp_ref.contract.plan_arguments.verify"
         ):  # `make_plan` calls it on every rank: most of the time, and it is known
             for package in PACKAGES:
-                if wrong := logic.check(_with(package, schedule), case_of(problem)):  # type: ignore[arg-type]
+                if wrong := check_logic(_with(package, schedule), case_of(problem)):  # type: ignore[arg-type]
                     self.findings.append((how, f"{package}: {wrong}", f"{problem}\n{schedule}"))
         self.counts["played over the simulated group"] += 1
         if problem.cp_size == GLOO:
@@ -169,7 +169,7 @@ class Attack:
                     _collect(case, tensors, ranks, gathered, "share")
                     wrong = gathered.findings
                     for name, got in gathered.results.items():
-                        wrong += logic.compare(case, tensors, name, got, exact[name])
+                        wrong += compare_result(case, tensors, name, got, exact[name])
                 if wrong:
                     self.findings.append(("over gloo", f"{package}: {wrong}", f"{problem}\n{schedule}"))
             self.counts["played over gloo"] += 1

@@ -11,7 +11,7 @@ import torch
 
 import cp_fast
 import cp_ref
-from conformance.levels.helpers.helper_case import HELPERS, Helper
+from conformance.problems.helpers import HELPERS, Helper
 from cp_fast.integrations import flash_attn, loss, ring_flash_attn, sdpa, token_batches, transformer_engine
 
 __all__ = ["NOT_ATTACKED", "TARGETS", "Target", "public_functions"]

@@ -13,7 +13,7 @@ import torch
 
 import cp_fast
 import cp_ref
-from conformance.adapters.cp_fast_operators import operator_calls, tensors
+from conformance.adapters.cp_fast import operator_calls, tensors
 from tests.cp_fast.kernels.checks.case import Where
 from tests.cp_fast.kernels.checks.memory import assert_same_bits
 from tests.cp_fast.kernels.operators import HELPERS, KERNELS, flat, other_values

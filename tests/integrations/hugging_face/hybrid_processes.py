@@ -27,7 +27,7 @@ import typer
 import cp_fast
 from benchmarks.parts.linear_layers.tuning import tune_only
 from benchmarks.parts.ranks import Commit, Device, JsonOut, connect
-from conformance.run.processes import run_together
+from conformance.runner.processes import run_together
 from cp_fast.integrations import token_batches
 from cp_fast.integrations import transformers as ours
 from cp_ref.schedules.words import LAYOUTS

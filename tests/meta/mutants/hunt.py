@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import SearchStrategy
 
-from conformance.draw.capabilities import Capabilities, probe
-from conformance.draw.strategies import CP_SIZES, cases
+from conformance.checks.reference import UnsupportedCase
 from conformance.implementation import Implementation
-from conformance.judge.ranks import UnsupportedCase
-from conformance.levels import LEVEL_TIERS
-from conformance.tiers import CASE_TIERS, TABLE_TIERS
+from conformance.problems.capabilities import Capabilities, probe
+from conformance.runner.tiers import TIERS
 from cp_fast.movers.select_kernels import use
 from tests.meta.mutants.model import Mutant, Package, loaded
 
@@ -51,9 +50,7 @@ class Hunt:
 
 def tier_names(mutant: Mutant) -> tuple[str, ...]:
     """The tiers of the mutant's level."""
-    if mutant.level == "schedule":
-        return (*CASE_TIERS, *TABLE_TIERS)
-    return tuple(tier.name for tier in LEVEL_TIERS.values() if tier.level == mutant.level)
+    return tuple(tier.name for tier in TIERS.values() if tier.level == mutant.level)
 
 
 def hunt(name: str, mutant: Mutant, tier: str, most: int = QUICK) -> Hunt:
@@ -79,27 +76,14 @@ _DRAWN: dict[Any, list[Any]] = {}
 
 
 def _problems(impl: Implementation, mutant: Mutant, tier: str, capabilities: Capabilities, most: int) -> Problems:
-    if tier in TABLE_TIERS:
-        table = TABLE_TIERS[tier]
-        ids = table.ids(capabilities)
-        chosen = [mutant.where] if mutant.where in ids else ids
-        return [(f"{table.word} {i}", lambda i=i: table.check(impl, i, capabilities.device)) for i in chosen]
-    if tier in CASE_TIERS and (made := CASE_TIERS[tier].made) is not None:
-        return [
-            (str(c), lambda c=c: CASE_TIERS[tier].check(impl, c, capabilities.device))
-            for c in made(capabilities, CP_SIZES)
-        ]
-    if tier in CASE_TIERS:
-        drawn = drawn_problems((tier, capabilities.device), cases(capabilities, dtypes=CASE_TIERS[tier].dtypes), most)
-        return [(str(c), lambda c=c: CASE_TIERS[tier].check(impl, c, capabilities.device)) for c in drawn]
-    level = LEVEL_TIERS[tier]
-    part = mutant.function
-    strategies = [level.parts[part]] if part in level.parts else list(level.parts.values())
-    return [
-        (str(c), lambda c=c: level.check(impl, c, capabilities.device))
-        for n, strategy in enumerate(strategies)
-        for c in drawn_problems((tier, part, n), strategy, most)
-    ]
+    each, part = TIERS[tier], mutant.function
+    items = each.items(capabilities)
+    found: list[Any] = []
+    for item in [part] if part in items else items:
+        problems = each.problems(item, capabilities)
+        drawn = isinstance(problems, SearchStrategy)
+        found += drawn_problems((tier, item, capabilities.device), problems, most) if drawn else problems
+    return [(str(problem), partial(each.check, impl, problem, capabilities.device)) for problem in found]
 
 
 def drawn_problems(key: Any, strategy: Any, most: int) -> list[Any]:

@@ -38,8 +38,8 @@ from types import CodeType, FunctionType
 from typing import Any, Literal, NamedTuple, cast
 
 from conformance.implementation import Implementation, load
-from conformance.judge.run_record import Level
-from conformance.levels import LEVEL_TIERS
+from conformance.record import Level
+from conformance.runner.tiers import TIERS
 from cp_fast.movers.select_kernels import use
 from tests.meta.mutants import functions
 
@@ -71,7 +71,7 @@ class Mutant:
     @property
     def level(self) -> Level:
         """The level of its tier."""
-        return LEVEL_TIERS[self.tier].level if self.tier in LEVEL_TIERS else "schedule"
+        return TIERS[self.tier].level
 
     @property
     def function(self) -> str:

@@ -15,8 +15,8 @@ import torch
 
 from conformance.case import Case
 from conformance.implementation import load
-from conformance.judge.named_entries import dense, problem
-from conformance.tiers import CASE_TIERS
+from conformance.problems.named import dense, problem
+from conformance.runner.tiers import TIERS
 from tests.meta.mutants import MUTANTS
 from tests.meta.mutants.model import Mutant, read_mutants
 
@@ -64,7 +64,7 @@ def rate(mutant: Mutant, tier: str, dtype: str, length: int, seeds: int) -> floa
         p = problem(4 if masked else 8, dense(length), attn_mask_type=mask, **fields)
         case = Case(p, seed=seed, return_lse=True)
         with mutant.planted():
-            seen += bool(CASE_TIERS[tier].check(impl, case, "cpu"))
+            seen += bool(TIERS[tier].check(impl, case, "cpu"))
     return seen / seeds
 
 

@@ -7,11 +7,10 @@ import re
 import pytest
 import torch
 
-from conformance.draw.capabilities import EVERYTHING
+from conformance.checks.reference import UnsupportedCase
 from conformance.implementation import Implementation, load
-from conformance.judge.ranks import UnsupportedCase
-from conformance.known import KNOWN
-from conformance.tiers import TABLE_TIERS, table_entry
+from conformance.problems.capabilities import EVERYTHING
+from conformance.problems.known_frameworks import KNOWN, KnownBug
 from tests.meta.mutants import MUTANTS
 from tests.meta.mutants.reported import REPORTED
 
@@ -43,8 +42,7 @@ def test_a_report_is_well_formed(name: str) -> None:
     assert name.endswith(known.where.split("#")[1])
     assert known.entry.text.endswith(".")
     assert known.entry.cases or known.entry.errors or known.entry.by_hand
-    assert name in TABLE_TIERS["known"].ids(EVERYTHING)
-    assert table_entry(f"known {name}") == (TABLE_TIERS["known"], name)
+    assert name in KnownBug.items(EVERYTHING)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +55,12 @@ def test_the_case_sees_the_bug(name: str, reference: Implementation) -> None:
 
 @pytest.mark.parametrize("name", ["te-2868", "usp-120", "bridge-2667", "bridge-1964", "deepspeed-7384"])
 def test_the_reference_passes(name: str, reference: Implementation) -> None:
-    assert TABLE_TIERS["known"].check(reference, name, "cpu") == []
+    assert KnownBug(name).check(reference) == []
 
 
-def test_a_report_that_does_not_exist(reference: Implementation) -> None:
+def test_a_report_that_does_not_exist() -> None:
     with pytest.raises(ValueError, match="te-0"):
-        TABLE_TIERS["known"].check(reference, "te-0", "cpu")
+        KnownBug("te-0")
 
 
 def test_without_helpers_a_helper_report_is_unsupported() -> None:

@@ -11,13 +11,17 @@ import torch
 
 import cp_ref
 from conformance.case import Case
-from conformance.draw.capabilities import EVERYTHING
-from conformance.draw.strategies import cases
+from conformance.checks.calls import check_determinism
+from conformance.checks.hygiene import check_hygiene, poisoned_memory
+from conformance.checks.metamorphic import RELATIONS, _up_to_underflow, check_metamorphic
+from conformance.checks.probes import check_probes
+from conformance.checks.reference import UnsupportedCase
 from conformance.implementation import Implementation, load
-from conformance.judge.ranks import UnsupportedCase
-from conformance.run.case_tensors import build
-from conformance.tiers import CASE_TIERS, TABLE_TIERS, determinism, hygiene, metamorphic, probes, torch_integration
-from conformance.tiers.metamorphic import RELATIONS
+from conformance.problems.capabilities import EVERYTHING
+from conformance.problems.strategies import cases
+from conformance.problems.torch_uses import TorchUse
+from conformance.runner.tiers import TIERS
+from conformance.tensors import build
 from cp_ref.schedules.problem import Problem, Sequence
 from tests.meta.mutants import MUTANTS
 from tests.meta.mutants.hunt import drawn_problems
@@ -44,9 +48,9 @@ def _one_thread() -> None:
 @pytest.mark.thorough
 def test_the_reference_is_batch_invariant_to_the_last_bit() -> None:
     invariant = _like_the_reference(batch_invariant=True)
-    drawn = drawn_problems("metamorphic", cases(EVERYTHING, dtypes=CASE_TIERS["metamorphic"].dtypes), 25)
+    drawn = drawn_problems("metamorphic", cases(EVERYTHING, dtypes=TIERS["metamorphic"].dtypes), 25)
     for case in drawn:
-        assert metamorphic.check(invariant, case) == [], str(case)
+        assert check_metamorphic(invariant, case) == [], str(case)
     assert sum(case.deterministic and len(case.problem.sequences) > 1 for case in drawn) > 2
 
 
@@ -55,8 +59,8 @@ def test_a_batch_that_matters_in_the_last_bit_is_seen_where_it_is_promised_not_t
         results = cp_ref.attention(q, *rest, **arguments)
         return (results[0] * (1.0 + 4e-7 * (q.shape[0] % 4)), *results[1:])
 
-    assert metamorphic.check(_like_the_reference(attention=attention), PACKED) == []
-    found = metamorphic.check(_like_the_reference(attention=attention, batch_invariant=True), PACKED)
+    assert check_metamorphic(_like_the_reference(attention=attention), PACKED) == []
+    found = check_metamorphic(_like_the_reference(attention=attention, batch_invariant=True), PACKED)
     assert any("with the last sequence left out" in finding for finding in found)
 
 
@@ -68,10 +72,10 @@ def test_twice_a_value_is_exact_but_where_numbers_underflow() -> None:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> Any:
         return cp_ref.attention(q, k, v * 1.5 if v.abs().max() > 4 else v, **arguments)
 
-    assert metamorphic.check(_like_the_reference(), case) == []
-    assert any("v times 2" in finding for finding in metamorphic.check(_like_the_reference(attention=attention), case))
+    assert check_metamorphic(_like_the_reference(), case) == []
+    assert any("v times 2" in finding for finding in check_metamorphic(_like_the_reference(attention=attention), case))
     tiny = torch.tensor([3e-310, 1e-290], dtype=torch.float64)
-    assert not torch.equal(metamorphic._up_to_underflow(tiny, tiny * (1 + 1e-15)), tiny * (1 + 1e-15))
+    assert not torch.equal(_up_to_underflow(tiny, tiny * (1 + 1e-15)), tiny * (1 + 1e-15))
 
 
 @pytest.mark.parametrize("name", RELATIONS)
@@ -84,7 +88,7 @@ def test_every_relation_relates_something(name: str) -> None:
 
 
 def test_fresh_memory_is_poisoned() -> None:
-    with hygiene.poisoned_memory():
+    with poisoned_memory():
         assert torch.empty(5).isnan().all()
         assert torch.empty_like(torch.ones(3)).isnan().all()
     assert not torch.are_deterministic_algorithms_enabled()
@@ -98,9 +102,9 @@ def test_a_result_in_the_memory_of_another_is_seen() -> None:
 
     plain = replace(PACKED, grads="", loss="out")
     shared = 0
-    assert hygiene.check(_like_the_reference(attention=attention), plain) == []  # side by side in one buffer
+    assert check_hygiene(_like_the_reference(attention=attention), plain) == []  # side by side in one buffer
     shared = 1
-    found = hygiene.check(_like_the_reference(attention=attention), plain)
+    found = check_hygiene(_like_the_reference(attention=attention), plain)
     assert found[:2] == [f"rank {rank}: lse lies in the memory of out" for rank in (0, 1)]
     assert any(finding.startswith("lse") for finding in found[2:])  # its numbers are judged all the same
 
@@ -110,7 +114,7 @@ def test_another_number_of_ranks_is_named() -> None:
         out, *more = cp_ref.attention(q, *tensors, cp=cp, **arguments)
         return (out * (1.0 if cp.size == 1 else 1.5), *more)
 
-    found = metamorphic.check(_like_the_reference(attention=attention), PACKED)
+    found = check_metamorphic(_like_the_reference(attention=attention), PACKED)
     assert any(f.startswith("out with one rank (cp_size 1) in place of all differs by up to") for f in found), found
 
 
@@ -119,7 +123,7 @@ def test_reading_what_nobody_wrote_is_seen() -> None:
         results = cp_ref.attention(*tensors, **arguments)
         return (results[0] + 0.0 * torch.empty_like(results[0]).detach(), *results[1:])
 
-    assert hygiene.check(_like_the_reference(attention=attention), PACKED)
+    assert check_hygiene(_like_the_reference(attention=attention), PACKED)
 
 
 def test_noise_is_seen_by_determinism_alone() -> None:
@@ -128,17 +132,17 @@ def test_noise_is_seen_by_determinism_alone() -> None:
         return (results[0] * (1.0 + 1e-6 * torch.rand(())), *results[1:])
 
     noisy = _like_the_reference(attention=attention)
-    assert determinism.check(noisy, PACKED)
-    assert CASE_TIERS["logic"].check(noisy, PACKED, "cpu") == []
+    assert check_determinism(noisy, PACKED)
+    assert TIERS["logic"].check(noisy, PACKED, "cpu") == []
 
 
-@pytest.mark.parametrize("entry", torch_integration.ids(EVERYTHING))
+@pytest.mark.parametrize("entry", TorchUse.names())
 def test_the_reference_in_training_loops(entry: str) -> None:
     if entry.startswith(("compile", "opcheck")):
         with pytest.raises(UnsupportedCase):
-            TABLE_TIERS["torch"].check(load("cp_ref"), entry, "cpu")
+            TorchUse(entry).check(load("cp_ref"))
     else:
-        assert TABLE_TIERS["torch"].check(load("cp_ref"), entry, "cpu") == []
+        assert TorchUse(entry).check(load("cp_ref")) == []
 
 
 @pytest.mark.parametrize(
@@ -154,18 +158,18 @@ def test_a_wrong_citizen_is_seen(entry: str, spoil: Any) -> None:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> Any:
         return cp_ref.attention(*spoil(q, k, v), **arguments)
 
-    assert TABLE_TIERS["torch"].check(_like_the_reference(attention=attention), entry, "cpu")
+    assert TorchUse(entry).check(_like_the_reference(attention=attention))
 
 
 def test_operators_are_checked_where_they_are_named() -> None:
     op = torch.ops.aten.sin.default
-    assert TABLE_TIERS["torch"].check(_like_the_reference(ops=[(op, (torch.ones(3),))]), "opcheck", "cpu") == []
+    assert TorchUse("opcheck").check(_like_the_reference(ops=[(op, (torch.ones(3),))])) == []
 
 
 def test_probes_count_exactly_in_long_rows_and_low_precision() -> None:
     long = Sequence(400, 400, 400, 400)
     case = Case(Problem(2, (long,), qkv_format="thd", attn_mask_type="padding_causal", dtype="bfloat16"))
-    assert probes.check(load("cp_ref"), case) == []
+    assert check_probes(load("cp_ref"), case) == []
     with MUTANTS["one-key-lost-in-long-rows"].planted():
-        found = probes.check(load("cp_ref"), case)
+        found = check_probes(load("cp_ref"), case)
     assert "counts 199 visible keys" in found[0] or "visible keys by exp(lse)" in found[0]

@@ -13,21 +13,20 @@ import pytest
 import torch
 
 import cp_ref
+from conformance.checks.hygiene import ASSERTED, context_error
 from conformance.cli import cp_sizes_of
-from conformance.draw.capabilities import EVERYTHING
 from conformance.implementation import as_implementation
-from conformance.judge.run_record import Played
-from conformance.levels import HELPER_NAMES, LEVEL_TIERS
-from conformance.levels.helpers import check_helper
-from conformance.levels.helpers.helper_case import Malformed
-from conformance.run.global_state import ASSERTED, context_error
-from conformance.run.play_problem import InProcess, Task
-from conformance.run.pool import Answer, Worker
-from conformance.run.process_ranks import own_gpu
-from conformance.run.run_tiers import PROFILES, run_tier
-from conformance.run.workers import WorkerRunner
+from conformance.problems import helpers
+from conformance.problems.capabilities import EVERYTHING
+from conformance.problems.helpers import Malformed
+from conformance.record import Played
+from conformance.runner.play_problem import InProcess, Task
+from conformance.runner.processes import own_gpu
+from conformance.runner.run_tiers import PROFILES, run_tier
+from conformance.runner.tiers import TIERS
+from conformance.runner.workers import Answer, Worker, WorkerRunner
 from conformance.step import process
-from conformance.step.jobs import Job
+from conformance.step.step_record import Job
 
 ASSERTION = f"CUDA error: {ASSERTED} triggered\nand much more"
 TASK = Task("helpers", "helpers-malformed", 'Malformed(name="thd_read_half_tensor", slots=(2,), real=(4,))')
@@ -58,8 +57,8 @@ class Silent:
     """A helper that computes what has no right answer, and the GPU's word about it, later."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, later: str) -> None:
-        monkeypatch.setattr(check_helper, "context_error", lambda device: later)
-        names = {name: lambda **_: None for name in HELPER_NAMES}
+        monkeypatch.setattr(helpers, "context_error", lambda device: later)
+        names = {name: lambda **_: None for name in helpers.HELPERS}
         self.thd = SimpleNamespace(**names)
 
 
@@ -67,9 +66,7 @@ class Silent:
     ("later", "finding"), [(ASSERTION, ""), ("CUDA error: an illegal memory access", "ended in"), ("", "returned")]
 )
 def test_an_assertion_is_a_refusal(later: str, finding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = check_helper.check_malformed(
-        as_implementation(Silent(monkeypatch, later)), Malformed.parse(TASK.text), "cpu"
-    )
+    found = Malformed.parse(TASK.text).check(as_implementation(Silent(monkeypatch, later)))
     assert [finding in f for f in found] == ([True] if finding else [])
 
 
@@ -103,10 +100,11 @@ def test_on_a_gpu_a_few_malformed_calls_are_enough(monkeypatch: pytest.MonkeyPat
             drawn.append(1)
             return RIGHT
 
-    few = LEVEL_TIERS["helpers-malformed"].most_on_gpu
+    tier = TIERS["helpers-malformed"]
+    few = tier.most_on_gpu
     assert few is not None
     result = run_tier(Few(), "helpers-malformed", replace(EVERYTHING, device="cuda"), PROFILES["quick"])
-    assert result.run == few * len(LEVEL_TIERS["helpers-malformed"].parts)
+    assert result.run == few * len(tier.items(EVERYTHING))
 
 
 @pytest.mark.parametrize(("gpus", "place", "shared"), [(1, "cuda:0", True), (2, "cuda:1", False)])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 
-from conformance.run.processes import run_together, say
+from conformance.runner.processes import run_together, say
 from conformance.step.step_command import _Bars
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from conformance.draw.capabilities import Capabilities
 from conformance.implementation import LoadError
-from conformance.run.play_problem import Task, task_of
-from conformance.run.run_tiers import Profile, run_tier
-from conformance.run.workers import WorkerRunner, start_runner
+from conformance.problems.capabilities import Capabilities
+from conformance.runner.play_problem import Task, task_of
+from conformance.runner.run_tiers import Profile, run_tier
+from conformance.runner.workers import WorkerRunner, start_runner
 from tests.dist.workers import start_server
 
 pytestmark = pytest.mark.thorough
@@ -141,7 +141,7 @@ def test_a_fork_server_that_was_killed_is_started_again() -> None:
 
 HANGS = """
 import os, sys
-from conformance.run.workers import start_runner
+from conformance.runner.workers import start_runner
 runner = start_runner("tests.meta.zoo.samples:HangsInC", "cpu", 600.0, lambda kind: (2,))
 print(runner.workers[0].pid, flush=True)
 from tests.meta.processes.test_workers import BAD

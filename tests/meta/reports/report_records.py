@@ -9,9 +9,9 @@ from random import Random
 from hypothesis import HealthCheck, Phase, given, settings
 
 from conformance.case import Case
-from conformance.draw.strategies import cases
-from conformance.judge.run_record import Played, RunRecord, Verdict
-from conformance.report.mask_differences import MOST, visible
+from conformance.problems.strategies import cases
+from conformance.record import Played, RunRecord, Verdict
+from conformance.report.failures import MOST, visible
 
 __all__ = ["META", "drawn_cases", "made_up"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from conformance.case import Case
-from conformance.draw.case_features import AXES, CHOICES, IMPOSSIBLE, Choice, choices_of, why_impossible
-from conformance.draw.feature_coverage import STATES, coverage
-from conformance.draw.strategies import CP_SIZES
-from conformance.judge.run_record import Played
+from conformance.problems.features import CHOICES, FEATURE_AXES, IMPOSSIBLE, Choice, choices_of, why_impossible
+from conformance.problems.strategies import CP_SIZES
+from conformance.record import Played
+from conformance.report.coverage import STATES, coverage
 from cp_ref.schedules.problem import Problem, Sequence
 from tests.meta.reports.report_records import drawn_cases
 
@@ -114,7 +114,7 @@ def test_all_that_is_drawn_is_counted_and_nothing_impossible_is_drawn() -> None:
     assert found.problems == len(cases)
     for a, b in found.pairs:
         assert not (found.count(a, b) and why_impossible(a, b)), (a, b)
-    for axis in AXES:
+    for axis in FEATURE_AXES:
         assert sum(found.count(c, c) for c in CHOICES if c.axis == axis) >= 0.9 * len(cases), axis
     assert sum(found.totals.values()) == len(found.pairs)
     assert found.totals["played"] > 0.5 * len(found.pairs)
@@ -123,7 +123,7 @@ def test_all_that_is_drawn_is_counted_and_nothing_impossible_is_drawn() -> None:
 def test_rules_name_choices_that_exist() -> None:
     for rule in IMPOSSIBLE:
         for axis, names in ((rule.axis, rule.choices), (rule.other, rule.other_choices)):
-            assert set(names) <= set(AXES[axis][0]), rule
+            assert set(names) <= set(FEATURE_AXES[axis][0]), rule
         assert rule.reason
 
 
@@ -150,7 +150,7 @@ def test_nothing_played() -> None:
 
 
 def test_every_group_size_that_is_drawn_is_an_entry() -> None:
-    assert {str(size) for size in CP_SIZES} <= set(AXES["cp_size"][0])
+    assert {str(size) for size in CP_SIZES} <= set(FEATURE_AXES["cp_size"][0])
 
 
 def test_a_broken_case_is_an_error() -> None:

@@ -18,15 +18,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from conformance.case import Case
-from conformance.commands import replay_command
-from conformance.judge.run_record import FAILING, VERDICTS, Played, RunRecord, TierResult
-from conformance.printing import print_separating, print_table
+from conformance.cli import print_separating, print_table
+from conformance.record import FAILING, VERDICTS, Played, RunRecord, TierResult, replay_command
 from conformance.report import read_record, unwritable, write_report
 from conformance.report.__main__ import app
+from conformance.report.coverage import SYMBOLS, matrix, ratios, worst
 from conformance.report.failures import failures, refusals
-from conformance.report.matrix import SYMBOLS, matrix, worst
 from conformance.report.page import summary
-from conformance.report.ratios import ratios
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.words import CP_COMM_TYPES, MASKS, QKV_FORMATS
 from tests.meta.reports.report_records import META, made_up

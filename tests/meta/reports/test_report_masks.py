@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from conformance.case import Case
+from conformance.checks.probes import check_probes, visible_pairs
 from conformance.implementation import Implementation, load
-from conformance.judge.run_record import Played, RunRecord
+from conformance.record import Played, RunRecord
 from conformance.report import observed_pairs, read_record, visibility_difference, write_report
-from conformance.report.mask_differences import EXTRA, MISSING, MOST, SEEN, visible
+from conformance.report.failures import EXTRA, MISSING, MOST, SEEN, visible
 from conformance.report.page import summary
-from conformance.tiers import probes
-from conformance.tiers.probes import visible_pairs
 from cp_ref.schedules.problem import Problem, Sequence
 from tests.meta.mutants import MUTANTS
 from tests.meta.reports.report_records import drawn_cases
@@ -164,6 +163,6 @@ def test_a_real_run_of_a_broken_implementation(tmp_path: Path) -> None:
 
 
 def _play(impl: Implementation, case: Case) -> Played:
-    findings = tuple(probes.check(impl, case))
+    findings = tuple(check_probes(impl, case))
     pairs = observed_pairs(impl, case) if findings else None
     return Played("schedule", "probes", str(case), "wrong" if findings else "right", findings, pairs=pairs)

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from conformance.judge.budgets import Row
+from conformance.checks.budgets import Row
 from conformance.report import read_record, write_report
 from conformance.report.__main__ import app
 from conformance.step import CAUSES, Finding, StepReport

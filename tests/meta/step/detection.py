@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 import cp_fast
 from conformance.step import StepError, StepReport
 from conformance.step.compare_step import report_of
-from conformance.step.jobs import Job
 from conformance.step.process import found_of
 from conformance.step.runs import Runs
+from conformance.step.step_record import Job
 from cp_fast.integrations.loss import token_mean
 from tests.dist.workers import Processes
 from tests.meta.step.step_variations import llama

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from conformance.case import Case
-from conformance.draw.capabilities import Capabilities, probe
-from conformance.run.run_tiers import Profile, run_tier
+from conformance.problems.capabilities import Capabilities, probe
+from conformance.runner.run_tiers import Profile, run_tier
 from tests.meta.zoo.naive_ring import Flaws
 from tests.meta.zoo.naive_setup import Naive
 

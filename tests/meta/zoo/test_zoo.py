@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from conformance.cli import app
-from conformance.run.play_problem import InProcess, Task
-from conformance.run.workers import WorkerRunner, start_runner
+from conformance.runner.play_problem import InProcess, Task
+from conformance.runner.workers import WorkerRunner, start_runner
 from tests.meta.zoo.bad_habits import SETTERS, none_from, sets
 
 PLAIN = "Case(Problem(cp_size=2, sequences=[(8, 8, 8, 8)]), return_lse=True)"

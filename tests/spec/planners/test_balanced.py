@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.draw.draw_areas import areas as drawn_areas
+from conformance.problems.strategies import areas as drawn_areas
 from cp_ref.schedules.attention_slices import AttentionSliceRow, AttentionSlices, areas_of_rows
 from cp_ref.schedules.balanced import balanced, pairs_before
 from cp_ref.schedules.ownership import Fragments, contiguous

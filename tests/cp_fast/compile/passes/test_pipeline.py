@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 
 from conformance.adapters import cp_fast as adapter
 from conformance.case import Case
-from conformance.draw.capabilities import Capabilities, probe
-from conformance.draw.strategies import cases
 from conformance.implementation import Implementation, load
-from conformance.tiers import CASE_TIERS
+from conformance.problems.capabilities import Capabilities, probe
+from conformance.problems.strategies import cases
+from conformance.runner.tiers import TIERS
 from cp_fast import masks
 from cp_fast.compile import chosen_schedule
 from cp_fast.compile.chosen_schedule import choose_head_chunks
@@ -50,7 +50,7 @@ def implementation() -> tuple[Implementation, Capabilities]:
 
 @st.composite
 def drawn_cases(draw: st.DrawFn) -> Case:
-    return draw(cases(implementation()[1], dtypes=CASE_TIERS["logic"].dtypes))
+    return draw(cases(implementation()[1], dtypes=TIERS["logic"].dtypes))
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def without(off: tuple[str, ...]) -> Iterator[None]:
 def check(case: Case, off: tuple[str, ...]) -> None:
     impl, capabilities = implementation()
     with without(off):
-        assert CASE_TIERS["logic"].check(impl, case, capabilities.device) == [], off
+        assert TIERS["logic"].check(impl, case, capabilities.device) == [], off
 
 
 def plans_of(problem: Problem, off: tuple[str, ...] = ()) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.planning.planning_areas import measured
-from conformance.draw.draw_areas import areas as drawn_areas
+from conformance.problems.strategies import areas as drawn_areas
 from cp_fast import masks
 from cp_fast.compile.launches import placed, tile_launches
 from cp_fast.compile.merge_tiles import merge_dense, merge_triangles

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 import cp_fast
 from conformance.case import Case
-from conformance.tiers import logic
+from conformance.checks.values import check_logic
 from cp_fast import masks
 from cp_fast.compile import launches
 from cp_fast.compile.launches import tile_launches
@@ -44,7 +44,7 @@ def test_every_pair_once(tiles: WindowedTiles) -> None:
 @given(problems((1, 2, 3)))
 def test_results_meet_the_oracle(problem: Problem) -> None:
     with always():
-        assert logic.check(cp_fast, Case(problem, use_plan=True, return_lse=True, loss="out+lse")) == []  # type: ignore[arg-type]
+        assert check_logic(cp_fast, Case(problem, use_plan=True, return_lse=True, loss="out+lse")) == []  # type: ignore[arg-type]
 
 
 def test_the_first_tokens_of_many_are_spread() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cp_fast
 from conformance.case import Case
-from conformance.tiers import logic
+from conformance.checks.values import check_logic
 from cp_fast.compile.chosen_schedule import chosen_schedule
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Launch
@@ -86,7 +86,7 @@ def test_plans_meet_the_oracle(problem: Problem) -> None:
     small = replace(problem, heads_q=2, d_qk=3, d_v=2, dtype="float64")
     with planned_at(ALWAYS_WAIT):
         case = Case(small, return_lse=True, return_max_logit=True, loss="out+lse")
-        assert logic.check(cp_fast, case) == []  # type: ignore[arg-type]
+        assert check_logic(cp_fast, case) == []  # type: ignore[arg-type]
 
 
 @settings(max_examples=examples(10))

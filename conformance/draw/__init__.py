@@ -1,1 +1,0 @@
-"""Draws problems: features, strategies, coverage."""

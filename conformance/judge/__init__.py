@@ -1,1 +1,0 @@
-"""Judges results: references, budgets, known failures, records."""

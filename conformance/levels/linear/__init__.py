@@ -1,1 +1,0 @@
-"""Level `linear`: linear attention and causal convolutions over the slices of attention, against their recurrences."""

@@ -1,0 +1,466 @@
+"""Level `linear`: linear attention and causal convolutions on every rank of a group, against the recurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from conformance.case import Case, dtype_of, wide_dtype
+from conformance.checks.budgets import worst
+from conformance.checks.reference import dense_causal_conv1d, dense_linear_attention, values_of_ranks
+from conformance.implementation import Implementation, context
+from conformance.problems.problem import LevelProblem, shape_findings
+from conformance.problems.strategies import tables
+from conformance.tensors import assemble, plan_arguments, real_tokens, take_slice
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.values import check_choice
+from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS
+
+__all__ = [
+    "ACTIVATIONS",
+    "LINEAR_KINDS",
+    "SIZES",
+    "CausalConv1d",
+    "LayerResults",
+    "LinearAttention",
+    "LinearCase",
+    "LinearTensors",
+    "batches",
+    "build_linear",
+    "compare_linear",
+    "convolutions",
+    "exact_linear",
+    "judged_documents",
+    "judged_results",
+    "judged_rows",
+    "linear_attentions",
+    "play_layer",
+]
+
+# ---- problems
+
+
+LINEAR_KINDS = ("gated_delta_rule", "kda", "mamba2")
+ACTIVATIONS = (None, "silu", "swish")
+
+
+@dataclass(frozen=True)
+class LinearCase(LevelProblem):
+    """The fields of both layers: the batch, its slices, and the values."""
+
+    counts: ClassVar[tuple[str, ...]] = ("cp_size",)  # The fields that are positive integers.
+    cp_size: int = 2
+    documents: tuple[tuple[int, int], ...] = ((8, 8),)  # (tokens, slots) of each.
+    qkv_format: str = "thd"
+    layout: str | tuple[tuple[int, int, int, int], ...] = "dual_chunk"
+    cp_comm_type: str = "p2p"
+    a2a_size: int = 1
+    tail: int = 0  # Slots behind the last document, for each rank; thd only.
+    dtype: str = "float64"
+    wide: bool = False  # g and beta, or weight and bias, are in float32 with a low dtype.
+    spoiled: int = -1  # The document whose tokens are NaN on the ranks; the others may not know. -1: none.
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a mistyped text."""
+        _ = self.case
+        for name in self.counts:
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+        if type(self.spoiled) is not int or not -1 <= self.spoiled < len(self.documents):
+            raise ValueError(f"spoiled is {self.spoiled!r}; it must be the number of a document, or -1")
+
+    @cached_property
+    def case(self) -> Case:
+        """The batch as a case of attention, for the places of its rows."""
+        packed = self.qkv_format == "thd"
+        full = all(tokens == slots for tokens, slots in self.documents)
+        masked = not packed and (not full or self.layout == "balanced" or not isinstance(self.layout, str))
+        problem = Problem(
+            self.cp_size,
+            tuple(Sequence(tokens, tokens, slots, slots) for tokens, slots in self.documents),
+            self.cp_comm_type,  # pyright: ignore[reportArgumentType]
+            self.a2a_size,
+            self.layout,
+            self.qkv_format,  # pyright: ignore[reportArgumentType]
+            "padding_causal" if masked else "causal",
+            heads_q=self.cp_size,
+            heads_kv=self.cp_size,
+            dtype=self.dtype,
+        )
+        return Case(problem, tail_q=self.tail * self.cp_size, tail_kv=self.tail * self.cp_size)
+
+    @property
+    def problem(self) -> Problem:
+        """The batch."""
+        return self.case.problem
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that are no tensors."""
+        raise NotImplementedError
+
+    def check(self, impl: Implementation, device: str = "cpu") -> list[str]:
+        """Findings about the layer's results and gradients on all ranks, against the recurrence."""
+        tensors = build_linear(self, device)
+
+        def one_rank(member: Any) -> LayerResults:
+            return play_layer(impl, self, tensors, context(impl, self.problem, member), member.rank)
+
+        ranks, found = values_of_ranks(self.cp_size, one_rank, impl.Unsupported, NotImplementedError)
+        return found or compare_linear(self, tensors, ranks)
+
+
+@dataclass(frozen=True)
+class LinearAttention(LinearCase):
+    """One `linear_attention`, forward and backward."""
+
+    counts: ClassVar[tuple[str, ...]] = ("cp_size", "heads", "shared", "d_k", "d_v")
+    kind: str = "gated_delta_rule"
+    heads: int = 1
+    shared: int = 1  # Value heads for each head of q and k.
+    d_k: int = 3
+    d_v: int = 2
+    scale: float | None = None
+    initial_state: bool = False
+    output_final_state: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a mistyped text."""
+        super().__post_init__()
+        check_choice("kind", self.kind, LINEAR_KINDS)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that are no tensors."""
+        return {"kind": self.kind, "scale": self.scale}
+
+
+@dataclass(frozen=True)
+class CausalConv1d(LinearCase):
+    """One `causal_conv1d`, forward and backward."""
+
+    counts: ClassVar[tuple[str, ...]] = ("cp_size", "channels", "kernel_size")
+    channels: int = 2
+    kernel_size: int = 4
+    bias: bool = True
+    activation: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a mistyped text."""
+        super().__post_init__()
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {self.activation!r}; it must be one of {ACTIVATIONS}")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that are no tensors."""
+        return {"activation": self.activation}
+
+
+# ---- strategies
+#
+# Strategies of the level `linear`: documents that are empty, short, or longer than a kernel's chunk, in any layout.
+
+
+SIZES = (2, 3, 4, 8, 1)
+_LONG = (63, 64, 65, 100, 130)  # Around a kernel's chunk, and two.
+_REAL_DIMS = ((64, 64), (64, 128), (128, 128))
+_DTYPES = ("float64", "float64", "float32", "bfloat16", "float16")
+
+
+@st.composite
+def batches(draw: DrawFn, cp_sizes: Seq[int] = SIZES, most: int = 16, long: tuple[int, ...] = _LONG) -> dict[str, Any]:
+    """The fields of a batch: at most four documents of at most `most` slots, or rarely one of `long`."""
+    cp_size = draw(st.sampled_from(sorted(cp_sizes, key=lambda n: (n == 1, n))))
+    comm = draw(st.sampled_from(CP_COMM_TYPES))
+    divisors = [n for n in range(1, cp_size + 1) if cp_size % n == 0]
+    a2a_size = {"a2a": cp_size, "a2a+p2p": draw(st.sampled_from(divisors))}.get(comm, 1)
+    layout: Any = draw(st.sampled_from((*LAYOUTS, "table")))
+    qkv_format = draw(st.sampled_from(["thd", "thd", "bshd", "sbhd"]))
+    slots = draw(st.lists(st.integers(0, most), min_size=1, max_size=4))
+    if long and draw(st.integers(0, 7)) == 7:
+        slots[0] = draw(st.sampled_from(long))
+    slots = slots if qkv_format == "thd" else [max(slots)] * (1 if max(slots) > most else len(slots))
+    padded = draw(st.booleans())
+    documents = tuple((draw(st.sampled_from([n, 0, 1]) | st.integers(0, n)) if padded and n else n, n) for n in slots)
+    layout = draw(tables(slots, cp_size)) if layout == "table" else layout
+    return {
+        "cp_size": cp_size,
+        "documents": documents,
+        "qkv_format": qkv_format,
+        "layout": layout,
+        "cp_comm_type": comm,
+        "a2a_size": a2a_size,
+        "tail": draw(st.integers(0, 2)) if qkv_format == "thd" else 0,
+    }
+
+
+@st.composite
+def _values(draw: DrawFn, documents: int, dtypes: Seq[str]) -> dict[str, Any]:
+    dtype = draw(st.sampled_from(dtypes))
+    return {
+        "dtype": dtype,
+        "wide": dtype in ("bfloat16", "float16") and draw(st.booleans()),
+        "spoiled": draw(st.sampled_from([-1, -1, *(range(documents) if documents > 1 else ())])),
+        "seed": draw(st.integers(0, 999)),
+    }
+
+
+@st.composite
+def linear_attentions(draw: DrawFn, cp_sizes: Seq[int] = SIZES, dtypes: Seq[str] = _DTYPES) -> LinearAttention:
+    """A problem of `linear_attention`; the dims of models are rare, for their kernels."""
+    batch = draw(batches(cp_sizes))
+    small = st.tuples(st.sampled_from([3, 2, 4, 1]), st.integers(1, 3))
+    d_k, d_v = draw(st.sampled_from(_REAL_DIMS) if draw(st.integers(0, 7)) == 7 else small)
+    return LinearAttention(
+        **batch,
+        **draw(_values(len(batch["documents"]), dtypes)),
+        kind=draw(st.sampled_from(LINEAR_KINDS)),
+        heads=draw(st.integers(1, 2)),
+        shared=draw(st.integers(1, 2)),
+        d_k=d_k,
+        d_v=d_v,
+        scale=draw(st.sampled_from([None, 0.5, -1])),
+        initial_state=draw(st.booleans()),
+        output_final_state=draw(st.booleans()),
+    )
+
+
+@st.composite
+def convolutions(draw: DrawFn, cp_sizes: Seq[int] = SIZES, dtypes: Seq[str] = _DTYPES) -> CausalConv1d:
+    """A problem of `causal_conv1d`."""
+    batch = draw(batches(cp_sizes))
+    return CausalConv1d(
+        **batch,
+        **draw(_values(len(batch["documents"]), dtypes)),
+        channels=draw(st.integers(1, 3)),
+        kernel_size=draw(st.integers(1, 6)),
+        bias=draw(st.booleans()),
+        activation=draw(st.sampled_from(ACTIVATIONS)),
+    )
+
+
+# ---- tensors
+#
+# The global tensors of a problem of linear layers, and their exact results.
+#
+# Slots that are no real token hold NaN in what ranks get. So do the tokens of `spoiled`, the gradients of their
+# results, and the document's initial state; the oracle has numbers there.
+
+
+@dataclass(frozen=True)
+class LinearTensors:
+    """Global tensors, with numbers in every slot.
+
+    Attributes:
+        rows: the inputs with a row for each token, by argument, in the format of the batch; all have gradients.
+        alike: the inputs that every rank has alike, by argument; their gradients are shares.
+        dout: the gradient of the result.
+        dfinal: the gradients of the final states on every rank [cp_size, b, h_v, d_k, d_v]; None without them.
+    """
+
+    rows: dict[str, torch.Tensor]
+    alike: dict[str, torch.Tensor]
+    dout: torch.Tensor
+    dfinal: torch.Tensor | None
+
+
+def build_linear(case: LinearCase, device: str = "cpu") -> LinearTensors:
+    """The problem's tensors, equal for equal problems. Keys have length 1, so that states do not grow; decays are
+    weak, so that a state is still there after many tokens."""
+    draw = case.generator()
+    lead, low = tuple(real_tokens(case.case, "q").shape), dtype_of(case.dtype)
+    state_dtype = wide_dtype(case.dtype)
+    gates = torch.float32 if case.wide else low
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    if isinstance(case, CausalConv1d):
+        shapes = {"weight": (case.channels, case.kernel_size)} | ({"bias": (case.channels,)} if case.bias else {})
+        x, dout = (some(*lead, case.channels).to(device, low) for _ in range(2))
+        return LinearTensors({"x": x}, {n: some(*shape).to(device, gates) for n, shape in shapes.items()}, dout, None)
+    assert isinstance(case, LinearAttention)
+    heads_v = case.heads * case.shared
+    rows = {
+        "q": some(*lead, case.heads, case.d_k).to(low),
+        "k": torch.nn.functional.normalize(some(*lead, case.heads, case.d_k), dim=-1).to(low),
+        "v": some(*lead, heads_v, case.d_v).to(low),
+        "g": -0.2 * some(*lead, heads_v, *([case.d_k] if case.kind == "kda" else [])).abs().to(gates),
+    }
+    if case.kind != "mamba2":
+        rows["beta"] = some(*lead, heads_v).sigmoid().to(gates)
+    states = len(case.documents), heads_v, case.d_k, case.d_v
+    alike = {"initial_state": some(*states).to(device, state_dtype)} if case.initial_state else {}
+    dfinal = some(case.cp_size, *states).to(device, state_dtype) if case.output_final_state else None
+    dout = some(*lead, heads_v, case.d_v).to(device, low)
+    return LinearTensors({name: x.to(device) for name, x in rows.items()}, alike, dout, dfinal)
+
+
+def exact_linear(case: LinearCase, tensors: LinearTensors) -> dict[str, torch.Tensor]:
+    """The oracle's results and gradients in float64, by name (out, final_state, dq, ...), of all ranks together."""
+    leaves = {name: x.double().requires_grad_() for name, x in (tensors.rows | tensors.alike).items()}
+    real = real_tokens(case.case, "q").to(tensors.dout.device)
+    real = real[(..., *[None] * (tensors.dout.dim() - real.dim()))]
+    lengths: dict[str, Any] = {"qkv_format": case.qkv_format, "cu_seqlens": _cumulative(case, 0)}
+    lengths |= {"cu_seqlens_padded": _cumulative(case, 1)} if case.qkv_format == "thd" else {}
+    with torch.enable_grad():
+        if isinstance(case, LinearAttention):
+            out, final = dense_linear_attention(**leaves, **case.options, **lengths)
+        else:
+            out, final = dense_causal_conv1d(**leaves, **case.options, **lengths), None
+        loss = (out * tensors.dout.double().masked_fill(~real, 0.0)).sum()
+        if final is not None and tensors.dfinal is not None:
+            loss = loss + (final * tensors.dfinal.double().sum(dim=0)).sum()
+    results = {"out": out.detach()}
+    if final is not None and tensors.dfinal is not None:
+        results["final_state"] = final.detach()
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if loss.requires_grad else ()
+    found = grads or [None] * len(leaves)
+    return results | {
+        f"d{name}": torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
+    }
+
+
+def judged_documents(case: LinearCase) -> torch.Tensor:
+    """Which documents are judged: bool [b]."""
+    return torch.arange(len(case.documents)) != case.spoiled
+
+
+def judged_rows(case: LinearCase) -> torch.Tensor:
+    """Which slots do not belong to the spoiled document: bool, in the format's axes, as `real_tokens` has them."""
+    keep = [torch.full((slots,), n != case.spoiled) for n, (_, slots) in enumerate(case.documents)]
+    if case.qkv_format == "thd":
+        return torch.cat([*keep, torch.ones(case.case.tail_q, dtype=torch.bool)])
+    rows = torch.stack(keep)
+    return rows if case.qkv_format == "bshd" else rows.T.contiguous()
+
+
+def _cumulative(case: LinearCase, column: int) -> torch.Tensor:
+    return torch.tensor(list(accumulate((document[column] for document in case.documents), initial=0)))
+
+
+# ---- playing and judging
+#
+# Playing a problem of linear layers on every rank, and judging the results.
+#
+# In float64 and float32 each value is judged. In low precision the root of the mean square of a result's error is, in
+# units of the result's own and of the typical result's: a chunked kernel rounds what it multiplies.
+
+
+LIMITS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+LayerResults = dict[str, torch.Tensor]  # One rank's local results and gradients.
+Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]  # Found values, and exact values.
+
+
+def play_layer(impl: Implementation, case: LinearCase, tensors: LinearTensors, cp: Any, rank: int) -> LayerResults:
+    """One rank's forward and backward pass. cp: the implementation's `ContextParallel`."""
+    plan = impl.make_plan(cp=cp, **plan_arguments(case.problem, str(tensors.dout.device)), linear=True)
+    local = partial(_slice, case, rank=rank)
+    leaves = {name: local(x).requires_grad_() for name, x in tensors.rows.items()}
+    for name, x in tensors.alike.items():
+        leaves[name] = x.clone()
+        if name == "initial_state" and case.spoiled >= 0:
+            leaves[name][case.spoiled] = torch.nan
+        leaves[name].requires_grad_()
+    roots, seeds = [], [local(tensors.dout)]
+    with torch.enable_grad():
+        if isinstance(case, LinearAttention):
+            final = {"output_final_state": tensors.dfinal is not None}
+            got = impl.linear_attention(**leaves, cp=cp, plan=plan, **case.options, **final)
+            roots += got if tensors.dfinal is not None else [got]
+        else:
+            roots.append(impl.causal_conv1d(**leaves, cp=cp, plan=plan, **case.options))
+    if tensors.dfinal is not None:
+        seeds.append(tensors.dfinal[rank].clone())
+        if case.spoiled >= 0:
+            seeds[1][case.spoiled] = torch.nan
+    seeds = [seed.to(root.dtype) for seed, root in zip(seeds, roots, strict=True)]
+    grads = torch.autograd.grad(roots, list(leaves.values()), seeds, allow_unused=True)
+    found: LayerResults = dict(zip(("out", "final_state"), (root.detach() for root in roots), strict=False))
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        if grad is None and leaf.numel():
+            raise AssertionError(f"{name} has no gradient")
+        found[f"d{name}"] = torch.zeros_like(leaf) if grad is None else grad
+    return found
+
+
+def _slice(case: LinearCase, x: torch.Tensor, rank: int) -> torch.Tensor:
+    """A rank's slice, with NaN wherever nobody may read."""
+    hidden = ~(real_tokens(case.case, "q") & judged_rows(case)).to(x.device)
+    hidden = hidden[(..., *[None] * (x.dim() - hidden.dim()))]
+    return take_slice(case.case, x.masked_fill(hidden, torch.nan), "q", rank)
+
+
+def compare_linear(case: LinearCase, tensors: LinearTensors, ranks: list[LayerResults]) -> list[str]:
+    """Findings: the form of each rank's results, zeros where there is no token, and values against exact ones."""
+    found = [f"rank {n}: {finding}" for n, results in enumerate(ranks) for finding in _form(case, tensors, results, n)]
+    if found:
+        return found
+    return _findings(case, judged_results(case, tensors, ranks))
+
+
+def judged_results(case: LinearCase, tensors: LinearTensors, ranks: list[LayerResults]) -> Pairs:
+    """The ranks' results together, by name, with the exact values. A spoiled document's rows are left out."""
+    exact, keep, documents = exact_linear(case, tensors), judged_rows(case), judged_documents(case)
+    judged: Pairs = {}
+    for name in ranks[0]:
+        local = [results[name] for results in ranks]
+        if name.removeprefix("d") in tensors.alike:
+            if name != "dinitial_state" and case.spoiled >= 0:
+                continue  # the spoiled document is part of the sum
+            total = torch.stack([x.double() for x in local]).sum(dim=0)
+            pair = (total[documents], exact[name][documents]) if name == "dinitial_state" else (total, exact[name])
+            judged[name] = pair
+        elif name == "final_state":
+            judged |= {f"{name} of rank {n}": (x[documents], exact[name][documents]) for n, x in enumerate(local)}
+        else:
+            judged[name] = assemble(case.case, local, "q")[keep], exact[name][keep]
+    return judged
+
+
+def _findings(case: LinearCase, judged: Pairs) -> list[str]:
+    limit = LIMITS[case.dtype]
+    sizes = {name: _size(exact) for name, (_, exact) in judged.items()}
+    typical = sum(sizes.values()) / max(len(sizes), 1)
+    found: list[str] = []
+    for name, (got, exact) in judged.items():
+        if case.dtype in ("float64", "float32"):
+            found += worst(name, got, exact, limit * (1 + exact.abs()))
+        elif not (error := _size(got.double() - exact)) <= (bound := limit * max(sizes[name], typical)):
+            found.append(f"{name} has errors of {error:.2g} (root of the mean square), allowed {bound:.2g}")
+    return found
+
+
+def _size(x: torch.Tensor) -> float:
+    """The root of the mean square."""
+    return x.square().mean().sqrt().item() if x.numel() else 0.0
+
+
+def _form(case: LinearCase, tensors: LinearTensors, results: LayerResults, rank: int) -> list[str]:
+    """Findings about shapes, dtypes, and rows that are no token of any document."""
+    found: list[str] = []
+    real = real_tokens(case.case, "q").to(tensors.dout.device, torch.int64)
+    empty = take_slice(case.case, real, "q", rank) == 0
+    inputs = {f"d{name}": x for name, x in (tensors.rows | tensors.alike).items()} | {"out": tensors.dout}
+    for name, x in results.items():
+        if name == "final_state":
+            assert tensors.dfinal is not None
+            found += shape_findings(name, x, tensors.dfinal.shape[1:], [tensors.dfinal.dtype])
+            continue
+        like, alike = inputs[name], name.removeprefix("d") in tensors.alike
+        shape = like.shape if alike else (*empty.shape, *like.shape[empty.dim() :])
+        wrong = shape_findings(name, x, shape, [like.dtype])
+        if not wrong and not alike and not (x[empty] == 0).all():
+            wrong = [f"{name} is not zero where there is no token"]
+        found += wrong
+    return found

@@ -1,1 +1,0 @@
-"""Runs problems: over ranks, in worker processes, tier by tier."""

@@ -1,0 +1,243 @@
+"""Known failures of an implementation: a run fails only when something else fails.
+
+A TOML file has one table for each known failure:
+
+    [[entry]]
+    match = {qkv_format = "thd", cp_comm_type = ["all_gather", "p2p"], window_right = {low = 1}}
+    reason = "the right side of the window is dropped"
+    issue = "https://example.org/issues/7"
+    tier = "logic"          # optional: only in this tier
+    level = "schedule"      # optional: only at this level
+    quarantine = true       # optional: the problem ends the machine or the process, so it does not run
+
+A problem matches if every field matches: a value, one value of a list, or a range {low = ..., high = ...}, both ends
+included and either end optional. An empty `match` covers everything. When every problem that an entry covers passes,
+the run fails until the entry is removed.
+
+The fields are those of `Case` and `Problem` that hold one value, and
+
+- `text`, what `--repro` takes;
+- `causal`, `bottom_right`, `group_size`, `pairs`, `window_left`, `window_right`;
+- `sequences`, their number, and `cross`: whether a sequence has unlike lengths of queries and keys;
+- `shortest_q`, `longest_q`, `shortest_kv`, `longest_kv`.
+
+A problem that is no case has only `text`. An entry with any other field does not match it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from conformance.case import Case
+from conformance.record import LEVELS, Played, RunRecord, Verdict
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.values import parse_toml
+
+__all__ = [
+    "FIELDS",
+    "KnownFailure",
+    "KnownFailures",
+    "KnownFailuresError",
+    "field_values",
+]
+
+_FAILED = ("wrong", "crashed", "hung")
+_NEEDED = {"match": dict, "reason": str, "issue": str}
+_OPTIONAL = {"tier": str, "level": str, "quarantine": bool}
+_CASE = tuple(f.name for f in fields(Case) if f.name != "problem")
+_PROBLEM = (
+    *(f.name for f in fields(Problem) if f.name not in ("sequences", "window_size", "areas")),
+    *("causal", "bottom_right", "group_size", "pairs"),
+)
+_LENGTHS = ("sequences", "cross", "shortest_q", "longest_q", "shortest_kv", "longest_kv")
+FIELDS = ("text", *_PROBLEM, "window_left", "window_right", *_LENGTHS, *_CASE)
+
+
+class KnownFailuresError(ValueError):
+    """The file cannot be read; the message names the file and the entry."""
+
+
+@dataclass(frozen=True)
+class KnownFailure:
+    """One known failure. `number` counts from 1 in the file `source`."""
+
+    source: str
+    number: int
+    match: Mapping[str, Any]
+    reason: str
+    issue: str
+    tier: str | None = None
+    level: str | None = None
+    quarantine: bool = False
+
+    def __str__(self) -> str:
+        words = ", ".join(f"{name} = {wanted!r}" for name, wanted in self.match.items())
+        return f"{self.source}: entry {self.number} ({words})"
+
+    def matches(self, text: str, level: str | None, tier: str | None, case: str | None = None) -> bool:
+        """Whether the entry covers a problem at this level and tier.
+
+        Args:
+            text: what `--repro` takes.
+            case: of a named problem, the "Case(...)" that ran.
+        """
+        if (self.tier is not None and self.tier != tier) or (self.level is not None and self.level != level):
+            return False
+        values = {**field_values(case or text), "text": text}
+        return all(name in values and _is(values[name], wanted) for name, wanted in self.match.items())
+
+
+@dataclass(frozen=True)
+class KnownFailures:
+    """The entries of a file, in its order. `KnownFailures()` has none."""
+
+    entries: tuple[KnownFailure, ...] = ()
+
+    @staticmethod
+    def load(path: str | Path) -> KnownFailures:
+        """Read a file.
+
+        Raises:
+            KnownFailuresError: the file does not exist, is not TOML, or has a malformed entry.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise KnownFailuresError(f"cannot read the known failures {path}: {error}") from error
+        return KnownFailures.parse(text, str(path))
+
+    @staticmethod
+    def parse(text: str, source: str = "known failures") -> KnownFailures:
+        """Read a text; `source` is its name in messages. Raises KnownFailuresError like `load`.
+
+        >>> known = KnownFailures.parse('''
+        ... [[entry]]
+        ... match = {cp_comm_type = "a2a", heads_kv = {high = 3}}
+        ... reason = "K/V heads are not replicated"
+        ... issue = "#12"
+        ... ''')
+        >>> text = "Case(Problem(cp_size=2, sequences=[(8, 8, 8, 8)], cp_comm_type='a2a', a2a_size=2, heads_q=2))"
+        >>> known.judge(Played("schedule", "logic", text, "wrong", ("dk is wrong",))).findings
+        ('known: K/V heads are not replicated (#12)', 'dk is wrong')
+        """
+        try:
+            data = parse_toml(text)
+        except ValueError as error:
+            raise KnownFailuresError(f"{source}: {error}") from error
+        tables = data.pop("entry", [])
+        if data or not isinstance(tables, list):
+            raise KnownFailuresError(f"{source}: the file may have only tables [[entry]], not {', '.join(data)}")
+        return KnownFailures(tuple(_entry(source, n, table) for n, table in enumerate(tables, start=1)))
+
+    def match(self, played: Played) -> KnownFailure | None:
+        """The first entry that covers a failed problem. For a named problem it must cover each case that failed."""
+        failed = [case for case, verdict in played.cases if verdict in _FAILED] or [None]
+        return next(
+            (e for e in self.entries if all(e.matches(played.text, played.level, played.tier, c) for c in failed)), None
+        )
+
+    def judge(self, played: Played) -> Played:
+        """Change wrong, crashed or hung to "known" if an entry covers the problem; its reason and issue come first."""
+        if played.verdict not in _FAILED or (entry := self.match(played)) is None:
+            return played
+        findings = (f"known: {entry.reason} ({entry.issue})", *played.findings)
+        cases: tuple[tuple[str, Verdict], ...] = tuple(
+            (case, "known" if verdict in _FAILED else verdict) for case, verdict in played.cases
+        )
+        return replace(played, verdict="known", findings=findings, cases=cases)
+
+    def quarantined(
+        self, text: str, *, level: str | None = "schedule", tier: str | None = None, cases: Sequence[str] = ()
+    ) -> str | None:
+        """The reason why a problem must not run, or None.
+
+        An entry that names a tier holds back this tier only. For a named problem, `cases` are its cases: one match is
+        enough.
+        """
+        for entry in self.entries:
+            if entry.quarantine and any(entry.matches(text, level, tier, case) for case in cases or [None]):
+                return f"quarantined: {entry.reason} ({entry.issue})"
+        return None
+
+    def unexpected_passes(self, record: RunRecord) -> tuple[str, ...]:
+        """One sentence for each entry that covers problems of a run, all of which passed."""
+        found = []
+        for entry in self.entries:
+            if entry.quarantine:
+                continue
+            verdicts = [
+                verdict
+                for p in record.played
+                for case, verdict in p.cases or ((None, p.verdict),)
+                if verdict in ("right", "known", *_FAILED) and entry.matches(p.text, p.level, p.tier, case)
+            ]  # a refused, missing or too large problem proves nothing
+            if verdicts and set(verdicts) == {"right"}:
+                problems = "the one problem" if len(verdicts) == 1 else f"all {len(verdicts)} problems"
+                found.append(f"{entry} no longer fails: remove it; {problems} that it covers passed")
+        return tuple(found)
+
+
+@lru_cache(maxsize=64)  # many entries ask for the same problem
+def field_values(text: str) -> dict[str, Any]:
+    """The fields of a "Case(...)" that `match` can name, without `text`; empty for any other text."""
+    if not text.startswith("Case("):
+        return {}
+    case = Case.parse(text)
+    p = case.problem
+    queries, keys = [s.len_q for s in p.sequences], [s.len_kv for s in p.sequences]
+    ends = (min(queries, default=0), max(queries, default=0), min(keys, default=0), max(keys, default=0))
+    return {
+        **{name: getattr(case, name) for name in _CASE},
+        **{name: getattr(p, name) for name in _PROBLEM},
+        **dict(zip(("window_left", "window_right"), p.window_size, strict=True)),
+        **dict(zip(_LENGTHS, (len(p.sequences), queries != keys, *ends), strict=True)),
+    }
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    """Whether a field has a value, one of several, or one in a range. A range holds numbers only."""
+    if isinstance(wanted, list):
+        return any(_is(value, one) for one in wanted)
+    if isinstance(wanted, dict):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and wanted.get("low", value) <= value <= wanted.get("high", value)
+    return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
+
+
+def _entry(source: str, number: int, table: Any) -> KnownFailure:
+    name = f"{source}: entry {number}"
+    if not isinstance(table, dict):
+        raise KnownFailuresError(f"{name} is {table!r}; it must be a table")
+    if missing := [key for key in _NEEDED if key not in table]:
+        raise KnownFailuresError(f"{name} lacks {', '.join(missing)}")
+    if unknown := [key for key in table if key not in _NEEDED | _OPTIONAL]:
+        known = ", ".join(_NEEDED | _OPTIONAL)
+        raise KnownFailuresError(f"{name} has {', '.join(unknown)}; an entry has {known}")
+    for key, value in table.items():
+        kind = (_NEEDED | _OPTIONAL)[key]
+        if not isinstance(value, kind) or value == "":
+            words = {bool: "true or false", dict: "a table"}.get(kind, "a text")
+            raise KnownFailuresError(f"{name}: {key} is {value!r}; it must be {words}")
+    if table.get("level", LEVELS[0]) not in LEVELS:
+        raise KnownFailuresError(f"{name}: level is {table['level']!r}; it must be one of {', '.join(LEVELS)}")
+    for field, wanted in table["match"].items():
+        if field not in FIELDS:
+            raise KnownFailuresError(f"{name}: {field!r} is no field of a problem; there are {', '.join(FIELDS)}")
+        _check_wanted(f"{name}: {field}", wanted)
+    return KnownFailure(source, number, **table)
+
+
+def _check_wanted(name: str, wanted: Any) -> None:
+    """Raise KnownFailuresError unless this is a value, a list of values, or a range of numbers."""
+    if isinstance(wanted, dict):
+        numbers = all(isinstance(n, int | float) and not isinstance(n, bool) for n in wanted.values())
+        if not wanted or not wanted.keys() <= {"low", "high"} or not numbers:
+            raise KnownFailuresError(f"{name} is {wanted!r}; a range has the numbers low and high, or one of them")
+        return
+    values = wanted if isinstance(wanted, list) else [wanted]
+    if not values or not all(isinstance(value, str | int | float) for value in values):
+        raise KnownFailuresError(f"{name} is {wanted!r}; it must be a value, a list of values or {{low, high}}")

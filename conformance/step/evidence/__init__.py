@@ -1,1 +1,0 @@
-"""Evidence about a step: losses, modules, places of tokens, experiments."""
