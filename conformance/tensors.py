@@ -21,8 +21,10 @@ from conformance.scores import Places
 from cp_ref.contract.cuts import Cut, planned_cut, planned_positions
 from cp_ref.contract.read_problem import SCORE_OPTIONS
 from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.problem import Sequence as SequenceLengths
 
 __all__ = [
+    "DiagonalBand",
     "GlobalTensors",
     "Scope",
     "assemble",
@@ -60,6 +62,36 @@ class Scope(NamedTuple):
     places: Places
 
 
+class DiagonalBand(NamedTuple):
+    """The visible pairs of one sequence: lo <= j - i <= hi, None for unbounded."""
+
+    lo: int | None
+    hi: int | None
+
+    def row(self, i: int, k0: int, k1: int) -> tuple[int, int]:
+        """The keys of [k0, k1) that query i sees, as a span [start, stop); empty when stop <= start.
+
+        >>> DiagonalBand(-2, 0).row(4, 0, 8)
+        (2, 5)
+        """
+        start = k0 if self.lo is None else max(k0, i + self.lo)
+        stop = k1 if self.hi is None else min(k1, i + self.hi + 1)
+        return start, stop
+
+    @staticmethod
+    def of(problem: Problem, lengths: SequenceLengths) -> DiagonalBand:
+        """That of a sequence of a problem without attention slices, by its mask and window.
+
+        >>> one = SequenceLengths(7, 7, 8, 8)
+        >>> DiagonalBand.of(Problem(2, (one,), attn_mask_type="padding_causal"), one)
+        DiagonalBand(lo=None, hi=0)
+        """
+        left, right = problem.window_size
+        right = 0 if problem.causal else right
+        shift = lengths.len_kv - lengths.len_q if problem.bottom_right else 0
+        return DiagonalBand(None if left < 0 else shift - left, None if right < 0 else shift + right)
+
+
 def seen(problem: Problem) -> Iterator[tuple[int, Sequence[int]]]:
     """(query, its keys) as rows of the packed buffers, sequence after sequence with their padding; in bshd and sbhd,
     batch after batch. A query may come several times, with other keys.
@@ -71,7 +103,7 @@ def seen(problem: Problem) -> Iterator[tuple[int, Sequence[int]]]:
     """
     if problem.areas is None:
         for s, q, k in zip(problem.sequences, problem.starts_q, problem.starts_kv, strict=False):
-            band = problem.band(s)
+            band = DiagonalBand.of(problem, s)
             for i in range(s.len_q):
                 start, stop = band.row(i, 0, s.len_kv)
                 yield q + i, range(k + start, k + max(start, stop))
@@ -103,7 +135,7 @@ def scopes(problem: Problem, device: torch.device | str = "cpu") -> Iterator[Sco
         yield Scope((rows,), (keys,), (slice(None), rows), visible.to(device)[rows][:, keys], places)
         return
     for n, (s, q, k) in enumerate(zip(problem.sequences, problem.starts_q, problem.starts_kv, strict=False)):
-        band = problem.band(s)
+        band = DiagonalBand.of(problem, s)
         offset = torch.arange(s.len_kv, device=device)[None] - torch.arange(s.len_q, device=device)[:, None]
         visible = torch.ones_like(offset, dtype=torch.bool)
         if band.lo is not None:

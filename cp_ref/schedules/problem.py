@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from cp_ref.schedules.ownership import Ownership
 
 __all__ = [
-    "DiagonalBand",
     "Problem",
     "ScoreOptions",
     "Sequence",
@@ -153,36 +152,19 @@ class ScoreOptions(NamedTuple):
         return frozenset(feature for feature, wanted in asked.items() if wanted)
 
 
-class DiagonalBand(NamedTuple):
-    """The visible pairs of one sequence: lo <= j - i <= hi, None for unbounded."""
-
-    lo: int | None
-    hi: int | None
-
-    def row(self, i: int, k0: int, k1: int) -> tuple[int, int]:
-        """The keys of [k0, k1) that query i sees, as a span [start, stop); empty when stop <= start.
-
-        >>> DiagonalBand(-2, 0).row(4, 0, 8)
-        (2, 5)
-        """
-        start = k0 if self.lo is None else max(k0, i + self.lo)
-        stop = k1 if self.hi is None else min(k1, i + self.hi + 1)
-        return start, stop
-
-
 @dataclass(frozen=True)
 class Problem:
     """One attention call over all ranks. Lengths in tokens, global (before sharding).
 
-    `window_size` is (left, right) with -1 for unbounded, as the user gave it; `band` gives the resulting diagonal band
-    of a sequence. `areas`, as the user gave them, replace mask and window, which then have their defaults and mean
-    nothing. `a2a_size` is the size of the inner group of "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others.
-    `layout` is one of `LAYOUTS` ("zigzag" becomes "dual_chunk"), or a table: rows (rank, sequence, start, stop), in the
-    order of each rank's buffer. `score_mod` is the digest of a function (`cp_ref.contract.scores`), "" for none.
+    `window_size` is (left, right) with -1 for unbounded, as the user gave it. `areas`, as the user gave them, replace
+    mask and window, which then have their defaults and mean nothing. `a2a_size` is the size of the inner group of
+    "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others. `layout` is one of `LAYOUTS` ("zigzag" becomes
+    "dual_chunk"), or a table: rows (rank, sequence, start, stop), in the order of each rank's buffer. `score_mod` is
+    the digest of a function (`cp_ref.contract.scores`), "" for none.
 
     >>> p = Problem(cp_size=2, sequences=(Sequence(7, 7, 8, 8),), attn_mask_type="padding_causal")
-    >>> p.band(p.sequences[0]), p.pairs
-    (DiagonalBand(lo=None, hi=0), 28)
+    >>> p.pairs
+    28
     >>> Problem.parse(str(p)) == p
     True
     """
@@ -291,17 +273,6 @@ class Problem:
     def starts(self, side: str) -> tuple[int, ...]:
         """`starts_q` or `starts_kv`; `side` is "q" or "kv"."""
         return self.starts_q if side == "q" else self.starts_kv
-
-    def band(self, sequence: Sequence) -> DiagonalBand:
-        """The visible pairs of one sequence (its real tokens), by DESIGN section 3. Not with attention slices, which
-        know no sequences.
-        """
-        assert self.areas is None
-        left, right = self.window_size
-        if self.causal:
-            right = 0
-        shift = sequence.len_kv - sequence.len_q if self.bottom_right else 0
-        return DiagonalBand(None if left < 0 else shift - left, None if right < 0 else shift + right)
 
     @cached_property
     def pairs(self) -> int:

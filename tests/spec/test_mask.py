@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_ref.schedules.problem import DiagonalBand
+from conformance.tensors import DiagonalBand
 
 sides = st.one_of(st.none(), st.integers(-9, 9))
 
