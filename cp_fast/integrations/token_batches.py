@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, NoReturn, cast
 
 import torch
@@ -19,7 +20,7 @@ from cp_fast.thd import pad_thd_sequences_for_cp
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.collectives import collective, together
 from cp_ref.contract.sharding import position_ids as positions_of
-from cp_ref.contract.sharding import shard
+from cp_ref.contract.sharding import shard, unshard
 from cp_ref.schedules.layouts import divisor
 from cp_ref.schedules.values import kind_of, read_count
 
@@ -50,8 +51,8 @@ class CpBatch:
         self.cp, self.qkv_format, self.longest = cp, qkv_format, longest
         self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
         self._plans: dict[Any, Plan] = {}
-        self._shape = torch.Size()  # of input_ids
-        self._numbered: Callable[[], torch.Tensor] | None = None  # [b, s/cp]: each token's place from 1, 0 for padding
+        self._rows: TokenRows | None = None  # that it was cut from
+        self._cut: Callable[[TokenRows, torch.Tensor], Parts] | None = None  # how they were cut
 
     def shard(self, x: torch.Tensor, fill_value: float = 0) -> torch.Tensor:
         """This rank's slice of another tensor of the batch, cut as its tokens were: weights of tokens, rewards, masks.
@@ -74,16 +75,86 @@ class CpBatch:
         >>> SimGroup(2).run(one)
         [tensor([[0.1000, 0.2000]]), tensor([[0.3000, 0.0000]])]
         """
-        if self._numbered is None:
-            raise RuntimeError("this CpBatch was not made by shard_batch, which knows the tokens of its slices")
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x is {kind_of(x)}; it must be a tensor [b, s, ...]")
-        numbers = self._numbered().to(x.device)
-        if list(x.shape[:2]) != list(self._shape):
-            raise ValueError(f"x has shape {list(x.shape)}; it must begin with that of input_ids, {list(self._shape)}")
+        numbers, shape = self._numbers.to(x.device), list(self._known_rows.ids.shape)
+        if list(x.shape[:2]) != shape:
+            raise ValueError(f"x has shape {list(x.shape)}; it must begin with that of input_ids, {shape}")
         padding = numbers == 0
         padding = padding.view(*padding.shape, *[1] * (x.dim() - 2))
         return x.flatten(0, 1)[(numbers - 1).clamp(min=0)].masked_fill(padding, fill_value)
+
+    def unshard(self, x: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor of which every rank has a slice, in the order of input_ids. Collective.
+
+        Args:
+            x: [b, s/cp, ...], with a row for each of this rank's input_ids: logits, losses, hidden states.
+
+        Returns:
+            [b, s, ...], the same on all ranks. Differentiable, as `cp_fast.unshard`.
+
+        Raises:
+            ValueError, TypeError: x has other axes, here or on another rank. RuntimeError: `shard_batch` did not make
+            this object.
+
+        >>> from cp_ref import SimGroup
+        >>> ids = torch.tensor([[5, 6, 7]])
+        >>> def one(member):
+        ...     part = shard_batch({"input_ids": ids}, cp=ContextParallel(member, layout="balanced"))
+        ...     return part["cp_batch"].unshard(part["input_ids"]).tolist()
+        >>> SimGroup(2).run(one)
+        [[[5, 6, 7]], [[5, 6, 7]]]
+        """
+
+        def read() -> torch.Tensor:
+            numbers = self._numbers
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"x is {kind_of(x)}; it must be a tensor [b, s/cp, ...]")
+            if x.shape[:2] != numbers.shape:
+                raise ValueError(
+                    f"x has shape {list(x.shape)}; it must begin with that of this rank's input_ids, "
+                    f"{list(numbers.shape)}"
+                )
+            return numbers.to(x.device)
+
+        together([self.cp.comm], lambda: read() is None, any)
+        numbers, shape, packed = read(), self._known_rows.ids.shape, self.qkv_format == "thd"
+        how: dict[str, Any] = {"cp": self.cp, "plan": self.plan}
+        places, whole = (unshard(y[0] if packed else y, **how).flatten(0, -1 if packed else 1) for y in (numbers, x))
+        return whole[places.argsort()[len(places) - shape.numel() :]].view(*shape, *x.shape[2:])
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of this batch for `cp_fast.shard`, `unshard` and `roll`, on tensors with its padding. The first use
+        makes it, on all ranks: collective.
+        """
+        return self.linear_plan(self._numbers.float())
+
+    @property
+    def documents(self) -> torch.Tensor:
+        """int64 [b, s/cp] on the CPU: the number of each token's document in a packed batch, else of its row; -1 for
+        padding.
+        """
+        return self.shard(self._known_rows.documents, -1)
+
+    @property
+    def count_documents(self) -> int:
+        """How many documents a packed batch has, else how many rows."""
+        return len(self._known_rows.cu_seqlens) - 1
+
+    @property
+    def _known_rows(self) -> TokenRows:
+        if self._rows is None:
+            raise RuntimeError("this CpBatch was not made by shard_batch, which knows the tokens of its slices")
+        return self._rows
+
+    @cached_property
+    def _numbers(self) -> torch.Tensor:
+        """[b, s/cp] on the CPU: the places of this rank's tokens in the batch, from 1; 0 for padding."""
+        rows = self._known_rows
+        numbers = torch.arange(1, 1 + rows.ids.numel(), device="cpu").view(rows.ids.shape)
+        assert self._cut is not None
+        return self._cut(TokenRows(numbers, None, rows.cu_seqlens, rows.packed), numbers)[0]
 
     def linear_plan(self, x: torch.Tensor) -> Plan:
         """The plan of linear layers and convolutions, made by the first of them. x: a layer's slice [b, s/cp, ...]."""
@@ -133,6 +204,7 @@ def shard_batch(
     pad_token_id: int = 0,
     shift_labels: bool = True,
     over: Any = None,
+    fill: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """This rank's part of a batch that every rank of a context has whole, as arguments of a model. Collective.
 
@@ -141,13 +213,15 @@ def shard_batch(
             position_ids [1, t]: the batch is packed; the positions of each document are 0, 1, 2 and so on.
             attention_mask [b, s]: 1 for tokens, 0 for padding behind them.
             labels [b, s]: one for each token, -100 where nothing is to be learnt, as on padding.
-            All are of integer dtypes.
+            All are of integer dtypes. And any tensors [b, s, ...] that `fill` names, of any real dtype.
         cp: the group, the schedule and the layout. "balanced" shares documents, and rows with padding, out by the work
             that they make under a causal mask.
         pad_token_id: what lengths are filled up with until they divide.
         shift_labels: whether a token learns the label of the token behind it, as causal language models do: these take
             labels that are equal to input_ids, and shift them. False: a token learns its own label, as in masked
             language models and in token classification.
+        fill: the further tensors of the batch, with a row for each token, and the value that each has on padding:
+            {"advantages": 0.0, "token_type_ids": 0}.
         over: the ranks that share a step, and so the mean of its loss: a ProcessGroup or a DeviceMesh of all data and
             context parallel ranks (not of tensor parallel ranks, which have the same tokens), or a ContextParallel.
             None: the ranks of cp alone. Collective over all of them.
@@ -157,7 +231,8 @@ def shard_batch(
         was asked for; then as shift_labels too, for models that would shift them again; and num_items_in_batch, int64,
         how many labels count on all ranks of `over`. A model's loss is then this rank's part of the mean: the parts of
         all ranks of `over` add up to it, and so do the gradients. `cp_fast.integrations.loss.loss_for_backward` makes
-        of the part what a wrapper that averages gradients needs.
+        of the part what a wrapper that averages gradients needs. The entries of `fill` are cut as input_ids are;
+        `cp_batch.shard` and `cp_batch.unshard` cut and gather further tensors, and `cp_batch.plan` is the batch's plan.
 
     Raises:
         ValueError, TypeError: an entry that is not known, a row whose entries do not fit its tokens, a mask with
@@ -175,7 +250,7 @@ def shard_batch(
     check_context(cp, ContextParallel)
 
     def read() -> tuple[TokenRows, Digests]:
-        rows = read_rows(batch, shift_labels)
+        rows = read_rows(batch, shift_labels, fill)
         bounds = torch.iinfo(rows.ids.dtype)
         read_count("pad_token_id", pad_token_id, at_least=bounds.min, at_most=bounds.max)
         return rows, digests(batch)
@@ -184,22 +259,14 @@ def shard_batch(
     targets = torch.full(rows.ids.shape, -100, device=rows.ids.device) if rows.targets is None else rows.targets
     cut = _balanced if cp.layout == "balanced" else _packed if rows.packed else _padded
     ids, targets, positions, sequences = cut(rows, targets, cp, pad_token_id)
-    sequences._shape = rows.ids.shape
-    sequences._numbered = partial(_numbered, cut, rows.ids.shape, rows.cu_seqlens, rows.packed, cp)
+    sequences._rows = replace(rows, ids=rows.ids.to("meta"), targets=None, others={})
+    sequences._cut = lambda rows, targets: cut(rows, targets, cp, 0)
     positions = positions.clamp(max=max(rows.longest - 1, 0))  # padding's too: a model's table may end there
     made: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "cp_batch": sequences}
     if rows.targets is not None:
         made |= {"labels": targets, "num_items_in_batch": torch.tensor(count, device=targets.device)}
         made |= {"shift_labels": targets} if shift_labels else {}
-    return made
-
-
-def _numbered(
-    cut: Callable[..., Parts], shape: torch.Size, cu_seqlens: torch.Tensor, packed: bool, cp: ContextParallel
-) -> torch.Tensor:
-    """[b, s/cp]: the places of this rank's tokens in a batch of this shape, from 1; 0 for padding."""
-    numbers = torch.arange(1, 1 + shape.numel(), device="cpu").view(shape)
-    return cut(TokenRows(numbers, None, cu_seqlens, packed), numbers, cp, 0)[0]
+    return made | {name: sequences.shard(x, (fill or {})[name]) for name, x in rows.others.items()}
 
 
 def _agreed(cp: ContextParallel, over: Any, read: Callable[[], tuple[TokenRows, Digests]]) -> tuple[TokenRows, int]:

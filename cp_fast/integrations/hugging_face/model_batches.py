@@ -27,6 +27,7 @@ def shard_batch(
     model: torch.nn.Module | None = None,
     pad_token_id: int = 0,
     over: Any = None,
+    fill: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """This rank's part of a batch that every rank of a context has whole, as arguments of a prepared model. Collective.
 
@@ -41,7 +42,7 @@ def shard_batch(
         model: the prepared model, which knows whether a token learns the label of the next one or its own, and how
             positions are numbered. None: a decoder, whose labels are the next tokens', and whose positions begin at 0.
         pad_token_id: what lengths are filled up with until they divide.
-        over: the ranks that share a step, as in `cp_fast.integrations.token_batches.shard_batch`.
+        over, fill: as in `cp_fast.integrations.token_batches.shard_batch`.
 
     Returns:
         What that function returns: input_ids, position_ids, cp_batch; with labels also labels, num_items_in_batch, and
@@ -57,7 +58,7 @@ def shard_batch(
         shifts = edge.labels_head(type(model).__name__).shifts if edge is not None and labelled else True
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         token_batches.raise_on_all_ranks({"cp": cp, "over": over}, error)
-    return token_batches.shard_batch(rows, cp=cp, pad_token_id=pad_token_id, shift_labels=shifts, over=over)
+    return token_batches.shard_batch(rows, cp=cp, pad_token_id=pad_token_id, shift_labels=shifts, over=over, fill=fill)
 
 
 def _positions_said(batch: Any, first: int) -> Any:

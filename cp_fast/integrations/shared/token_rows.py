@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 from zlib import crc32
 
 import torch
@@ -17,6 +17,7 @@ __all__ = ["Digests", "TokenRows", "digests", "read_rows"]
 Digests = dict[str, tuple[list[int], int]]  # shape and checksum of each entry
 
 _ENTRIES = ("input_ids", "position_ids", "attention_mask", "labels")
+_MADE = ("cp_batch", "shift_labels", "num_items_in_batch")  # what shard_batch adds
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,20 +29,31 @@ class TokenRows:
         targets: like ids: what each token is to learn, -100 for nothing; None without labels.
         cu_seqlens: int32 [b + 1] on the CPU: the documents of the packed row, or the tokens before each row's padding.
         packed: whether the one row has several documents.
+        others: further tensors [b, s, ...], by name.
     """
 
     ids: torch.Tensor
     targets: torch.Tensor | None
     cu_seqlens: torch.Tensor
     packed: bool
+    others: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     @property
     def longest(self) -> int:
         """How many positions a sequence has at most: a document's tokens, or a row's, padding included."""
         return int(self.cu_seqlens.diff().max()) if self.packed else self.ids.shape[1]
 
+    @property
+    def documents(self) -> torch.Tensor:
+        """The number of each token's document in a packed batch, else of its row; -1 for padding. int64 [b, s], CPU."""
+        rows, length = self.ids.shape
+        if self.packed:
+            return torch.repeat_interleave(torch.arange(len(self.cu_seqlens) - 1), self.cu_seqlens.diff().long())[None]
+        there = torch.arange(length) < self.cu_seqlens.diff()[:, None]
+        return torch.where(there, torch.arange(rows)[:, None], -1)
 
-def read_rows(batch: Any, shift_labels: bool) -> TokenRows:
+
+def read_rows(batch: Any, shift_labels: bool, fill: Any = None) -> TokenRows:
     """The rows of a batch. The arguments are those of `shard_batch`. Sends nothing.
 
     Raises:
@@ -52,7 +64,8 @@ def read_rows(batch: Any, shift_labels: bool) -> TokenRows:
     ([[6, 7, -100]], [0, 3])
     """
     check_flag("shift_labels", shift_labels)
-    _check_entries(batch)
+    fill = _read_fill(fill)
+    _check_entries(batch, fill)
     ids, labels = batch["input_ids"], batch.get("labels")
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if positions is not None and (mask is not None or len(ids) != 1):
@@ -65,8 +78,9 @@ def read_rows(batch: Any, shift_labels: bool) -> TokenRows:
     else:
         lengths = torch.full((len(ids),), ids.shape[1], device="cpu") if mask is None else _lengths(mask.cpu())
         cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    others = {name: batch[name] for name in fill}
     if labels is None:
-        return TokenRows(ids, None, cu_seqlens, positions is not None)
+        return TokenRows(ids, None, cu_seqlens, positions is not None, others)
     targets = labels.to(torch.int64)  # cross_entropy takes no other integers, and -100 is none of the unsigned ones
     if mask is not None:
         _check_padding(targets, mask)
@@ -74,22 +88,47 @@ def read_rows(batch: Any, shift_labels: bool) -> TokenRows:
         targets = F.pad(targets, (0, 1), value=-100)[:, 1:]  # also of rows without a token
         if positions is not None:
             targets[0, (cu_seqlens[1:] - 1).long().to(targets.device)] = -100
-    return TokenRows(ids, targets, cu_seqlens, positions is not None)
+    return TokenRows(ids, targets, cu_seqlens, positions is not None, others)
 
 
 def digests(batch: Mapping[str, torch.Tensor]) -> Digests:
     """Each entry of a checked batch in a few bytes, to be compared between ranks."""
-    return {name: (list(x.shape), crc32(x.cpu().contiguous().numpy().tobytes())) for name, x in sorted(batch.items())}
+    return {name: (list(x.shape), crc32(_bytes_of(x))) for name, x in sorted(batch.items())}
 
 
-def _check_entries(batch: Any) -> None:
+def _bytes_of(x: torch.Tensor) -> bytes:
+    return x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+def _read_fill(fill: Any) -> dict[str, float]:
+    """`fill` as `shard_batch` takes it, checked: {} for None."""
+    if fill is None:
+        return {}
+    if not isinstance(fill, Mapping):
+        raise TypeError(f"fill is {kind_of(fill)}; it must be a dict from an entry's name to the value of its padding")
+    for name, value in cast("Mapping[Any, Any]", fill).items():
+        if name in (*_ENTRIES, *_MADE):
+            raise ValueError(
+                f"fill names {name!r}, which shard_batch fills itself; name only further tensors [b, s, ...]"
+            )
+        if not isinstance(value, int | float):
+            raise TypeError(f"fill[{name!r}] is {kind_of(value)}; it must be a number, the value of padding")
+    return dict(cast("Mapping[str, float]", fill))
+
+
+def _check_entries(batch: Any, fill: Mapping[str, float]) -> None:
     if not isinstance(batch, Mapping):
         raise TypeError(f"batch is {kind_of(batch)}; it must be a dict of tensors")
-    if set(batch) - set(_ENTRIES) or "input_ids" not in batch:
+    unknown = set(batch) - {*_ENTRIES, *fill}
+    if unknown or "input_ids" not in batch:
+        name = min(map(str, unknown), default="")
+        cure = f"; to cut another tensor [b, s, ...], say what its padding is: fill={{{name!r}: 0}}"
         raise ValueError(
             f"batch has {', '.join(sorted(map(str, batch)))}; it must have input_ids, and may have position_ids, "
-            "attention_mask and labels"
+            f"attention_mask and labels{cure if unknown else ''}"
         )
+    if missing := sorted(fill.keys() - batch.keys()):
+        raise ValueError(f"fill names {missing[0]!r}, which batch does not have")
     shape: list[int] = []
     for name in (name for name in _ENTRIES if name in batch):  # input_ids first
         x = batch[name]
@@ -112,6 +151,15 @@ def _check_entries(batch: Any) -> None:
             )
         if list(x.shape) != shape:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be that of input_ids, {shape}")
+    for name in fill:
+        x = batch[name]
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is {kind_of(x)}; it must be a tensor [b, s, ...]")
+        check_data(name, x)
+        if list(x.shape[:2]) != shape:
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must begin with that of input_ids, {shape}")
+        if x.dtype.is_complex:
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be real")
 
 
 def _check_padding(targets: torch.Tensor, mask: torch.Tensor) -> None:
