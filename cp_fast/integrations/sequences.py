@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.model_edge import edge_of
 from cp_fast.integrations.token_batches import CpBatch
-from cp_ref.contract.collectives import all_reduce_sum, together
-from cp_ref.contract.tensors import differentiable_once, wide_dtype
+from cp_ref.contract.collectives import together
+from cp_ref.contract.tensors import wide_dtype
 from cp_ref.schedules.values import check_data, kind_of
 
 __all__ = ["sequence_sum", "token_log_probs"]
@@ -55,6 +54,7 @@ def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
     Raises:
         ValueError, TypeError: values are not one a token, here or on another rank.
 
+    >>> from cp_fast import ContextParallel
     >>> from cp_fast.integrations.token_batches import shard_batch
     >>> from cp_ref import SimGroup
     >>> batch = {"input_ids": torch.arange(5)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
@@ -81,25 +81,7 @@ def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
 
     with sequences.cp.alone("a sum over sequences"):
         together([sequences.cp.comm], lambda: read() is None, any)
-    documents = read().flatten().to(values.device)
-    count = sequences.count_documents
-    wide = values.flatten().to(wide_dtype(values.dtype))
-    mine = wide.new_zeros(count + 1).index_add(0, documents % (count + 1), wide)[:count]  # -1: the last, of padding
-    return _SumOverRanks.apply(mine, sequences.cp)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum of all ranks' tensors. Its gradient is the sum of the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cp: ContextParallel) -> torch.Tensor:
-        ctx.cp = cp
-        return all_reduce_sum(cp.comm, x)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return all_reduce_sum(ctx.cp.comm, grad.contiguous()), None
+    return sequences.sum_over(read(), values)
 
 
 def token_log_probs(model: torch.nn.Module, part: Mapping[str, Any]) -> torch.Tensor:

@@ -18,9 +18,10 @@ from cp_fast.integrations.shared.rank_groups import check_holds, groups_of
 from cp_fast.integrations.shared.token_rows import Digests, TokenRows, digests, read_rows
 from cp_fast.thd import pad_thd_sequences_for_cp
 from cp_ref.contract.call_checks import check_context
-from cp_ref.contract.collectives import collective, together
+from cp_ref.contract.collectives import all_reduce_sum, collective, together
 from cp_ref.contract.sharding import position_ids as positions_of
 from cp_ref.contract.sharding import shard, unshard
+from cp_ref.contract.tensors import differentiable_once, wide_dtype
 from cp_ref.schedules.layouts import divisor
 from cp_ref.schedules.values import kind_of, read_count
 
@@ -123,6 +124,24 @@ class CpBatch:
         places, whole = (unshard(y[0] if packed else y, **how).flatten(0, -1 if packed else 1) for y in (numbers, x))
         return whole[places.argsort()[len(places) - shape.numel() :]].view(*shape, *x.shape[2:])
 
+    def at_last_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """What each sequence has at its last token: [b, s/cp, n] -> [documents or rows, n], the same on all ranks, 0 for
+        a sequence without tokens. Collective; gradients are those of `cp_fast.integrations.sequences.sequence_sum`.
+        """
+        whole = self._known_rows.documents.clone()
+        whole[:, :-1].masked_fill_(whole[:, :-1] == whole[:, 1:], -1)
+        return self.sum_over(self.shard(whole, -1), x)
+
+    def sum_over(self, documents: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The sums of x [b, s/cp, ...] over the tokens of each number in documents [b, s/cp], -1 for none of them, on
+        all ranks: [documents or rows, ...], in float32 or wider. Collective, forward and backward.
+        """
+        count = len(self._known_rows.cu_seqlens) - 1
+        wide = x.flatten(0, 1).to(wide_dtype(x.dtype))
+        sums = wide.new_zeros(count + 1, *wide.shape[1:])  # the last one is of padding
+        mine = sums.index_add(0, documents.flatten().to(x.device) % (count + 1), wide)[:count]
+        return cast(Any, _SumOverRanks).apply(mine, self.cp)  # torch leaves apply untyped
+
     @property
     def plan(self) -> Plan:
         """The plan of this batch for `cp_fast.shard`, `unshard` and `roll`, on tensors with its padding. The first use
@@ -136,11 +155,6 @@ class CpBatch:
         padding.
         """
         return self.shard(self._known_rows.documents, -1)
-
-    @property
-    def count_documents(self) -> int:
-        """How many documents a packed batch has, else how many rows."""
-        return len(self._known_rows.cu_seqlens) - 1
 
     @property
     def _known_rows(self) -> TokenRows:
@@ -180,6 +194,20 @@ class CpBatch:
                 linear=True,
             )
         return self._plans[key]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of all ranks' tensors. Its gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cp: ContextParallel) -> torch.Tensor:
+        ctx.cp = cp
+        return all_reduce_sum(cp.comm, x)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return all_reduce_sum(ctx.cp.comm, grad.contiguous()), None
 
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, CpBatch]  # ids, targets, positions

@@ -32,7 +32,7 @@ from cp_fast.integrations.hugging_face.model_edge import (
     take_off,
 )
 from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over, takes_cache
-from cp_fast.integrations.hugging_face.task_head import head_of
+from cp_fast.integrations.hugging_face.task_head import head_of, pools_last_tokens
 from cp_fast.integrations.hugging_face.token_mixers import LAYERS, NAME, refuse_by_name
 from cp_fast.integrations.shared.shared_arguments import refuse
 from cp_fast.integrations.token_batches import CpBatch
@@ -43,6 +43,8 @@ __all__ = ["NAME", "CpBatch", "attention_forward", "prepare", "refuse_masks", "r
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 _UNSAID = object()
+_POOLED = "{}'s labels are one for each sequence"
+_OWN_TOKENS = ("ADAPTION_PROMPT", "XLORA", "CARTRIDGE")  # kinds of PEFT adapters beside prompt learning
 
 
 def prepare(model: Model, cp: ContextParallel) -> Model:
@@ -55,23 +57,24 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     with those of the whole. The same runs show how the task head uses labels.
 
     Args:
-        model: with its weights loaded, before DDP, FSDP or torch.compile wrap it.
+        model: with its weights loaded, before DDP, FSDP or torch.compile wrap it. Or PEFT's PeftModel: the model inside
+            is prepared, and the PeftModel is called, saved and merged as ever. Adapters may be added before or after.
         cp: the context of all batches that it will be called with.
 
     Raises:
-        NotImplementedError: a module mixes tokens and cannot be sharded; the error has its name in the model.
+        NotImplementedError: a module mixes tokens and cannot be sharded; the error has its name in the model. Adapters
+        that add tokens or attention of their own (prompt learning, adaption prompts), or that look for tokens.
         ValueError: weights are not loaded yet. TypeError: not a model of transformers.
     """
     check_context(cp, ContextParallel)
     if callable(getattr(model, "get_base_model", None)):
-        raise TypeError(
-            f"model is a {type(model).__name__}, which wraps a model of transformers. Prepare that one: "
-            "get_peft_model(prepare(model, cp), config); or put the adapters into it, as ContextParallelMixin needs "
-            "them: peft.inject_adapter_in_model(config, model), then prepare(model, cp)"
-        )
+        prepare(_without_adapters(model), cp)
+        return model
     switch: Any = getattr(model, "set_attn_implementation", None)
     if switch is None:
         raise TypeError(f"model is a {type(model).__name__}; prepare takes a model of transformers")
+    with at_rest(model):
+        pools = pools_last_tokens(model)
     covered = linear_mixers(model)
     refuse_by_name(model, covered)
     register()
@@ -85,8 +88,8 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     try:
         put_over_ranks(model)
         with at_rest(model):
-            seen = look_over(model, covered, numbered=not alibi)
-            head = head_of(model, seen)
+            seen = look_over(cast(Any, model).base_model if pools else model, covered, numbered=not alibi)
+            head = _POOLED.format(type(model).__name__) if pools else head_of(model, seen)
     except BaseException as error:
         switch(before)
         take_back(model)
@@ -98,8 +101,23 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     for module, causal in seen.callers.items():
         module.__dict__["_cp_fast_causal"] = causal
     blocks = mark_layers(model, {*seen.callers, *seen.linear}, seen.heard)
-    put_around(model, Edge(cp, head, seen.first_position, takes_cache(model), blocks))
+    put_around(model, Edge(cp, head, seen.first_position, takes_cache(model), blocks, pools=pools))
     return model
+
+
+def _without_adapters(model: Any) -> Any:
+    """The model of transformers in a PeftModel whose adapters work on one token at a time."""
+    configs: dict[str, Any] = getattr(model, "peft_config", {})
+    for name, config in configs.items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        tokens = getattr(config, "alora_invocation_tokens", None)
+        if getattr(config, "is_prompt_learning", False) or kind in _OWN_TOKENS or tokens:
+            what = "alora_invocation_tokens, which it looks for in" if tokens else f"{kind}, which adds tokens to"
+            raise NotImplementedError(
+                f"adapter {name!r} of the {type(model).__name__} has {what} the whole sequence; cp_fast takes adapters "
+                "of linear layers, such as LoraConfig"
+            )
+    return model.get_base_model()
 
 
 def register() -> None:

@@ -56,6 +56,7 @@ class Edge:
         caches: its calls have an argument `use_cache`.
         blocks: the names of the modules whose layers are checked (`mark_layers`).
         inner: the model is a part of the one that was prepared, and is called by it or by the user.
+        pools: its logits are those of each sequence's last token, by its module `score`.
     """
 
     cp: ContextParallel
@@ -64,6 +65,7 @@ class Edge:
     caches: bool
     blocks: tuple[str, ...] = ()
     inner: bool = False
+    pools: bool = False
 
     def __deepcopy__(self, _: Any) -> Edge:
         return self
@@ -125,6 +127,8 @@ class Edge:
             graph_break(_check_layers, model, call)
         else:
             _check_layers(model, call)
+        if self.pools:
+            return _pooled(model, call.sequences, out)
         if call.targets is None or call.count is None:
             return out
         logits = out["logits"] if isinstance(out, Mapping) else out[0]
@@ -170,6 +174,20 @@ class Edge:
         return rest | {"cp_batch": Call(self, sequences, targets, count)}
 
 
+def _pooled(model: Any, sequences: CpBatch, out: Any) -> Any:
+    """The outputs, with the logits of the sequences' last tokens, which lie on any rank."""
+    of_tokens = model.score.__dict__.pop("_cp_fast_of_tokens")
+    logits = sequences.at_last_tokens(of_tokens).to(of_tokens.dtype)
+    if not isinstance(out, Mapping):
+        return (logits, *out[1:])
+    kind: Any = type(out)
+    return kind(**{name: logits if name == "logits" else x for name, x in out.items()})
+
+
+def _keep_of_tokens(score: Any, _: tuple[Any, ...], out: Any) -> None:
+    score._cp_fast_of_tokens = out
+
+
 def sequences_of(name: str, cp_batch: Any) -> CpBatch | Probe:
     """The sequences that reach a layer as the keyword `cp_batch`; name: of the layer or function, for the error.
 
@@ -185,7 +203,7 @@ def sequences_of(name: str, cp_batch: Any) -> CpBatch | Probe:
     return sequences
 
 
-def put_around(model: nn.Module, edge: Edge) -> None:
+def put_around(model: Any, edge: Edge) -> None:
     """Have the model's calls pass this edge, and direct calls of the models in it one without a head."""
     for where, module in model.named_modules():
         if module is not model and not hasattr(module, "set_attn_implementation"):
@@ -195,9 +213,12 @@ def put_around(model: nn.Module, edge: Edge) -> None:
             module.register_forward_hook(_after, with_kwargs=True)
         give_longest(module)
         mine = edge
+        if module is model and edge.pools and "_cp_fast_kept" not in model.score.__dict__:
+            model.score.register_forward_hook(_keep_of_tokens)
+            model.score.__dict__["_cp_fast_kept"] = True
         if module is not model:
             blocks = tuple(block.removeprefix(f"{where}.") for block in edge.blocks if block.startswith(f"{where}."))
-            mine = replace(edge, head=None, caches=takes_cache(module), blocks=blocks, inner=True)
+            mine = replace(edge, head=None, pools=False, caches=takes_cache(module), blocks=blocks, inner=True)
         module.__dict__["_cp_fast_edge"] = mine
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import nn
 
 from cp_fast.integrations.hugging_face.slice_probe import Seen
 
-__all__ = ["Head", "head_of", "part_of_the_mean"]
+__all__ = ["Head", "head_of", "part_of_the_mean", "pools_last_tokens"]
 
 IGNORED = -100
 
@@ -64,6 +64,28 @@ def head_of(model: nn.Module, seen: Seen) -> Head | str | None:
         f"{name}'s loss ({float(loss.mean()):.4f}) is not the mean cross entropy of its tokens; cp_fast cannot tell "
         "the ranks' parts of it"
     )
+
+
+def pools_last_tokens(model: nn.Module) -> bool:
+    """Whether the model's logits [b, n] are those that its module `score` gives to each row's last token, as those of
+    sequence classifiers and reward models that are decoders. The other two rows end with padding, where it has any.
+    """
+    score, config = getattr(model, "score", None), cast(Any, model).config.get_text_config()
+    if not isinstance(score, nn.Module):
+        return False
+    plain = [token for token in range(min(config.vocab_size, 20)) if token != config.pad_token_id][:6]
+    rows = [plain] if config.pad_token_id is None else [plain, [*plain[:4], *[config.pad_token_id] * 2]]
+    ids = torch.tensor(rows, device=next(model.parameters()).device)
+    of_tokens: list[torch.Tensor] = []
+    handle = score.register_forward_hook(lambda _, __, out: of_tokens.append(out))
+    try:
+        logits = _of(model(input_ids=ids, attention_mask=(ids != config.pad_token_id).long()), "logits")
+    finally:
+        handle.remove()
+    if logits is None or logits.dim() != 2 or len(of_tokens) != 1 or of_tokens[0].shape[:2] != ids.shape:
+        return False
+    last = torch.tensor([5, 3][: len(rows)], device=ids.device)
+    return torch.equal(logits, of_tokens[0][torch.arange(len(rows), device=ids.device), last])
 
 
 def _of(out: Any, name: str) -> torch.Tensor | None:
