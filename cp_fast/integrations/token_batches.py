@@ -121,12 +121,12 @@ class CpBatch:
         together([self.cp.comm], lambda: read() is None, any)
         numbers, shape, packed = read(), self._known_rows.ids.shape, self.qkv_format == "thd"
         how: dict[str, Any] = {"cp": self.cp, "plan": self.plan}
-        places, whole = (unshard(y[0] if packed else y, **how).flatten(0, -1 if packed else 1) for y in (numbers, x))
+        places, whole = (unshard(y[0], **how) if packed else unshard(y, **how).flatten(0, 1) for y in (numbers, x))
         return whole[places.argsort()[len(places) - shape.numel() :]].view(*shape, *x.shape[2:])
 
     def at_last_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """What each sequence has at its last token: [b, s/cp, n] -> [documents or rows, n], the same on all ranks, 0 for
-        a sequence without tokens. Collective; gradients are those of `cp_fast.integrations.sequences.sequence_sum`.
+        """What each sequence has at its last token, on all ranks: [b, s/cp, n] -> [documents or rows, n]; 0 for one
+        without tokens. Collective; gradients are those of `cp_fast.integrations.sequences.sequence_sum`.
         """
         whole = self._known_rows.documents.clone()
         whole[:, :-1].masked_fill_(whole[:, :-1] == whole[:, 1:], -1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -33,21 +33,25 @@ from cp_ref.contract.collectives import all_reduce_sum
 __all__ = ["ContextParallelMixin"]
 
 _Trainer: Any = object  # whose methods come behind those of the mixin
-_ALONE = (
-    "Losses are those of evaluate(rows). For predictions and metrics of whole rows call "
-    'model.set_attn_implementation("sdpa"), then Trainer without the mixin'
-)
 _OWN_LOSS = (
     'Write a compute_loss that calls super().compute_loss, or that takes inputs["shift_labels"], the label that each '
     "token learns, and divides the sum of its losses by num_items_in_batch, which is of all ranks"
 )
 
 
-_EQUAL = {("trl.trainer.sft_trainer", "prediction_step")}  # which does what the mixin's own does
+_OF_TRL = ("SFTTrainer", "RewardTrainer")  # whose methods take a rank's part
+_OF_PAIRS = (
+    "has losses of whole sequences, and would be given a rank's tokens. Write the loop with "
+    "cp_fast.integrations.sequences (token_log_probs, sequence_sum), as examples/preference.py does; of TRL, "
+    f"ContextParallelMixin takes {' and '.join(_OF_TRL)}"
+)
 
 
 class ContextParallelMixin(_Trainer):
     """To stand before Trainer among the bases of a class. The model is prepared (`transformers.prepare`).
+
+    `compute_metrics`, `preprocess_logits_for_metrics` and `predict` get the logits and labels of whole rows, in their
+    order, on every rank: b * s * vocabulary numbers for a batch, as without ranks.
 
     In a training step the ranks of a context draw different random numbers, so each token has a dropout mask of its
     own. All that is drawn outside (orders of rows, masks of a collator) is the same on all of them.
@@ -59,7 +63,7 @@ class ContextParallelMixin(_Trainer):
         others: Trainer's.
 
     Raises:
-        NotImplementedError: what would be wrong on a slice: compute_metrics, compute_loss_func, a `compute_loss` that
+        NotImplementedError: what would be wrong on a slice: compute_loss_func, a `compute_loss` that
         neither calls Trainer's nor reads "shift_labels" (a rank's labels are shifted already), label_smoothing_factor,
         neftune_noise_alpha (its noise depends on the length), train_sampling_strategy "batch_rebalance", tensor
         parallelism, DataParallel, accelerate's own context or sequence parallelism; what `prepare` refuses of the
@@ -79,8 +83,16 @@ class ContextParallelMixin(_Trainer):
         _refuse_parallelism(self, args)
         self._mesh = _mesh(self, cp)
         prepare(self.model, cp)
-        edge_of(self.model).labels_head(type(self.model).__name__)
-        if not self.model_accepts_loss_kwargs:
+        self._pools = edge_of(self.model).pools
+        if not self._pools:
+            edge_of(self.model).labels_head(type(self.model).__name__)
+        elif not _is_of_trl(type(self)):
+            raise NotImplementedError(
+                f"{type(self.model).__name__} has labels of whole sequences, whose loss Trainer would take for a "
+                "rank's part. Let trl's RewardTrainer be the class behind ContextParallelMixin, or compute the loss of "
+                "model(**part).logits, which is the same on all ranks, in a loop of your own"
+            )
+        if not self._pools and not self.model_accepts_loss_kwargs:
             raise NotImplementedError(f"{type(self.model).__name__} takes no num_items_in_batch for its loss")
 
     def call_model_init(self, trial: Any = None) -> Any:
@@ -115,24 +127,40 @@ class ContextParallelMixin(_Trainer):
         parts = [part for part, _ in self._batches]
         return parts, self._count(parts, device)
 
+    def compute_loss(self, *given: Any, **named: Any) -> Any:
+        """Trainer's. What it gathers for metrics is summed over all ranks, also where accelerate would leave out the
+        ranks behind the rows of a last batch.
+        """
+        accelerator = self.accelerator
+        accelerator.gather_for_metrics = lambda x, *_: accelerator.gather(x)
+        try:
+            return super().compute_loss(*given, **named)
+        finally:
+            del accelerator.gather_for_metrics
+
     def training_step(self, *given: Any, **named: Any) -> torch.Tensor:
         """Trainer's, with random numbers of this rank's own."""
         with self._own_numbers():
             return super().training_step(*given, **named)
 
-    def predict(self, *_: Any, **__: Any) -> Any:
-        """Refused: predictions would be those of a slice."""
-        raise NotImplementedError(f"predict would return a rank's slice of each row's predictions. {_ALONE}")
-
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """The loss of a batch alone, the same on all ranks of the context: logits would be those of a slice."""
+        """The loss of a batch, the same on all ranks of the context, and the logits and labels of its whole rows."""
         part = self._prepare_inputs(self._part(inputs))
         count = self._count([part], self.args.device)
-        if count is None:
-            return None, None, None
+        loss = logits = labels = None
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, part, num_items_in_batch=count)
-        return all_reduce_sum(self.cp.comm, loss.detach()) / self.cp.size, None, None
+            if count is not None or self._pools:
+                how = {"return_outputs": not prediction_loss_only, "num_items_in_batch": count}
+                found = self.compute_loss(model, dict(part), **how)
+                mine, out = (found, {}) if prediction_loss_only else found
+                loss = all_reduce_sum(self.cp.comm, mine.detach()) / self.cp.size
+            elif not prediction_loss_only:
+                out = model(**part)
+            if not prediction_loss_only:
+                logits = out["logits"].detach() if isinstance(out, Mapping) else out[0].detach()
+                logits = logits if self._pools else part["cp_batch"].unshard(logits)
+                labels = None if inputs.get("labels") is None else inputs["labels"].to(logits.device)
+        return loss, logits, labels
 
     def evaluation_loop(self, *given: Any, **named: Any) -> Any:
         """Trainer's, over losses that each context gives once."""
@@ -169,7 +197,12 @@ class ContextParallelMixin(_Trainer):
             yield
 
     def _part(self, batch: Any) -> dict[str, Any]:
-        return shard_batch(dict(batch), cp=self.cp, model=self.model)
+        if not _is_of_trl(type(self)):
+            return shard_batch(dict(batch), cp=self.cp, model=self.model)
+        of_rows = {name: x for name, x in batch.items() if name == "margin"}  # RewardTrainer's, [b / 2]
+        part = shard_batch({name: x for name, x in batch.items() if name not in of_rows}, cp=self.cp, model=self.model)
+        tokens = part["cp_batch"].documents >= 0  # which TRL counts
+        return part | of_rows | {"attention_mask": tokens.long().to(part["input_ids"].device)}
 
     def _count(self, parts: list[dict[str, Any]], device: Any) -> torch.Tensor | None:
         if not parts or "labels" not in parts[0]:
@@ -177,11 +210,11 @@ class ContextParallelMixin(_Trainer):
         mine = torch.stack([(part["labels"] != -100).sum() for part in parts]).sum()
         return self.accelerator.gather(mine.to(device)).sum()
 
-    def _gather(self, losses: torch.Tensor) -> torch.Tensor:
-        """Every context's losses once, without the rows that accelerate added to the last batch."""
+    def _gather(self, of_rows: torch.Tensor) -> torch.Tensor:
+        """What every context has of its rows once, without the rows that accelerate added to the last batch."""
         state, size = self.accelerator.gradient_state, self.cp.size
-        found = self.accelerator.gather(losses)
-        found = found.view(-1, size, len(losses))[:, 0].flatten()
+        found = self.accelerator.gather(of_rows)
+        found = found.view(-1, size, *of_rows.shape)[:, 0].flatten(0, 1)
         return found[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else found
 
     @contextlib.contextmanager
@@ -199,11 +232,6 @@ class ContextParallelMixin(_Trainer):
 def _refuse_arguments(args: Any, others: dict[str, Any]) -> None:
     where = "ContextParallelMixin"
     refuse(where, label_smoothing_factor=args.label_smoothing_factor, neftune_noise_alpha=args.neftune_noise_alpha)
-    if others.get("compute_metrics") is not None:
-        raise NotImplementedError(
-            f"compute_metrics is {_named(others['compute_metrics'])}, which {where} would give a rank's slice of the "
-            f"predictions. {_ALONE}"
-        )
     if others.get("compute_loss_func") is not None:
         raise NotImplementedError(
             f"compute_loss_func is {_named(others['compute_loss_func'])}, which {where} would give a rank's slice. "
@@ -228,19 +256,27 @@ def _refuse_methods(kind: type[Any]) -> None:
         behind = behind or one is ContextParallelMixin
         if one in (ContextParallelMixin, object) or one.__module__.partition(".")[0] == "transformers":
             continue
+        if one.__module__.startswith("trl."):
+            if one.__name__.endswith("Trainer") and one.__name__ not in ("_BaseTrainer", *_OF_TRL):
+                raise NotImplementedError(f"{one.__name__} {_OF_PAIRS}")
+            continue
         name = f"{one.__name__}.compute_loss"
         if "compute_loss" in vars(one) and not _takes_parts(vars(one)["compute_loss"]):
             raise NotImplementedError(
                 f"{name} computes a loss of its own, and would be given a rank's part of a batch. {_OWN_LOSS}"
             )
         for name in ("prediction_step", "get_batch_samples"):
-            if behind and name in vars(one) and (one.__module__, name) not in _EQUAL:
+            if behind and name in vars(one):
                 raise NotImplementedError(
                     f"{one.__name__}.{name} would not be called: ContextParallelMixin, which stands before it, has its "
                     "own. Let transformers' Trainer be the class behind the mixin, class CpTrainer("
                     f"ContextParallelMixin, Trainer), with rows of token ids and labels. A {name} of CpTrainer is "
                     "called, with whole batches, and super() is the mixin's"
                 )
+
+
+def _is_of_trl(kind: type[Any]) -> bool:
+    return any(one.__module__.startswith("trl.") for one in kind.__mro__)
 
 
 def _takes_parts(method: Any) -> bool:

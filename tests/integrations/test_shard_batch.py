@@ -57,12 +57,18 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"position_ids has shape \[3, 1, 5\], .* same on all axes: give position_ids\[0\]",
     ),
     "no ids": ({"labels": IDS}, "it must have input_ids"),
-    "an unknown entry": ({"input_ids": IDS, "token_type_ids": IDS}, "batch has input_ids, token_type_ids; it must"),
+    "an unknown entry": (
+        {"input_ids": IDS, "token_type_ids": IDS},
+        "say what its padding is: fill={'token_type_ids': 0}",
+    ),
     "no dict": ([IDS], "batch is of type list; it must be a dict"),  # type: ignore[dict-item]
 }
 ODD: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown keyword": ({"padding": 3}, "got an unexpected keyword argument 'padding'"),
     "a padding id that is none": ({"pad_token_id": "0"}, "pad_token_id is '0'; it must be an integer"),
+    "an entry that is filled already": ({"fill": {"labels": 0}}, "fill names 'labels', which shard_batch fills itself"),
+    "an entry that is not there": ({"fill": {"weights": 0}}, "fill names 'weights', which batch does not have"),
+    "padding that is no number": ({"fill": {"input": None}}, r"fill\['input'\] is None; it must be a number"),
     "a flag that is none": ({"shift_labels": 1}, "shift_labels is 1; it must be True or False"),
 }
 
@@ -211,6 +217,45 @@ def test_other_tensors_of_a_batch_are_cut_as_its_tokens(kind: str, layout: Any) 
             sequences.shard(torch.zeros(1, 2))
 
     SimGroup(4).run(one)
+
+
+@pytest.mark.parametrize("layout", ["dual_chunk", "balanced"])
+@pytest.mark.parametrize("kind", ["packed", "padded", "full"])
+def test_tensors_that_fill_names_are_cut_and_gathered_again(kind: str, layout: Any) -> None:
+    """Of any dtype and trailing axes; the plan cuts what has the batch's padding, and gradients come back."""
+    rows = {"packed": packed(0, 1, 2, 0, 1, 0, 1, 2), "padded": with_mask([1, 1, 1, 0, 0]), "full": {"input_ids": IDS}}
+    batch = rows[kind]
+    shape = batch["input_ids"].shape
+    more = {
+        "weights": torch.rand(shape, dtype=torch.bfloat16),
+        "seen": torch.rand(shape) > 0.5,
+        "logits": torch.rand(*shape, 3, dtype=torch.float64).requires_grad_(),
+    }
+    fill = {"weights": -1.5, "seen": True, "logits": 7.0}
+
+    def one(member: Any) -> torch.Tensor:
+        cp = cp_fast.ContextParallel(member, layout=layout)
+        part = shard_batch(batch | more, cp=cp, fill=fill)
+        sequences = part["cp_batch"]
+        places = sequences.shard(torch.arange(1, 1 + shape.numel()).view(shape))
+        for name, value in fill.items():
+            mine, padding = part[name], part[name][places == 0]
+            assert mine.dtype == more[name].dtype
+            assert torch.equal(mine[places > 0], more[name].flatten(0, 1)[places[places > 0] - 1])
+            assert torch.equal(padding, torch.full_like(padding, value))
+        whole = sequences.unshard(part["logits"])
+        assert torch.equal(whole, more["logits"])
+        assert torch.equal(sequences.unshard(part["weights"]), more["weights"])
+        mine = places[0] if kind == "packed" else places
+        how: Any = {"cp": sequences.cp, "plan": sequences.plan}
+        assert torch.equal(cp_fast.shard(cp_fast.unshard(mine, **how), **how), mine)
+        assert cp_fast.roll(mine, -1, **how).shape == mine.shape
+        with pytest.raises(ValueError, match="x has shape .* must begin with that of this rank's input_ids"):
+            sequences.unshard(part["logits"][:, 1:])
+        [grad] = torch.autograd.grad((whole * whole).sum() / cp.size, more["logits"])
+        return grad
+
+    torch.testing.assert_close(sum(SimGroup(2).run(one)), 2 * more["logits"].detach())
 
 
 def test_shard_names_the_cure_for_a_batch() -> None:

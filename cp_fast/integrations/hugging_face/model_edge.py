@@ -110,7 +110,12 @@ class Edge:
             raise NotImplementedError(
                 f"logits_to_keep is {kept!r}, which cp_fast does not support: it would count the tokens of a slice"
             )
+        if given.get("attention_mask") is not None:
+            _check_mask(name, given["attention_mask"], sequences)
+            given = {n: x for n, x in given.items() if n != "attention_mask"}
         given = ({"use_cache": False} if self.caches else {}) | given
+        if self.pools:
+            given.pop("margin", None)  # which trl's RewardTrainer hands on, and a model alone ignores
         if self.first_position:
             given["position_ids"] = given["position_ids"] + self.first_position
         return self._with_labels(name, sequences, given)
@@ -172,6 +177,15 @@ class Edge:
         count = torch.as_tensor(given["num_items_in_batch"])
         rest = {n: x for n, x in given.items() if n not in ("labels", "shift_labels", "num_items_in_batch")}
         return rest | {"cp_batch": Call(self, sequences, targets, count)}
+
+
+def _check_mask(name: str, mask: torch.Tensor, sequences: CpBatch) -> None:
+    """Raise unless a mask is the slice that says what cp_batch says already."""
+    if not torch.equal(mask.cpu() != 0, sequences.documents >= 0):
+        raise NotImplementedError(
+            f"{name} is given attention_mask {list(mask.shape)}, which is not that of this rank's tokens; give it to "
+            "shard_batch, which makes cp_batch of it"
+        )
 
 
 def _pooled(model: Any, sequences: CpBatch, out: Any) -> Any:

@@ -286,15 +286,6 @@ def test_logits_that_do_not_say_whose_labels_are_learnt() -> None:
         ours.shard_batch(batch_of("LlamaForCausalLM"), cp=edge_of(model).cp, model=model)
 
 
-def test_a_wrapper_of_a_model_is_refused_with_a_cure() -> None:
-    class PeftModel(torch.nn.Module):
-        def get_base_model(self) -> Any:
-            return tiny("LlamaForCausalLM")
-
-    with pytest.raises(TypeError, match=r"PeftModel, which wraps .*get_peft_model\(prepare.*inject_adapter_in_model"):
-        ours.prepare(PeftModel(), cp_fast.ContextParallel(dist_of_one()))
-
-
 def test_a_head_with_one_class() -> None:
     """A value head: every loss is 0, and labels stay where they are."""
 

@@ -67,7 +67,7 @@ def test_what_trainer_refuses_and_what_is_refused_of_it() -> None:
         pass
 
     def said(member: Any, **odd: Any) -> str:
-        how = {name: odd.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in odd}
+        how = {name: odd.pop(name) for name in ("compute_loss_func",) if name in odd}
         args = transformers.TrainingArguments(output_dir="nowhere", use_cpu=True, report_to=[], **odd)
         with pytest.raises((NotImplementedError, ValueError)) as caught:
             CpTrainer(tiny("LlamaForSequenceClassification"), args, cp=cp_fast.ContextParallel(member), **how)
@@ -76,48 +76,19 @@ def test_what_trainer_refuses_and_what_is_refused_of_it() -> None:
     def one(member: Any) -> None:
         assert "label_smoothing_factor is 0.1" in said(member, label_smoothing_factor=0.1)
         assert "neftune_noise_alpha is 5.0" in said(member, neftune_noise_alpha=5.0)
-        odd = said(member, compute_metrics=batched)
-        assert odd.startswith("compute_metrics is batched, which")
-        assert "then Trainer without the mixin" in odd
         odd = said(member, compute_loss_func=batched)
         assert odd.startswith("compute_loss_func is batched, which")
         assert "Write a compute_loss that calls super" in odd
         assert "train_sampling_strategy is 'batch_rebalance'" in said(member, train_sampling_strategy="batch_rebalance")
         assert "average_tokens_across_devices is False" in said(member, average_tokens_across_devices=False)
-        assert "LlamaForSequenceClassification pools over tokens" in said(member)
+        assert "LlamaForSequenceClassification has labels of whole sequences" in said(member)
 
     SimGroup(1).run(one)
 
 
 def batched(*_: Any) -> dict[str, float]:
-    """Metrics, or a loss, of whole rows."""
+    """A loss of whole rows."""
     return {"rows": 1.0}
-
-
-def test_predictions_are_refused_with_a_cure(tmp_path: Path) -> None:
-    class CpTrainer(ContextParallelMixin, transformers.Trainer):
-        pass
-
-    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True}
-    args = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=1, **quiet)
-    ids = torch.arange(3, 13)
-    rows = [{"input_ids": ids, "labels": ids}] * 3
-
-    def one(member: Any) -> None:
-        model = tiny("LlamaForCausalLM")
-        trainer = CpTrainer(model, args, train_dataset=rows, cp=cp_fast.ContextParallel(member))
-        trainer.train()
-        with pytest.raises(NotImplementedError, match=r"predict would return .* evaluate\(rows\).*set_attn_impl"):
-            trainer.predict(rows)
-        loss = trainer.evaluate(rows)["eval_loss"]
-        model.set_attn_implementation("sdpa")
-        alone = transformers.Trainer(model, args, compute_metrics=batched)
-        assert alone.predict(rows).predictions.shape == (3, 10, 50)
-        metrics = alone.evaluate(rows)
-        assert metrics["eval_rows"] == 1
-        assert metrics["eval_loss"] == pytest.approx(loss, abs=1e-4)
-
-    SimGroup(1).run(one)
 
 
 def test_a_loss_that_is_no_mean_over_tokens_is_refused_at_once() -> None:

@@ -1,0 +1,231 @@
+"""Numbers of whole sequences over ranks: log-probabilities, sums, classifiers, and models with adapters."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cp_fast
+from conformance.step import compare_step
+from cp_fast.integrations import sequences
+from cp_fast.integrations import transformers as ours
+from cp_fast.integrations.sequences import sequence_sum, token_log_probs
+from cp_ref import SimGroup
+from tests.integrations.hugging_face.test_transformers import SIZES, batches, model_of
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
+
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {  # models that change their logits
+    "Llama": ("LlamaConfig", {}),
+    "Gemma 2": ("Gemma2Config", {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16, "sliding_window": 5}),
+    "Granite": ("GraniteConfig", {"logits_scaling": 3.0}),
+    "Cohere": ("CohereConfig", {"logit_scale": 0.3, "eos_token_id": 1, "bos_token_id": 1}),
+}
+
+
+def causal(kind: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**SIZES | more)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    return model
+
+
+def packed() -> tuple[dict[str, torch.Tensor], list[tuple[int, int]]]:
+    batch = batches()["packed"]
+    return batch | {"labels": batch["input_ids"].clone()}, [(0, 11), (11, 14), (14, 32)]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_log_probabilities_of_documents_are_those_of_one_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of three tokens; the gradients of all ranks add up to those of a loss of the sums."""
+    monkeypatch.setattr(sequences, "_CHUNK_BYTES", 3 * 4 * 5 * SIZES["vocab_size"])
+    kind, more = HEADS[name]
+    batch, spans = packed()
+    whole, weights = causal(kind, **more), torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64)
+    alone = copy.deepcopy(whole)
+    logits = [alone(input_ids=batch["input_ids"][:, a:b], use_cache=False).logits[0, :-1] for a, b in spans]
+    labels = [batch["labels"][0, a + 1 : b] for a, b in spans]
+    expected = torch.stack([-F.cross_entropy(x, y, reduction="sum") for x, y in zip(logits, labels, strict=True)])
+    torch.sigmoid(weights * expected / 20).sum().backward()
+
+    def one(member: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        context = cp_fast.ContextParallel(member, layout="balanced")
+        model = ours.prepare(copy.deepcopy(whole), context)
+        part = ours.shard_batch(batch, cp=context)
+        sums = sequence_sum(token_log_probs(model, part), part)
+        (torch.sigmoid(weights * sums / 20).sum() / context.size).backward()
+        assert (getattr(model.config, "final_logit_softcapping", None) or 3.0) == 3.0  # as it was
+        return sums.detach(), {n: w.grad for n, w in model.named_parameters()}
+
+    for sums, _ in (found := SimGroup(2).run(one)):
+        torch.testing.assert_close(sums, expected, rtol=1e-6, atol=1e-6)
+    for n, weight in alone.named_parameters():
+        torch.testing.assert_close(sum(grads[n] for _, grads in found), weight.grad, rtol=1e-6, atol=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that one result has."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        for x in out if isinstance(out, tuple | list) else [out]:
+            self.most = max(self.most, x.numel() if isinstance(x, torch.Tensor) else 0)
+        return out
+
+
+def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequences, "_CHUNK_BYTES", 16 * 4 * 5 * 4000)
+    ids = torch.randint(1, 4000, (1, 512))
+
+    def one(member: Any) -> int:
+        context = cp_fast.ContextParallel(member)
+        model = ours.prepare(causal("LlamaConfig", vocab_size=4000), context)
+        part = ours.shard_batch({"input_ids": ids, "labels": ids}, cp=context)
+        with (mode := Largest()):
+            token_log_probs(model, part).sum().backward()
+        return mode.most
+
+    [most] = SimGroup(1).run(one)
+    assert 4000 * 32 <= most < 512 * 4000 / 4  # the head's weights; a chunk has 16 tokens
+
+
+def test_what_log_probabilities_refuse() -> None:
+    class Biased(transformers.LlamaForCausalLM):
+        def forward(self, *given: Any, **named: Any) -> Any:
+            out = super().forward(*given, **named)
+            return type(out)(logits=out.logits + 1)
+
+    batch, _ = packed()
+
+    def one(member: Any) -> None:
+        context = cp_fast.ContextParallel(member)
+        model = ours.prepare(causal("LlamaConfig"), context)
+        part = ours.shard_batch(batch, cp=context)
+        unlabelled = {n: x for n, x in part.items() if "labels" not in n}
+        with pytest.raises(ValueError, match="part has no shift_labels; give shard_batch a batch with labels"):
+            token_log_probs(model, unlabelled)
+        with pytest.raises(TypeError, match="part is of type torch.Tensor; it must be what shard_batch returned"):
+            sequence_sum(torch.ones(1, 16), torch.ones(1))
+        with pytest.raises(ValueError, match=r"values has shape \[16\]; it must be \[b, s/cp\] = \[1, 34\]"):
+            sequence_sum(torch.ones(16), part)
+        with pytest.raises(TypeError, match=r"values is of dtype torch.int64; it must be .* floating"):
+            sequence_sum(part["input_ids"], part)
+        other = ours.prepare(Biased(transformers.LlamaConfig(**SIZES)), context)
+        with pytest.raises(NotImplementedError, match=r"Biased changes logits behind .*model\(\*\*part\).logits"):
+            token_log_probs(other, part)
+        inner = ours.prepare(transformers.LlamaModel(transformers.LlamaConfig(**SIZES)), context)
+        with pytest.raises(TypeError, match="LlamaModel has no output embeddings"):
+            token_log_probs(inner, part)
+
+    SimGroup(1).run(one)
+
+
+@pytest.mark.parametrize("layout", ["dual_chunk", "balanced"])
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("LlamaConfig", {}), ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4})]
+)
+def test_a_classifier_reads_each_rows_last_token(kind: str, sizes: dict[str, Any], layout: Any) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**SIZES | sizes, num_labels=3, bos_token_id=1, eos_token_id=1)
+    whole = transformers.AutoModelForSequenceClassification.from_config(config).double().eval()
+    lengths, targets = torch.tensor([13, 7, 4]), torch.tensor([0, 2, 1])
+    mask = (torch.arange(13) < lengths[:, None]).long()
+    ids = torch.randint(1, 50, (3, 13)) * mask
+    alone = copy.deepcopy(whole)
+    expected = alone(input_ids=ids, attention_mask=mask).logits
+    F.cross_entropy(expected, targets).backward()
+
+    def one(member: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        context = cp_fast.ContextParallel(member, layout=layout)
+        model = ours.prepare(copy.deepcopy(whole), context)
+        part = ours.shard_batch({"input_ids": ids, "attention_mask": mask}, cp=context, model=model)
+        logits = model(**part).logits
+        (F.cross_entropy(logits, targets) / context.size).backward()
+        with pytest.raises(NotImplementedError, match=r"labels are one for each sequence.*Leave labels away"):
+            ours.shard_batch({"input_ids": ids, "labels": ids}, cp=context, model=model)
+        return logits.detach(), {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+
+    found = SimGroup(3).run(one)
+    for logits, _ in found:
+        torch.testing.assert_close(logits, expected.detach())
+    for n, weight in alone.named_parameters():
+        if weight.grad is not None:
+            torch.testing.assert_close(sum(grads[n] for _, grads in found), weight.grad)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_with_adapters(when: str, tmp_path: Path) -> None:
+    """Gradients of the adapters alone; they are saved, loaded and merged as ever."""
+    peft: Any = pytest.importorskip("peft", reason="needs peft: pip install '.[test-integrations]'")
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    batch = batches()["padded"]
+
+    def with_adapters(model: Any) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, config).double()
+
+    alone = with_adapters(model_of("Llama"))
+    count = (batch["labels"][:, 1:] != -100).sum()
+    expected = alone(**batch, use_cache=False, num_items_in_batch=count).loss
+    expected.backward()
+
+    def one(member: Any) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
+        context = cp_fast.ContextParallel(member)
+        if when == "after":
+            model = with_adapters(ours.prepare(model_of("Llama"), context))
+        else:
+            model = ours.prepare(with_adapters(model_of("Llama")), context)
+        part = ours.shard_batch(batch, cp=context, model=model)
+        loss = model(**part).loss
+        loss.backward()
+        grads = {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+        folder = tmp_path / f"{member.rank}"
+        model.save_pretrained(folder)
+        again = ours.prepare(peft.PeftModel.from_pretrained(model_of("Llama"), folder).double(), context)
+        merged = model.merge_and_unload()
+        with torch.no_grad():
+            torch.testing.assert_close(again(**part).loss, loss)
+            torch.testing.assert_close(merged(**part).loss, loss)
+        return loss.detach(), grads
+
+    found = SimGroup(2).run(one)
+    torch.testing.assert_close(sum(loss for loss, *_ in found), expected.detach(), rtol=1e-6, atol=1e-6)
+    grads = {n: w.grad for n, w in alone.named_parameters() if w.grad is not None}
+    assert len(grads) > 4
+    assert all("lora" in n for n in grads)
+    assert found[0][1].keys() == grads.keys()
+    for n, grad in grads.items():
+        torch.testing.assert_close(sum(mine[n] for _, mine in found), grad, rtol=1e-6, atol=1e-6)
+
+
+def test_adapters_that_add_tokens_are_refused() -> None:
+    peft: Any = pytest.importorskip("peft", reason="needs peft: pip install '.[test-integrations]'")
+    kinds = {
+        "PROMPT_TUNING": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "PREFIX_TUNING": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    }
+
+    def one(member: Any) -> None:
+        for kind, config in kinds.items():
+            model = peft.get_peft_model(model_of("Llama"), config)
+            with pytest.raises(NotImplementedError, match=rf"adapter 'default' .* {kind}, which adds tokens"):
+                ours.prepare(model, cp_fast.ContextParallel(member))
+
+    SimGroup(1).run(one)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo", "distillation"])
+def test_losses_of_preference_are_those_of_one_process(loss: str) -> None:
+    report = compare_step(f"examples.preference:{loss}", "examples.preference:batch", 2, layout="balanced", loss="sum")
+    assert report.right, str(report)
