@@ -145,7 +145,8 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention, as transformers calls it: [b, h, s/cp, d] -> ([b, s/cp, h, d], None).
 
-    `sliding_window` counts the query itself, so it is one more than the left side of a window here; `s_aux` are sinks.
+    `sliding_window` counts the query itself, so it is one more than a side of a window here, of both sides where attention
+    is not causal; `s_aux` are sinks.
     `alibi_slopes` float32 [h] are of `cp_fast.attention`.
 
     Raises:
@@ -216,9 +217,7 @@ def _window(module: torch.nn.Module, sliding_window: Any, causal: bool) -> tuple
         )
     if size is None:
         return -1, -1
-    if not causal:
-        raise NotImplementedError(f"sliding_window is {size} in attention that is not causal")
-    return size - 1, 0
+    return size - 1, 0 if causal else size - 1
 
 
 def _mask(causal: bool, batch: CpBatch) -> str:

@@ -68,6 +68,8 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what is right over ranks
     "BloomForCausalLM": {},
     "BloomForTokenClassification": {},
     "MptForCausalLM": {"max_seq_len": 64},
+    "ModernBertForMaskedLM": {"local_attention": 6, "global_attn_every_n_layers": 2},
+    "ModernBertForTokenClassification": {"local_attention": 6, "global_attn_every_n_layers": 2},
     "EsmForMaskedLM": {"mask_token_id": 4, "position_embedding_type": "rotary", "num_key_value_heads": 4},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what is named of the others
@@ -78,7 +80,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what is named of the o
     "Llama4ForCausalLM": (EXPERTS, r"layer_types\[0\] is 'chunked_attention'"),
     "T5ForConditionalGeneration": ({}, "has an encoder and a decoder"),
     "NemotronForCausalLM": ({}, "does not hand its keywords on"),
-    "ModernBertForMaskedLM": ({}, "in attention that is not causal"),
     "ViTModel": ({}, "reads pixel_values"),
 }
 
