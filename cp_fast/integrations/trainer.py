@@ -147,16 +147,16 @@ class ContextParallelMixin(_Trainer):
         """The loss of a batch, the same on all ranks of the context, and the logits and labels of its whole rows."""
         part = self._prepare_inputs(self._part(inputs))
         count = self._count([part], self.args.device)
-        loss = logits = labels = None
+        loss = logits = labels = out = None
         with torch.no_grad(), self.compute_loss_context_manager():
             if count is not None or self._pools:
                 how = {"return_outputs": not prediction_loss_only, "num_items_in_batch": count}
                 found = self.compute_loss(model, dict(part), **how)
-                mine, out = (found, {}) if prediction_loss_only else found
+                mine, out = (found, None) if prediction_loss_only else found
                 loss = all_reduce_sum(self.cp.comm, mine.detach()) / self.cp.size
             elif not prediction_loss_only:
                 out = model(**part)
-            if not prediction_loss_only:
+            if out is not None:
                 logits = out["logits"].detach() if isinstance(out, Mapping) else out[0].detach()
                 logits = logits if self._pools else part["cp_batch"].unshard(logits)
                 labels = None if inputs.get("labels") is None else inputs["labels"].to(logits.device)

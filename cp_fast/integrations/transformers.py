@@ -145,8 +145,8 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention, as transformers calls it: [b, h, s/cp, d] -> ([b, s/cp, h, d], None).
 
-    `sliding_window` counts the query itself, so it is one more than a side of a window here, of both sides where attention
-    is not causal; `s_aux` are sinks.
+    `sliding_window` counts the query itself, so it is one more than a side of a window here: the left one, or both
+    where attention is not causal. `s_aux` are sinks.
     `alibi_slopes` float32 [h] are of `cp_fast.attention`.
 
     Raises:

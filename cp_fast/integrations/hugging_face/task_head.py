@@ -77,7 +77,7 @@ def pools_last_tokens(model: nn.Module) -> bool:
     rows = [plain] if config.pad_token_id is None else [plain, [*plain[:4], *[config.pad_token_id] * 2]]
     ids = torch.tensor(rows, device=next(model.parameters()).device)
     of_tokens: list[torch.Tensor] = []
-    handle = score.register_forward_hook(lambda _, __, out: of_tokens.append(out))
+    handle = score.register_forward_hook(lambda _, __, out: of_tokens.append(cast(Any, out)))
     try:
         logits = _of(model(input_ids=ids, attention_mask=(ids != config.pad_token_id).long()), "logits")
     finally:

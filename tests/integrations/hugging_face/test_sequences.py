@@ -101,8 +101,8 @@ def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_log_probabilities_refuse() -> None:
     class Biased(transformers.LlamaForCausalLM):
-        def forward(self, *given: Any, **named: Any) -> Any:
-            out = super().forward(*given, **named)
+        def forward(self, input_ids: Any = None, position_ids: Any = None, **named: Any) -> Any:
+            out = super().forward(input_ids, position_ids=position_ids, **named)
             return type(out)(logits=out.logits + 1)
 
     batch, _ = packed()
@@ -179,7 +179,7 @@ def test_a_model_with_adapters(when: str, tmp_path: Path) -> None:
     expected = alone(**batch, use_cache=False, num_items_in_batch=count).loss
     expected.backward()
 
-    def one(member: Any) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
+    def one(member: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         context = cp_fast.ContextParallel(member)
         if when == "after":
             model = with_adapters(ours.prepare(model_of("Llama"), context))

@@ -25,7 +25,10 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.reward_trainer import RewardTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 import cp_fast as cp
 from cp_fast.integrations.trainer import ContextParallelMixin
@@ -92,13 +95,14 @@ def rewarded(margin: bool, group: Any) -> list[float]:
     if margin:
         rows = [row | {"margin": float(i % 3)} for i, row in enumerate(rows)]
     torch.manual_seed(0)
-    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1))
+    sizes: dict[str, Any] = SIZES | {"num_labels": 1}
+    model = LlamaForSequenceClassification(LlamaConfig(**sizes))
     options = {"max_length": 32, "gradient_accumulation_steps": 2, "center_rewards_coefficient": 0.1}
     found = _trained(RewardTrainer, CpRewardTrainer, RewardConfig, model, rows, group, options, {})
     return _numbers(found, ("loss", "grad_norm", "accuracy", "margin", "num_tokens", "mean_reward"))
 
 
-def measured(layout: str, group: Any) -> list[float]:
+def measured(layout: Any, group: Any) -> list[float]:
     """The loss and metrics of an evaluation of an odd number of rows, and the predictions of all tokens."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
@@ -113,7 +117,8 @@ def measured(layout: str, group: Any) -> list[float]:
         args = TrainingArguments(folder, **QUIET)
         how: dict[str, Any] = {"compute_metrics": metrics, "data_collator": padded}
         how["preprocess_logits_for_metrics"] = lambda logits, labels: logits.argmax(-1)
-        kind, cut = (Trainer, {}) if group is None else (CpTrainer, {"cp": cp.ContextParallel(group, layout=layout)})
+        kind: Any = Trainer if group is None else CpTrainer
+        cut: dict[str, Any] = {} if group is None else {"cp": cp.ContextParallel(group, layout=layout)}
         evaluated = kind(model, args, **how, **cut).evaluate(rows)
         found = kind(model, args, data_collator=padded, **cut).predict(rows)
     mine = torch.from_numpy(found.predictions)[torch.from_numpy(found.label_ids) != -100]
@@ -127,7 +132,8 @@ def _trained(
 ) -> list[dict[str, float]]:
     data = Dataset.from_list(rows)
     how = {"train_dataset": data, "eval_dataset": data.select(range(5)), "processing_class": TOKENIZER, **more}
-    kind, cut = (theirs, {}) if group is None else (ours, {"cp": cp.ContextParallel(group)})
+    kind: Any = theirs if group is None else ours
+    cut: dict[str, Any] = {} if group is None else {"cp": cp.ContextParallel(group)}
     with tempfile.TemporaryDirectory() as folder:
         trainer = kind(model, config(folder, **{"max_length": 32} | QUIET | NO_KERNELS | options), **how, **cut)
         trainer.train()
