@@ -250,7 +250,7 @@ def test_tensors_that_fill_names_are_cut_and_gathered_again(kind: str, layout: A
         how: Any = {"cp": sequences.cp, "plan": sequences.plan}
         assert torch.equal(cp_fast.shard(cp_fast.unshard(mine, **how), **how), mine)
         assert cp_fast.roll(mine, -1, **how).shape == mine.shape
-        with pytest.raises(ValueError, match="x has shape .* must begin with that of this rank's input_ids"):
+        with pytest.raises(ValueError, match=r"x has shape .* must begin with that of this rank's input_ids"):
             sequences.unshard(part["logits"][:, 1:])
         [grad] = torch.autograd.grad((whole * whole).sum() / cp.size, more["logits"])
         return grad

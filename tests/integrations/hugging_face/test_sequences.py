@@ -114,7 +114,7 @@ def test_what_log_probabilities_refuse() -> None:
         unlabelled = {n: x for n, x in part.items() if "labels" not in n}
         with pytest.raises(ValueError, match="part has no shift_labels; give shard_batch a batch with labels"):
             token_log_probs(model, unlabelled)
-        with pytest.raises(TypeError, match="part is of type torch.Tensor; it must be what shard_batch returned"):
+        with pytest.raises(TypeError, match=r"part is of type torch.Tensor; it must be what shard_batch returned"):
             sequence_sum(torch.ones(1, 16), torch.ones(1))
         with pytest.raises(ValueError, match=r"values has shape \[16\]; it must be \[b, s/cp\] = \[1, 34\]"):
             sequence_sum(torch.ones(16), part)
