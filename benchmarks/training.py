@@ -30,7 +30,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 import cp_fast
-from cp_fast.tools.cli.demo.documents import read_documents
+from cp_fast.tools.cli.demo import read_documents
 from cp_ref import SimGroup
 from cp_ref.contract.collectives import all_reduce_sum
 

@@ -4,7 +4,7 @@ import pytest
 from _pytest.mark import ParameterSet
 from hypothesis import settings
 
-from cp_fast.tools import build
+from cp_fast import build
 
 __all__ = ["HANGS_S", "examples", "needs_cxx", "seeds"]
 

@@ -22,7 +22,7 @@ import typer
 
 from cp_fast.tools.cost import Host, Kernel, Machine, Rates, counted, priced, read_machine
 from cp_fast.tools.cost.counts import count_alone
-from cp_fast.tools.cost.least_squares import LIKELY, least_squares
+from cp_fast.tools.cost.measure_machine import LIKELY, least_squares
 from cp_fast.tools.cost.predict import Counts
 
 if __package__:

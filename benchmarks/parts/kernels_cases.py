@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from cp_fast.movers import Kernels, LengthsMap
+from cp_fast.movers import Movers, RowRule
 from cp_ref.thd import thd_get_partitioned_indices
 
 __all__ = ["Case", "Target", "Work", "cases"]
@@ -35,10 +35,10 @@ class Target:
 class Work:
     """One set of tensors. `run` returns what it made; the tensors that it changes are its own."""
 
-    run: Callable[[Kernels], object]
+    run: Callable[[Movers], object]
     copy: Callable[[], object]  # the same bytes by torch.Tensor.copy_
     select: Callable[[], object]  # torch.index_select with a ready index: the same rows, else as many bytes
-    check: Callable[[Kernels], None]  # raises AssertionError; called first
+    check: Callable[[Movers], None]  # raises AssertionError; called first
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,13 @@ def reorder(
         rows, results = (rows if forward else rows.argsort()).to(device), [torch.empty_like(x) for x in xs]
         copy, _ = by_copy(moved, device)
 
-        order_of = LengthsMap("reorder", "rank_order" if forward else "sequence_order", lengths, a=cp_size)
+        order_of = RowRule("reorder", "rank_order" if forward else "sequence_order", lengths, a=cp_size)
 
         def select() -> None:
             for x, result in zip(xs, results, strict=True):
                 torch.index_select(x, 0, rows, out=result)
 
-        def check(k: Kernels) -> None:
+        def check(k: Movers) -> None:
             order = rank_order(tokens, sequences, cp_size).to(device)
             for got, x in zip(k.gather(xs, order_of), xs, strict=True):
                 same(got if forward else got.index_select(0, order), x.index_select(0, order) if forward else x)
@@ -131,9 +131,9 @@ def valid(tokens: int, heads: int, dim: int, sequences: int, target: Target) -> 
         slots, tokens_of = lengths.to(device), real.to(device)
         out, x = (random(device, tokens, heads, dim) for _ in range(2))
         copy, select = by_copy(moved, device)
-        rows = LengthsMap("copy_valid_", "valid", slots, tokens_of)
+        rows = RowRule("copy_valid_", "valid", slots, tokens_of)
 
-        def check(k: Kernels) -> None:
+        def check(k: Movers) -> None:
             mask = torch.zeros(tokens, dtype=torch.bool)
             for start, count in zip(lengths.tolist(), real.diff().tolist(), strict=False):
                 mask[start : start + count] = True
@@ -159,7 +159,7 @@ def merge(tokens: int, heads: int, dim: int, target: Target) -> Case:
         lse, step_lse = (random(device, heads, tokens, dtype=torch.float32) for _ in range(2))
         copy, select = by_copy(moved, device)
 
-        def check(k: Kernels) -> None:
+        def check(k: Movers) -> None:
             parts = ((lse.double(), out.double()), (step_lse.double(), step.double()))
             new = torch.logaddexp(parts[0][0], parts[1][0])
             want = sum((torch.exp(x - new).t()[..., None] * y for x, y in parts), torch.zeros_like(parts[0][1]))
@@ -187,12 +187,12 @@ def exchange(tokens: int, heads: int, dim: int, cp_size: int, to_front: bool, ta
         pieces, result = pieces.flatten(), torch.empty(cp_size * tokens, part * dim, device=device, dtype=whole.dtype)
         source = (whole if to_front else parts).view_as(result)
 
-        def run(k: Kernels) -> object:
+        def run(k: Movers) -> object:
             if to_front:
                 return k.gather_heads([whole], rows, firsts, [part])[0]
             return k.scatter_heads_([whole], [parts], rows, firsts)
 
-        def check(k: Kernels) -> None:
+        def check(k: Movers) -> None:
             got = run(k)
             moved_parts = whole.index_select(0, rows).view(tokens, cp_size, part, dim).transpose(0, 1)
             if to_front:
@@ -220,9 +220,9 @@ def indices(tokens: int, sequences: int, cp_size: int, target: Target) -> Case:
         )
         index, result = index.to(device), torch.empty(share, dtype=torch.int32, device=device)
 
-        own = LengthsMap("partition_indices", "slice", lengths, a=cp_size)
+        own = RowRule("partition_indices", "slice", lengths, a=cp_size)
 
-        def check(k: Kernels) -> None:
+        def check(k: Movers) -> None:
             same(k.row_indices(own, tokens).long(), index)
 
         return Work(
@@ -244,7 +244,7 @@ def add(tokens: int, heads: int, dim: int) -> Case:
         xs = [random(device, tokens, heads, dim) for _ in range(2)]
         copy, select = by_copy(moved, device)
 
-        def check(k: Kernels) -> None:
+        def check(k: Movers) -> None:
             wants = [out + x for out, x in zip(outs, xs, strict=True)]
             k.scatter_(outs, xs, slice(0, tokens), add=True)
             for out, want in zip(outs, wants, strict=True):

@@ -17,7 +17,7 @@ from cp_fast.compile.in_place import FixedTables, Shape
 from cp_fast.compile.index_tables import check_row_numbers
 from cp_fast.compile.instruction_passes import low_precision_grads, may_have_low_precision
 from cp_fast.compile.pipeline import lowered, optimized, upload
-from cp_fast.movers.select_kernels import kernels
+from cp_fast.movers.select_movers import kernels
 from cp_fast.passes import is_on
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions

@@ -18,7 +18,7 @@ from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.program import Programs
 from cp_fast.dispatch.opaque import OfThisProcess, forget, opaque_for
 from cp_fast.linear.linear_plan import LinearPlan
-from cp_fast.movers.rows import Rows
+from cp_fast.movers.mover_protocol import Rows
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.runtime.run import CompiledCall

@@ -18,7 +18,7 @@ from cp_fast.backends.blockwise import BlockwiseBackend, ScoreBlockSize
 from cp_fast.backends.cudnn import CudnnBackend
 from cp_fast.backends.fa2 import BUILT_IN, Fa2Backend
 from cp_fast.backends.fa4.fa4_backend import Fa4Backend
-from cp_fast.tools.log import log_once
+from cp_fast.log import log_once
 from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [

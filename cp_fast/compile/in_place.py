@@ -33,7 +33,7 @@ from cp_fast.compile.program import (
 )
 from cp_fast.compile.row_spans import Spans
 from cp_fast.compile.tile_groups import SegmentKeys
-from cp_fast.movers.rows import Rows
+from cp_fast.movers.mover_protocol import Rows
 from cp_ref.contract.cuts import planned_positions
 from cp_ref.contract.room import Room
 from cp_ref.schedules.problem import Problem

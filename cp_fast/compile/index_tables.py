@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from cp_fast.backends.backend_protocol import Cumulative
-from cp_fast.movers.rows import Rows
+from cp_fast.movers.mover_protocol import Rows
 from cp_ref.contract.room import Room
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.table import Column, ranges

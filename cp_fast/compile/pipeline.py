@@ -20,7 +20,7 @@ from cp_fast.compile.lower import Draft, lower
 from cp_fast.compile.program import Instruction, Launch, Program, Programs, View, with_views
 from cp_fast.compile.segments import WindowRule, own_window
 from cp_fast.compile.tile_groups import SegmentKeys
-from cp_fast.movers.rows import Rows
+from cp_fast.movers.mover_protocol import Rows
 from cp_fast.passes import is_on, skipped
 from cp_ref.schedules.planners.make_schedule import saved_kinds
 from cp_ref.schedules.problem import Problem

@@ -8,7 +8,7 @@ from cp_fast.backends.backend_protocol import NotInstalled
 from cp_fast.linear.chunked import ChunkedKernels
 from cp_fast.linear.fla.fla_kernels import FlaKernels
 from cp_fast.linear.linear_kernels import LinearKernels
-from cp_fast.tools.log import log_once
+from cp_fast.log import log_once
 from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = ["LIBRARIES", "choose_kernels", "features_of_call"]

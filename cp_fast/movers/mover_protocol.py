@@ -5,7 +5,7 @@
     merge      partial results by their log-sum-exp             merge_
 
 `row_indices` writes the table of a row map itself. Everything that attention or a helper of `cp_fast.thd` does with
-rows is one call of these. `lengths_map` has the maps by lengths.
+rows is one call of these. `RowRule` is a row map by lengths.
 
 Checks: only an operator checks its own arguments. A native operator checks everything that could make a kernel touch
 memory outside a tensor, PyTorch's operators their own arguments. The classes in between only pass arguments on, and so
@@ -18,24 +18,93 @@ PyTorch's current one. Tensors may have any strides between tokens and heads unl
 stride 1.
 
     legend   t = rows of a whole tensor (tail included), n = rows of the part, h = heads, d = head dim
-             rows = slice, or index int32 or int64 [n], distinct, on the tensors' device, or `LengthsMap`
+             rows = slice, or index int32 or int64 [n], distinct, on the tensors' device, or `RowRule`
              wide = float32, or float64 where an operand is float64; every sum is formed in it and rounded once
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from cp_fast.movers.lengths_map import LengthsMap
-from cp_fast.movers.rows import Rows
+__all__ = [
+    "HELPERS",
+    "KINDS",
+    "Movers",
+    "RowRule",
+    "Rows",
+    "take",
+]
 
-__all__ = ["Kernels"]
+Rows = slice | torch.Tensor
 
 
-class Kernels(Protocol):
+def take(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """x's rows: a view for a slice, a copy for an index."""
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+# ---- rows
+#
+# Row maps: the index tables of the kernels, as data.
+#
+# A map connects the rows of a part with rows of a whole tensor. A caller gives the rows (a slice or an index), or
+# lengths that a kernel computes them from, without a table in memory. `lengths` below are cumulative, with padding.
+#
+#     kind            row i of the part is                             rows of the part, of t
+#     slice           row i of rank b's slice, cp_size a               t / a
+#     rank_order      row i of all ranks' slices, cp_size a            t
+#     sequence_order  row i of the inverse of that order               t
+#     half            row i of half a of all sequences                 t / 2
+#     in_half         row i, if it lies in half a of its sequence      t
+#     valid           row i, if its sequence has so many real rows     t
+#     unpad           row i with padding, to rows without              a
+#
+# A row of the part may have no row in the whole. A gather takes the tail behind the last sequence along; a scatter or a
+# merge leaves it unchanged.
+
+
+# As csrc/common/types.h numbers them.
+HELPERS = ("rows", "partition_indices", "partition", "reorder", "read_half", "read_second_half_lse", "copy_valid_")
+HELPERS += ("pad_sequences", "lse_correction_", "out_correction_", "grad_correction_")
+KINDS = ("span", "index", "slice", "rank_order", "sequence_order", "half", "in_half", "valid", "unpad")
+
+
+class RowRule(NamedTuple):
+    """Rows by cumulative lengths, int32 or int64 [b + 1], contiguous, on the device of the rows.
+
+    >>> RowRule("read_half", "half", torch.tensor([0, 8]), a=1).count(10)
+    5
+    """
+
+    helper: str  # One of HELPERS, named by a device-side assertion.
+    kind: str  # One of KINDS, from "slice" on.
+    lengths: torch.Tensor
+    real: torch.Tensor | None = None  # Real lengths, for "valid" and "unpad".
+    a: int = 0
+    b: int = 0
+
+    def count(self, tokens: int) -> int:
+        """Rows of the part, where the whole has `tokens`."""
+        if self.kind == "slice":
+            return tokens // self.a
+        if self.kind == "half":
+            return tokens // 2
+        return self.a if self.kind == "unpad" else tokens
+
+    def divisors(self) -> tuple[int, int]:
+        """The divisor of every length, and of the tail."""
+        if self.kind in ("slice", "rank_order", "sequence_order"):
+            return 2 * self.a, self.a
+        return 2 if self.kind in ("half", "in_half") else 1, 1
+
+
+# ---- movers
+
+
+class Movers(Protocol):
     """One implementation. Methods that end in an underscore change their first arguments in place.
 
     The tensors of one call differ in row shape and dtype only, and share one launch.
@@ -43,16 +112,16 @@ class Kernels(Protocol):
 
     name: str  # "native", "numba" or "torch".
 
-    def row_indices(self, rows: LengthsMap, tokens: int) -> torch.Tensor:
+    def row_indices(self, rows: RowRule, tokens: int) -> torch.Tensor:
         """The row, in a tensor of `tokens` rows, of every row of the part: [n] of the lengths' dtype, -1 for none."""
         ...
 
-    def gather(self, xs: Sequence[torch.Tensor], rows: Rows | LengthsMap) -> list[torch.Tensor]:
+    def gather(self, xs: Sequence[torch.Tensor], rows: Rows | RowRule) -> list[torch.Tensor]:
         """Each x [t, ...] of any dtype -> x[rows] [n, ...]; a view for a slice. Every row of the part has one in x."""
         ...
 
     def scatter_(
-        self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows | LengthsMap, add: bool = False
+        self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows | RowRule, add: bool = False
     ) -> None:
         """out[rows] = x, or += x: x [n, ...], out [t, ...]. Bit by bit where a put has one dtype; else both are of
         float dtypes.
@@ -86,7 +155,7 @@ class Kernels(Protocol):
         lse: torch.Tensor,
         out_step: torch.Tensor,
         lse_step: torch.Tensor,
-        rows: Rows | LengthsMap,
+        rows: Rows | RowRule,
         final: bool = False,
     ) -> None:
         """Merge a partial result into normalised accumulators, both in one pass over out.

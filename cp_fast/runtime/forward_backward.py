@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_fast.movers.rows import take
+from cp_fast.movers.mover_protocol import take
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import is_mask
 from cp_fast.runtime.run import CompiledCall, Results

@@ -11,8 +11,8 @@ import torch
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions
 from cp_fast.backends.backend_protocol import LaunchScores
 from cp_fast.compile.program import OWN, Accumulate, Accumulations, Copy, Free, Launch, Recv, Send
-from cp_fast.movers.rows import Rows
-from cp_fast.movers.torch_movers.torch_merges import log_add_exp
+from cp_fast.movers.mover_protocol import Rows
+from cp_fast.movers.torch_movers import log_add_exp
 from cp_fast.runtime.pass_buffers import MISSING, PassBuffers
 from cp_fast.runtime.prepared_exchange import Message, prepare
 from cp_fast.runtime.row_positions import RowPositions

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cp_fast.compile.program import BufferSpec, Copy, Program, View, writes
-from cp_fast.movers.mover_protocol import Kernels
-from cp_fast.movers.rows import Rows
+from cp_fast.movers.mover_protocol import Movers, Rows
 from cp_fast.runtime.row_selection import columns_of, count, is_all, rows_of
 from cp_fast.runtime.tensors import Shapes, State, Tensors
 
@@ -29,12 +28,12 @@ class PassBuffers:
 
     specs: Sequence[BufferSpec]
     shapes: Shapes
-    kernels: Kernels
+    kernels: Movers
     written_once: frozenset[int]
     zeroed: frozenset[int]
 
     @staticmethod
-    def of(plan: Program[Rows], shapes: Shapes, kernels: Kernels) -> PassBuffers:
+    def of(plan: Program[Rows], shapes: Shapes, kernels: Movers) -> PassBuffers:
         """The buffers of a plan."""
         times = Counter(number for one in plan.instructions for number in writes(one))
         once = frozenset(number for number, n in times.items() if n == 1)

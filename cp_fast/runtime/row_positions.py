@@ -21,7 +21,7 @@ from cp_fast.backends.backend_protocol import LaunchPositions
 from cp_fast.compile.index_tables import spread
 from cp_fast.compile.program import Launch, Programs
 from cp_fast.compile.row_spans import Spans
-from cp_fast.movers.rows import Rows
+from cp_fast.movers.mover_protocol import Rows
 from cp_ref.schedules.problem import Problem, row_positions
 
 __all__ = ["RowPositions", "segment_places", "span_places"]

@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 import torch
 
-from cp_fast.movers.rows import Rows
+from cp_fast.movers.mover_protocol import Rows
 
 __all__ = ["columns_of", "count", "is_all", "is_mask", "put_columns", "rows_of"]
 
@@ -36,7 +36,7 @@ def rows_of(
     heads: tuple[int, int],
     gather: Callable[[Sequence[torch.Tensor], Rows], Sequence[torch.Tensor]],
 ) -> Sequence[torch.Tensor]:
-    """Rows and heads of tensors by row [t, h, d]: views if possible. gather: that of `Kernels`."""
+    """Rows and heads of tensors by row [t, h, d]: views if possible. gather: that of `Movers`."""
     size, count, _ = tensors[0].shape
     if heads != (0, count):
         tensors = [x[:, heads[0] : heads[1]] for x in tensors]
@@ -62,7 +62,7 @@ def put_columns(
     rows: Rows,
     scatter: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Rows], None],
 ) -> None:
-    """Write x [h, n] to rows of an LSE [h, t]. scatter: that of `Kernels`, whose indices are int32."""
+    """Write x [h, n] to rows of an LSE [h, t]. scatter: that of `Movers`, whose indices are int32."""
     if isinstance(rows, slice):
         into[:, rows] = x
     else:

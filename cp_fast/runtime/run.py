@@ -25,8 +25,8 @@ from cp_fast.compile.program import (
     Send,
     Wait,
 )
-from cp_fast.movers.rows import Rows
-from cp_fast.movers.select_kernels import kernels
+from cp_fast.movers.mover_protocol import Rows
+from cp_fast.movers.select_movers import kernels
 from cp_fast.runtime.operations import (
     accumulate,
     backward_launch,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.movers.length_checks import end_of, sizes_of
-from cp_fast.movers.operators import mover_gradients  # noqa: F401  (registers the gradients)
+from cp_fast.movers import operators  # noqa: F401  (registers the operators)
+from cp_fast.movers.operands import end_of, sizes_of
 from cp_ref.contract import thd_batches
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.cuts import check_known

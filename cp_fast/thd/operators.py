@@ -1,7 +1,7 @@
 """The helpers that are one operator each.
 
 An argument is checked here if it cannot reach the operator: other types than tensors, integers or flags, and tensors
-whose gradient autograd would lack. The operators check everything else (`cp_fast.movers.operators.registered`).
+whose gradient autograd would lack. The operators check everything else (`cp_fast.movers.operands`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cp_fast.movers.operators import correction_operators, mover_gradients  # noqa: F401  (register themselves)
+from cp_fast.movers import operators  # noqa: F401  (registers the operators)
 from cp_ref.contract import thd_corrections, thd_indices
 from cp_ref.contract.thd_checks import Tensors, as_list, check_given, check_tensor, like
 from cp_ref.contract.thd_corrections import ACTIONS

@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from cp_fast.log import log, log_once
 from cp_fast.runtime.prepared_exchange import Exchange, Located, Message, by_tag, places, prepare
-from cp_fast.tools.log import log, log_once
 from cp_fast.transport.peer_exchange import PeerMessages, Shared
 from cp_fast.transport.staging_buffers import staging_sizes
 from cp_fast.transport.streams import CudaStreams, why_not_driver

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from cp_fast.tools.log import log
+from cp_fast.log import log
 from cp_ref.contract.process_groups import PeerError, under_way
 
 __all__ = ["Watch"]

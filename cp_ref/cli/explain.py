@@ -12,7 +12,7 @@ from rich.rule import Rule
 from rich.text import Text
 from typer import Option
 
-from cp_ref.cli.explained_problem import Request
+from cp_ref.cli.plan import Request
 from cp_ref.contract.cli.options import check_number, with_options
 from cp_ref.contract.cli.terminal import check_svg, coloured
 from cp_ref.contract.svg_pictures import svg_picture

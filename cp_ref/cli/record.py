@@ -8,8 +8,8 @@ from typing import Annotated
 from rich.console import Console
 from typer import Option
 
-from cp_ref.cli.explained_problem import Request
-from cp_ref.cli.plant import PLANTS, planted
+from cp_ref.cli.plan import Request
+from cp_ref.cli.record import PLANTS, planted
 from cp_ref.contract.cli.options import check_number, with_options
 
 __all__ = ["record"]

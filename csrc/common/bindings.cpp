@@ -1,5 +1,5 @@
 // The operators as PyTorch sees them: torch.ops.cp_attention_native_cpu and torch.ops.cp_attention_native_cuda, one for
-// each method of `Kernels` (cp_fast/movers/mover_protocol.py).
+// each method of `Movers` (cp_fast/movers/mover_protocol.py).
 #include <torch/csrc/stable/library.h>
 
 #include "operators.h"

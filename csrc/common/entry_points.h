@@ -15,25 +15,25 @@ namespace cp {
 namespace CP_DEVICE {
 
 // out [rows.count], contiguous, of the lengths' dtype; -1 for none
-void row_indices(void* out, RowMap rows, Stream);
+void row_indices(void* out, RowRule rows, Stream);
 
 // ---- gather and scatter: `count` moves share one launch
 
 // to[i] = from[rows[i]], or with `scatter` to[rows[i]] = from[i]
-void move_rows(const Move* moves, int64_t count, RowMap rows, bool scatter, Stream);
+void move_rows(const Move* moves, int64_t count, RowRule rows, bool scatter, Stream);
 
 // parts[i][j] = whole[rows[j]], heads first_heads[i] to first_heads[i] + heads - 1; with `scatter` the inverse. The rows
 // are given.
-void move_heads(const HeadMove* moves, int64_t count, RowMap rows, bool scatter, Stream);
+void move_heads(const HeadMove* moves, int64_t count, RowRule rows, bool scatter, Stream);
 
 // to[rows[i]] = from[i] of another dtype, or += with `add`
-void put_values(const Pair* pairs, int64_t count, RowMap rows, bool add, Stream);
+void put_values(const Pair* pairs, int64_t count, RowRule rows, bool add, Stream);
 
 // ---- merge
 
 // out.dim may be 0. `final`: lse stays, and is that of all parts. lse.packed == step_lse.packed; packed, if rows are
 // given
-void merge(Values out, Lse lse, Values step, Lse step_lse, RowMap rows, bool final, Stream);
+void merge(Values out, Lse lse, Values step, Lse step_lse, RowRule rows, bool final, Stream);
 
 }  // namespace CP_DEVICE
 }  // namespace cp

@@ -35,7 +35,7 @@ inline void refuse_map(const char* what) { value_error(std::string("this kind of
 inline Tensor row_indices(int64_t tokens, CP_MAP) {
   Call call;
   if (tokens < 0) value_error("total_tokens is " + std::to_string(tokens) + "; it must be at least 0");
-  RowMap rows = row_map(call, CP_MAP_ARGUMENTS, tokens, true);
+  RowRule rows = row_map(call, CP_MAP_ARGUMENTS, tokens, true);
   if (rows.given()) refuse_map("no lengths");
   if (!rows.lengths.wide && tokens > INT32_MAX)
     value_error("total_tokens is " + std::to_string(tokens) + "; int32 lengths cannot count so many");
@@ -47,19 +47,19 @@ inline Tensor row_indices(int64_t tokens, CP_MAP) {
 inline Tensors gather(Tensors xs, CP_MAP) {
   Call call;
   auto given = call.operands("xs", xs);
-  RowMap rows = row_map(call, CP_MAP_ARGUMENTS, common_tokens(given), true);
+  RowRule rows = row_map(call, CP_MAP_ARGUMENTS, common_tokens(given), true);
   if (rows.has_real() || rows.kind == MapKind::in_half) refuse_map("rows without a source");
   Moved moved(call, given, rows.count);
   device::move_rows(moved.moves.data(), moved.count(), rows, false, call.stream());
   return moved.results;
 }
 
-inline void check_part(const Operand& x, int64_t axis, const RowMap& rows) {
+inline void check_part(const Operand& x, int64_t axis, const RowRule& rows) {
   if (x.sizes[axis] != rows.count) x.refuse("[n, ...] with n = " + std::to_string(rows.count) + " rows");
 }
 
 // Where several rows of the part could have one target.
-inline void check_scatters(const RowMap& rows) {
+inline void check_scatters(const RowRule& rows) {
   if (rows.chunked() || rows.kind == MapKind::unpad) refuse_map("no scatter");
 }
 
@@ -69,7 +69,7 @@ inline void scatter_(Tensors outs, Tensors xs, bool add, CP_MAP) {
   if (targets.size() != given.size())
     value_error(std::to_string(targets.size()) + " outs and " + std::to_string(given.size()) +
                 " xs; they must be pairs");
-  RowMap rows = row_map(call, CP_MAP_ARGUMENTS, common_tokens(targets), false);
+  RowRule rows = row_map(call, CP_MAP_ARGUMENTS, common_tokens(targets), false);
   check_scatters(rows);
   std::vector<Move> moves;
   std::vector<Pair> pairs;
@@ -115,10 +115,10 @@ inline HeadMove head_move(const Operand& whole, const Operand& parts, const int6
 }
 
 // The rows of tensors [t, h, ...] whose heads are moved.
-inline RowMap rows_of_heads(Call& call, const std::vector<Operand>& xs, const MapArguments& given) {
+inline RowRule rows_of_heads(Call& call, const std::vector<Operand>& xs, const MapArguments& given) {
   for (const Operand& x : xs)
     if (x.ndim() < 2) x.refuse("[t, h, ...]");
-  RowMap rows = row_map(call, given, common_tokens(xs), true);
+  RowRule rows = row_map(call, given, common_tokens(xs), true);
   if (!rows.given()) refuse_map("lengths; rows of heads must be given");
   return rows;
 }
@@ -134,7 +134,7 @@ inline int64_t ranges_of(const Ints& first_heads, size_t tensors) {
 inline Tensors gather_heads(Tensors xs, Ints first_heads, Ints heads, CP_MAP) {
   Call call;
   auto given = call.operands("xs", xs);
-  RowMap rows = rows_of_heads(call, given, CP_MAP_ARGUMENTS);
+  RowRule rows = rows_of_heads(call, given, CP_MAP_ARGUMENTS);
   const int64_t ranges = ranges_of(first_heads, given.size());
   if (heads.size() != given.size())
     value_error(std::to_string(heads.size()) + " heads for " + std::to_string(given.size()) + " xs; one for each");
@@ -159,7 +159,7 @@ inline void scatter_heads_(Tensors outs, Tensors xs, Ints first_heads, CP_MAP) {
   if (targets.size() != given.size())
     value_error(std::to_string(targets.size()) + " outs and " + std::to_string(given.size()) +
                 " xs; there must be as many");
-  RowMap rows = rows_of_heads(call, targets, CP_MAP_ARGUMENTS);
+  RowRule rows = rows_of_heads(call, targets, CP_MAP_ARGUMENTS);
   const int64_t ranges = ranges_of(first_heads, given.size());
   std::vector<HeadMove> moves;
   for (size_t i = 0; i < given.size(); ++i) {
@@ -206,7 +206,7 @@ inline void merge_(Tensor out, Tensor lse, Tensor out_step, Tensor lse_step, boo
   Operand to = call.written("out", out), to_lse = final ? call.operand("lse", lse) : call.written("lse", lse);
   Operand from = call.operand("out_step", out_step), from_lse = call.operand("lse_step", lse_step);
   Values whole = values(to), step = values(from);
-  RowMap rows = row_map(call, CP_MAP_ARGUMENTS, whole.rows, false);
+  RowRule rows = row_map(call, CP_MAP_ARGUMENTS, whole.rows, false);
   check_scatters(rows);
   if (rows.given() && (to_lse.ndim() != 2 || from_lse.ndim() != 2)) to_lse.refuse("[h, t]: the rows are given");
   if (to_lse.ndim() != from_lse.ndim()) value_error(to_lse.shape() + ", " + from_lse.shape() + "; of as many axes");

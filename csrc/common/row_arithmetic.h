@@ -8,7 +8,7 @@
 //
 // `run` becomes the number of rows that go on as this one does; it is not set, or not above 0, where no row up to the
 // sequence's end has one in the whole. A device that moves row by row passes `NoRun`. The tail after the last sequence
-// is one more sequence, which ends with the buffer. N is the type of row numbers. A plan is a `RowMap` that divides as
+// is one more sequence, which ends with the buffer. N is the type of row numbers. A plan is a `RowRule` that divides as
 // its device does best: by_cp_size and by_slice (the rows of a rank's slice) have .divisor and .of(n), quotient(a, b)
 // is a / b; real_at<N>(s) reads a real length. No number is negative while lengths are right.
 #pragma once

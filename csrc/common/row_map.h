@@ -82,7 +82,7 @@ inline void check_ranks(int64_t cp_size, int64_t cp_rank) {
     value_error("cp_rank is " + std::to_string(cp_rank) + "; it must be from 0 to " + std::to_string(cp_size - 1));
 }
 
-// A row map as operators get it: see `LengthsMap` (cp_fast/movers/lengths_map.py); a span has its first row in a and its
+// A row map as operators get it: see `RowRule` (cp_fast/movers/mover_protocol.py); a span has its first row in a and its
 // count in b, an index its rows in the table.
 struct MapArguments {
   int64_t map;  // kind + 16 * helper
@@ -93,7 +93,7 @@ struct MapArguments {
 #define CP_MAP_ARGUMENTS MapArguments{map, table, real, a, b}
 
 // Rows of a tensor of `tokens` rows that the caller gives.
-inline void set_given(RowMap& rows, Call& call, const MapArguments& given) {
+inline void set_given(RowRule& rows, Call& call, const MapArguments& given) {
   if (rows.kind == MapKind::span) {
     rows.first = given.a, rows.count = given.b;
     if (rows.first < 0 || rows.count < 0 || rows.first > rows.tokens - rows.count)
@@ -112,7 +112,7 @@ inline void set_given(RowMap& rows, Call& call, const MapArguments& given) {
 }
 
 // The numbers of a map by lengths, and of its part's rows.
-inline void set_numbers(RowMap& rows, int64_t a, int64_t b) {
+inline void set_numbers(RowRule& rows, int64_t a, int64_t b) {
   rows.count = rows.tokens;
   if (rows.chunked()) {
     check_ranks(a, rows.kind == MapKind::slice ? b : 0);
@@ -129,12 +129,12 @@ inline void set_numbers(RowMap& rows, int64_t a, int64_t b) {
 }
 
 // A map into a tensor of `tokens` rows; `tail`: whether the tail goes along.
-inline RowMap row_map(Call& call, const MapArguments& given, int64_t tokens, bool tail) {
+inline RowRule row_map(Call& call, const MapArguments& given, int64_t tokens, bool tail) {
   const int64_t kind = given.map % 16, helper = given.map / 16;
   if (given.map < 0 || kind >= static_cast<int64_t>(MapKind::any) ||
       helper >= static_cast<int64_t>(std::size(kHelpers)))
     value_error("map is " + std::to_string(given.map) + "; it must be that of a row map");
-  RowMap rows{};
+  RowRule rows{};
   std::strncpy(rows.helper, kHelpers[helper], sizeof(rows.helper) - 1);
   rows.kind = static_cast<MapKind>(kind);
   rows.tail = tail, rows.tokens = tokens, rows.cp_size = 1;

@@ -32,7 +32,7 @@ inline std::string text(const Sizes& sizes) {
   return out + "]";
 }
 
-// No memory for a result: Python raises PyTorch's own exception (cp_fast/movers/native_kernels.py).
+// No memory for a result: Python raises PyTorch's own exception (cp_fast/movers/native_movers.py).
 [[noreturn]] inline void allocation_error(int64_t item, const Sizes& sizes) {
   throw std::runtime_error("AllocationError: " + text(sizes) + " of " + std::to_string(item) + " bytes");
 }

@@ -37,7 +37,7 @@ struct Lengths {
   CP_HD int64_t size(int64_t s) const { return (*this)[s + 1] - (*this)[s]; }
 };
 
-// The kinds of cp_fast/movers/lengths_map.py, in its order; `any` is none of them: looked at when a kernel runs.
+// The kinds of cp_fast/movers/mover_protocol.py, in its order; `any` is none of them: looked at when a kernel runs.
 enum class MapKind : int32_t { span, index, slice, rank_order, sequence_order, half, in_half, valid, unpad, any };
 
 // HELPERS of that file: what a device-side assertion names, the same as the operators.
@@ -46,7 +46,7 @@ constexpr const char* kHelpers[] = {"rows",           "partition_indices", "part
                                     "lse_correction_", "out_correction_",  "grad_correction_"};
 
 // Which row of a whole tensor each row of a part is. A caller gives the rows (span, index), or lengths that lead to them.
-struct RowMap {
+struct RowRule {
   char helper[24];  // the name in a device-side assertion
   MapKind kind;
   bool tail;                         // whether the tail after the last sequence goes along
@@ -135,7 +135,7 @@ CP_HD int access_bytes(const Move& m) {
   return static_cast<int>(all & (~all + 1));
 }
 
-// An error of the caller: Python sees a ValueError or a TypeError with this text (cp_fast.movers.native_kernels).
+// An error of the caller: Python sees a ValueError or a TypeError with this text (cp_fast.movers.native_movers).
 [[noreturn]] inline void value_error(const std::string& text) { throw std::runtime_error("ValueError: " + text); }
 [[noreturn]] inline void type_error(const std::string& text) { throw std::runtime_error("TypeError: " + text); }
 

@@ -13,7 +13,7 @@ namespace {
 // f(address in whole, address in the part, bytes) for every piece, row by row: the whole is one stream, and each part
 // is another.
 template <typename F>
-void each_piece(const HeadMove& m, const RowMap& rows, int64_t begin, int64_t end, F f) {
+void each_piece(const HeadMove& m, const RowRule& rows, int64_t begin, int64_t end, F f) {
   bool joined = m.whole_head == m.head_bytes && m.part_head == m.head_bytes;
   int64_t pieces = joined ? 1 : m.heads, bytes = joined ? m.heads * m.head_bytes : m.head_bytes;
   for (int64_t i = begin; i < end; ++i) {
@@ -28,7 +28,7 @@ void each_piece(const HeadMove& m, const RowMap& rows, int64_t begin, int64_t en
 
 // f(Cached or Streamed, address in whole, address in the part, bytes) for every piece, on threads.
 template <typename F>
-void each_head(const HeadMove& m, const RowMap& rows, F f) {
+void each_head(const HeadMove& m, const RowRule& rows, F f) {
   bool joined = m.whole_head == m.head_bytes && m.part_head == m.head_bytes;
   int64_t bytes = m.count * m.heads * m.head_bytes;
   with_stores(rows.count * bytes, joined ? m.heads * m.head_bytes : m.head_bytes, [&](auto stores) {
@@ -41,7 +41,7 @@ void each_head(const HeadMove& m, const RowMap& rows, F f) {
 
 }  // namespace
 
-void move_heads(const HeadMove* moves, int64_t count, RowMap rows, bool scatter, Stream) {
+void move_heads(const HeadMove* moves, int64_t count, RowRule rows, bool scatter, Stream) {
   for (const HeadMove* one = moves; one < moves + count; ++one) {
     const HeadMove& move = *one;
     if (!scatter) {

@@ -31,7 +31,7 @@ void count_up(I* out, int64_t row, int64_t from, int64_t stop, int64_t begin, in
 // Rows of a slice, sequence by sequence, with one division each, by a shift if possible: with short sequences, divisions
 // take most of the time.
 template <typename I, typename Halve>
-void write_slice(I* out, const RowMap& rows, Halve chunk_of) {
+void write_slice(I* out, const RowRule& rows, Halve chunk_of) {
   int64_t rank = rows.cp_rank, late = 2 * int64_t{rows.cp_size} - 1 - rank;
   const I* ends = static_cast<const I*>(rows.lengths.data) + 1;
   parallel(rows.count, sizeof(I), [&](int64_t begin, int64_t end) {
@@ -49,7 +49,7 @@ void write_slice(I* out, const RowMap& rows, Halve chunk_of) {
 }
 
 template <typename I>
-void write(I* out, const RowMap& rows) {
+void write(I* out, const RowRule& rows) {
   if (rows.kind != MapKind::slice) {
     parallel(rows.count, sizeof(I), [&](int64_t begin, int64_t end) {
       std::fill(out + begin, out + end, I(-1));
@@ -69,7 +69,7 @@ void write(I* out, const RowMap& rows) {
 
 }  // namespace
 
-void row_indices(void* out, RowMap rows, Stream) {
+void row_indices(void* out, RowRule rows, Stream) {
   if (rows.lengths.wide)
     write(static_cast<int64_t*>(out), rows);
   else

@@ -62,11 +62,11 @@ struct Divider {
 };
 
 // A row map as its arithmetic takes it.
-struct Plan : RowMap {
+struct Plan : RowRule {
   Divider by_cp_size, by_slice;
 
-  explicit Plan(const RowMap& rows)
-      : RowMap(rows), by_cp_size{rows.cp_size}, by_slice{std::max<int64_t>(rows.tokens / rows.cp_size, 1)} {}
+  explicit Plan(const RowRule& rows)
+      : RowRule(rows), by_cp_size{rows.cp_size}, by_slice{std::max<int64_t>(rows.tokens / rows.cp_size, 1)} {}
 
   static int64_t quotient(int64_t a, int64_t b) { return cpu::quotient(a, b); }
   template <typename N>
@@ -93,7 +93,7 @@ void walk_by(const Plan& plan, int64_t begin, int64_t end, F f) {
   }
 }
 
-inline int64_t run_length(const RowMap& rows, int64_t i, int64_t end) {
+inline int64_t run_length(const RowRule& rows, int64_t i, int64_t end) {
   if (rows.kind == MapKind::span) return end - i;
   int64_t n = 1;
   while (i + n < end && rows[i + n] == rows[i] + n) ++n;
@@ -103,7 +103,7 @@ inline int64_t run_length(const RowMap& rows, int64_t i, int64_t end) {
 // f(row of the part, row of the whole, how many rows continue, place), in order, for the rows begin to end - 1 of the
 // part, as far as they have a row in the whole. Rows that the caller gives have no place.
 template <typename F>
-void walk(const RowMap& rows, int64_t begin, int64_t end, F f) {
+void walk(const RowRule& rows, int64_t begin, int64_t end, F f) {
   switch (rows.kind) {
     case MapKind::slice:
       return walk_by<MapKind::slice>(Plan(rows), begin, end, f);

@@ -78,7 +78,7 @@ int64_t row_bytes(const Values& out) { return out.heads * (out.dim + 16) * 8; } 
 
 }  // namespace
 
-void merge(Values out, Lse lse, Values step, Lse step_lse, RowMap rows, bool final, Stream) {
+void merge(Values out, Lse lse, Values step, Lse step_lse, RowRule rows, bool final, Stream) {
   int64_t shrunk = rows.kind == MapKind::half ? 2 : 1;
   visit(out.dtype, [&](auto* type) {
     with_sides_of<std::remove_pointer_t<decltype(type)>>(out, lse, step, step_lse, [&](auto sides) {

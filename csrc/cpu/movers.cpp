@@ -29,7 +29,7 @@ class Runs {
 
 }  // namespace
 
-void move_rows(const Move* moves, int64_t count, RowMap rows, bool scatter, Stream) {
+void move_rows(const Move* moves, int64_t count, RowRule rows, bool scatter, Stream) {
   parallel(rows.count, row_bytes(moves, count), [&](int64_t begin, int64_t end) {
     for (int64_t m = 0; m < count; ++m) {
       Runs runs(moves[m]);

@@ -63,7 +63,7 @@ int64_t row_bytes(const Pair* pairs, int64_t count) {
 
 }  // namespace
 
-void put_values(const Pair* pairs, int64_t count, RowMap rows, bool add, Stream) {
+void put_values(const Pair* pairs, int64_t count, RowRule rows, bool add, Stream) {
   parallel(rows.count, row_bytes(pairs, count), [&](int64_t begin, int64_t end) {
     for (int64_t p = 0; p < count; ++p)
       walk(rows, begin, end, [&](int64_t i, int64_t row, int64_t n, const Place&) {

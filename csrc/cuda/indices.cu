@@ -46,7 +46,7 @@ void launch(I* out, const RowPlan& plan, Stream stream) {
 
 }  // namespace
 
-void row_indices(void* out, RowMap rows, Stream stream) {
+void row_indices(void* out, RowRule rows, Stream stream) {
   if (rows.count == 0) return;
   if (rows.lengths.wide)
     launch(static_cast<int64_t*>(out), plan_of(rows, false), stream);

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, 4) merge_kernel(const __grid_constan
 
 }  // namespace
 
-void merge(Values out, Lse lse, Values step, Lse step_lse, RowMap rows, bool final, Stream stream) {
+void merge(Values out, Lse lse, Values step, Lse step_lse, RowRule rows, bool final, Stream stream) {
   const RowPlan plan = plan_of(rows, true);
   if (plan.count == 0 || out.heads == 0) return;
   bool doubles = lse.dtype == Dtype::f64 || step_lse.dtype == Dtype::f64;

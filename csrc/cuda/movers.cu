@@ -98,7 +98,7 @@ void launch(MoveJob& job, const Shape* shapes, int access, const kHeads& heads, 
 
 }  // namespace
 
-void move_rows(const Move* moves, int64_t count, RowMap rows, bool scatter, Stream stream) {
+void move_rows(const Move* moves, int64_t count, RowRule rows, bool scatter, Stream stream) {
   const RowPlan plan = plan_of(rows, scatter);
   for (int64_t done = 0; done < count; done += kTensors) {
     MoveJob job{};
@@ -120,7 +120,7 @@ void move_rows(const Move* moves, int64_t count, RowMap rows, bool scatter, Stre
   }
 }
 
-void move_heads(const HeadMove* moves, int64_t count, RowMap rows, bool scatter, Stream stream) {
+void move_heads(const HeadMove* moves, int64_t count, RowRule rows, bool scatter, Stream stream) {
   for (int64_t i = 0, done = 0; i < count;) {  // `done`: the head ranges of move i in earlier launches
     MoveJob job{};
     Heads heads{};

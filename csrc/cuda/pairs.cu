@@ -116,7 +116,7 @@ void launch(const Pair* pairs, int64_t count, PairJob job, Stream stream, const 
 
 }  // namespace
 
-void put_values(const Pair* pairs, int64_t count, RowMap rows, bool add, Stream stream) {
+void put_values(const Pair* pairs, int64_t count, RowRule rows, bool add, Stream stream) {
   PairJob job{};
   job.plan = plan_of(rows, true);
   job.add = add;

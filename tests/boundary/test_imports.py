@@ -177,7 +177,7 @@ import sys
 from pkgutil import resolve_name
 for name in ("numba", "triton", "flash_attn", "cudnn", "ninja", "cupy"): sys.modules[name] = None
 for name in {modules}: resolve_name(name)
-late = {{"torch.utils.cpp_extension", "torch._dynamo", "cp_fast.movers.native_kernels", "cp_fast.tools.build"}}
+late = {{"torch.utils.cpp_extension", "torch._dynamo", "cp_fast.movers.native_movers", "cp_fast.build"}}
 late |= {{*{not_yet}}}
 assert not late & set(sys.modules), late & set(sys.modules)
 """

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from cp_fast import build
 from cp_fast.backends import by_name
-from cp_fast.tools import build
-from cp_fast.tools.build import cache
+from cp_fast.build import cache
 from cp_fast.tools.cli import app, shapes
 from tests.cp_fast.build.small import use_small
 from tests.marks import needs_cxx

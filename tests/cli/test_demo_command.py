@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from cp_fast.tools.cli import app
 from cp_fast.tools.cli.demo import command, ranks
-from cp_fast.tools.cli.demo.job import Job
-from cp_fast.tools.cli.demo.ranks import Measured
+from cp_fast.tools.cli.demo import Job
+from cp_fast.tools.cli.demo import Measured
 from tests.marks import HANGS_S
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from cp_fast.tools.cli import app
 from cp_fast.tools.cost import predict, read_machine
-from cp_fast.tools.cost.step_memory import SAVED, ModelShape, step_memory
+from cp_fast.tools.cost.predict import SAVED, ModelShape, step_memory
 from cp_ref.schedules.problem import Problem, Sequence
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cp_ref.cli import app
-from cp_ref.cli.explained_problem import Request
+from cp_ref.cli.plan import Request
 from tests.marks import HANGS_S
 
 runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from cp_ref import ContextParallel, SimGroup, attention, dense_attention
 from cp_ref.cli import app
-from cp_ref.cli.explained_problem import Request
-from cp_ref.cli.plant import planted
+from cp_ref.cli.plan import Request
+from cp_ref.cli.record import planted
 from cp_ref.executor.merge_partials import merge
 from cp_ref.schedules.schedule import Schedule, side_of
 from cp_ref.simulator import SimMember

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from cp_ref.cli import app
-from cp_ref.cli.explained_problem import Request
+from cp_ref.cli.plan import Request
 from cp_ref.tracing.recorded_trace import Trace
 
 runner = CliRunner()

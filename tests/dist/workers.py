@@ -26,7 +26,7 @@ PRELOADED = (
     __name__,
     "cp_fast.api.attention",
     "cp_fast.linear.linear_attention",
-    "cp_fast.tools.cli.demo.ranks",
+    "cp_fast.tools.cli.demo",
     "conformance.cli",
     "torch._dynamo",
     "torch.distributed.fsdp",

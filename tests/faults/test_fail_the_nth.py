@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_fast
 import cp_fast.api.make_plan
-import cp_fast.tools.build
-from cp_fast.movers import select_kernels as select
+import cp_fast.build
+from cp_fast.movers import select_movers as select
 from tests.dist.workers import Processes
 from tests.marks import needs_cxx
 
@@ -102,7 +102,7 @@ def files(n: int) -> Iterator[Nth]:
     nth = Nth(n, full_disk)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {select.VARIABLE: "native"}))
-        for forget in (select._choice, select._loaded, importlib.import_module("cp_fast.movers.native_kernels").load):
+        for forget in (select._choice, select._loaded, importlib.import_module("cp_fast.movers.native_movers").load):
             forget.cache_clear()
             stack.callback(forget.cache_clear)
         for owner, name in ((builtins, "open"), (io, "open"), (os, "open"), (os, "stat"), (os, "mkdir")):

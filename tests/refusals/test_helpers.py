@@ -14,8 +14,8 @@ import torch
 
 import cp_fast
 import cp_ref
-from cp_fast.movers import LengthsMap, use
-from cp_fast.movers.native_kernels import load
+from cp_fast.movers import RowRule, use
+from cp_fast.movers.native_movers import load
 from tests.marks import needs_cxx
 
 CU = torch.tensor([0, 8, 12])  # divides at cp_size 2
@@ -287,16 +287,16 @@ def test_every_helper_is_played() -> None:
 
 # ---- the fast helpers' operators check what they are given themselves
 
-MAPS: dict[str, Callable[[torch.Tensor], LengthsMap]] = {
-    "slice": lambda cu: LengthsMap("rows", "slice", cu, a=2, b=1),
-    "rank order": lambda cu: LengthsMap("rows", "rank_order", cu, a=2),
-    "sequence order": lambda cu: LengthsMap("rows", "sequence_order", cu, a=2),
-    "half": lambda cu: LengthsMap("rows", "half", cu, a=1),
-    "unpad": lambda cu: LengthsMap("rows", "unpad", cu, cu * 0, a=8),
-    "unpad, real": lambda cu: LengthsMap("rows", "unpad", FOUR[: len(cu)], cu, a=8),
-    "in half": lambda cu: LengthsMap("rows", "in_half", cu, a=1),
-    "valid": lambda cu: LengthsMap("rows", "valid", cu, cu * 0),
-    "valid, real": lambda cu: LengthsMap("rows", "valid", FOUR[: len(cu)], cu),
+MAPS: dict[str, Callable[[torch.Tensor], RowRule]] = {
+    "slice": lambda cu: RowRule("rows", "slice", cu, a=2, b=1),
+    "rank order": lambda cu: RowRule("rows", "rank_order", cu, a=2),
+    "sequence order": lambda cu: RowRule("rows", "sequence_order", cu, a=2),
+    "half": lambda cu: RowRule("rows", "half", cu, a=1),
+    "unpad": lambda cu: RowRule("rows", "unpad", cu, cu * 0, a=8),
+    "unpad, real": lambda cu: RowRule("rows", "unpad", FOUR[: len(cu)], cu, a=8),
+    "in half": lambda cu: RowRule("rows", "in_half", cu, a=1),
+    "valid": lambda cu: RowRule("rows", "valid", cu, cu * 0),
+    "valid, real": lambda cu: RowRule("rows", "valid", FOUR[: len(cu)], cu),
 }
 FOUR, EIGHT, EIGHT_LSE = torch.tensor([0, 4, 8]), torch.zeros(8, 2, 4), torch.zeros(2, 8)
 
@@ -326,9 +326,9 @@ def test_native_operators_refuse_hostile_lengths_themselves(kind: str) -> None:
 @pytest.mark.parametrize("cp_size", [0, -1, 2**31, 2**62 + 1])
 def test_native_operators_refuse_numbers_of_ranks_that_do_not_fit(cp_size: int) -> None:
     with pytest.raises(ValueError, match=f"cp_size is {cp_size}; it must be from 1 to 2147483647"):
-        load("cpu").gather([EIGHT], LengthsMap("rows", "rank_order", FOUR, a=cp_size))
+        load("cpu").gather([EIGHT], RowRule("rows", "rank_order", FOUR, a=cp_size))
     with pytest.raises(ValueError, match="lengths gives sequence 0 the length 4; it must be a multiple of 6"):
-        load("cpu").gather([EIGHT[:6]], LengthsMap("rows", "sequence_order", torch.tensor([0, 4, 6]), a=3))
+        load("cpu").gather([EIGHT[:6]], RowRule("rows", "sequence_order", torch.tensor([0, 4, 6]), a=3))
 
 
 OPS = torch.ops.cp_attention
@@ -367,7 +367,7 @@ def test_without_memory_a_native_operator_raises_what_pytorch_raises() -> None:
     rows, native = 2**50, load("cpu")
     with pytest.raises(RuntimeError) as plain:
         torch.empty(rows)
-    all_rows = LengthsMap("rows", "slice", torch.tensor([0, rows]), a=1)
+    all_rows = RowRule("rows", "slice", torch.tensor([0, rows]), a=1)
     for call in (
         lambda: native.gather([torch.zeros(1).expand(rows)], all_rows),
         lambda: native.gather_heads([torch.zeros(1, 1, 1).expand(1, rows, 1)], slice(0, 1), [0], [rows]),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cp_fast.movers import LengthsMap
+from cp_fast.movers import RowRule
 from tests.cp_fast.native.buffers import cumulative, native
 from tests.marks import needs_cxx
 from tests.refusals import says
@@ -20,14 +20,14 @@ LSE = torch.zeros(2, 12)
 
 
 def gather(kind: str, lengths: torch.Tensor, *xs: torch.Tensor, a: int = 2, b: int = 0) -> object:
-    return native().gather(xs or [X], LengthsMap("rows", kind, lengths, a=a, b=b))
+    return native().gather(xs or [X], RowRule("rows", kind, lengths, a=a, b=b))
 
 
 def put(x: torch.Tensor, kind: str, lengths: torch.Tensor, real: torch.Tensor | None = None, a: int = 0) -> None:
-    native().scatter_([X.clone()], [x], LengthsMap("rows", kind, lengths, real, a=a))
+    native().scatter_([X.clone()], [x], RowRule("rows", kind, lengths, real, a=a))
 
 
-def merge(rows: LengthsMap, lse: torch.Tensor, lse_step: torch.Tensor) -> None:
+def merge(rows: RowRule, lse: torch.Tensor, lse_step: torch.Tensor) -> None:
     native().merge_(torch.empty(8, 1, 0), lse, torch.empty(4, 1, 0), lse_step, rows)
 
 
@@ -130,7 +130,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         r"ValueError: lse has shape \[2, 8\]; it must be \[2, 12\]",
     ),
     (
-        lambda: merge(LengthsMap("rows", "half", cumulative([8]), a=1), torch.zeros(1, 1, 6), torch.zeros(1, 1, 4)),
+        lambda: merge(RowRule("rows", "half", cumulative([8]), a=1), torch.zeros(1, 1, 6), torch.zeros(1, 1, 4)),
         r"ValueError: lse has shape \[1, 1, 6\]; it must be \[b, h, s\] with room for the 8 rows of sequence 0",
     ),
     (
@@ -149,7 +149,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: native()._gather([X], 9, LENGTHS, None, 0, 0), "ValueError: map is 9; it must be that of a row map"),
     (
-        lambda: native().row_indices(LengthsMap("rows", "slice", LENGTHS, a=2), 2**31 + 2),
+        lambda: native().row_indices(RowRule("rows", "slice", LENGTHS, a=2), 2**31 + 2),
         "ValueError: total_tokens is 2147483650; int32 lengths cannot count so many",
     ),
     (

@@ -13,7 +13,7 @@ import torch
 
 from cp_fast.linear.convolution import torch_convolution
 from cp_fast.linear.convolution.halo_tables import Reads
-from cp_fast.tools.log import log_once
+from cp_fast.log import log_once
 
 __all__ = ["ConvolutionInputs", "ConvolutionKernels", "choose_convolution"]
 

@@ -1,12 +1,9 @@
 """The kernels in Numba CUDA, for machines with a GPU and no compiler: compiled on first use, some seconds each kind.
 
-    numba_kernels      the protocol: addresses, strides, grids
-    numba_launch       launches on PyTorch's current stream
-    row_maps_on_gpu    the target of each row               launch_plans       a row map as arguments of a launch
-    move_kernels       gather and scatter bytes             move_arguments     tables of their arguments
-    merge_kernels      add and convert                      merge_arguments    tables of their and the merge's arguments
-    weight_kernels     merge by log-sum-exp                 index_kernel       the index table of a row map
-    address            memory by address: `memory_gpu`, or `memory_sim` in Numba's simulator (NUMBA_ENABLE_CUDASIM=1)
+    launches      the protocol: addresses, strides, grids, launches
+    kernels       gathers and scatters, additions, merges, tables
+    row_rules     the target of each row
+    memory        memory by address: `memory_gpu`, or `memory_sim` in Numba's simulator (NUMBA_ENABLE_CUDASIM=1)
 
 A call costs some tens of microseconds on the host, more than native code; the GPU's time is nearly the same. The first
 call of every kind compiles, which a CUDA graph cannot capture: call it once before.
@@ -19,9 +16,8 @@ from importlib import metadata
 
 import torch
 
-from cp_fast.movers.lengths_map import LengthsMap
-from cp_fast.movers.mover_protocol import Kernels
-from cp_fast.movers.numba_cuda.address.simulated import SIMULATED
+from cp_fast.movers.mover_protocol import Movers, RowRule
+from cp_fast.movers.numba_cuda.memory_sim import SIMULATED
 
 __all__ = ["load", "why_not"]
 
@@ -39,7 +35,7 @@ def why_not(device_type: str) -> str | None:
 
         if not SIMULATED and not cuda.is_available():
             return "Numba finds no GPU, or no CUDA libraries to compile with"
-        own = LengthsMap("partition_indices", "slice", torch.tensor([0, 4], device=device_type), a=2)
+        own = RowRule("partition_indices", "slice", torch.tensor([0, 4], device=device_type), a=2)
         found = load(device_type).row_indices(own, 4).tolist()
     except Exception as error:  # Such as a release that does not support the installed NumPy.
         return f"numba-cuda is installed and does not work, {_cure()}: {type(error).__name__}: {error}"
@@ -53,10 +49,9 @@ def _cure() -> str:
     return f"try pip install --upgrade numba numba-cuda, or an older NumPy ({', '.join(here)} here)"
 
 
-def load(device: str) -> Kernels:
+def load(device: str) -> Movers:
     """The implementation."""
-    from cp_fast.movers.numba_cuda.numba_kernels import NumbaKernels
-    from cp_fast.movers.numba_cuda.numba_launch import quiet
+    from cp_fast.movers.numba_cuda.launches import NumbaMovers, quiet
 
     quiet()
-    return NumbaKernels()
+    return NumbaMovers()

@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cp_fast.tools import build as native
-from cp_fast.tools.build.recipe import VARIABLE, read_archs
+from cp_fast import build as native
+from cp_fast.build.recipe import VARIABLE, read_archs
 from cp_fast.tools.cli.common import size_text
-from cp_fast.tools.cli.shapes import compile_shapes
+from cp_fast.tools.cli.build import compile_shapes
 from cp_ref.contract.cli.options import window
 from cp_ref.contract.cli.terminal import CHECK_FAILED, readable_errors
 from cp_ref.schedules.values import MOST_RANKS, read_count

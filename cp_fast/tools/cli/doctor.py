@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cp_fast import build
 from cp_fast.backends import BACKENDS, Backend, installed, probe, remark_on
-from cp_fast.movers.select_kernels import chosen
-from cp_fast.tools import build
-from cp_fast.tools.cli.installed import installed_rows
-from cp_fast.tools.cli.measure_command import measure_machine
+from cp_fast.movers.select_movers import chosen
+from cp_fast.tools.cli.doctor import installed_rows
+from cp_fast.tools.cli.doctor import measure_machine
 from cp_ref.contract.cli.terminal import BAD_INPUT, CHECK_FAILED, complain, readable_errors, table
 from cp_ref.schedules.words import Feature
 

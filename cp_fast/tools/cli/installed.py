@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
+from cp_fast import build
 from cp_fast.backends.fa4 import fa4_cache
-from cp_fast.movers.numba_cuda.address.simulated import SIMULATED
-from cp_fast.movers.select_kernels import why_not
-from cp_fast.tools import build
-from cp_fast.tools.build import recipe
+from cp_fast.build import recipe
+from cp_fast.movers.numba_cuda.memory_sim import SIMULATED
+from cp_fast.movers.select_movers import why_not
 from cp_fast.transport import VARIABLE as MESSAGES
 from cp_fast.transport import carried_by
 from cp_fast.transport import why_not as why_not_peer_memory

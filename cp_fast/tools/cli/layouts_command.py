@@ -7,7 +7,7 @@ from typing import Any, cast
 from rich.table import Table
 
 from cp_fast.tools.cli.common import size_text
-from cp_fast.tools.cli.planned_problem import Request
+from cp_fast.tools.cli.plan import Request
 from cp_ref.contract.cli.options import window
 from cp_ref.contract.cli.terminal import table
 from cp_ref.contract.compare_layouts import compare_layouts

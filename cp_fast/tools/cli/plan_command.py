@@ -12,7 +12,7 @@ from rich.table import Table
 from cp_fast.compile.machine import built_in, read_machine
 from cp_fast.tools.cli.common import cost_table, show_picture, size_text
 from cp_fast.tools.cli.layouts_command import comparison
-from cp_fast.tools.cli.planned_problem import Request, planned
+from cp_fast.tools.cli.plan import Request, planned
 from cp_ref.contract.cli.options import check_number, with_options
 from cp_ref.contract.cli.terminal import check_svg, table
 from cp_ref.contract.svg_pictures import svg_picture

@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cp_fast.tools.cli.planned_problem import Request, problem_of
+from cp_fast.tools.cli.plan import Request, problem_of
 from cp_fast.tools.cost import Machine, Prediction, candidates, predict, recommended
-from cp_fast.tools.cost.candidates import Candidate
-from cp_fast.tools.cost.step_memory import SAVED, ModelShape, step_memory
+from cp_fast.tools.cost.predict import SAVED, Candidate, ModelShape, step_memory
 from cp_ref.contract.cli.terminal import table
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import check_choice

@@ -20,7 +20,7 @@ from cp_fast.backends import VarlenBatch, by_name
 from cp_fast.backends.fa4 import fa4_cache
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Launch
-from cp_fast.tools.cli.planned_problem import Request, problem_of
+from cp_fast.tools.cli.plan import Request, problem_of
 from cp_fast.tools.cost import candidates
 from cp_fast.tools.cost.measure_machine import launch_calls
 from cp_ref.contract.cli.options import lengths

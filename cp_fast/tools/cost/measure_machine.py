@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import abc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 
 from cp_fast.api.attention import attention
@@ -32,12 +34,53 @@ from cp_fast.api.plan import Plan
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch
 from cp_fast.compile.machine import Host, Kernel, Link, Machine, Rates
 from cp_fast.tools.cost.counts import LaunchCounts, count_alone
-from cp_fast.tools.cost.least_squares import least_squares
 from cp_fast.tools.cost.predict import predict
 from cp_ref.contract.group import Group, Parcel
 from cp_ref.schedules.problem import Problem, Sequence
 
-__all__ = ["launch_calls", "measure"]
+__all__ = [
+    "LIKELY",
+    "launch_calls",
+    "least_squares",
+    "measure",
+]
+
+# ---- least squares
+#
+# Prices from what was measured: least squares of relative errors, none below 0. numpy alone.
+
+
+LIKELY = 0.1  # the weight of what a number was before, against one measurement's relative error
+
+
+def least_squares(
+    columns: abc.Sequence[abc.Sequence[float]], measured: abc.Sequence[float], near: abc.Sequence[float] = ()
+) -> list[float]:
+    """Factors from 0 of the columns, whose sum is what was measured, or as near to it as can be.
+
+    Args:
+        columns: of each measurement what its factors count, [measurements, factors].
+        measured: above 0, [measurements].
+        near: what the factors are likely to be, above 0, [factors]; each counts as `LIKELY` of a measurement.
+
+    >>> [round(x, 6) for x in least_squares([[1, 2], [1, 4], [1, 6]], [3, 5, 7])]
+    [1.0, 1.0]
+    """
+    likely = LIKELY * np.diag(1 / np.array(near)) if len(near) else np.zeros((0, len(columns[0])))
+    a = np.concatenate([np.array(columns, dtype=float) / np.array(measured)[:, None], likely])
+    b = np.append(np.ones(len(measured)), np.full(len(likely), LIKELY))
+    kept, factors = list(range(a.shape[1])), np.zeros(a.shape[1])
+    while kept:
+        factors[:] = 0
+        factors[kept] = np.linalg.lstsq(a[:, kept], b, rcond=None)[0]
+        if (factors >= 0).all():
+            break
+        kept.remove(int(np.argmin(factors)))
+    return factors.tolist()
+
+
+# ---- measuring
+
 
 _REPEATS = 5
 _GPU = {"tokens": 16384, "heads_q": 32, "heads_kv": 8}

@@ -11,28 +11,86 @@ link, optimizers and other layers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from cp_fast.compile.machine import Kernel, Link, Machine
-from cp_fast.tools.cost.counts import LaunchCounts, RankCounts, StepCounts, count_alone, count_rank
-from cp_fast.tools.cost.predicted_memory import most_bytes
+from cp_fast.tools.cost.counts import LaunchCounts, RankCounts, StepCounts, count_alone, count_rank, most_bytes
+from cp_ref.contract.read_problem import check_layout
 from cp_ref.schedules.attention_slices import pairs
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.table import joined
 from cp_ref.schedules.values import check_choice
+from cp_ref.schedules.verify.costs import ITEM_BYTES
+from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, Unsupported
 
 __all__ = [
     "MESSAGES",
+    "SAVED",
+    "Candidate",
     "Counts",
+    "ModelShape",
     "PassTime",
     "Prediction",
+    "StepMemory",
+    "candidates",
     "counted",
     "predict",
     "priced",
     "recommended",
+    "step_memory",
 ]
+
+# ---- candidates
+#
+# A problem in every layout and schedule, to choose from.
+
+
+class Candidate(NamedTuple):
+    """The problem in one layout and schedule; `refused`: why it is impossible, or empty."""
+
+    problem: Problem
+    refused: str
+
+
+def candidates(problem: Problem, domain: int, layouts: Iterable[str] = LAYOUTS) -> list[Candidate]:
+    """The problem in every layout and schedule. In "a2a+p2p" the largest number of ranks exchange heads that its heads
+    and a domain of GPUs allow.
+
+    >>> from cp_ref.schedules.problem import Sequence
+    >>> for found in candidates(Problem(4, (Sequence(64, 64, 64, 64),), heads_q=2, heads_kv=2), 8, ["dual_chunk"]):
+    ...     print(found.problem.cp_comm_type, found.problem.a2a_size, found.refused or "taken")
+    p2p 1 taken
+    all_gather 1 taken
+    a2a 4 2 query heads over 2 are not shared by 4 ranks
+    a2a+p2p 2 taken
+    """
+    return [_candidate(problem, layout, name, domain) for layout in layouts for name in CP_COMM_TYPES]
+
+
+def _candidate(problem: Problem, layout: str, name: str, domain: int) -> Candidate:
+    ranks, q, kv = problem.cp_size, problem.heads_q, problem.heads_kv
+    inner = [n for n in range(min(domain, ranks - 1), 1, -1) if ranks % n == 0]
+    sizes = {"a2a": [ranks], "a2a+p2p": inner}.get(name, [1])
+    legal = next((n for n in sizes if q % n == 0 and (kv % n == 0 or n % kv == 0)), None)
+    size = legal or next(iter(sizes), 1)
+    made = replace(problem, layout=layout, cp_comm_type=name, a2a_size=size)
+    if not sizes:
+        bounds = f"at least 2, less than {ranks}, at most a domain of {domain}"
+        return Candidate(made, f"no size of groups ({bounds}) divides {ranks} ranks")
+    if legal is None:
+        return Candidate(made, f"{q} query heads over {kv} are not shared by {size} ranks")
+    try:
+        check_layout(made)
+    except (ValueError, Unsupported) as error:
+        return Candidate(made, str(error))
+    return Candidate(made, "")
+
+
+# ---- time and memory of attention
+
 
 _ALL_RANKS = 4  # Up to this number all ranks are counted, else the first, a busiest one and the last.
 MESSAGES = ("peer_memory", "group")
@@ -202,3 +260,113 @@ def recommended(found: Iterable[Prediction]) -> Prediction:
     found = list(found)
     best = min(one.seconds for one in found)
     return min((one for one in found if one.seconds <= 1.01 * best), key=lambda one: one.peak_bytes)
+
+
+# ---- memory of a training step
+#
+# The memory of a rank in a whole training step: weights, gradients, states, what layers save, and the running layer.
+#
+# The model is a decoder of the Llama and Qwen3 kind: norms that compute in float32, on q and k too; an MLP with a gate;
+# one matrix for embedding and head. FSDP2 shards its weights, one group a layer; the group of the embedding stays whole
+# through the backward pass. AdamW has two states of the weights' dtype. The loss is computed by chunks of tokens.
+#
+# Memory is fullest in the loss, or while a layer's MLP or attention runs in the backward pass: of the last layer,
+# before which all layers have saved, or of the first one, after which all have gradients. Not counted: CUDA's, NCCL's
+# and the allocator's own, and peers' staging buffers.
+
+
+SAVED = ("offload", "attention", "layers", "all")  # Kept for the backward pass, from least to most.
+_FLOAT = 4  # Bytes.
+_CHUNK = 2048  # Tokens whose logits exist at once.
+_GATHERED = 2  # Layers whose whole weights or gradients are there.
+_OFFLOADED = 2  # Layers whose results of attention are on the device.
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder's sizes, besides those of its attention.
+
+    >>> ModelShape.read("36,2560,9728,151936").hidden
+    2560
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    vocabulary: int
+
+    @staticmethod
+    def read(text: str) -> ModelShape:
+        """From "layers,hidden,ffn,vocabulary"; a ValueError for anything else."""
+        words = text.split(",")
+        if len(words) != 4 or not all(word.strip().isdecimal() and int(word) for word in words):
+            raise ValueError(f"a model is layers,hidden,ffn,vocabulary, four numbers of at least 1; got {text!r}")
+        return ModelShape(*map(int, words))
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a rank at the time when memory is fullest, by what they are for."""
+
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.parts.values())
+
+
+def step_memory(
+    problem: Problem, attention_bytes: int, model: ModelShape, *, saved: str = "offload", sharded_over: int = 1
+) -> StepMemory:
+    """Predict the memory of the rank with the most tokens.
+
+    Args:
+        problem: the attention of one layer.
+        attention_bytes: the most bytes of a call above its inputs, messages included, as `Prediction.peak_bytes`.
+        model: the other sizes.
+        saved: for the backward pass; "all" activations (no checkpointing), the inputs of "layers" (all of a layer is
+            recomputed), also the results of "attention", or these in the host's memory ("offload").
+        sharded_over: ranks over which FSDP2 shards the weights; 1: each rank has all.
+    """
+    check_choice("saved", saved, SAVED)
+    item = ITEM_BYTES[problem.dtype]
+    slices = [problem.slots.q.of(rank) for rank in range(problem.cp_size)]
+    tokens = max(int((own.stop - own.start).sum()) for own in slices)
+    hidden, ffn, layers = model.hidden, model.ffn, model.layers
+    q, k = problem.heads_q * problem.d_qk, problem.heads_kv * problem.d_qk
+    v, out = problem.heads_kv * problem.d_v, problem.heads_q * problem.d_v
+    layer = (hidden * (q + k + v + out) + 3 * hidden * ffn) * item
+    embedding = model.vocabulary * hidden * item
+
+    norm = _FLOAT + 2 * item  # Of a number: in float32, rounded, and scaled.
+    inputs = tokens * hidden * item
+    results = tokens * (out * item + problem.heads_q * _FLOAT)
+    attention = tokens * ((hidden + q + k) * norm + v * item) + results
+    mlp = tokens * (hidden * norm + 4 * ffn * item)  # The gate, its SiLU, the other factor, the product.
+    kept, here = {  # By all layers; and by the running one besides.
+        "offload": (layers * inputs + min(layers, _OFFLOADED) * results, attention + mlp - results),
+        "attention": (layers * (inputs + results), attention + mlp - results),
+        "layers": (layers * inputs, attention + mlp),
+        "all": (layers * (inputs + attention + mlp), 0),
+    }[saved]
+    loss = 3 * min(tokens, _CHUNK) * model.vocabulary * _FLOAT + 3 * inputs  # Logits, their logarithms, the gradient.
+    times = {
+        "running layer": here + tokens * (2 * ffn + hidden) * item,  # Gradients inside the MLP.
+        "running attention": here - (mlp if here else 0) + attention_bytes + 2 * inputs,
+        "loss": loss,
+    }
+    busiest = max(times, key=lambda name: times[name])
+    gradients = layers * layer // sharded_over
+    first_is_fullest = kept >= gradients + kept // layers  # Layers give back what they saved, and leave gradients.
+    whole = 2 * embedding + _GATHERED * layer if sharded_over > 1 else embedding
+    return StepMemory(
+        {
+            "weights": (layers * layer + embedding) // sharded_over,
+            "AdamW's states": 2 * (layers * layer + embedding) // sharded_over,
+            "whole weights and gradients": whole,
+            "gradients of layers": 0 if first_is_fullest else gradients,
+            "saved by layers": kept if first_is_fullest else kept // layers,
+            busiest: times[busiest],
+        }
+    )

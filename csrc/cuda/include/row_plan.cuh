@@ -38,7 +38,7 @@ struct Divider {
 #endif
 };
 
-struct RowPlan : RowMap {
+struct RowPlan : RowRule {
   bool scatter;                  // the map gives the row of the target, not of the source
   bool narrow;                   // rows and keys fit into int32
   int64_t divisor, tail_divisor, end;  // rules: of every length, of the tail, and where lengths end at most
@@ -59,15 +59,15 @@ struct RowPlan : RowMap {
 #endif
 };
 
-inline RowPlan plan_of(const RowMap& rows, bool scatter) {
+inline RowPlan plan_of(const RowRule& rows, bool scatter) {
   if (rows.lengths.sequences > INT_MAX - 64) throw std::runtime_error("ValueError: more than 2^31 - 64 sequences");
   RowPlan plan{};
-  static_cast<RowMap&>(plan) = rows;
+  static_cast<RowRule&>(plan) = rows;
   plan.scatter = scatter;
   plan.narrow = std::max({rows.tokens, rows.count, int64_t{rows.cp_size}}) < (int64_t(1) << 30);
-  plan.divisor = rows.RowMap::divisor();
-  plan.tail_divisor = rows.RowMap::tail_divisor();
-  plan.end = rows.RowMap::end();
+  plan.divisor = rows.RowRule::divisor();
+  plan.tail_divisor = rows.RowRule::tail_divisor();
+  plan.end = rows.RowRule::end();
   plan.by_cp_size = Divider::by(rows.cp_size);
   plan.by_slice = Divider::by(std::max<int64_t>(rows.tokens / rows.cp_size, 1));
   return plan;

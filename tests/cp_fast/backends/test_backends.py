@@ -30,7 +30,7 @@ from cp_fast.backends.backend_protocol import (
 )
 from cp_fast.backends.backend_variants import LargestLogit, largest_logit
 from cp_fast.backends.blockwise import BlockwiseBackend, ScoreBlockSize, score_blocks_on_device
-from cp_fast.tools.log import log_once
+from cp_fast.log import log_once
 from cp_ref.schedules.problem import ScoreOptions
 from cp_ref.schedules.words import Feature, Unsupported
 from tests.cp_fast.backends.placed import both_ways

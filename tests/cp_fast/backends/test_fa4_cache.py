@@ -13,8 +13,8 @@ import pytest
 
 from cp_fast.backends.fa4 import fa4_cache
 from cp_fast.backends.fa4.fa4_cache import ENABLED, FOLDER, keep_on_disk, kept_where, says_when_it_compiles
-from cp_fast.tools.build.cache import own_folder
-from cp_fast.tools.log import log_once
+from cp_fast.build.cache import own_folder
+from cp_fast.log import log_once
 
 
 @pytest.fixture

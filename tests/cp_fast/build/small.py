@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_fast.tools.build import recipe
+from cp_fast.build import recipe
 
 __all__ = ["make_small", "use_small"]
 

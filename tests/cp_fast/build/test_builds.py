@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from cp_fast.tools import build
-from cp_fast.tools.build import cache, recipe
-from cp_fast.tools.build.recipe import ALL_ARCHS, VARIABLE, Recipe, machine_archs, read_archs
+from cp_fast import build
+from cp_fast.build import cache, recipe
+from cp_fast.build.recipe import ALL_ARCHS, VARIABLE, Recipe, machine_archs, read_archs
 from tests.cp_fast.build.small import make_small, use_small
 from tests.dist.workers import CONTEXT
 from tests.marks import HANGS_S, needs_cxx
@@ -272,7 +272,7 @@ def test_without_cuda_the_gpu_kernels_say_so() -> None:
 
 
 def test_a_cuda_that_the_driver_may_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_fast.tools.build import builder
+    from cp_fast.build import builder
 
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(recipe, "identity", lambda program: "Cuda compilation tools, release 13.0, V13.0.88")

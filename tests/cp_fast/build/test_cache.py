@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cp_fast.tools.build import BuildError, Unavailable, cache
+from cp_fast.build import BuildError, Unavailable, cache
 from tests.dist.workers import CONTEXT
 from tests.marks import HANGS_S
 

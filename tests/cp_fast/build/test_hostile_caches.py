@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_fast.tools.build import Unavailable, cache
+from cp_fast.build import Unavailable, cache
 from tests.cp_fast.build.test_cache import FILE, Builder, never, start, wait_for
 from tests.marks import HANGS_S
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from cp_fast.compile.program import Launch
 from cp_fast.compile.row_spans import Spans
-from cp_fast.movers.rows import Rows
+from cp_fast.movers.mover_protocol import Rows
 from cp_ref.schedules.problem import Workload
 
 __all__ = ["Cells", "Pairs", "rows_of"]

@@ -31,7 +31,7 @@ from cp_fast.compile.program import (
     View,
     Wait,
 )
-from cp_fast.movers.rows import Rows
+from cp_fast.movers.mover_protocol import Rows
 from cp_ref.schedules.problem import Workload
 from tests.cp_fast.compile.pairs import Cells, Pairs
 

@@ -24,7 +24,7 @@ from cp_fast.compile.program import (
     Send,
     View,
 )
-from cp_fast.movers.rows import Rows
+from cp_fast.movers.mover_protocol import Rows
 from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule, saved_kinds
 from cp_ref.schedules.problem import Problem, Sequence

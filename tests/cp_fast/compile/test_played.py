@@ -19,7 +19,7 @@ from cp_fast.compile.lower import Draft, lower
 from cp_fast.compile.pipeline import linked, lowered, optimized, upload
 from cp_fast.compile.program import Launch, Programs
 from cp_fast.compile.segments import WindowRule
-from cp_fast.movers.rows import Rows
+from cp_fast.movers.mover_protocol import Rows
 from cp_fast.passes import PASSES, is_on, skipped, switched_off
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions

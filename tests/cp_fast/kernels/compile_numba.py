@@ -8,11 +8,8 @@ from typing import Any
 import numba.cuda.dispatcher
 from numba import cuda, types
 
-from cp_fast.movers.lengths_map import KINDS
-from cp_fast.movers.numba_cuda.index_kernel import indices_kernel
-from cp_fast.movers.numba_cuda.merge_kernels import pairs_kernel
-from cp_fast.movers.numba_cuda.move_kernels import move_kernel
-from cp_fast.movers.numba_cuda.weight_kernels import weigh_kernel
+from cp_fast.movers.mover_protocol import KINDS
+from cp_fast.movers.numba_cuda.kernels import indices_kernel, move_kernel, pairs_kernel, weigh_kernel
 
 SM_90 = (9, 0)
 INT = types.int64

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cp_fast import thd
-from cp_fast.movers import LengthsMap, kernels
+from cp_fast.movers import RowRule, kernels
 
 
 def other_values(t: dict[str, torch.Tensor]) -> None:
@@ -106,7 +106,7 @@ def _back(t: dict[str, torch.Tensor]) -> torch.Tensor:
 KERNELS: dict[str, Helper] = {  # what no helper is made of
     "take": lambda t: tuple(kernels(t["x"].device.type).gather([t["x"], t["y"]], t["rows"])),
     "partition": lambda t: tuple(
-        kernels(t["x"].device.type).gather([t["x"], t["y"]], LengthsMap("partition", "slice", t["cu"], a=2, b=1))
+        kernels(t["x"].device.type).gather([t["x"], t["y"]], RowRule("partition", "slice", t["cu"], a=2, b=1))
     ),
     "heads to front": lambda t: tuple(
         kernels(t["x"].device.type).gather_heads([t["out"]] * 2, t["rows"], [0, 1, 1, 1, 0, 0], [1, 1])

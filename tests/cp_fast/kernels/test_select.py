@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import cp_fast.tools.build
+import cp_fast.build
 from cp_fast import movers as package
+from cp_fast.log import log_once
 from cp_fast.movers import chosen, kernels, use, why_not
-from cp_fast.movers import select_kernels as select
-from cp_fast.movers.torch_movers.torch_kernels import TorchKernels
-from cp_fast.tools.log import log_once
+from cp_fast.movers import select_movers as select
+from cp_fast.movers.torch_movers import TorchMovers
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +27,9 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_without_a_compiler_pytorch_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cp_fast.tools.build, "why_not", lambda device_type: "no C++ compiler")
+    monkeypatch.setattr(cp_fast.build, "why_not", lambda device_type: "no C++ compiler")
     assert chosen("cpu") == ("torch", "not native: no C++ compiler; not numba: numba is for 'cuda', not 'cpu'")
-    assert isinstance(kernels("cpu"), TorchKernels)
+    assert isinstance(kernels("cpu"), TorchMovers)
     with pytest.raises(RuntimeError, match=r"'native' cannot be had: no C\+\+ compiler"):
         kernels("cpu", "native")
     with use("native"), pytest.raises(RuntimeError, match=r"use\('native'\) asks for .* no C\+\+ compiler"):
@@ -39,7 +39,7 @@ def test_without_a_compiler_pytorch_is_taken(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_first_use_of_a_slower_one_says_so_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cp_fast.tools.build, "why_not", lambda device_type: "no C++ compiler")
+    monkeypatch.setattr(cp_fast.build, "why_not", lambda device_type: "no C++ compiler")
     log_once.cache_clear()
     for _ in range(2):
         kernels("cpu")
@@ -60,7 +60,7 @@ def test_the_first_use_of_a_slower_one_says_so_once(
 
 def test_a_compiler_that_is_not_there_is_no_reason_to_take_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    cp_fast.tools.build.why_not.cache_clear()
+    cp_fast.build.why_not.cache_clear()
     with pytest.raises(ValueError, match="CXX is 'no-such-compiler'; it must name a C"):
         kernels("cpu")
     with use("torch"):
@@ -71,8 +71,8 @@ def test_a_build_that_fails_is_no_reason_to_take_another(monkeypatch: pytest.Mon
     def load(device: str) -> None:
         raise RuntimeError("the build failed: error on line 3")
 
-    monkeypatch.setattr(cp_fast.tools.build, "why_not", lambda device_type: None)
-    monkeypatch.setattr("cp_fast.movers.native_kernels.load", load)
+    monkeypatch.setattr(cp_fast.build, "why_not", lambda device_type: None)
+    monkeypatch.setattr("cp_fast.movers.native_movers.load", load)
     with pytest.raises(RuntimeError, match="the build failed"):
         kernels("cpu")
 
@@ -101,7 +101,7 @@ def test_names() -> None:
 
 def test_the_helpers_use_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(TorchKernels, "gather", lambda self, xs, rows: seen.append(len(xs)) or list(xs))
+    monkeypatch.setattr(TorchMovers, "gather", lambda self, xs, rows: seen.append(len(xs)) or list(xs))
     x = torch.arange(8)
     with use("torch"):
         cp_fast.thd.thd_sequence_order_to_cp_rank_order((x, x), torch.tensor([0, 8]), 2)

@@ -10,10 +10,10 @@ import torch
 
 import cp_fast.thd  # noqa: F401  (registers the operators)
 from cp_fast.movers import use
-from cp_fast.movers.native_kernels import NativeKernels, load
+from cp_fast.movers.native_movers import NativeMovers, load
 
 
-def native() -> NativeKernels:
+def native() -> NativeMovers:
     return load("cpu")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cp_fast.movers import LengthsMap
+from cp_fast.movers import RowRule
 from cp_ref.thd import thd_cp_rank_order_to_sequence_order, thd_get_partitioned_indices, thd_read_half_tensor
 from tests.cp_fast.kernels.checks.suite import Where, merged_shapes
 from tests.cp_fast.native.buffers import cumulative, equal_bits, helpers, native
@@ -83,7 +83,7 @@ def test_keys_and_values_in_one_tensor() -> None:
     both = torch.randn(2, 12, 5, 9)[:, :, :4, :8].movedim(1, 0)
     lengths = cumulative([8, 4])
     expected = thd_read_half_tensor(both.movedim(0, 1), lengths, 1).movedim(1, 0)
-    assert torch.equal(native().gather([both], LengthsMap("rows", "half", lengths, a=1))[0], expected)
+    assert torch.equal(native().gather([both], RowRule("rows", "half", lengths, a=1))[0], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])

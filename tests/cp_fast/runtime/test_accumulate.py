@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from cp_fast.backends import LaunchOptions
 from cp_fast.compile.program import OWN, Accumulate, Accumulations, BufferSpec, Copy, View
-from cp_fast.movers.rows import Rows
-from cp_fast.movers.select_kernels import kernels
-from cp_fast.movers.torch_movers.torch_merges import log_add_exp
+from cp_fast.movers.mover_protocol import Rows
+from cp_fast.movers.select_movers import kernels
+from cp_fast.movers.torch_movers import log_add_exp
 from cp_fast.runtime.operations import accumulate, copy
 from cp_fast.runtime.pass_buffers import PassBuffers
 from cp_fast.runtime.tensors import Shapes, State, Tensors

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from cp_fast.movers import LengthsMap, kernels, why_not
+from cp_fast.movers import RowRule, kernels, why_not
 from tests.cp_fast.kernels.checks.suite import (
     CHECKS,
     MERGED_SHAPES,
@@ -58,7 +58,7 @@ def test_a_captured_graph_sees_new_lengths(where: Where) -> None:
     """Lengths are read on the device, when the graph runs."""
 
     def reorder(lengths: torch.Tensor) -> list[torch.Tensor]:
-        return where.kernels.gather([x, x[:, 0]], LengthsMap("reorder", "rank_order", lengths, a=4))
+        return where.kernels.gather([x, x[:, 0]], RowRule("reorder", "rank_order", lengths, a=4))
 
     x = torch.randn(64, 3, 64, device="cuda").bfloat16()
     lengths, other = (torch.tensor(n, dtype=torch.int32, device="cuda") for n in ([0, 16, 16, 56], [0, 40, 48, 64]))
@@ -78,7 +78,7 @@ def test_the_current_stream_is_used(where: Where) -> None:
     """A long wait on the current stream delays the kernel, and nothing on another one does."""
     x = torch.zeros(4096, 512, device="cuda")
     lengths = torch.tensor([0, 4096], dtype=torch.int32, device="cuda")
-    order = LengthsMap("reorder", "rank_order", lengths, a=2)
+    order = RowRule("reorder", "rank_order", lengths, a=2)
     where.kernels.gather([x], order)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -101,8 +101,8 @@ def test_more_than_2_to_the_31_elements(where: Where) -> None:
         .expand(tokens, width)
         .contiguous()
     )
-    got = where.kernels.gather([x], LengthsMap("reorder", "rank_order", lengths, a=4))[0]
-    slices = [LengthsMap("partition_indices", "slice", lengths, a=4, b=rank) for rank in range(4)]
+    got = where.kernels.gather([x], RowRule("reorder", "rank_order", lengths, a=4))[0]
+    slices = [RowRule("partition_indices", "slice", lengths, a=4, b=rank) for rank in range(4)]
     rows = torch.cat([where.kernels.row_indices(own, tokens) for own in slices])
     for column in (0, width - 1):
         assert torch.equal(got[:, column], x[:, column].index_select(0, rows))

@@ -15,14 +15,14 @@ import torch
 
 from cp_fast.compile.program import Accumulate, Launch
 from cp_fast.linear.affine_maps import Maps
-from cp_fast.movers import LengthsMap
+from cp_fast.movers import RowRule
 from cp_ref.contract.cuts import Cut
 from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Message, Schedule, Step, Tiles
 
 __all__ = [
-    "UNBOUNDED", "AttentionSlices", "LengthsMap", "Maps", "a2a_rank_first", "a_step_late", "as_if_contiguous",
+    "UNBOUNDED", "AttentionSlices", "RowRule", "Maps", "a2a_rank_first", "a_step_late", "as_if_contiguous",
     "dkv_stays", "documents_joined", "drifting", "everywhere", "exchanged_targets", "half_a_seed", "halo_one_short",
     "next_slopes", "nullcontext", "one_key_lost", "one_scale", "other_seed", "own_gradient", "peers_by_exclusive_or",
     "pieces_exchanged", "pieces_reversed", "spoiled", "the_first", "threading", "tiles_of_the_first_heads",

@@ -15,7 +15,7 @@ from conformance.checks.reference import UnsupportedCase
 from conformance.implementation import Implementation
 from conformance.problems.capabilities import Capabilities, probe
 from conformance.runner.tiers import TIERS
-from cp_fast.movers.select_kernels import use
+from cp_fast.movers.select_movers import use
 from tests.meta.mutants.model import Mutant, Package, loaded
 
 __all__ = ["QUICK", "Hunt", "drawn_problems", "hunt", "implementation", "tier_names"]

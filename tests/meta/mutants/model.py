@@ -40,7 +40,7 @@ from typing import Any, Literal, NamedTuple, cast
 from conformance.implementation import Implementation, load
 from conformance.record import Level
 from conformance.runner.tiers import TIERS
-from cp_fast.movers.select_kernels import use
+from cp_fast.movers.select_movers import use
 from tests.meta.mutants import functions
 
 __all__ = ["Mutant", "loaded", "read_mutants"]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from cp_ref import ContextParallel, SimGroup, attention, dense_attention, shard, unshard
 from cp_ref.cli import app
-from cp_ref.cli.explained_problem import Request
+from cp_ref.cli.plan import Request
 from cp_ref.schedules.planners.make_schedule import SCHEDULES, Planner, make_schedule
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import KINDS, Schedule

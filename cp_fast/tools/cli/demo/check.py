@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import cp_fast
-from cp_fast.tools.cli.demo.job import Job
-from cp_fast.tools.cli.demo.ranks import Measured
+from cp_fast.tools.cli.demo import Job
+from cp_fast.tools.cli.demo import Measured
 from cp_ref.schedules.problem import Sequence
 
 __all__ = ["checks"]

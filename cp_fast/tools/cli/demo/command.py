@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from cp_fast.tools.cli.common import cost_table, show_picture
-from cp_fast.tools.cli.demo.check import checks
-from cp_fast.tools.cli.demo.job import Job, under_torchrun
-from cp_fast.tools.cli.demo.ranks import Measured, RankFailed, run_rank, spawn
+from cp_fast.tools.cli.demo import checks
+from cp_fast.tools.cli.demo import Job, under_torchrun
+from cp_fast.tools.cli.demo import Measured, RankFailed, run_rank, spawn
 from cp_ref.contract.cli.options import with_options
 from cp_ref.contract.cli.terminal import CHECK_FAILED, check_svg, complain, table
 from cp_ref.contract.svg_pictures import svg_picture

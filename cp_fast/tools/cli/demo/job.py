@@ -12,7 +12,7 @@ import torch
 from typer import Option
 
 from cp_fast.backends import BACKENDS
-from cp_fast.tools.cli.demo.documents import Document, read_documents
+from cp_fast.tools.cli.demo import Document, read_documents
 from cp_ref.contract.cli.options import check_number, cumulative, exchanging, window
 from cp_ref.contract.read_problem import DTYPES
 from cp_ref.schedules.values import MOST_RANKS, check_choice, read_count

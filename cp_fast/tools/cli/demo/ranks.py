@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cp_fast
 from conformance.runner.processes import run_together
-from cp_fast.tools.build import BuildError, Unavailable
+from cp_fast.build import BuildError, Unavailable
 from cp_fast.tools.cli.demo.job import Job
 from cp_ref.contract.cli.terminal import one_line
 from cp_ref.schedules.problem import Problem

@@ -33,7 +33,7 @@ from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_fast.compile.lower import Draft
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import OWN, Free, Launch
-from cp_fast.movers.select_kernels import use
+from cp_fast.movers.select_movers import use
 from cp_fast.passes import PASSES, switched_off
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule
 from cp_ref.schedules.problem import Problem, Sequence

@@ -9,7 +9,7 @@ import torch
 
 import cp_fast
 from cp_fast.compile.program import Copy, Programs, Recv
-from cp_fast.movers.rows import Rows
+from cp_fast.movers.mover_protocol import Rows
 from cp_fast.passes import switched_off
 from cp_ref import SimGroup
 from cp_ref.simulator import SimMember

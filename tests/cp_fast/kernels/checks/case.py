@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from cp_fast.movers import Kernels, kernels, use
+from cp_fast.movers import Movers, kernels, use
 from tests.cp_fast.kernels.checks.memory import Boxed
 
 MOVED = (
@@ -52,7 +52,7 @@ class Where:
     device: str
 
     @property
-    def kernels(self) -> Kernels:
+    def kernels(self) -> Movers:
         return kernels(self.device, self.name)
 
     def use(self) -> Any:

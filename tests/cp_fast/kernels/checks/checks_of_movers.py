@@ -6,7 +6,7 @@ import torch
 
 import cp_fast
 import cp_ref
-from cp_fast.movers import LengthsMap
+from cp_fast.movers import RowRule
 from tests.cp_fast.kernels.checks.case import FLOATS, NAN, Case, Where, bytes_of, lse_shape, once, rows_of
 from tests.cp_fast.kernels.checks.memory import Boxed, assert_same_bits
 
@@ -46,7 +46,7 @@ def reorders(where: Where, case: Case) -> None:
 def partitions(where: Where, case: Case) -> None:
     x = case.random(case.tokens, *case.shape, dtype=case.dtypes[0])
     cu, ids = where.lengths(case.cu, case.length_dtype), torch.arange(case.tokens)
-    own = LengthsMap("partition", "slice", cu, a=case.cp_size, b=case.rank)
+    own = RowRule("partition", "slice", cu, a=case.cp_size, b=case.rank)
     got = where.kernels.gather([case.boxed(where, x).view, ids.to(where.device)], own)
     rows = cp_ref.thd.thd_get_partitioned_indices(case.cu, case.tokens, case.cp_size, case.rank).long()
     assert_same_bits(got[0], x.index_select(0, rows))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from cp_fast.movers import LengthsMap, why_not
-from cp_fast.movers.numba_cuda.address.simulated import SIMULATED
+from cp_fast.movers import RowRule, why_not
+from cp_fast.movers.numba_cuda.memory_sim import SIMULATED
 from tests.cp_fast.kernels.checks.suite import CHECKS, Case, Where, cases, many_sequences, row_sizes
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="needs NUMBA_ENABLE_CUDASIM=1")
@@ -55,7 +55,7 @@ def test_broken_lengths_fail_by_name(name: str) -> None:
     """The operators look at lengths on the CPU first; these are the kernels' own assertions."""
     x = torch.zeros(12 if name != "tail" else 11, 3)
     with pytest.raises(AssertionError, match="cp_fast reorder: lengths must begin at 0"):
-        WHERE.kernels.gather([x], LengthsMap("reorder", "rank_order", torch.tensor(BROKEN[name]), a=2))
+        WHERE.kernels.gather([x], RowRule("reorder", "rank_order", torch.tensor(BROKEN[name]), a=2))
 
 
 def test_broken_indices_fail_by_name() -> None:

@@ -12,7 +12,7 @@ import torch
 
 import cp_fast
 import cp_ref
-from cp_fast.movers import LengthsMap
+from cp_fast.movers import RowRule
 from tests.cp_fast.kernels.checks.case import Case, Where, cases
 from tests.cp_fast.kernels.checks.checks_of_movers import (
     half_lses,
@@ -75,9 +75,9 @@ def row_sizes(where: Where, size: int) -> None:
         x = torch.randint(0, 255, (26, size), dtype=torch.uint8)
         view = Boxed.of(x, where.device, (), offset).view
         lengths = cu.to(where.device)
-        got = where.kernels.gather([view], LengthsMap("reorder", "rank_order", lengths, a=2))[0]
+        got = where.kernels.gather([view], RowRule("reorder", "rank_order", lengths, a=2))[0]
         assert_same_bits(got, cp_ref.thd.thd_sequence_order_to_cp_rank_order(x, cu, 2))
-        assert_same_bits(where.kernels.gather([got], LengthsMap("reorder", "sequence_order", lengths, a=2))[0], x)
+        assert_same_bits(where.kernels.gather([got], RowRule("reorder", "sequence_order", lengths, a=2))[0], x)
         box, index = Boxed.of(x, where.device, (offset,), offset), torch.arange(24, 0, -2)
         want = x.index_copy(0, index, x[:12])
         where.kernels.scatter_([box.view], [view[:12]], index.to(where.device))

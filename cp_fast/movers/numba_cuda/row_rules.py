@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportOptionalSubscript=false, reportAttributeAccessIssue=false
 # (kernels are compiled by Numba: their types are not Python's)
-"""The target of each row, computed on the device: the kinds of `cp_fast.movers.lengths_map` in Numba.
+"""The target of each row, computed on the device: the kinds of `cp_fast.movers.mover_protocol` in Numba.
 
 A plan is 8 integers, the same for every kind of map, so that kernels have one signature:
 
@@ -23,9 +23,15 @@ from typing import Any
 
 from numba import cuda
 
-from cp_fast.movers.numba_cuda.address.memory import divide, load_int
+from cp_fast.movers.numba_cuda.memory import divide, load_int
 
-__all__ = ["entry", "find", "plan_is_right", "row_key", "row_map"]
+__all__ = [
+    "entry",
+    "find",
+    "plan_is_right",
+    "row_key",
+    "row_map",
+]
 
 _load32, _load64 = load_int(4), load_int(8)
 

@@ -1,4 +1,4 @@
-"""The native kernels: C++ on the CPU, CUDA on a GPU, built on first use (`cp_fast.tools.build`), called as operators.
+"""The native kernels: C++ on the CPU, CUDA on a GPU, built on first use (`cp_fast.build`), called as operators.
 
 The operators check their arguments in C++ (see `base`). An error there is a RuntimeError that begins with the name of
 another exception, and becomes that exception here. Without memory for a result, PyTorch's own exception is raised.
@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from cp_fast.movers.lengths_map import HELPERS, KINDS, LengthsMap
-from cp_fast.movers.mover_protocol import Kernels
-from cp_fast.movers.rows import Rows
-from cp_fast.tools import build
+from cp_fast import build
+from cp_fast.movers.mover_protocol import HELPERS, KINDS, Movers, RowRule, Rows
 
-__all__ = ["NativeKernels", "load"]
+__all__ = [
+    "NativeMovers",
+    "load",
+]
 
 _KINDS, _HELPERS = ({name: number for number, name in enumerate(names)} for names in (KINDS, HELPERS))
 _SPAN, _INDEX = _KINDS["span"], _KINDS["index"]
@@ -28,17 +29,17 @@ _ERRORS: dict[str, type[Exception]] = {"ValueError: ": ValueError, "TypeError: "
 
 
 @lru_cache
-def load(device: str) -> NativeKernels:
+def load(device: str) -> NativeMovers:
     """The native kernels for a device, built if necessary.
 
     Args:
         device: "cpu" or "cuda".
 
     Raises:
-        cp_fast.tools.build.Unavailable: why they cannot be used here. cp_fast.tools.build.BuildError: the compiler
+        cp_fast.build.Unavailable: why they cannot be used here. cp_fast.build.BuildError: the compiler
         failed, or its library cannot be loaded.
     """
-    return NativeKernels(_namespace(device))
+    return NativeMovers(_namespace(device))
 
 
 def _namespace(device: str) -> Any:
@@ -51,8 +52,8 @@ def _namespace(device: str) -> Any:
     return getattr(torch.ops, f"cp_attention_native_{device}")
 
 
-class NativeKernels(Kernels):
-    """`Kernels` by native operators."""
+class NativeMovers(Movers):
+    """`Movers` by native operators."""
 
     name = "native"
 
@@ -62,16 +63,16 @@ class NativeKernels(Kernels):
         self._gather_heads, self._scatter_heads = map(_named, (ops.gather_heads, ops.scatter_heads_))
         self._merge = _named(ops.merge_)
 
-    def row_indices(self, rows: LengthsMap, tokens: int) -> torch.Tensor:
+    def row_indices(self, rows: RowRule, tokens: int) -> torch.Tensor:
         return self._row_indices(tokens, *_map(rows, tokens))
 
-    def gather(self, xs: Sequence[torch.Tensor], rows: Rows | LengthsMap) -> list[torch.Tensor]:
+    def gather(self, xs: Sequence[torch.Tensor], rows: Rows | RowRule) -> list[torch.Tensor]:
         if isinstance(rows, slice):
             return [x[rows] for x in xs]
         return self._gather(xs, *_map(rows, 0)) if xs else []
 
     def scatter_(
-        self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows | LengthsMap, add: bool = False
+        self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows | RowRule, add: bool = False
     ) -> None:
         if outs:
             self._scatter(outs, xs, add, *_map(rows, outs[0].shape[0]))
@@ -92,17 +93,17 @@ class NativeKernels(Kernels):
         lse: torch.Tensor,
         out_step: torch.Tensor,
         lse_step: torch.Tensor,
-        rows: Rows | LengthsMap,
+        rows: Rows | RowRule,
         final: bool = False,
     ) -> None:
         self._merge(out, lse, out_step, lse_step, final, *_map(rows, out.shape[0]))
 
 
-def _map(rows: Rows | LengthsMap, tokens: int) -> tuple[int, torch.Tensor | None, torch.Tensor | None, int, int]:
+def _map(rows: Rows | RowRule, tokens: int) -> tuple[int, torch.Tensor | None, torch.Tensor | None, int, int]:
     """(kind + 16 * helper, table, real lengths, a, b): a row map as native operators take it."""
     if isinstance(rows, torch.Tensor):
         return _INDEX, rows, None, 0, 0
-    if isinstance(rows, LengthsMap):
+    if isinstance(rows, RowRule):
         helper, kind, lengths, real, a, b = rows
         return _KINDS[kind] + 16 * _HELPERS[helper], lengths, real, a, b
     first, stop, step = rows.indices(tokens)

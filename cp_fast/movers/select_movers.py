@@ -17,21 +17,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
-from cp_fast.movers.mover_protocol import Kernels
-from cp_fast.tools.log import log_once
+from cp_fast.log import log_once
+from cp_fast.movers.mover_protocol import Movers
 from cp_ref.schedules.values import check_choice
 
-__all__ = ["NAMES", "VARIABLE", "asked", "chosen", "kernels", "use", "why_not"]
+__all__ = [
+    "NAMES",
+    "VARIABLE",
+    "asked",
+    "chosen",
+    "kernels",
+    "use",
+    "why_not",
+]
 
 NAMES = ("native", "numba", "torch")
 VARIABLE = "CP_FAST_KERNELS"
 
 _MODULES = {  # With the function `load`.
-    "native": "cp_fast.movers.native_kernels",
+    "native": "cp_fast.movers.native_movers",
     "numba": "cp_fast.movers.numba_cuda",
-    "torch": "cp_fast.movers.torch_movers.torch_kernels",
+    "torch": "cp_fast.movers.torch_movers",
 }
-_REASONS = {"native": "cp_fast.tools.build", "numba": "cp_fast.movers.numba_cuda"}  # With the function `why_not`.
+_REASONS = {"native": "cp_fast.build", "numba": "cp_fast.movers.numba_cuda"}  # With the function `why_not`.
 _used: list[str] = []  # Of `use`, the innermost last; for all threads, since autograd has its own.
 
 
@@ -69,7 +77,7 @@ def chosen(device_type: str) -> tuple[str, str]:
     raise AssertionError("torch is always there")
 
 
-def kernels(device_type: str, name: str | None = None) -> Kernels:
+def kernels(device_type: str, name: str | None = None) -> Movers:
     """The kernels on a device: the named implementation, or else the `chosen` one.
 
     Raises:
@@ -124,7 +132,7 @@ def _choice(device_type: str, asked_name: str | None, by: str) -> str:
 
 
 @lru_cache
-def _loaded(name: str, device_type: str) -> Kernels:
+def _loaded(name: str, device_type: str) -> Movers:
     return importlib.import_module(_MODULES[name]).load(device_type)
 
 

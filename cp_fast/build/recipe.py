@@ -320,7 +320,7 @@ def sources_folder() -> Path:
     Raises:
         Unavailable: in neither.
     """
-    package = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[1]
     for folder in (package / "csrc", package.parent / "csrc"):
         if (folder / "common" / "bindings.cpp").exists():
             return folder

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from cp_fast.movers.numba_cuda.address.simulated import SIMULATED
+from cp_fast.movers.numba_cuda.memory_sim import SIMULATED
+
+__all__ = [
+    "SIMULATED",
+    "copies",
+    "divide",
+    "fault",
+    "load_int",
+    "load_values",
+    "store_int",
+    "store_values",
+]
 
 if SIMULATED:
-    from cp_fast.movers.numba_cuda.address.memory_sim import (
+    from cp_fast.movers.numba_cuda.memory_sim import (
         copies,
         divide,
         fault,
@@ -15,7 +26,7 @@ if SIMULATED:
         store_values,
     )
 else:
-    from cp_fast.movers.numba_cuda.address.memory_gpu import (
+    from cp_fast.movers.numba_cuda.memory_gpu import (
         copies,
         divide,
         fault,
@@ -24,5 +35,3 @@ else:
         store_int,
         store_values,
     )
-
-__all__ = ["SIMULATED", "copies", "divide", "fault", "load_int", "load_values", "store_int", "store_values"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -10,7 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["copies", "divide", "fault", "load_int", "load_values", "store_int", "store_values"]
+__all__ = [
+    "SIMULATED",
+    "copies",
+    "divide",
+    "fault",
+    "load_int",
+    "load_values",
+    "store_int",
+    "store_values",
+]
+
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+
 
 INTEGERS = {1: ctypes.c_int8, 2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_int64}
 WIDE = {"f32": np.float32, "f64": np.float64}

@@ -13,12 +13,21 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
+__all__ = [
+    "copies",
+    "divide",
+    "fault",
+    "load_int",
+    "load_values",
+    "store_int",
+    "store_values",
+]
+
 try:  # Numba-cuda has its own since 0.20.
     from numba.cuda.extending import intrinsic
 except ImportError:
     from numba.core.extending import intrinsic
 
-__all__ = ["copies", "divide", "fault", "load_int", "load_values", "store_int", "store_values"]
 
 I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F32, F64 = ir.FloatType(), ir.DoubleType()

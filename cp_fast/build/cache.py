@@ -31,8 +31,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cp_fast.tools.build.recipe import BuildError, Unavailable
-from cp_fast.tools.log import log
+from cp_fast.build.recipe import BuildError, Unavailable
+from cp_fast.log import log
 
 __all__ = [
     "FULL",

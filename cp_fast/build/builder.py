@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.tools.build import cache
-from cp_fast.tools.build.recipe import BuildError, Recipe, Target, Unavailable, ninja, nvcc_release, recipe, target
-from cp_fast.tools.log import log
+from cp_fast.build import cache
+from cp_fast.build.recipe import BuildError, Recipe, Target, Unavailable, ninja, nvcc_release, recipe, target
+from cp_fast.log import log
 
 __all__ = ["Status", "build", "find", "library", "status", "why_not"]
 

@@ -1,1 +1,0 @@
-"""The registered operators that move rows, their checks and gradients."""

@@ -1,1 +1,0 @@
-"""The movers by PyTorch's operators: any device, no compiler."""
