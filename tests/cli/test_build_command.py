@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from cp_fast import build
 from cp_fast.backends import by_name
 from cp_fast.build import cache
-from cp_fast.tools.cli import app, shapes
+from cp_fast.tools.cli import app
+from cp_fast.tools.cli import build as command
 from tests.cp_fast.build.small import use_small
 from tests.marks import needs_cxx
 
@@ -67,8 +68,8 @@ def test_attention_kernels_need_a_gpu_and_say_so() -> None:
 
 def test_one_tiny_launch_of_each_class_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the CPU's kernels in its place: they take what is launched, forward and backward."""
-    monkeypatch.setattr(shapes, "by_name", lambda name: by_name({"fa4": "cpu"}[name]))
-    monkeypatch.setattr(shapes, "_DEVICE", "cpu")
+    monkeypatch.setattr(command, "by_name", lambda name: by_name({"fa4": "cpu"}[name]))
+    monkeypatch.setattr(command, "_DEVICE", "cpu")
     words = ["build", "--shapes", "8,2,16,16", "--shapes", "4,4,24,8", "--cp-size", "2"]
     result = runner.invoke(app, words)
     assert result.exit_code == 0, result.output

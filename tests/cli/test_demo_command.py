@@ -13,9 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cp_fast.tools.cli import app
-from cp_fast.tools.cli.demo import command, ranks
-from cp_fast.tools.cli.demo import Job
-from cp_fast.tools.cli.demo import Measured
+from cp_fast.tools.cli import demo as module
+from cp_fast.tools.cli.demo import Job, Measured, spawn
 from tests.marks import HANGS_S
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})
@@ -71,10 +70,10 @@ def results() -> list[Measured]:
 def test_a_wrong_value_fails(what: str, monkeypatch: pytest.MonkeyPatch, results: list[Measured]) -> None:
     def run_once(job: Job) -> Measured:
         if not results:
-            results.append(ranks.spawn(job))
+            results.append(spawn(job))
         return results[0]
 
-    monkeypatch.setattr(command, "spawn", run_once)
+    monkeypatch.setattr(module, "spawn", run_once)
     result = runner.invoke(app, ["demo", *SMALL, "--spoil", what])
     assert result.exit_code == 1, result.output
     failed = [line for line in result.output.splitlines() if "FAILED" in line]

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import cp_fast
 import cp_ref
+import cp_ref.cli
 from cp_fast.tools.cli import app
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Schedule
@@ -53,6 +54,30 @@ def test_layouts_and_schedules_are_compared() -> None:
         assert said.count(layout) == 3
     said = plan("--compare", "--cp-size", "3", "--seqlens", "96", "--heads-q", "8", "--heads-kv", "2")
     assert said.count("refused: h_q is 8; cp_comm_type 'a2a' needs a multiple of the a2a size 3") == 1
+
+
+def test_each_section_can_be_had_alone() -> None:
+    whole = plan(*SMALL)
+    parts = [plan(*SMALL, "--sections", name) for name in ("schedule", "costs", "layouts", "prediction")]
+    assert "".join(parts) == whole
+    assert plan(*SMALL, "--compare", "--predict") == parts[2] + parts[3]
+
+
+@pytest.mark.parametrize("package", ["cp_fast", "cp_ref"])
+def test_explain_is_the_walk_of_either_package(package: str) -> None:
+    apps = {"cp_fast": app, "cp_ref": cp_ref.cli.app}
+    words = ["--cp-size", "2", "--seqlens", "9,5", "--heads-q", "2", "--heads-kv", "1", "--rank", "1"]
+    walk, explained = (
+        runner.invoke(apps[package], [*name, *words]) for name in (["plan", "--sections", "walk"], ["explain"])
+    )
+    assert walk.output == explained.output
+    assert "Ring attention: queries stay" in walk.output
+
+
+def test_a_section_says_why_it_does_not_take_the_problem() -> None:
+    said = plan("--cp-size", "2", "--seqlens", "8", "--areas", "prefix_lm(4, 4)")
+    assert "layouts: not for this problem: --areas is 'prefix_lm(4, 4)'" in said
+    assert "verified" in said
 
 
 def test_text_is_the_canonical_schedule() -> None:
@@ -142,11 +167,13 @@ def test_svg(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--compare", "--seqlen", "8", "--seqlen-kv", "9"], "--compare is for self-attention"),
-        (["--compare", "--seqlens", "8", "--areas", "causal(8)"], "--areas is 'causal(8)'; --compare is for masks"),
-        (["--compare", "--svg", "plan.svg"], "--svg is plan.svg, which --compare does not look at; leave it out"),
-        (["--predict", "--rank", "0"], "--rank is 0, which --predict does not look at"),
-        (["--machine", "h200-nvlink"], "--machine is h200-nvlink, which a plan without --predict does not look at"),
+        (["--compare", "--seqlen", "8", "--seqlen-kv", "9"], "layouts are compared for self-attention"),
+        (["--compare", "--seqlens", "8", "--areas", "causal(8)"], "--areas is 'causal(8)'; layouts are compared for"),
+        (["--compare", "--svg", "plan.svg"], "--svg is plan.svg, which --sections layouts does not look at"),
+        (["--predict", "--rank", "0"], "--rank is 0, which --sections prediction does not look at"),
+        (["--sections", "costs", "--machine", "x"], "--machine is x, which --sections costs does not look at"),
+        (["--text", "--messages", "group"], "--messages is group, which --text does not look at"),
+        (["--sections", "costs,prices"], "--sections is 'prices'; it must be one of"),
         (["--seqlens", "8,8", "--seqlen", "4"], "--seqlen is 4, but --seqlens has the lengths; leave one of them out"),
         (["--seqlens", "8", "--seqlen-kv", "4"], "--seqlen-kv is 4, but thd takes --seqlens-kv"),
         (["--seqlens", "8,8", "--batch", "1"], "--batch is 1, but --seqlens says how many sequences there are"),
@@ -234,7 +261,9 @@ def test_help_needs_no_pytorch(words: str) -> None:
     code = f"import sys, runpy; sys.modules['torch'] = None; runpy.run_module({package!r}, run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, check=False)
     assert done.returncode == (0 if options else 2), done.stderr
-    commands = {"cp_fast": ("demo", "doctor", "plan", "build"), "cp_ref": ("explain", "record", "compare")}[package]
+    commands = {"cp_fast": ("demo", "doctor", "plan", "build"), "cp_ref": ("plan", "explain", "record", "compare")}[
+        package
+    ]
     assert options not in ([], ["--help"]) or all(f" {name} " in done.stdout + done.stderr for name in commands)
 
 

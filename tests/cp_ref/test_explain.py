@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from cp_ref.cli import app
 from cp_ref.cli.plan import Request
+from cp_ref.cli.record import tensors_of
 from tests.marks import HANGS_S
 
 runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
@@ -187,7 +188,7 @@ def test_svg(tmp_path: Path) -> None:
 
 def test_tokens_have_the_same_numbers_however_they_are_split() -> None:
     one, other = Request("p2p", 2, seqlens="5,3"), Request("a2a", 4, seqlens="5,3", heads_q=4, heads_kv=4)
-    a, b = one.tensors()["q"], other.tensors()["q"]
+    a, b = tensors_of(one)["q"], tensors_of(other)["q"]
     assert a.shape[0] == 12
     assert a[:5].isfinite().all()
     assert a[5:8].isnan().all()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from cp_ref import ContextParallel, SimGroup, attention, dense_attention
 from cp_ref.cli import app
 from cp_ref.cli.plan import Request
-from cp_ref.cli.record import planted
+from cp_ref.cli.record import planted, run, tensors_of
 from cp_ref.executor.merge_partials import merge
 from cp_ref.schedules.schedule import Schedule, side_of
 from cp_ref.simulator import SimMember
@@ -36,7 +36,7 @@ runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})
 
 @pytest.fixture(scope="module")
 def traces() -> dict[str, Trace]:
-    return {name: request.run() for name, request in REQUESTS.items()}
+    return {name: run(request) for name, request in REQUESTS.items()}
 
 
 def with_item(t: Trace, item: Item, changed: Item | None) -> Trace:
@@ -97,7 +97,7 @@ def test_recorded_parts_make_the_recorded_whole(name: str, traces: dict[str, Tra
 
 def test_the_whole_of_areas_is_the_oracles(traces: dict[str, Trace]) -> None:
     request = REQUESTS["areas"]
-    x = request.tensors()
+    x = tensors_of(request)
     out, lse, _ = dense_attention(x["q"], x["k"], x["v"], **request.arguments)
     torch.testing.assert_close(torch.cat(traces["areas"].whole("out")), out, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(torch.cat(traces["areas"].whole("lse")), lse.t(), rtol=1e-12, atol=1e-12)
@@ -105,7 +105,7 @@ def test_the_whole_of_areas_is_the_oracles(traces: dict[str, Trace]) -> None:
 
 def test_the_whole_is_the_oracles(traces: dict[str, Trace]) -> None:
     request, t = REQUESTS["p2p-window"], traces["p2p-window"]
-    x = request.tensors()
+    x = tensors_of(request)
     out, lse, max_logit = dense_attention(x["q"], x["k"], x["v"], **request.arguments)
     torch.testing.assert_close(torch.stack(t.whole("out"), dim=1), out, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(torch.stack(t.whole("lse")).transpose(1, 2), lse, rtol=1e-12, atol=1e-12)
@@ -223,7 +223,7 @@ def test_the_first_of_several(traces: dict[str, Trace]) -> None:
 def test_a_planted_bug_is_found_at_its_rank(name: str, traces: dict[str, Trace]) -> None:
     """The message that loses its half is the first receive of keys of rank 1."""
     with planted("lost-half", 1):
-        bad = REQUESTS[name].run()
+        bad = run(REQUESTS[name])
     found = compare(traces[name], bad).first
     assert found is not None
     schedule = traces[name].schedule
@@ -240,9 +240,9 @@ def test_a_planted_bug_is_found_at_its_rank(name: str, traces: dict[str, Trace])
 )
 def test_other_planted_bugs(bug: str, direction: str, kind: str) -> None:
     request = Request("p2p", 4)
-    good = request.run()
+    good = run(request)
     with planted(bug, 1):
-        found = compare(good, request.run()).first
+        found = compare(good, run(request)).first
     assert found is not None
     assert found.item.direction == direction
     if kind:
@@ -253,17 +253,17 @@ def test_other_planted_bugs(bug: str, direction: str, kind: str) -> None:
 
 def test_runs_with_different_schedules() -> None:
     request = Request("p2p", 2, seqlens="13,6", heads_q=4, heads_kv=2)
-    one = request.run()
+    one = run(request)
     for other in (
         replace(request, cp_size=1),
         replace(request, cp_comm_type="a2a+p2p", cp_size=4),
         replace(request, layout="contiguous"),
     ):
-        found = compare(one, other.run())
+        found = compare(one, run(other))
         assert found, str(found)
         assert "the steps cannot be compared" in str(found)
         assert "the plans differ: " in str(found)
-    other = replace(request, cp_size=4, seed=1).run()
+    other = run(replace(request, cp_size=4, seed=1))
     found = compare(one, other)
     assert found.first is not None
     assert str(found.first).startswith("forward, over all ranks: q [0:13]h0:4, as given")
@@ -273,12 +273,12 @@ def test_runs_with_different_schedules() -> None:
         part.add(item)
     assert not compare(one, part)
     assert "left out, as it takes all ranks: the forward pass (b has rank 1 of 4)" in str(compare(one, part))
-    assert "different sizes" in str(compare(one, replace(request, seqlens="13,5").run()))
+    assert "different sizes" in str(compare(one, run(replace(request, seqlens="13,5"))))
 
 
 def test_a_plan_that_lost_a_tile_is_named() -> None:
     request = Request("p2p", 2)
-    good = request.run()
+    good = run(request)
     schedule = good.schedule
     assert schedule is not None
     first, second = schedule.forward[1]
@@ -291,7 +291,7 @@ def test_a_plan_that_lost_a_tile_is_named() -> None:
 
 def test_dtypes_and_tolerances() -> None:
     request = Request("p2p", 2)
-    single, double, half = (replace(request, dtype=d).run() for d in ("float32", "float64", "bfloat16"))
+    single, double, half = (run(replace(request, dtype=d)) for d in ("float32", "float64", "bfloat16"))
     assert compare(single, double)
     assert compare(half, double)
     assert not compare(half, double, atol=1e-5)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from cp_ref.cli import app
 from cp_ref.cli.plan import Request
+from cp_ref.cli.record import run
 from cp_ref.tracing.recorded_trace import Trace
 
 runner = CliRunner()
@@ -23,7 +24,7 @@ Content = dict[str, Any]
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("traces") / "good.pt"
-    Request("p2p", 2).run().save(path)
+    run(Request("p2p", 2)).save(path)
     return path
 
 
@@ -112,6 +113,6 @@ def test_what_is_saved_is_read(good: Path, tmp_path: Path) -> None:
     for number, request in enumerate(
         (Request("a2a+p2p", 4), Request("all_gather", 2, seqlens="5,3", dtype="bfloat16"))
     ):
-        trace = request.run()
+        trace = run(request)
         trace.save(tmp_path / f"{number}.pt")
         assert str(Trace.load(tmp_path / f"{number}.pt")) == str(trace)

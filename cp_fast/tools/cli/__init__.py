@@ -16,8 +16,13 @@ command_line = partial(
         "demo": ("cp_fast.tools.cli.demo", "Run attention over documents on several ranks, and check all results."),
         "doctor": ("cp_fast.tools.cli.doctor", "Say which backends and kernels work here, and why others do not."),
         "plan": (
-            "cp_fast.tools.cli.plan_command",
-            "Print and verify a problem's schedule, its balance and its bytes.",
+            "cp_fast.tools.cli.plan",
+            "Describe a problem, and verify its schedule: steps, costs, layouts, a prediction.",
+        ),
+        "explain": (
+            "cp_fast.tools.cli.plan",
+            "Walk through a problem's schedule, step by step. It is plan --sections walk.",
+            "plan --sections walk",
         ),
         "build": ("cp_fast.tools.cli.build", "Build the native kernels into the cache, before their first use."),
     },

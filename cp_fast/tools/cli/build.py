@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from cp_fast import build as native
+from cp_fast.backends import VarlenBatch, by_name
+from cp_fast.backends.fa4 import fa4_cache
 from cp_fast.build.recipe import VARIABLE, read_archs
-from cp_fast.tools.cli.common import size_text
-from cp_fast.tools.cli.build import compile_shapes
-from cp_ref.contract.cli.options import window
+from cp_fast.compile.pipeline import compiled
+from cp_fast.compile.program import Launch
+from cp_fast.tools.cli.plan import Request, problem_of
+from cp_fast.tools.cost import candidates
+from cp_fast.tools.cost.measure_machine import launch_calls
+from cp_ref.contract.cli.description import size_text
+from cp_ref.contract.cli.options import lengths, window
 from cp_ref.contract.cli.terminal import CHECK_FAILED, readable_errors
+from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import MOST_RANKS, read_count
 
-__all__ = ["build"]
+__all__ = [
+    "LaunchClass",
+    "build",
+    "compile_shapes",
+    "launch_classes",
+]
 
 
 def build(
@@ -103,3 +117,93 @@ def _built(console: Console, device: str, archs: tuple[int, ...] | None, check: 
 
 def _size(path: Path) -> str:
     return size_text(path.stat().st_size)
+
+
+# ---- FlashAttention 4's kernels
+#
+# `build --shapes`: compile FlashAttention 4's kernel for each class of shapes ahead of the first call.
+#
+# A kernel is compiled for one class: dtype, head dims, query heads a kv head, whether each side of the window is
+# bounded, and the pass. The schedules determine the classes: own tiles are causal, others' are not, a window adds
+# edges. So the launches of small problems with the same heads, mask and window are listed under all schedules and
+# ranks, and one tiny launch of each class is made.
+
+
+_ROWS = 256
+_DEVICE = "cuda"
+
+
+class LaunchClass(NamedTuple):
+    """The class of a launch, without head dims and dtype. `left`, `right`: the window, None for unbounded."""
+
+    heads_q: int
+    heads_kv: int
+    left: int | None
+    right: int | None
+
+    def __str__(self) -> str:
+        left, right = ("*" if side is None else side for side in (self.left, self.right))
+        return f"{self.heads_q} query heads over {self.heads_kv}, window {left}:{right}"
+
+
+def compile_shapes(
+    console: Console, texts: list[str], cp_size: int, mask: str, window: tuple[int, int], dtype: str
+) -> bool:
+    """Compile every class of these shapes that is not compiled yet, and report it; returns whether FlashAttention 4
+    works here.
+
+    Args:
+        texts: H_Q,H_KV,D_QK,D_V each.
+
+    Raises:
+        ValueError, TypeError: naming what is wrong. Unsupported: naming what is missing.
+    """
+    problems = [_problem(text, cp_size, mask, window, dtype) for text in texts]
+    backend = by_name("fa4")
+    if reason := backend.why_not():
+        console.print(f"FlashAttention 4: [red]nothing is compiled[/]: {escape(str(reason))}")
+        return False
+    for problem in problems:
+        for one in launch_classes(problem):
+            began = time.perf_counter()
+            segments = VarlenBatch.pack([_ROWS], [_ROWS], one.left, one.right, _DEVICE)
+            _, back = launch_calls(backend, replace(problem, heads_q=one.heads_q, heads_kv=one.heads_kv), segments)
+            back()
+            took = time.perf_counter() - began
+            console.print(f"{problem.dtype} {problem.d_qk}/{problem.d_v}, {one}: {took:.1f} s, forward and backward")
+    console.print(f"kept {escape(fa4_cache.kept_where())}")
+    return True
+
+
+def launch_classes(problem: Problem) -> list[LaunchClass]:
+    """The launches of all ranks for such a problem of several documents, under every schedule that supports its heads.
+
+    >>> from cp_ref.schedules.problem import Sequence
+    >>> small = Problem(2, (Sequence(64, 64, 64, 64),), heads_q=8, heads_kv=2, qkv_format="thd", window_size=(16, 0))
+    >>> [str(one) for one in launch_classes(small)]
+    ['8 query heads over 2, window 0:*', '8 query heads over 2, window 16:0']
+    """
+    return sorted(set(_classes(problem)), key=lambda one: (one.heads_q // one.heads_kv, str(one)))
+
+
+def _classes(problem: Problem) -> Iterator[LaunchClass]:
+    """Classes with representative heads and windows: the ratio of heads, and 0 or the problem's own side."""
+    kv, own = problem.heads_kv, problem.window_size
+    for one in candidates(problem, domain=8):
+        for rank in range(problem.cp_size) if not one.refused else ():
+            for launch in compiled(one.problem, rank).plan.forward.of(Launch):
+                of_q, of_kv = (view.heads[1] - view.heads[0] for view in launch.operands[:2])
+                heads = of_q * kv // of_kv, kv
+                sides = launch.batch.left, launch.batch.right
+                yield LaunchClass(*heads, *(x if not x else max(y, 1) for x, y in zip(sides, own, strict=True)))
+
+
+def _problem(text: str, cp_size: int, mask: str, window: tuple[int, int], dtype: str) -> Problem:
+    """A problem of a long and a short document, much longer than a window."""
+    shape = lengths("--shapes", text)
+    if len(shape) != 4:
+        raise ValueError(f"--shapes is {text!r}; it must be H_Q,H_KV,D_QK,D_V, such as 32,8,128,128")
+    sizes = dict(zip(("heads_q", "heads_kv", "d_qk", "d_v"), shape, strict=True))
+    rows, sides = 2 * _ROWS * cp_size, f"{min(window[0], _ROWS)},{min(window[1], _ROWS)}"
+    alone = Request("p2p", 1, seqlens=f"{8 * rows},{rows}", mask=mask, window=sides, dtype=dtype, **sizes)
+    return replace(problem_of(alone), cp_size=cp_size)

@@ -4,24 +4,43 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch.cuda import nccl
 
 from cp_fast import build
+from cp_fast.api.fast_context import ContextParallel
 from cp_fast.backends import BACKENDS, Backend, installed, probe, remark_on
-from cp_fast.movers.select_movers import chosen
-from cp_fast.tools.cli.doctor import installed_rows
-from cp_fast.tools.cli.doctor import measure_machine
+from cp_fast.backends.fa4 import fa4_cache
+from cp_fast.build import recipe
+from cp_fast.movers.numba_cuda.memory_sim import SIMULATED
+from cp_fast.movers.select_movers import chosen, why_not
+from cp_fast.tools.cost import read_machine
+from cp_fast.tools.cost.measure_machine import measure
+from cp_fast.transport import VARIABLE as MESSAGES
+from cp_fast.transport import carried_by
+from cp_fast.transport import why_not as why_not_peer_memory
+from cp_ref.contract.cli.options import lengths
 from cp_ref.contract.cli.terminal import BAD_INPUT, CHECK_FAILED, complain, readable_errors, table
+from cp_ref.contract.group import PaperGroup
 from cp_ref.schedules.words import Feature
 
-__all__ = ["doctor"]
+__all__ = [
+    "doctor",
+    "installed_rows",
+    "measure_machine",
+]
 
 Row = dict[str, Any]
 _TITLES = {
@@ -132,3 +151,146 @@ def _variables() -> dict[str, str]:
     """The environment variables of this package, PyTorch and the other libraries."""
     prefixes = ("CP_", "CUDA_", "CXX", "NCCL_", "NUMBA_", "PYTORCH_", "TORCH_")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+
+
+# ---- what is installed
+#
+# The first table of `doctor`: programs, packages and devices of this machine, and what they are for.
+
+
+_PACKAGES = {
+    "numpy": "",
+    "numba-cuda": "kernels for GPUs without nvcc",
+    "flash-attn": "backend fa2 has softcap with it; this package's extra 'fa2' has it",
+    "flash-attn-4": "backend fa4; this package's extra 'fa4' has it",
+    "nvidia-cudnn-frontend": "backend cudnn; this package's extra 'cudnn' has it",
+    "ninja": "builds the native kernels",
+}
+
+
+def installed_rows() -> list[dict[str, Any]]:
+    """A row for each program, package and device: its version or name, None without one, and a remark."""
+    made: list[dict[str, Any]] = []
+
+    def add(what: str, here: str | None, remark: str = "") -> None:
+        made.append({"what": what, "here": here, "remark": remark})
+
+    add("cp-attention", _version("cp-attention"), "" if _version("cp-attention") else "run from a checkout")
+    add("Python", platform.python_version(), platform.platform())
+    add("PyTorch", torch.__version__, f"{torch.get_num_threads()} CPU threads, {os.cpu_count()} CPUs")
+    cuda = torch.version.cuda
+    add("CUDA", cuda, "what PyTorch was built for" if cuda else "PyTorch was built without it")
+    gpus = range(torch.cuda.device_count())
+    for gpu in gpus:
+        p = torch.cuda.get_device_properties(gpu)
+        add(f"GPU {gpu}", p.name, f"compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB")
+    if not gpus:
+        add("GPU", None, "none that PyTorch sees")
+    for package, remark in _PACKAGES.items():
+        version = _version(package)
+        add(package, version, _numba_remark() if version and package == "numba-cuda" else "" if version else remark)
+    fa4_cache.keep_on_disk()
+    kept = fa4_cache.kept_where()
+    add("fa4's kernels", "on disk" if kept.startswith(os.sep) else None, kept)
+    add("messages", *_messages())
+    add("nvcc", *_tool("nvcc"))
+    add("C++ compiler", *_compiler())
+    dist = torch.distributed
+    if dist.is_available():
+        transports = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+        add("torch.distributed", ", ".join(n for n, there in transports.items() if there) or None, _nccl_version())
+    else:
+        add("torch.distributed", None, "PyTorch was built without it")
+    return made
+
+
+def _numba_remark() -> str:
+    """Whether the kernels in Numba load and compute, if there is a GPU (or Numba simulates one)."""
+    device = "cpu" if SIMULATED else "cuda"
+    return why_not("numba", device) or f"its kernels work on {device!r}"
+
+
+def _messages() -> tuple[str | None, str]:
+    """The transport between this machine's GPUs, and the reason if it is not peer memory."""
+    try:
+        choice = carried_by()
+    except ValueError as error:
+        return None, str(error)
+    reason = why_not_peer_memory() or ("PyTorch sees one GPU" if torch.cuda.device_count() == 1 else None)
+    by_group = f"{MESSAGES}=group" if choice == "group" else reason
+    remark = "copy engines read the peers' memory; a group tries it before its first plan"
+    return ("the group's", by_group) if by_group else ("peer memory", remark)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _compiler() -> tuple[str | None, str]:
+    try:
+        program, _ = recipe.host_compiler(recipe.cxx())
+    except (build.Unavailable, ValueError) as error:
+        return None, str(error)
+    return _tool(program)
+
+
+def _tool(*names: str) -> tuple[str | None, str]:
+    """The first of these programs that is installed: its version line and its path."""
+    for name in names:
+        if name and (path := shutil.which(name)):
+            try:
+                said = subprocess.run(
+                    [path, "--version"], capture_output=True, text=True, timeout=10, check=False
+                ).stdout
+            except (OSError, subprocess.TimeoutExpired):
+                said = ""
+            lines = [line for line in said.splitlines() if line.strip()]
+            release = [line for line in lines if "release" in line]
+            return (release or lines or ["?"])[0].strip(), path
+    return None, "not found; builds native kernels"
+
+
+def _nccl_version() -> str:
+    try:
+        return f"NCCL {'.'.join(map(str, nccl.version()))}" if torch.cuda.is_available() else ""
+    except Exception:  # no NCCL in this build
+        return ""
+
+
+# ---- what is measured
+#
+# `doctor --measure`: the machine that this runs on, as a file for `plan --predict --machine`.
+
+
+def measure_machine(dims: str, start: str, out: Path | None) -> None:
+    """Measure by one process, or by all that torchrun started; the first one prints the machine, and writes it.
+
+    Raises:
+        ValueError, OSError, Unsupported: naming what is wrong.
+    """
+    sizes = lengths("--dims", dims)
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise ValueError(f"--dims is {dims!r}; it must be two head dims from 1, d_qk,d_v, such as 128,128")
+    known = read_machine(start)
+    if out is not None and not out.parent.is_dir():
+        raise ValueError(f"--out is {str(out)!r}; its folder does not exist")
+    on_gpu = torch.cuda.is_available()
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if several:
+        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    try:
+        cp = ContextParallel(dist.group.WORLD if several else PaperGroup(1))
+        machine = measure(cp, known, d_qk=sizes[0], d_v=sizes[1], device=device)
+    finally:
+        if several:
+            dist.destroy_process_group()
+    if cp.rank == 0:
+        typer.echo(str(machine), nl=False)
+        if out is not None:
+            out.write_text(str(machine), encoding="utf-8")

@@ -22,12 +22,13 @@ __all__ = [
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
-def lazy_commands(text: str, commands: Mapping[str, tuple[str, str]], *, completion: bool = False) -> typer.Typer:
+def lazy_commands(text: str, commands: Mapping[str, tuple[str, ...]], *, completion: bool = False) -> typer.Typer:
     """A command line, which has --version too.
 
     Args:
         text: its help.
-        commands: a command's name to the module that has it, and its help in the list.
+        commands: a command's name to the module that has it, and its help in the list. A third text makes it an alias:
+            the command that it is, and the options that go before the user's.
         completion: whether it has --install-completion; a shell completes the words of a console script alone.
     """
 
@@ -75,7 +76,7 @@ def _options(
 
 
 class _LazyGroup(TyperGroup):
-    commands_of: ClassVar[Mapping[str, tuple[str, str]]]
+    commands_of: ClassVar[Mapping[str, tuple[str, ...]]]
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*self.commands_of]
@@ -88,9 +89,10 @@ class _LazyGroup(TyperGroup):
 class _LazyCommand(TyperCommand):
     """A command's place in the list; the imported command parses and runs."""
 
-    def __init__(self, name: str, module: str, help: str) -> None:
+    def __init__(self, name: str, module: str, help: str, alias: str = "") -> None:
         super().__init__(name, help=help)
         self._module = module
+        self._function, *self._words = alias.split() or [name]
 
     @cached_property
     def imported(self) -> Any:
@@ -100,7 +102,7 @@ class _LazyCommand(TyperCommand):
             module = importlib.import_module(self._module)
         except ValueError as error:  # of an environment variable that is read at import
             _end(error)
-        own.command(self.name)(getattr(module, str(self.name)))
+        own.command(self.name)(getattr(module, self._function))
         return typer.main.get_command(own)
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
@@ -108,7 +110,7 @@ class _LazyCommand(TyperCommand):
             name, sign, text = option.partition("=")
             if option.startswith("--") and (value == "" or (sign and not text)):
                 _end(ValueError(f"{name} is ''; give it a value, or leave it out"))  # an unset variable of the shell
-        return self.imported.make_context(info_name, args, parent=parent, **extra)
+        return self.imported.make_context(info_name, [*self._words, *args], parent=parent, **extra)
 
 
 def _end(error: ValueError) -> NoReturn:

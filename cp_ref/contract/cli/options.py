@@ -20,6 +20,9 @@ from cp_ref.schedules.words import canonical_layout
 if TYPE_CHECKING:
     import torch
 
+    from cp_ref.schedules.problem import Problem
+    from cp_ref.schedules.schedule import Schedule
+
 __all__ = [
     "ProblemOptions",
     "check_number",
@@ -71,6 +74,23 @@ class ProblemOptions:
         ):
             if ignored and value is not None:
                 raise ValueError(f"{option} is {value}, but {instead}; leave one of them out")
+
+    def planned(self) -> tuple[Problem, Schedule]:
+        """The problem and the schedule of all ranks, by the package's own `make_plan`.
+
+        Raises:
+            ValueError, TypeError: naming what is wrong. Unsupported: naming what is missing.
+        """
+        raise NotImplementedError
+
+    def head_chunks(self, problem: Problem) -> tuple[int, ...]:
+        """The kv heads of a rank that go one by one, if the package chooses to exchange heads so; else empty."""
+        return ()
+
+    @property
+    def padded(self) -> int:
+        """How many slots of padding the package adds so that lengths divide."""
+        return 0
 
     @property
     def exchanging(self) -> int:

@@ -1,4 +1,4 @@
-"""`plan --predict`: time and memory of a batch in each layout and schedule on a machine, and which to take."""
+"""`plan --sections prediction`: time and memory in each layout and schedule on a machine, and which to take."""
 
 from __future__ import annotations
 
