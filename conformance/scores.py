@@ -15,7 +15,7 @@ from cp_ref.schedules.problem import Problem, ScoreOptions
 __all__ = [
     "PLAIN",
     "CaseScores",
-    "Places",
+    "PairPlaces",
     "alibi_slopes",
     "depends_on_number",
     "dropout_seed",
@@ -132,7 +132,7 @@ def _given_seed(case: Case, device: str | torch.device) -> int | torch.Tensor:
 _NONE: Mapping[str, torch.Tensor] = {}
 
 
-class Places(NamedTuple):
+class PairPlaces(NamedTuple):
     """Where pairs are: int64 tensors that broadcast to [queries, keys]."""
 
     document: torch.Tensor
@@ -155,7 +155,7 @@ class CaseScores(NamedTuple):
         p = case.problem
         return CaseScores(p, alibi_slopes(case, device), aux_tensors(p, device) or _NONE, dropout_seed(case))
 
-    def modified(self, scores: torch.Tensor, places: Places) -> torch.Tensor:
+    def modified(self, scores: torch.Tensor, places: PairPlaces) -> torch.Tensor:
         """ALiBi and score_mod of scores [h, n, m], in their dtype; differentiable."""
         b, i, j, shift = (x.to(torch.int32) for x in places)
         h = torch.arange(len(scores), dtype=torch.int32, device=scores.device)[:, None, None]
@@ -166,7 +166,7 @@ class CaseScores(NamedTuple):
         function = None if self.problem is None else score_mod_of(self.problem)
         return scores if function is None else function(scores, b, h, i, j, **self.aux).to(dtype)
 
-    def with_slope(self, scores: torch.Tensor, places: Places) -> tuple[torch.Tensor, torch.Tensor | float]:
+    def with_slope(self, scores: torch.Tensor, places: PairPlaces) -> tuple[torch.Tensor, torch.Tensor | float]:
         """The modified scores, and the slope of each."""
         if self.problem is None or not self.problem.score_mod:
             return self.modified(scores, places), 1.0
@@ -176,7 +176,7 @@ class CaseScores(NamedTuple):
             (slope,) = torch.autograd.grad(modified.sum(), leaf)
         return modified.detach(), slope
 
-    def dropout(self, heads: int, places: Places, dtype: torch.dtype) -> torch.Tensor | float:
+    def dropout(self, heads: int, places: PairPlaces, dtype: torch.dtype) -> torch.Tensor | float:
         """The factors of the probabilities [h, n, m]: 0, or 1 / (1 - dropout_p)."""
         if self.problem is None or not self.problem.dropout_p:
             return 1.0

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from conformance.case import Case, dtype_of, score_mod_of, wide_dtype
-from conformance.scores import Places
+from conformance.scores import PairPlaces
 from cp_ref.contract.cuts import Cut, planned_cut, planned_positions
 from cp_ref.contract.read_problem import SCORE_OPTIONS
 from cp_ref.schedules.problem import Problem
@@ -59,7 +59,7 @@ class Scope(NamedTuple):
     keys: Any  # from k and v
     lse_rows: Any  # from lse
     visible: torch.Tensor  # bool [queries, keys]
-    places: Places
+    places: PairPlaces
 
 
 class DiagonalBand(NamedTuple):
@@ -131,7 +131,7 @@ def scopes(problem: Problem, device: torch.device | str = "cpu") -> Iterator[Sco
     if problem.areas is not None:
         rows, keys = (torch.tensor(_tokens(problem, side), dtype=torch.int64, device=device) for side in ("q", "kv"))
         visible = seen_table(problem, problem.starts_q[-1], problem.starts_kv[-1])
-        places = Places(*(x.to(device) for x in _places(problem)))
+        places = PairPlaces(*(x.to(device) for x in _places(problem)))
         yield Scope((rows,), (keys,), (slice(None), rows), visible.to(device)[rows][:, keys], places)
         return
     for n, (s, q, k) in enumerate(zip(problem.sequences, problem.starts_q, problem.starts_kv, strict=False)):
@@ -147,15 +147,15 @@ def scopes(problem: Problem, device: torch.device | str = "cpu") -> Iterator[Sco
         positions = (torch.arange(length, device=device) for length in (s.len_q, s.len_kv))
         document, shift = (torch.full((1, 1), x, device=device) for x in (n, s.len_kv - s.len_q))
         q_idx, kv_idx = positions
-        yield Scope(rows, keys, lse_rows, visible, Places(document, q_idx[:, None], kv_idx, shift))
+        yield Scope(rows, keys, lse_rows, visible, PairPlaces(document, q_idx[:, None], kv_idx, shift))
 
 
-def _places(problem: Problem) -> Places:
+def _places(problem: Problem) -> PairPlaces:
     """Those of all real tokens. A pair of two documents has none, and is hidden."""
     rows = [(n, i, s.len_kv - s.len_q) for n, s in enumerate(problem.sequences) for i in range(s.len_q)]
     columns = [j for s in problem.sequences for j in range(s.len_kv)]
     document, q_idx, shift = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).unbind(1)
-    return Places(document[:, None], q_idx[:, None], torch.tensor(columns, dtype=torch.int64), shift[:, None])
+    return PairPlaces(document[:, None], q_idx[:, None], torch.tensor(columns, dtype=torch.int64), shift[:, None])
 
 
 def _index(problem: Problem, n: int, start: int, length: int) -> Any:

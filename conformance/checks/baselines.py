@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from conformance.case import Case, wide_dtype
-from conformance.scores import PLAIN, CaseScores, Places, scores_of
+from conformance.scores import PLAIN, CaseScores, PairPlaces, scores_of
 from conformance.tensors import GlobalTensors, scopes
 from cp_ref.schedules.problem import Problem, ScoreOptions
 
@@ -19,7 +19,7 @@ __all__ = [
 # ---- the baseline
 
 
-_Extra = tuple[CaseScores, Places]
+_Extra = tuple[CaseScores, PairPlaces]
 
 
 def eager_attention(
@@ -183,7 +183,7 @@ class RoundedScope:
         v: torch.Tensor,
         wide: torch.dtype,
         case_scores: CaseScores = PLAIN,
-        places: Places | None = None,
+        places: PairPlaces | None = None,
     ):
         self.options, self.seen, self.dtype, self.group = options, visible, q.dtype, q.shape[1] // k.shape[1]
         self.q, self.k, self.v = (x.to(wide).transpose(0, 1) for x in (q, k, v))

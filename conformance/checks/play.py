@@ -32,8 +32,8 @@ from cp_ref.schedules.schedule import side_of
 __all__ = [
     "Call",
     "Gathered",
+    "grad_of",
     "lengths_to_cut",
-    "local_slice",
     "named_results",
     "needs_plan",
     "on_every_rank",
@@ -94,57 +94,51 @@ def _limit_s(device: str) -> float:
     raise ValueError(f"CONFORMANCE_LIMIT_S is {text!r}; it must be a number of seconds above 0")
 
 
-def _one_rank(impl: Implementation, case: Case, tensors: GlobalTensors, member: Any) -> dict[str, torch.Tensor | None]:
+def _one_rank(impl: Implementation, case: Case, tensors: GlobalTensors, member: Any) -> Tensors:
     p, device = case.problem, str(tensors.q.device)
     cp = context_of(impl, p, member)
     supported, reason = impl.supports(cp=cp, **plan_arguments(p, device), **case.wishes)
     if needs_plan(p) and not impl.offers("make_plan"):
         raise UnsupportedCase("there is no make_plan, which this problem needs")
+    guarded: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def embedded(name: str, x: torch.Tensor) -> torch.Tensor:
+        """A copy of x inside a larger buffer. Every axis has NaN before and after; the last has stride 1."""
+        buffer = torch.full([n + 2 for n in x.shape], float("nan"), dtype=x.dtype, device=x.device)
+        inside = buffer[tuple(slice(1, n + 1) for n in x.shape)]
+        inside.copy_(x)
+        guarded.append((name, buffer, buffer.clone()))
+        return inside
+
     try:
-        inputs = _Inputs(impl, case, tensors, cp, member.rank)
-        results = _attend(impl, case, tensors, cp, inputs)
+        call = _call(impl, case, tensors, cp, member.rank, embedded if case.strided else lambda _, x: x)
+        leaves = {name: x.detach().requires_grad_(name[0] in case.wanted) for name, x in call.inputs.items()}
+        results = call.attend(leaves, call.plan() if case.use_plan else None)
     except impl.Unsupported as refusal:
         if supported:
             raise
         raise UnsupportedCase(reason) from refusal
     if not supported:
         raise AssertionError(f"supports(...) is False ({reason}), but attention did not raise Unsupported")
-    _backward(case, tensors, results, inputs, member.rank)
-    grads = {f"d{letter}": x.grad for letter, x in inputs.leaves.items() if letter in case.wanted}
-    if "o" in case.wanted and inputs.offset is not None:
-        grads["d_offset"] = inputs.offset.grad
-    for name, buffer, before in inputs.guarded:
+    pairs = call.upstream(results)
+    if case.wanted and pairs:
+        torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
+    for name, x in leaves.items():
+        if name[0] in case.wanted:  # without a gradient autograd found no path from the loss to this input
+            results[grad_of(name)] = torch.zeros_like(x) if x.grad is None else x.grad
+    for name, buffer, before in guarded:
         if not torch.equal(buffer.view(torch.uint8), before.view(torch.uint8)):
             raise AssertionError(f"{name}, or the memory around it, was written to")
-    return {name: None if x is None else x.detach() for name, x in (results | grads).items()}
+    return {name: x.detach() for name, x in results.items()}
 
 
-class _Inputs:
-    """One rank's q, k, v, dout and offset; with `case.strided`, views with odd strides into buffers of NaN."""
+def grad_of(name: str) -> str:
+    """The name of an input's gradient.
 
-    def __init__(self, impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any, rank: int) -> None:
-        self.guarded: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        self.leaves: dict[str, torch.Tensor] = {}
-        cut = lengths_to_cut(impl, case.problem, cp, str(tensors.q.device))
-        for name in ("q", "k", "v", "dout"):
-            local = local_slice(impl, case, tensors, name, cut, cp, rank)
-            if case.strided:
-                local = self._embed(name, local)
-            if name == "dout":
-                self.dout = local
-            else:
-                self.leaves[name] = local.requires_grad_(name in case.wanted)
-        self.offset = None
-        if tensors.softmax_offset is not None:
-            self.offset = tensors.softmax_offset.detach().clone().requires_grad_("o" in case.wanted)
-
-    def _embed(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """A copy of x inside a larger buffer. Every axis has NaN before and after; the last has stride 1."""
-        buffer = torch.full([n + 2 for n in x.shape], float("nan"), dtype=x.dtype, device=x.device)
-        inside = buffer[tuple(slice(1, n + 1) for n in x.shape)]
-        inside.copy_(x)
-        self.guarded.append((name, buffer, buffer.clone()))
-        return inside.detach()
+    >>> grad_of("q"), grad_of("offset")
+    ('dq', 'd_offset')
+    """
+    return f"d_{name}" if name == "offset" else f"d{name}"
 
 
 def needs_plan(problem: Problem) -> bool:
@@ -171,40 +165,6 @@ def lengths_to_cut(impl: Implementation, problem: Problem, cp: Any, device: str)
     return {side: words(side) for side in ("q", "kv")}
 
 
-def local_slice(
-    impl: Implementation,
-    case: Case,
-    tensors: GlobalTensors,
-    name: str,
-    cut: dict[str, dict[str, Any]],
-    cp: Any,
-    rank: int,
-) -> torch.Tensor:
-    """A rank's slice of q, k, v or dout, cut by the implementation's `shard` or, without one, by the suite."""
-    whole, side = getattr(tensors, name), side_of(name)
-    if not impl.offers("shard"):
-        return take_slice(case, whole, side, rank)
-    return impl.shard(whole, cp=cp, **cut[side]).detach()
-
-
-def _attend(
-    impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any, inputs: _Inputs
-) -> dict[str, torch.Tensor | None]:
-    p, device = case.problem, str(tensors.q.device)
-    arguments = attention_arguments(p, device)
-    if case.use_plan or needs_plan(p):
-        arguments = {"plan": impl.make_plan(cp=cp, **plan_arguments(p, device), **case.wishes)}
-    results = impl.attention(
-        *inputs.leaves.values(),
-        cp=cp,
-        softmax_offset=inputs.offset,
-        **case.wishes,
-        **arguments,
-        **score_arguments(case, device),
-    )
-    return dict(named_results(case, results))
-
-
 def named_results(case: Case, returned: Any) -> dict[str, torch.Tensor]:
     """The results of `attention`, by name. Raises AssertionError where it is not what the case asks for."""
     names = [name for name in ("out", "lse", "max_logit") if name in case.results]
@@ -217,22 +177,10 @@ def named_results(case: Case, returned: Any) -> dict[str, torch.Tensor]:
     return dict(zip(names, results, strict=True))
 
 
-def _backward(
-    case: Case, tensors: GlobalTensors, results: dict[str, torch.Tensor | None], inputs: _Inputs, rank: int
-) -> None:
-    upstream: list[tuple[torch.Tensor, torch.Tensor]] = []
-    if "out" in case.loss and (out := results["out"]) is not None and out.requires_grad:
-        upstream.append((out, inputs.dout))
-    if "lse" in case.loss and (lse := results["lse"]) is not None and lse.requires_grad:
-        upstream.append((lse, take_slice(case, tensors.dlse, "q", rank, lse=True)))
-    if case.wanted and upstream:
-        torch.autograd.backward([x for x, _ in upstream], [grad for _, grad in upstream])
-
-
 def _collect(
     case: Case,
     tensors: GlobalTensors,
-    ranks: list[dict[str, torch.Tensor | None]],
+    ranks: list[Tensors],
     gathered: Gathered,
     offset_grad: str,
 ) -> None:
@@ -243,7 +191,7 @@ def _collect(
     for name in case.results:
         if name in ("max_logit", "d_offset"):
             shares = name == "d_offset" and offset_grad == "share"
-            _collect_heads(case, name, [values[name] for values in ranks], tensors, gathered, shares=shares)
+            _collect_heads(case, name, [values[name] for values in ranks], gathered, shares=shares)
             continue
         side = side_of(name)
         model, token_axis = like[name], -1 if name == "lse" else axis
@@ -252,8 +200,6 @@ def _collect(
             shape = list(model.shape)
             shape[token_axis] = slice_rows_of(case, side)
             part = values[name]
-            if part is None:  # Autograd found no path from the loss to this input.
-                part = model.new_zeros(shape)
             if list(part.shape) != shape:
                 gathered.findings.append(f"{name} of rank {rank} has shape {list(part.shape)}, but should have {shape}")
             if part.dtype != model.dtype:
@@ -263,19 +209,10 @@ def _collect(
             gathered.results[name] = assemble(case, parts, side, lse=name == "lse")
 
 
-def _collect_heads(
-    case: Case,
-    name: str,
-    values: list[torch.Tensor | None],
-    tensors: GlobalTensors,
-    gathered: Gathered,
-    *,
-    shares: bool,
-) -> None:
+def _collect_heads(case: Case, name: str, values: list[torch.Tensor], gathered: Gathered, *, shares: bool) -> None:
     """max_logit and d_offset: [h_q], the same on every rank, or shares of a total."""
-    first = values[0] if values[0] is not None else tensors.dlse.new_zeros(case.problem.heads_q)
+    first = values[0]
     for rank, value in enumerate(values):
-        value = first.new_zeros(first.shape) if value is None else value
         if list(value.shape) != [case.problem.heads_q]:
             gathered.findings.append(
                 f"{name} of rank {rank} has shape {list(value.shape)}, but should be [{case.problem.heads_q}]"
@@ -285,8 +222,7 @@ def _collect_heads(
                 f"{name} differs between ranks: {first.tolist()} on rank 0, {value.tolist()} on rank {rank}"
             )
     if not gathered.findings:
-        given = [value for value in values if value is not None] if shares else []
-        gathered.results[name] = torch.stack(given).sum(dim=0) if given else first
+        gathered.results[name] = torch.stack(values).sum(dim=0) if shares else first
 
 
 # ---- one rank's call by hand
@@ -297,7 +233,7 @@ def _collect_heads(
 
 @dataclass
 class Call:
-    """One rank's slices, contiguous, and its ContextParallel; `problem_arguments` may be changed before a call."""
+    """One rank's slices, and its ContextParallel; `problem_arguments` may be changed before a call."""
 
     impl: Implementation
     case: Case
@@ -326,22 +262,18 @@ class Call:
         plan = self.plan() if plan is None and needs_plan(self.case.problem) else plan
         arguments = self.problem_arguments if plan is None else {"plan": plan}
         offset = {"softmax_offset": leaves["offset"]} if "offset" in leaves else {}
-        results = self.impl.attention(
-            leaves["q"],
-            leaves["k"],
-            leaves["v"],
-            cp=self.cp,
-            **arguments,
-            **offset,
-            **self.case.wishes,
-            **self.score_arguments,
-        )
+        tensors, asked = [leaves[name] for name in ("q", "k", "v")], self.case.wishes | self.score_arguments
+        results = self.impl.attention(*tensors, cp=self.cp, **arguments, **offset, **asked)
         return named_results(self.case, results)
+
+    def upstream(self, results: Tensors, dout: torch.Tensor | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The results that the case's loss is of, if they have gradients, and the gradients that come from it."""
+        given = {"out": self.dout if dout is None else dout, "lse": self.dlse}
+        return [(results[n], given[n]) for n in self.case.loss.split("+") if results[n].requires_grad]
 
     def backward(self, results: Tensors, leaves: Tensors, *, dout: torch.Tensor | None = None, **more: Any) -> Tensors:
         """The gradients that the case asks for, by name; `more` goes to `torch.autograd.grad`."""
-        upstream = {"out": self.dout if dout is None else dout, "lse": self.dlse}
-        pairs = [(results[n], upstream[n]) for n in self.case.loss.split("+") if results[n].requires_grad]
+        pairs = self.upstream(results, dout)
         wanted = {name: x for name, x in leaves.items() if x.requires_grad}
         if not pairs or not wanted:
             return {}
@@ -349,7 +281,7 @@ class Call:
             [x for x, _ in pairs], list(wanted.values()), [g for _, g in pairs], allow_unused=True, **more
         )
         return {
-            f"d_{name}" if name == "offset" else f"d{name}": torch.zeros_like(wanted[name]) if g is None else g
+            grad_of(name): torch.zeros_like(wanted[name]) if g is None else g
             for name, g in zip(wanted, grads, strict=True)
         }
 
@@ -378,23 +310,39 @@ def on_every_rank(
         supported, reason = impl.supports(cp=cp, **plan_arguments(p, device), **case.wishes)
         if not supported:
             raise UnsupportedCase(reason)
-        return body(_call(impl, case, tensors, cp, member.rank))
+        return body(_call(impl, case, tensors, cp, member.rank, _copied))
 
     refusals = [] if impl.offers("supports") and not case.alibi else [impl.Unsupported]
     ranks, found = values_of_ranks(case.problem.cp_size, one_rank, *refusals)
     return found + [f"rank {rank}: {finding}" for rank, findings in enumerate(ranks) for finding in findings]
 
 
-def _call(impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any, rank: int) -> Call:
+def _call(
+    impl: Implementation,
+    case: Case,
+    tensors: GlobalTensors,
+    cp: Any,
+    rank: int,
+    placed: Callable[[str, torch.Tensor], torch.Tensor],
+) -> Call:
+    """One rank's call. Slices are cut by the implementation's `shard` or, without one, by the suite; `placed` puts each
+    of them, by name, where it shall lie.
+    """
     p, device = case.problem, tensors.q.device
     local: Tensors = {}
     cut = lengths_to_cut(impl, p, cp, str(device))
     for name in ("q", "k", "v", "dout"):
-        x = local_slice(impl, case, tensors, name, cut, cp, rank)
-        local[name] = x.detach().clone(memory_format=torch.contiguous_format)
+        whole, side = getattr(tensors, name), side_of(name)
+        shards = impl.offers("shard")
+        x = impl.shard(whole, cp=cp, **cut[side]) if shards else take_slice(case, whole, side, rank)
+        local[name] = placed(name, x.detach())
     dout = local.pop("dout")
     if tensors.softmax_offset is not None:
         local["offset"] = tensors.softmax_offset.detach().clone()
     dlse = take_slice(case, tensors.dlse, "q", rank, lse=True)
     arguments = attention_arguments(p, str(device)), score_arguments(case, device)
     return Call(impl, case, cp, rank, local, dout, dlse, *arguments)
+
+
+def _copied(name: str, x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)

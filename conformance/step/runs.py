@@ -14,12 +14,12 @@ import torch
 
 from conformance.runner.processes import run_together
 from conformance.step.step_record import Job, StepError, table_of
-from conformance.step.tokens import Places
+from conformance.step.tokens import TokenPlaces
 from cp_ref.schedules.problem import Problem, Sequence
 
 __all__ = [
+    "ForwardPass",
     "Measured",
-    "Pass",
     "Runs",
     "run_jobs",
 ]
@@ -89,10 +89,10 @@ _NOISES = (1, 2)  # seeds of the rounding errors that weights are given
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardPass:
     """A forward pass of the one process on the ranks: where its tokens are, and which pass of each rank has them."""
 
-    places: Places
+    places: TokenPlaces
     forwards: dict[int, int]
 
 
@@ -123,14 +123,14 @@ class Measured:
         return (one & set(self.ranks[0]["grads"])) | (ranks & set(self.one["grads"]))
 
     @cached_property
-    def passes(self) -> dict[int, Pass]:
+    def passes(self) -> dict[int, ForwardPass]:
         """The forward passes of the one process, by number, where their tokens could be found on the ranks.
 
         Either every pass has the documents of all groups, or each has those of one group's pass, with the same tokens.
         """
         groups = range(0, len(self.ranks), self.cp_size)
         counts = {first: _passes(self.ranks[first]) for first in groups}
-        found: dict[int, Pass] = {}
+        found: dict[int, ForwardPass] = {}
         free = [(first, number) for first in groups for number in range(counts[first])]
         for number in range(_passes(self.one)):
             if set(counts.values()) == {_passes(self.one)}:
@@ -160,7 +160,7 @@ class Measured:
             said += ", and no pass of the ranks has the tokens of one in one process"
         return f"modules and labels of some passes could not be compared: {said}"
 
-    def place(self, sources: list[tuple[int, int]], number: int) -> Pass | None:
+    def place(self, sources: list[tuple[int, int]], number: int) -> ForwardPass | None:
         """The pass `number` of the one process, if it has the documents of these groups' passes.
 
         Args:
@@ -171,13 +171,13 @@ class Measured:
         forwards = {rank: forward for first, forward in sources for rank in range(first, first + self.cp_size)}
         if all(problem is None for problem in problems):
             places = self._by_layout() if len(ranks) == len(self.ranks) else None
-            return None if places is None else Pass(places, forwards)
+            return None if places is None else ForwardPass(places, forwards)
         known = [problem for problem in problems if problem is not None and problem.cp_size == self.cp_size]
         if len(known) < len(problems):
             return None
-        return Pass(Places(known, ranks, _problem(self.one, number)), forwards)
+        return ForwardPass(TokenPlaces(known, ranks, _problem(self.one, number)), forwards)
 
-    def _alike(self, given: Pass, number: int) -> int:
+    def _alike(self, given: ForwardPass, number: int) -> int:
         """How many of the integers that modules are given are the same, such as ids of tokens and positions."""
         tables = {rank: table_of(self.ranks[rank]) for rank in given.forwards}
         alike = 0
@@ -194,7 +194,7 @@ class Measured:
                 alike += whole and torch.equal(beside[0], x.reshape(-1)[beside[1]])
         return alike
 
-    def _by_layout(self) -> Places | None:
+    def _by_layout(self) -> TokenPlaces | None:
         """The places by the context's layout, where no attention is called; if then the integers of modules agree."""
         for record in self.one.get("look", {}).get("modules", []):
             for name, x in record["inputs"].items():
@@ -202,7 +202,7 @@ class Measured:
                     continue
                 slots = -(-x.shape[1] // (2 * self.cp_size)) * 2 * self.cp_size
                 sequences = (Sequence(x.shape[1], x.shape[1], slots, slots),) * (len(x) // self.dp_size)
-                places = Places([Problem(self.cp_size, sequences, layout=self.layout)] * self.dp_size)
+                places = TokenPlaces([Problem(self.cp_size, sequences, layout=self.layout)] * self.dp_size)
                 alike = [[r for r in rank["look"]["modules"] if r["name"] == record["name"]] for rank in self.ranks]
                 parts = [records[0]["inputs"].get(name) if records else None for records in alike]
                 beside = places.together(parts, x)

@@ -16,7 +16,7 @@ from cp_ref.schedules.problem import Problem
 __all__ = [
     "BASE",
     "LossEvidence",
-    "Places",
+    "TokenPlaces",
     "describe",
     "of_losses",
 ]
@@ -33,7 +33,7 @@ def describe(key: int) -> str:
     return f"document {key // BASE}, position {key % BASE}"
 
 
-class Places:
+class TokenPlaces:
     """The places of one batch's tokens, on every rank and in one process.
 
     Args:
