@@ -10,7 +10,7 @@ def main(name: str = "cp-conformance", completion: bool = True) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a folder's name may be no UTF-8
     if sys.argv[1:2] == ["step"]:
-        from conformance.step.step_command import app as step_app
+        from conformance.step_command import app as step_app
 
         step_app(sys.argv[2:], prog_name=f"{name} step")
     try:

@@ -51,18 +51,10 @@ from conformance.runner.suite_run import ALL_TIERS, SuiteRun, describe_run, noth
 from conformance.runner.tiers import TIERS, group_sizes, tiers_of
 from conformance.runner.workers import start_runner
 from conformance.step.report import table_lines
-from conformance.step.step_command import app as step_app
+from conformance.step_command import app as step_app
 from cp_ref.schedules.values import MOST_RANKS
 
-__all__ = [
-    "app",
-    "command_line",
-    "cp_sizes_of",
-    "print_coverage",
-    "print_failures",
-    "print_separating",
-    "print_table",
-]
+__all__ = ["app", "command_line", "cp_sizes_of", "print_coverage", "print_failures", "print_separating", "print_table"]
 
 # ---- printed output
 #

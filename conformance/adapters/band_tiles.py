@@ -8,12 +8,7 @@ import torch
 
 from conformance.case import wide_dtype
 
-__all__ = [
-    "Crop",
-    "crop",
-    "empty_tile",
-    "out_of_nothing",
-]
+__all__ = ["Crop", "crop", "empty_tile", "out_of_nothing"]
 
 
 class Crop(NamedTuple):

@@ -24,18 +24,7 @@ from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem, ScoreOptions
 from cp_ref.schedules.words import Feature
 
-__all__ = [
-    "OneBackend",
-    "auto",
-    "cpu",
-    "cudnn",
-    "fa2",
-    "fa4",
-    "operator_calls",
-    "processes",
-    "tensors",
-    "torch",
-]
+__all__ = ["OneBackend", "auto", "cpu", "cudnn", "fa2", "fa4", "operator_calls", "processes", "tensors", "torch"]
 
 CU = [0, 8, 8, 12]
 REAL = [0, 5, 5, 9]

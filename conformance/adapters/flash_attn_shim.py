@@ -21,10 +21,7 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "VERSION",
-    "stood_in",
-]
+__all__ = ["VERSION", "stood_in"]
 
 VERSION = "2.8.3"  # the private signatures are those of this release
 PACKAGE, INTERFACE = "flash_attn", "flash_attn.flash_attn_interface"

@@ -10,11 +10,7 @@ from conformance.scores import PLAIN, CaseScores, PairPlaces, scores_of
 from conformance.tensors import GlobalTensors, scopes
 from cp_ref.schedules.problem import Problem, ScoreOptions
 
-__all__ = [
-    "RoundedScope",
-    "eager_attention",
-    "rounded_results",
-]
+__all__ = ["RoundedScope", "eager_attention", "rounded_results"]
 
 # ---- the baseline
 

@@ -20,12 +20,7 @@ from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Schedule
 from cp_ref.schedules.verify.proof import InvalidSchedule, verify
 
-__all__ = [
-    "SPELLINGS",
-    "check_determinism",
-    "check_plan",
-    "check_spellings",
-]
+__all__ = ["SPELLINGS", "check_determinism", "check_plan", "check_spellings"]
 
 # ---- plan
 

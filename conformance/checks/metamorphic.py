@@ -33,10 +33,7 @@ from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as OneSequence
 from cp_ref.schedules.schedule import side_of
 
-__all__ = [
-    "RELATIONS",
-    "check_metamorphic",
-]
+__all__ = ["RELATIONS", "check_metamorphic"]
 
 _PER_SEQUENCE = ("out", "lse", "dq", "dk", "dv")
 

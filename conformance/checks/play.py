@@ -29,16 +29,7 @@ from cp_ref.schedules.layouts import LAYOUTS_OF_LENGTHS, divisor
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import side_of
 
-__all__ = [
-    "Call",
-    "Gathered",
-    "grad_of",
-    "lengths_to_cut",
-    "named_results",
-    "needs_plan",
-    "on_every_rank",
-    "play",
-]
+__all__ = ["Call", "Gathered", "grad_of", "lengths_to_cut", "named_results", "needs_plan", "on_every_rank", "play"]
 
 LIMITS_S = {"cpu": 20.0, "cuda": 55.0}
 """When ranks that do not finish one call are given up, in seconds: on a GPU, libraries compile kernels on first use.

@@ -31,12 +31,7 @@ from conformance.record import MOST, Pair
 from conformance.scores import dropout_seed, kept_pairs
 from conformance.tensors import GlobalTensors, build, in_format, packed_rows, seen_table, where
 
-__all__ = [
-    "check_probes",
-    "digits",
-    "observed_pairs",
-    "visible_pairs",
-]
+__all__ = ["check_probes", "digits", "observed_pairs", "visible_pairs"]
 
 _BLOCK = 4096  # Queries.
 

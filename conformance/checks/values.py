@@ -19,14 +19,7 @@ from conformance.scores import CaseScores
 from conformance.tensors import GlobalTensors, batch_axis, build, sequence_axis, where
 from cp_ref.schedules.schedule import side_of
 
-__all__ = [
-    "check_budget",
-    "check_logic",
-    "check_logic_of",
-    "check_pairs",
-    "compare_result",
-    "eager_results",
-]
+__all__ = ["check_budget", "check_logic", "check_logic_of", "check_pairs", "compare_result", "eager_results"]
 
 # ---- logic
 

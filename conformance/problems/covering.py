@@ -17,10 +17,7 @@ from conformance.problems.features import CHOICES, FEATURE_AXES, SCORE_AXES, Cho
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
 
-__all__ = [
-    "covering",
-    "goals_of",
-]
+__all__ = ["covering", "goals_of"]
 
 _CANDIDATES = 24  # assignments tried for each goal
 _TRIPLE = ("schedule", "format", "mask")

@@ -25,13 +25,7 @@ from conformance.problems.helper_definitions import _OF_BATCHES, _OF_HALVES, _OF
 from conformance.problems.problem import call, shape_findings
 from cp_ref.schedules.problem import Problem
 
-__all__ = [
-    "HELPERS",
-    "Helper",
-    "Malformed",
-    "helper_calls",
-    "malformed_calls",
-]
+__all__ = ["HELPERS", "Helper", "Malformed", "helper_calls", "malformed_calls"]
 
 HELPERS = _OF_ROWS | _OF_HALVES | _OF_BATCHES
 _SPOILS = ("one too long", "decreasing", "beyond the buffer", "not from 0", "float", "2-d", "empty")

@@ -13,7 +13,7 @@ from conformance.problems.known_libraries import (
     flat_group_for_two_levels,
     trailing_equal_lengths,
 )
-from conformance.problems.named import Known, NamedCases, TableEntry, case, dense, reported
+from conformance.problems.named import NamedCases, TableEntry, case, dense, reported
 from cp_ref.schedules.problem import Sequence
 from cp_ref.schedules.words import CP_COMM_TYPES
 
@@ -21,7 +21,7 @@ __all__ = ["KNOWN", "KnownBug"]
 
 _BSHD: dict[str, Any] = {"qkv_format": "bshd", "attn_mask_type": "causal"}
 
-_FRAMEWORKS: dict[str, Known] = {
+_FRAMEWORKS: dict[str, TableEntry] = {
     "pytorch-141429": reported(
         "pytorch/pytorch#141429",
         "The ring without a causal mask crashed under the load-balanced layout, which was the default.",
@@ -136,24 +136,21 @@ _FRAMEWORKS: dict[str, Known] = {
         case(4, Sequence(20, 20, 24, 24), dense(40), window_size=(7, 0)),
         tiers=("plan", "logic", "probes"),
     ),
-    "bridge-1964": Known(
+    "bridge-1964": reported(
         "NVIDIA-NeMo/Megatron-Bridge#1964",
-        TableEntry("Cutting a batch cut cu_seqlens too, as if it were one more sequence.", by_hand=batch_lengths_kept),
+        "Cutting a batch cut cu_seqlens too, as if it were one more sequence.",
+        by_hand=batch_lengths_kept,
     ),
-    "bridge-4489": Known(
+    "bridge-4489": reported(
         "NVIDIA-NeMo/Megatron-Bridge#4489",
-        TableEntry(
-            "Lengths padded with equal entries at the end were taken for sequences, and tokens went to wrong ranks.",
-            (case(2, dense(8), dense(4), *[Sequence(0, 0, 0, 0)] * 5, tails=(4, 4)),),
-            by_hand=trailing_equal_lengths,
-        ),
+        "Lengths padded with equal entries at the end were taken for sequences, and tokens went to wrong ranks.",
+        case(2, dense(8), dense(4), *[Sequence(0, 0, 0, 0)] * 5, tails=(4, 4)),
+        by_hand=trailing_equal_lengths,
     ),
-    "bridge-2667": Known(
+    "bridge-2667": reported(
         "NVIDIA-NeMo/Megatron-Bridge#2667",
-        TableEntry(
-            "a2a+p2p without the sizes of its two levels silently switched context parallelism off.",
-            by_hand=flat_group_for_two_levels,
-        ),
+        "a2a+p2p without the sizes of its two levels silently switched context parallelism off.",
+        by_hand=flat_group_for_two_levels,
     ),
     "verl-4656": reported(
         "volcengine/verl#4656",
@@ -165,11 +162,11 @@ _FRAMEWORKS: dict[str, Known] = {
 }
 
 
-KNOWN: dict[str, Known] = TRANSFORMER_ENGINE | RINGS | _FRAMEWORKS
+KNOWN: dict[str, TableEntry] = TRANSFORMER_ENGINE | RINGS | _FRAMEWORKS
 
 
 class KnownBug(NamedCases):
     """A bug that was reported of another system, under the schedules that had it."""
 
     word = "known"
-    table: ClassVar[dict[str, TableEntry]] = {name: bug.entry for name, bug in KNOWN.items()}
+    table: ClassVar[dict[str, TableEntry]] = KNOWN

@@ -11,7 +11,7 @@ from conformance.checks.budgets import close
 from conformance.checks.play import Call, on_every_rank
 from conformance.checks.reference import Hang, UnsupportedCase, describe_error, run_ranks, values_of_ranks
 from conformance.implementation import Implementation
-from conformance.problems.named import Known, TableEntry, case, dense, reported
+from conformance.problems.named import TableEntry, case, dense, reported
 from conformance.tensors import build
 from cp_ref.schedules.problem import Sequence
 from cp_ref.schedules.words import CP_COMM_TYPES
@@ -110,7 +110,7 @@ def _helper(impl: Implementation, name: str) -> Any:
 
 _TE = "NVIDIA/TransformerEngine#"
 
-TRANSFORMER_ENGINE: dict[str, Known] = {
+TRANSFORMER_ENGINE: dict[str, TableEntry] = {
     "te-3331": reported(
         _TE + "3331",
         "p2p on packed sequences whose real length does not divide by 2 * cp_size mislabelled rows: lengths were "
@@ -271,7 +271,7 @@ _MAGI = "SandAI-org/MagiAttention#"
 _LONG = {"dtype": "bfloat16", "heads_q": 1, "heads_kv": 1, "d_qk": 32, "d_v": 32}
 
 
-RINGS: dict[str, Known] = {
+RINGS: dict[str, TableEntry] = {
     "rfa-42": reported(
         _RFA + "42",
         "Errors of the backward pass grew with the ring, without bound for deep models: every hop rounded to bfloat16.",
@@ -350,12 +350,10 @@ RINGS: dict[str, Known] = {
         schedules=("p2p", "a2a+p2p"),
         tiers=("logic",),
     ),
-    "usp-120": Known(
+    "usp-120": reported(
         _USP + "120",
-        TableEntry(
-            "The backward pass of q, k and v packed in one tensor failed; the test returned before it.",
-            by_hand=packed_qkv,
-        ),
+        "The backward pass of q, k and v packed in one tensor failed; the test returned before it.",
+        by_hand=packed_qkv,
     ),
     "megatron-1341": reported(
         "NVIDIA/Megatron-LM#1341",

@@ -26,15 +26,7 @@ from conformance.record import Judged
 from conformance.tensors import build
 from cp_ref.schedules.problem import Problem, Sequence
 
-__all__ = [
-    "ERRORS",
-    "ErrorCase",
-    "MalformedCall",
-    "SmallCall",
-    "call_of",
-    "cu",
-    "good_call",
-]
+__all__ = ["ERRORS", "ErrorCase", "MalformedCall", "SmallCall", "call_of", "cu", "good_call"]
 
 # ---- good calls
 #

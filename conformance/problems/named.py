@@ -25,7 +25,6 @@ from cp_ref.schedules.words import CP_COMM_TYPES
 
 __all__ = [
     "PADDED",
-    "Known",
     "NamedCases",
     "TableEntry",
     "case",
@@ -63,6 +62,7 @@ class TableEntry:
         errors: entries of the tier `errors`: calls that have to raise.
         by_hand: `by_hand(impl, device) -> findings`, for what is no case.
         gpu: whether a GPU alone is quick enough.
+        where: of a known bug, the project and the number of its report: "NVIDIA/TransformerEngine#3331".
         free: fields of the problems that may be others for an implementation that has less; see
             `conformance.problems.capabilities`.
     """
@@ -75,6 +75,7 @@ class TableEntry:
     by_hand: Callable[[Implementation, str], list[str]] | None = None
     free: tuple[str, ...] = ()
     gpu: bool = False
+    where: str = ""
 
     def play(self, impl: Implementation, device: str = "cpu") -> Judged:
         """All findings, each with the case it belongs to, and what became of every case.
@@ -233,22 +234,6 @@ def one_dominant_key(t: GlobalTensors) -> GlobalTensors:
     return replace(t, q=t.q.abs() + 1.0, k=k)
 
 
-@dataclass(frozen=True)
-class Known:
-    """`where` is the project and the number of its issue or pull request: "NVIDIA/TransformerEngine#3331".
-
-    `entry.text` says in one sentence what went wrong.
-    """
-
-    where: str
-    entry: TableEntry
-
-    @property
-    def project(self) -> str:
-        """The repository, owner/name."""
-        return self.where.split("#")[0]
-
-
 def case(cp_size: int, *sequences: Sequence, tails: tuple[int, int] = (0, 0), call: str = "", **fields: object) -> Case:
     """A case of `entries.problem`, with lse and its gradient; `call` names flags of the case, separated by spaces."""
     flags = dict.fromkeys(call.split(), True)
@@ -270,7 +255,8 @@ def reported(
     schedules: tuple[str, ...] = ("p2p",),
     tiers: tuple[str, ...] = ("logic", "probes"),
     errors: tuple[str, ...] = (),
-) -> Known:
-    """A report that cases show, under the schedules that had it."""
+    by_hand: Callable[[Implementation, str], list[str]] | None = None,
+) -> TableEntry:
+    """A report of a bug, which cases show under the schedules that had it."""
     played = tuple(c for one in cases for c in every_schedule(one, schedules))
-    return Known(where, TableEntry(text, played, tiers, errors=errors))
+    return TableEntry(text, played, tiers, errors=errors, by_hand=by_hand, where=where)

@@ -15,15 +15,7 @@ from conformance.implementation import Implementation, Missing
 from conformance.problems.capabilities import Capabilities
 from cp_ref.schedules.values import parse_call
 
-__all__ = [
-    "LevelProblem",
-    "NamedProblem",
-    "Raised",
-    "SuiteProblem",
-    "call",
-    "parts_of",
-    "shape_findings",
-]
+__all__ = ["LevelProblem", "NamedProblem", "Raised", "SuiteProblem", "call", "parts_of", "shape_findings"]
 
 
 class SuiteProblem(Protocol):

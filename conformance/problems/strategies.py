@@ -25,17 +25,7 @@ from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSliceRow, Atte
 from cp_ref.schedules.layouts import divisor
 from cp_ref.schedules.problem import Problem, Sequence
 
-__all__ = [
-    "CP_SIZES",
-    "SHAPES",
-    "Units",
-    "areas",
-    "batched",
-    "cases",
-    "packed",
-    "problems",
-    "tables",
-]
+__all__ = ["CP_SIZES", "SHAPES", "Units", "areas", "batched", "cases", "packed", "problems", "tables"]
 
 # ---- lengths
 #

@@ -21,15 +21,7 @@ from conformance.report.failures import Difference, visibility_difference
 from conformance.report.page import html, junit, step_html, summary
 from conformance.step.report import StepRecord
 
-__all__ = [
-    "Difference",
-    "Pair",
-    "observed_pairs",
-    "read_record",
-    "unwritable",
-    "visibility_difference",
-    "write_report",
-]
+__all__ = ["Difference", "Pair", "observed_pairs", "read_record", "unwritable", "visibility_difference", "write_report"]
 
 
 def write_report(record: RunRecord | StepRecord, folder: Path | None, junit_file: Path | None = None) -> list[Path]:

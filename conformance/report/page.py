@@ -29,13 +29,7 @@ from conformance.report.failures import Failure, Refusal, Separating, failures, 
 from conformance.runner.tiers import TIERS
 from conformance.step.report import Compared, StepRecord, StepReport, ranks_in_words
 
-__all__ = [
-    "Summary",
-    "html",
-    "junit",
-    "step_html",
-    "summary",
-]
+__all__ = ["Summary", "html", "junit", "step_html", "summary"]
 
 
 @dataclass(frozen=True)

@@ -37,13 +37,7 @@ from conformance.record import LEVELS, Played, RunRecord, Verdict
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import parse_toml
 
-__all__ = [
-    "FIELDS",
-    "KnownFailure",
-    "KnownFailures",
-    "KnownFailuresError",
-    "field_values",
-]
+__all__ = ["FIELDS", "KnownFailure", "KnownFailures", "KnownFailuresError", "field_values"]
 
 _FAILED = ("wrong", "crashed", "hung")
 _NEEDED = {"match": dict, "reason": str, "issue": str}

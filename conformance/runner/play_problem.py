@@ -25,17 +25,7 @@ from conformance.problems.problem import NamedProblem, Raised, SuiteProblem
 from conformance.record import FAILING, Judged, Level, Played, Verdict
 from conformance.runner.tiers import TIERS, tiers_of
 
-__all__ = [
-    "InProcess",
-    "Offer",
-    "Pairs",
-    "Patience",
-    "Runner",
-    "Task",
-    "pairs_of",
-    "play_task",
-    "task_of",
-]
+__all__ = ["InProcess", "Offer", "Pairs", "Patience", "Runner", "Task", "pairs_of", "play_task", "task_of"]
 
 Pairs = tuple[tuple[int, int], ...]
 _MOST_HUNG = 2.5  # Times the limit: three hangs, or dozens of problems with one rank that raised while others wait.

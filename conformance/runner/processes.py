@@ -19,14 +19,7 @@ import torch.distributed as dist
 from conformance.checks.reference import Outcome, UnsupportedCase, describe_error, running_ranks_by
 from conformance.implementation import Missing
 
-__all__ = [
-    "LONGEST_S",
-    "device_of_group",
-    "join_group",
-    "own_gpu",
-    "run_together",
-    "say",
-]
+__all__ = ["LONGEST_S", "device_of_group", "join_group", "own_gpu", "run_together", "say"]
 
 LONGEST_S = 1e6  # a limit that every timer takes
 

@@ -17,15 +17,7 @@ from conformance.runner.play_problem import Offer, Pairs, Runner, Task
 from conformance.runner.run_tiers import Profile, TierResult, replay, run_tier
 from conformance.runner.tiers import TIERS, tiers_of
 
-__all__ = [
-    "ALL_TIERS",
-    "Part",
-    "SuiteRun",
-    "describe_run",
-    "nothing_tested",
-    "parts",
-    "play_part",
-]
+__all__ = ["ALL_TIERS", "Part", "SuiteRun", "describe_run", "nothing_tested", "parts", "play_part"]
 
 ALL_TIERS: tuple[str, ...] = tuple(TIERS)
 

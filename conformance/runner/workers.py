@@ -33,14 +33,7 @@ from conformance.record import FAILING, Played, Verdict
 from conformance.runner.play_problem import Offer, Pairs, Patience, Task, pairs_of, play_task
 from conformance.runner.processes import join_group
 
-__all__ = [
-    "Answer",
-    "Failed",
-    "Pool",
-    "Worker",
-    "WorkerRunner",
-    "start_runner",
-]
+__all__ = ["Answer", "Failed", "Pool", "Worker", "WorkerRunner", "start_runner"]
 
 _START_S = 300.0  # for the import and, on a GPU, for what the import compiles
 _GRACE_S = 5.0  # how long the other ranks may take after one raised

@@ -13,10 +13,7 @@ from conformance.step.report import Finding, ModuleRow
 from conformance.step.step_record import table_of
 from conformance.step.tokens import BASE, describe
 
-__all__ = [
-    "ModuleEvidence",
-    "of_modules",
-]
+__all__ = ["ModuleEvidence", "of_modules"]
 
 
 @dataclass

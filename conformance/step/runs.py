@@ -17,12 +17,7 @@ from conformance.step.step_record import Job, StepError, table_of
 from conformance.step.tokens import TokenPlaces
 from cp_ref.schedules.problem import Problem, Sequence
 
-__all__ = [
-    "ForwardPass",
-    "Measured",
-    "Runs",
-    "run_jobs",
-]
+__all__ = ["ForwardPass", "Measured", "Runs", "run_jobs"]
 
 # ---- processes
 #

@@ -18,17 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from conformance.case import wide_dtype
 
-__all__ = [
-    "CLIPPING",
-    "ENGINE",
-    "EXPERIMENTS",
-    "PARTS",
-    "Job",
-    "Look",
-    "StepError",
-    "table_of",
-    "without",
-]
+__all__ = ["CLIPPING", "ENGINE", "EXPERIMENTS", "PARTS", "Job", "Look", "StepError", "table_of", "without"]
 
 
 class StepError(RuntimeError):

@@ -13,13 +13,7 @@ from conformance.step.report import Finding
 from cp_ref.contract.cuts import planned_cut
 from cp_ref.schedules.problem import Problem
 
-__all__ = [
-    "BASE",
-    "LossEvidence",
-    "TokenPlaces",
-    "describe",
-    "of_losses",
-]
+__all__ = ["BASE", "LossEvidence", "TokenPlaces", "describe", "of_losses"]
 
 _PADDED_TO = 513  # multiples below are tried, for tokens of one process that pads by a rule of its own
 BASE = 1 << 32  # of documents in a key; positions are below

@@ -17,7 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 import conformance.cli
-import conformance.step.step_command
+import conformance.step_command
 import cp_fast
 import cp_fast.tools.cli
 import cp_ref
@@ -40,7 +40,7 @@ DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("csrc/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
 )
 APPS = {"cp_fast": cp_fast.tools.cli.app, "cp_ref": cp_ref.cli.app, "conformance": conformance.cli.app}
-STEP = conformance.step.step_command.app
+STEP = conformance.step_command.app
 TREE = re.compile(r"(?:cp_ref|cp_fast|conformance|csrc|tests|benchmarks|docs)/[\w./*-]*\w")
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.progress import Progress
 
 from conformance.runner.processes import run_together, say
-from conformance.step.step_command import _Bars
+from conformance.step_command import _Bars
 
 
 def _twice(job: Any) -> Any:

@@ -19,7 +19,7 @@ import cp_fast
 from conformance.report import read_record
 from conformance.step import CAUSES, StepError, compare_step
 from conformance.step.report import StepRecord
-from conformance.step.step_command import app
+from conformance.step_command import app
 from tests.dist.workers import run_module
 from tests.meta.step.detection import MISTAKES
 from tests.meta.step_mutants.model import Shape, batch_of, build_of
