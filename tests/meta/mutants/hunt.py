@@ -76,10 +76,11 @@ _DRAWN: dict[Any, list[Any]] = {}
 
 
 def _problems(impl: Implementation, mutant: Mutant, tier: str, capabilities: Capabilities, most: int) -> Problems:
-    each, part = TIERS[tier], mutant.function
+    each = TIERS[tier]
     items = each.items(capabilities)
+    named = mutant.edits and mutant.function in items
     found: list[Any] = []
-    for item in [part] if part in items else items:
+    for item in [mutant.function] if named else items:
         problems = each.problems(item, capabilities)
         drawn = isinstance(problems, SearchStrategy)
         found += drawn_problems((tier, item, capabilities.device), problems, most) if drawn else problems
