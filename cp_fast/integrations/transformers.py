@@ -59,7 +59,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     Args:
         model: with its weights loaded, before DDP, FSDP or torch.compile wrap it. Or PEFT's PeftModel: the model inside
             is prepared, and the PeftModel is called, saved and merged as ever. Adapters may be added before or after.
-        cp: the context of all batches that it will be called with.
+        cp: the context of its batches. A batch may have another one, of fewer ranks: `shard_batch(batch, cp=small)`.
 
     Raises:
         NotImplementedError: a module mixes tokens and cannot be sharded; the error has its name in the model. Adapters

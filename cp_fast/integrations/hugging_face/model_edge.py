@@ -50,7 +50,7 @@ class Edge:
     """The findings of `prepare` about a model.
 
     Args:
-        cp: the context that its batches have.
+        cp: the context that it was prepared with; a batch may have another.
         head: what the model makes of labels; None where it takes none; a text: why it can take none.
         first_position: the number that the model gives to the first position of a sequence.
         caches: its calls have an argument `use_cache`.
@@ -89,11 +89,6 @@ class Edge:
             return None
         if not isinstance(sequences, CpBatch):
             raise TypeError(f"{name} is given cp_batch={sequences!r}: call it with what shard_batch returns; {ALONE}")
-        if sequences.cp.group != self.cp.group:
-            raise ValueError(
-                f"cp_batch is of another group of ranks (cp_size {sequences.cp.size}) than the one that {name} was "
-                f"prepared for (cp_size {self.cp.size}); call prepare(model, cp) again, with the context of the batch"
-            )
         if by_place:
             raise TypeError(f"{name} is given {len(by_place)} arguments by place; give all by name: **shard_batch(...)")
         if given.get("output_router_logits"):

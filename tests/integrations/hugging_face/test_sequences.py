@@ -163,6 +163,28 @@ def test_a_classifier_reads_each_rows_last_token(kind: str, sizes: dict[str, Any
             torch.testing.assert_close(sum(grads[n] for _, grads in found), weight.grad)
 
 
+def test_one_model_serves_contexts_of_several_sizes() -> None:
+    """A long batch over both ranks, then a short one on each of them: gradients add up to those of all three."""
+    long, short = batches()["full"], batches()["padded"]
+    alone = model_of("Llama")
+    targets = [int((batch["labels"][:, 1:] != -100).sum()) for batch in (long, short, short)]
+    for batch in (long, short, short):
+        alone(**batch, use_cache=False, num_items_in_batch=sum(targets)).loss.backward()
+
+    def one(member: Any) -> dict[str, torch.Tensor]:
+        both = cp_fast.ContextParallel(member)
+        mine = cp_fast.ContextParallel(SimGroup(1).run(lambda alone: alone)[0])
+        model = ours.prepare(model_of("Llama"), both)
+        for batch, cp in ((long, both), (short, mine)):
+            part = ours.shard_batch(batch, cp=cp, model=model) | {"num_items_in_batch": torch.tensor(sum(targets))}
+            model(**part).loss.backward()
+        return {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+
+    found = SimGroup(2).run(one)
+    for n, weight in alone.named_parameters():
+        torch.testing.assert_close(sum(grads[n] for grads in found), weight.grad, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_model_with_adapters(when: str, tmp_path: Path) -> None:
     """Gradients of the adapters alone; they are saved, loaded and merged as ever."""

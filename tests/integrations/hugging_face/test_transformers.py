@@ -150,8 +150,9 @@ def said(change: Any = None, **odd: Any) -> str:
 
 
 def test_what_cannot_be_honoured_is_named() -> None:
-    assert "attention_mask is a tensor [2, 16]" in said(attention_mask=torch.ones(2, 16))
-    assert "attention_mask is a tensor [2, 1, 16, 16]" in said(attention_mask=torch.ones(2, 1, 16, 16))
+    other = "which is not that of this rank's tokens"
+    assert f"attention_mask [2, 16], {other}" in said(attention_mask=torch.ones(2, 16).triu())
+    assert f"attention_mask [2, 1, 16, 16], {other}" in said(attention_mask=torch.ones(2, 1, 16, 16))
     assert "cu_seq_lens_q is a tensor [2]" in said(cu_seq_lens_q=torch.tensor([0, 16]))
 
     def chunked(config: Any) -> None:
