@@ -28,46 +28,43 @@ class RankTensors:
 
     Attributes:
         tensors: by kind of operand or result.
-        own: the rank's fragments, by side ("q" or "kv").
+        own: for each side ("q" or "kv") the rank's real tokens: their rows in its buffer, and in the global one.
+        rows: for each side the rows of the global buffer up to the last real token.
         step: the number of the step that is played.
     """
 
     def __init__(self, work: Workload, rank: int, device: torch.device) -> None:
         self.work, self.rank, self.device, self.step = work, rank, device, 0
         self.tensors: dict[str, tuple[torch.Tensor, ...]] = {}
-        self.own = {"q": work.ownership.q.of(rank), "kv": work.ownership.kv.of(rank)}
+        self.own: dict[str, list[tuple[slice, slice]]] = {}
+        self.rows: dict[str, int] = {}
+        for side, fragments in (("q", work.ownership.q), ("kv", work.ownership.kv)):
+            mine = fragments.of(rank).rows()
+            self.own[side] = [(slice(row, row + stop - start), slice(start, stop)) for _, start, stop, row in mine]
+            self.rows[side] = int(fragments.stop.max(initial=0))
 
     # ---- the rank's own rows, and the tensors of a call
 
     def put_own(self, kind: str, *local: torch.Tensor) -> None:
         """Start an operand: the rank's own packed rows [t, h, ...], real tokens only; NaN everywhere else."""
-        rows = self._global_rows(kind)
+        rows = self.rows[side_of(kind)]
         self.tensors[kind] = tuple(x.new_full((rows, *x.shape[1:]), float("nan")) for x in local)
-        for here, there in self.own_rows(kind):
+        for here, there in self.own[side_of(kind)]:
             for x, mine in zip(self.tensors[kind], local, strict=True):
                 x[there] = mine[here]
 
     def start_result(self, kind: str, *like: tuple[tuple[int, ...], torch.dtype, float]) -> None:
         """Start a result: for each of its tensors (shape after the rows, dtype, value of an empty result)."""
-        rows = self._global_rows(kind)
+        rows = self.rows[side_of(kind)]
         self.tensors[kind] = tuple(
             torch.full((rows, *shape), nothing, dtype=dtype, device=self.device) for shape, dtype, nothing in like
         )
 
     def copy_out(self, kind: str, *local: torch.Tensor) -> None:
         """Copy a result's own rows into packed local tensors [t, h, ...]; padding and tail keep their values."""
-        for here, there in self.own_rows(kind):
+        for here, there in self.own[side_of(kind)]:
             for x, mine in zip(self.tensors[kind], local, strict=True):
                 mine[here] = x[there].to(mine.dtype)
-
-    def own_rows(self, kind: str) -> Iterator[tuple[slice, slice]]:
-        """The rank's real tokens: their rows in its buffer and in the global one."""
-        for _, start, stop, row in self.own[side_of(kind)].rows():
-            yield slice(row, row + stop - start), slice(start, stop)
-
-    def _global_rows(self, kind: str) -> int:
-        """The rows of the global buffer up to the last real token."""
-        return int(self.work.ownership.side(side_of(kind)).stop.max(initial=0))
 
     # ---- tiles: rows (area, q_start, q_stop, k_start, k_stop, head_start, head_stop) of `Tiles`
 

@@ -229,7 +229,7 @@ class _Convolution(torch.autograd.Function):
         if bias is not None:
             sums += bias.to(wide)
         out = torch.zeros_like(packed, dtype=wide)
-        for here, there in held.own_rows("kv"):
+        for here, there in held.own["kv"]:
             out[here] = sums[there] if call.activation is None else sums[there] * torch.sigmoid(sums[there])
         ctx.save_for_backward(x, weight, bias, held.tensors["kv"][0], sums)
         ctx.plan, ctx.problem, ctx.cp, ctx.call = plan, problem, cp, call
@@ -247,7 +247,7 @@ class _Convolution(torch.autograd.Function):
         held.start_result("dkv", ((1, call.channels), wide, 0.0))
         dsums = torch.zeros_like(sums)
         packed = to_packed(dout, problem.qkv_format).to(wide)
-        for here, there in held.own_rows("kv"):
+        for here, there in held.own["kv"]:
             gate = torch.sigmoid(sums[there])
             slope = torch.ones_like(gate) if call.activation is None else gate * (1 + sums[there] * (1 - gate))
             dsums[there] = packed[here] * slope
