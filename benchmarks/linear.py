@@ -39,8 +39,7 @@ from benchmarks.parts.linear_layers.tuning import tune_only, use_pieces
 from benchmarks.parts.ranks import Commit, Device, JsonOut, Silent, connect, largest, seconds_alone, seconds_queued
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
-from tests.linear.errors import relative_errors
-from tests.linear.played import Layer
+from tests.linear.problems import Layer, relative_errors
 
 app = typer.Typer(add_completion=False)
 HEADS, DIM, ROWS = 16, 128, 16_384

@@ -30,8 +30,7 @@ settings.load_profile("deterministic")
 HERE = Path(__file__).parent
 SMOKE = (
     "cp_fast/kernels/test_implementations.py",
-    "cp_fast/native/test_limits.py",
-    "cp_fast/test_merge.py",
+    "cp_fast/kernels/test_native.py",
     "cp_fast/test_torch_integration.py",
     "cp_ref/test_oracle.py",
     "dist/test_dtensors.py",

@@ -16,7 +16,7 @@ import torch
 import typer
 
 from tests.cp_fast.kernels.checks import suite
-from tests.cp_fast.kernels.checks.memory import INTEGERS, Boxed
+from tests.cp_fast.kernels.checks.case import INTEGERS, Boxed
 from tests.cp_fast.kernels.checks.suite import CHECKS, Case, Where
 
 BF16, F32, F16, U8 = torch.bfloat16, torch.float32, torch.float16, torch.uint8

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import csv
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks.cost_model.predictions import FARTHER, compared, why_farther, write
 from benchmarks.cost_model.records import RESULTS
+from cp_fast import ContextParallel
 from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_fast.tools.cli import app
 from cp_fast.tools.cost import Kernel, Machine, candidates, predict, read_machine, recommended
 from cp_fast.tools.cost.counts import count_rank
+from cp_fast.tools.cost.measure_machine import measure
+from cp_fast.tools.cost.predict import SAVED, ModelShape, step_memory
+from cp_ref import SimGroup
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.verify.costs import message_bytes
@@ -227,3 +234,105 @@ def test_kernels_without_an_edge_run_at_their_rate() -> None:
     plain: Machine = replace(H200, kernels=(rates,))
     problem = one_sequence(1, 1000, attn_mask_type="no_mask")
     assert predict(problem, plain).alone_forward == pytest.approx(4 * 1000**2 * 32 * 128 / 500e12)
+
+
+alone = CliRunner(env={"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1", "WORLD_SIZE": "1"})
+
+
+def test_a_machine_of_one_process_is_one_to_plan_with(tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+    done = alone.invoke(app, ["doctor", "--measure", "--dims", "32,16", "--out", str(path)])
+    assert done.exit_code == 0, done.output
+    assert done.stdout == path.read_text()
+    here = read_machine(path)
+    [rates] = here.kernels
+    assert (rates.d_qk, rates.d_v, rates.dtype) == (32, 16, "float32")
+    assert 0 < rates.forward.tflops < 100
+    assert "the rest is that of h200-nvlink" in here.source
+    words = ["plan", "--predict", "--machine", str(path), "--dtype", "float32", "--d-qk", "32", "--d-v", "16"]
+    planned = alone.invoke(app, [*words, "--seqlen", "256", "--cp-size", "2"])
+    assert planned.exit_code == 0, planned.output
+    assert f"on 2 ranks of {here.name}" in planned.output
+
+
+def test_ranks_measure_their_links_and_agree() -> None:
+    start, cpu = read_machine("h200-nvlink"), torch.device("cpu")
+    one, other = SimGroup(2).run(lambda rank: measure(ContextParallel(rank), start, d_qk=16, d_v=16, device=cpu))
+    assert one == other
+    assert one.peer_memory == one.group != start.group
+    assert one.network == start.network
+    assert "kernels, copies, group, peer_memory;" in one.source
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--measure", "--dims", "64"], "--dims is '64'; it must be two head dims"),
+        (["--measure", "--start", "abacus"], "machine is 'abacus'"),
+        (["--measure", "--out", "no/such/folder/here.toml"], "--out is 'no/such/folder/here.toml'"),
+        (["--out", "here.toml"], "--out is 'here.toml', but --measure is not given"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_measured(options: list[str], words: str) -> None:
+    done = alone.invoke(app, ["doctor", *options])
+    assert done.exit_code == 2, done.output
+    assert words in done.stderr
+
+
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "results"
+TOLERANCE = 0.05
+QWEN3_4B = {"heads_q": 32, "heads_kv": 8, "d_qk": 128, "d_v": 128, "dtype": "bfloat16", "attn_mask_type": "causal"}
+
+
+def gib(tokens: int, layers: int, saved: str, ranks: int = 2) -> float:
+    problem = Problem(ranks, (Sequence(tokens, tokens, tokens, tokens),), layout="dual_chunk", **QWEN3_4B)
+    attention = predict(problem, read_machine("h200-nvlink")).peak_bytes
+    model = ModelShape(layers, 2560, 9728, 151936)
+    return step_memory(problem, attention, model, saved=saved, sharded_over=ranks).total / 2**30
+
+
+def test_the_record_is_predicted_within_five_per_cent() -> None:
+    runs = json.loads((RECORDS / "long_context_2x_h200.json").read_text())["runs"]
+    for run in runs:
+        if "peak_gib" in run and run["documents"] == 1:
+            predicted = gib(run["tokens"], 8, "offload" if run["offload"] else "attention")
+            assert predicted == pytest.approx(run["peak_gib"], rel=TOLERANCE)
+
+
+def test_saving_less_takes_less_and_more_ranks_too() -> None:
+    sizes = {saved: gib(131072, 36, saved) for saved in SAVED}
+    assert sizes["layers"] <= sizes["offload"] < sizes["attention"] < sizes["all"]
+    results = 34 * 65536 * 32 * (128 * 2 + 4) / 2**30  # of all layers but the two whose results are on the GPU
+    assert sizes["attention"] - sizes["offload"] == pytest.approx(results)
+    assert gib(131072, 36, "offload", 4) < 0.6 * sizes["offload"]
+
+
+def test_the_page_has_the_prediction() -> None:
+    page = (RECORDS.parents[1] / "docs" / "how_to" / "long_context.md").read_text()
+    for tokens in (65536, 131072, 262144, 524288):
+        assert f"| {tokens:,} | {' | '.join(f'{gib(tokens, 36, saved):.0f}' for saved in SAVED)} |" in page
+
+
+@pytest.mark.parametrize("text", ["36,2560,9728", "36,2560,9728,x", "0,1,1,1", "", "1,1,1,1,1"])
+def test_a_model_is_four_numbers(text: str) -> None:
+    with pytest.raises(ValueError, match="layers,hidden,ffn,vocabulary"):
+        ModelShape.read(text)
+
+
+def test_the_command_adds_up() -> None:
+    words = ["plan", "--predict", "--cp-size", "2", "--seqlen", "65536", "--heads-q", "32", "--heads-kv", "8"]
+    words += ["--d-qk", "128", "--dtype", "bfloat16", "--layout", "dual_chunk"]
+    said = CliRunner().invoke(app, [*words, "--model", "8,2560,9728,151936", "--saved", "attention"])
+    assert said.exit_code == 0, said.output
+    sizes = [
+        float(size) for size in re.findall(r" (\d+\.\d\d) │$", said.output.split("GiB of a rank")[1], re.MULTILINE)
+    ]
+    assert sizes[-1] == pytest.approx(sum(sizes[:-1]), abs=0.04)
+    for more, error in (
+        (["--model", "8,2560"], "layers,hidden,ffn,vocabulary"),
+        (["--saved", "all"], "--saved is all, which --predict without --model does not look at"),
+        (["--model", "8,2560,9728,151936", "--saved", "some"], "--saved"),
+    ):
+        refused = CliRunner().invoke(app, [*words, *more])
+        assert refused.exit_code == 2
+        assert error in refused.stderr

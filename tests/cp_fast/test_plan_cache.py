@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import weakref
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import cp_fast
@@ -18,6 +22,7 @@ from cp_fast.api import plan_cache
 from cp_fast.integrations import flash_attn
 from cp_ref import SimGroup, dense_attention
 from cp_ref.simulator import SimMember
+from tests.cp_fast.memory.one_rank import call_of
 
 CU = torch.tensor([0, 8, 24, 48], dtype=torch.int32)
 THD: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": CU}
@@ -306,3 +311,103 @@ def in_threads(work: Any) -> None:
     """work(0) ... work(7), each in a thread; raises what one of them raises."""
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(work, range(8)))
+
+
+OURS = str(Path(cp_fast.__file__).parent)
+
+
+class Operators(TorchDispatchMode):
+    """Counts PyTorch's operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("comm", "size", "calls", "operators"), [("p2p", 2, 180, 41), ("p2p", 4, 340, 87), ("a2a", 2, 270, 86)]
+)
+def test_a_call_is_few_calls_of_the_host(comm: Any, size: int, calls: int, operators: int) -> None:
+    """Forward and backward, calls of functions of `cp_fast` that are no comprehensions: a limit, and not far above."""
+    call = call_of(comm, size, 0, 16, (8, 2), 16)
+    call()
+    found: Counter[str] = Counter()
+
+    def look(frame: Any, event: str, arg: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(OURS) and not code.co_name.startswith("<"):
+            found[code.co_name] += 1
+
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    assert 0.9 * calls <= found.total() <= calls, found.most_common(12)
+    with Operators() as counted:
+        call()
+    assert 0.9 * operators <= counted.count <= operators
+
+
+FAR = torch.tensor([0, 2**32])
+PROBLEM: dict[str, Any] = {
+    "qkv_format": "thd",
+    "attn_mask_type": "padding_causal",
+    "heads_q": 8,
+    "heads_kv": 8,
+    "d_qk": 8,
+    "d_v": 8,
+    "dtype": torch.float32,
+    "device": "cpu",
+}
+
+
+def planned(cp_size: int, cp_comm_type: Any, **arguments: Any) -> object:
+    def make(member: Any) -> object:
+        return cp_fast.supports(cp=cp_fast.ContextParallel(member, cp_comm_type), **(PROBLEM | arguments))
+
+    return SimGroup(cp_size).run(make)[0]
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "cp_comm_type", "rows"),
+    [(1, "p2p", 2**32), (2, "p2p", 2**31), (4, "all_gather", 2**32), (4, "a2a", 2**32)],
+)
+def test_more_rows_than_int32_counts(cp_size: int, cp_comm_type: str, rows: int) -> None:
+    side = "kv" if cp_comm_type == "all_gather" else "q"
+    words = rf"cu_seqlens_{side}, padding included, ends at 4294967296: .* would hold {rows} rows of {side}"
+    with pytest.raises(ValueError, match=words):
+        planned(cp_size, cp_comm_type, cu_seqlens_q=FAR)
+
+
+def test_a_rank_holds_its_share_alone() -> None:
+    assert planned(4, "p2p", cu_seqlens_q=FAR) == (True, "")
+
+
+def test_without_a_plan() -> None:
+    def call(member: Any) -> None:
+        x = torch.zeros(4, 1, 8)
+        cp_fast.attention(
+            x,
+            x,
+            x,
+            cp=cp_fast.ContextParallel(member),
+            qkv_format="thd",
+            attn_mask_type="padding",
+            cu_seqlens_q=torch.tensor([0, 4]),
+            cu_seqlens_kv=FAR,
+        )
+
+    with pytest.raises(ValueError, match=r"cu_seqlens_kv"):
+        SimGroup(1).run(call)
+
+
+def test_room() -> None:
+    few = torch.tensor([0, 8])
+    with pytest.raises(ValueError, match=r"max_tokens_q is 4294967296: .* would hold 2147483648 rows of q"):
+        planned(2, "p2p", cu_seqlens_q=few, max_sequences=2, max_tokens_q=2**32)
+    with pytest.raises(ValueError, match=r"max_sequences is 1048577; it must be at most 1048576"):
+        planned(2, "p2p", cu_seqlens_q=few, max_sequences=2**20 + 1, max_tokens_q=64)
+    assert planned(2, "p2p", cu_seqlens_q=few, max_sequences=2**20, max_tokens_q=64) == (True, "")

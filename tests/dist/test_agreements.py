@@ -7,16 +7,18 @@ import os
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
-
 import pytest
 import torch
 import torch.distributed as dist
-
 import cp_fast
 import cp_fast.build
 from cp_fast.movers import select_movers as select
 from cp_ref import SimGroup
 from tests.dist.workers import Processes
+import gc
+from cp_fast.api import plan_cache
+from concurrent.futures import ThreadPoolExecutor
+from cp_ref.schedules.words import CPCommType
 
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
 
@@ -155,3 +157,94 @@ def test_a_device_that_nothing_runs_on(device: str) -> None:
                 ask(cp=cp_fast.ContextParallel(member), batch_size=1, seqlen_q=8, **sizes)
 
     SimGroup(1).run(one)
+
+
+def layers() -> tuple[list[int], list[bool], int]:
+    """Agreements after each layer of two batches in a group of their own; whether results are those with a plan; and
+    groups with plans after it is gone. Rank 1 writes its calls otherwise, with a new context each.
+    """
+    group: Any = dist.new_group([0, 1])
+    cp = cp_fast.ContextParallel(group)
+    gathered = [0]
+    member: Any = type(cp.comm)
+    gather = member.all_gather_object
+
+    def count(self: Any, value: Any) -> Any:
+        gathered[0] += 1
+        return gather(self, value)
+
+    member.all_gather_object = count
+    other = dist.get_rank() == 1
+    cu, x = torch.tensor([0, 8, 24, 48], dtype=torch.int64 if other else torch.int32), torch.randn(24, 2, 8)
+    found: list[int] = []
+    same: list[bool] = []
+    plan = None
+    try:
+        for batch in range(2):
+            cu[1] = 8 + 8 * batch
+            sizes: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": x.dtype, "device": "cpu"}
+            plan = cp_fast.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, **sizes)
+            for _ in range(3):
+                cp = cp_fast.ContextParallel(group) if other else cp
+                more: dict[str, Any] = {"cu_seqlens_kv": cu.clone(), "deterministic": True} if other else {}
+                out = cp_fast.attention(x, x, x, cp=cp, qkv_format="thd", cu_seqlens_q=cu, **more)
+                found.append(gathered[0])
+                same.append(torch.equal(out, cp_fast.attention(x, x, x, cp=cp, plan=plan)))
+    finally:
+        member.all_gather_object = gather
+    kept = len(plan_cache._caches)
+    dist.destroy_process_group(group)
+    del cp, group, plan
+    gc.collect()
+    return found, same, kept - len(plan_cache._caches)
+
+
+def test_layers_of_a_batch_agree_once(two: Processes) -> None:
+    for result in two.run(layers):
+        assert result == ([2, 2, 2, 4, 4, 4], [True] * 6, 1), result
+
+
+BATCHES = [[16, 8], [40], [8, 8, 24], [48, 16]]
+COMMS = ["p2p", "all_gather", "a2a"]
+
+
+def plan_of(cp: cp_fast.ContextParallel, lengths: list[int]) -> cp_fast.Plan:
+    cumulative = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    sizes: dict[str, Any] = {"heads_q": 4, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float64, "device": "cpu"}
+    return cp_fast.make_plan(cp=cp, qkv_format="thd", attn_mask_type="padding_causal", cu_seqlens_q=cumulative, **sizes)
+
+
+def results(cp: cp_fast.ContextParallel, plan: cp_fast.Plan) -> list[torch.Tensor]:
+    """out and all gradients."""
+    generator = torch.Generator().manual_seed(cp.rank)
+    rows = plan.problem.starts_q[-1] // cp.size
+    q, k, v, dout = (
+        torch.randn(rows, heads, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+        for heads in (4, 2, 2, 4)
+    )
+    out = cp_fast.attention(q, k, v, cp=cp, plan=plan)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def train(comm: Any) -> int:
+    """Every batch is computed several times while the thread makes the plan of the next one; how often in all."""
+    cp = cp_fast.ContextParallel(dist.group.WORLD, comm)
+    meanwhile = cp_fast.ContextParallel(dist.new_group(backend="gloo"), comm)
+    wanted = [results(cp, plan_of(cp, lengths)) for lengths in BATCHES]
+    calls = 0
+    with ThreadPoolExecutor(max_workers=1) as planner:
+        plan = plan_of(cp, BATCHES[0])
+        for number, want in enumerate(wanted):
+            coming = [planner.submit(plan_of, meanwhile, BATCHES[number + 1])] if number + 1 < len(BATCHES) else []
+            for _ in range(5):  # as often on every rank: attention is collective
+                for mine, theirs in zip(results(cp, plan), want, strict=True):
+                    assert torch.equal(mine, theirs)
+                calls += 1
+            plan = coming[0].result() if coming else plan
+    return calls
+
+
+@pytest.mark.parametrize("comm", COMMS)
+def test_the_next_plan_is_made_while_this_batch_is_computed(two: Processes, comm: str) -> None:
+    """And gives the same bits as one that was made between batches."""
+    assert two.run(train, comm) == [5 * len(BATCHES)] * 2

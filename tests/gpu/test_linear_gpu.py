@@ -15,8 +15,7 @@ from cp_ref import SimGroup
 from cp_ref.contract.linear_calls import KINDS
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
-from tests.linear.errors import relative_errors
-from tests.linear.played import Layer
+from tests.linear.problems import Layer, relative_errors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LIMITS = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4, "float64": 1e-9}

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 import cp_ref
 from conformance.implementation import Implementation
-from conformance.problems.linear import LinearAttention, build_linear, compare_linear, play_layer
+from conformance.problems.linear import (
+    LinearAttention,
+    LinearCase,
+    build_linear,
+    compare_linear,
+    convolutions,
+    linear_attentions,
+    play_layer,
+)
 from cp_fast.linear.linear_plan import LinearPlan
 from cp_ref import SimGroup
 from cp_ref.contract.linear_calls import KINDS
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.simulator import SimMember
 from tests.dist.workers import Processes
-from tests.linear.played import Layer, case_of, check_layer
+from tests.linear.problems import Layer, case_of, check_layer
+from tests.marks import examples
 
 PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 CU, PADDED = torch.tensor([0, 7, 7, 16]), torch.tensor([0, 8, 10, 20])
@@ -290,3 +301,14 @@ def test_little_padding_is_not_cut_out(kind: str) -> None:
     assert [int(x) for x in plan.sequences.fragments.document] == [0, 0, -1, 1, 1]
     assert len(plan.rows.fragments.document) == 4
     check_layer(cp_fast, problem, Layer(kind=kind, initial_state=True, output_final_state=True))
+
+
+SIDES = {"cp_ref": Implementation(cp_ref), "cp_fast": Implementation(cp_fast)}
+
+
+@pytest.mark.parametrize("package", SIDES)
+@settings(max_examples=examples(int(os.environ.get("CP_LINEAR", "100")), fast=6))
+@given(layer=linear_attentions(dtypes=("float64",)), convolution=convolutions(dtypes=("float64",)))
+def test_random_problems(package: str, layer: LinearCase, convolution: LinearCase) -> None:
+    for case in (layer, convolution):
+        assert case.check(SIDES[package]) == [], str(case)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 import cp_ref
+from cp_fast.linear.affine_maps import Maps, apply, compose_in_waves
+from cp_fast.linear.linear_plan import LinearPlan
+from cp_fast.linear.state_tables import ScanTable
 from cp_ref import SimGroup
 from cp_ref.linear.recurrence import dense_causal_conv1d, dense_linear_attention
+from cp_ref.schedules.problem import Problem
 from cp_ref.simulator import SimMember
+from tests.linear.problems import linear_problems
+from tests.marks import examples
 
 PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 4, "d_v": 4, "dtype": torch.float64, "device": "cpu"}
@@ -150,3 +159,67 @@ def test_autocast_and_mixed_dtypes(package: str) -> None:
 def _grad(x: torch.Tensor) -> torch.Tensor:
     assert x.grad is not None
     return x.grad
+
+
+def by_table(table: ScanTable, maps: Maps, states: torch.Tensor | None, count: int) -> torch.Tensor:
+    """What a launch computes, step by step. A place that no step writes stays NaN."""
+    found = maps.b.new_full((count, *maps.b.shape[1:]), torch.nan)
+    bounds = table.first.tolist()
+    for (low, high), start in zip(pairwise(bounds), table.starts.tolist(), strict=True):
+        state = torch.zeros_like(found[:1]) if states is None or start < 0 else states[start : start + 1]
+        for slot, place in table.steps[low:high].tolist():
+            if place >= 0:
+                found[place] = state[0]
+            if slot >= 0:
+                state = apply(maps.m[slot : slot + 1], state) + maps.b[slot : slot + 1]
+    return found
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(linear_problems(), st.booleans())
+def test_the_table_and_the_waves_are_one(problem: Problem, initial: bool) -> None:
+    draw = torch.Generator().manual_seed(problem.cp_size)
+    for rank in range(problem.cp_size):
+        plan = LinearPlan(problem, rank, torch.device("cpu"))
+        for tables in plan.passes:
+            m, b, states = (
+                torch.randn(n, 1, 2, 2, generator=draw, dtype=torch.float64)
+                for n in (tables.slots, tables.slots, len(problem.sequences))
+            )
+            given = states if initial else None
+            count = len(plan.sequences.packed)
+            wanted = compose_in_waves(tables, Maps(m, b), given, count, transposed=False)
+            torch.testing.assert_close(by_table(tables.scans, Maps(m, b), given, count), wanted)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(linear_problems((1, 2, 4)), st.integers(1, 6), st.integers(0, 3))
+def test_a_run_is_read_from_its_first_row_and_the_rows_before_it(problem: Problem, size: int, rank: int) -> None:
+    tables = LinearPlan(problem, rank % problem.cp_size, torch.device("cpu")).halo(size)
+    slots, stops, after = (table.tolist() for table in tables.reads)
+    n, row = len(slots), 0
+    assert all(0 <= slot <= tables.zeros for table in (slots, after) for some in table for slot in some)
+    while row < n:
+        stop = stops[row]
+        assert row < stop <= n
+        assert stops[row:stop] == [stop] * (stop - row)
+        held = [*slots[row][: size - 1], *range(row, stop), *after[stop - 1]]  # what a kernel marches through
+        for here in range(row, stop):
+            assert slots[here] == held[here - row : here - row + size]
+            assert after[here] == held[here - row + size :][: size - 1]
+        row = stop
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(linear_problems((1, 2, 4)), st.integers(1, 6), st.integers(0, 3))
+def test_the_next_rows_of_a_document_are_those_that_read_a_row(problem: Problem, size: int, rank: int) -> None:
+    tables = LinearPlan(problem, rank % problem.cp_size, torch.device("cpu")).halo(size)
+    slots, n = tables.reads.slots.tolist(), len(tables.reads.slots)
+    for row, after in enumerate(tables.reads.after.tolist()):
+        for distance, slot in enumerate(after, 1):
+            readers = [reader for reader in range(n) if slots[reader][size - 1 - distance] == row]
+            assert readers == ([slot] if slot < n else [])
+    rows = [*tables.edges.tolist(), *range(n, tables.zeros)]
+    for row, readers in zip(rows, tables.edges_read_by.tolist(), strict=True):
+        for k, reader in enumerate(readers):
+            assert [reader] == ([i for i in range(n) if slots[i][k] == row] or [n])

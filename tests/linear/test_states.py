@@ -21,7 +21,7 @@ from cp_ref.contract.verify_states import verify_states
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Schedule
 from cp_ref.schedules.verify.proof import InvalidSchedule, verify, verify_tables
-from tests.linear.random_problems import linear_problems
+from tests.linear.problems import linear_problems
 from tests.linear.state_mutants import MUTANTS, mutated
 from tests.marks import examples
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cp_fast.movers import RowRule
-from tests.cp_fast.native.buffers import cumulative, native
+from tests.cp_fast.kernels.test_native import cumulative, native
 from tests.marks import needs_cxx
 from tests.refusals import says
 

@@ -18,9 +18,11 @@ from conformance.case import Case
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Schedule
 from tests.marks import examples
+from tests.meta.mutants import MUTANTS
+from tests.meta.mutants.model import read_mutants
 from tests.scores.scored_problems import KINDS, SCORE_MODS, Scores, check, in_one_document, scored_cases
-from tests.spec.other_schedules.other_rings import backward_ring, ring_of_rings
-from tests.spec.other_schedules.random_schedules import scheduled_problems
+from tests.spec.other_rings import backward_ring, ring_of_rings
+from tests.spec.random_schedules import scheduled_problems
 
 PACKAGES: dict[str, Any] = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 MANY = int(os.environ.get("CP_SCORES", "60"))  # problems of each kind; 3,000 once in a while
@@ -122,3 +124,57 @@ def test_a_gradient_through_lse_where_score_mod_hides_everything() -> None:
     for grads in cp_ref.SimGroup(2).run(one):
         assert len(grads) == 3
         assert all(grad.isfinite().all() for grad in grads)
+
+
+ALIBI, DROPPED = Scores("h"), Scores(dropout_p=0.5, seed=3)
+KNOWN = {  # which scores find them, and fields of the problem
+    "query-positions-of-the-rank": (ALIBI, {}),
+    "alibi-without-the-shift": (ALIBI, {}),
+    "heads-of-the-rank": (DROPPED, {"cp_comm_type": "a2a", "a2a_size": 4}),
+    "another-mask-in-the-backward": (DROPPED, {}),
+    "score-mod-has-slope-1": (Scores(score_mod="biased_by_head"), {}),
+}
+OTHERS = """
+keys (alibi): keys one too late
+cp_ref.executor.tile_attention.pair_indices
+> result = result._replace(kv_idx=result.kv_idx + 1)
+
+dropped-keys (dropout): keys one too late, of dropout
+cp_ref.executor.tile_attention.pair_indices
+> result = result._replace(kv_idx=result.kv_idx + 1)
+
+document (dropout): always the first document
+cp_ref.executor.tile_attention.pair_indices
+> result = result._replace(document=torch.zeros_like(result.document))
+
+slopes (alibi of documents): slopes of another document
+cp_ref.executor.tile_attention.pair_indices
+> result = result._replace(document=(result.document - 1).abs())
+
+heads (dropout): one mask for all heads
+cp_ref.executor.tile_attention.pair_indices
+> result = result._replace(head=torch.zeros_like(result.head))
+
+no-mask (dropout): no mask in the backward pass
+cp_ref.executor.play_schedule.run_backward
++ inputs = inputs.without_dropout()
+
+no-alibi (alibi): no ALiBi in the backward pass
+cp_ref.executor.play_schedule.run_backward
++ inputs = inputs._replace(alibi_slopes=None)
+"""
+OF = {"alibi": ALIBI, "dropout": DROPPED}
+BUGS = {name: (MUTANTS[name], *how) for name, how in KNOWN.items()}
+BUGS |= {
+    name: (bug, Scores("bh") if bug.where else OF[bug.tier], {}) for name, bug in read_mutants("cp_ref", OTHERS).items()
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_problem_finds_it(name: str) -> None:
+    fields: dict[str, Any]
+    bug, scores, fields = BUGS[name]
+    case = whole(replace(PACKED, attn_mask_type="no_mask"), **fields)
+    assert check(cp_ref, case, scores) == []
+    with bug.planted():
+        assert check(cp_ref, case, scores) != []

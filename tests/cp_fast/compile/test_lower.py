@@ -29,7 +29,7 @@ from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule, saved_kinds
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Schedule
-from tests.spec.other_schedules.other_rings import backward_ring
+from tests.spec.other_rings import backward_ring
 from tests.spec.problems import SCHEDULES
 
 CPU = torch.device("cpu")

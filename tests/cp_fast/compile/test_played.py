@@ -33,8 +33,8 @@ from tests.cp_fast.compile.pairs import rows_of
 from tests.cp_fast.compile.played import play
 from tests.marks import examples
 from tests.masks.problems import problems as problems_of_areas
-from tests.spec.other_schedules.random_schedules import random_schedules, random_workloads
 from tests.spec.problems import SCHEDULES, problems, small_problems
+from tests.spec.random_schedules import random_schedules, random_workloads
 
 CPU = torch.device("cpu")
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]

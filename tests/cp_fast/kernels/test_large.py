@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from cp_fast.movers import why_not
-from tests.cp_fast.kernels.checks.case import bytes_of
-from tests.cp_fast.kernels.checks.memory import Boxed
+from tests.cp_fast.kernels.checks.case import Boxed, bytes_of
 from tests.cp_fast.kernels.checks.suite import CHECKS, Case, Where
 
 MOVERS = ("reorders", "partitions", "halves", "valid_tokens", "rows_and_heads")

@@ -14,8 +14,7 @@ import torch
 import cp_fast
 import cp_ref
 from conformance.adapters.cp_fast import operator_calls, tensors
-from tests.cp_fast.kernels.checks.case import Where
-from tests.cp_fast.kernels.checks.memory import assert_same_bits
+from tests.cp_fast.kernels.checks.case import Where, assert_same_bits
 from tests.cp_fast.kernels.operators import HELPERS, KERNELS, flat, other_values
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -12,8 +12,8 @@ from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.verify.proof import verify
 from tests.cp_fast.compile.passes.planned_at import ALWAYS_CHUNKS, NEVER_CHUNKS, planned_at
 from tests.marks import examples
-from tests.spec.planners.chunked_problems import chunked_problems
 from tests.spec.problems import problems
+from tests.spec.test_planners import chunked_problems
 
 
 @settings(max_examples=examples(60))

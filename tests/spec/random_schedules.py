@@ -35,7 +35,11 @@ from cp_ref.schedules.verify.costs import tile_pairs
 from cp_ref.schedules.verify.proof import verify_tables
 from tests.spec.problems import small_problems
 
-__all__ = ["random_schedules", "random_workloads", "scheduled_problems"]
+__all__ = [
+    "random_schedules",
+    "random_workloads",
+    "scheduled_problems",
+]
 
 _SPLITS = 5  # of the attention slices, at most
 _MOVES = 3  # of partial results, before they go home, at most

@@ -13,7 +13,7 @@ from cp_fast.backends.fa4.scores.launch_program import PlaceTables, ScoreProgram
 from cp_fast.backends.fa4.scores.score_tiles import Tile, Values, library
 from cp_fast.backends.fa4.scores.trace_scores import trace_scores
 from cp_ref.contract.scores import kept
-from tests.cp_fast.backends.fa4_scores.functions import FUNCTIONS, places
+from tests.cp_fast.backends.test_fa4_scores import FUNCTIONS, places
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 cutlass: Any = pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, FlashAttention 4's compiler")

@@ -1,19 +1,52 @@
-"""Native CPU kernels at their limits: many threads, many sequences, buffers past 2^31 elements, every 16-bit float.
-`tests/cp_fast/kernels/checks` has what all implementations have to do.
-"""
+"""What tests of the native CPU kernels share: the kernels, the helpers by them, lengths, and comparing bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 
-from cp_fast.movers import RowRule
+from cp_fast.movers import RowRule, use
+from cp_fast.movers.native_movers import NativeMovers, load
 from cp_ref.thd import thd_cp_rank_order_to_sequence_order, thd_get_partitioned_indices, thd_read_half_tensor
 from tests.cp_fast.kernels.checks.suite import Where, merged_shapes
-from tests.cp_fast.native.buffers import cumulative, equal_bits, helpers, native
 from tests.marks import needs_cxx
+
+
+def native() -> NativeMovers:
+    return load("cpu")
+
+
+class _Helpers:
+    """The operators of the THD helpers, by the native kernels."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with use("native"):
+                return getattr(torch.ops.cp_attention, name)(*arguments)
+
+        return call
+
+
+def helpers() -> _Helpers:
+    return _Helpers()
+
+
+def cumulative(lengths: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=dtype)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of every row, [t, bytes]: two NaN with the same bits are equal here."""
+    return x.contiguous().view(torch.uint8).reshape(len(x), -1) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+
+
+def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
 
 pytestmark = needs_cxx
 

@@ -13,7 +13,11 @@ from cp_ref.schedules.planners.ring_members import RingMembers, Spans, merged
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Schedule, Step, Tiles, tag
 
-__all__ = ["backward_ring", "plan_bidirectional_rank", "ring_of_rings"]
+__all__ = [
+    "backward_ring",
+    "plan_bidirectional_rank",
+    "ring_of_rings",
+]
 
 Route = Callable[[int, int], tuple[int, int]]  # (rank, step) -> (whose keys it computes with, who gave them to it)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import signal
 import subprocess
@@ -18,9 +19,12 @@ import typer
 
 from benchmarks import conformance_gpu, gpu_tests
 from benchmarks.conformance_gpu import Left, Part, Work, play
+from benchmarks.forward import counts, times
+from benchmarks.forward.cases import SCHEDULES, cases_of
 from benchmarks.parts import model_ranks
 from benchmarks.parts.random_cases import ATTENTION, KINDS
 from benchmarks.parts.random_counts import Counts, summary
+from benchmarks.planning import host_time
 from benchmarks.whole_models import Record
 from conformance.adapters.cp_fast import cpu
 from conformance.record import Played
@@ -221,3 +225,56 @@ def test_a_record_of_whole_models_says_what_was_not_right_and_not_reached(tmp_pa
     assert found["refused or skipped"] == {"three": "Triton"}
     assert found["not reached"] == ["four"]
     assert found["cases"] == {"one": {"verdict": "right", "gradients": 3}}
+
+
+CASES = cases_of(64)
+
+
+@pytest.mark.parametrize(("schedule", "launches", "merged"), [("p2p", 2, 256), ("all_gather", 2, 256), ("a2a", 1, 0)])
+def test_block_causal_attention_has_one_launch_a_step(schedule: str, launches: int, merged: int) -> None:
+    problem = counts.problem_of(CASES["block-causal"], schedule)
+    found = counts.count(problem, 1)
+    assert (len(found.kernels), found.merged, found.gathered) == (launches, merged, (0, 0))
+    assert found.kernels[0].segments == (16 if schedule == "a2a" else 8)
+
+
+def test_a_line_for_each_rank(tmp_path: Path) -> None:
+    out = tmp_path / "counts.csv"
+    counts.main("dense;window 4,096", SCHEDULES, "-", 64, out)
+    with out.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [(one["case"], one["schedule"], one["rank"]) for one in lines] == [
+        (case, schedule, rank)
+        for case in ("dense", "window 4,096")
+        for schedule in SCHEDULES.split(",")
+        for rank in "01"
+    ]
+    assert all(0 < float(one["share"]) < 2 for one in lines)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_case_sees(name: str) -> None:
+    """The check's attention slices have the problem's pairs."""
+    case = CASES[name]
+    seen = sum(
+        max(min(k1 - 1, q + hi) - max(k0, q + lo) + 1, 0)
+        for q0, q1, k0, k1, lo, hi in times.areas_of(case)
+        for q in range(q0, q1)
+    )
+    assert seen == counts.problem_of(case, "p2p").pairs
+
+
+@pytest.mark.parametrize("schedule", ["p2p", "a2a"])
+def test_the_parts_of_a_pass_add_up(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass has all of its parts, and their times are the time of the pass."""
+    took: list[float] = []
+    end = host_time.Clock.end
+    monkeypatch.setattr(host_time.Clock, "end", lambda *given: took.append(1e6 * given[2]) or end(*given))
+    layout, lengths = host_time.CASES["sixteen documents"]
+    spent = host_time.measured(host_time._on_cpu(schedule, layout, lengths), rounds=1)
+    for n, direction in enumerate(("forward", "backward")):
+        parts = {part: times for (of, part), times in spent.items() if of == direction}
+        assert {"whole", "edge", "format", "loop", "post", "messages", "launch", "wait"} <= set(parts)
+        nested = ("whole", "engine", *host_time._NESTED)
+        sums = sum(times[0][1] for part, times in parts.items() if part not in nested)
+        assert sums == pytest.approx(took[n * host_time._IN_A_ROW])

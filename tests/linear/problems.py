@@ -1,0 +1,103 @@
+"""Problems of linear layers: drawn, judged by the suite, and how far low precision is from the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from conformance.implementation import Implementation, context
+from conformance.problems.linear import (
+    SIZES,
+    LinearAttention,
+    LinearCase,
+    batches,
+    build_linear,
+    judged_results,
+    play_layer,
+)
+from cp_ref import SimGroup
+from cp_ref.schedules.problem import Problem
+
+__all__ = [
+    "Layer",
+    "case_of",
+    "check_layer",
+    "linear_problems",
+    "relative_errors",
+]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes and options of a linear attention."""
+
+    kind: str = "gated_delta_rule"
+    heads: int = 1
+    shared: int = 1  # value heads for each head
+    d_k: int = 3
+    d_v: int = 2
+    scale: float | None = None
+    initial_state: bool = False
+    output_final_state: bool = False
+    tail: int = 0  # rows of each rank's slice, thd alone
+
+
+def case_of(problem: Problem, layer: Layer, seed: int = 0) -> LinearAttention:
+    """The suite's problem of a batch and a layer."""
+    named = ("cp_size", "qkv_format", "layout", "cp_comm_type", "a2a_size", "dtype")
+    lengths = zip(problem.lengths.len_q, problem.lengths.slots_q, strict=True)
+    documents = tuple((int(tokens), int(slots)) for tokens, slots in lengths)
+    batch = {name: getattr(problem, name) for name in named}
+    return LinearAttention(
+        documents=documents, seed=seed, **batch, **{f.name: getattr(layer, f.name) for f in fields(layer)}
+    )
+
+
+def check_layer(package: Any, problem: Problem, layer: Layer, seed: int = 0) -> None:
+    """A layer over the simulated group meets the oracle."""
+    case = case_of(problem, layer, seed)
+    assert case.check(Implementation(package)) == [], str(case)
+
+
+def linear_problems(cp_sizes: tuple[int, ...] = SIZES) -> st.SearchStrategy[Problem]:
+    """Self-attention problems of at most four documents, of at most 24 slots each."""
+    return batches(cp_sizes, most=24, long=()).map(lambda fields: LinearCase(**fields).problem)
+
+
+def relative_errors(
+    package: Any,
+    problem: Problem,
+    layer: Layer,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    cp_size: int | None = None,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Of every result and gradient, the root of the mean square of the error over that of the oracle's value.
+
+    The tensors and the oracle are those of the suite; with a low dtype g and beta are in float32. cp_size: instead of
+    the problem's, with the schedule p2p and rows in order. Of the ranks' final states the worst counts.
+    """
+    words: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+    if cp_size is not None:
+        words |= {"cp_size": cp_size, "cp_comm_type": "p2p", "a2a_size": 1, "layout": "contiguous"}
+    case = case_of(replace(problem, **words), layer, seed)
+    case = replace(case, wide=dtype in (torch.bfloat16, torch.float16))
+    impl, tensors = Implementation(package), build_linear(case, device)
+    ranks = SimGroup(case.cp_size).run(
+        lambda member: play_layer(impl, case, tensors, context(impl, case.problem, member), member.rank)
+    )
+    found: dict[str, float] = {}
+    for name, (got, exact) in judged_results(case, tensors, ranks).items():
+        name = name.partition(" of rank")[0]
+        found[name] = max(found.get(name, 0.0), _relative(got, exact))
+    return found
+
+
+def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    norm = wanted.norm().item()
+    return (got.double() - wanted).norm().item() / norm if norm else got.double().norm().item()

@@ -1,1 +1,0 @@
-"""Schedules that no planner makes."""

@@ -1,1 +1,0 @@
-"""The planners of schedules and layouts."""
