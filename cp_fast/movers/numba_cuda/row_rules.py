@@ -24,6 +24,7 @@ from typing import Any
 from numba import cuda
 
 from cp_fast.movers.numba_cuda.memory import divide, load_int
+from cp_fast.movers.row_arithmetic import row_arithmetic
 
 __all__ = [
     "entry",
@@ -128,144 +129,57 @@ def _index(i, plan, hint):
 
 
 @cuda.jit(device=True)
-def _slice_row(i, data, wide, sequences, tokens, cp_size, cp_rank, hint):
-    s = find_near(data, wide, sequences, i * cp_size, hint)
-    if s < 0:
-        return -1
-    start = entry(data, wide, s)
-    offset = i - divide(start, cp_size)
-    if s == sequences:
-        return _inside(start + cp_rank * divide(tokens - start, cp_size) + offset, tokens)
-    chunk = divide(entry(data, wide, s + 1) - start, 2 * cp_size)
-    if offset < chunk:
-        return _inside(start + cp_rank * chunk + offset, tokens)
-    return _inside(start + (2 * cp_size - 2 - cp_rank) * chunk + offset, tokens)
+def _choose(condition, a, b):
+    return a if condition else b
 
 
-@cuda.jit(device=True)
-def _slice(i, plan, hint):
-    return _slice_row(i, plan[0], plan[1], plan[2], plan[5], plan[6], plan[7], hint)
+_keys, _rows = row_arithmetic(divide, _choose, cuda.jit(device=True))
 
 
-@cuda.jit(device=True)
-def _to_rank_order(i, plan, hint):
-    share = divide(plan[5], plan[6])
-    rank = divide(i, share)
-    return _slice_row(i - rank * share, plan[0], plan[1], plan[2], plan[5], plan[6], rank, hint)
-
-
-@cuda.jit(device=True)
-def _to_sequence_order(i, plan, hint):
-    data, wide, tokens, cp_size = plan[0], plan[1], plan[5], plan[6]
-    s = find_near(data, wide, plan[2], i, hint)
-    if s < 0:
-        return -1
-    start, share = entry(data, wide, s), divide(tokens, cp_size)
-    offset, own = i - start, divide(start, cp_size)
-    if s == plan[2]:
-        part = divide(tokens - start, cp_size)
-        if part == 0:
-            return -1
-        rank = divide(offset, part)
-        return _inside(rank * share + own + offset - rank * part, tokens)
-    chunk = divide(entry(data, wide, s + 1) - start, 2 * cp_size)
-    if chunk == 0:
-        return -1
-    number = divide(offset, chunk)
-    rest = offset - number * chunk
-    if number < cp_size:
-        return _inside(number * share + own + rest, tokens)
-    return _inside((2 * cp_size - 1 - number) * share + own + chunk + rest, tokens)
-
-
-@cuda.jit(device=True)
-def _half(i, plan, hint):
-    s = find_near(plan[0], plan[1], plan[2], 2 * i, hint)
-    if s < 0:
-        return -1
-    if s == plan[2] and plan[7] == 0:
-        return -1
-    start = entry(plan[0], plan[1], s)
-    stop = plan[5] if s == plan[2] else entry(plan[0], plan[1], s + 1)
-    return _inside(start + plan[6] * divide(stop - start, 2) + i - divide(start, 2), plan[5])
-
-
-@cuda.jit(device=True)
-def _valid(i, plan, hint):
-    s = find_near(plan[0], plan[1], plan[2], i, hint)
-    if s < 0 or s == plan[2]:
-        return -1
-    size = entry(plan[3], plan[4], s + 1) - entry(plan[3], plan[4], s)
-    return i if i - entry(plan[0], plan[1], s) < size else -1
-
-
-@cuda.jit(device=True)
-def _in_half(i, plan, hint):
-    s = find_near(plan[0], plan[1], plan[2], i, hint)
-    if s < 0 or s == plan[2]:
-        return -1
-    start = entry(plan[0], plan[1], s)
-    late = i - start >= divide(entry(plan[0], plan[1], s + 1) - start, 2)
-    return i if late == (plan[6] == 1) else -1
-
-
-@cuda.jit(device=True)
-def _unpad(i, plan, hint):
-    s = find_near(plan[0], plan[1], plan[2], i, hint)
-    if s < 0:
-        return -1
-    row = entry(plan[3], plan[4], s) + i - entry(plan[0], plan[1], s)
-    stop = plan[5] if s == plan[2] else entry(plan[3], plan[4], s + 1)
-    return _inside(row, plan[5]) if row < stop else -1
-
-
-@cuda.jit(device=True)
-def _key_of_row(i, plan):
-    return i
-
-
-@cuda.jit(device=True)
-def _key_of_slice_row(i, plan):
-    return i * plan[6]
-
-
-@cuda.jit(device=True)
-def _key_in_rank_order(i, plan):
-    share = divide(plan[5], plan[6])
-    return (i - divide(i, share) * share) * plan[6]
-
-
-@cuda.jit(device=True)
-def _key_of_half_row(i, plan):
-    return 2 * i
-
-
-_MAPS = {
-    "span": _span,
-    "index": _index,
-    "slice": _slice,
-    "rank_order": _to_rank_order,
-    "sequence_order": _to_sequence_order,
-    "half": _half,
-    "in_half": _in_half,
-    "valid": _valid,
-    "unpad": _unpad,
-}
-
-
-_KEYS = {"slice": _key_of_slice_row, "rank_order": _key_in_rank_order, "half": _key_of_half_row}
-
-
+@lru_cache
 def row_map(kind: str) -> Callable[..., Any]:
     """A device function map(i, plan, hint). The hint is a sequence at or before that of row i, or -1."""
-    return _MAPS[kind]
+    if kind in ("span", "index"):
+        return _span if kind == "span" else _index
+    key, row, halves, has_real, unpads = (
+        _keys[kind],
+        _rows[kind],
+        kind == "half",
+        kind in ("valid", "unpad"),
+        kind == "unpad",
+    )
+
+    @cuda.jit(device=True)
+    def mapped(i, plan, hint):
+        data, wide, sequences, tokens = plan[0], plan[1], plan[2], plan[5]
+        s = find_near(data, wide, sequences, key(i, tokens, plan[6]), hint)
+        if s < 0:
+            return -1
+        tail = s == sequences
+        if halves and tail and plan[7] == 0:
+            return -1
+        end = plan[6] if unpads else tokens
+        start, stop = entry(data, wide, s), end if tail else entry(data, wide, s + 1)
+        first, last = start, stop
+        if has_real:
+            first, last = entry(plan[3], plan[4], s), tokens if tail else entry(plan[3], plan[4], s + 1)
+        return _inside(row(i, start, stop, tail, first, last, tokens, plan[6], plan[7]), tokens)
+
+    return mapped
 
 
+@lru_cache
 def row_key(kind: str) -> Callable[..., Any]:
     """A device function key(i, plan): row i searches for this number in the lengths. It rises with i, except at a
     slice's end.
     """
-    return _KEYS.get(kind, _key_of_row)
+    key = _keys.get(kind, _keys["valid"])
+
+    @cuda.jit(device=True)
+    def of_plan(i, plan):
+        return key(i, plan[5], plan[6])
+
+    return of_plan
 
 
 @lru_cache
