@@ -1,0 +1,212 @@
+"""Groups of ranks as long as their documents: short documents on one rank, long ones on many.
+
+    contexts = GroupsOfAllSizes(dist.group.WORLD)
+    sampler = DocumentSampler(lengths, rank=dist.get_rank(), ranks=dist.get_world_size(), tokens=8192, documents=64)
+    for rounds in sampler:  # of one step
+        parts = [shard_batch(pack([rows[i] for i in chosen]), cp=contexts[size]) for size, chosen in rounds]
+        count = count_tokens(torch.cat([(part["labels"] != -100).flatten() for part in parts]), over=dist.group.WORLD)
+        for part in parts:
+            loss = model(**part | {"num_items_in_batch": count}).loss
+            loss_for_backward(loss, averaged_over=model).backward()
+
+A document that fits on one rank sends nothing. Megatron-LM calls this dynamic context parallelism. In each round of a
+step every rank has one part of a batch, alone or in a group of 2, 4, 8 ... ranks. So all ranks call the model equally
+often, as FSDP and DDP need it. One denominator counts the labels of the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from cp_fast.api.fast_context import ContextParallel
+from cp_ref.schedules.values import kind_of, read_count
+
+__all__ = ["DocumentSampler", "GroupsOfAllSizes", "RankGroup", "pack", "share_out"]
+
+
+class RankGroup(NamedTuple):
+    """Some consecutive ranks that share a packed batch in one round: `size` of them from `first`, and the numbers of
+    its documents.
+    """
+
+    first: int
+    size: int
+    documents: list[int]
+
+
+def share_out(lengths: Sequence[int], ranks: int, tokens: int) -> list[list[RankGroup]]:
+    """Rounds of groups that have each document once, and each rank once a round.
+
+    A document gets the smallest group that holds it: 1, 2, 4 ... ranks. Longest documents come first, each to the group
+    of its size that has the least work and room for it, else to new ranks of a round, else to a larger group with room,
+    else to a new round. The work of a document counts as its pairs and its tokens.
+
+    Args:
+        lengths: tokens of each document.
+        ranks: how many there are, a power of two.
+        tokens: how many a rank holds at most.
+
+    Raises:
+        ValueError, TypeError: a document does not fit on all ranks; ranks are no power of two.
+
+    >>> share_out([20, 4, 3, 9], ranks=4, tokens=5)
+    [[RankGroup(first=0, size=4, documents=[0])], [RankGroup(first=0, size=2, documents=[3]), \
+RankGroup(first=2, size=1, documents=[1]), RankGroup(first=3, size=1, documents=[2])]]
+    """
+    _check_ranks(ranks)
+    read_count("tokens", tokens, at_least=1)
+    rounds: list[list[RankGroup]] = []
+    room: dict[tuple[int, int], int] = {}  # of (round, group): tokens left
+    work: dict[tuple[int, int], float] = {}
+    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        length = read_count(f"lengths[{number}]", lengths[number], at_least=0)
+        size = _size_for(number, length, ranks, tokens)
+        fitting = [place for place, left in room.items() if left >= length]
+        same = [place for place in fitting if rounds[place[0]][place[1]].size == size]
+        taken = [sum(group.size for group in groups) for groups in rounds]
+        free = next((n for n, held in enumerate(taken) if ranks - held >= size), None)
+        if free is None and not fitting:
+            rounds.append([])
+            taken.append(0)
+            free = len(rounds) - 1
+        if free is not None:  # an idle rank is worth more than a full one
+            place = free, len(rounds[free])
+            rounds[free].append(RankGroup(taken[free], size, []))
+            room[place], work[place] = size * tokens, 0.0
+        else:
+            place = min(same or fitting, key=lambda one: work[one])
+        group = rounds[place[0]][place[1]]
+        group.documents.append(number)
+        room[place] -= length
+        work[place] += length * (length + tokens) / group.size
+    for groups in rounds:
+        held = sum(group.size for group in groups)
+        groups += [RankGroup(first, 1, []) for first in range(held, ranks)]
+    return rounds
+
+
+class DocumentSampler:
+    """The rounds of each step for one rank, the same steps on all ranks.
+
+    Args:
+        lengths: tokens of each document of the data.
+        rank, ranks: which one of how many, a power of two.
+        tokens: how many a rank holds at most in a round.
+        documents: how many a step has. The last step of an epoch has what is left.
+        seed: of the order of documents, which `set_epoch` changes; None keeps their order.
+
+    Iterating gives each step as a list of (size, numbers of documents): with which context this rank is called in each
+    round, and for what. No numbers: `pack([])` is a batch without labels, so that the rank calls its model too.
+
+    >>> sampler = DocumentSampler([20, 4, 3, 9, 5], rank=3, ranks=4, tokens=5, documents=4, seed=None)
+    >>> list(sampler), len(sampler)
+    ([[(4, [0]), (1, [2])], [(1, [])]], 2)
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], *, rank: int, ranks: int, tokens: int, documents: int, seed: int | None = 0
+    ) -> None:
+        _check_ranks(ranks)
+        self.rank = read_count("rank", rank, at_least=0, at_most=ranks - 1)
+        self.documents = read_count("documents", documents, at_least=1)
+        read_count("tokens", tokens, at_least=1)
+        for number, length in enumerate(lengths):
+            _size_for(number, read_count(f"lengths[{number}]", length, at_least=0), ranks, tokens)
+        self.lengths, self.ranks, self.tokens, self.seed, self.epoch = list(lengths), ranks, tokens, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of another epoch from now on."""
+        self.epoch = read_count("epoch", epoch, at_least=0)
+
+    def __len__(self) -> int:
+        return -(-len(self.lengths) // self.documents)
+
+    def __iter__(self) -> Iterator[list[tuple[int, list[int]]]]:
+        order = list(range(len(self.lengths)))
+        if self.seed is not None:
+            generator = torch.Generator().manual_seed(hash((self.seed, self.epoch)) % 2**63)
+            order = torch.randperm(len(order), generator=generator).tolist()
+        for start in range(0, len(order), self.documents):
+            step = order[start : start + self.documents]
+            rounds = share_out([self.lengths[number] for number in step], self.ranks, self.tokens)
+            mine = [next(g for g in groups if g.first <= self.rank < g.first + g.size) for groups in rounds]
+            yield [(group.size, [step[n] for n in group.documents]) for group in mine]
+
+
+class GroupsOfAllSizes(Mapping[int, ContextParallel]):
+    """This rank's contexts of 1, 2, 4 ... ranks, by size. Collective over all processes of the group.
+
+    Args:
+        group: all processes that share the data, their number a power of two.
+        options: of each `ContextParallel`: cp_comm_type ("a2a+p2p" needs pairs of groups, and is refused) and layout.
+
+    Raises:
+        ValueError, TypeError: the number of processes is no power of two; `cp_comm_type` is "a2a+p2p".
+    """
+
+    def __init__(self, group: dist.ProcessGroup, **options: Any) -> None:
+        if options.get("cp_comm_type") == "a2a+p2p":
+            raise ValueError("cp_comm_type is 'a2a+p2p', which needs a pair of groups for each size; take another one")
+        members = dist.get_process_group_ranks(group)
+        _check_ranks(len(members))
+        self._contexts: dict[int, ContextParallel] = {}
+        size = 1
+        while size <= len(members):
+            groups = [members[first : first + size] for first in range(0, len(members), size)]
+            mine, _ = dist.new_subgroups_by_enumeration(groups)
+            self._contexts[size] = ContextParallel(mine, **options)
+            size *= 2
+
+    def __getitem__(self, size: int) -> ContextParallel:
+        return self._contexts[size]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._contexts)
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+
+def pack(documents: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[str, torch.Tensor]:
+    """One packed row of documents, as `shard_batch` takes it.
+
+    Args:
+        documents: each with input_ids [t], and labels [t] or none, which then are the input_ids.
+        pad_token_id: the one token of a row without documents, which learns nothing.
+
+    >>> pack([{"input_ids": [5, 6]}, {"input_ids": [7], "labels": [-100]}])
+    {'input_ids': tensor([[5, 6, 7]]), 'position_ids': tensor([[0, 1, 0]]), 'labels': tensor([[   5,    6, -100]])}
+    """
+    if not isinstance(documents, Sequence):
+        raise TypeError(f"documents is {kind_of(documents)}; it must be a list of documents with input_ids")
+    if not any(len(document["input_ids"]) for document in documents):
+        documents = [{"input_ids": [pad_token_id], "labels": [-100]}]
+    ids = [torch.as_tensor(document["input_ids"]) for document in documents]
+    labels = [torch.as_tensor(document.get("labels", x)) for document, x in zip(documents, ids, strict=True)]
+    positions = [torch.arange(len(x)) for x in ids]
+    return {name: torch.cat(list(found))[None] for name, found in zip(_NAMES, (ids, positions, labels), strict=True)}
+
+
+_NAMES = ("input_ids", "position_ids", "labels")
+
+
+def _size_for(number: int, length: int, ranks: int, tokens: int) -> int:
+    """The smallest power of two of ranks that holds a document."""
+    size = 1
+    while size * tokens < length:
+        size *= 2
+    if size > ranks:
+        raise ValueError(
+            f"lengths[{number}] is {length}; {ranks} ranks hold {ranks * tokens} tokens, {tokens} each: give more "
+            "ranks, or more tokens a rank"
+        )
+    return size
+
+
+def _check_ranks(ranks: int) -> None:
+    if read_count("ranks", ranks, at_least=1) & (ranks - 1):
+        raise ValueError(f"ranks is {ranks}; it must be a power of two, so that groups of all sizes divide it")

@@ -1,0 +1,99 @@
+"""Documents shared out to groups of several sizes: each once, within room, balanced; and a step of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.step import compare_step
+from cp_fast.integrations.sampler import DocumentSampler, share_out
+from tests.dist.workers import run_program
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "document_sampler.py"
+
+
+@given(
+    st.lists(st.integers(0, 80), max_size=40),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(10, 100),
+)
+def test_rounds_have_each_document_and_each_rank_once(lengths: list[int], ranks: int, tokens: int) -> None:
+    lengths = [length for length in lengths if length <= ranks * tokens]
+    rounds = share_out(lengths, ranks, tokens)
+    assert sorted(n for groups in rounds for group in groups for n in group.documents) == list(range(len(lengths)))
+    for groups in rounds:
+        assert [rank for group in groups for rank in range(group.first, group.first + group.size)] == list(range(ranks))
+        for group in groups:
+            assert group.first % group.size == 0
+            held = [lengths[n] for n in group.documents]
+            assert sum(held) <= group.size * tokens
+            assert group.size == 1 or max(held) > group.size // 2 * tokens  # no document has more ranks than it needs
+
+
+def test_lengths_of_real_data_are_balanced() -> None:
+    """Log-normal lengths on 8 ranks: most documents stay on one rank, and no rank has far more to do than the mean."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randn(400, generator=generator).mul(1.2).add(7).exp().clamp(16, 32768).int().tolist()
+    rounds = share_out(lengths, 8, 8192)
+    alone = sum(len(group.documents) for groups in rounds for group in groups if group.size == 1)
+    assert alone > 0.9 * len(lengths)
+    busy, work = 0.0, [0.0] * 8
+    for groups in rounds:
+        of_ranks = [
+            sum(lengths[n] * (lengths[n] + 8192) for n in group.documents) / group.size
+            for group in groups
+            for _ in range(group.size)
+        ]
+        busy += max(of_ranks)
+        work = [a + b for a, b in zip(work, of_ranks, strict=True)]
+    assert busy < 1.3 * sum(work) / 8  # ranks wait for the busiest one in each round
+
+
+def test_all_ranks_draw_the_same_steps_and_epochs_differ() -> None:
+    lengths = [1 + 7 * n % 23 for n in range(50)]
+    samplers = [DocumentSampler(lengths, rank=rank, ranks=4, tokens=8, documents=12) for rank in range(4)]
+
+    def documents(sampler: DocumentSampler) -> list[list[int]]:
+        return [sorted({n for _, chosen in step for n in chosen}) for step in sampler]
+
+    steps = [list(sampler) for sampler in samplers]
+    assert {len(found) for found in steps} == {len(samplers[0])} == {5}
+    for of_ranks in zip(*steps, strict=True):
+        assert len({len(rounds) for rounds in of_ranks}) == 1
+        for round_ in zip(*of_ranks, strict=True):
+            assert all(round_.count(one) % one[0] == 0 for one in round_ if one[1])  # a group has one part
+    first = [sorted({n for x in samplers for n in documents(x)[step]}) for step in range(5)]
+    assert sorted(n for step in first for n in step) == list(range(50))
+    for sampler in samplers:
+        sampler.set_epoch(1)
+    assert [sorted({n for x in samplers for n in documents(x)[step]}) for step in range(5)] != first
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"ranks": 3, "rank": 0}, "ranks is 3; it must be a power of two"),
+        ({"rank": 4}, "rank is 4"),
+        ({"tokens": 0}, "tokens is 0"),
+        ({"documents": 0}, "documents is 0"),
+        ({"lengths": [5, 99]}, r"lengths\[1\] is 99; 4 ranks hold 40 tokens, 10 each: give more ranks, or"),
+        ({"lengths": [5, "6"]}, r"lengths\[1\] is '6'; it must be an integer"),
+    ],
+)
+def test_what_a_sampler_refuses(odd: dict[str, object], said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        DocumentSampler(**{"lengths": [1], "rank": 0, "ranks": 4, "tokens": 10, "documents": 2} | odd)  # type: ignore[arg-type]
+
+
+@pytest.mark.thorough
+def test_a_step_of_groups_of_all_sizes_is_that_of_one_process() -> None:
+    pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
+    one, four = (run_program(EXAMPLE, processes) for processes in (1, 4))
+    losses = [[float(word) for word in said.split()[1:]] for said in (one, four)]
+    assert losses[1] == pytest.approx(losses[0], abs=2e-4)
+    report = compare_step("examples.document_sampler:build", "examples.document_sampler:batch", 2, loss="sum")
+    assert report.right, str(report)
