@@ -58,11 +58,6 @@ def test_an_entry_sees_its_bug(name: str, reference: Implementation) -> None:
         assert SpecialCase(name).check(reference)
 
 
-def test_an_entry_that_does_not_exist() -> None:
-    with pytest.raises(ValueError, match="one-hand-clapping"):
-        SpecialCase("one-hand-clapping")
-
-
 def test_an_entry_that_is_not_supported_says_why(reference: Implementation) -> None:
     class NoSoftcap:
         """`cp_ref`, which refuses a softcap everywhere."""

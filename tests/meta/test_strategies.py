@@ -1,4 +1,4 @@
-"""The strategies reach every corner of the contract, and every case has a text that reads back."""
+"""The strategies reach every corner of the contract."""
 
 from __future__ import annotations
 
@@ -138,34 +138,6 @@ def test_a_planted_bug_shrinks_to_a_few_tokens(mutant: str, tier: str) -> None:
     assert sum(s.len_q for s in case.problem.sequences) <= 8, failure.text
     assert case.problem.cp_size <= 3
     assert (case.problem.d_qk, case.problem.d_v, case.tail_q, case.seed) == (8, 8, 0, 0)
-
-
-def test_text_reads_back(drawn: list[Case]) -> None:
-    for case in drawn:
-        assert not set(str(case)) & {"\n", "'"}
-        assert Case.parse(str(case)) == case
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "Case()",
-        "Problem(cp_size=2, sequences=[])",
-        "Case(Problem(cp_size=2, sequences=[]), tail_q=3)",
-        "Case(Problem(cp_size=2, sequences=[]), colour=3)",
-        'Case(Problem(cp_size=2, sequences=[]), loss="lse")',
-        "Case(Problem(cp_size=2, sequences=[]), seed=print(1))",
-        f"Case(Problem(cp_size=2, sequences=[]), seed={'-' * 1000}1)",
-        f"Case(Problem(cp_size=2, sequences=[]), seed={'-' * 9000}1)",
-        f"Case(Problem(cp_size={'-' * 1000}2, sequences=[]))",
-        f"Case({'(' * 300}Problem(cp_size=2, sequences=[]){')' * 300})",
-        f"Case(Problem(cp_size=2, sequences={'[' * 150}{']' * 150}))",
-    ],
-)
-def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="cannot read a case"):
-        Case.parse(text)
 
 
 def test_only_what_is_supported_is_drawn() -> None:

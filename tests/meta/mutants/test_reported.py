@@ -99,11 +99,6 @@ def test_the_reference_passes(name: str, reference: Implementation) -> None:
     assert KnownBug(name).check(reference) == []
 
 
-def test_a_report_that_does_not_exist() -> None:
-    with pytest.raises(ValueError, match="te-0"):
-        KnownBug("te-0")
-
-
 def test_without_helpers_a_helper_report_is_unsupported() -> None:
     class NoHelpers:
         thd = None

@@ -1,4 +1,6 @@
-"""The lower levels: the reference passes, what is missing is called missing, and every planted bug is seen."""
+"""Every kind of problem: texts read back, the reference passes, what is missing or refused is called so, and every
+planted bug of the levels below whole attention is seen. tests/meta/mutants plants bugs in whole attention.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 
+import cp_ref
+from conformance import replay
 from conformance.implementation import Implementation, load
 from conformance.problems.capabilities import EVERYTHING
 from conformance.problems.helpers import HELPERS, Helper
-from conformance.runner.play_problem import Task, play_task
-from conformance.runner.run_tiers import Profile, TierResult, run_tier
-from conformance.runner.tiers import TIERS, tiers_of
+from conformance.problems.linear import LinearAttention
+from conformance.record import RunRecord
+from conformance.report.page import summary
+from conformance.runner.play_problem import InProcess, Task, play_task, task_of
+from conformance.runner.run_tiers import PROFILES, Profile, TierResult, run_tier
+from conformance.runner.suite_run import SuiteRun
+from conformance.runner.tiers import TIERS, group_sizes, tiers_of
 from cp_ref import thd
+from tests.meta.mutants import MUTANTS
 from tests.meta.zoo.samples import Lower
 
 
@@ -29,34 +39,78 @@ def one_thread() -> None:
 
 FEW = Profile(60, derandomize=True)
 LOWER = [name for name, tier in TIERS.items() if tier.level != "schedule"]
-EVERY_ITEM = st.sampled_from([(TIERS[name], item) for name in LOWER for item in TIERS[name].items(EVERYTHING)])
+LINEAR = [name for name in LOWER if TIERS[name].level == "linear"]
+EVERY_ITEM = [(tier, item) for name, tier in TIERS.items() if name != "pairs" for item in tier.items(EVERYTHING)]
 
 
 def run(impl: Any, tier: str, shrink: bool = False, profile: Profile = FEW) -> TierResult:
     return run_tier(impl, tier, EVERYTHING, profile if shrink else replace(profile, shrink_s=0.0))
 
 
-@pytest.mark.parametrize("tier", [pytest.param(t, marks=pytest.mark.thorough if "helpers" in t else ()) for t in LOWER])
-def test_the_reference_is_right(tier: str) -> None:
-    result = run(load("cp_ref") if tier.startswith("linear") else Lower(), tier)
-    assert not result.smallest
-    assert result.passed >= 60
+def like_the_reference(**changed: Any) -> Implementation:
+    return Implementation(SimpleNamespace(**({name: getattr(cp_ref, name) for name in cp_ref.__all__} | changed)))
+
+
+# ---- texts
 
 
 @given(st.data())
 def test_texts_read_back(data: st.DataObject) -> None:
-    tier, item = data.draw(EVERY_ITEM)
-    problem: Any = data.draw(tier.problems(item, EVERYTHING))  # pyright: ignore[reportArgumentType]
-    assert tiers_of(str(problem)) == [(tier, problem)]
-    assert "'" not in str(problem)
+    tier, item = data.draw(st.sampled_from(EVERY_ITEM))
+    problems = tier.problems(item, EVERYTHING)
+    problem = data.draw(problems if isinstance(problems, SearchStrategy) else st.sampled_from(list(problems)))
+    assert (tier, problem) in tiers_of(str(problem))
+    assert not set(str(problem)) & {"\n", "'"}
 
 
 @pytest.mark.parametrize(
-    "text", ["Helper()", "Helper(name='no_such')", "Helper(1)", "Merge(parts=0)", "Tile(rows=-1)", "Tile"]
+    "text",
+    [
+        "Helper()",
+        "Helper(name='no_such')",
+        "Helper(1)",
+        "Merge(parts=0)",
+        "Tile(rows=-1)",
+        "Tile",
+        "error no-such",
+        "special one-hand-clapping",
+        "known te-0",
+        "torch sin",
+        "LinearAttention(kind='rwkv')",
+        "LinearAttention(heads=0)",
+        "LinearAttention(cp_size=0)",
+        "LinearAttention(documents=((9, 8),))",
+        "LinearAttention(spoiled=1)",
+        "LinearAttention(tail=1, qkv_format='bshd')",
+        "CausalConv1d(activation='gelu')",
+        "CausalConv1d(kernel_size=0)",
+        "",
+        "Case()",
+        "Problem(cp_size=2, sequences=[])",
+        "Case(Problem(cp_size=2, sequences=[]), tail_q=3)",
+        "Case(Problem(cp_size=2, sequences=[]), colour=3)",
+        'Case(Problem(cp_size=2, sequences=[]), loss="lse")',
+        "Case(Problem(cp_size=2, sequences=[]), seed=print(1))",
+        f"Case(Problem(cp_size=2, sequences=[]), seed={'-' * 1000}1)",
+        f"Case(Problem(cp_size=2, sequences=[]), seed={'-' * 9000}1)",
+        f"Case(Problem(cp_size={'-' * 1000}2, sequences=[]))",
+        f"Case({'(' * 300}Problem(cp_size=2, sequences=[]){')' * 300})",
+        f"Case(Problem(cp_size=2, sequences={'[' * 150}{']' * 150}))",
+    ],
 )
 def test_a_mistyped_text_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"cannot read|there is no helper|no meaning"):
-        tiers_of(text)
+    with pytest.raises(ValueError, match=r"cannot read a|there is no (helper|error|special|known|torch) |no meaning"):
+        task_of(text)
+
+
+# ---- what is right, missing, or refused
+
+
+@pytest.mark.parametrize("tier", [pytest.param(t, marks=pytest.mark.thorough if "helpers" in t else ()) for t in LOWER])
+def test_the_reference_is_right(tier: str) -> None:
+    result = run(load("cp_ref") if tier in LINEAR else Lower(), tier)
+    assert not result.smallest
+    assert result.passed >= 60
 
 
 def test_what_is_not_offered_is_missing() -> None:
@@ -94,16 +148,54 @@ def test_a_tile_may_be_differentiated_by_autograd() -> None:
     assert result.passed == 60
 
 
-def test_what_a_kernel_refuses_is_unsupported() -> None:
-    def tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-        if q.shape[1] != k.shape[1]:
-            raise NotImplementedError("grouped heads")
-        return Lower().tile(q, k, v, **options)
+def test_a_library_without_linear_layers_misses_the_level() -> None:
+    impl = like_the_reference(linear_attention=None)
+    assert "linear" not in impl.levels
+    run = SuiteRun(InProcess(impl), FEW, tiers=LINEAR)
+    (only,) = run.results()
+    assert (only.run, only.count("missing"), only.smallest) == (1, 1, [])
+    assert only.note == "the implementation does not offer the level linear"
 
-    result = run(SimpleNamespace(tile=tile), "kernel")
+
+def test_a_library_without_convolutions_misses_them() -> None:
+    result = run(like_the_reference(causal_conv1d=None), "linear-convolution")
+    assert (result.run, result.count("missing")) == (1, 1)
+
+
+def refusing(function: Callable[..., Any], refuses: Callable[..., bool]) -> Callable[..., Any]:
+    def called(*tensors: torch.Tensor, **options: Any) -> Any:
+        if refuses(*tensors, **options):
+            raise NotImplementedError("not this")
+        return function(*tensors, **options)
+
+    return called
+
+
+@pytest.mark.parametrize(
+    ("tier", "impl"),
+    [
+        ("kernel", SimpleNamespace(tile=refusing(Lower().tile, lambda q, k, v, **_: q.shape[1] != k.shape[1]))),
+        (
+            "linear",
+            like_the_reference(
+                linear_attention=refusing(cp_ref.linear_attention, lambda *_, kind, **__: kind == "kda")
+            ),
+        ),
+    ],
+)
+def test_what_is_refused_is_unsupported(tier: str, impl: Any) -> None:
+    result = run(impl, tier, profile=Profile(12, derandomize=True))
     assert result.unsupported
-    assert result.passed == 60  # others are drawn in place of what is refused
+    assert result.passed == 12  # others are drawn in place of what is refused
     assert result.run == result.passed + result.unsupported
+
+
+def test_counts_and_group_sizes() -> None:
+    suite_run = SuiteRun(InProcess(load("cp_ref")), PROFILES["quick"], cp_sizes=(3,))
+    assert [suite_run.expected(tier) for tier in LINEAR] == [60, 60]
+    for tier in LINEAR:
+        drawn = run_tier(load("cp_ref"), tier, EVERYTHING, Profile(8, derandomize=True), cp_sizes=(3,)).played
+        assert {group_sizes(problem) for played in drawn for _, problem in tiers_of(played.text)} == {(3,)}
 
 
 # ---- planted bugs: helpers
@@ -214,7 +306,7 @@ def test_a_call_without_an_answer_must_raise() -> None:
     assert play_task(Implementation(Lower()), task).verdict == "right"
 
 
-# ---- planted bugs: merge
+# ---- planted bugs: merges and tiles
 
 
 def base_two(parts: Any) -> Any:
@@ -245,14 +337,6 @@ def in_place(parts: Any) -> Any:
     out, lse = Lower().merge(parts)
     parts[0][1].copy_(lse)
     return out, lse
-
-
-@pytest.mark.parametrize("merge", [base_two, without_shift, first_is_zero, running_in_low_precision, in_place])
-def test_a_wrong_merge_is_seen(merge: Any) -> None:
-    assert run(SimpleNamespace(merge=merge), "merge").smallest
-
-
-# ---- planted bugs: one tile
 
 
 def with_sides(change: Callable[..., dict[str, Any]]) -> Any:
@@ -292,32 +376,6 @@ def lse_in_low_precision(q: Any, k: Any, v: Any, **options: Any) -> Any:
     return out, lse.to(torch.bfloat16).to(lse.dtype)
 
 
-@pytest.mark.parametrize(
-    "tile",
-    [
-        with_sides(minus_one_is_unbounded),
-        with_sides(aligned_to_the_first_key),
-        with_sides(one_more),
-        with_sides(beyond_the_keys_is_unbounded),
-        lse_transposed,
-        mean_for_empty_rows,
-        lse_in_low_precision,
-    ],
-    ids=["-1", "aligned", "one-more", "beyond", "transposed", "empty-rows", "low-lse"],
-)
-def test_a_wrong_tile_is_seen(tile: Any) -> None:
-    assert run(SimpleNamespace(tile=tile), "kernel").smallest
-
-
-def test_a_wrong_gradient_is_seen() -> None:
-    def backward(*arguments: Any, **options: Any) -> Any:
-        dq, dk, dv = Lower().tile_backward(*arguments, **options)
-        return dq, dk * 1.02, dv
-
-    result = run(SimpleNamespace(tile=Lower().tile, tile_backward=backward), "kernel-backward")
-    assert any("dk" in finding for failure in result.smallest for finding in failure.findings)
-
-
 def in_float32(q: Any, k: Any, v: Any, **options: Any) -> Any:
     return tuple(
         x.to(torch.promote_types(x.dtype, q.dtype)) for x in Lower().tile(q.float(), k.float(), v.float(), **options)
@@ -332,9 +390,36 @@ def by_matrix_units(q: Any, k: Any, v: Any, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("tile", [in_float32, by_matrix_units])
-def test_a_tile_in_less_precision_is_seen(tile: Any) -> None:
-    assert run(SimpleNamespace(tile=tile), "kernel").smallest
+def wrong_dk(*arguments: Any, **options: Any) -> Any:
+    dq, dk, dv = Lower().tile_backward(*arguments, **options)
+    return dq, dk * 1.02, dv
+
+
+MERGES = [base_two, without_shift, first_is_zero, running_in_low_precision, in_place]
+TILES = {
+    "-1": with_sides(minus_one_is_unbounded),
+    "aligned": with_sides(aligned_to_the_first_key),
+    "one-more": with_sides(one_more),
+    "beyond": with_sides(beyond_the_keys_is_unbounded),
+    "transposed": lse_transposed,
+    "empty-rows": mean_for_empty_rows,
+    "low-lse": lse_in_low_precision,
+    "in-float32": in_float32,
+    "by-matrix-units": by_matrix_units,
+}
+
+
+@pytest.mark.parametrize(
+    ("tier", "members", "said"),
+    [
+        *(pytest.param("merge", {"merge": merge}, "", id=merge.__name__) for merge in MERGES),
+        *(pytest.param("kernel", {"tile": tile}, "", id=name) for name, tile in TILES.items()),
+        pytest.param("kernel-backward", {"tile": Lower().tile, "tile_backward": wrong_dk}, "dk", id="dk"),
+    ],
+)
+def test_a_wrong_merge_or_tile_is_seen(tier: str, members: dict[str, Any], said: str) -> None:
+    result = run(SimpleNamespace(**members), tier)
+    assert any(said in finding for failure in result.smallest for finding in failure.findings)
 
 
 def test_the_gradients_of_one_visible_key_are_as_exact_as_the_sums_that_cancel() -> None:
@@ -354,3 +439,40 @@ def test_the_gradients_of_one_visible_key_are_as_exact_as_the_sums_that_cancel()
 def test_gradients_of_few_keys_may_have_a_delta_of_a_rounded_output() -> None:
     text = 'TileGradients(rows=4, columns=2, heads=(2, 1), dims=(64, 64), scale=1.0, dtype="float16", seed=97)'
     assert play_task(load("cp_fast"), Task("kernel", "kernel-backward", text)).verdict == "right"
+
+
+# ---- planted bugs: linear layers
+
+
+@pytest.mark.parametrize("name", ["maps-in-reverse", "convolution-halo-one-short"])
+def test_a_failure_replays_and_is_in_the_report(name: str) -> None:
+    mutant, impl = MUTANTS[name], load("cp_ref")
+    with mutant.planted():
+        result = run_tier(impl, mutant.tier, EVERYTHING, Profile(60, derandomize=True, shrink_s=2.0))
+        (smallest,) = result.smallest
+        assert task_of(smallest.text) == [Task("linear", mutant.tier, smallest.text)]
+        (again,) = replay(impl, smallest.text)
+        assert again.count("wrong") == 1
+    assert replay(impl, smallest.text)[0].passed == 1
+    found = summary(RunRecord({"impl": "cp_ref"}, tuple(result.played)))
+    assert smallest.text in [failure.text for failure in found.failures]
+    assert found.by("level")["linear"][0]["wrong"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda out: out * 1.001, "should be"),
+        (lambda out: out.float(), "dtype"),
+        (lambda out: out[..., :1], "shape"),
+        (lambda out: torch.where(out == 0, 1.0, out), "not zero where there is no token"),
+    ],
+)
+def test_wrong_results_are_named(spoil: Any, words: str) -> None:
+    def layer(*tensors: torch.Tensor, **arguments: Any) -> Any:
+        return spoil(cp_ref.linear_attention(*tensors, **arguments))
+
+    text = str(LinearAttention(documents=((5, 8), (8, 8)), tail=2 if "zero" in words else 0))
+    played = play_task(like_the_reference(linear_attention=layer), Task("linear", "linear", text))
+    assert played.verdict == "wrong"
+    assert words in " ".join(played.findings)
