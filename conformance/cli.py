@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from typer.core import TyperGroup
 
-from conformance.implementation import LoadError, load
+from conformance.implementation import LoadError
 from conformance.problems.strategies import CP_SIZES
 from conformance.record import (
     DEFAULT_TIME_LIMIT_S,
@@ -44,12 +44,12 @@ from conformance.report import unwritable, write_report
 from conformance.report.coverage import Coverage, coverage
 from conformance.report.failures import separating
 from conformance.runner.known_failures import KnownFailures, KnownFailuresError
-from conformance.runner.play_problem import InProcess, Runner
+from conformance.runner.play_problem import Runner
 from conformance.runner.processes import LONGEST_S
 from conformance.runner.run_tiers import PROFILES, TierResult
 from conformance.runner.suite_run import ALL_TIERS, SuiteRun, describe_run, nothing_tested
 from conformance.runner.tiers import TIERS, group_sizes, tiers_of
-from conformance.runner.workers import start_runner
+from conformance.runner.workers import open_runner
 from conformance.step.report import table_lines
 from conformance.step_command import app as step_app
 from cp_ref.schedules.values import MOST_RANKS
@@ -303,9 +303,7 @@ def _runner(
         return cp_sizes_of(cp_size, kind, device) + (needed if cp_size is None and device == "cpu" else ())
 
     try:
-        if not isolate:
-            return InProcess(load(impl), device, time_limit)
-        return start_runner(impl, device, time_limit, sizes)
+        return open_runner(impl, device, time_limit, sizes, isolate)
     except LoadError as error:
         _not_loaded(error)
     except ValueError as error:

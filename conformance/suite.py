@@ -25,14 +25,13 @@ import pytest
 import torch
 
 from conformance.cli import cp_sizes_of
-from conformance.implementation import LoadError, load
+from conformance.implementation import LoadError
 from conformance.plugin import Settings, settings_of
 from conformance.record import replay_command, replay_options
 from conformance.runner.known_failures import KnownFailures
-from conformance.runner.play_problem import InProcess
 from conformance.runner.run_tiers import PROFILES, TierResult
 from conformance.runner.suite_run import Part, SuiteRun, describe_run, play_part
-from conformance.runner.workers import start_runner
+from conformance.runner.workers import open_runner
 
 __all__ = ["conformance_settings", "conformance_suite_run", "impl", "test_conformance"]
 
@@ -61,10 +60,7 @@ def conformance_suite_run(impl: Any, conformance_settings: Settings) -> Iterator
     profile = replace(profile, max_examples=options.examples or profile.max_examples)
     sizes = partial(cp_sizes_of, options.cp_size, device=options.device)
     try:
-        if isinstance(impl, str) and options.isolate:
-            runner = start_runner(impl, options.device, options.time_limit, sizes)
-        else:
-            runner = InProcess(load(impl) if isinstance(impl, str) else impl, options.device, options.time_limit)
+        runner = open_runner(impl, options.device, options.time_limit, sizes, options.isolate)
     except LoadError as error:
         pytest.fail(str(error), pytrace=False)
     file = options.known_failures

@@ -30,10 +30,10 @@ from conformance.checks.reference import Hang, watching
 from conformance.implementation import Implementation, LoadError, load
 from conformance.problems.capabilities import Capabilities, ask, probe_by, try_case
 from conformance.record import FAILING, Played, Verdict
-from conformance.runner.play_problem import Offer, Pairs, Patience, Task, pairs_of, play_task
+from conformance.runner.play_problem import InProcess, Offer, Pairs, Patience, Runner, Task, pairs_of, play_task
 from conformance.runner.processes import join_group
 
-__all__ = ["Answer", "Failed", "Pool", "Worker", "WorkerRunner", "start_runner"]
+__all__ = ["Answer", "Failed", "Pool", "Worker", "WorkerRunner", "open_runner", "start_runner"]
 
 _START_S = 300.0  # for the import and, on a GPU, for what the import compiles
 _GRACE_S = 5.0  # how long the other ranks may take after one raised
@@ -255,6 +255,20 @@ def _serve(
 # ---- the runner
 #
 # Worker processes play the problems of a run: a crash or a hang ends one problem, and the run goes on.
+
+
+def open_runner(
+    impl: Any, device: str, limit_s: float, cp_sizes: Callable[[str], tuple[int, ...]], isolate: bool = True
+) -> Runner:
+    """`start_runner` for a name; an object, and what is not isolated, is played in this process.
+
+    Raises:
+        LoadError: there is no such implementation.
+        ValueError: its ranks need processes, and it is not isolated.
+    """
+    if isinstance(impl, str) and isolate:
+        return start_runner(impl, device, limit_s, cp_sizes)
+    return InProcess(load(impl) if isinstance(impl, str) else impl, device, limit_s)
 
 
 def start_runner(name: str, device: str, limit_s: float, cp_sizes: Callable[[str], tuple[int, ...]]) -> WorkerRunner:
