@@ -111,7 +111,7 @@ def test_the_design_names_files_that_exist() -> None:
     assert len(names) > 30
     files = [
         path.as_posix()
-        for folder in ("cp_ref", "cp_fast", "tests", "benchmarks")
+        for folder in ("cp_ref", "cp_fast", "conformance", "tests", "benchmarks")
         for path in (ROOT / folder).rglob("*.py")
     ]
     assert [name for name in names if not any(path.endswith("/" + name) for path in files)] == []
