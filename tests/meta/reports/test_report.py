@@ -320,6 +320,7 @@ def test_junit_has_each_failure_and_each_entry_of_a_table(tmp_path: Path, record
     small = _played("wrong", 3, findings=("out is \x00 wrong", "dq too"), shrunk=True, tier="budget")
     more = (_played("wrong", 9, tier="pairs"), small, replace(small, tier="pairs"))
     more += (Played("schedule", "errors", "error no-group", "unsupported", ("not here",)),)
+    more += (_played("right", tier="a tier of an older record"),)
     [file] = write_report(replace(record, played=record.played + more), None, tmp_path / "junit.xml")
     root = ElementTree.parse(file).getroot()
     suites = {suite.get("name"): {str(case.get("name")): case for case in suite} for suite in root}
