@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile
 
 import cp_fast
 from conformance.step import compare_step
@@ -71,32 +73,31 @@ def test_log_probabilities_of_documents_are_those_of_one_rank(name: str, monkeyp
         torch.testing.assert_close(sum(grads[n] for _, grads in found), weight.grad, rtol=1e-6, atol=1e-6)
 
 
-class Largest(TorchDispatchMode):
-    """The most elements that one result has."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs or {})
-        for x in out if isinstance(out, tuple | list) else [out]:
-            self.most = max(self.most, x.numel() if isinstance(x, torch.Tensor) else 0)
-        return out
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The memory that a function takes at most, beside what it leaves behind."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    results: Any = found.profiler
+    held = list(accumulate(e.nbytes() for e in results.kineto_results.events() if e.name() == "[memory]"))
+    return max(held) - held[-1]
 
 
-def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequences, "_CHUNK_BYTES", 16 * 4 * 5 * 4000)
-    ids = torch.randint(1, 4000, (1, 512))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_take_the_room_of_a_chunk(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 tokens of 20,000 words, whose logits alone take 20 MB in float32."""
+    monkeypatch.setattr(sequences, "_CHUNK_BYTES", 2**21)
+    ids = torch.randint(1, 20000, (1, 256))
 
     def one(member: Any) -> int:
         context = cp_fast.ContextParallel(member)
-        model = ours.prepare(causal("LlamaConfig", vocab_size=4000), context)
+        model = ours.prepare(causal("LlamaConfig", vocab_size=20000).to(dtype), context)
         part = ours.shard_batch({"input_ids": ids, "labels": ids}, cp=context)
-        with (mode := Largest()):
-            token_log_probs(model, part).sum().backward()
-        return mode.most
+        token_log_probs(model, part).sum().backward()  # the gradients of weights are there
+        return peak_bytes(lambda: token_log_probs(model, part).sum().backward())
 
     [most] = SimGroup(1).run(one)
-    assert 4000 * 32 <= most < 512 * 4000 / 4  # the head's weights; a chunk has 16 tokens
+    of_weight = 20000 * 32 * dtype.itemsize  # the gradient of the head's weight from one chunk
+    assert 2**20 < most < 2**21 + 3 * of_weight
 
 
 def test_what_log_probabilities_refuse() -> None:
