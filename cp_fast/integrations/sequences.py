@@ -88,8 +88,8 @@ def token_log_probs(model: torch.nn.Module, part: Mapping[str, Any]) -> torch.Te
     """The log-probability that a causal language model gives to the label of each of this rank's tokens.
 
     The model's head computes a few hundred tokens at a time, and again in the backward pass. So logits of all tokens
-    never exist: beside hidden states and weights it takes half a gibibyte, and up to three gradients of the head's weight
-    where that is trained. Every other keyword of `part` reaches the model as it stands.
+    never exist: beside hidden states and weights it takes half a gibibyte, and up to three gradients of the head's
+    weight where that is trained. Every other keyword of `part` reaches the model as it stands.
 
     Args:
         model: that `prepare` has prepared, also inside DDP, FSDP or PEFT.
