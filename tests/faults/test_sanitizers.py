@@ -41,7 +41,7 @@ pytestmark = [
 ]
 
 KERNELS = "tests/cp_fast/kernels/test_implementations.py"
-TESTS = [KERNELS, "tests/cp_fast/native/test_refusals.py", "-k", "not many_sequences and not torch"]
+TESTS = [KERNELS, "tests/refusals/test_native.py", "-k", "not many_sequences and not torch"]
 
 
 @pytest.mark.parametrize(
