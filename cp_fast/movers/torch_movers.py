@@ -13,8 +13,8 @@ from cp_fast.movers.row_arithmetic import row_arithmetic
 from cp_ref.contract.tensors import as_integers, wide_dtype
 
 __all__ = [
-    "Located",
-    "Place",
+    "LsePlace",
+    "SequenceOfRow",
     "Targets",
     "TorchMovers",
     "assert_lengths",
@@ -76,7 +76,7 @@ def assert_real_lengths(helper: str, real_lengths: torch.Tensor, lengths: torch.
 # is one more run of rows, number b.
 
 
-class Place(NamedTuple):
+class LsePlace(NamedTuple):
     """A row's place in its sequence, for an LSE [b, h, s]: int64 [n]."""
 
     sequence: torch.Tensor
@@ -92,7 +92,7 @@ class Targets(NamedTuple):
     part: Rows
     whole: Rows
     valid: torch.Tensor | None = None  # bool [n]; None for all
-    place: Place | None = None
+    place: LsePlace | None = None
 
 
 def table_of(rule: RowRule, tokens: int) -> torch.Tensor:
@@ -138,13 +138,13 @@ def targets_of(rows: Rows | RowRule, tokens: int) -> Targets:
     valid, whole, part_start = found >= 0, part, located.start
     if rows.kind == "half":
         valid, whole, part_start = located.seq < len(lengths) - 1, found, located.start // 2
-    place = Place(located.seq, whole - located.start, part - part_start)
+    place = LsePlace(located.seq, whole - located.start, part - part_start)
     if lengths.device.type != "cpu":
         return Targets(slice(None), whole, valid, place)
-    return Targets(part[valid], whole[valid], None, Place(*(x[valid] for x in place)))
+    return Targets(part[valid], whole[valid], None, LsePlace(*(x[valid] for x in place)))
 
 
-class Located(NamedTuple):
+class SequenceOfRow(NamedTuple):
     """For every row: its sequence, and where that begins and ends. All int64 [n]."""
 
     seq: torch.Tensor
@@ -152,7 +152,7 @@ class Located(NamedTuple):
     stop: torch.Tensor
 
 
-def locate(rows: torch.Tensor, lengths: torch.Tensor, total: int) -> Located:
+def locate(rows: torch.Tensor, lengths: torch.Tensor, total: int) -> SequenceOfRow:
     """The sequences of some rows of a buffer of `total` rows; number b is the tail.
 
     >>> located = locate(torch.tensor([0, 7, 8, 13]), torch.tensor([0, 8, 8, 12]), 14)
@@ -161,10 +161,10 @@ def locate(rows: torch.Tensor, lengths: torch.Tensor, total: int) -> Located:
     """
     bounds = functional.pad(lengths.long(), (0, 1), value=total)
     seq = (torch.searchsorted(bounds[:-1], rows, right=True) - 1).clamp_(min=0)
-    return Located(seq, bounds[seq], bounds[seq + 1])
+    return SequenceOfRow(seq, bounds[seq], bounds[seq + 1])
 
 
-def _rows_of(rule: RowRule, tokens: int) -> tuple[torch.Tensor, Located]:
+def _rows_of(rule: RowRule, tokens: int) -> tuple[torch.Tensor, SequenceOfRow]:
     """The row of every row of the part, int64 [n], and the sequences that hold them."""
     keys, rows = row_arithmetic(lambda a, b: a // b, torch.where)
     i = torch.arange(rule.count(tokens), device=rule.lengths.device)
