@@ -1,17 +1,23 @@
-"""Calls from several Python threads on one group: the one that begins while another is inside raises, by name."""
+"""Calls beside others: threads that plan and compute together, and neighbours in a batch that change no bit."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 
 import cp_fast
+from conformance.adapters.cp_fast import auto
+from conformance.case import Case
+from conformance.checks.metamorphic import check_metamorphic
+from conformance.implementation import Implementation
 from cp_fast.dispatch.group_lock import HoldLocks, locks_of
 from cp_ref import SimGroup
+from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.simulator import SimMember
 
 SIZES: dict[str, Any] = {"heads_q": 1, "heads_kv": 1, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
@@ -114,3 +120,77 @@ def object_with_references() -> Any:
         pass
 
     return Thing()
+
+
+RESULTS = ("out", "dq", "dk", "dv")
+
+
+def results(
+    cp_size: int, comm: Any, first: list[torch.Tensor], others: list[int], window: tuple[int, int] = (-1, -1)
+) -> dict[str, torch.Tensor]:
+    """Those of the first sequence, beside others of these lengths."""
+    lengths = [len(first[0]), *others]
+    generator = torch.Generator().manual_seed(sum(others))
+    whole = [torch.cat([x, torch.randn(sum(others), *x.shape[1:], generator=generator)]) for x in first]
+    cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+    def one_rank(member: Any) -> dict[str, torch.Tensor]:
+        cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
+        how: dict[str, Any] = {"cp": cp, "qkv_format": "thd", "cu_seqlens_padded": cu}
+        q, k, v, dout = (cp_fast.shard(x, **how) for x in whole)
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        call: dict[str, Any] = {"cp": cp, "qkv_format": "thd", "cu_seqlens_q": cu, "window_size": window}
+        out = cp_fast.attention(*inputs, **call, deterministic=True)
+        out.backward(dout)
+        local = [out.detach(), *(x.grad for x in inputs)]
+        return {name: cp_fast.unshard(x, **how)[: lengths[0]] for name, x in zip(RESULTS, local, strict=True)}
+
+    return SimGroup(cp_size).run(one_rank)[0]
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "comm", "lengths_divide", "same"),
+    [
+        (2, "p2p", False, RESULTS),
+        (3, "p2p", True, RESULTS),
+        (3, "p2p", False, RESULTS),
+        (4, "p2p", False, RESULTS),
+        (8, "p2p", False, RESULTS),
+        (3, "all_gather", False, RESULTS),
+        (4, "a2a+p2p", False, RESULTS),
+    ],
+)
+def test_bits_beside_others(cp_size: int, comm: str, lengths_divide: bool, same: tuple[str, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    first = [torch.randn(4 * cp_size, 2, 8, generator=generator) for _ in range(4)]
+    alone = results(cp_size, comm, first, [])
+    for others in ([8, 2, 6], [4, 4, 2, 6]):
+        less = 0 if lengths_divide else 1
+        found = results(cp_size, comm, first, [n * cp_size - less for n in others])
+        assert [name for name in same if not torch.equal(found[name], alone[name])] == []
+
+
+@pytest.mark.parametrize("comm", ["all_gather", "p2p"])
+@pytest.mark.parametrize(("length", "others"), [(30, [48]), (48, [30]), (30, [48, 7])])
+def test_bits_where_neighbours_have_other_windows(length: int, others: list[int], comm: str) -> None:
+    """A tile of 48 tokens has two windows on a rank, and one of 30 tokens has one. So the plan has another launch."""
+    generator = torch.Generator().manual_seed(0)
+    first = [torch.randn(length, 2, 8, generator=generator) for _ in range(4)]
+    alone, found = (results(3, comm, first, more, (20, 0)) for more in ([], others))
+    assert [name for name in RESULTS if not torch.equal(found[name], alone[name])] == []
+
+
+def test_bits_of_a_padded_batch() -> None:
+    """The first sequence has one launch, and its neighbours two: dk of a head that all ranks compute."""
+    problem = Problem(
+        cp_size=3,
+        sequences=(Sequence(6, 12, 12, 12), Sequence(10, 4, 12, 12), Sequence(4, 12, 12, 12)),
+        cp_comm_type="a2a+p2p",
+        a2a_size=3,
+        attn_mask_type="padding",
+        window_size=(2, -1),
+        heads_q=12,
+        dtype="float64",
+    )
+    case = Case(problem, seed=10, grads="k", use_plan=True, deterministic=True)
+    assert check_metamorphic(Implementation(auto), case) == []

@@ -29,8 +29,7 @@ from cp_ref.schedules.words import SOFTMAX_TYPES
 from cp_ref.simulator import SimMember
 from tests.cp_fast.compile.passes.planned_at import ALWAYS_CHUNKS, planned_at
 from tests.marks import examples
-from tests.spec.other_rings import backward_ring, ring_of_rings
-from tests.spec.random_schedules import scheduled_problems
+from tests.spec.random_schedules import backward_ring, ring_of_rings, scheduled_problems
 from tests.spec.test_planners import chunked_problems
 
 THREE = (Sequence(11, 7, 12, 12), Sequence(0, 0, 0, 0), Sequence(6, 6, 6, 6))

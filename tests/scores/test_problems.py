@@ -21,8 +21,7 @@ from tests.marks import examples
 from tests.meta.mutants import MUTANTS
 from tests.meta.mutants.model import read_mutants
 from tests.scores.scored_problems import KINDS, SCORE_MODS, Scores, check, in_one_document, scored_cases
-from tests.spec.other_rings import backward_ring, ring_of_rings
-from tests.spec.random_schedules import scheduled_problems
+from tests.spec.random_schedules import backward_ring, ring_of_rings, scheduled_problems
 
 PACKAGES: dict[str, Any] = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 MANY = int(os.environ.get("CP_SCORES", "60"))  # problems of each kind; 3,000 once in a while

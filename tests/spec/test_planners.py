@@ -35,8 +35,8 @@ from cp_ref.schedules.verify.proof import InvalidSchedule, verify
 from cp_ref.schedules.words import CPCommType
 from cp_ref.simulator import SimMember
 from tests.marks import examples
-from tests.spec.other_rings import plan_bidirectional_rank
 from tests.spec.problems import problems
+from tests.spec.random_schedules import plan_bidirectional_rank
 
 __all__ = [
     "chunked_problems",

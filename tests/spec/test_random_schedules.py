@@ -18,9 +18,14 @@ from cp_ref.schedules.problem import Problem, Workload
 from cp_ref.schedules.schedule import Message, Schedule, Step
 from cp_ref.schedules.verify.proof import verify, verify_tables
 from tests.marks import examples
-from tests.spec.other_rings import backward_ring, ring_of_rings
 from tests.spec.problems import small_problems
-from tests.spec.random_schedules import random_schedules, random_workloads, scheduled_problems
+from tests.spec.random_schedules import (
+    backward_ring,
+    random_schedules,
+    random_workloads,
+    ring_of_rings,
+    scheduled_problems,
+)
 
 
 @settings(max_examples=examples(int(os.environ.get("CP_PLANS", "400"))))

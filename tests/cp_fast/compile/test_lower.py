@@ -29,8 +29,8 @@ from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule, saved_kinds
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Schedule
-from tests.spec.other_rings import backward_ring
 from tests.spec.problems import SCHEDULES
+from tests.spec.random_schedules import backward_ring
 
 CPU = torch.device("cpu")
 

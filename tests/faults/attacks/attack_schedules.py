@@ -40,8 +40,7 @@ from cp_ref.schedules.schedule import Schedule, Step, Tiles
 from cp_ref.schedules.verify.proof import InvalidSchedule, verify
 from tests.dist.workers import Processes
 from tests.faults.attacks.mutations import changed_objects, changed_text
-from tests.spec.other_rings import backward_ring, ring_of_rings
-from tests.spec.random_schedules import scheduled_problems
+from tests.spec.random_schedules import backward_ring, ring_of_rings, scheduled_problems
 
 __all__ = ["Attack", "bases"]
 
