@@ -259,6 +259,8 @@ def table_lines(thing: Any, seen: set[int]) -> Iterator[str]:
             inside = list(thing.values())
         elif isinstance(thing, list | tuple):
             inside = list(thing)
+        elif type(thing).__name__ == "Spans":
+            inside = [thing.start, thing.stop]  # no caches
         elif type(thing).__module__.startswith("cp_fast") and not isinstance(thing, type):
             slots = [getattr(thing, name, None) for name in getattr(type(thing), "__slots__", ())]
             inside = [*slots, *getattr(thing, "__dict__", {}).values()]

@@ -58,6 +58,7 @@ PARTS = ("read", "agree", "program", "lower", "pack", "spread", "link")
 class Row:
     """One line of the table: times in milliseconds."""
 
+    commit: str
     sequences: int
     cp_size: int
     cp_comm_type: str
@@ -90,6 +91,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Plans per line.")] = 9,
     repeats: Annotated[int, typer.Option(help="How often the whole table is measured.")] = 1,
     device: Annotated[str, typer.Option(help="Where the tables go.")] = "cpu",
+    commit: Annotated[str, typer.Option(help="What is measured.")] = "",
 ) -> None:
     """Measure and print."""
     torch.set_num_threads(1)
@@ -101,7 +103,7 @@ def main(
     fastest: dict[tuple[int, int, str, str, int, str], Row] = {}
     for _ in range(repeats):
         for line in lines:
-            row = _measure(*line, mean, rounds, torch.device(device))
+            row = _measure(*line, mean, rounds, torch.device(device), commit)
             if line not in fastest or row.host_cpu_ms < fastest[line].host_cpu_ms:
                 fastest[line] = row
             print(".", end="", flush=True)
@@ -117,7 +119,7 @@ def main(
 
 def _measure(
     count: int, cp_size: int, comm: str, layout: str, window: int, lengths: str, mean: int, rounds: int,
-    device: torch.device,
+    device: torch.device, commit: str,
 ) -> Row:  # fmt: skip
     read = _reader(count, cp_size, comm, layout, window, lengths, mean)
     rank = cp_size // 3
@@ -151,7 +153,7 @@ def _measure(
         del host, tables, draft, plan  # so that giving their memory back is not in the next plan's time
     medians = {f"{name}_ms": round(statistics.median(t[name] for t in times[1:]), 3) for name in times[0]}
     return Row(
-        count, cp_size, comm, layout, window, lengths, **medians, launches=launches,
+        commit, count, cp_size, comm, layout, window, lengths, **medians, launches=launches,
         device=str(device), processor=processor(), load=round(load(), 1),
     )  # fmt: skip
 

@@ -308,7 +308,7 @@ class Backend(ABC):
     Attributes:
         name: as `ContextParallel` takes it.
         features: of the kernel alone: heads, dims, scores, results, devices, dtypes.
-        rounded_gradients: whether gradients always come in the inputs' dtype (`compile.passes.low_precision_grads`).
+        rounded_gradients: whether gradients always come in the inputs' dtype (`low_precision_grads`).
         shares_keys: if forward launches take a batch with `places`, the rows of a tile, with the query heads of a kv
             head; else 0.
     """

@@ -10,12 +10,11 @@ from typing import Literal, NamedTuple
 
 from cp_fast.compile.index_tables import RowKey, Tables
 from cp_fast.compile.program import OWN, Accumulate, BufferSpec, Copy, Heads, Program, Role, Send, View
-from cp_fast.compile.row_spans import Parts, RowMap, Spans, SpanSets, by_start, shared_out
+from cp_fast.compile.row_spans import Placement, SpanSets, by_start, shared_out
 from cp_fast.compile.tile_groups import TileGroups
-from cp_ref.schedules.planners.ring_members import merged
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import RESULTS, Message, RankSchedule, side_of
-from cp_ref.schedules.table import Column
+from cp_ref.schedules.table import Column, Spans
 
 __all__ = [
     "RANGES",
@@ -108,7 +107,7 @@ class Held:
     number: int
     kind: str
     heads: Heads
-    rows: RowMap
+    rows: Placement
 
     def has(self, kind: str, heads: Heads) -> bool:
         """Whether its rows are of this kind and have all of these heads."""
@@ -124,7 +123,7 @@ class Operands:
     sets: SpanSets
     held: list[Held] = field(default_factory=list)
 
-    def new(self, name: str, kind: str, heads: Heads, rows: RowMap, size: int) -> Held:
+    def new(self, name: str, kind: str, heads: Heads, rows: Placement, size: int) -> Held:
         """A new buffer. The rank does not have it yet."""
         return Held(self.buffers.new(name, kind, heads, size, "operand"), kind, heads, rows)
 
@@ -137,19 +136,17 @@ class Operands:
 
     def view(self, held: Held, spans: Spans, heads: Heads) -> View[RowKey]:
         """The rows of these spans, span after span, in the buffer that holds them."""
-        located = held.rows.locate(spans)
-        return self._view(held, located.row, located.count, heads)
+        found = held.rows.find(spans)
+        return self._view(held, found.row, found.count, heads)
 
     def gather(self, kind: str, heads: Heads, parts: Sequence[Spans], step: int) -> tuple[Held, list[Copy[RowKey]]]:
         """A new buffer with all of these rows in the order of the global rows, and the copies that fill it."""
-        together = self.sets.joined(list(parts))
-        rows = self.sets.of(*merged(together.start, together.stop))
-        made = self.new(f"step {step}: {kind} {heads[0]}:{heads[1]} gathered", kind, heads, rows.buffer, rows.total)
+        together = self.sets.joined(list(parts)).merged()
+        rows = self.sets.packed(self.sets.of(together.start, together.stop))
+        made = self.new(f"step {step}: {kind} {heads[0]}:{heads[1]} gathered", kind, heads, rows, together.total)
         copies: list[Copy[RowKey]] = []
         for part in split(heads, (edge for held in self.held if held.kind == kind for edge in held.heads)):
-            shares, rest = shared_out(
-                self.sets.packed(rows), ((held, held.rows) for held in self.held if held.has(kind, part))
-            )
+            shares, rest = shared_out(rows, ((held, held.rows) for held in self.held if held.has(kind, part)))
             for held, found in shares:
                 order = by_start(found.there)  # in the source's order: a received buffer is then read in one piece
                 there, here, count = found.there[order], found.here[order], found.count[order]
@@ -195,7 +192,7 @@ class Parcels(NamedTuple):
     def has(self, other: Parcels) -> bool:
         """Whether these have all rows and heads of others."""
         inside = self.heads[0] <= other.heads[0] and other.heads[1] <= self.heads[1]
-        return inside and self.spans.buffer.covers(other.spans)
+        return inside and Placement.packed(self.spans).covers(other.spans)
 
 
 def parcels_of(message: Message, sets: SpanSets) -> list[Parcels]:
@@ -213,7 +210,7 @@ class Outgoing(NamedTuple):
     sum: int
     message: int
     heads: Heads
-    rows: RowMap
+    rows: Placement
     complete: bool
 
 
@@ -224,7 +221,7 @@ class Sums:
     buffers: Buffers
     tables: Tables
     sets: SpanSets
-    own: dict[str, RowMap]  # by kind: where the rank's own rows lie
+    own: dict[str, Placement]  # by kind: where the rank's own rows lie
     sink: bool
     local: dict[str, dict[Heads, int]] = field(default_factory=dict)  # by kind and heads
     outgoing: dict[str, list[Outgoing]] = field(default_factory=dict)  # by kind
@@ -254,7 +251,7 @@ class Sums:
                 of_sum = "wide" if self.sink and kind == "out" else dtype
                 total = self.buffers.new(f"{name} sum", kind, heads, size, "sum", dtype=of_sum)
                 message = self.buffers.new(f"{name} sent", kind, heads, size, "message", dtype=dtype)
-                self.outgoing[kind].append(Outgoing(step, total, message, heads, spans.buffer, complete))
+                self.outgoing[kind].append(Outgoing(step, total, message, heads, self.sets.packed(spans), complete))
                 whole, row = self.buffers.whole(message), 0
                 copies.append(Copy(step, self.buffers.whole(total), whole))
                 for parcels in group:
@@ -265,32 +262,34 @@ class Sums:
         self._stay = {kind for kind, out in self.outgoing.items() if not any(self.own[kind].meets(o.rows) for o in out)}
         return found
 
-    def accumulates(self, partial: int, kind: str, heads: Heads, parts: Parts, step: int) -> list[Accumulate[RowKey]]:
+    def accumulates(
+        self, partial: int, kind: str, heads: Heads, rows: Placement, step: int
+    ) -> list[Accumulate[RowKey]]:
         """Where the rows of a partial result of `step` go: into the next message that takes them along, or a local sum.
 
         Args:
             partial: the buffer of the partial result.
             heads: its heads, of all.
-            parts: its global rows, and where they lie in it.
+            rows: its global rows, and where they lie in it.
         """
         own, edges = self.own[kind], self._edges[kind]
         later: list[Outgoing] = []
-        if kind not in self._stay or not own.covers(parts.spans):
+        if kind not in self._stay or not own.covers(rows.spans):
             later = [o for o in self.outgoing[kind] if o.step > step]
             edges = edges.union(*(o.heads for o in later))
         found: list[Accumulate[RowKey]] = []
         for part in split(heads, edges):
             places = [(o, o.rows) for o in later if o.heads[0] <= part[0] and part[1] <= o.heads[1]]
-            shares, rest = shared_out(parts, [*places, (None, own)])
+            shares, rest = shared_out(rows, [*places, (None, own)])
             if len(rest):
                 raise ValueError(
                     f"the schedule leaves {kind} rows {rest.start[0]}:{rest.stop[0]} of step {step} on a rank "
                     "that does not own them; verify names where they should have gone"
                 )
-            for outgoing, rows in shares:
+            for outgoing, common in shares:
                 total = self._local(kind, part) if outgoing is None else outgoing.sum
                 first = self.buffers.specs[total].heads[0]
-                here, there = (self.tables.rows(side, rows.count) for side in (rows.here, rows.there))
+                here, there = (self.tables.rows(side, common.count) for side in (common.here, common.there))
                 source = View(partial, here, (part[0] - heads[0], part[1] - heads[0]))
                 found.append(Accumulate(step, source, View(total, there, (part[0] - first, part[1] - first))))
         return found
@@ -314,10 +313,10 @@ class Shared(NamedTuple):
     groups: TileGroups
     tables: Tables
     sets: SpanSets
-    own: dict[str, RowMap]
+    own: dict[str, Placement]
     sink: bool
 
-    def side(self, kind: str) -> tuple[int, RowMap]:
+    def side(self, kind: str) -> tuple[int, Placement]:
         """All heads and the own rows of a kind."""
         side = side_of(kind)
         return (self.work.heads_kv if side == "kv" else self.work.heads_q), self.own[side]
@@ -365,7 +364,7 @@ class Lowering:
         self.operands.held[-2:] = [Held(number, held.kind, held.heads, held.rows), *gradients]
         return number
 
-    def keep_out(self, heads: Heads, rows: RowMap) -> int:
+    def keep_out(self, heads: Heads, rows: Placement) -> int:
         """Add the complete out and lse of others' rows that the forward pass sent; returns the buffer's number."""
         made = self.operands.new(f"kept out {heads[0]}:{heads[1]}", "res", heads, rows, rows.spans.total)
         self.operands.held.append(made)

@@ -12,10 +12,9 @@ from cp_fast.compile.machine import Costs, costs
 from cp_fast.passes import is_on
 from cp_ref.schedules.attention_slices import AttentionSlices
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule
-from cp_ref.schedules.planners.ring_members import merged
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Schedule, Step, Tiles, side_of
-from cp_ref.schedules.table import Column
+from cp_ref.schedules.table import Column, Spans
 from cp_ref.schedules.verify.costs import ITEM_BYTES, message_bytes, tile_pairs
 
 __all__ = [
@@ -203,8 +202,7 @@ def _in_front(waiting: Tiles, stays: Tiles) -> bool:
 
 def _queries(tiles: Tiles) -> int:
     """The number of query rows."""
-    start, stop = merged(tiles.q_start, tiles.q_stop)
-    return int((stop - start).sum())
+    return Spans(tiles.q_start, tiles.q_stop).merged().total
 
 
 def _hidden(problem: Problem, step: Step, tiles: Tiles) -> bool:

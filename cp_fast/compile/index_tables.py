@@ -20,7 +20,7 @@ from cp_fast.backends.backend_protocol import Cumulative
 from cp_fast.movers.mover_protocol import Rows
 from cp_ref.contract.room import Room
 from cp_ref.schedules.problem import Problem
-from cp_ref.schedules.table import Column, ranges
+from cp_ref.schedules.table import Column, Spans, ranges
 
 __all__ = [
     "MOST_ROWS",
@@ -157,12 +157,12 @@ class Tables:
         """How many rows a table has."""
         return key.stop - key.start if isinstance(key, slice) else self._spans[key][2]
 
-    def spans(self, key: RowKey) -> list[tuple[int, int]]:
-        """The spans (first row, number of rows) of a table, on the host."""
+    def spans(self, key: RowKey) -> Spans:
+        """The spans of a table, on the host."""
         if isinstance(key, slice):
-            return [(key.start, key.stop - key.start)]
+            return Spans(np.array([key.start]), np.array([key.stop]))
         start, count, _ = self._spans[key]
-        return list(zip(start.tolist(), count.tolist(), strict=True))
+        return Spans(start, start + count)
 
     def cumulative(self, key: Key) -> Column:
         """Cumulative lengths, on the host."""

@@ -24,6 +24,7 @@ from cp_fast.compile.program import (
 )
 from cp_ref.contract.group import Group
 from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.table import runs, starts_of
 
 __all__ = [
     "accumulate_late",
@@ -144,8 +145,6 @@ class _Moving:
 
 _MOST = 4  # Pieces of a message: each is a separate copy, and more cost the host more than one kernel for all of them.
 
-Span = tuple[int, int]  # First row, number of rows.
-
 
 def recv_in_place(program: Program[RowKey], tables: Tables, kept: Sequence[int]) -> Program[RowKey]:
     """Receive such messages in place. `kept`: buffers that are needed after the program."""
@@ -201,30 +200,13 @@ def _pieces(
     spans = tables.spans(copy.target.rows)
     if len(spans) > _MOST * len(sizes):
         return None
-    found = _cut(spans, sizes)
-    return found if all(0 < len(pieces) <= _MOST for pieces in found) else None
-
-
-def _cut(spans: Sequence[Span], sizes: Sequence[int]) -> list[tuple[slice, ...]]:
-    """Spans (first row, number of rows), cut in order into parts of these sizes.
-
-    >>> _cut([(10, 6), (20, 2)], [4, 4])
-    [(slice(10, 14, None),), (slice(14, 16, None), slice(20, 22, None))]
-    """
-    found: list[tuple[slice, ...]] = []
-    rest = list(reversed(spans))
-    for size in sizes:
-        pieces: list[slice] = []
-        while size:
-            first, count = rest.pop()
-            taken = min(count, size)
-            begin = pieces.pop().start if pieces and pieces[-1].stop == first else first
-            pieces.append(slice(begin, first + taken))
-            if taken < count:
-                rest.append((first + taken, count - taken))
-            size -= taken
-        found.append(tuple(pieces))
-    return found
+    part, spans = spans.cut(starts_of(sizes)[:-1])
+    begin, size = runs((part[1:] != part[:-1]) | (spans.start[1:] != spans.stop[:-1]), len(part))  # Not touching.
+    edges = part[begin], spans.start[begin], spans.stop[begin + size - 1]
+    found: list[list[slice]] = [[] for _ in sizes]
+    for n, start, stop in zip(*(column.tolist() for column in edges), strict=True):
+        found[n].append(slice(start, stop))
+    return [tuple(pieces) for pieces in found] if all(0 < len(pieces) <= _MOST for pieces in found) else None
 
 
 # ---- free_early

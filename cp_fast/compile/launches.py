@@ -18,17 +18,15 @@ from cp_fast.compile.merge_tiles import (
     merge_stripes,
     merge_triangles,
 )
-from cp_fast.compile.row_spans import RowMap, Spans
-from cp_fast.compile.segments import Segments, SegmentSpans, WindowedTiles, WindowRule, one_each, split_windows
+from cp_fast.compile.row_spans import Placement
+from cp_fast.compile.segments import SegmentRows, Segments, WindowedTiles, WindowRule, one_each, split_windows
 from cp_fast.compile.shared_rows import areas_meet, dedupe_queries, factor_keys, layers, prepend_keys, split_disjoint
 from cp_fast.passes import bit_of
-from cp_ref.schedules.planners.ring_members import merged
-from cp_ref.schedules.table import Column, constant, one_value
+from cp_ref.schedules.table import Column, Spans, constant, one_value
 
 __all__ = [
-    "Placed",
-    "overlap",
-    "placed",
+    "SharedKeys",
+    "share_keys",
     "sort_keys",
     "split_queries",
     "tile_launches",
@@ -73,22 +71,8 @@ def split_queries(launch: Segments) -> Segments:
     first = np.cumsum(rows) - rows  # Of each segment, among all consecutive rows of queries.
     edges = rows[:, None] * np.arange(parts) // parts // _BLOCK * _BLOCK + first[:, None]
     each = launch.take(np.repeat(np.arange(len(launch)), parts))
-    return replace(each, made_by=constant(_SPLIT, each.area), q=_cut(launch.q, edges.ravel()))
-
-
-def _cut(spans: SegmentSpans, edges: Column) -> SegmentSpans:
-    """Spans whose consecutive rows are cut into a segment from each of these edges to the next.
-
-    >>> list(_cut(SegmentSpans.of_rows([(0, 10, 14), (0, 20, 22)]), np.array([0, 3])).rows())
-    [(0, 10, 13), (1, 13, 14), (1, 20, 22)]
-    """
-    size = spans.stop - spans.start
-    begin = np.cumsum(size) - size
-    cuts = np.unique(np.concatenate([begin, edges]))
-    span = np.searchsorted(begin, cuts, side="right") - 1
-    start = spans.start[span] + cuts - begin[span]
-    stop = start + np.diff(np.append(cuts, size.sum()))
-    return SegmentSpans(np.searchsorted(edges, cuts, side="right") - 1, start, stop)
+    segment, rows = launch.q.spans.cut(edges.ravel())
+    return replace(each, made_by=constant(_SPLIT, each.area), q=SegmentRows(segment, *rows))
 
 
 # ---- Segments that share keys
@@ -106,7 +90,7 @@ def _cut(spans: SegmentSpans, edges: Column) -> SegmentSpans:
 # The segments with most keys come first: their tiles take longest, and short ones fill the launch's end.
 
 
-class Placed(NamedTuple):
+class SharedKeys(NamedTuple):
     """Segments, and the first row of each among the rows of q and of k and v; these are consecutive in their buffers,
     and given as global rows.
     """
@@ -118,17 +102,17 @@ class Placed(NamedTuple):
     kv: Spans
 
 
-def placed(launches: Sequence[Segments], q: RowMap, kv: RowMap) -> list[Placed] | None:
+def share_keys(launches: Sequence[Segments], q: Placement, kv: Placement) -> list[SharedKeys] | None:
     """The launches on buffers with these rows. None if a segment's rows do not lie together, if rows lie between
     segments, or if all segments together have more keys than int32 numbers.
 
     >>> three = Segments.of_rows([(0, 0, 2), (1, 2, 4)], [(0, 0, 2), (1, 0, 4)])
-    >>> buffer = RowMap.at(Spans(np.array([0]), np.array([4])), np.array([10]))
-    >>> (found,) = placed([three], buffer, buffer) or []
+    >>> buffer = Placement(Spans(np.array([0]), np.array([4])), np.array([10]))
+    >>> (found,) = share_keys([three], buffer, buffer) or []
     >>> found.start_q.tolist(), found.start_kv.tolist(), found.segments.k.lengths(2).tolist()
     ([2, 0], [0, 0], [4, 2])
     """
-    found: list[Placed] = []
+    found: list[SharedKeys] = []
     for launch in launches:
         rows, keys = launch.q.lengths(len(launch)), launch.k.lengths(len(launch))
         if int(keys.sum()) > MOST_ROWS:
@@ -139,16 +123,16 @@ def placed(launches: Sequence[Segments], q: RowMap, kv: RowMap) -> list[Placed] 
         side_kv = _consecutive(launch.k, kv, len(launch), any_order=dense)
         if side_q is None or side_kv is None:
             return None
-        found.append(Placed(launch, side_q[0], side_kv[0], side_q[1], side_kv[1]))
+        found.append(SharedKeys(launch, side_q[0], side_kv[0], side_q[1], side_kv[1]))
     return found
 
 
-def _consecutive(spans: SegmentSpans, buffer: RowMap, count: int, *, any_order: bool) -> tuple[Column, Spans] | None:
+def _consecutive(spans: SegmentRows, buffer: Placement, count: int, *, any_order: bool) -> tuple[Column, Spans] | None:
     """The first row of each segment, from the first of all on, and all rows. None if they do not lie together."""
-    located = buffer.locate(Spans(spans.start, spans.stop))
-    if not located.whole:
+    found = buffer.find(spans.spans)
+    if not found.whole:
         return None
-    segment, row, size = spans.segment[located.number], located.row, located.count
+    segment, row, size = spans.segment[found.span], found.row, found.count
     if any_order:
         order = np.lexsort((row, segment))
         segment, row, size = segment[order], row[order], size[order]
@@ -156,10 +140,9 @@ def _consecutive(spans: SegmentSpans, buffer: RowMap, count: int, *, any_order: 
     joined = row[1:] == row[:-1] + size[:-1]
     joined[begin[1:] - 1] = True
     first, total = row[begin], np.bincount(segment, size, count).astype(np.int64)
-    if not bool(joined.all()) or len(merged(first, first + total)[0]) > 1:
+    if not bool(joined.all()) or len(Spans(first, first + total).merged()) > 1:
         return None
-    start, stop = merged(located.start, located.start + located.count)
-    rows = buffer.locate(Spans(start, stop))
+    rows = buffer.find(Spans(found.start, found.start + found.count).merged())
     order = np.argsort(rows.row, kind="stable")
     return first - first.min(), Spans(rows.start[order], rows.start[order] + rows.count[order])
 
@@ -168,7 +151,6 @@ def _consecutive(spans: SegmentSpans, buffer: RowMap, count: int, *, any_order: 
 
 
 _FEW = 8  # Segments.
-_SAMPLE = 1024  # Spans.
 _BATCH, _DISJOINT, _SORT = map(bit_of, ("batch_segments", "split_disjoint", "sort_keys"))
 
 
@@ -292,27 +274,26 @@ def _batches(segments: Segments, rule: WindowRule, skipped: Collection[str]) -> 
 
 def _most_keys(segments: Segments) -> int:
     """The most rows of keys of a launch of these queries and keys: each key once, plus half the number of queries."""
-    q, k = (merged(spans.start, spans.stop) for spans in (segments.q, segments.k))
-    return int((k[1] - k[0]).sum()) + int((q[1] - q[0]).sum()) // 2
+    return segments.k.spans.merged().total + segments.q.spans.merged().total // 2
 
 
 def _cost(launches: Sequence[Segments]) -> tuple[int, int]:
     """The number of launches, and of their rows of queries: each row is read, and its result merged."""
-    return len(launches), sum(int((launch.q.stop - launch.q.start).sum()) for launch in launches)
+    return len(launches), sum(launch.q.spans.total for launch in launches)
 
 
-def sort_keys(launch: Segments, rows: RowMap, keys: Spans) -> Segments:
+def sort_keys(launch: Segments, rows: Placement, keys: Spans) -> Segments:
     """A launch without hidden pairs, with each segment's keys in the order of their buffer. With few segments the keys
     may then be contiguous and need no gather. `keys` are those of its `k`.
     """
     if launch.left[0] >= 0 or launch.right[0] >= 0 or len(launch) > _FEW:
         return launch
-    located = rows.locate(keys)
-    segment = launch.k.segment[located.number]
-    order = np.lexsort((located.row, segment))
-    start, count = located.start[order], located.count[order]
+    found = rows.find(keys)
+    segment = launch.k.segment[found.span]
+    order = np.lexsort((found.row, segment))
+    start, count = found.start[order], found.count[order]
     made_by = launch.made_by if bool((order[1:] > order[:-1]).all()) else launch.made_by | _SORT
-    return replace(launch, k=SegmentSpans(segment[order], start, start + count), made_by=made_by)
+    return replace(launch, k=SegmentRows(segment[order], start, start + count), made_by=made_by)
 
 
 def _by_queries(segments: Segments) -> Segments:
@@ -348,7 +329,7 @@ def _places(segments: Segments, skipped: Collection[str]) -> Iterator[Segments]:
     segments of all attention slices are one launch, the second ones the next: attention slices have no rows in common.
     Stairs of many segments are halved first.
     """
-    if not (overlap(segments.q.start, segments.q.stop) or overlap(segments.k.start, segments.k.stop)):
+    if segments.q.spans.disjoint and segments.k.spans.disjoint:
         yield segments
         return
     if not bool((segments.area[1:] >= segments.area[:-1]).all()):
@@ -359,14 +340,3 @@ def _places(segments: Segments, skipped: Collection[str]) -> Iterator[Segments]:
         segments, place = halved_stairs(segments)
     for n in range(int(place.max()) + 1):
         yield segments.take(np.flatnonzero(place == n))
-
-
-def overlap(start: Column, stop: Column) -> bool:
-    """Whether any two spans have a row in common."""
-    if bool((start[1:] >= start[:-1]).all()):
-        return bool((start[1:] < stop[:-1]).any())
-    for size in (_SAMPLE, len(start)) if len(start) > _SAMPLE else (len(start),):  # If many overlap, a sample shows it.
-        order = np.argsort(start[:size])
-        if bool((start[order[1:]] < stop[order[:-1]]).any()):
-            return True
-    return False

@@ -27,12 +27,12 @@ from cp_fast.compile.program import (
     Wait,
     reads,
 )
-from cp_fast.compile.row_spans import Parts, RowMap, Spans, SpanSets
+from cp_fast.compile.row_spans import Placement, SpanSets
 from cp_fast.compile.segments import WindowRule
 from cp_fast.compile.tile_groups import LaunchRows, TileGroup, TileGroups
-from cp_ref.schedules.planners.ring_members import merged
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import OPERANDS, RESULTS, Message, RankSchedule
+from cp_ref.schedules.table import Spans
 
 __all__ = [
     "Draft",
@@ -65,8 +65,8 @@ def lower_messages(
             name = f"step {number}: {one.kind} {one.heads[0]}:{one.heads[1]} from {one.peer}"
             made = state.buffers.new(name, one.kind, one.heads, one.spans.total, "partial", dtype="wide")
             posted.append(Recv(number, one.peer, one.tag, made, one.spans.total))
-            parts = state.shared.sets.packed(one.spans)
-            accumulates += state.sums.accumulates(made, one.kind, one.heads, parts, number)
+            rows = state.shared.sets.packed(one.spans)
+            accumulates += state.sums.accumulates(made, one.kind, one.heads, rows, number)
     return packed, [*posted, *_complete(state, number, recvs)], arriving, accumulates
 
 
@@ -118,12 +118,11 @@ def _recvs(state: Lowering, number: int, parcels: Sequence[Parcels]) -> tuple[li
     arriving: list[Held] = []
     recvs: Instructions = []
     for (kind, heads), group in together.items():
-        rows = _spans_of(state, group).buffer
-        disjoint = len(group) == 1 or bool((rows.start[1:] >= rows.stop[:-1]).all())
-        for some in [group] if disjoint else [[one] for one in group]:
+        whole = len(group) == 1 or _spans_of(state, group).disjoint
+        for some in [group] if whole else [[one] for one in group]:
             name = f"step {number}: {kind} {heads[0]}:{heads[1]} received"
             spans = _spans_of(state, some)
-            made = state.operands.new(name, kind, heads, spans.buffer, spans.total)
+            made = state.operands.new(name, kind, heads, state.shared.sets.packed(spans), spans.total)
             arriving.append(made)
             first = 0
             for p in some:
@@ -143,8 +142,8 @@ def _complete(state: Lowering, number: int, parcels: Sequence[Parcels]) -> Instr
     together: dict[tuple[str, str, int, int], tuple[RowKey, list[Parcels]]] = {}
     for one in parcels:
         if one.complete:
-            located = state.sums.own[one.kind].locate(one.spans)
-            rows = state.shared.tables.rows(located.row, located.count)
+            found = state.sums.own[one.kind].find(one.spans)
+            rows = state.shared.tables.rows(found.row, found.count)
             key = one.kind, str(rows), one.spans.total, one.heads[1] - one.heads[0]
             together.setdefault(key, (rows, []))[1].append(one)
     recvs: Instructions = []
@@ -196,22 +195,22 @@ def lower_tiles(state: Lowering, number: int, group: TileGroup) -> list[Instruct
         by_kind.append([one for one in held if one is not None])
     launches = list(zip(group.launches, zip(*by_kind, strict=True), strict=True))
     if state.direction == "forward" and group.sharing is not None:
-        launches = _placed(state, group) or launches
+        launches = _sharing(state, group) or launches
     for launch, of_launch in launches:
         found += _launch(state, number, group, launch, of_launch)
     return found
 
 
-def _placed(state: Lowering, group: TileGroup) -> list[tuple[LaunchRows, tuple[Held, ...]]]:
+def _sharing(state: Lowering, group: TileGroup) -> list[tuple[LaunchRows, tuple[Held, ...]]]:
     """The launches of a group that have common keys, and their buffers. None of them where rows do not lie together."""
     held: list[Held] = []
     for kind in state.kinds:
         rows = group.rows(kind)
-        one = state.operands.holder(kind, group.heads_of(kind), Spans(*merged(rows.start, rows.stop)))
+        one = state.operands.holder(kind, group.heads_of(kind), rows.merged())
         if one is None:
             return []
         held.append(one)
-    launches = state.shared.groups.placed(group, held[0].rows, held[1].rows)
+    launches = state.shared.groups.sharing(group, held[0].rows, held[1].rows)
     return [(launch, tuple(held)) for launch in launches or ()]
 
 
@@ -225,7 +224,7 @@ def _launch(
     operands[1] = state.operands.view(held[1], launch.kv, kv_heads)
     of = f"of {' and '.join(state.buffers.specs[one.number].name for one in held[:2])}"
     window = f"window {launch.batch.left}, {launch.batch.right}"
-    wanted: list[tuple[str, Heads, list[Parts]]] = [(state.results[0], heads, [packed(launch.q)])]
+    wanted: list[tuple[str, Heads, list[Placement]]] = [(state.results[0], heads, [packed(launch.q)])]
     if state.direction == "backward":
         wanted.append(("dkv", kv_heads, list(launch.layers)))
     made = [
@@ -329,8 +328,8 @@ def lower(
     skipped = skipped or {}
     groups = TileGroups(work, rule, tables, sets, skipped, shares_keys=shares_keys)
     own = {side: work.ownership.side(side).of(rank) for side in ("q", "kv")}
-    own_q = RowMap.of(own["q"])
-    own_kv = own_q if work.ownership.kv is work.ownership.q else RowMap.of(own["kv"])
+    own_q = Placement.of(own["q"])
+    own_kv = own_q if work.ownership.kv is work.ownership.q else Placement.of(own["kv"])
     shared = Shared(work, rank, groups, tables, sets, {"q": own_q, "kv": own_kv}, sink)
     sent, received = (
         _parcels([m for step in forward for m in getattr(step, name) if m.kind == "out" and m.complete], sets)

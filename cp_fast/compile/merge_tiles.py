@@ -24,7 +24,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cp_fast.compile.segments import Segments, SegmentSpans, WindowedTiles, WindowRule, one_each, windowed
+from cp_fast.compile.segments import SegmentRows, Segments, WindowedTiles, WindowRule, one_each, windowed
 from cp_fast.passes import bit_of
 from cp_ref.schedules.attention_slices import UNBOUNDED, pairs
 from cp_ref.schedules.table import Column, constant, ranges, runs
@@ -67,8 +67,8 @@ def merge_dense(tiles: WindowedTiles) -> Segments:
     return Segments.dense(
         area,
         np.where(merged, _DENSE, tiles.made_by[begin[first]]),
-        SegmentSpans(np.repeat(number, queries), q0[begin], q1[begin]),
-        SegmentSpans(np.repeat(number, size[first]), tiles.k_start[keys], tiles.k_stop[keys]),
+        SegmentRows(np.repeat(number, queries), q0[begin], q1[begin]),
+        SegmentRows(np.repeat(number, size[first]), tiles.k_start[keys], tiles.k_stop[keys]),
     )
 
 
@@ -128,8 +128,8 @@ def merge_stripes(segments: Segments) -> Segments:
         np.where(slides[end - 1], keys[end] - 1, -1),
         np.zeros_like(number),
         constant(_CAUSAL, number),
-        SegmentSpans(np.repeat(number, count)[queries.segment], queries.start, queries.stop),
-        SegmentSpans(of[order], k.start[key[order]], k.stop[key[order]]),
+        SegmentRows(np.repeat(number, count)[queries.segment], queries.start, queries.stop),
+        SegmentRows(of[order], k.start[key[order]], k.stop[key[order]]),
     )
     kept = np.ones(len(segments), dtype=bool)
     kept[inside] = False
@@ -171,13 +171,13 @@ def halved_stairs(segments: Segments) -> tuple[Segments, Column]:
         )
     parts.append((place[rest], rest, rest, rest, np.zeros_like(rest), keys[rest]))
     launch, head, tail, of, key, stop = (np.concatenate(column) for column in zip(*parts, strict=True))
-    sides: list[SegmentSpans] = []
+    sides: list[SegmentRows] = []
     for spans, begin, size in (
         (segments.q, spans_q[head], spans_q[tail + 1] - spans_q[head]),
         (segments.k, spans_k[of] + key, stop - key),
     ):
         row = ranges(begin, size)
-        sides.append(SegmentSpans(np.repeat(np.arange(len(head)), size), spans.start[row], spans.stop[row]))
+        sides.append(SegmentRows(np.repeat(np.arange(len(head)), size), spans.start[row], spans.stop[row]))
     made_by = np.where(stair[head], _FACTOR, segments.made_by[head])
     q, k = sides
     return Segments(segments.area[head], segments.left[head], segments.right[head], made_by, q, k), launch
@@ -201,7 +201,7 @@ def _sees_more(segments: Segments) -> Column:
     return more
 
 
-def _same(spans: SegmentSpans, first: Column, other: Column, size: Column) -> Column:
+def _same(spans: SegmentRows, first: Column, other: Column, size: Column) -> Column:
     """Whether size[n] spans from first[n] on are those from other[n] on."""
     same, some = np.ones(len(size), dtype=bool), np.flatnonzero(size)
     if len(some):
@@ -281,8 +281,8 @@ def merge_causal(tiles: WindowedTiles, rule: WindowRule) -> tuple[Segments, Colu
     q = q.take(good[q.segment])
     area = np.flatnonzero(good)
     segment = (np.cumsum(good) - 1)[q.segment]
-    own = SegmentSpans(segment, q.start, q.stop)
-    keys = SegmentSpans(segment, q.start + hi[q.segment], q.stop + hi[q.segment])
+    own = SegmentRows(segment, q.start, q.stop)
+    keys = SegmentRows(segment, q.start + hi[q.segment], q.stop + hi[q.segment])
     own_left, own_right = rule.own
     left = np.where((own_right == 0) & (hi - lo == own_left), own_left, -1)[area]
     return Segments(area, left, np.zeros_like(area), constant(_CAUSAL, area), own, keys), part
@@ -348,9 +348,9 @@ def _rows_together(segment: Column, start: Column, stop: Column) -> Column:
     return np.bincount(segment[order], np.maximum(new, 0))
 
 
-def _distinct(segment: Column, start: Column, stop: Column) -> SegmentSpans:
+def _distinct(segment: Column, start: Column, stop: Column) -> SegmentRows:
     """Spans sorted by segment and start, equal ones once."""
     order = np.lexsort((stop, start, segment))
     segment, start, stop = segment[order], start[order], stop[order]
     new = (segment[1:] != segment[:-1]) | (start[1:] != start[:-1]) | (stop[1:] != stop[:-1])
-    return SegmentSpans(segment, start, stop).take(np.append(True, new))
+    return SegmentRows(segment, start, stop).take(np.append(True, new))

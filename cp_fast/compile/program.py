@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from cp_fast.compile.row_spans import Spans
+from cp_ref.schedules.table import Spans
 
 __all__ = [
     "OWN",

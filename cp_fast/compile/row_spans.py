@@ -1,4 +1,14 @@
-"""The positions of rows of the global packed buffers in a local buffer."""
+"""Rows as spans, and where they lie.
+
+`Spans` (`cp_ref.schedules.table`) are rows of the global packed buffers: those of a message, a launch or a buffer. A
+`Placement` says where spans lie in a buffer, or in a tensor that is one part of it:
+
+    spans       [8:12] [0:4]          global rows
+    placement   at rows 0 and 4       the buffer has rows 8 9 10 11 0 1 2 3
+
+Two placements of the same rows tell how to move them: rows [here, here + count) of one to [there, there + count) of the
+other (`Common`).
+"""
 
 from __future__ import annotations
 
@@ -11,66 +21,21 @@ import numpy as np
 
 from cp_fast.compile.index_tables import one_range
 from cp_ref.schedules.ownership import Fragments
-from cp_ref.schedules.table import Column, joined
+from cp_ref.schedules.table import Column, Spans
 
-__all__ = [
-    "Found",
-    "Located",
-    "Parts",
-    "RowMap",
-    "SpanSets",
-    "Spans",
-    "by_start",
-    "shared_out",
-    "subtract",
-]
+__all__ = ["Common", "Found", "Placement", "SpanSets", "by_start", "shared_out"]
 
-Place = TypeVar("Place")
+Holder = TypeVar("Holder")
 
 
-@dataclass(frozen=True, eq=False)
-class Spans:
-    """Global rows [start, stop), span after span, none of them empty: those of a message, a launch or a buffer.
-
-    Repeated queries, for several tensors and both passes, are cached by object: see `SpanSets`.
-    """
-
-    start: Column
-    stop: Column
-
-    def __len__(self) -> int:
-        return len(self.start)
-
-    @cached_property
-    def size(self) -> Column:
-        """The number of rows of each."""
-        return self.stop - self.start
-
-    @cached_property
-    def total(self) -> int:
-        """The number of rows of all."""
-        return int(self.size.sum())
-
-    @cached_property
-    def begin(self) -> Column:
-        """The first row of each if they are packed one after the other."""
-        return np.cumsum(self.size) - self.size
-
-    @property
-    def packed(self) -> Parts:
-        """A tensor that packs them one after the other. It is a new object: a cached one would keep these spans
-        alive.
-        """
-        return Parts(self, self.begin)
-
-    @cached_property
-    def buffer(self) -> RowMap:
-        """A buffer that packs them one after the other."""
-        return RowMap.at(self, self.begin)
+def by_start(start: Column) -> Column | slice:
+    """The order of spans, or of rows, from the first one on."""
+    return slice(None) if bool((start[1:] >= start[:-1]).all()) else np.argsort(start, kind="stable")
 
 
 class SpanSets:
-    """The spans of a plan: equal ones are one object, as q, kv, do and their results often have the same rows.
+    """The spans of a plan: equal ones are one object, as q, kv, do and their results often have the same rows. So what
+    is known of spans and their placements is found once, for several tensors and both programs.
 
     >>> sets = SpanSets()
     >>> sets.of(np.array([0]), np.array([4])) is sets.of(np.array([0]), np.array([4]))
@@ -80,7 +45,7 @@ class SpanSets:
     def __init__(self) -> None:
         self._by_columns: dict[tuple[int, int], tuple[Column, Column, Spans]] = {}  # By the columns' ids.
         self._by_edges: dict[tuple[int, ...], list[Spans]] = {}  # By values that compare quickly.
-        self._packed: dict[Spans, Parts] = {}
+        self._packed: dict[Spans, Placement] = {}
 
     def of(self, start: Column, stop: Column) -> Spans:
         """The spans with these edges."""
@@ -98,10 +63,12 @@ class SpanSets:
         known.append(Spans(start, stop))
         return known[-1]
 
-    def packed(self, spans: Spans) -> Parts:
-        """A tensor that packs these spans one after the other; the same object for the same spans."""
+    def packed(self, spans: Spans) -> Placement:
+        """A buffer that packs these spans one after the other; the same object for the same spans. It is kept here and
+        not by the spans, which launches keep alive.
+        """
         if spans not in self._packed:
-            self._packed[spans] = spans.packed
+            self._packed[spans] = Placement.packed(spans)
         return self._packed[spans]
 
     def joined(self, parts: list[Spans]) -> Spans:
@@ -111,121 +78,19 @@ class SpanSets:
         return self.of(np.concatenate([p.start for p in parts]), np.concatenate([p.stop for p in parts]))
 
 
-@dataclass(frozen=True, eq=False)
-class Located:
-    """Global spans in a buffer: the requested span `number[n]` has rows [row[n], row[n] + count[n]), in order."""
-
-    number: Column
-    start: Column  # The global row of row[n].
-    row: Column
-    count: Column
-    whole: bool  # All requested rows.
-
-
-class RowMap:
-    """A buffer's contents: global rows [start, stop) lie at rows [row, row + stop - start). Sorted by start, disjoint.
-
-    >>> buffer = Spans(np.array([8, 0]), np.array([12, 4])).buffer  # rows 8 to 11, then rows 0 to 3
-    >>> located = buffer.locate(Spans(np.array([2]), np.array([10])))
-    >>> located.row.tolist(), located.count.tolist()
-    ([6, 0], [2, 2])
+class Found(NamedTuple):
+    """Rows of some spans in a buffer: `count[n]` rows of span `span[n]`, from global row `start[n]` on, lie at
+    `row[n]`. Span by span, in the order of the global rows. `whole`: these are all of the rows.
     """
 
-    def __init__(self, spans: Spans, row: Column) -> None:
-        self.spans, self.row = spans, row  # `spans`: all rows that it holds.
-        self.start, self.stop = spans.start, spans.stop
-        self._located: dict[Spans, Located] = {}
-
-    def __len__(self) -> int:
-        return len(self.start)
-
-    @staticmethod
-    def at(spans: Spans, row: Column) -> RowMap:
-        """A buffer that stores each span from the given row on."""
-        order = by_start(spans.start)
-        return RowMap(spans if isinstance(order, slice) else Spans(spans.start[order], spans.stop[order]), row[order])
-
-    @staticmethod
-    def of(fragments: Fragments) -> RowMap:
-        """A rank's own buffer."""
-        return RowMap.at(Spans(fragments.start, fragments.stop), fragments.row)
-
-    def locate(self, spans: Spans) -> Located:
-        """The rows of these spans that the buffer has, by span, in the order of the global rows."""
-        if spans not in self._located:
-            self._located[spans] = self._locate(spans)
-        return self._located[spans]
-
-    def covers(self, spans: Spans) -> bool:
-        """Whether the buffer has all of these rows, which may repeat. Most buffers that lack a row lack the first
-        one.
-        """
-        if spans not in self._located and len(spans):
-            first = spans.start[0]
-            here = int(self.stop.searchsorted(first, side="right"))
-            if here == len(self) or self.start[here] > first:
-                return False
-        return self.locate(spans).whole
-
-    def _locate(self, spans: Spans) -> Located:
-        start, stop = spans.start, spans.stop
-        if len(start) == len(self) and bool((start == self.start).all()) and bool((stop <= self.stop).all()):
-            return Located(np.arange(len(start)), start, self.row, spans.size, True)  # The first part of each stretch.
-        if len(self):
-            here = self.stop.searchsorted(start, side="right")  # Usually each span lies in one stretch.
-            np.minimum(here, len(self) - 1, out=here)
-            first = self.start[here]
-            if bool((first <= start).all()) and bool((self.stop[here] >= stop).all()):
-                return Located(np.arange(len(start)), start, start - first + self.row[here], spans.size, True)
-        number, here = joined(start, stop, self.start, self.stop)
-        first, last = np.maximum(start[number], self.start[here]), np.minimum(stop[number], self.stop[here])
-        size, row = last - first, first + (self.row - self.start)[here]
-        return Located(number, first, row, size, int(size.sum()) == spans.total)
-
-    def meets(self, other: RowMap) -> bool:
-        """Whether the buffers have a row in common; none of the spans is empty."""
-        few, many = sorted((self, other), key=len)
-        here = np.searchsorted(many.stop, few.start, side="right")
-        there = here < len(many)
-        return bool((many.start[here[there]] < few.stop[there]).any())
-
-
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """Global spans at rows of a tensor, in any order: span n at rows [row[n], row[n] + its size)."""
-
-    spans: Spans
+    span: Column
+    start: Column
     row: Column
-    _known: dict[RowMap, Found] = field(default_factory=dict)
-
-    def found_in(self, buffer: RowMap) -> Found:
-        """Which of these rows a buffer has."""
-        if buffer not in self._known:
-            self._known[buffer] = self._found_in(buffer)
-        return self._known[buffer]
-
-    def _found_in(self, buffer: RowMap) -> Found:
-        located, start = buffer.locate(self.spans), self.spans.start
-        there, count = located.row, located.count
-        here = self.row
-        if located.start is not start:
-            here = here[located.number] + located.start - start[located.number]
-        rest = _NOTHING if located.whole else self._without(located)
-        if not (one_range(here, count) or one_range(there, count)):  # One gather, no scatter.
-            order = np.argsort(there, kind="stable")
-            here, there, count = here[order], there[order], count[order]
-        return Found(here, there, count, rest)
-
-    def _without(self, located: Located) -> Parts:
-        order, taken = by_start(self.spans.start), by_start(located.start)
-        start, row = self.spans.start[order], self.row[order]
-        found = located.start[taken]
-        rest = subtract(Spans(start, self.spans.stop[order]), Spans(found, found + located.count[taken]))
-        span = np.searchsorted(start, rest.start, side="right") - 1
-        return Parts(rest, row[span] + rest.start - start[span])
+    count: Column
+    whole: bool
 
 
-class Found(NamedTuple):
+class Common(NamedTuple):
     """Rows [here, here + count) of a tensor are rows [there, there + count) of a buffer; and the tensor's other
     rows.
     """
@@ -233,48 +98,123 @@ class Found(NamedTuple):
     here: Column
     there: Column
     count: Column
-    rest: Parts
+    rest: Placement
 
 
-_NOTHING = Parts(Spans(*np.zeros((2, 0), dtype=np.int64)), np.zeros(0, dtype=np.int64))
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where rows lie: span n at rows [row[n], row[n] + its size) of a buffer, or of a tensor. Who looks for rows in it
+    needs disjoint spans.
+
+    >>> buffer = Placement.packed(Spans(np.array([8, 0]), np.array([12, 4])))  # rows 8 to 11, then rows 0 to 3
+    >>> found = buffer.find(Spans(np.array([2]), np.array([10])))
+    >>> found.row.tolist(), found.count.tolist()
+    ([6, 0], [2, 2])
+    """
+
+    spans: Spans
+    row: Column
+    _found: dict[Spans, Found] = field(default_factory=dict)
+    _common: dict[Placement, Common] = field(default_factory=dict)
+
+    @staticmethod
+    def of(fragments: Fragments) -> Placement:
+        """A rank's own buffer."""
+        return Placement(fragments.spans, fragments.row)
+
+    @staticmethod
+    def packed(spans: Spans) -> Placement:
+        """A buffer that packs spans one after the other."""
+        return Placement(spans, spans.begin)
+
+    @cached_property
+    def ascending(self) -> tuple[Column, Column, Column]:
+        """(start, stop, row) of the spans, by start."""
+        start, stop, order = self.spans.start, self.spans.stop, by_start(self.spans.start)
+        return (start, stop, self.row) if isinstance(order, slice) else (start[order], stop[order], self.row[order])
+
+    def find(self, spans: Spans) -> Found:
+        """The rows of these spans that are here."""
+        if spans not in self._found:
+            self._found[spans] = self._find(spans)
+        return self._found[spans]
+
+    def covers(self, spans: Spans) -> bool:
+        """Whether all of these rows are here; they may repeat. Most buffers that lack a row lack the first one."""
+        if spans not in self._found and len(spans):
+            first, (start, stop, _) = spans.start[0], self.ascending
+            here = int(stop.searchsorted(first, side="right"))
+            if here == len(stop) or start[here] > first:
+                return False
+        return self.find(spans).whole
+
+    def _find(self, spans: Spans) -> Found:
+        start, stop = spans.start, spans.stop
+        held, ends, row = self.ascending
+        if len(start) == len(held) and bool((start == held).all()) and bool((stop <= ends).all()):
+            return Found(np.arange(len(start)), start, row, spans.size, True)  # The first part of each stretch.
+        if len(held):
+            here = ends.searchsorted(start, side="right")  # Usually each span lies in one stretch.
+            np.minimum(here, len(held) - 1, out=here)
+            first = held[here]
+            if bool((first <= start).all()) and bool((ends[here] >= stop).all()):
+                return Found(np.arange(len(start)), start, start - first + row[here], spans.size, True)
+        span, here, first, last = spans.overlaps(Spans(held, ends))
+        size, row = last - first, first + (row - held)[here]
+        return Found(span, first, row, size, int(size.sum()) == spans.total)
+
+    def meets(self, other: Placement) -> bool:
+        """Whether the buffers have a row in common."""
+        (few, few_stop, _), (many, many_stop, _) = sorted((self.ascending, other.ascending), key=lambda x: len(x[0]))
+        here = np.searchsorted(many_stop, few, side="right")
+        there = here < len(many)
+        return bool((many[here[there]] < few_stop[there]).any())
+
+    def common(self, buffer: Placement) -> Common:
+        """Which of these rows a buffer has. Here they may repeat."""
+        if buffer not in self._common:
+            self._common[buffer] = self._in_common(buffer)
+        return self._common[buffer]
+
+    def _in_common(self, buffer: Placement) -> Common:
+        found, start = buffer.find(self.spans), self.spans.start
+        here, there, count = self.row, found.row, found.count
+        if found.start is not start:
+            here = here[found.span] + found.start - start[found.span]
+        rest = _NOTHING if found.whole else self._without(found)
+        if not (one_range(here, count) or one_range(there, count)):  # One gather, no scatter.
+            order = np.argsort(there, kind="stable")
+            here, there, count = here[order], there[order], count[order]
+        return Common(here, there, count, rest)
+
+    def _without(self, found: Found) -> Placement:
+        start, stop, row = self.ascending
+        taken = by_start(found.start)
+        first = found.start[taken]
+        rest = Spans(start, stop).minus(Spans(first, first + found.count[taken]))
+        span = np.searchsorted(start, rest.start, side="right") - 1
+        return Placement(rest, row[span] + rest.start - start[span])
 
 
-def by_start(start: Column) -> Column | slice:
-    """The order of spans, or of rows, from the first one on."""
-    return slice(None) if bool((start[1:] >= start[:-1]).all()) else np.argsort(start, kind="stable")
+_NOTHING = Placement(Spans(*np.zeros((2, 0), dtype=np.int64)), np.zeros(0, dtype=np.int64))
 
 
-def shared_out(parts: Parts, places: Iterable[tuple[Place, RowMap]]) -> tuple[list[tuple[Place, Found]], Spans]:
+def shared_out(
+    rows: Placement, holders: Iterable[tuple[Holder, Placement]]
+) -> tuple[list[tuple[Holder, Common]], Spans]:
     """For each buffer in turn, the rows of a tensor that it has and no earlier one; and the rows that none has.
 
-    >>> spans, first, second = (Spans(*np.array(x)) for x in ([[0], [9]], [[2], [4]], [[3], [9]]))
-    >>> found, rest = shared_out(spans.packed, [("a", first.buffer), ("b", second.buffer)])
+    >>> edges = [[0], [9]], [[2], [4]], [[3], [9]]
+    >>> spans, first, second = (Placement.packed(Spans(*np.array(x))) for x in edges)
+    >>> found, rest = shared_out(spans, [("a", first), ("b", second)])
     >>> [(name, x.here.tolist(), x.there.tolist(), x.count.tolist()) for name, x in found], rest.total
     ([('a', [2], [0], [2]), ('b', [4], [1], [5])], 2)
     """
-    shares: list[tuple[Place, Found]] = []
-    for place, buffer in places:
-        if len(parts.spans):
-            found = parts.found_in(buffer)
-            if len(found.count):
-                shares.append((place, found))
-            parts = found.rest
-    return shares, parts.spans
-
-
-def subtract(spans: Spans, others: Spans) -> Spans:
-    """The rows of `spans` that are not in `others`; both are sorted and disjoint.
-
-    >>> rest = subtract(Spans(np.array([0, 6]), np.array([4, 9])), Spans(np.array([2]), np.array([7])))
-    >>> rest.start.tolist(), rest.stop.tolist()
-    ([0, 7], [2, 9])
-    >>> rest = subtract(Spans(np.array([0]), np.array([4])), Spans(np.array([0, 2]), np.array([2, 3])))
-    >>> rest.start.tolist(), rest.stop.tolist()
-    ([3], [4])
-    """
-    far = np.array([2**60])
-    begin, end = np.append(-far, others.stop), np.append(others.start, far)
-    some = begin < end  # Touching spans have no gap.
-    begin, end = begin[some], end[some]
-    number, gap = joined(spans.start, spans.stop, begin, end)
-    return Spans(np.maximum(spans.start[number], begin[gap]), np.minimum(spans.stop[number], end[gap]))
+    shares: list[tuple[Holder, Common]] = []
+    for holder, buffer in holders:
+        if len(rows.spans):
+            common = rows.common(buffer)
+            if len(common.count):
+                shares.append((holder, common))
+            rows = common.rest
+    return shares, rows.spans

@@ -28,10 +28,10 @@ from cp_fast.passes import bit_of
 from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, crop
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Tiles
-from cp_ref.schedules.table import Column, Table, constant, in_blocks, ranges
+from cp_ref.schedules.table import Column, Spans, Table, constant, in_blocks, ranges
 
 __all__ = [
-    "SegmentSpans",
+    "SegmentRows",
     "Segments",
     "WindowRule",
     "WindowedTiles",
@@ -175,12 +175,17 @@ Row = tuple[int, int, int]  # Segment, first global row, the row behind the last
 
 
 @dataclass(frozen=True, eq=False)
-class SegmentSpans(Table):
+class SegmentRows(Table):
     """The rows of segments: spans of global rows, sorted by segment."""
 
     segment: Column
     start: Column
     stop: Column
+
+    @property
+    def spans(self) -> Spans:
+        """The rows of all segments."""
+        return Spans(self.start, self.stop)
 
     def lengths(self, number: int) -> Column:
         """The number of rows of each of `number` segments."""
@@ -199,15 +204,15 @@ class Segments:
     left: Column
     right: Column
     made_by: Column
-    q: SegmentSpans
-    k: SegmentSpans
+    q: SegmentRows
+    k: SegmentRows
     layer: Column | None = None
 
     def __len__(self) -> int:
         return len(self.area)
 
     @staticmethod
-    def dense(area: Column, made_by: Column, q: SegmentSpans, k: SegmentSpans) -> Segments:
+    def dense(area: Column, made_by: Column, q: SegmentRows, k: SegmentRows) -> Segments:
         """Segments without a mask."""
         none = constant(-1, area)
         return Segments(area, none, none, made_by, q, k)
@@ -215,7 +220,7 @@ class Segments:
     @staticmethod
     def of_rows(q: Sequence[Row], k: Sequence[Row]) -> Segments:
         """Segments without a mask that no pass made, each of an attention slice of its own."""
-        spans = SegmentSpans.of_rows(q), SegmentSpans.of_rows(k)
+        spans = SegmentRows.of_rows(q), SegmentRows.of_rows(k)
         area = np.unique(spans[0].segment)
         return Segments.dense(area, constant(0, area), *spans)
 
@@ -234,8 +239,8 @@ class Segments:
         columns = zip(*((p.area, p.left, p.right, p.made_by) for p in parts), strict=True)
         area, left, right, made_by = map(np.concatenate, columns)
         q, k = (
-            SegmentSpans.concat(
-                [SegmentSpans(s.segment + n, s.start, s.stop) for s, n in zip(sides, first, strict=False)]
+            SegmentRows.concat(
+                [SegmentRows(s.segment + n, s.start, s.stop) for s, n in zip(sides, first, strict=False)]
             )
             for sides in ([p.q for p in parts], [p.k for p in parts])
         )
@@ -243,15 +248,15 @@ class Segments:
         return joined.take(np.lexsort((q.start[np.searchsorted(q.segment, np.arange(len(area)))], area)))
 
 
-def _taken(spans: SegmentSpans, which: Column, number: int) -> SegmentSpans:
+def _taken(spans: SegmentRows, which: Column, number: int) -> SegmentRows:
     begin, end = (np.searchsorted(spans.segment, np.arange(number), side=side) for side in ("left", "right"))
     size = (end - begin)[which]
     rows = ranges(begin[which], size)
-    return SegmentSpans(np.repeat(np.arange(len(which)), size), spans.start[rows], spans.stop[rows])
+    return SegmentRows(np.repeat(np.arange(len(which)), size), spans.start[rows], spans.stop[rows])
 
 
 def one_each(tiles: WindowedTiles) -> Segments:
     """Every tile as a segment."""
     number = np.arange(len(tiles))
-    q, k = SegmentSpans(number, tiles.q_start, tiles.q_stop), SegmentSpans(number, tiles.k_start, tiles.k_stop)
+    q, k = SegmentRows(number, tiles.q_start, tiles.q_stop), SegmentRows(number, tiles.k_start, tiles.k_stop)
     return Segments(tiles.area, tiles.left, tiles.right, tiles.made_by, q, k)

@@ -19,7 +19,7 @@ from operator import and_, or_
 
 import numpy as np
 
-from cp_fast.compile.segments import Segments, SegmentSpans, WindowedTiles
+from cp_fast.compile.segments import SegmentRows, Segments, WindowedTiles
 from cp_fast.passes import bit_of
 from cp_ref.schedules.table import Column, constant, ranges, runs
 
@@ -44,7 +44,7 @@ __all__ = [
 class Atoms:
     """Rows that are in the same spans form one atom. A set of atoms is an integer with bit n for atom n."""
 
-    def __init__(self, spans: SegmentSpans) -> None:
+    def __init__(self, spans: SegmentRows) -> None:
         self.given = spans
         self._edges = np.unique(np.concatenate([spans.start, spans.stop]))
         self.rows = np.diff(self._edges)  # of each
@@ -64,13 +64,13 @@ class Atoms:
             found[segment] |= (1 << end) - (1 << begin)
         return found
 
-    def spans(self, sets: Sequence[Sequence[int] | Column]) -> SegmentSpans:
+    def spans(self, sets: Sequence[Sequence[int] | Column]) -> SegmentRows:
         """The rows of each set, given as its atoms, as few spans."""
         count = np.array([len(atoms) for atoms in sets], dtype=np.int64)
         atom = np.concatenate([np.zeros(0, dtype=np.int64), *(np.sort(np.asarray(x, dtype=np.int64)) for x in sets)])
         segment = np.repeat(np.arange(len(sets)), count)
         begin, size = runs((segment[1:] != segment[:-1]) | (atom[1:] != atom[:-1] + 1), len(atom))
-        return SegmentSpans(segment[begin], self._edges[atom[begin]], self._edges[atom[begin + size - 1] + 1])
+        return SegmentRows(segment[begin], self._edges[atom[begin]], self._edges[atom[begin + size - 1] + 1])
 
 
 class Uses:
@@ -270,7 +270,7 @@ def prepend_keys(segments: Segments) -> Segments:
 
     >>> two = Segments(
     ...     np.array([0, 1]), np.array([-1, -1]), np.array([-1, 0]), np.array([0, 0]),
-    ...     SegmentSpans.of_rows([(0, 4, 8), (1, 4, 8)]), SegmentSpans.of_rows([(0, 0, 2), (1, 4, 8)]),
+    ...     SegmentRows.of_rows([(0, 4, 8), (1, 4, 8)]), SegmentRows.of_rows([(0, 0, 2), (1, 4, 8)]),
     ... )
     >>> one = prepend_keys(two)
     >>> len(one), one.right.tolist(), list(one.q.rows()), list(one.k.rows())
@@ -288,7 +288,7 @@ def prepend_keys(segments: Segments) -> Segments:
     kept = np.flatnonzero(into == own)
     number = np.searchsorted(kept, into[segments.k.segment])
     order = np.lexsort((segments.right[segments.k.segment], number))  # First those without a mask: their right is -1.
-    keys = SegmentSpans(number[order], segments.k.start[order], segments.k.stop[order])
+    keys = SegmentRows(number[order], segments.k.start[order], segments.k.stop[order])
     gained = np.bincount(into, minlength=len(own))[kept] > 1
     found = segments.take(kept)
     return replace(found, made_by=np.where(gained, _PREPEND, found.made_by), k=keys)
@@ -370,7 +370,7 @@ def layers(segments: Segments) -> Column | None:
     return np.array(found) if any(found) else None
 
 
-def _rows_of(spans: SegmentSpans, count: int) -> list[Rows]:
+def _rows_of(spans: SegmentRows, count: int) -> list[Rows]:
     """The rows of each of `count` segments: its spans, sorted, with touching ones joined."""
     order = np.lexsort((spans.start, spans.segment))
     segment, start, stop = spans.segment[order], spans.start[order], spans.stop[order]

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_fast.compile.index_tables import Key, Tables
-from cp_fast.compile.launches import Placed, overlap, placed, sort_keys, tile_launches
+from cp_fast.compile.launches import SharedKeys, share_keys, sort_keys, tile_launches
 from cp_fast.compile.program import Heads
-from cp_fast.compile.row_spans import Parts, RowMap, Spans, SpanSets
+from cp_fast.compile.row_spans import Placement, SpanSets
 from cp_fast.compile.segments import Segments, WindowedTiles, WindowRule, with_windows
 from cp_fast.passes import names_of
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import Tiles
-from cp_ref.schedules.table import one_value
+from cp_ref.schedules.table import Spans, one_value
 
 __all__ = [
     "LaunchRows",
@@ -58,7 +58,7 @@ class LaunchRows:
     batch: SegmentKeys
     q: Spans
     kv: Spans
-    layers: tuple[Parts, ...]
+    layers: tuple[Placement, ...]
 
     @property
     def made_by(self) -> str:
@@ -109,11 +109,11 @@ class TileGroups:
     ) -> None:
         a = work.areas
         self._skipped, self._shares_keys = skipped, shares_keys
-        self._rule = rule._replace(disjoint=not (overlap(a.q_start, a.q_stop) or overlap(a.k_start, a.k_stop)))
+        self._rule = rule._replace(disjoint=a.queries.disjoint and a.keys.disjoint)
         self._work, self._tables, self._sets = work, tables, sets
         self._groups: dict[int, tuple[Tiles, list[TileGroup]]] = {}  # By the tiles' id.
         self._launches: dict[tuple[int, ...], tuple[Tiles, _Launched]] = {}  # By their columns' ids.
-        self._in_order: dict[tuple[LaunchRows, RowMap], LaunchRows] = {}
+        self._in_order: dict[tuple[LaunchRows, Placement], LaunchRows] = {}
 
     def of(self, tiles: Tiles) -> list[TileGroup]:
         """A step's tiles."""
@@ -165,15 +165,15 @@ class TileGroups:
         else:
             layer = layer[segments.k.segment]
             each = [np.flatnonzero(layer == n) for n in range(int(layer.max()) + 1)]
-            layers = tuple(Parts(Spans(kv.start[some], kv.stop[some]), kv.begin[some]) for some in each)
+            layers = tuple(Placement(Spans(kv.start[some], kv.stop[some]), kv.begin[some]) for some in each)
         return LaunchRows(segments, SegmentKeys(cu_q, cu_kv, left, right), q, kv, layers)
 
-    def placed(self, group: TileGroup, q: RowMap, kv: RowMap) -> list[LaunchRows] | None:
+    def sharing(self, group: TileGroup, q: Placement, kv: Placement) -> list[LaunchRows] | None:
         """The launches with common keys of a group, on buffers with these rows. None where rows do not lie together."""
-        made = None if group.sharing is None else placed(group.sharing, q, kv)
-        return made if made is None else list(map(self._placed, made))
+        made = None if group.sharing is None else share_keys(group.sharing, q, kv)
+        return made if made is None else list(map(self._sharing, made))
 
-    def _placed(self, one: Placed) -> LaunchRows:
+    def _sharing(self, one: SharedKeys) -> LaunchRows:
         segments = one.segments
         rows, keys = (side.lengths(len(segments)) for side in (segments.q, segments.k))
         columns = np.append(one.start_q, 0), rows, np.append(one.start_kv, 0), keys
@@ -182,7 +182,7 @@ class TileGroups:
         q, kv = (self._sets.of(side.start, side.stop) for side in (one.q, one.kv))
         return LaunchRows(segments, batch, q, kv, (self._sets.packed(kv),))
 
-    def in_buffer_order(self, launch: LaunchRows, rows: RowMap) -> LaunchRows:
+    def in_buffer_order(self, launch: LaunchRows, rows: Placement) -> LaunchRows:
         """The launch with its keys in the best order to read from this buffer."""
         if "sort_keys" in self._skipped:
             return launch

@@ -20,9 +20,9 @@ import torch
 from cp_fast.backends.backend_protocol import LaunchPositions
 from cp_fast.compile.index_tables import spread
 from cp_fast.compile.program import Launch, Programs
-from cp_fast.compile.row_spans import Spans
 from cp_fast.movers.mover_protocol import Rows
 from cp_ref.schedules.problem import Problem, row_positions
+from cp_ref.schedules.table import Spans
 
 __all__ = ["RowPositions", "segment_places", "span_places"]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from cp_ref.schedules.problem import Problem, Workload, areas_of
 from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Scans, Schedule, Step, Tiles
-from cp_ref.schedules.table import Column, Table, constant, overlaps, ranges, runs
+from cp_ref.schedules.table import Column, Spans, Table, constant, ranges, runs
 
 __all__ = [
     "ALL_HEADS",
@@ -97,7 +97,7 @@ def _messages(kind: str, number: int, rows: Deliveries, peer: str) -> tuple[Mess
     found: list[Message] = []
     for first, count in zip(*runs(peers[1:] != peers[:-1], len(peers)), strict=True):
         of_peer = slice(int(first), int(first + count))
-        pieces = Pieces.spans(rows.start[of_peer], rows.stop[of_peer], ALL_HEADS)
+        pieces = Pieces.of(Spans(rows.start[of_peer], rows.stop[of_peer]), ALL_HEADS)
         found.append(Message(kind, int(peers[first]), number, pieces))
     return tuple(found)
 
@@ -114,6 +114,11 @@ class DocumentFragments(Table):
     start: Column
     stop: Column
     row: Column
+
+    @property
+    def spans(self) -> Spans:
+        """The rows of the global buffer."""
+        return Spans(self.start, self.stop)
 
     def of(self, rank: int) -> DocumentFragments:
         """The fragments of one rank."""
@@ -133,7 +138,7 @@ def document_fragments(problem: Problem) -> DocumentFragments:
     first = np.array(problem.starts_q[:-1], dtype=np.int64)
     last = first + np.array(problem.lengths.len_q, dtype=np.int64)
     some = np.flatnonzero(first < last)
-    n, span, start, stop = overlaps(rows.start, rows.stop, first[some], last[some])
+    n, span, start, stop = rows.spans.overlaps(Spans(first[some], last[some]))
     document, rank = some[span], rows.rank[n]
     row = rows.row[n] + start - rows.start[n]
 
@@ -272,7 +277,7 @@ def _read(fragments: DocumentFragments, kernel_size: int, stop: Column) -> tuple
     """
     first = fragments.start[fragments.place == 0][np.unique(fragments.document, return_inverse=True)[1]]
     start = np.maximum(fragments.start - min(kernel_size - 1, int(stop.max(initial=0))), first)
-    return overlaps(start, stop, fragments.start, fragments.stop)
+    return Spans(start, stop).overlaps(fragments.spans)
 
 
 def _tiles(fragments: DocumentFragments, kernel_size: int, rank: int) -> Tiles:

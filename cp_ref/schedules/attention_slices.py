@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from cp_ref.schedules.table import Column, Table, in_blocks
+from cp_ref.schedules.table import Column, Spans, Table, in_blocks
 from cp_ref.schedules.values import FURTHEST, check_data
 
 __all__ = [
@@ -63,6 +63,16 @@ class AttentionSlices(Table):
     k_stop: Column
     lo: Column
     hi: Column
+
+    @property
+    def queries(self) -> Spans:
+        """The query rows of each attention slice."""
+        return Spans(self.q_start, self.q_stop)
+
+    @property
+    def keys(self) -> Spans:
+        """The key rows of each attention slice."""
+        return Spans(self.k_start, self.k_stop)
 
     @property
     def pairs(self) -> Column:

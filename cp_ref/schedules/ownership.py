@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_ref.schedules.table import Column, Table, overlaps
+from cp_ref.schedules.table import Column, Spans, Table
 
 __all__ = [
     "Fragments",
@@ -45,6 +45,11 @@ class Fragments(Table):
     stop: Column
     row: Column
 
+    @property
+    def spans(self) -> Spans:
+        """The global rows."""
+        return Spans(self.start, self.stop)
+
     def of(self, rank: int, count: int = 1) -> Fragments:
         """The fragments of one rank, or of `count` ranks from this one on."""
         first, last = np.searchsorted(self.rank, [rank, rank + count])
@@ -62,7 +67,7 @@ class Fragments(Table):
         [(0, 0, 3, 0), (1, 6, 8, 2)]
         """
         some = start < stop
-        number, _, first, last = overlaps(self.start, self.stop, start[some], stop[some])
+        number, _, first, last = self.spans.overlaps(Spans(start[some], stop[some]))
         cut = self.take(number)
         return Fragments(cut.rank, first, last, cut.row + first - cut.start)
 

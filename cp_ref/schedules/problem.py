@@ -21,7 +21,7 @@ from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSliceRow, Atte
 from cp_ref.schedules.balanced import balanced
 from cp_ref.schedules.layouts import padded_to_cut, slots_of_lengths, slots_of_table
 from cp_ref.schedules.ownership import Fragments, Ownership
-from cp_ref.schedules.table import Column, overlaps, starts_of
+from cp_ref.schedules.table import Column, Spans, starts_of
 from cp_ref.schedules.values import parse_call
 from cp_ref.schedules.words import Feature, canonical_layout
 
@@ -395,20 +395,19 @@ def areas_of(problem: Problem) -> AttentionSlices:
 
 def _between_tokens(areas: AttentionSlices, problem: Problem) -> AttentionSlices:
     """The pairs of real tokens: attention slices are cut where they reach over padding."""
-    area, _, q0, q1 = overlaps(areas.q_start, areas.q_stop, *_stretches(problem, "q"))
-    part, _, k0, k1 = overlaps(areas.k_start[area], areas.k_stop[area], *_stretches(problem, "kv"))
+    area, _, q0, q1 = areas.queries.overlaps(_stretches(problem, "q"))
+    part, _, k0, k1 = areas.take(area).keys.overlaps(_stretches(problem, "kv"))
     area = area[part]
     lo, hi = areas.lo[area], areas.hi[area]
     q0, q1, k0, k1 = crop(q0[part], q1[part], k0, k1, lo, hi)
     return AttentionSlices(q0, q1, k0, k1, lo, hi).take((q0 < q1) & (k0 < k1))
 
 
-def _stretches(problem: Problem, side: str) -> tuple[Column, Column]:
-    """The real tokens of one side as few spans: (start, stop)."""
+def _stretches(problem: Problem, side: str) -> Spans:
+    """The real tokens of one side as few spans."""
     start, length = _tokens(problem, side)
-    start, stop = start[length > 0], (start + length)[length > 0]
-    apart = start[1:] != stop[:-1]
-    return start[np.append(True, apart)[: len(start)]], stop[np.append(apart, True)[: len(stop)]]
+    some = length > 0
+    return Spans(start[some], (start + length)[some]).merged()
 
 
 def _ownership_of(problem: Problem) -> Ownership:

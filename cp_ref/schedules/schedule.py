@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.schedules.table import Column, Table, constant, one_value
+from cp_ref.schedules.table import Column, Spans, Table, constant, one_value
 from cp_ref.schedules.values import MOST_RANKS
 
 __all__ = [
@@ -108,9 +108,9 @@ class Pieces(Table):
     head_stop: Column
 
     @staticmethod
-    def spans(start: Column, stop: Column, heads: Heads) -> Pieces:
+    def of(spans: Spans, heads: Heads) -> Pieces:
         """Pieces of the same heads."""
-        return Pieces(start, stop, *(constant(head, start) for head in heads))
+        return Pieces(*spans, *(constant(head, spans.start) for head in heads))
 
     @property
     def size(self) -> int:

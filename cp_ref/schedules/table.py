@@ -1,12 +1,12 @@
 """Tables of integers: columns of equal length, one entry a row. Attention slices, ownership and schedules are made of
-these.
+these. And `Spans`, the rows of a buffer as intervals, with what is done with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 
 __all__ = [
     "Column",
+    "Spans",
     "Table",
     "constant",
     "in_blocks",
-    "joined",
     "one_value",
     "ordered_by",
-    "overlaps",
     "ranges",
     "runs",
     "starts_of",
@@ -34,11 +33,11 @@ class Table:
     """The base of all tables: a dataclass whose fields are columns. Tables are not changed once they are made.
 
     >>> @dataclass(frozen=True, eq=False)
-    ... class Spans(Table):
-    ...     start: Column
-    ...     stop: Column
-    >>> spans = Spans.of_rows([(0, 4), (6, 9)])
-    >>> len(spans), spans.stop.tolist(), list(spans.take(spans.start > 0).rows()), spans == spans.take(slice(None))
+    ... class Points(Table):
+    ...     x: Column
+    ...     y: Column
+    >>> points = Points.of_rows([(0, 4), (6, 9)])
+    >>> len(points), points.y.tolist(), list(points.take(points.x > 0).rows()), points == points.take(slice(None))
     (2, [4, 9], [(6, 9)], True)
     """
 
@@ -167,28 +166,123 @@ def ordered_by(group: Column, count: int) -> tuple[Column | slice, list[int]]:
     return np.argsort(group.astype(np.min_scalar_type(count)), kind="stable"), ends  # small numbers: sorts by counting
 
 
-def joined(start: Column, stop: Column, others_start: Column, others_stop: Column) -> tuple[Column, Column]:
-    """All pairs (number of a span, number of another span) that have an element in common, by the span's number.
+_SAMPLE = 1024  # spans
 
-    `others` are sorted, disjoint and not empty; an empty span has nothing in common with any.
 
-    >>> [pair.tolist() for pair in joined(*np.array([[0, 5], [4, 9]]), *np.array([[0, 3, 6], [2, 5, 9]]))]
-    [[0, 0, 1], [0, 1, 2]]
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Rows [start, stop), span after span. They may have any order, and rows may repeat, unless a method says
+    otherwise. They are not changed once they are made, and unpack as (start, stop).
+
+    >>> spans = Spans(np.array([4, 0, 6]), np.array([8, 2, 9]))
+    >>> len(spans), spans.size.tolist(), spans.total, spans.disjoint
+    (3, [4, 2, 3], 9, False)
     """
-    first = np.searchsorted(others_stop, start, side="right")
-    last = np.searchsorted(others_start, stop, side="left")
-    count = np.where(start < stop, last - first, 0)
-    np.maximum(count, 0, out=count)
-    return np.repeat(np.arange(len(start)), count), ranges(first, count)
 
+    start: Column
+    stop: Column
 
-def overlaps(
-    start: Column, stop: Column, others_start: Column, others_stop: Column
-) -> tuple[Column, Column, Column, Column]:
-    """What spans have in common with others: (number of a span, number of another span, start, stop), as in `joined`.
+    def __len__(self) -> int:
+        return len(self.start)
 
-    >>> [x.tolist() for x in overlaps(*np.array([[0, 5], [4, 9]]), *np.array([[0, 3, 6], [2, 5, 9]]))]
-    [[0, 0, 1], [0, 1, 2], [0, 3, 6], [2, 4, 9]]
-    """
-    span, other = joined(start, stop, others_start, others_stop)
-    return span, other, np.maximum(start[span], others_start[other]), np.minimum(stop[span], others_stop[other])
+    def __iter__(self) -> Iterator[Column]:
+        yield self.start
+        yield self.stop
+
+    @cached_property
+    def size(self) -> Column:
+        """The number of rows of each."""
+        return self.stop - self.start
+
+    @cached_property
+    def total(self) -> int:
+        """The number of rows of all."""
+        return int(self.size.sum())
+
+    @cached_property
+    def begin(self) -> Column:
+        """The first row of each if they are packed one after the other."""
+        return np.cumsum(self.size) - self.size
+
+    @property
+    def disjoint(self) -> bool:
+        """Whether no row repeats; none of the spans is empty. Where many rows repeat, a sample shows it."""
+        start, stop, size = self.start, self.stop, len(self)
+        if bool((start[1:] >= start[:-1]).all()):
+            return bool((start[1:] >= stop[:-1]).all())
+        for some in (_SAMPLE, size) if size > _SAMPLE else (size,):
+            order = np.argsort(start[:some])
+            if not bool((start[order[1:]] >= stop[order[:-1]]).all()):
+                return False
+        return True
+
+    def cut(self, edges: Column) -> tuple[Column, Spans]:
+        """Their rows, consecutively, cut into a part from each of these edges to the next, the last to the end: (number
+        of the part, the spans of the parts). The first edge is 0, and edges rise.
+
+        >>> part, spans = Spans(np.array([10, 20]), np.array([14, 22])).cut(np.array([0, 3]))
+        >>> part.tolist(), *(x.tolist() for x in spans)
+        ([0, 1, 1], [10, 13, 20], [13, 14, 22])
+        """
+        cuts = np.unique(np.concatenate([self.begin, edges]))
+        span = np.searchsorted(self.begin, cuts, side="right") - 1
+        start = self.start[span] + cuts - self.begin[span]
+        stop = start + np.diff(np.append(cuts, self.total))
+        return np.searchsorted(edges, cuts, side="right") - 1, Spans(start, stop)
+
+    def merged(self) -> Spans:
+        """The rows, each once, as few spans, sorted and disjoint: those that meet are one. None of the spans is empty.
+
+        >>> [x.tolist() for x in Spans(np.array([4, 0, 6]), np.array([8, 2, 9])).merged()]
+        [[0, 4], [2, 9]]
+        """
+        start, stop = self.start, self.stop
+        if bool((start[1:] > stop[:-1]).all()):
+            return self
+        if not bool((start[1:] >= start[:-1]).all()):
+            order = np.argsort(start, kind="stable")
+            start, stop = start[order], stop[order]
+        end = np.maximum.accumulate(stop)
+        new = np.append(True, start[1:] > end[:-1])
+        return Spans(start[new], end[np.append(new[1:], True)])
+
+    def minus(self, others: Spans) -> Spans:
+        """The rows that are not in `others`; both are sorted and disjoint.
+
+        >>> [x.tolist() for x in Spans(np.array([0, 6]), np.array([4, 9])).minus(Spans(np.array([2]), np.array([7])))]
+        [[0, 7], [2, 9]]
+        >>> [x.tolist() for x in Spans(np.array([0]), np.array([4])).minus(Spans(np.array([0, 2]), np.array([2, 3])))]
+        [[3], [4]]
+        """
+        far = np.array([2**60])
+        begin, end = np.append(-far, others.stop), np.append(others.start, far)
+        some = begin < end  # touching spans have no gap
+        _, _, start, stop = self.overlaps(Spans(begin[some], end[some]))
+        return Spans(start, stop)
+
+    def meeting(self, others: Spans) -> tuple[Column, Column]:
+        """All pairs (number of a span, number of one of the others) that have a row in common, by the span's number.
+
+        `others` are sorted, disjoint and not empty; an empty span has nothing in common with any.
+
+        >>> others = Spans(np.array([0, 3, 6]), np.array([2, 5, 9]))
+        >>> [numbers.tolist() for numbers in Spans(np.array([0, 5]), np.array([4, 9])).meeting(others)]
+        [[0, 0, 1], [0, 1, 2]]
+        """
+        first = np.searchsorted(others.stop, self.start, side="right")
+        last = np.searchsorted(others.start, self.stop, side="left")
+        count = np.where(self.start < self.stop, last - first, 0)
+        np.maximum(count, 0, out=count)
+        return np.repeat(np.arange(len(self)), count), ranges(first, count)
+
+    def overlaps(self, others: Spans) -> tuple[Column, Column, Column, Column]:
+        """What spans have in common with others: (number of a span, number of one of the others, start, stop), as in
+        `meeting`.
+
+        >>> others = Spans(np.array([0, 3, 6]), np.array([2, 5, 9]))
+        >>> [x.tolist() for x in Spans(np.array([0, 5]), np.array([4, 9])).overlaps(others)]
+        [[0, 0, 1], [0, 1, 2], [0, 3, 6], [2, 4, 9]]
+        """
+        span, other = self.meeting(others)
+        start = np.maximum(self.start[span], others.start[other])
+        return span, other, start, np.minimum(self.stop[span], others.stop[other])

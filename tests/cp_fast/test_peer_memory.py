@@ -31,7 +31,7 @@ from cp_ref.contract.process_groups import PeerError, during
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, saved_kinds
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
-from tests.cp_fast.compile.passes.planned_at import ALWAYS_CHUNKS, planned_at
+from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, planned_at
 from tests.marks import examples
 from tests.spec.problems import problems
 

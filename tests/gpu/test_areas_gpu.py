@@ -22,8 +22,8 @@ from cp_fast import masks
 from cp_fast.backends import by_name
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.words import CP_COMM_TYPES
-from tests.cp_fast.compile.passes.planned_at import ALWAYS_WAIT, planned_at
-from tests.cp_fast.compile.passes.test_split_queries import always as always_spread
+from tests.cp_fast.compile.planned_at import ALWAYS_WAIT, planned_at
+from tests.cp_fast.compile.test_sharing import always as always_spread
 from tests.masks.problems import problems
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -12,7 +12,7 @@ from conformance.checks.probes import check_probes
 from conformance.checks.values import check_budget
 from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_ref.schedules.problem import Problem
-from tests.cp_fast.compile.passes.planned_at import ALWAYS_CHUNKS, planned_at
+from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, planned_at
 from tests.gpu.test_attention_gpu import BACKENDS, HEADS, implementation, packed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

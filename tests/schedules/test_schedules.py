@@ -27,7 +27,7 @@ from cp_ref.schedules.schedule import Schedule
 from cp_ref.schedules.verify.proof import InvalidSchedule
 from cp_ref.schedules.words import SOFTMAX_TYPES
 from cp_ref.simulator import SimMember
-from tests.cp_fast.compile.passes.planned_at import ALWAYS_CHUNKS, planned_at
+from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, planned_at
 from tests.marks import examples
 from tests.spec.random_schedules import backward_ring, ring_of_rings, scheduled_problems
 from tests.spec.test_planners import chunked_problems

@@ -30,9 +30,10 @@ from hypothesis import strategies as st
 from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, crop
 from cp_ref.schedules.ownership import Fragments, Ownership
 from cp_ref.schedules.planners.p2p import tiles_of
-from cp_ref.schedules.planners.ring_members import RingMembers, Spans, merged
+from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem, Workload
 from cp_ref.schedules.schedule import KINDS, Message, Pieces, RankSchedule, Schedule, Step, Tiles, tag
+from cp_ref.schedules.table import Spans
 from cp_ref.schedules.verify.costs import tile_pairs
 from cp_ref.schedules.verify.proof import verify_tables
 from tests.spec.problems import small_problems
@@ -336,14 +337,14 @@ def _visits(work: Workload, name: str, route: Route) -> Schedule:
         turn = np.argsort([route(rank, step)[0] for step in range(n)])  # owner -> step
         for step, sees in enumerate(members.sees(rank, turn)):
             owner, giver = route(rank, step)
-            block, seen = work.ownership.kv.of(owner), merged(sees.k_start, sees.k_stop)
+            block, seen = work.ownership.kv.of(owner), sees.keys.merged()
             tiles = tiles_of(sees, (0, work.heads_q))
             for rank_schedules in steps:
                 rank_schedules[rank][step] = rank_schedules[rank][step]._replace(tiles=tiles)
                 if step and len(block):
-                    send(rank_schedules, step - 1, "kv", giver, rank, Pieces.spans(block.start, block.stop, heads))
-            if step and len(seen[0]):
-                send(steps[1], step + 1, "dkv", rank, owner, Pieces.spans(*seen, heads))
+                    send(rank_schedules, step - 1, "kv", giver, rank, Pieces.of(block.spans, heads))
+            if step and len(seen):
+                send(steps[1], step + 1, "dkv", rank, owner, Pieces.of(seen, heads))
     forward, backward = (tuple(map(tuple, rank_schedules)) for rank_schedules in steps)
     return Schedule(name, (work.heads_q, work.heads_kv), forward, backward)
 
@@ -361,7 +362,7 @@ def plan_bidirectional_rank(members: RingMembers, rank: int) -> tuple[RankSchedu
     }
 
     def messages(kind: str, step: int, hops: list[tuple[int, Spans]]) -> tuple[Message, ...]:
-        found = ((peer % n, Pieces.spans(*rows, (0, work.heads_kv))) for peer, rows in hops)
+        found = ((peer % n, Pieces.of(rows, (0, work.heads_kv))) for peer, rows in hops)
         return tuple(Message(kind, peer, tag(step, kind), pieces) for peer, pieces in found if len(pieces))
 
     def keys(visitor: int, way: int, h: int) -> Spans:
@@ -381,8 +382,8 @@ def plan_bidirectional_rank(members: RingMembers, rank: int) -> tuple[RankSchedu
     backward: list[Step] = []
     for step, attend in enumerate([*forward, Step()]):
         own, theirs = ([(way, some[way * (step - 1) % n]) for way in ways(step - 1)] for some in (sees, seen))
-        home = [(rank - way * (step - 1), merged(some.k_start, some.k_stop)) for way, some in own]
-        back = [(rank + way * (step - 1), merged(some.k_start, some.k_stop)) for way, some in theirs]
+        home = [(rank - way * (step - 1), some.keys.merged()) for way, some in own]
+        back = [(rank + way * (step - 1), some.keys.merged()) for way, some in theirs]
         sends, recvs = messages("dkv", step, home), messages("dkv", step, back)
         backward.append(Step(attend.sends + sends, attend.recvs + recvs, attend.tiles))
     return tuple(forward), tuple(backward)

@@ -22,7 +22,6 @@ from cp_fast.compile.lower import Draft
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Accumulate, Copy, Free, Launch, Program, Recv, Send, View
 from cp_ref.schedules.attention_slices import UNBOUNDED, pairs
-from cp_ref.schedules.planners.ring_members import merged
 from cp_ref.schedules.problem import Problem, slice_rows
 from cp_ref.schedules.schedule import side_of
 from cp_ref.schedules.table import Column
@@ -143,13 +142,8 @@ def count_alone(problem: Problem) -> LaunchCounts:
     LaunchCounts(heads=8, heads_kv=1, rows=6, keys=6, pairs=13)
     """
     areas = problem.workload.areas
-    rows, keys = _distinct(areas.q_start, areas.q_stop), _distinct(areas.k_start, areas.k_stop)
+    rows, keys = areas.queries.merged().total, areas.keys.merged().total
     return LaunchCounts(problem.heads_q, problem.heads_kv, rows, keys, problem.pairs)
-
-
-def _distinct(start: Column, stop: Column) -> int:
-    begin, end = merged(start, stop)
-    return int((end - begin).sum())
 
 
 def count_rank(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None = None) -> RankCounts:

@@ -21,7 +21,6 @@ from cp_fast.tools.cost.counts import LaunchCounts, RankCounts, StepCounts, coun
 from cp_ref.contract.read_problem import check_layout
 from cp_ref.schedules.attention_slices import pairs
 from cp_ref.schedules.problem import Problem
-from cp_ref.schedules.table import joined
 from cp_ref.schedules.values import check_choice
 from cp_ref.schedules.verify.costs import ITEM_BYTES
 from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, Unsupported
@@ -175,9 +174,8 @@ def _busiest(problem: Problem) -> int:
     >>> _busiest(Problem(8, two, layout="contiguous", qkv_format="thd", attn_mask_type="padding_causal"))
     4
     """
-    areas, own = problem.workload.areas, problem.workload.ownership.q
-    area, n = joined(areas.q_start, areas.q_stop, own.start, own.stop)
-    q0, q1 = np.maximum(areas.q_start[area], own.start[n]), np.minimum(areas.q_stop[area], own.stop[n])
+    areas, own = problem.workload.areas, problem.workload.ownership.q.sorted()
+    area, n, q0, q1 = areas.queries.overlaps(own.spans)
     seen = pairs(q0, q1, areas.k_start[area], areas.k_stop[area], areas.lo[area], areas.hi[area])
     return int(np.bincount(own.rank[n] // problem.a2a_size, seen).argmax()) * problem.a2a_size if len(n) else 0
 

@@ -28,9 +28,10 @@ import numpy as np
 
 from cp_ref.schedules.ownership import Fragments
 from cp_ref.schedules.planners.p2p import RingRole, ring_schedules
-from cp_ref.schedules.planners.ring_members import RingMembers, Spans, merged
+from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import Heads, Message, Pieces, RankSchedule, Step, side_of, tag
+from cp_ref.schedules.table import Spans
 
 __all__ = [
     "head_ranges",
@@ -70,7 +71,7 @@ def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSc
     def pieces(side: int, rows_of: int, heads_of: int) -> Pieces:
         """The rows of one rank of the group for the heads of another; messages of both passes have the same."""
         rows = active[side][rows_of]
-        return Pieces.spans(rows.start, rows.stop, heads[heads_of][side])
+        return Pieces.of(rows.spans, heads[heads_of][side])
 
     def rows_for_heads(kinds: tuple[str, ...], step: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
         """The own rows for the peers' heads, and the peers' rows for the own heads."""
@@ -97,7 +98,7 @@ def _active_rows(members: RingMembers, member: int) -> tuple[list[Fragments], li
     """The query rows of each rank of the group that see any key, and the key rows that any query sees."""
     alike = np.zeros(members.count, dtype=int)
     (sees,), (seen,) = members.sees(member, alike), members.seen(member, alike)
-    queries, keys = merged(sees.q_start, sees.q_stop), merged(seen.k_start, seen.k_stop)
+    queries, keys = sees.queries.merged(), seen.keys.merged()
     ownership, first = members.workload.ownership, member * members.size
 
     def active(rows: Fragments, spans: Spans) -> list[Fragments]:

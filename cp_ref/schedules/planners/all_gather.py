@@ -15,8 +15,9 @@ from __future__ import annotations
 import numpy as np
 
 from cp_ref.schedules.planners.p2p import tiles_of
-from cp_ref.schedules.planners.ring_members import RingMembers, Spans, merged, spans_by
+from cp_ref.schedules.planners.ring_members import RingMembers, spans_by
 from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Step, tag
+from cp_ref.schedules.table import Spans
 
 __all__ = [
     "plan_all_gather_rank",
@@ -31,12 +32,12 @@ def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule,
     peers = [(rank + n) % members.count for n in range(1, count)]
 
     def of_peers(rows: list[Spans]) -> dict[int, Pieces]:
-        return {peer: Pieces.spans(*rows[peer], (0, work.heads_kv)) for peer in peers if len(rows[peer][0])}
+        return {peer: Pieces.of(rows[peer], (0, work.heads_kv)) for peer in peers if len(rows[peer])}
 
     def messages(kind: str, pieces: dict[int, Pieces], step: int) -> tuple[Message, ...]:
         return tuple(Message(kind, peer, tag(step, kind), some) for peer, some in pieces.items())
 
-    received = of_peers(spans_by(theirs.peer, theirs.k_start, theirs.k_stop, count))
-    given = of_peers([merged(some.k_start, some.k_stop) for some in members.seen(rank, np.arange(count))])
+    received = of_peers(spans_by(theirs.peer, theirs.keys, count))
+    given = of_peers([some.keys.merged() for some in members.seen(rank, np.arange(count))])
     attend = Step(messages("kv", given, 0), messages("kv", received, 0), own), Step(tiles=remote)
     return attend, (*attend, Step(messages("dkv", received, 2), messages("dkv", given, 2)))

@@ -29,9 +29,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.schedules.planners.ring_members import RingMembers, Sights, Spans, merged
+from cp_ref.schedules.planners.ring_members import RingMembers, SeenTiles
 from cp_ref.schedules.schedule import Heads, Message, Pieces, RankSchedule, Step, Tiles, tag
-from cp_ref.schedules.table import constant
+from cp_ref.schedules.table import Spans, constant
 
 __all__ = [
     "RingRole",
@@ -91,10 +91,10 @@ def ring_schedules(members: RingMembers, role: RingRole) -> tuple[RankSchedule, 
 
     def message(kind: str, step: int, hop: Hop | None) -> tuple[Message, ...]:
         """The message of a hop; none where there is no hop or no row."""
-        if hop is None or not len(hop.rows[0]):
+        if hop is None or not len(hop.rows):
             return ()
         peer, number = role.rank_of(hop.other % count), tag(role.first_step + step, kind)
-        return (Message(kind, peer, number, Pieces.spans(*hop.rows, role.kv_heads)),)
+        return (Message(kind, peer, number, Pieces.of(hop.rows, role.kv_heads)),)
 
     forward: list[Step] = []
     for step in range(count):
@@ -112,17 +112,17 @@ def ring_schedules(members: RingMembers, role: RingRole) -> tuple[RankSchedule, 
     return tuple(forward), tuple(backward)
 
 
-def tiles_of(sees: Sights, heads: Heads) -> Tiles:
+def tiles_of(sees: SeenTiles, heads: Heads) -> Tiles:
     """The rectangles that are seen, as tiles."""
     edges = (constant(head, sees.area) for head in heads)
     return Tiles(sees.area, sees.q_start, sees.q_stop, sees.k_start, sees.k_stop, *edges)
 
 
-def _straight(members: RingMembers, member: int, sees: list[Sights]) -> Route:
+def _straight(members: RingMembers, member: int, sees: list[SeenTiles]) -> Route:
     """The rows that a visitor sees come straight from their owner, and their gradients go straight back."""
     seen = members.seen(member, (np.arange(members.count) - member) % members.count)  # by the visitor's distance
-    visits = {h: Hop(member - h, merged(sees[h].k_start, sees[h].k_stop)) for h in range(1, members.count)}
-    visitors = {h: Hop(member + h, merged(seen[h].k_start, seen[h].k_stop)) for h in range(1, members.count)}
+    visits = {h: Hop(member - h, sees[h].keys.merged()) for h in range(1, members.count)}
+    visitors = {h: Hop(member + h, seen[h].keys.merged()) for h in range(1, members.count)}
     return Route(keys_sent=visitors, keys_received=visits, grads_sent=visits, grads_received=visitors)
 
 

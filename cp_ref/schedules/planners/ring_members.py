@@ -21,22 +21,18 @@ import numpy as np
 from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, crop
 from cp_ref.schedules.ownership import Fragments, grouped
 from cp_ref.schedules.problem import Workload
-from cp_ref.schedules.table import Column, Table, in_blocks, joined, ordered_by, overlaps
+from cp_ref.schedules.table import Column, Spans, Table, in_blocks, ordered_by
 
 __all__ = [
     "KeyBounds",
     "RingMembers",
-    "Sights",
-    "Spans",
-    "merged",
+    "SeenTiles",
     "spans_by",
 ]
 
-Spans = tuple[Column, Column]  # (start, stop)
-
 
 @dataclass(frozen=True, eq=False)
-class Sights(Table):
+class SeenTiles(Table):
     """Cropped rectangles of attention slices in which two ring members see each other: one for each fragment of queries
     and of keys.
     """
@@ -47,6 +43,16 @@ class Sights(Table):
     q_stop: Column
     k_start: Column
     k_stop: Column
+
+    @property
+    def queries(self) -> Spans:
+        """The rows of queries."""
+        return Spans(self.q_start, self.q_stop)
+
+    @property
+    def keys(self) -> Spans:
+        """The rows of keys."""
+        return Spans(self.k_start, self.k_stop)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +65,9 @@ class OwnedRows(Table):
     stop: Column
 
     @staticmethod
-    def of(start: Column, stop: Column, rows: Fragments) -> OwnedRows:
-        """The owners of the rows [start[n], stop[n]) of each attention slice n; `rows` are sorted by global row."""
-        area, n, first, last = overlaps(start, stop, rows.start, rows.stop)
+    def of(spans: Spans, rows: Fragments) -> OwnedRows:
+        """The owners of the rows of each attention slice; `rows` are sorted by global row."""
+        area, n, first, last = spans.overlaps(rows.spans)
         return OwnedRows(area, rows.rank[n], first, last)
 
 
@@ -104,25 +110,25 @@ class RingMembers:
         members = holds.sum(axis=0)
         return bool(((members > 1) & (members < self.count)).any())
 
-    def sees(self, member: int, group: Column) -> list[Sights]:
+    def sees(self, member: int, group: Column) -> list[SeenTiles]:
         """The rectangles in which the queries of one ring member see keys, by group of the ring member that has the
         keys: those of group 0, 1, ...; `group[n]` is the group of ring member n.
         """
-        return _sights(self.areas, self.queries.take(self.queries.rank == member), self.keys, group)
+        return _seen_tiles(self.areas, self.queries.take(self.queries.rank == member), self.keys, group)
 
-    def seen(self, member: int, group: Column) -> list[Sights]:
+    def seen(self, member: int, group: Column) -> list[SeenTiles]:
         """The rectangles in which queries see the keys of one ring member, by group of the ring member that has the
         queries.
         """
         a, own = self.areas, self.keys.take(self.keys.rank == member)
         transposed = AttentionSlices(a.k_start, a.k_stop, a.q_start, a.q_stop, -a.hi, -a.lo)
-        found = _sights(transposed, own, self.queries, group)
-        return [Sights(s.peer, s.area, s.k_start, s.k_stop, s.q_start, s.q_stop) for s in found]
+        found = _seen_tiles(transposed, own, self.queries, group)
+        return [SeenTiles(s.peer, s.area, s.k_start, s.k_stop, s.q_start, s.q_stop) for s in found]
 
     @cached_property
     def query_rows(self) -> OwnedRows:
         """The owners of the query rows of each attention slice."""
-        return OwnedRows.of(self.areas.q_start, self.areas.q_stop, self.queries)
+        return OwnedRows.of(self.areas.queries, self.queries)
 
     @cached_property
     def key_rows(self) -> OwnedRows:
@@ -130,7 +136,7 @@ class RingMembers:
         a = self.areas
         if self.keys is self.queries and np.array_equal(a.q_start, a.k_start) and np.array_equal(a.q_stop, a.k_stop):
             return self.query_rows
-        return OwnedRows.of(a.k_start, a.k_stop, self.keys)
+        return OwnedRows.of(a.keys, self.keys)
 
     @cached_property
     def _key_rows_of(self) -> list[OwnedRows]:
@@ -148,7 +154,7 @@ class RingMembers:
         if bounds.start is not None:
             start = np.maximum(start, bounds.start[count - 1][rows.area])
         some = start < stop
-        return merged(start, stop) if some.all() else merged(start[some], stop[some])
+        return (Spans(start, stop) if some.all() else Spans(start[some], stop[some])).merged()
 
     def key_bounds(self, members: Column) -> KeyBounds:
         """The keys that the first of these ring members see, the first two together, the first three, ..."""
@@ -181,12 +187,12 @@ class KeyBounds(NamedTuple):
     stop: Column
 
 
-def _sights(areas: AttentionSlices, queries: Fragments, keys: Fragments, group: Column) -> list[Sights]:
+def _seen_tiles(areas: AttentionSlices, queries: Fragments, keys: Fragments, group: Column) -> list[SeenTiles]:
     """The rectangles in which these queries see these keys, by group of the ring member that has the keys."""
-    area, _, q0, q1 = overlaps(areas.q_start, areas.q_stop, queries.start, queries.stop)
+    area, _, q0, q1 = areas.queries.overlaps(queries.spans)
     lo, hi = areas.lo[area], areas.hi[area]
     k0, k1 = np.maximum(areas.k_start[area], q0 + lo), np.minimum(areas.k_stop[area], q1 + hi)  # the keys that they see
-    n, k = joined(k0, k1, keys.start, keys.stop)
+    n, k = Spans(k0, k1).meeting(keys.spans)
     peer, count = keys.rank[k], int(group.max()) + 1
     order, ends = ordered_by(group[peer], count)
     n, k, peer = n[order], k[order], peer[order]
@@ -195,7 +201,7 @@ def _sights(areas: AttentionSlices, queries: Fragments, keys: Fragments, group: 
         start, stop = np.maximum(k0[n], keys.start[k]), np.minimum(k1[n], keys.stop[k])
         return area[n], *crop(q0[n], q1[n], start, stop, lo[n], hi[n])
 
-    found = Sights(peer, *in_blocks(rectangles)(n, k))
+    found = SeenTiles(peer, *in_blocks(rectangles)(n, k))
     there = (found.q_start < found.q_stop) & (found.k_start < found.k_stop)
     if not there.all():
         found = found.take(there)
@@ -203,29 +209,13 @@ def _sights(areas: AttentionSlices, queries: Fragments, keys: Fragments, group: 
     return [found.take(slice(a, b)) for a, b in pairwise(ends)]
 
 
-def spans_by(group: Column, start: Column, stop: Column, count: int) -> list[Spans]:
+def spans_by(group: Column, spans: Spans, count: int) -> list[Spans]:
     """The rows of groups 0 to count - 1, each as few spans.
 
-    >>> spans = spans_by(np.array([0, 0, 2, 0]), np.array([4, 0, 2, 6]), np.array([8, 4, 3, 9]), 3)
+    >>> spans = spans_by(np.array([0, 0, 2, 0]), Spans(np.array([4, 0, 2, 6]), np.array([8, 4, 3, 9])), 3)
     >>> [[x.tolist() for x in own] for own in spans]
     [[[0], [9]], [[], []], [[2], [3]]]
     """
     order, ends = ordered_by(group, count)
-    start, stop = start[order], stop[order]
-    return [merged(start[a:b], stop[a:b]) for a, b in pairwise(ends)]
-
-
-def merged(start: Column, stop: Column) -> Spans:
-    """The rows of spans that are not empty as few spans, sorted and disjoint: those that meet are one.
-
-    >>> [x.tolist() for x in merged(np.array([4, 0, 6]), np.array([8, 2, 9]))]
-    [[0, 4], [2, 9]]
-    """
-    if len(start) < 2 or bool((start[1:] > stop[:-1]).all()):
-        return start, stop
-    if not bool((start[1:] >= start[:-1]).all()):
-        order = np.argsort(start, kind="stable")
-        start, stop = start[order], stop[order]
-    end = np.maximum.accumulate(stop)
-    new = np.append(True, start[1:] > end[:-1])
-    return start[new], end[np.append(new[1:], True)]
+    start, stop = spans.start[order], spans.stop[order]
+    return [Spans(start[a:b], stop[a:b]).merged() for a, b in pairwise(ends)]

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import product
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from cp_fast.compile.row_spans import Spans
+from cp_fast.compile.program import Launch
 from cp_fast.compile.segments import Segments, WindowedTiles, WindowRule, with_windows
+from cp_fast.movers.mover_protocol import Rows
 from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices
+from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import Tiles
+from cp_ref.schedules.table import Spans
 
 __all__ = [
+    "Cells",
+    "PairCounts",
+    "Pairs",
     "Segment",
     "band_pairs",
     "disjoint",
     "kernel_pairs",
+    "rows_of",
     "rows_twice",
     "ruled_tiles",
     "segments_of",
@@ -26,27 +35,27 @@ __all__ = [
     "window_pairs",
 ]
 
-Pairs = Counter[tuple[int, int]]
+PairCounts = Counter[tuple[int, int]]
 Segment = tuple[tuple[int, int], list[int], list[int]]  # the window, -1 for unbounded; query rows; key rows
 
 
-def band_pairs(tiles: WindowedTiles) -> Pairs:
+def band_pairs(tiles: WindowedTiles) -> PairCounts:
     """What is visible in tiles, by their diagonal bands."""
-    found: Pairs = Counter()
+    found: PairCounts = Counter()
     for _, q0, q1, k0, k1, lo, hi, *_ in tiles.rows():
         found.update((i, j) for i, j in product(range(q0, q1), range(k0, k1)) if lo <= j - i <= hi)
     return found
 
 
-def window_pairs(tiles: WindowedTiles) -> Pairs:
+def window_pairs(tiles: WindowedTiles) -> PairCounts:
     """What a kernel computes of tiles, by their windows."""
     rows = tiles.rows()
     return kernel_pairs(((row[7], row[8]), [*range(row[1], row[2])], [*range(row[3], row[4])]) for row in rows)
 
 
-def kernel_pairs(segments: Iterable[Segment]) -> Pairs:
+def kernel_pairs(segments: Iterable[Segment]) -> PairCounts:
     """What a kernel computes, by the rule of `cp_fast.backends.Segments`; every row has to see a key."""
-    found: Pairs = Counter()
+    found: PairCounts = Counter()
     for (left, right), q, k in segments:
         assert q
         assert k
@@ -122,3 +131,121 @@ def rows_twice(launch: Segments) -> Iterator[int]:
     for spans, number in ((launch.q, np.zeros_like(layer)), (launch.k, layer)):
         counted = Counter((int(number[n]), row) for n, a, b in spans.rows() for row in range(a, b))
         yield from (row for (_, row), times in counted.items() if times > 1)
+
+
+# ---- Pairs
+#
+# Names of rows and heads, and how often each pair was computed into the cell of a result.
+
+
+Names = np.ndarray  # [rows, heads]: row * number of heads + head
+
+
+@dataclass
+class Cells:
+    """Cells of a buffer; in front of a stacked one's rows are its parts."""
+
+    names: Names
+    counts: np.ndarray | None = None  # [rows, heads, pairs], of results
+
+    def of(self, rows: Any, first: int = 0, last: int | None = None, *, copied: bool = True) -> Cells:
+        """Rows (or a part) and heads of these."""
+        part = isinstance(rows, int)
+        found = [x if x is None else x[rows] if part else x[rows][:, first:last] for x in (self.names, self.counts)]
+        names, counts = (x.copy() if x is not None and copied else x for x in found)
+        assert names is not None
+        return Cells(names, counts)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of a problem: what is visible, whether a sink is, and how many counts a cell has by kind of result."""
+
+    work: Workload
+    visible: np.ndarray
+    sink: bool
+    sizes: dict[str, int]
+
+    @staticmethod
+    def of(work: Workload, *, sink: bool) -> Pairs:
+        """Those of a workload."""
+        areas = work.areas
+        keys, queries = (int(x.max(initial=0)) for x in (areas.k_stop, areas.q_stop))
+        visible = np.zeros((queries, keys), dtype=np.int64)
+        for q0, q1, k0, k1, lo, hi in areas.rows():
+            diagonal = np.arange(k0, k1)[None] - np.arange(q0, q1)[:, None]
+            visible[q0:q1, k0:k1] += (lo <= diagonal) & (diagonal <= hi)
+        return Pairs(work, visible, sink, {"out": keys + 1, "dq": keys, "dkv": queries * work.heads_q})
+
+    def nothing(self, kind: str, names: Names) -> Cells:
+        """Cells into which nothing was computed."""
+        if kind not in self.sizes:
+            return Cells(names)
+        return Cells(names, np.zeros((*names.shape, self.sizes[kind]), dtype=np.int64))
+
+    def add_sink(self, into: Cells, rows: np.ndarray) -> None:
+        """Count the sink in rows of out."""
+        assert into.counts is not None
+        into.counts[rows, :, -1] += into.names[rows] >= 0
+
+    def check_whole(self, kind: str, cells: Cells) -> None:
+        """All that is visible of these cells is there, once."""
+        assert cells.counts is not None
+        on_kv = kind == "dkv"
+        heads = self.work.heads_kv if on_kv else self.work.heads_q
+        for row, head in np.argwhere(cells.names >= 0).tolist():
+            name = int(cells.names[row, head])
+            if on_kv:
+                want = np.zeros((len(self.visible), self.work.heads_q), dtype=np.int64)
+                if name // heads < self.visible.shape[1]:
+                    group = slice(name % heads * self.work.group_size, (name % heads + 1) * self.work.group_size)
+                    want[:, group] = self.visible[:, name // heads, None]
+            else:
+                want = np.zeros(self.sizes[kind], dtype=np.int64)
+                if name // heads < len(self.visible):
+                    want[: self.visible.shape[1]] = self.visible[name // heads]
+                if kind == "out":
+                    want[-1] = self.sink
+            assert cells.counts[row, head].tolist() == want.ravel().tolist(), f"{kind} of row {name // heads}"
+
+    def of_launch(self, launch: Launch[Rows], operands: list[Names], *, padded: bool) -> tuple[Cells, Cells]:
+        """What a launch computes: out or dq, and dkv. `padded`: operands may have rows behind the last segment."""
+        (q, kv, *others), s = operands, launch.batch
+        heads, heads_kv = self.work.heads_q, self.work.heads_kv
+        live_q, live_kv = (q, kv) if s.places else (q[: s.cu_q[-1]], kv[: s.cu_kv[-1]])
+        assert (s.device_cu_q.tolist(), s.device_cu_kv.tolist()) == (list(s.cu_q), list(s.cu_kv))
+        assert padded or (len(q), len(kv)) == (len(live_q), len(live_kv))
+        for names in (live_q, live_kv):
+            assert (names >= 0).all(), "a launch reads what is not there"
+        for names in others:
+            assert (names[: len(live_q)] == live_q).all(), "rows of other queries"
+        assert (live_q[:, 0] // heads).tolist() == rows_of(launch.q_rows)
+        assert (live_kv[:, 0] // heads_kv).tolist() == rows_of(launch.kv_rows)
+        assert len(np.unique(live_q)) == live_q.size, "a row of queries twice in one launch"
+        assert (live_q % heads == launch.first_head + np.arange(q.shape[1])).all()
+        shared = q.shape[1] // kv.shape[1]  # the kernel's rule: so many query heads use one kv head
+        by_q = np.zeros((*q.shape, self.sizes["out" if len(operands) == 2 else "dq"]), dtype=np.int64)
+        by_kv = np.zeros((*kv.shape, self.sizes["dkv"]), dtype=np.int64)
+        rows, keys = ([b - a for a, b in pairwise(cumulative)] for cumulative in (s.cu_q, s.cu_kv))
+        if s.places:
+            assert sum(rows) == len(q), "rows of queries without a segment"
+            given = s.places.device_q[:-1], s.places.device_rows, s.places.device_kv[:-1], s.places.device_columns
+            assert [x.tolist() for x in given] == [list(s.places.q), rows, list(s.places.kv), keys]
+        for a, c, size_q, size_kv in zip(*s.first_rows, rows, keys, strict=True):
+            diagonal = np.arange(size_kv)[None] - np.arange(size_q)[:, None] - (size_kv - size_q)
+            seen = np.ones_like(diagonal, dtype=bool)
+            seen &= diagonal >= -s.left if s.left is not None else True
+            seen &= diagonal <= s.right if s.right is not None else True
+            assert seen.any(axis=1).all(), "a row that sees nothing"
+            for i, j in np.argwhere(seen).tolist():
+                for h in range(q.shape[1]):
+                    query, key = int(q[a + i, h]), int(kv[c + j, h // shared])
+                    assert query % heads // self.work.group_size == key % heads_kv, "another head's keys"
+                    by_q[a + i, h, key // heads_kv] += 1
+                    by_kv[c + j, h // shared, query] += 1
+        return Cells(q, by_q), Cells(kv, by_kv)
+
+
+def rows_of(spans: Spans) -> list[int]:
+    """The rows of spans, one by one."""
+    return [row for a, b in zip(spans.start.tolist(), spans.stop.tolist(), strict=True) for row in range(a, b)]

@@ -33,7 +33,7 @@ from cp_fast.compile.program import (
 )
 from cp_fast.movers.mover_protocol import Rows
 from cp_ref.schedules.problem import Workload
-from tests.cp_fast.compile.pairs import Cells, Pairs
+from tests.cp_fast.compile.brute_force import Cells, Pairs
 
 __all__ = ["play"]
 

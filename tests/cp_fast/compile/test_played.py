@@ -29,7 +29,7 @@ from cp_ref.schedules.planners.make_schedule import make_rank_schedule, saved_ki
 from cp_ref.schedules.problem import Problem, Sequence, Workload, slice_rows
 from cp_ref.schedules.schedule import Schedule
 from cp_ref.schedules.verify.proof import verify_tables
-from tests.cp_fast.compile.pairs import rows_of
+from tests.cp_fast.compile.brute_force import rows_of
 from tests.cp_fast.compile.played import play
 from tests.marks import examples
 from tests.masks.problems import problems as problems_of_areas

@@ -1,10 +1,9 @@
-"""Own keys that wait for the others: the rewrite is proven on trees and on any attention slices. It adds no launch and
-no row to one, and the messages that were hidden stay hidden.
-"""
+"""The schedule that runs: its head chunks, and own keys that wait."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 import cp_fast
 from conformance.case import Case
 from conformance.checks.values import check_logic
-from cp_fast.compile.chosen_schedule import chosen_schedule
+from cp_fast.compile.chosen_schedule import choose_head_chunks, chosen_rank_schedule, chosen_schedule, ways_to_cut
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Launch
 from cp_ref import masks
@@ -21,10 +20,73 @@ from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Schedule, Tiles
 from cp_ref.schedules.verify.proof import verify
-from tests.cp_fast.compile.passes.planned_at import ALWAYS_WAIT, NEVER_WAIT, planned_at
+from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, ALWAYS_WAIT, NEVER_CHUNKS, NEVER_WAIT, planned_at
 from tests.marks import examples
-from tests.masks.problems import problems
+from tests.masks.problems import problems as problems_of_areas
 from tests.schedules.test_schedules import check
+from tests.spec.problems import problems
+from tests.spec.test_planners import chunked_problems
+
+# ---- Head chunks
+
+
+@settings(max_examples=examples(60))
+@given(chunked_problems())
+def test_a_chosen_cut_is_a_cut_of_the_heads(drawn: tuple[Problem, tuple[int, ...]]) -> None:
+    problem, any_cut = drawn
+    with planned_at(ALWAYS_CHUNKS):
+        chosen = choose_head_chunks(problem)
+        assert sum(chosen) in (0, sum(any_cut))
+        assert problem.pairs == 0 or sum(any_cut) == 1 or len(chosen) > 1
+        verify(problem, chosen_schedule(problem, chosen, {}))
+    with planned_at(NEVER_CHUNKS):
+        assert choose_head_chunks(problem) == ()
+
+
+@settings(max_examples=examples(60))
+@given(problems((1, 2, 4)))
+def test_a_rank_schedule_is_a_part_of_the_schedule(problem: Problem) -> None:
+    chosen = choose_head_chunks(problem)
+    rank_schedules = {rank: chosen_rank_schedule(problem, rank, chosen) for rank in range(problem.cp_size)}
+    schedule = chosen_schedule(problem, chosen, {})
+    assert schedule == chosen_schedule(problem, chosen, rank_schedules)
+    assert rank_schedules == dict(enumerate(zip(schedule.forward, schedule.backward, strict=True)))
+
+
+def test_kv_heads_that_go_to_several_ranks_are_not_cut() -> None:
+    problem = Problem(4, (Sequence(16, 16, 16, 16),), "a2a", 4, heads_q=16, heads_kv=2)
+    with planned_at(ALWAYS_CHUNKS):
+        assert choose_head_chunks(problem) == ()
+
+
+H200 = {"heads_q": 32, "d_qk": 128, "d_v": 128, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(("heads_kv", "cuts"), [(8, [(), (), (), ()]), (32, [(), (1, 14, 1), (1, 14, 1), ()])])
+def test_heads_are_cut_where_there_is_much_to_hide(heads_kv: int, cuts: list[tuple[int, ...]]) -> None:
+    """One sequence over two ranks: the shortest one is too short for the host, and the longest one's messages cost
+    next to nothing. With few heads a further launch costs as much as it hides.
+    """
+    found = []
+    for tokens in (2**10, 2**15, 2**17, 2**22):
+        problem = Problem(2, (Sequence(tokens, tokens, tokens, tokens),), "a2a", 2, heads_kv=heads_kv, **H200)
+        found.append(choose_head_chunks(problem))
+    assert found == cuts
+
+
+def test_the_cuts_to_choose_from() -> None:
+    for heads in range(1, 33):
+        ways = ways_to_cut(heads)
+        assert ways[0] == (heads,)
+        assert len(set(ways)) == len(ways)
+        assert {sum(way) for way in ways} == {heads}
+        assert all(len(a) <= len(b) for a, b in pairwise(ways))
+
+
+# ---- Own keys that wait
+#
+# Own keys that wait for the others: the rewrite is proven on trees and on any attention slices. It adds no launch and
+# no row to one, and the messages that were hidden stay hidden.
 
 
 def planned(problem: Problem) -> Schedule:
@@ -66,7 +128,7 @@ def test_no_launch_more_and_none_with_more_rows(problem: Problem) -> None:
 
 
 @settings(max_examples=examples(50))
-@given(problems((2, 3, 4, 6)))
+@given(problems_of_areas((2, 3, 4, 6)))
 def test_any_areas_verify_with_the_same_messages_and_tiles(problem: Problem) -> None:
     with planned_at(NEVER_WAIT):
         before = planned(problem)

@@ -21,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cp_fast
 from conformance.adapters import cp_fast as adapter
 from conformance.case import Case
 from conformance.implementation import Implementation, load
@@ -28,15 +29,22 @@ from conformance.problems.capabilities import Capabilities, probe
 from conformance.problems.strategies import cases
 from conformance.runner.tiers import TIERS
 from cp_fast import masks
+from cp_fast.backends import Backend, BackwardOperands, Gradients
 from cp_fast.compile import chosen_schedule
 from cp_fast.compile.chosen_schedule import choose_head_chunks
+from cp_fast.compile.instruction_passes import low_precision_grads, of_one_launch
 from cp_fast.compile.lower import Draft
 from cp_fast.compile.pipeline import compiled
-from cp_fast.compile.program import OWN, Free, Launch
+from cp_fast.compile.program import OWN, Copy, Free, Launch, Programs, Recv, Send
+from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.select_movers import use
 from cp_fast.passes import PASSES, switched_off
+from cp_ref import SimGroup
+from cp_ref.contract.declared import replaced
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule
 from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.words import CPCommType
+from cp_ref.simulator import SimMember
 from tests.marks import examples
 
 ALL = tuple(one.name for one in PASSES)
@@ -195,3 +203,110 @@ def test_problems_whose_scores_depend_on_positions(case: Case) -> None:
 def test_names_that_are_no_passes_are_refused() -> None:
     with pytest.raises(ValueError, match="which are no compiler passes"), switched_off("free_late"):
         pass
+
+
+# ---- recv_in_place
+#
+# What arrives in a few pieces is received where it is wanted, and own rows are copied meanwhile: the same bits.
+
+
+COMMS = [("a2a", 2), ("a2a", 4), ("a2a+p2p", 4), ("all_gather", 3), ("p2p", 3)]
+DOCUMENTS = {"one": [96], "two": [48, 24], "many": [24, 48, 24, 48, 24, 72]}
+
+
+def play_in_place(member: SimMember, comm: Any, lengths: list[int], layout: Any) -> tuple[list[torch.Tensor], Any]:
+    cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm, layout=layout)
+    cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    how: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": cu, "dtype": torch.float64}
+    plan = cp_fast.make_plan(cp=cp, device="cpu", heads_q=8, heads_kv=4, d_qk=6, d_v=4, **how)
+    draw = torch.Generator().manual_seed(cp.rank)
+    rows = sum(lengths) // cp.size
+    sizes = ((8, 6), (4, 6), (4, 4), (8, 4))
+    q, k, v, dout = (torch.randn(rows, *size, generator=draw, dtype=torch.float64) for size in sizes)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = cp_fast.attention(*leaves, cp=cp, plan=plan, return_lse=True)
+    dlse = torch.randn(lse.shape, generator=draw, dtype=torch.float64)
+    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))], plan.instructions
+
+
+def in_place(plan: Programs[Rows]) -> int:
+    """How many messages are received in rows of a buffer that a launch reads."""
+    return sum(one.made_by == "recv_in_place" for its in (plan.forward, plan.backward) for one in its.of(Recv))
+
+
+@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize(("comm", "size"), COMMS)
+def test_the_bits_are_the_same_received_in_place(comm: Any, size: int, documents: str, layout: Any) -> None:
+    lengths = DOCUMENTS[documents]
+    found = SimGroup(size).run(lambda member: play_in_place(member, comm, lengths, layout))
+    with switched_off("recv_in_place"):
+        expected = SimGroup(size).run(lambda member: play_in_place(member, comm, lengths, layout))
+    for (mine, plan), (its, plain) in zip(found, expected, strict=True):
+        assert all(map(torch.equal, mine, its))
+        assert not in_place(plain)
+        assert in_place(plan) == 0 or "a2a" in comm
+        if comm == "a2a" and documents == "one":  # of q and of kv, and of do, from every peer
+            assert in_place(plan) == 3 * (size - 1)
+            assert len([*plain.forward.of(Copy)]) == len([*plan.forward.of(Copy)]) + 2
+        if documents == "many":
+            assert in_place(plan) == 0 or layout == "contiguous"
+
+
+# ---- low_precision_grads
+#
+# Gradients that are one launch's own travel as it rounded them: fewer bytes, the same bits.
+
+
+class Rounded(Backend):
+    """A kernel library that yields gradients in q's dtype, as those for GPUs do."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.name, self.features = backend, backend.name, backend.features
+
+    def why_not(self) -> str | None:
+        return self._backend.why_not()
+
+    def forward(self, *args: Any) -> Any:
+        return self._backend.forward(*args)
+
+    def backward(self, operands: BackwardOperands, *args: Any) -> Gradients:
+        return Gradients(*(x.to(operands.dout.dtype) for x in self._backend.backward(operands, *args)))
+
+
+def play_rounded(
+    member: SimMember, comm: CPCommType, window: int, rounded: tuple[bool, ...]
+) -> tuple[list[torch.Tensor], int]:
+    """Results, and how many messages of gradients are sent as one launch rounded them."""
+    cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
+    sizes: dict[str, Any] = {"heads_q": 4, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.bfloat16}
+    cu = torch.tensor([0, 16 * cp.size, 24 * cp.size], dtype=torch.int32)
+    how: dict[str, Any] = {"qkv_format": "thd", "window_size": (window, 0), "cu_seqlens_q": cu}
+    plan = cp_fast.make_plan(cp=cp, device="cpu", **how, **sizes)
+    single, wide = of_one_launch(plan.instructions.backward), plan.instructions.backward.buffers
+    sent = {send.source.buffer for send in plan.instructions.backward.of(Send)}
+    instructions = low_precision_grads(plan.instructions, cp.comm, rounded=rounded[cp.rank])
+    made = [one for one in instructions.backward.instructions if one.made_by == "low_precision_grads"]
+    assert all(isinstance(one, Send | Recv) for one in made)
+    plan = replaced(plan, backend=Rounded(plan.backend), instructions=instructions)
+    draw = torch.Generator().manual_seed(cp.rank)
+    q, k, v, dout = (torch.randn(24, h, 8, generator=draw).bfloat16() for h in (4, 2, 2, 4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = cp_fast.attention(*leaves, cp=cp, plan=plan)
+    assert {one.source.buffer for one in made if isinstance(one, Send)} == (single if rounded[cp.rank] else set())
+    low = sum(wide[number].dtype != instructions.backward.buffers[number].dtype for number in sent)
+    assert low == (len(single) if rounded[cp.rank] else 0)
+    results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    return results, low
+
+
+@pytest.mark.parametrize("window", [-1, 5])
+@pytest.mark.parametrize(("comm", "size"), [("p2p", 2), ("p2p", 3), ("all_gather", 3), ("a2a+p2p", 4)])
+def test_the_bits_are_the_same_in_low_precision(comm: Any, size: int, window: int) -> None:
+    wide = SimGroup(size).run(lambda member: play_rounded(member, comm, window, (False,) * size))
+    for rounded in ((True,) * size, (True, *(False,) * (size - 1))):
+        found = SimGroup(size).run(lambda member, rounded=rounded: play_rounded(member, comm, window, rounded))
+        for (mine, _), (its, _) in zip(found, wide, strict=True):
+            assert all(map(torch.equal, mine, its)), (comm, window, rounded)
+        if all(rounded) and window < 0:
+            assert sum(low for _, low in found) > 0

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cp_fast
 from benchmarks.planning.planning_areas import measured
+from conformance.case import Case
+from conformance.checks.values import check_logic
 from conformance.problems.strategies import areas as drawn_areas
 from cp_fast import masks
-from cp_fast.compile.launches import placed, tile_launches
+from cp_fast.compile import launches
+from cp_fast.compile.launches import share_keys, tile_launches
 from cp_fast.compile.merge_tiles import merge_dense, merge_triangles
-from cp_fast.compile.pipeline import lowered
+from cp_fast.compile.pipeline import compiled, lowered
 from cp_fast.compile.program import Launch
-from cp_fast.compile.row_spans import RowMap, Spans
+from cp_fast.compile.row_spans import Placement
 from cp_fast.compile.segments import Segments, WindowedTiles, WindowRule, one_each, with_windows
 from cp_fast.compile.shared_rows import factor_keys, prepend_keys, split_disjoint
 from cp_fast.runtime.packed_tensors import Packing
@@ -26,7 +33,10 @@ from cp_ref.schedules.attention_slices import areas_of_rows
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, saved_kinds
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Tiles
+from cp_ref.schedules.table import Spans
 from tests.cp_fast.compile.brute_force import band_pairs, disjoint, kernel_pairs, rows_twice, segments_of, window_pairs
+from tests.marks import examples
+from tests.masks.problems import problems
 
 WINDOWS = [(-1, -1), (-1, 0), (2, 0), (0, -1), (1, 2)]
 
@@ -106,8 +116,8 @@ def test_common_keys(tiles: WindowedTiles, order: list[int], cuts: int) -> None:
     assert sum(pairs, start=type(band_pairs(tiles))()) == band_pairs(tiles)
     assert not any(times > 1 for one in launches for times in rows_of_queries(one).values())
     order = order if cuts else list(range(16))
-    buffer = RowMap.at(Spans(np.arange(16), np.arange(1, 17)), np.array(order))
-    for launch, one in zip(launches, placed(launches, buffer, buffer) or (), strict=False):
+    buffer = Placement(Spans(np.arange(16), np.arange(1, 17)), np.array(order))
+    for launch, one in zip(launches, share_keys(launches, buffer, buffer) or (), strict=False):
         rows, keys = (
             [row for a, b in zip(s.start, s.stop, strict=True) for row in range(a, b)] for s in (one.q, one.kv)
         )
@@ -188,3 +198,43 @@ def test_many_areas_that_share_rows_are_planned_in_time(case: str) -> None:
     assert read < 1
     assert planned < 8
     assert launches < 40
+
+
+# ---- split_queries
+#
+# Few keys that many queries see: every pair once, and right results of all of it.
+
+
+@contextmanager
+def always() -> Iterator[None]:
+    """Launches of up to eight keys are spread, in parts of two queries and more."""
+    with patch.multiple(launches, _BLOCK=2, _ROWS=2):
+        yield
+
+
+@given(tiles_of_areas())
+def test_every_pair_once(tiles: WindowedTiles) -> None:
+    with always():
+        launches = tile_launches(tiles, WindowRule((-1, 0), 2048))
+    pairs = [kernel_pairs(segments_of(launch)) for launch in launches]
+    assert sum(pairs, start=type(band_pairs(tiles))()) == band_pairs(tiles)
+    assert not any(list(rows_twice(launch)) for launch in launches)
+
+
+@settings(max_examples=examples(30))
+@given(problems((1, 2, 3)))
+def test_results_meet_the_oracle(problem: Problem) -> None:
+    with always():
+        assert check_logic(cp_fast, Case(problem, use_plan=True, return_lse=True, loss="out+lse")) == []  # type: ignore[arg-type]
+
+
+def test_the_first_tokens_of_many_are_spread() -> None:
+    """And not those of few rows, or of many keys."""
+
+    def segments(rows: int, first: int) -> int:
+        areas = tuple(map(tuple, masks.first_tokens_and_window(rows, first, 512).tolist()))
+        problem = Problem(1, (Sequence(*[rows] * 4),), qkv_format="thd", areas=areas)
+        draft = compiled(problem, 0)
+        return len(draft.tables.cumulative(list(draft.plan.forward.of(Launch))[1].batch.cu_kv)) - 1
+
+    assert [segments(8192, 64), segments(8192, 200), segments(8192, 512), segments(2048, 64)] == [4, 2, 1, 1]

@@ -9,7 +9,13 @@ from dataclasses import replace
 from cp_fast.compile import chosen_schedule
 from cp_fast.compile.machine import Costs, costs
 
-__all__ = ["ALWAYS_CHUNKS", "ALWAYS_WAIT", "NEVER_CHUNKS", "NEVER_WAIT", "planned_at"]
+__all__ = [
+    "ALWAYS_CHUNKS",
+    "ALWAYS_WAIT",
+    "NEVER_CHUNKS",
+    "NEVER_WAIT",
+    "planned_at",
+]
 
 _COSTS = costs()
 # Much to hide behind, and chunks for nothing.

@@ -1,1 +1,0 @@
-"""The compiler passes, each against brute force or the plan without it."""
