@@ -156,16 +156,16 @@ def _compiled(edit: Edit, function: FunctionType) -> CodeType:
     free = function.__code__.co_freevars  # such as the class, for super()
     tree = ast.parse(f"def outer({', '.join(free)}):\n{textwrap.indent(source, ' ')}")
     [made] = cast(Any, tree.body[0]).body
-    made.decorator_list = []
+    made.name, made.decorator_list = "mutated", []  # a method may call a function that has its name
     documented = ast.get_docstring(made) is not None
     if edit.last:
         body = [*made.body, *ast.parse("return None").body]
         made.body = [one for line in body for one in _listed(_Returns(edit.last).visit(line))]
     made.body[documented:documented] = ast.parse(edit.first).body
     code = compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec")
-    for name in ("outer", function.__name__):
+    for name in ("outer", made.name):
         [code] = [x for x in code.co_consts if isinstance(x, CodeType) and x.co_name == name]
-    return code
+    return code.replace(co_name=function.__name__)
 
 
 class _Returns(ast.NodeTransformer):
