@@ -29,7 +29,6 @@ from hypothesis import strategies as st
 
 from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, crop
 from cp_ref.schedules.ownership import Fragments, Ownership
-from cp_ref.schedules.planners.p2p import tiles_of
 from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem, Workload
 from cp_ref.schedules.schedule import KINDS, Message, Pieces, RankSchedule, Schedule, Step, Tiles, tag
@@ -338,7 +337,7 @@ def _visits(work: Workload, name: str, route: Route) -> Schedule:
         for step, sees in enumerate(members.sees(rank, turn)):
             owner, giver = route(rank, step)
             block, seen = work.ownership.kv.of(owner), sees.keys.merged()
-            tiles = tiles_of(sees, (0, work.heads_q))
+            tiles = sees.tiles((0, work.heads_q))
             for rank_schedules in steps:
                 rank_schedules[rank][step] = rank_schedules[rank][step]._replace(tiles=tiles)
                 if step and len(block):
@@ -374,7 +373,7 @@ def plan_bidirectional_rank(members: RingMembers, rank: int) -> tuple[RankSchedu
 
     forward: list[Step] = []
     for step in range(up + 1):
-        tiles = Tiles.concat([tiles_of(sees[way * step % n], (0, work.heads_q)) for way in ways(step) or [1]])
+        tiles = Tiles.concat([sees[way * step % n].tiles((0, work.heads_q)) for way in ways(step) or [1]])
         there = messages("kv", step, [(rank + way, keys(rank + way, way, step + 1)) for way in ways(step + 1)])
         here = messages("kv", step, [(rank - way, keys(rank, way, step + 1)) for way in ways(step + 1)])
         forward.append(Step(there, here, tiles))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from cp_ref.schedules.planners.p2p import tiles_of
 from cp_ref.schedules.planners.ring_members import RingMembers, spans_by
 from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Step, tag
 from cp_ref.schedules.table import Spans
@@ -26,18 +25,19 @@ __all__ = [
 
 def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward schedule."""
-    work, count = members.workload, members.count
-    theirs, mine = members.sees(rank, (np.arange(count) == rank).astype(int))
-    own, remote = tiles_of(mine, (0, work.heads_q)), tiles_of(theirs, (0, work.heads_q))
-    peers = [(rank + n) % members.count for n in range(1, count)]
+    work, count, everybody = members.workload, members.count, np.arange(members.count)
+    peers = [(rank + n) % count for n in range(1, count)]  # the next one first: not all begin with the same
+    theirs, mine = members.sees(rank, (everybody == rank).astype(int))  # the keys of others, and the own ones
+    attend_own, attend_theirs = mine.tiles((0, work.heads_q)), theirs.tiles((0, work.heads_q))
 
-    def of_peers(rows: list[Spans]) -> dict[int, Pieces]:
+    def by_peer(rows: list[Spans]) -> dict[int, Pieces]:
         return {peer: Pieces.of(rows[peer], (0, work.heads_kv)) for peer in peers if len(rows[peer])}
 
     def messages(kind: str, pieces: dict[int, Pieces], step: int) -> tuple[Message, ...]:
         return tuple(Message(kind, peer, tag(step, kind), some) for peer, some in pieces.items())
 
-    received = of_peers(spans_by(theirs.peer, theirs.keys, count))
-    given = of_peers([some.keys.merged() for some in members.seen(rank, np.arange(count))])
-    attend = Step(messages("kv", given, 0), messages("kv", received, 0), own), Step(tiles=remote)
-    return attend, (*attend, Step(messages("dkv", received, 2), messages("dkv", given, 2)))
+    received = by_peer(spans_by(theirs.peer, theirs.keys, count))
+    sent = by_peer([some.keys.merged() for some in members.seen(rank, everybody)])
+    forward = Step(messages("kv", sent, 0), messages("kv", received, 0), attend_own), Step(tiles=attend_theirs)
+    backward = *forward, Step(messages("dkv", received, 2), messages("dkv", sent, 2))
+    return forward, backward

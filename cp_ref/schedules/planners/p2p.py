@@ -30,14 +30,13 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_ref.schedules.planners.ring_members import RingMembers, SeenTiles
-from cp_ref.schedules.schedule import Heads, Message, Pieces, RankSchedule, Step, Tiles, tag
-from cp_ref.schedules.table import Spans, constant
+from cp_ref.schedules.schedule import Heads, Message, Pieces, RankSchedule, Step, tag
+from cp_ref.schedules.table import Spans
 
 __all__ = [
     "RingRole",
     "plan_p2p_rank",
     "ring_schedules",
-    "tiles_of",
 ]
 
 
@@ -84,7 +83,7 @@ def ring_schedules(members: RingMembers, role: RingRole) -> tuple[RankSchedule, 
     """The forward and backward steps of one rank: at step s it computes with the block of ring member - s."""
     count = members.count
     sees = members.sees(role.member, (role.member - np.arange(count)) % count)  # by distance
-    tiles = [tiles_of(some, role.q_heads) for some in sees]
+    tiles = [some.tiles(role.q_heads) for some in sees]
     if count == 1:
         return (Step(tiles=tiles[0]),), (Step(tiles=tiles[0]),)
     route = _straight(members, role.member, sees) if members.sends_directly else _around(members, role.member)
@@ -110,12 +109,6 @@ def ring_schedules(members: RingMembers, role: RingRole) -> tuple[RankSchedule, 
         recvs = message("dkv", step, route.grads_received.get(h))
         backward.append(Step(attend.sends + sends, attend.recvs + recvs, attend.tiles))
     return tuple(forward), tuple(backward)
-
-
-def tiles_of(sees: SeenTiles, heads: Heads) -> Tiles:
-    """The rectangles that are seen, as tiles."""
-    edges = (constant(head, sees.area) for head in heads)
-    return Tiles(sees.area, sees.q_start, sees.q_stop, sees.k_start, sees.k_stop, *edges)
 
 
 def _straight(members: RingMembers, member: int, sees: list[SeenTiles]) -> Route:

@@ -1,5 +1,11 @@
 """Which keys of each ring member every other ring member sees: every schedule is planned from this.
 
+Planners ask `RingMembers` for
+
+    sees, seen          the rectangles in which one ring member's queries see keys, or its keys are seen
+    rows_seen           one ring member's key rows that some others see (those of `key_bounds`): what has to travel
+    sends_directly      whether keys go straight to those that see them, and not round the ring
+
 A ring member takes one place in a ring. It is a rank, or a group of `a2a_size` ranks where these exchange heads: each
 of them then holds the rows of the whole group for some of the heads. Under dual_chunk the rows of a group are two
 chunks again:
@@ -21,7 +27,8 @@ import numpy as np
 from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, crop
 from cp_ref.schedules.ownership import Fragments, grouped
 from cp_ref.schedules.problem import Workload
-from cp_ref.schedules.table import Column, Spans, Table, in_blocks, ordered_by
+from cp_ref.schedules.schedule import Heads, Tiles
+from cp_ref.schedules.table import Column, Spans, Table, constant, in_blocks, ordered_by
 
 __all__ = [
     "KeyBounds",
@@ -43,6 +50,11 @@ class SeenTiles(Table):
     q_stop: Column
     k_start: Column
     k_stop: Column
+
+    def tiles(self, heads: Heads) -> Tiles:
+        """The rectangles as tiles, for these query heads."""
+        edges = (constant(head, self.area) for head in heads)
+        return Tiles(self.area, self.q_start, self.q_stop, self.k_start, self.k_stop, *edges)
 
     @property
     def queries(self) -> Spans:
@@ -71,44 +83,21 @@ class OwnedRows(Table):
         return OwnedRows(area, rows.rank[n], first, last)
 
 
+class KeyBounds(NamedTuple):
+    """The keys that ring members see of each attention slice, [ring members, attention slices]: the first, and the one
+    after the last. Without `start`, every attention slice is seen from its first key on.
+    """
+
+    start: Column | None
+    stop: Column
+
+
 class RingMembers:
     """The ring members of a workload, their rows, and the keys that they see of each other."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.areas, self.size = workload, workload.areas, workload.a2a_size
         self.count = workload.cp_size // self.size
-
-    @cached_property
-    def queries(self) -> Fragments:
-        """The rows of the ring members' queries, sorted by global row; `rank` is the ring member."""
-        return self._rows("q")
-
-    @cached_property
-    def keys(self) -> Fragments:
-        """The rows of the ring members' keys, sorted by global row; `rank` is the ring member."""
-        return self.queries if self.workload.ownership.kv is self.workload.ownership.q else self._rows("kv")
-
-    def _rows(self, side: str) -> Fragments:
-        fragments = self.workload.ownership.side(side)
-        return (fragments if self.size == 1 else grouped(fragments, self.size)).sorted()
-
-    @cached_property
-    def sends_directly(self) -> bool:
-        """Whether keys go straight from their owner to those that see them, as ring members see little of most others:
-        an attention slice is bounded on both sides, or lies on some ring members alone, so that a ring would carry its
-        keys by ring members that see none of them.
-        """
-        windowed = (self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)
-        return bool(windowed.any()) or self._on_some_members
-
-    @property
-    def _on_some_members(self) -> bool:
-        """Whether an attention slice has rows on several ring members, but not on all."""
-        holds = np.zeros((self.count, len(self.areas)), dtype=bool)
-        for rows in {id(rows): rows for rows in (self.query_rows, self.key_rows)}.values():
-            holds[rows.member, rows.area] = True
-        members = holds.sum(axis=0)
-        return bool(((members > 1) & (members < self.count)).any())
 
     def sees(self, member: int, group: Column) -> list[SeenTiles]:
         """The rectangles in which the queries of one ring member see keys, by group of the ring member that has the
@@ -124,26 +113,6 @@ class RingMembers:
         transposed = AttentionSlices(a.k_start, a.k_stop, a.q_start, a.q_stop, -a.hi, -a.lo)
         found = _seen_tiles(transposed, own, self.queries, group)
         return [SeenTiles(s.peer, s.area, s.k_start, s.k_stop, s.q_start, s.q_stop) for s in found]
-
-    @cached_property
-    def query_rows(self) -> OwnedRows:
-        """The owners of the query rows of each attention slice."""
-        return OwnedRows.of(self.areas.queries, self.queries)
-
-    @cached_property
-    def key_rows(self) -> OwnedRows:
-        """The owners of the key rows of each attention slice."""
-        a = self.areas
-        if self.keys is self.queries and np.array_equal(a.q_start, a.k_start) and np.array_equal(a.q_stop, a.k_stop):
-            return self.query_rows
-        return OwnedRows.of(a.keys, self.keys)
-
-    @cached_property
-    def _key_rows_of(self) -> list[OwnedRows]:
-        """The key rows of each attention slice that each ring member has."""
-        order, ends = ordered_by(self.key_rows.member, self.count)
-        rows = self.key_rows.take(order)
-        return [rows.take(slice(a, b)) for a, b in pairwise(ends)]
 
     def rows_seen(self, owner: int, bounds: KeyBounds, count: int) -> Spans:
         """The key rows of one ring member that the first `count` ring members of `bounds` see: in each attention slice
@@ -165,6 +134,60 @@ class RingMembers:
         )
 
     @cached_property
+    def sends_directly(self) -> bool:
+        """Whether keys go straight from their owner to those that see them, as ring members see little of most others:
+        an attention slice is bounded on both sides, or lies on some ring members alone, so that a ring would carry its
+        keys by ring members that see none of them.
+        """
+        windowed = (self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)
+        return bool(windowed.any()) or self._on_some_members
+
+    # ---- how it is found: whole columns at a time
+
+    @cached_property
+    def queries(self) -> Fragments:
+        """The rows of the ring members' queries, sorted by global row; `rank` is the ring member."""
+        return self._rows("q")
+
+    @cached_property
+    def keys(self) -> Fragments:
+        """The rows of the ring members' keys, sorted by global row; `rank` is the ring member."""
+        return self.queries if self.workload.ownership.kv is self.workload.ownership.q else self._rows("kv")
+
+    def _rows(self, side: str) -> Fragments:
+        fragments = self.workload.ownership.side(side)
+        return (fragments if self.size == 1 else grouped(fragments, self.size)).sorted()
+
+    @property
+    def _on_some_members(self) -> bool:
+        """Whether an attention slice has rows on several ring members, but not on all."""
+        holds = np.zeros((self.count, len(self.areas)), dtype=bool)
+        for rows in {id(rows): rows for rows in (self.query_rows, self.key_rows)}.values():
+            holds[rows.member, rows.area] = True
+        members = holds.sum(axis=0)
+        return bool(((members > 1) & (members < self.count)).any())
+
+    @cached_property
+    def query_rows(self) -> OwnedRows:
+        """The owners of the query rows of each attention slice."""
+        return OwnedRows.of(self.areas.queries, self.queries)
+
+    @cached_property
+    def key_rows(self) -> OwnedRows:
+        """The owners of the key rows of each attention slice."""
+        a = self.areas
+        if self.keys is self.queries and np.array_equal(a.q_start, a.k_start) and np.array_equal(a.q_stop, a.k_stop):
+            return self.query_rows
+        return OwnedRows.of(a.keys, self.keys)
+
+    @cached_property
+    def _key_rows_of(self) -> list[OwnedRows]:
+        """The key rows of each attention slice that each ring member has."""
+        order, ends = ordered_by(self.key_rows.member, self.count)
+        rows = self.key_rows.take(order)
+        return [rows.take(slice(a, b)) for a, b in pairwise(ends)]
+
+    @cached_property
     def _bounds_of_each(self) -> KeyBounds:
         """The keys that each ring member sees alone."""
         areas, rows, far = self.areas, self.query_rows, 2 * UNBOUNDED
@@ -176,15 +199,6 @@ class RingMembers:
         start = np.full_like(stop, far)
         np.minimum.at(start.ravel(), cell, rows.start + areas.lo[rows.area])
         return KeyBounds(start, stop)
-
-
-class KeyBounds(NamedTuple):
-    """The keys that ring members see of each attention slice, [ring members, attention slices]: the first, and the one
-    after the last. Without `start`, every attention slice is seen from its first key on.
-    """
-
-    start: Column | None
-    stop: Column
 
 
 def _seen_tiles(areas: AttentionSlices, queries: Fragments, keys: Fragments, group: Column) -> list[SeenTiles]:
