@@ -45,7 +45,7 @@ from torch.multiprocessing.spawn import spawn
 import cp_fast
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch, by_name
 from cp_ref.contract.declared import replaced
-from cp_ref.schedules.problem import Problem, ScoreOptions, Sequence
+from cp_ref.schedules.problem import Problem, ScoreSpec, Sequence
 
 if __package__:
     from benchmarks.parts import timeline
@@ -116,7 +116,7 @@ def alone(job: Job, backend: Backend, x: dict[str, torch.Tensor]) -> tuple[Calla
     """The whole problem on one GPU, kernels only: (forward, forward and backward)."""
     left = None if job.window < 0 else job.window
     segments = VarlenBatch.pack(job.lengths, job.lengths, left, 0, "cuda")
-    options = LaunchOptions(ScoreOptions(job.d_qk**-0.5))
+    options = LaunchOptions(ScoreSpec(job.d_qk**-0.5))
 
     def forward() -> Any:
         return backend.forward(x["q"], x["k"], x["v"], segments, options)

@@ -46,7 +46,7 @@ import cp_fast
 from cp_fast import masks
 from cp_fast.backends import BackwardOperands, LaunchOptions, VarlenBatch, by_name
 from cp_ref.schedules.attention_slices import AttentionSlices, areas_of_rows
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.problem import ScoreSpec
 
 if __package__:
     from benchmarks.parts.magi import magi_way
@@ -131,7 +131,7 @@ def dense_causal(job: Job, x: dict[str, torch.Tensor]) -> Callable[[], Any]:
     """FlashAttention 4's causal kernel on one GPU, forward and backward, of as many tokens."""
     backend, segments = by_name("fa4"), VarlenBatch.pack((job.rows,), (job.rows,), None, 0, "cuda")
     q, k, v, dout = (x[name] for name in ("q", "k", "v", "dout"))
-    options = LaunchOptions(ScoreOptions(job.dim**-0.5))
+    options = LaunchOptions(ScoreSpec(job.dim**-0.5))
 
     def both() -> Any:
         part = backend.forward(q, k, v, segments, options)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from conformance.case import BY_DOCUMENT, Case, aux_tensors, score_mod_of
-from cp_ref.schedules.problem import Problem, ScoreOptions
+from cp_ref.schedules.problem import Problem, ScoreSpec
 
 __all__ = [
     "PLAIN",
@@ -194,10 +194,10 @@ class CaseScores(NamedTuple):
 PLAIN = CaseScores()
 
 
-def scores_of(products: torch.Tensor, options: ScoreOptions) -> tuple[torch.Tensor, torch.Tensor | float]:
+def scores_of(products: torch.Tensor, options: ScoreSpec) -> tuple[torch.Tensor, torch.Tensor | float]:
     """The scores of products q.k, in their dtype, and the slope of each: of the score in scale * q.k.
 
-    >>> scores_of(torch.tensor([4.0]), ScoreOptions(0.5))
+    >>> scores_of(torch.tensor([4.0]), ScoreSpec(0.5))
     (tensor([2.]), 1.0)
     """
     scores = products * options.scale

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from cp_fast.api.attention import attention
     from cp_fast.api.checked_calls import checked
     from cp_fast.api.fast_context import ContextParallel
-    from cp_fast.api.make_plan import make_plan, supports
-    from cp_fast.api.plan import Plan
+    from cp_fast.api.plan import Plan, make_plan, supports
     from cp_fast.linear.convolution.causal_conv1d import causal_conv1d
     from cp_fast.linear.linear_attention import linear_attention
     from cp_fast.tools.fast_trace import trace
@@ -62,11 +61,11 @@ _WHERE = {
     "compare_layouts": "cp_ref.contract.compare_layouts",
     "dense_attention": "cp_ref",
     "linear_attention": "cp_fast.linear.linear_attention",
-    "make_plan": "cp_fast.api.make_plan",
+    "make_plan": "cp_fast.api.plan",
     "position_ids": "cp_ref.contract.sharding",
     "roll": "cp_ref.contract.sharding",
     "shard": "cp_ref.contract.sharding",
-    "supports": "cp_fast.api.make_plan",
+    "supports": "cp_fast.api.plan",
     "trace": "cp_fast.tools.fast_trace",
     "unshard": "cp_ref.contract.sharding",
 }

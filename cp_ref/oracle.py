@@ -7,15 +7,13 @@ It knows no rank, no schedule and no tile, so none of their mistakes can hide in
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 
 from cp_ref.contract.call_checks import one_a_head
 from cp_ref.contract.read_problem import check_offset, read_problem, read_sizes
-from cp_ref.contract.score_inputs import read_score_inputs
 from cp_ref.contract.score_mod import ScoreMod, digest_of
-from cp_ref.contract.scores import Pairs, PairScores
+from cp_ref.contract.scores import PairScores, ScorePlaces, ScoreTensors, read_scores
 from cp_ref.reference_attention import lse_from_packed, to_format, to_packed
 from cp_ref.schedules.attention_slices import AttentionSliceRow
 from cp_ref.schedules.problem import Problem, Sequence
@@ -91,8 +89,8 @@ def dense_attention(
     )
     softmax_offset = one_a_head(softmax_offset)
     check_offset(problem, softmax_offset, q)
-    of_call: dict[str, Any] = {"alibi_slopes": alibi_slopes, "aux_tensors": aux_tensors, "dropout_seed": dropout_seed}
-    inputs = read_score_inputs(problem, score_mod, q, **of_call)
+    given = {"alibi_slopes": alibi_slopes, "aux_tensors": aux_tensors, "dropout_seed": dropout_seed}
+    inputs = read_scores(problem, score_mod, q, ScoreTensors.given(given))
     batch_size = len(problem.sequences)
     q, k, v = (to_packed(x, qkv_format).double() for x in (q, k, v))
     for name, tokens, slots in (("q", q.shape[0], problem.starts_q[-1]), ("k", k.shape[0], problem.starts_kv[-1])):
@@ -125,7 +123,7 @@ def _masks(problem: Problem, device: torch.device) -> Iterator[tuple[torch.Tenso
         yield rows, columns, _inside(problem.areas, rows[:, None], columns[None, :])
 
 
-def _pairs(problem: Problem, rows: torch.Tensor, columns: torch.Tensor) -> Pairs:
+def _pairs(problem: Problem, rows: torch.Tensor, columns: torch.Tensor) -> ScorePlaces:
     """The places of scores [n, h, m], for query rows [n] and key rows [m] of the packed tensors. Pairs of two documents
     have no place, and are hidden.
     """
@@ -138,7 +136,7 @@ def _pairs(problem: Problem, rows: torch.Tensor, columns: torch.Tensor) -> Pairs
         "kv_idx": _slots(problem.starts_kv, columns)[1][None, None, :],
         "shift": (lengths[document, 1] - lengths[document, 0])[:, None, None],
     }
-    return Pairs(**{name: x.to(torch.int32) for name, x in places.items()})
+    return ScorePlaces(**{name: x.to(torch.int32) for name, x in places.items()})
 
 
 def _slots(starts: tuple[int, ...], rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 
 from cp_ref.contract import attention_call
-from cp_ref.contract.attention_call import asked_for, problem_arguments, refuse_plan, with_digest
-from cp_ref.contract.call_checks import (
-    check_context,
-    check_global_lengths,
-    check_local_tensors,
-    check_placements,
-    check_plan_owner,
-    check_settled,
-    check_uneven,
-    local_part,
-    one_a_head,
-)
-from cp_ref.contract.collectives import all_reduce_max, offset_grad, told_to_all
+from cp_ref.contract.attention_call import Call, CallFlags, asked_for, problem_arguments
+from cp_ref.contract.call_checks import check_context, local_part, one_a_head
+from cp_ref.contract.collectives import all_reduce_max, offset_grad, raise_on_all
 from cp_ref.contract.declared import implements
-from cp_ref.contract.plan_arguments import read_call
-from cp_ref.contract.read_problem import check_offset, read_sizes
-from cp_ref.contract.room import Agreement, check_room_tensors
-from cp_ref.contract.score_inputs import PLAIN, ScoreInputs, kinds, read_score_inputs
-from cp_ref.contract.score_mod import frozen
+from cp_ref.contract.room import Agreement, Room
+from cp_ref.contract.score_mod import ScoreMod, frozen
+from cp_ref.contract.scores import PLAIN, ScoreTensors, read_scores
 from cp_ref.contract.tensors import autocast, no_autocast, placed_like, refuse_transforms
 from cp_ref.executor.merge_partials import add_sink
 from cp_ref.executor.play_schedule import run_backward, run_forward
 from cp_ref.reference_plan import ContextParallel, Plan, backward_pass, plan_together
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.table import ranges
-from cp_ref.schedules.values import check_flag
 from cp_ref.tracing.recorder import recording
 
 __all__ = [
@@ -85,9 +71,6 @@ def attention(
     *,
     cp: ContextParallel,
     softmax_offset: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    aux_tensors: Mapping[str, torch.Tensor] | None,
-    dropout_seed: int | torch.Tensor | None,
     deterministic: bool,
     return_lse: bool,
     return_max_logit: bool,
@@ -96,45 +79,32 @@ def attention(
 ) -> Any:
     refuse_transforms()
     check_context(cp, ContextParallel)
+    flags, scores = CallFlags(deterministic, return_max_logit, return_lse), ScoreTensors.given(arguments)
     given = {"q": q, "k": k, "v": v}
-    with nullcontext() if isinstance(plan, Plan) else told_to_all(cp):  # The ranks have already agreed on a plan.
+    with nullcontext() if isinstance(plan, Plan) else raise_on_all(cp):  # The ranks have already agreed on a plan.
         arguments = problem_arguments(arguments)
         q, k, v = (autocast(local_part(x)) for x in (q, k, v))
         softmax_offset = one_a_head(softmax_offset)
-    flags = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
-    of_call: dict[str, Any] = {"alibi_slopes": alibi_slopes, "aux_tensors": aux_tensors, "dropout_seed": dropout_seed}
-    inputs = PLAIN
-    if not isinstance(plan, Plan):
+    call = Call(cp, plan, flags, given, (q, k, v), softmax_offset, scores, arguments)
 
-        def read() -> tuple[Agreement, torch.device]:
-            nonlocal inputs
-            refuse_plan(plan, Plan)
-            for name, flag in flags.items():
-                check_flag(name, flag)
-            check_placements(cp, cp.layout, arguments["qkv_format"], softmax_offset, **given)
-            problem = read_call(cp, read_sizes(q, k, v, arguments["qkv_format"], cp.size), **arguments)
-            check_local_tensors(problem, cp.rank, q, k, v)
-            check_global_lengths(problem, None, q, k)
-            check_uneven(cp, problem, alibi=alibi_slopes is not None, max_logit=return_max_logit)
-            check_offset(problem, softmax_offset, q)
-            score_mod = arguments["score_mod"]
-            inputs = read_score_inputs(problem, score_mod and frozen(score_mod), q, **of_call)
-            extras = ("softmax_offset_grad", cp.softmax_offset_grad), *kinds(**of_call)
-            return Agreement(problem, extras=extras), q.device
+    def read(problem: Problem, score_mod: ScoreMod | None, room: Room | None = None) -> ScoreTensors:
+        call.check_tensors(problem, room)
+        call.check_offset(problem)
+        return read_scores(problem, score_mod, q, scores, room)
 
-        made = plan_together(cp, read)
+    if isinstance(plan, Plan):
+        call.check_plan()
+        made, inputs = plan, read(plan.problem, plan.score_mod, plan.room)
     else:
-        made = plan
-        check_plan_owner(plan.problem, plan.rank, cp)
-        for name, flag in flags.items():
-            check_flag(name, flag)
-        check_settled(plan.problem, **with_digest(arguments))
-        check_placements(cp, plan.problem.layout, plan.problem.qkv_format, softmax_offset, **given)
-        check_local_tensors(plan.problem, cp.rank, q, k, v)
-        check_room_tensors(plan.room, q, k)
-        check_global_lengths(plan.problem, plan.room, q, k)
-        check_offset(plan.problem, softmax_offset, q)
-        inputs = read_score_inputs(plan.problem, plan.score_mod, q, room=plan.room, **of_call)
+        inputs = PLAIN
+
+        def agreement() -> tuple[Agreement, torch.device]:
+            nonlocal inputs
+            problem, score_mod = call.read_problem(Plan), arguments["score_mod"]
+            inputs = read(problem, score_mod and frozen(score_mod))
+            return Agreement(problem, extras=(("softmax_offset_grad", cp.softmax_offset_grad), *scores.kinds)), q.device
+
+        made = plan_together(cp, agreement)
     with no_autocast(q.device):
         results = cast(Any, _Attention).apply(made, cp, inputs, q, k, v, softmax_offset)  # torch leaves it untyped
     results = placed_like(given["q"], made.problem.qkv_format, results)
@@ -149,7 +119,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any,
         plan: Plan,
         cp: ContextParallel,
-        inputs: ScoreInputs,
+        inputs: ScoreTensors,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,

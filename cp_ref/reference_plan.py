@@ -13,7 +13,7 @@ from cp_ref.contract import context
 from cp_ref.contract import plan_arguments as plans
 from cp_ref.contract.call_checks import check_context, check_plan_owner
 from cp_ref.contract.cuts import planned_positions
-from cp_ref.contract.declared import bind, implements, replaced, same_parameters, undivided
+from cp_ref.contract.declared import bind, implements, not_a_dataclass, replaced, same_parameters
 from cp_ref.contract.group import read_together
 from cp_ref.contract.plan_arguments import read_plan_arguments
 from cp_ref.contract.room import Agreement, Room, next_batch
@@ -39,7 +39,7 @@ class ContextParallel(context.ContextParallel):
     __doc__ = context.ContextParallel.__doc__
 
 
-@undivided
+@not_a_dataclass
 @dataclass(frozen=True)
 class Plan(plans.Plan):
     """Everything about a batch that does not depend on the tensors' values.

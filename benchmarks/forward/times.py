@@ -30,7 +30,7 @@ from benchmarks.parts.switches import switched
 from cp_fast.backends import LaunchOptions, VarlenBatch, by_name
 from cp_ref import SimGroup
 from cp_ref.schedules.attention_slices import areas_of_rows
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.problem import ScoreSpec
 
 _MOST = 1e-2  # Relative error of out.
 _CHECKED = (0, 13, 31)  # Query heads.
@@ -90,7 +90,7 @@ def tensors(tokens: int) -> dict[str, torch.Tensor]:
 def alone(lengths: Sequence[int], window: int, x: dict[str, torch.Tensor]) -> Callable[[], Any]:
     """The whole problem's one launch."""
     batch = VarlenBatch.pack(lengths, lengths, None if window < 0 else window, 0, "cuda")
-    options, backend = LaunchOptions(ScoreOptions(HEADS["d_qk"] ** -0.5)), by_name("fa4")
+    options, backend = LaunchOptions(ScoreSpec(HEADS["d_qk"] ** -0.5)), by_name("fa4")
     return lambda: backend.forward(x["q"], x["k"], x["v"], batch, options)
 
 

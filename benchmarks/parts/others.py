@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch
-from cp_ref.schedules.problem import Problem, ScoreOptions
+from cp_ref.schedules.problem import Problem, ScoreSpec
 from cp_ref.schedules.table import ranges
 
 if __package__ == "parts":
@@ -162,14 +162,14 @@ def flash_attn_interface(backend: Backend, parts: Mapping[int, Sequence[int]], d
         return VarlenBatch.pack(parts[rows_q], parts[rows_k], None, 0 if causal else None, device)
 
     def forward(q: Any, k: Any, v: Any, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        part = backend.forward(q, k, v, segments(len(q), len(k), causal), LaunchOptions(ScoreOptions(scale)))
+        part = backend.forward(q, k, v, segments(len(q), len(k), causal), LaunchOptions(ScoreSpec(scale)))
         return part.out.to(q.dtype), part.lse
 
     def backward(dout: Any, operands: Any, out: Any, lse: Any, into: Any, scale: float, causal: bool) -> None:
         q, k, v = operands
         where = segments(len(q), len(k), causal)
         gradients = backend.backward(
-            BackwardOperands(dout, q, k, v, out, lse, None), where, LaunchOptions(ScoreOptions(scale))
+            BackwardOperands(dout, q, k, v, out, lse, None), where, LaunchOptions(ScoreSpec(scale))
         )
         for place, x in zip(into, gradients, strict=True):
             place.copy_(x.view_as(place))

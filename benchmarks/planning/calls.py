@@ -26,11 +26,10 @@ import torch
 import typer
 
 import cp_fast
-from cp_fast.api.implicit_plan import Call, on_host, plan_of_call
-from cp_fast.api.planned_call import CallFlags
-from cp_fast.api.score_arguments import ScoreArguments
+from cp_fast.api.calls import on_host, plan_of_call
 from cp_ref import SimGroup
-from cp_ref.contract.attention_call import problem_arguments
+from cp_ref.contract.attention_call import Call, CallFlags, problem_arguments
+from cp_ref.contract.scores import PLAIN
 from cp_ref.simulator import SimMember
 from planning import load, processor
 
@@ -87,7 +86,7 @@ def measure(member: SimMember, documents: int, rounds: int) -> Row:
     calls = {
         "planned": lambda: cp_fast.attention(x, x, x, cp=cp, plan=plan),
         "unplanned": lambda: cp_fast.attention(x, x, x, cp=cp, **lengths),
-        "lookup": lambda: plan_of_call(Call(cp, given, (x, x, x), None, ScoreArguments(), flags, on_host(arguments))),
+        "lookup": lambda: plan_of_call(Call(cp, None, flags, given, (x, x, x), None, PLAIN, on_host(arguments))),
     }
     calls["unplanned"]()
     spent = times([call for _ in range(rounds) for call in calls.values()])

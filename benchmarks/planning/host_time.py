@@ -39,8 +39,8 @@ from torch.multiprocessing.spawn import spawn
 
 import cp_fast
 from benchmarks.parts.ranks import Commit, Device, Schedules, connect
-from cp_fast.api import autograd_function
-from cp_fast.api.planned_call import compiled_call
+from cp_fast.api import attention
+from cp_fast.api.calls import compiled_call
 from cp_fast.backends.fa4.fa4_recorded import Launches
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.transport import memory_group
@@ -235,7 +235,7 @@ def clocks(call: Call) -> Iterator[Clock]:
                 stack.callback(operations.__setitem__, n, operation)
                 operations[n] = clock.around(operation.__name__, operation)
         for name in ("forward_pass", "backward_pass"):
-            watch(autograd_function, name, "inside")
+            watch(attention, name, "inside")
         for name in ("pack", "unpack", "pack_lse", "unpack_lse"):
             watch(Packing, name, "format")
         watch(Launches, "__call__", "library")

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import typer
 
-from cp_fast.api.make_plan import lowered
+from cp_fast.api.plan import lowered
 from cp_fast.compile.chosen_schedule import choose_head_chunks, chosen_rank_schedule
 from cp_fast.compile.program import Launch
 from cp_fast.runtime.packed_tensors import Packing

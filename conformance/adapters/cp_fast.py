@@ -21,7 +21,7 @@ from conformance.adapters.band_tiles import crop, empty_tile, out_of_nothing
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch, choose
 from cp_fast.movers import kernels
 from cp_ref.schedules.planners.ring_members import RingMembers
-from cp_ref.schedules.problem import Problem, ScoreOptions
+from cp_ref.schedules.problem import Problem, ScoreSpec
 from cp_ref.schedules.words import Feature
 
 __all__ = ["OneBackend", "auto", "cpu", "cudnn", "fa2", "fa4", "operator_calls", "processes", "tensors", "torch"]
@@ -132,7 +132,7 @@ class OneBackend:
         self, q: Tensor, k: Tensor, v: Tensor, *, left: int | None, right: int | None, **scores: Any
     ) -> tuple[Tensor, Tensor]:
         """By the backend's `forward`, of one segment."""
-        options = LaunchOptions(ScoreOptions(**scores))
+        options = LaunchOptions(ScoreSpec(**scores))
         backend = self._backend(q, k, v, options.scores)
         out, lse = out_of_nothing(q, v)
         cut = None if empty_tile(q, k) else crop(len(q), len(k), left, right)
@@ -148,7 +148,7 @@ class OneBackend:
         right: int | None, **scores: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """By the backend's `backward`."""
-        options = LaunchOptions(ScoreOptions(**scores))
+        options = LaunchOptions(ScoreSpec(**scores))
         backend = self._backend(q, k, v, options.scores)
         dq, dk, dv = (pytorch.zeros_like(x) for x in (q, k, v))
         cut = None if empty_tile(q, k) else crop(len(q), len(k), left, right)
@@ -162,7 +162,7 @@ class OneBackend:
             dq[rows], dk[columns], dv[columns] = (x.to(q.dtype) for x in grads)
         return dq, dk, dv
 
-    def _backend(self, q: Tensor, k: Tensor, v: Tensor, scores: ScoreOptions) -> Backend:
+    def _backend(self, q: Tensor, k: Tensor, v: Tensor, scores: ScoreSpec) -> Backend:
         """The backend, if it has what the tile needs."""
         wanted = {
             Feature(f"device {q.device.type}"): True,

@@ -8,8 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import cp_fast
-from cp_fast.api import autograd_function as autograd
-from cp_fast.api import library_operators as compiled
+from cp_fast.api import attention as api
 from cp_fast.linear import linear_attention as linear
 from cp_fast.linear.convolution import causal_conv1d as convolution
 from cp_ref.schedules.problem import Problem
@@ -29,7 +28,7 @@ def watched_calls(seen: Seen) -> Iterator[None]:
     """While it lasts, `seen(problem, softmax_offset, what)` is called before every forward pass, eager and compiled:
     of "attention", "linear_attention" and "causal_conv1d".
     """
-    original, agree = autograd.forward_pass, linear.agree_on_layer_call
+    original, agree = api.forward_pass, linear.agree_on_layer_call
 
     def watched(call: Any, cp: Any, q: Any, k: Any, v: Any, offset: Any, *more: Any, **how: Any) -> Any:
         seen(call.packing.problem, offset, "attention")
@@ -41,8 +40,7 @@ def watched_calls(seen: Seen) -> Iterator[None]:
         return found
 
     with ExitStack() as stack:
-        for module in (autograd, compiled):
-            stack.enter_context(patch.object(module, "forward_pass", watched))
+        stack.enter_context(patch.object(api, "forward_pass", watched))
         for module in (linear, convolution):
             stack.enter_context(patch.object(module, "agree_on_layer_call", agreed))
         yield

@@ -13,7 +13,7 @@ from cp_ref.executor.merge_partials import merge as merge_two
 from cp_ref.executor.tile_attention import tile_backward as exact_backward
 from cp_ref.executor.tile_attention import tile_forward, visible_pairs
 from cp_ref.schedules.attention_slices import UNBOUNDED
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.problem import ScoreSpec
 
 __all__ = [
     "ContextParallel", "Unsupported", "attention", "causal_conv1d", "linear_attention", "make_plan", "merge",
@@ -63,4 +63,4 @@ def _operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[s
     lo, hi = -UNBOUNDED if left is None else shift - left, UNBOUNDED if right is None else shift + right
     visible = visible_pairs(slice(0, len(q)), slice(0, len(k)), lo, hi, q.device)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(wide) for x in (k, v))
-    return q.to(wide), k, v, visible, ScoreOptions(**options)
+    return q.to(wide), k, v, visible, ScoreSpec(**options)

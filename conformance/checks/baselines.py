@@ -8,7 +8,7 @@ import torch
 from conformance.case import Case, wide_dtype
 from conformance.scores import PLAIN, CaseScores, PairPlaces, scores_of
 from conformance.tensors import GlobalTensors, scopes
-from cp_ref.schedules.problem import Problem, ScoreOptions
+from cp_ref.schedules.problem import Problem, ScoreSpec
 
 __all__ = ["RoundedScope", "eager_attention", "rounded_results"]
 
@@ -172,7 +172,7 @@ class RoundedScope:
 
     def __init__(
         self,
-        options: ScoreOptions,
+        options: ScoreSpec,
         visible: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,

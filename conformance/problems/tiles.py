@@ -25,7 +25,7 @@ from conformance.implementation import Implementation
 from conformance.problems.problem import LevelProblem, call, parts_of, shape_findings
 from conformance.record import Judged
 from conformance.scores import scores_of
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.problem import ScoreSpec
 
 __all__ = [
     "UNITS",
@@ -72,7 +72,7 @@ def exact_tile(
     *,
     left: int | None,
     right: int | None,
-    scores: ScoreOptions,
+    scores: ScoreSpec,
 ) -> dict[str, torch.Tensor]:
     """The results of one diagonal band tile (see `conformance.implementation`), float64: out, lse, dq, dk, dv.
 
@@ -119,7 +119,7 @@ def rounding(
     *,
     left: int | None,
     right: int | None,
-    scores: ScoreOptions,
+    scores: ScoreSpec,
 ) -> dict[str, torch.Tensor]:
     """One unit of rounding, in the dtype of q, of each value of `exact_tile`, which has the same arguments: float64.
 
@@ -206,9 +206,9 @@ class Tile(LevelProblem):
         return {"left": self.left, "right": self.right}
 
     @property
-    def scores(self) -> ScoreOptions:
+    def scores(self) -> ScoreSpec:
         """The options of scores."""
-        return ScoreOptions(self.dims[0] ** -0.5 if self.scale is None else self.scale, self.softcap)
+        return ScoreSpec(self.dims[0] ** -0.5 if self.scale is None else self.scale, self.softcap)
 
     def inputs(self, device: str) -> dict[str, torch.Tensor]:
         """q, k, v and dout."""

@@ -7,31 +7,294 @@ from typing import Any
 
 import torch
 
-from cp_fast.api.autograd_function import Attention
-from cp_fast.api.checked_calls import checking
-from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.implicit_plan import Call, on_host, plan_of_call
-from cp_fast.api.library_operators import attention_in_graph
-from cp_fast.api.plan import Plan
-from cp_fast.api.planned_call import (
-    AttentionCall,
-    CallFlags,
+from cp_fast.api.calls import (
+    CheckedCall,
     agree_on_forward,
-    check_planned_call,
-    compiled_call,
+    call_of_kinds,
+    can_travel,
     known_call,
+    on_host,
+    packed_scores,
+    plan_of_call,
+    scores_with_plan,
+    unpacked_scores,
 )
-from cp_fast.api.score_arguments import ScoreArguments
-from cp_fast.dispatch.selective_checkpointing import unseen
+from cp_fast.api.checked_calls import agree_on_call, checking
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.api.plan import Plan
+from cp_fast.dispatch.handles import hide_from_checkpointing, is_selective, object_of
+from cp_fast.runtime.forward_backward import backward_pass, forward_pass
+from cp_fast.runtime.run import Results
 from cp_ref.contract import attention_call
-from cp_ref.contract.attention_call import asked_for, problem_arguments, with_digest
-from cp_ref.contract.call_checks import check_context, check_placements, check_settled, local_part, one_a_head
-from cp_ref.contract.collectives import told_to_all
+from cp_ref.contract.attention_call import Call, CallFlags, asked_for, problem_arguments, with_digest
+from cp_ref.contract.call_checks import check_context, check_settled, local_part, one_a_head
+from cp_ref.contract.collectives import raise_on_all
 from cp_ref.contract.declared import implements
-from cp_ref.contract.score_inputs import ScoreInputs
-from cp_ref.contract.tensors import autocast, placed_like, refuse_transforms
+from cp_ref.contract.scores import ScoreTensors
+from cp_ref.contract.tensors import (
+    autocast,
+    differentiable_once,
+    no_autocast,
+    placed_like,
+    raise_for_batched,
+    refuse_transforms,
+    wide_dtype,
+)
 
-__all__ = ["attention"]
+__all__ = [
+    "FORWARD",
+    "Attention",
+    "attention",
+    "attention_in_graph",
+    "forward_as_operator",
+]
+
+# ---- the passes as operators
+#
+# For torch.compile: a layer that calls `attention` with a plan is one graph.
+#
+#     attention_forward    (q, k, v, offset, scores, plan, cp) -> (out, lse, max_logit, what only backward needs)
+#     attention_backward   (that, dout, dlse) -> (dq, dk, dv, doffset)
+#
+# Both are opaque to the compiler, which sees shapes alone. In eager mode `Attention` does the same with less overhead;
+# it calls the forward operator only where selective checkpointing looks at operators (`is_selective`). An operator's
+# results must not share memory with its arguments, so the forward operator gives back only what the backward pass
+# cannot find among them: the group's rows, in the a2a schedules. Only the plan knows how many these are, so the
+# compiler takes them for unknown sizes.
+
+
+Tensor = torch.Tensor
+
+
+def attention_in_graph(
+    plan: Plan,
+    cp: ContextParallel,
+    flags: CallFlags,
+    scores: ScoreTensors | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offset: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`Attention.apply` as one operator. The call's arguments are checked when it runs."""
+    out, lse, max_logit, *_ = _called(plan, cp, flags, scores, q, k, v, offset)
+    return out, lse, max_logit
+
+
+def forward_as_operator(
+    plan: Plan,
+    cp: ContextParallel,
+    flags: CallFlags,
+    scores: ScoreTensors | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offset: Tensor | None,
+) -> Results:
+    """`forward_pass` as the one operator that selective checkpointing sees."""
+    out, lse, max_logit, *kept = _called(plan, cp, flags, scores, q, k, v, offset)
+    return Results(out, lse, max_logit if max_logit.numel() else None, kept)
+
+
+def _called(
+    plan: Plan, cp: ContextParallel, flags: CallFlags, scores: ScoreTensors | None, q: Tensor, *others: Tensor | None
+) -> list[Tensor]:
+    """The forward operator's results. others: k, v and offset."""
+    how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, *flags
+    return _forward(q, *others, *packed_scores(scores, q.device), plan.handle, cp.handle, *how)
+
+
+@torch.library.custom_op("cp_attention::attention_forward", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offset: Tensor | None,
+    scores: list[Tensor],
+    of_scores: str,
+    plan: Tensor,
+    cp: Tensor,
+    qkv_format: str,
+    kept: str,
+    needs_inputs: bool,
+    deterministic: bool,
+    return_max_logit: bool,
+    return_lse: bool,
+) -> list[Tensor]:
+    the_plan, context = object_of(plan), object_of(cp)
+    flags, given = CallFlags(deterministic, return_max_logit, return_lse), unpacked_scores(scores, of_scores)
+    call = agree_on_forward(Call(context, the_plan, flags, {}, (q, k, v), offset, given, {}), the_plan)
+    q, k, v = q.detach(), k.detach(), v.detach()
+    with context.alone("attention, forward"), no_autocast(q.device):
+        how = {"return_max_logit": return_max_logit}
+        done = forward_pass(call.compiled, context, q, k, v, offset, call.scores, **how)
+    max_logit = q.new_empty(0) if done.max_logit is None else done.max_logit
+    return [done.out.contiguous(), done.lse.contiguous(), max_logit, *done.kept]
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
+    qkv_format, kept, _, _, return_max_logit, _ = others[-6:]
+    wide, (*tokens, heads, _) = wide_dtype(q.dtype), q.shape
+    lse_shape = {"bshd": (*tokens[:1], heads, *tokens[1:]), "sbhd": (*tokens[1:], heads, *tokens[:1])}
+    out, lse = q.new_empty(*tokens, heads, v.shape[-1]), lse_shape.get(qkv_format, (heads, *tokens))
+    results = [out, q.new_empty(lse, dtype=wide), q.new_empty(heads if return_max_logit else 0, dtype=wide)]
+    for letter in kept:  # sizes that only the plan knows
+        new_size = torch.library.get_ctx().new_dynamic_size
+        axes, dtype = {"x": (3, q.dtype), "l": (2, wide)}[letter]
+        results.append(q.new_empty([new_size() for _ in range(axes)], dtype=dtype))
+    return results
+
+
+@torch.library.custom_op("cp_attention::attention_backward", mutates_args=())
+def _backward(
+    inputs: list[Tensor],
+    kept: list[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    offset: Tensor | None,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    scores: list[Tensor],
+    of_scores: str,
+    plan: Tensor,
+    cp: Tensor,
+    q_shape: list[int],
+    k_shape: list[int],
+    v_shape: list[int],
+    deterministic: bool,
+    wants_offset: bool,
+    lse_given: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    the_plan, context = object_of(plan), object_of(cp)
+    if checking():
+        agree_on_call(context, the_plan, "backward", lambda: None, ("wants", wants_offset))
+    shapes = tuple(q_shape), tuple(k_shape), tuple(v_shape)
+    call = call_of_kinds(the_plan, context, *((shape, out.dtype, out.device, out.layout) for shape in shapes))
+    inputs, kept, (out, lse) = ([x.detach() for x in some] for some in (inputs, kept, (out, lse)))
+    with context.alone("attention, backward"), no_autocast(out.device):
+        dq, dk, dv, doffset = backward_pass(
+            call,
+            context,
+            (inputs[0], inputs[1], inputs[2]) if inputs else None,
+            kept,
+            out,
+            lse,
+            offset,
+            dout,
+            dlse,
+            scores_with_plan(the_plan, unpacked_scores(scores, of_scores), out),
+            deterministic=deterministic,
+            wants_offset=wants_offset,
+            lse_given=lse_given,
+        )
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), out.new_empty(0) if doffset is None else doffset
+
+
+@_backward.register_fake
+def _(inputs: list[Tensor], kept: list[Tensor], out: Tensor, lse: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    offset, *_, q_shape, k_shape, v_shape, _, wants_offset, _ = others
+    doffset = out.new_empty(0) if offset is None or not wants_offset else torch.empty_like(offset)
+    return out.new_empty(q_shape), out.new_empty(k_shape), out.new_empty(v_shape), doffset
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    q, k, v, offset, scores, ctx.of_scores, plan, cp, _, kept_kinds, needs_inputs, deterministic, _, lse_given = inputs
+    out, lse, max_logit, *kept = output
+    ctx.save_for_backward(out, lse, offset, plan, cp, *scores, *kept, *((q, k, v) if needs_inputs else ()))
+    ctx.shapes, ctx.scores = [list(x.shape) for x in (q, k, v)], len(scores)
+    ctx.kept, ctx.deterministic, ctx.lse_given = len(kept_kinds), deterministic, lse_given
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(max_logit, *kept)
+
+
+def _differentiate(ctx: Any, grads: list[Tensor | None]) -> Any:
+    out, lse, offset, plan, cp, *rest = ctx.saved_tensors
+    scores, rest = rest[: ctx.scores], rest[ctx.scores :]
+    kept, inputs = rest[: ctx.kept], rest[ctx.kept :]
+    dout, dlse = grads[:2]
+    wants_offset = offset is not None and ctx.needs_input_grad[3]
+    how = ctx.deterministic, wants_offset, ctx.lse_given
+    given = inputs, kept, out, lse, offset, dout, dlse, scores, ctx.of_scores
+    dq, dk, dv, doffset = _backward(*given, plan, cp, *ctx.shapes, *how)
+    return dq, dk, dv, doffset if wants_offset else None, [None] * ctx.scores, *(None,) * 9
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+_LIBRARY = torch.library.Library("cp_attention", "FRAGMENT")
+_LIBRARY.impl("attention_backward", raise_for_batched, "Batched")  # of `is_grads_batched`, in compiled graphs
+
+FORWARD: Any = torch.ops.cp_attention.attention_forward.default
+
+
+# ---- the passes as an autograd function
+
+
+class Attention(torch.autograd.Function):
+    """From q, k, v and offset to out, lse and max_logit (or None). All but max_logit are differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: CheckedCall,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        offset: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        plan, compiled, cp, flags, _, scores = call
+        # saved like this, the backward pass need not do it again
+        q, k, v = q.detach(), k.detach(), v.detach()
+        if is_selective():
+            out, lse, max_logit, kept = forward_as_operator(plan, cp, flags, scores, q, k, v, offset)
+        else:
+            with cp.alone("attention, forward"), no_autocast(q.device):
+                how = {"return_max_logit": flags.return_max_logit}
+                out, lse, max_logit, kept = forward_pass(compiled, cp, q, k, v, offset, scores, **how)
+        given, of_scores = (q, k, v) if plan.needs_inputs else (), () if scores is None else scores.tensors
+        ctx.save_for_backward(out.detach(), lse.detach(), offset, *kept, *given, *of_scores)
+        ctx.call, ctx.handle, ctx.kept, ctx.saved = call, plan.handle, len(kept), len(kept) + len(given)
+        ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
+        if max_logit is not None:
+            ctx.mark_non_differentiable(max_logit)
+        return out, lse, max_logit
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        plan, compiled, cp, flags, number, scores = ctx.call
+        wants_offset = ctx.needs_input_grad[4]
+
+        def look() -> None:
+            if plan.handle is not ctx.handle:  # every batch of a plan has its own
+                raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
+
+        if number:
+            details = ("of_call", number), ("deterministic", flags.deterministic), ("wants", wants_offset)
+            agree_on_call(cp, plan, "backward", look, *details)
+        look()
+        out, lse, offset, *tensors = ctx.saved_tensors
+        tensors, of_scores = tensors[: ctx.saved], tensors[ctx.saved :]
+        with cp.alone("attention, backward"), no_autocast(out.device):
+            dq, dk, dv, doffset = backward_pass(
+                compiled,
+                cp,
+                tuple(tensors[ctx.kept :]) or None,
+                tensors[: ctx.kept],
+                out,
+                lse,
+                offset,
+                grads[0],
+                grads[1],
+                None if scores is None else scores.with_tensors(*of_scores),
+                deterministic=flags.deterministic,
+                wants_offset=wants_offset,
+                lse_given=flags.return_lse,
+            )
+        return None, dq, dk, dv, doffset
+
+
+# ---- the call
 
 
 @implements(attention_call.attention)
@@ -50,7 +313,7 @@ def attention(
 ) -> Any:
     check_context(cp, ContextParallel)
     flags = CallFlags(deterministic, return_max_logit, return_lse)
-    scores = ScoreArguments.taken_from(arguments)
+    scores = ScoreTensors.given(arguments)
     known = None if arguments or softmax_offset is not None else known_call(plan, cp, flags, scores, q, k, v)
     if known is not None:
         results = Attention.apply(known, q, k, v, None)
@@ -60,22 +323,14 @@ def attention(
         return _while_compiling(given, cp, flags, scores, softmax_offset, plan, arguments)
     refuse_transforms()
     planned = isinstance(plan, Plan)
-    with nullcontext() if planned and not checking() else told_to_all(cp):  # with a plan the ranks do not agree
-        problem = on_host(problem_arguments(arguments))
+    with nullcontext() if planned and not checking() else raise_on_all(cp):  # with a plan the ranks do not agree
+        arguments = on_host(problem_arguments(arguments))
         q, k, v = (autocast(local_part(x)) for x in (q, k, v))
         softmax_offset = one_a_head(softmax_offset)
-    with unseen():
-        asked = Call(cp, given, (q, k, v), softmax_offset, scores, flags, problem, plan)
+    asked = Call(cp, plan, flags, given, (q, k, v), softmax_offset, scores, arguments)
+    with hide_from_checkpointing():
         made = plan if planned else plan_of_call(asked)
-
-    def look() -> ScoreInputs | None:
-        check_settled(made.problem, **(with_digest(arguments) if planned else {}))
-        check_placements(cp, made.problem.layout, made.problem.qkv_format, softmax_offset, **given)
-        return check_planned_call(made, cp, flags, scores, q, k, v, softmax_offset)
-
-    with unseen():
-        number, inputs = agree_on_forward(made, cp, flags, look, scores, q, k, v, softmax_offset)
-    call = AttentionCall(made, compiled_call(made, cp, q, k, v), cp, flags, number, inputs)
+        call = agree_on_forward(asked, made)
     results = Attention.apply(call, q, k, v, softmax_offset)
     results = placed_like(given["q"], made.problem.qkv_format, results)
     return asked_for(results, return_lse, return_max_logit)
@@ -85,17 +340,17 @@ def _while_compiling(
     given: dict[str, Any],
     cp: ContextParallel,
     flags: CallFlags,
-    scores: ScoreArguments,
+    scores: ScoreTensors,
     softmax_offset: Any,
     plan: Plan | None,
     arguments: dict[str, Any],
 ) -> Any:
     """A call under torch.compile: an operator of the graph if there is a plan, else a graph break."""
-    eager = not scores.travel or arguments.get("score_mod") is not None  # a digest is no part of a graph
+    eager = not can_travel(scores) or arguments.get("score_mod") is not None  # a digest is no part of a graph
     if eager or not isinstance(plan, Plan) or any(hasattr(x, "placements") for x in given.values()):
         from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as slow as importing PyTorch
 
-        arguments = {**given, "cp": cp, "softmax_offset": softmax_offset, "plan": plan, **arguments, **scores._asdict()}
+        arguments = {**given, "cp": cp, "softmax_offset": softmax_offset, "plan": plan, **arguments, **scores.arguments}
         return graph_break(attention, **arguments, **dict(zip(CallFlags._fields, flags, strict=True)))
     problem_arguments(arguments)
     q, k, v = (autocast(x) for x in given.values())

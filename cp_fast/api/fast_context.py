@@ -2,15 +2,246 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
+from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
-from cp_fast.api.plan_cache import agreements_of
+from torch.distributed.device_mesh import DeviceMesh
+
 from cp_fast.backends import BACKENDS
-from cp_fast.dispatch.group_lock import HoldLocks, locks_of
-from cp_fast.dispatch.opaque import OfThisProcess, opaque_for
+from cp_fast.dispatch.handles import OfThisProcess, new_handle
 from cp_ref.contract import context
+from cp_ref.contract.process_groups import during
 
-__all__ = ["ContextParallel"]
+__all__ = [
+    "Agreements",
+    "ContextParallel",
+    "GroupLock",
+    "HoldLocks",
+    "PlanCache",
+    "Signature",
+    "agreements_of",
+    "locks_of",
+]
+
+# ---- one call at a time on a group
+#
+# Allow one call at a time on a group: the messages of two calls would mix.
+#
+# Calls of one thread follow each other, forward and backward. If two threads call at once, the second raises. Waiting
+# would only hide that the ranks may begin the calls in different orders.
+
+
+class GroupLock:
+    """The lock of one group: the thread inside a call, and the call's name."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._what = ""
+        self._number = 0
+
+    def next_number(self) -> int:
+        """Count a call."""
+        self._number += 1
+        return self._number
+
+    def acquire_for(self, what: str) -> bool:
+        """Take it, for `what`; False if this thread already has it.
+
+        Raises:
+            RuntimeError: another thread has it.
+        """
+        here = threading.current_thread()
+        if self._thread is here:
+            return False
+        if not self._lock.acquire(blocking=False):
+            other = self._thread
+            raise RuntimeError(
+                f"{what} begins in thread {here.name!r} while {self._what} runs in thread "
+                f"{'?' if other is None else other.name!r} on the same group: their messages would mix. Call one after "
+                "the other, in the same order on all ranks, or give each thread a group of its own "
+                "(torch.distributed.new_group)"
+            )
+        self._thread, self._what = here, what
+        return True
+
+    def release(self) -> None:
+        """Release it."""
+        self._thread = None
+        self._lock.release()
+
+
+_locks: WeakKeyDictionary[Any, GroupLock] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def locks_of(group: Any) -> tuple[GroupLock, ...]:
+    """The locks of a user's group; contexts of the same group share them."""
+    if isinstance(group, DeviceMesh):
+        group = tuple(group.get_all_groups())
+    parts = group if isinstance(group, tuple | list) else (group,)
+    with _making:
+        return tuple(_lock_of(part) for part in parts)
+
+
+def _lock_of(part: Any) -> GroupLock:
+    try:
+        return _locks.setdefault(part, GroupLock())
+    except TypeError:  # A user's group without a hash or weak references: a lock for each context.
+        return GroupLock()
+
+
+class HoldLocks:
+    """Hold all of a context's locks while `what` is called, which errors of messages then name. Locks that this thread
+    already has stay with it.
+
+    Raises:
+        RuntimeError: another thread has one of them.
+    """
+
+    __slots__ = ("_during", "_locks", "_taken", "_what")
+
+    def __init__(self, locks: tuple[GroupLock, ...], what: str) -> None:
+        self._locks, self._what = locks, what
+        self._taken: list[GroupLock] = []
+        self._during = during(what)
+
+    def __enter__(self) -> None:
+        try:
+            for lock in self._locks:
+                if lock.acquire_for(self._what):
+                    self._taken.append(lock)
+        except RuntimeError:
+            self._release()
+            raise
+        self._during.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._during.__exit__(*error)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        while self._taken:
+            self._taken.pop().release()
+
+
+# ---- caches of plans and calls
+#
+# The one cache of plans and compiled calls. A value is found by the values of everything that it depends on.
+#
+# No key has a tensor's address or version: a replayed CUDA graph can change the values of a tensor without changing
+# either. The oldest entry is dropped first, even if it is used often. Threads may use a cache at the same time.
+#
+# A plan has a cache of its known calls: attention compiled for the shapes of q, k and v, the kinds of tensors that its
+# scores were checked for, and checked calls of linear layers. A group has a cache of agreements, by fingerprint. Each
+# agreement has a cache of this rank's plans, by signature.
+#
+# All ranks must make the same decision whether to send messages to agree. It depends only on whether this agreement
+# (the problem and the flags) is in the group's cache. An agreement is stored when all ranks have it, and the oldest is
+# dropped first, so all ranks always have the same ones. Each rank then chooses the plan of a call alone, by its device,
+# its stream and its kernel library. A rank without a plan makes one, without a message.
+
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class PlanCache(Generic[K, V]):
+    """The values of the last few new keys.
+
+    >>> cache = PlanCache(2)
+    >>> [cache.find(key, lambda key=key: key.upper()) for key in "abac"]
+    ['A', 'B', 'A', 'C']
+    >>> cache.get("a"), cache.get("b")
+    (None, 'B')
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._values: dict[K, V] = {}  # The oldest first.
+
+    def get(self, key: K) -> V | None:
+        """The value of a key; None without one."""
+        return self._values.get(key)
+
+    def find(self, key: K, make: Callable[[], V]) -> V:
+        """The value of a key, made if there is none."""
+        if (found := self._values.get(key)) is not None:
+            return found
+        made = make()
+        with self._lock:
+            found = self._values.setdefault(key, made)
+            while len(self._values) > self._size:
+                del self._values[next(iter(self._values))]
+            return found
+
+    def items(self) -> list[tuple[K, V]]:
+        """The keys and values, the newest first."""
+        with self._lock:
+            return [*self._values.items()][::-1]
+
+
+class Signature(NamedTuple):
+    """A call's arguments as given, and the state of this rank that its plan depends on. Equal signatures have equal
+    plans.
+    """
+
+    words: tuple[Any, ...]
+    stream: int  # The plan's tables are written on it, and freed to its memory.
+    lengths: tuple[Any, ...]  # Of every sequence, by value.
+
+
+class Agreements(PlanCache[bytes, PlanCache[Signature, Any]]):
+    """A group's last agreements by fingerprint, the same on all ranks, each with this rank's plans for it, each a
+    `cp_fast.Plan`.
+    """
+
+    SIZE = 16  # a model's kinds of layers, with and without gradients, for the batches of an accumulation step.
+    CALLS = 8  # the same problem written in several ways, or on several streams.
+
+    def __init__(self) -> None:
+        super().__init__(self.SIZE)
+
+    @property
+    def fingerprints(self) -> frozenset[bytes]:
+        """Those of the agreements."""
+        return frozenset(fingerprint for fingerprint, _ in self.items())
+
+    def plan_of(self, signature: Signature) -> Any:
+        """The plan of an equal call."""
+        return next((plan for _, calls in self.items() if (plan := calls.get(signature)) is not None), None)
+
+    def plans(self, stream: int) -> list[Any]:
+        """All plans whose tables were written on a stream."""
+        return [plan for _, calls in self.items() for known, plan in calls.items() if known.stream == stream]
+
+    def keep(self, fingerprint: bytes, signature: Signature, plan: Any) -> None:
+        """Keep the plan of a call for as long as its agreement, which all ranks have."""
+        self.find(fingerprint, lambda: PlanCache(self.CALLS)).find(signature, lambda: plan)
+
+
+# A cache is freed with its groups.
+_caches: WeakKeyDictionary[GroupLock, WeakKeyDictionary[GroupLock, Agreements]] = WeakKeyDictionary()
+
+
+def agreements_of(locks: tuple[GroupLock, ...]) -> Agreements:
+    """The agreements of the group, or the pair of groups, that these locks belong to.
+
+    >>> one, other = GroupLock(), GroupLock()
+    >>> agreements_of((one,)) is agreements_of((one,)), agreements_of((one, other)) is agreements_of((one,))
+    (True, False)
+    """
+    with _making:
+        return _caches.setdefault(locks[0], WeakKeyDictionary()).setdefault(locks[-1], Agreements())
+
+
+# ---- the context
 
 
 class ContextParallel(OfThisProcess, context.ContextParallel):
@@ -21,7 +252,7 @@ class ContextParallel(OfThisProcess, context.ContextParallel):
         super().__post_init__()
         self._locks = locks_of(self.group)
         self.agreements = agreements_of(self._locks)  # of all contexts of the group
-        self.handle = opaque_for(self)  # what torch.compile knows this context by
+        self.handle = new_handle(self)  # what torch.compile knows this context by
 
     def alone(self, what: str) -> AbstractContextManager[None]:
         """While a call is made, also: RuntimeError where another thread is inside one on the same group."""

@@ -9,34 +9,50 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan_cache import PlanCache
-from cp_fast.backends import Backend
-from cp_fast.compile.chosen_schedule import Schedules, chosen_rank_schedule, chosen_schedule
-from cp_fast.compile.in_place import Fitted, FixedTables
-from cp_fast.compile.pipeline import lowered
+from cp_fast.api.fast_context import ContextParallel, PlanCache
+from cp_fast.backends import KERNEL_FEATURES, Backend, choose
+from cp_fast.backends.required_features import EXECUTOR, required
+from cp_fast.compile.buffers import in_order
+from cp_fast.compile.chosen_schedule import Schedules, choose_head_chunks, chosen_rank_schedule, chosen_schedule
+from cp_fast.compile.in_place import Fitted, FixedTables, Shape
+from cp_fast.compile.index_tables import check_row_numbers
+from cp_fast.compile.instruction_passes import low_precision_grads, may_have_low_precision
+from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.compile.program import Programs
-from cp_fast.dispatch.opaque import OfThisProcess, forget, opaque_for
-from cp_fast.linear.linear_plan import LinearPlan
+from cp_fast.dispatch.handles import OfThisProcess, forget, new_handle
 from cp_fast.movers.mover_protocol import Rows
+from cp_fast.movers.select_movers import kernels
+from cp_fast.passes import is_on
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions
-from cp_fast.runtime.run import CompiledCall
+from cp_fast.transport import carried_by, messages_for
 from cp_ref.contract import plan_arguments as plans
 from cp_ref.contract.call_checks import check_context, check_plan_owner
 from cp_ref.contract.cuts import planned_positions
-from cp_ref.contract.declared import implements, replaced, undivided
+from cp_ref.contract.declared import bind, implements, not_a_dataclass, replaced, same_parameters
 from cp_ref.contract.group import Group, read_together
+from cp_ref.contract.plan_arguments import read_plan_arguments
 from cp_ref.contract.room import Agreement, Room, next_batch
-from cp_ref.contract.score_mod import ScoreMod
+from cp_ref.contract.score_mod import ScoreMod, frozen
 from cp_ref.contract.sharding import numbers
 from cp_ref.schedules.planners.make_schedule import saved_kinds
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Schedule
+from cp_ref.schedules.values import check_flag
+from cp_ref.schedules.words import Feature, Unsupported, describe
 
-__all__ = ["Plan", "agree_on"]
+__all__ = [
+    "Made",
+    "Plan",
+    "agree_on",
+    "backend_for",
+    "make_plan",
+    "prepared",
+    "supports",
+    "tables_of",
+]
 
-_CALLS = 8  # Shapes of calls that a plan keeps.
+_CALLS = 16  # Known calls of a plan.
 
 
 class _HasAgreement(Protocol):
@@ -45,9 +61,10 @@ class _HasAgreement(Protocol):
 
 
 Found = TypeVar("Found", bound=_HasAgreement)
+Tables = TypeVar("Tables")
 
 
-@undivided
+@not_a_dataclass
 @dataclass(frozen=True, eq=False)  # Plans compare by identity: their tables are tensors.
 class Plan(OfThisProcess, plans.Plan):
     """Everything about a batch that does not depend on the tensors' values.
@@ -92,12 +109,12 @@ class Plan(OfThisProcess, plans.Plan):
     messages: Group | None = field(default=None, repr=False)
     linear: bool = False
     agreed: set[bytes] = field(default_factory=set[bytes], repr=False)
-    handle: torch.Tensor = field(init=False, repr=False)  # See `cp_fast.dispatch.opaque`.
+    handle: torch.Tensor = field(init=False, repr=False)  # See `cp_fast.dispatch.handles`.
     kept: str = field(init=False, repr=False)  # See `Programs.kept_tensors`.
     needs_inputs: bool = field(init=False, repr=False)  # See `Programs.needs_inputs`.
     plain: bool = field(init=False, repr=False)  # `Problem.position_free_scores`.
-    calls: PlanCache[Any, CompiledCall] = field(init=False, repr=False)  # By shape.
-    scores: PlanCache[Any, tuple[str, ...]] = field(init=False, repr=False)  # See `ScoreArguments.known`.
+    calls: PlanCache[Any, Any] = field(init=False, repr=False)  # The known calls: see `cp_fast.api.calls`.
+    others: dict[Any, Any] = field(init=False, repr=False)  # See `tables_of`.
 
     def __post_init__(self) -> None:
         in_place = self.instructions.spare_rows > 0
@@ -113,9 +130,9 @@ class Plan(OfThisProcess, plans.Plan):
             needs_inputs=self.instructions.needs_inputs,
             plain=self.problem.position_free_scores,
             calls=PlanCache(_CALLS),
-            scores=PlanCache(_CALLS),
+            others={},
         )
-        vars(self)["handle"] = opaque_for(self)
+        vars(self)["handle"] = new_handle(self)
 
     def __copy__(self) -> Plan:
         return replaced(self)
@@ -137,11 +154,6 @@ class Plan(OfThisProcess, plans.Plan):
         if self.instructions.position_ids is not None:
             return self.instructions.position_ids
         return numbers(planned_positions(self.problem, self.rank), self.device)
-
-    @cached_property
-    def linear_plan(self) -> LinearPlan:
-        """The tables of linear layers; `update` makes new ones."""
-        return LinearPlan(self.problem, self.rank, self.device)
 
     @implements(plans.update)
     @torch.inference_mode(False)
@@ -174,12 +186,19 @@ class Plan(OfThisProcess, plans.Plan):
             instructions=instructions,
             positions=self.positions.updated(instructions, agreement.problem),
             calls=PlanCache(_CALLS),
-            scores=PlanCache(_CALLS),
+            others={},
         )
-        for name in ("schedule", "position_ids", "linear_plan"):
+        for name in ("schedule", "position_ids"):
             vars(self).pop(name, None)
-        vars(self)["handle"] = opaque_for(self)
+        vars(self)["handle"] = new_handle(self)
         _ = self.position_ids  # as `make_plan`
+
+
+def tables_of(plan: Plan, kind: Callable[[Problem, int, torch.device], Tables]) -> Tables:
+    """What other layers need of a plan's batch: `kind(problem, rank, device)`, made once; `update` makes new ones."""
+    if (found := plan.others.get(kind)) is None:
+        found = plan.others.setdefault(kind, kind(plan.problem, plan.rank, plan.device))
+    return found
 
 
 class _Batch(NamedTuple):
@@ -197,3 +216,141 @@ def agree_on(cp: ContextParallel, read: Callable[[], Found], known: Set[bytes] =
     check_context(cp, ContextParallel)
     with cp.alone("an agreement on a plan"):
         return read_together(cp.comm, read, lambda found: found.agreement, known)
+
+
+# ---- from arguments to a plan
+#
+# `make_plan`: from arguments to a plan on which all ranks agree.
+
+
+@same_parameters(plans.make_plan)
+def make_plan(**arguments: Any) -> Plan:
+    if torch.compiler.is_compiling():
+        from cp_fast.dispatch.graph_break import graph_break  # Imports Dynamo, as slow as PyTorch's import.
+
+        return graph_break(make_plan, **arguments)
+    cp: Any = arguments.get("cp")
+    custom = arguments.get("schedule")
+
+    def make() -> Made:
+        given = bind(plans.make_plan, arguments)
+        agreement, backend, device = _read_plan_arguments(given)
+        how = agreement, backend, device, custom, given["score_mod"]
+        plan = prepared(cp, *how, linear=given["linear"])
+        _ = plan.position_ids  # made now: a compiled layer that asks for them first could not
+        return Made(agreement, plan)
+
+    plan = agree_on(cp, make).plan
+    if custom is None:
+        _choose_messages(cp, plan)
+    return plan
+
+
+@implements(plans.supports)
+def supports(**arguments: Any) -> tuple[bool, str]:
+    try:
+        _read_plan_arguments(bind(plans.make_plan, arguments))
+    except Unsupported as refusal:
+        return False, str(refusal)
+    return True, ""
+
+
+def backend_for(
+    cp: ContextParallel,
+    problem: Problem,
+    device: str,
+    *,
+    deterministic: bool,
+    return_max_logit: bool,
+    in_place: bool = False,
+    more: Set[Feature] = frozenset(),
+) -> Backend:
+    """The library for the problem by this choice, with the features `more` of a call too; raises ValueError, TypeError
+    or Unsupported.
+    """
+    check_flag("deterministic", deterministic)
+    check_flag("return_max_logit", return_max_logit)
+    needs = required(problem, device, deterministic=deterministic, max_logit=return_max_logit, in_place=in_place) | more
+    if missing := needs - KERNEL_FEATURES - EXECUTOR:
+        raise Unsupported("this problem", {"cp_fast": missing}, f"cp_fast has {describe(EXECUTOR)}")
+    return choose(needs, cp.backend)
+
+
+class Made(NamedTuple):
+    """A plan, and the arguments that must be equal on all ranks."""
+
+    agreement: Agreement
+    plan: Plan
+
+
+@torch.inference_mode(False)  # an evaluation may make a plan, or the tables of its first call, and training use them
+def prepared(
+    cp: ContextParallel,
+    agreement: Agreement,
+    backend: Backend,
+    device: torch.device,
+    custom: Schedule | None = None,
+    score_mod: ScoreMod | None = None,
+    *,
+    linear: bool = False,
+) -> Plan:
+    """This rank's plan, made before the ranks agree on it. An error on one rank (a failed build, no memory for the
+    tables) is then raised on all. Sends nothing, and keeps no reference to the group.
+    """
+    kernels(device.type)
+    carried_by()  # a wrong word in the environment raises, on a CPU too
+    problem, room = agreement.problem, agreement.room
+    if custom is None:
+        head_chunks = choose_head_chunks(problem)
+        steps, saved = chosen_rank_schedule(problem, cp.rank, head_chunks), saved_kinds(problem)
+    else:
+        head_chunks = ()
+        steps, saved = (in_order(custom.forward[cp.rank]), in_order(custom.backward[cp.rank])), custom.saved
+    packing = Packing(problem, may_fold=custom is None and is_on("fold_batch"))
+    if room is None:
+        draft = lowered(packing, cp.rank, steps, saved, shares_keys=backend.shares_keys)
+        fixed, instructions = None, upload(optimized(draft), device)
+    else:
+        draft = lowered(packing, cp.rank, steps, saved)
+        fixed = FixedTables(Shape(optimized(draft, in_place=True).plan, draft.tables, problem, cp.rank, room), device)
+        instructions = fixed.overwrite(fixed.fitted(draft, problem))
+    positions = RowPositions(instructions, packing.packed_problem, device)
+    if not problem.position_free_scores:
+        positions.make()
+    return Plan(
+        problem,
+        cp.rank,
+        device,
+        backend,
+        packing,
+        instructions,
+        positions,
+        steps,
+        head_chunks,
+        custom=custom,
+        score_mod=score_mod and frozen(score_mod),
+        room=room,
+        fixed=fixed,
+        linear=linear,
+    )
+
+
+def _choose_messages(cp: ContextParallel, plan: Plan) -> None:
+    """Give a new plan the transport and the sizes of messages that the ranks choose together. Collective."""
+    problem, room, instructions = plan.problem, plan.room, plan.instructions
+    tokens = (problem.starts_q[-1], problem.starts_kv[-1]) if room is None else (room.max_tokens_q, room.max_tokens_kv)
+    rows = -(-tokens[0] // cp.size), -(-tokens[1] // cp.size)
+    with cp.alone("an agreement on the messages of a plan"):
+        carried = messages_for(cp.comm, problem, rows, plan.device)
+        if "low_precision_grads" not in instructions.skipped and may_have_low_precision(problem):
+            instructions = low_precision_grads(instructions, cp.comm, rounded=plan.backend.rounded_gradients)
+    messages = None if carried is cp.comm else carried
+    vars(plan).update(messages=messages, instructions=instructions)  # There is no other reference to the plan yet.
+
+
+def _read_plan_arguments(given: dict[str, Any]) -> tuple[Agreement, Backend, torch.device]:
+    agreement, device = read_plan_arguments(given, ContextParallel)
+    check_row_numbers(agreement.problem, agreement.room)
+    how = {name: given[name] for name in ("deterministic", "return_max_logit")}
+    in_place = agreement.room is not None
+    return agreement, backend_for(given["cp"], agreement.problem, device.type, **how, in_place=in_place), device

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from cp_fast.backends.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 
 __all__ = ["probe", "probe_segments"]
@@ -62,7 +62,7 @@ def probe_segments(
     """One launch of the probe with (h_q, h_kv, d_qk, d_v): None where it is right, else one sentence."""
     h_q, h_kv, d_qk, d_v = heads
     segments = VarlenBatch.pack(lengths_q, lengths_kv, left, right, device)
-    n, m, group, options = segments.cu_q[-1], segments.cu_kv[-1], h_q // h_kv, LaunchOptions(ScoreOptions(d_qk**-0.5))
+    n, m, group, options = segments.cu_q[-1], segments.cu_kv[-1], h_q // h_kv, LaunchOptions(ScoreSpec(d_qk**-0.5))
     seen = _visible(segments).to(device)  # [n, m]
     count = seen.sum(1)
     mark_v = _indicator(m, h_kv, d_v, device)  # column j of kv head h is marked at (j + h) % d_v

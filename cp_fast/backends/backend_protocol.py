@@ -19,8 +19,8 @@ from typing import NamedTuple, overload
 import numpy as np
 import torch
 
-from cp_ref.contract.score_inputs import ScoreInputs
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.contract.scores import ScoreTensors
+from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 
 __all__ = [
@@ -131,7 +131,7 @@ class LaunchScores(NamedTuple):
 
     positions: LaunchPositions
     first_head: int  # The number of the launch's first query head, of all query heads.
-    inputs: ScoreInputs  # Of the call: slopes of all heads.
+    inputs: ScoreTensors  # Of the call: slopes of all heads.
 
 
 # ---- launches and kernel libraries
@@ -261,7 +261,7 @@ class VarlenBatch:
 class LaunchOptions(NamedTuple):
     """The options of launches. All launches of a pass share them, except `score_inputs`."""
 
-    scores: ScoreOptions
+    scores: ScoreSpec
     deterministic: bool = False  # Equal bits from equal backward launches: only for a backend with DETERMINISTIC.
     score_inputs: LaunchScores | None = None  # Where scores depend on the places of their rows and heads.
 
@@ -349,7 +349,7 @@ class Backend(ABC):
         """
         return self.backward(given.pop(), segments, options)
 
-    def check_score_inputs(self, scores: ScoreOptions, inputs: ScoreInputs) -> None:  # noqa: B027
+    def check_score_inputs(self, scores: ScoreSpec, inputs: ScoreTensors) -> None:  # noqa: B027
         """Raise Unsupported for a score_mod that the library cannot compile; most run any function. It is asked for
         inputs with features alone.
         """

@@ -15,8 +15,8 @@ import torch
 from cp_fast.backends.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
 from cp_fast.backends.blockwise import ScoreBlockSize, fold, mask, modify, placed_scores, score_blocks, size_of
 from cp_fast.backends.fa2 import Fa2Backend
-from cp_ref.contract.score_inputs import ScoreInputs
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.contract.scores import ScoreTensors
+from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 
 __all__ = [
@@ -55,7 +55,7 @@ class LargestLogit(Backend):
         """None where the library works, else its reason."""
         return self._library.why_not()
 
-    def check_score_inputs(self, scores: ScoreOptions, inputs: ScoreInputs) -> None:
+    def check_score_inputs(self, scores: ScoreSpec, inputs: ScoreTensors) -> None:
         """The library's."""
         self._library.check_score_inputs(scores, inputs)
 
@@ -83,8 +83,8 @@ def largest_logit(
 ) -> torch.Tensor:
     """Float32 [h_q]: per query head, the largest scale * q.k of q [n, h_q, d] over k [m, h_kv, d] that a row sees.
 
-    >>> from cp_ref.schedules.problem import ScoreOptions
-    >>> options = LaunchOptions(ScoreOptions(scale=0.5))
+    >>> from cp_ref.schedules.problem import ScoreSpec
+    >>> options = LaunchOptions(ScoreSpec(scale=0.5))
     >>> q, k = torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[[3.0]], [[5.0]]])
     >>> largest_logit(q, k, VarlenBatch.pack([2], [2], None, 0), options)  # 1 * 3, 2 * 3 and 2 * 5
     tensor([5.])

@@ -30,9 +30,9 @@ from cp_fast.backends.backend_protocol import (
     VarlenBatch,
 )
 from cp_fast.backends.kernel_operands import aligned, aligned_view
-from cp_ref.contract.scores import Pairs, PairScores
+from cp_ref.contract.scores import PairScores, ScorePlaces
 from cp_ref.contract.tensors import wide_dtype
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 
 __all__ = [
@@ -241,7 +241,7 @@ def placed_scores(launch: LaunchScores | None, block: ScoreBlock, columns: slice
     device = at.k_positions.device
     head = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=device)[:, None, None]
     document, position, diagonal = (x[rows][:, None] for x in (at.q_documents, at.q_positions, at.q_diagonals))
-    pairs = Pairs(document, head, position, at.k_positions[columns], diagonal - position)
+    pairs = ScorePlaces(document, head, position, at.k_positions[columns], diagonal - position)
     return PairScores(launch.inputs, pairs)
 
 
@@ -424,13 +424,13 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.bmm(a, b, out=aligned((*a.shape[:2], b.shape[2]), a.dtype, a.device))
 
 
-def _scores(queries: torch.Tensor, key: torch.Tensor, options: ScoreOptions, scratch: _Scratch) -> torch.Tensor:
+def _scores(queries: torch.Tensor, key: torch.Tensor, options: ScoreSpec, scratch: _Scratch) -> torch.Tensor:
     """The scores [H, g * R, C] of scaled queries [H, g * R, d] and keys [H, C, d], in buffer 0."""
     s = torch.bmm(queries, key.mT, out=scratch.buffer(0, (*queries.shape[:2], key.shape[1])))
     return s.div_(options.softcap).tanh_().mul_(options.softcap) if options.softcap > 0 else s
 
 
-def _slope(s: torch.Tensor, options: ScoreOptions, scratch: _Scratch) -> torch.Tensor | None:
+def _slope(s: torch.Tensor, options: ScoreSpec, scratch: _Scratch) -> torch.Tensor | None:
     """How scores s rise with their products, in buffer 2; None for 1."""
     if options.softcap <= 0:
         return None

@@ -32,7 +32,7 @@ from cp_fast.backends.backend_protocol import (
     check_scores,
 )
 from cp_fast.backends.kernel_operands import copied_if_unaligned, round_up, trim, widen, with_lse_gradient
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature, Unsupported, describe
 
 __all__ = [
@@ -83,7 +83,7 @@ class Varlen(NamedTuple):
     max_k: int  # Larger than any side that hides a column.
     left: int  # -1 for unbounded
     right: int
-    scores: ScoreOptions
+    scores: ScoreSpec
 
 
 def varlen_arguments(segments: VarlenBatch, options: LaunchOptions) -> Varlen:
@@ -91,7 +91,7 @@ def varlen_arguments(segments: VarlenBatch, options: LaunchOptions) -> Varlen:
 
     If the segments have bounds (`Plan.update`), the arguments depend on the bounds only, not on the current lengths.
 
-    >>> varlen = varlen_arguments(VarlenBatch.pack([30], [10], None, 22), LaunchOptions(ScoreOptions(0.5)))
+    >>> varlen = varlen_arguments(VarlenBatch.pack([30], [10], None, 22), LaunchOptions(ScoreSpec(0.5)))
     >>> varlen.left, varlen.right, varlen.max_q, varlen.max_k
     (-1, 22, 30, 31)
     """

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_fast.api import library_operators as compiled  # makes the operator
-from cp_fast.dispatch.selective_checkpointing import unseen
+from cp_fast.api.attention import FORWARD as OPERATOR
+from cp_fast.dispatch.handles import hide_from_checkpointing
 from cp_ref.schedules.words import Unsupported
 
 __all__ = ["OPERATOR", "LastCall", "offloading"]
 
-OPERATOR: Any = compiled.FORWARD
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
@@ -135,7 +134,9 @@ class _OffloadMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         if func is OPERATOR:
-            with unseen():  # a policy around it must not save copies, which the recomputation makes in another order
+            with (
+                hide_from_checkpointing()
+            ):  # a policy around it must not save copies, which the recomputation makes in another order
                 self._calls.append(_SavedCall(results, self._last))
         return results
 
@@ -161,7 +162,7 @@ class _RestoreMode(TorchDispatchMode):
         if self._number == len(self._calls):
             raise RuntimeError("a checkpointed region calls attention more often when it is recomputed than before")
         self._number += 1
-        with unseen():
+        with hide_from_checkpointing():
             return self._calls[self._number - 1].restore()
 
 

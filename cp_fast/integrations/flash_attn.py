@@ -13,13 +13,17 @@ from typing import Any
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.integrations.shared.drop_in import Asked, drop_in, refuse_names, taking_kv, taking_qkv
-from cp_fast.integrations.shared.shared_arguments import (
+from cp_fast.integrations.shared.drop_in import (
+    Asked,
     check_longest,
     check_tensors,
+    drop_in,
     lengths_of_both,
     lengths_on_host,
     refuse,
+    refuse_names,
+    taking_kv,
+    taking_qkv,
 )
 from cp_ref.contract.masks import documents
 from cp_ref.schedules.values import check_flag, read_window

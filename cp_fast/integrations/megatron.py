@@ -23,9 +23,8 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.integrations.shared.drop_in import Asked, drop_in
+from cp_fast.integrations.shared.drop_in import Asked, check_two_chunks, context_for, drop_in, lengths_on_host, refuse
 from cp_fast.integrations.shared.megatron_balanced import get_batch_on_this_cp_rank, group_of_batch, self_attention
-from cp_fast.integrations.shared.shared_arguments import check_two_chunks, context_for, lengths_on_host, refuse
 from cp_ref.contract.group import PaperGroup
 from cp_ref.contract.sharding import shard
 from cp_ref.schedules.values import kind_of

@@ -16,13 +16,17 @@ import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.flash_attn import asked_aligned
-from cp_fast.integrations.shared.drop_in import Asked, drop_in, refuse_names, taking_kv, taking_qkv
-from cp_fast.integrations.shared.shared_arguments import (
+from cp_fast.integrations.shared.drop_in import (
+    Asked,
     check_longest,
     check_tensors,
+    drop_in,
     lengths_of_both,
     lengths_on_host,
     refuse,
+    refuse_names,
+    taking_kv,
+    taking_qkv,
 )
 from cp_ref.schedules.values import check_flag, read_count, read_lengths
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.integrations.shared.drop_in import Asked, drop_in
-from cp_fast.integrations.shared.shared_arguments import check_tensors, refuse
+from cp_fast.integrations.shared.drop_in import Asked, check_tensors, drop_in, refuse
 from cp_ref.schedules.values import check_flag
 
 __all__ = ["scaled_dot_product_attention"]

@@ -11,10 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.make_plan import make_plan
-from cp_fast.api.plan import Plan
-from cp_fast.integrations.shared.balanced_table import table_of_batch
-from cp_fast.integrations.shared.rank_groups import check_holds, groups_of
+from cp_fast.api.plan import Plan, make_plan
+from cp_fast.integrations.shared.balanced_table import check_holds, groups_of, table_of_batch
 from cp_fast.integrations.shared.token_rows import Digests, TokenRows, digests, read_rows
 from cp_fast.thd import pad_thd_sequences_for_cp
 from cp_ref.contract.call_checks import check_context

@@ -17,24 +17,24 @@ from typing import Any, cast
 
 import torch
 
+from cp_fast.api.attention import attention_in_graph
+from cp_fast.api.calls import plan_of_call
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.implicit_plan import Call, plan_of_call
-from cp_fast.api.library_operators import attention_in_graph
-from cp_fast.api.planned_call import CallFlags
-from cp_fast.api.score_arguments import ScoreArguments
-from cp_fast.dispatch.opaque import again, object_of
+from cp_fast.dispatch.handles import again, object_of
 from cp_fast.integrations.shared.balanced_table import table_of_batch
-from cp_fast.integrations.shared.drop_in import Asked, drop_in
-from cp_fast.integrations.shared.shared_arguments import (
+from cp_fast.integrations.shared.drop_in import (
+    Asked,
     check_tensors,
+    drop_in,
     lengths_of_both,
     lengths_on_host,
     read_equal,
     refuse,
 )
-from cp_ref.contract.attention_call import problem_arguments
+from cp_ref.contract.attention_call import Call, CallFlags, problem_arguments
 from cp_ref.contract.call_checks import check_context
-from cp_ref.contract.collectives import told_to_all
+from cp_ref.contract.collectives import raise_on_all
+from cp_ref.contract.scores import PLAIN
 from cp_ref.contract.sharding import shard
 from cp_ref.schedules.values import kind_of
 from cp_ref.schedules.words import Unsupported
@@ -154,9 +154,7 @@ def attention_in_block(
     how = [*window_size], scale, enable_gqa, out_transform is not None, wanted
     handle = _plan_of_documents(q.detach(), k.detach(), v.detach(), *lengths, cp.handle, *how)
     flags = CallFlags(False, False, out_transform is not None)
-    out, lse, _ = attention_in_graph(
-        cast(Any, _PlanOfGraph(handle)), cp, flags, ScoreArguments(), q[0], k[0], v[0], None
-    )
+    out, lse, _ = attention_in_graph(cast(Any, _PlanOfGraph(handle)), cp, flags, None, q[0], k[0], v[0], None)
     out = out[None].to(q_BLNH.dtype)
     return out if out_transform is None else out_transform(out, lse.transpose(0, 1)[None])
 
@@ -189,14 +187,14 @@ def _plan_of_documents(
 ) -> torch.Tensor:
     """The handle of the plan of a batch's documents: the one that an eager call would take. Collective if it is new."""
     context = object_of(cp)
-    with told_to_all(context):
+    with raise_on_all(context):
         q, k, v = (x.detach().requires_grad_(requires_grad) for x in (q, k, v))
         window = window_size[0], window_size[1]
         asked = _documents(q, k, v, cu_seq_q, cu_seq_k, {}, scale, enable_gqa, context, window)
         problem = problem_arguments(asked.arguments)
     tensors, flags = (asked.q, asked.k, asked.v), CallFlags(False, False, return_lse)
     given = dict(zip("qkv", tensors, strict=True))
-    plan = plan_of_call(Call(asked.cp, given, tensors, None, ScoreArguments(), flags, problem))
+    plan = plan_of_call(Call(asked.cp, None, flags, given, tensors, None, PLAIN, problem))
     if (plan.kept, plan.needs_inputs) != (_PlanOfGraph.kept, _PlanOfGraph.needs_inputs):
         raise Unsupported(
             "this plan in a graph of torch.compile",

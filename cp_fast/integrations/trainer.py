@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.model_edge import edge_of
-from cp_fast.integrations.shared.shared_arguments import refuse
+from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.transformers import prepare, shard_batch
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.collectives import all_reduce_sum

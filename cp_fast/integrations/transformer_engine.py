@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.integrations.shared.drop_in import Asked, drop_in
-from cp_fast.integrations.shared.shared_arguments import (
+from cp_fast.integrations.shared.drop_in import (
+    Asked,
     check_tensors,
     check_two_chunks,
     context_for,
+    drop_in,
     lengths_on_host,
     refuse,
 )

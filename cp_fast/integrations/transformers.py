@@ -34,7 +34,7 @@ from cp_fast.integrations.hugging_face.model_edge import (
 from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over, takes_cache
 from cp_fast.integrations.hugging_face.task_head import head_of, pools_last_tokens
 from cp_fast.integrations.hugging_face.token_mixers import LAYERS, NAME, refuse_by_name
-from cp_fast.integrations.shared.shared_arguments import refuse
+from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.token_batches import CpBatch
 from cp_ref.contract.call_checks import check_context
 

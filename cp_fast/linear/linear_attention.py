@@ -3,28 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from types import NoneType
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 
+from cp_fast.api.calls import call_key
 from cp_fast.api.checked_calls import agree_on_call, agree_on_layer_call, checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
-from cp_fast.api.planned_call import PLAIN_TENSORS
-from cp_fast.dispatch.selective_checkpointing import unseen
-from cp_fast.linear.choose_kernels import choose_kernels, features_of_call
+from cp_fast.backends.backend_protocol import NotInstalled
+from cp_fast.dispatch.handles import hide_from_checkpointing
+from cp_fast.linear.chunked import ChunkedKernels
+from cp_fast.linear.fla.fla_kernels import FlaKernels
 from cp_fast.linear.linear_kernels import Kind, LinearInputs, LinearKernels
 from cp_fast.linear.linear_passes import Saved, backward_pass, forward_pass
-from cp_fast.linear.linear_plan import LinearPlan, captured, check_not_captured, check_same_batch
+from cp_fast.linear.linear_plan import LinearPlan, captured, check_not_captured, check_same_batch, linear_plan
+from cp_fast.log import log_once
 from cp_ref.contract import linear_calls
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.declared import implements
 from cp_ref.contract.linear_calls import LinearCall, read_linear_attention
 from cp_ref.contract.tensors import autocast, differentiable_once, no_autocast, refuse_transforms
+from cp_ref.schedules.words import Feature, Unsupported
 
-__all__ = ["linear_attention"]
+__all__ = [
+    "LIBRARIES",
+    "choose_kernels",
+    "features_of_call",
+    "linear_attention",
+]
+
+# ---- the choice of a library
+#
+# The choice of a library of linear attention, by the rule of `cp_fast.backends.choose`.
+
+
+LIBRARIES: tuple[LinearKernels, ...] = FlaKernels(), ChunkedKernels()
+_NAMES = {"torch": ("torch",), "cpu": ("torch",)}  # by ContextParallel.backend; others mean all, in their order
+
+
+def features_of_call(device: str, dtype: str, d_k: int, d_v: int) -> frozenset[Feature]:
+    """What a call asks of a library. dtype: PyTorch's name without "torch.".
+
+    >>> sorted(features_of_call("cpu", "float32", 128, 20))
+    [<Feature.CPU: 'device cpu'>, <Feature.FLOAT32: 'float32'>, <Feature.HEAD_DIM_ODD: 'head dim not a multiple of 8'>]
+    """
+    conditions = {
+        Feature.HEAD_DIM_OVER_128: max(d_k, d_v) > 128,
+        Feature.HEAD_DIM_OVER_256: max(d_k, d_v) > 256,
+        Feature.HEAD_DIM_ODD: d_k % 8 != 0 or d_v % 8 != 0,
+    }
+    always = {Feature(f"device {device}"), Feature(dtype)}
+    return frozenset(always | {feature for feature, needed in conditions.items() if needed})
+
+
+@cache
+def choose_kernels(required: frozenset[Feature], backend: str) -> LinearKernels:
+    """The first library that works here and has every feature. `ContextParallel.backend` "torch" or "cpu" takes plain
+    PyTorch; "auto", and the name of a library of attention, take flash-linear-attention first.
+
+    Raises:
+        Unsupported: there is none; it names for every library the features that it lacks, or why it does not work.
+    """
+    names = _NAMES.get(backend)
+    missing: dict[str, frozenset[Feature]] = {}
+    reasons: list[str] = []
+    missed: list[str] = []
+    for library in LIBRARIES:
+        if names is not None and library.name not in names:
+            continue
+        if lacking := required - library.features:
+            missing[library.name] = lacking
+        elif (reason := library.why_not()) is not None:
+            reasons.append(f"{library.name} does not work here: {reason}")
+            if isinstance(reason, NotInstalled):
+                missed.append(f"{library.name}: {reason}")
+        else:
+            if missed:
+                log_once(
+                    f"linear attention runs on {library.name}; what this GPU prefers is not installed "
+                    f"({'; '.join(missed)}); ContextParallel(backend={library.name!r}) takes it without a word"
+                )
+            return library
+    raise Unsupported(f"linear attention with backend {backend!r}", missing, hint="\n  ".join(reasons))
+
+
+# ---- the layer
 
 
 @implements(linear_calls.linear_attention)
@@ -51,9 +116,10 @@ def linear_attention(
     refuse_transforms()
 
     tensors = {"q": autocast(q), "k": autocast(k), "v": autocast(v), "g": g, "beta": beta}
-    key = call_key(cp, plan, (*tensors.values(), initial_state), kind, scale, output_final_state)
+    words, given = (kind, scale, output_final_state), (*tensors.values(), initial_state)
+    key = None if checking() or captured(plan) else call_key(plan, cp, words, *given)
     number = 0
-    if key is None or checking() or (found := plan.linear_plan.calls.get(key)) is None:
+    if key is None or (found := plan.calls.get(key)) is None:
 
         def read() -> LinearCall:
             check_not_captured(plan)
@@ -61,33 +127,14 @@ def linear_attention(
             kernels_for(call, cp, tensors["q"].device)
             return call
 
-        with unseen():
+        with hide_from_checkpointing():
             call, number = agree_on_layer_call(cp, plan, "linear_attention", read)
         found = call, kernels_for(call, cp, tensors["q"].device)
-        if key is not None and not number:
-            plan.linear_plan.calls[key] = found
+        if key is not None:
+            plan.calls.find(key, lambda: found)
     call, kernels = found
-    out, final = LinearAttention.apply(plan, kernels, cp, call, number, *tensors.values(), initial_state)
+    out, final = LinearAttention.apply(plan, kernels, cp, call, number, *given)
     return (out, final) if output_final_state else out
-
-
-def call_key(
-    cp: ContextParallel, plan: Any, tensors: Sequence[Any], kind: Any, scale: Any, output_final_state: Any
-) -> tuple[Any, ...] | None:
-    """All values that the checks of a call depend on; None for a call that is always checked."""
-    if not isinstance(plan, Plan) or not plan.linear or captured(plan):
-        return None
-    if type(kind) is not str or type(scale) not in (float, NoneType) or type(output_final_state) is not bool:
-        return None
-    kinds: list[Any] = []
-    for x in tensors:
-        if x is None:
-            kinds.append(None)
-        elif type(x) in PLAIN_TENSORS:
-            kinds += x.shape, x.dtype, x.device, x.layout, x.requires_grad
-        else:
-            return None
-    return cp, kind, scale, output_final_state, torch.is_grad_enabled(), *kinds
 
 
 def kernels_for(call: LinearCall, cp: ContextParallel, device: torch.device) -> LinearKernels:
@@ -108,10 +155,10 @@ class LinearAttention(torch.autograd.Function):
         number: int,
         *given: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        plan = owner.linear_plan
+        plan = linear_plan(owner)
         *tensors, initial = (None if x is None else x.detach() for x in given)
         first = cast(torch.Tensor, tensors[0])
-        with unseen(), cp.alone("linear_attention, forward"), no_autocast(first.device):
+        with hide_from_checkpointing(), cp.alone("linear_attention, forward"), no_autocast(first.device):
             inputs = _packed(plan, call, tensors)
             if initial is not None:
                 initial = initial.to(_state_dtype(call.dtype))
@@ -128,13 +175,13 @@ class LinearAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dfinal: torch.Tensor | None) -> Any:
         plan, call = ctx.plan, ctx.call
         if ctx.number:
-            with unseen():
+            with hide_from_checkpointing():
                 look = partial(check_same_batch, ctx.owner, plan)
                 agree_on_call(ctx.cp, ctx.owner, "linear_attention, backward", look, ("of_call", ctx.number))
         check_same_batch(ctx.owner, plan)
         *tensors, initial, maps, entering = (everything := ctx.saved_tensors)[:8]
         device = tensors[0].device
-        with unseen(), ctx.cp.alone("linear_attention, backward"), no_autocast(device):
+        with hide_from_checkpointing(), ctx.cp.alone("linear_attention, backward"), no_autocast(device):
             inputs = _packed(plan, call, tensors)
             dpacked = torch.zeros_like(inputs.v) if dout is None else plan.sequences.take(dout).to(inputs.v.dtype)
             if call.output_final_state and dfinal is None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cp_fast.api.plan import Plan, tables_of
 from cp_fast.linear.convolution.halo_tables import HaloTables, halo_tables
 from cp_fast.linear.linear_kernels import FragmentRows
 from cp_fast.linear.state_tables import StateTables, state_tables
@@ -21,6 +22,7 @@ __all__ = [
     "captured",
     "check_not_captured",
     "check_same_batch",
+    "linear_plan",
 ]
 
 # ---- a rank's rows
@@ -125,7 +127,6 @@ class LinearPlan:
     rank: int
     device: torch.device
     halos: dict[int, HaloTables] = field(default_factory=dict[int, HaloTables], repr=False)
-    calls: dict[Any, Any] = field(default_factory=dict[Any, Any], repr=False)  # checked calls and kernels, by keys
 
     @cached_property
     def rows(self) -> LocalRows:
@@ -188,9 +189,14 @@ class LinearPlan:
         return self.halos[kernel_size]
 
 
-def check_same_batch(owner: Any, plan: LinearPlan) -> None:
-    """Raise where a `cp_fast.Plan` was updated since it gave `plan`."""
-    if owner.linear_plan is not plan:
+def linear_plan(owner: Plan) -> LinearPlan:
+    """A plan's tables of linear layers, for its batch."""
+    return tables_of(owner, LinearPlan)
+
+
+def check_same_batch(owner: Plan, plan: LinearPlan) -> None:
+    """Raise where a plan was updated since it gave its tables."""
+    if linear_plan(owner) is not plan:
         raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
 
 

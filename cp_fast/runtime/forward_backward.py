@@ -15,7 +15,7 @@ from cp_fast.runtime.row_selection import is_mask
 from cp_fast.runtime.run import CompiledCall, Results
 from cp_ref.contract.collectives import all_reduce_max, offset_grad
 from cp_ref.contract.context import ContextParallel
-from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.contract.scores import ScoreTensors
 from cp_ref.contract.tensors import wide_dtype
 from cp_ref.schedules.words import Feature, Unsupported
 
@@ -29,7 +29,7 @@ def forward_pass(
     k: torch.Tensor,
     v: torch.Tensor,
     offset: torch.Tensor | None,
-    scores: ScoreInputs | None = None,
+    scores: ScoreTensors | None = None,
     *,
     return_max_logit: bool,
 ) -> Results:
@@ -57,7 +57,7 @@ def backward_pass(
     offset: torch.Tensor | None,
     dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
-    scores: ScoreInputs | None = None,
+    scores: ScoreTensors | None = None,
     *,
     deterministic: bool,
     wants_offset: bool,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from cp_fast.compile.chosen_schedule import Folding
-from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.contract.scores import ScoreTensors
 
 __all__ = ["Packing"]
 
@@ -69,7 +69,7 @@ class Packing(Folding):
         """Repeat one value a head [h_q] as one a packed head."""
         return per_head.repeat(self.batch) if self.folded else per_head
 
-    def scores_in(self, inputs: ScoreInputs) -> ScoreInputs:
+    def scores_in(self, inputs: ScoreTensors) -> ScoreTensors:
         """The inputs of scores with slopes of packed heads. Scores of a folded batch depend on no other place."""
         slopes = inputs.alibi_slopes
         if not self.folded or slopes is None:

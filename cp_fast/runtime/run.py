@@ -43,7 +43,7 @@ from cp_fast.runtime.prepared_exchange import Prepares
 from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.runtime.tensors import Operation, Shapes, State, Tensors
 from cp_ref.contract.group import Group
-from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.contract.scores import ScoreTensors
 from cp_ref.contract.tensors import wide_dtype
 
 __all__ = [
@@ -161,7 +161,7 @@ class CompiledCall:
         k: torch.Tensor,
         v: torch.Tensor,
         sink: torch.Tensor | None,
-        scores: ScoreInputs | None = None,
+        scores: ScoreTensors | None = None,
     ) -> Results:
         """Run the forward pass. Its inputs are this rank's packed slices, contiguous, a tail allowed: `q` [t_q, h_q,
         d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]. The argument sink [h_q] has each head's sink logit. scores:
@@ -186,7 +186,7 @@ class CompiledCall:
         out: torch.Tensor,
         lse: torch.Tensor,
         kept: Sequence[torch.Tensor],
-        scores: ScoreInputs | None = None,
+        scores: ScoreTensors | None = None,
         *,
         deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -217,7 +217,7 @@ class CompiledCall:
         return dq, dk, dv
 
     def _state(
-        self, plan: Program[Rows], group: Group, *, deterministic: bool = False, scores: ScoreInputs | None
+        self, plan: Program[Rows], group: Group, *, deterministic: bool = False, scores: ScoreTensors | None
     ) -> State:
         options = LaunchOptions(self.packing.problem.scores, deterministic)
         return State(len(plan.buffers), self.transport or group, options, scores)

@@ -12,7 +12,7 @@ import torch
 from cp_fast.backends import LaunchOptions
 from cp_fast.compile.program import BufferSpec
 from cp_ref.contract.group import Group, Pending
-from cp_ref.contract.score_inputs import ScoreInputs
+from cp_ref.contract.scores import ScoreTensors
 from cp_ref.contract.tensors import wide_dtype
 
 __all__ = ["Allocation", "Operation", "Shapes", "State", "Tensors"]
@@ -30,7 +30,7 @@ class State:
 
     __slots__ = ("arrived", "buffers", "gathered", "group", "inputs", "max_logit", "options", "pending")
 
-    def __init__(self, buffers: int, group: Group, options: LaunchOptions, inputs: ScoreInputs | None = None) -> None:
+    def __init__(self, buffers: int, group: Group, options: LaunchOptions, inputs: ScoreTensors | None = None) -> None:
         self.buffers: list[Any] = [None] * buffers  # Tensors, or None before and after their use.
         self.gathered: dict[int, tuple[Any, Tensors]] = {}  # the last rows gathered from each own buffer
         self.pending: Pending | None = None

@@ -8,7 +8,7 @@ It has no arithmetic but that of scores. It imports torch and, of the two packag
     context, group, process_groups, collectives
                                     ranks that exchange, and errors that name the peer
     cuts, compare_layouts           which rows a rank holds; layouts compared by cost
-    scores, score_mod, score_inputs the definition of ALiBi, score_mod and dropout
+    scores, score_mod               the definition of ALiBi, score_mod and dropout
     linear_schedules, verify_states the schedules of linear layers and convolutions, and their proof
     masks, foreign_masks            makers of attention slices; readers of others' masks
     *_pictures                      problems, tables and schedules as text and SVG

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 
+from cp_ref.contract.call_checks import (
+    check_global_lengths,
+    check_local_tensors,
+    check_placements,
+    check_plan_owner,
+    check_settled,
+    check_uneven,
+)
 from cp_ref.contract.context import ContextParallel
-from cp_ref.contract.plan_arguments import OF_THE_PROBLEM, Plan
+from cp_ref.contract.plan_arguments import Plan, read_call
+from cp_ref.contract.read_problem import ARGUMENTS, check_offset, read_sizes
+from cp_ref.contract.room import Room, check_room_tensors
 from cp_ref.contract.score_mod import ScoreMod, digest_of
-from cp_ref.schedules.values import kind_of
+from cp_ref.contract.scores import ScoreTensors
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.values import check_flag, kind_of
 from cp_ref.schedules.words import AttnMaskType, QKVFormat, SoftmaxType
 
 __all__ = [
+    "Call",
+    "CallFlags",
     "asked_for",
     "attention",
     "problem_arguments",
-    "refuse_plan",
     "with_digest",
 ]
 
@@ -200,7 +213,7 @@ def attention(
     raise NotImplementedError
 
 
-_DEFAULTS = {n: p.default for n, p in inspect.signature(attention).parameters.items() if n in OF_THE_PROBLEM}
+_DEFAULTS = {n: p.default for n, p in inspect.signature(attention).parameters.items() if n in ARGUMENTS}
 
 
 def problem_arguments(given: dict[str, Any]) -> dict[str, Any]:
@@ -223,10 +236,77 @@ def with_digest(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "score_mod": digest_of(arguments["score_mod"])} if "score_mod" in arguments else arguments
 
 
-def refuse_plan(plan: Any, kind: type) -> None:
-    """Raise TypeError unless there is no plan. kind: the package's own Plan."""
-    if plan is not None:
-        raise TypeError(f"plan is {kind_of(plan)}; it must be a {kind.__module__.split('.')[0]}.Plan")
+class CallFlags(NamedTuple):
+    """The flags of a call, as the caller gave them. `check` raises TypeError unless all are bools."""
+
+    deterministic: bool
+    return_max_logit: bool
+    return_lse: bool
+
+    def check(self) -> None:
+        for name, flag in zip(self._fields, self, strict=True):
+            check_flag(name, flag)
+
+
+class Call(NamedTuple):
+    """A call of `attention`, as the caller gave it, and the checks of it, which send nothing.
+
+    Each check raises ValueError or TypeError, naming the argument, its value and the rule.
+
+    Attributes:
+        cp: the package's own ContextParallel.
+        plan: of either package; anything else for a call without a plan.
+        given: q, k, v, by name, as the caller gave them; DTensors are possible.
+        tensors: q, k, v: their local parts, after autocast.
+        offset: softmax_offset, one a head.
+        scores: the tensors of scores.
+        arguments: those that make the problem, by name, with defaults.
+    """
+
+    cp: Any
+    plan: Any
+    flags: CallFlags
+    given: dict[str, Any]
+    tensors: tuple[Any, Any, Any]
+    offset: Any
+    scores: ScoreTensors
+    arguments: dict[str, Any]
+
+    def read_problem(self, plan_kind: type) -> Problem:
+        """The problem of a call without a plan; `check_tensors` follows. plan_kind: the package's own Plan."""
+        cp, qkv_format = self.cp, self.arguments["qkv_format"]
+        if self.plan is not None:
+            package = plan_kind.__module__.split(".")[0]
+            raise TypeError(f"plan is {kind_of(self.plan)}; it must be a {package}.Plan")
+        self.flags.check()
+        check_placements(cp, cp.layout, qkv_format, self.offset, **self.given)
+        return read_call(cp, read_sizes(*self.tensors, qkv_format, cp.size), **self.arguments)
+
+    def check_plan(self) -> None:
+        """The plan is this context's, and the other arguments do not contradict it."""
+        problem = self.plan.problem
+        check_settled(problem, **with_digest(self.arguments))
+        self.check_placements(problem)
+        check_plan_owner(problem, self.plan.rank, self.cp)
+        self.flags.check()
+
+    def check_placements(self, problem: Problem) -> None:
+        """Of DTensors the local parts are this rank's slices."""
+        check_placements(self.cp, problem.layout, problem.qkv_format, self.offset, **self.given)
+
+    def check_tensors(self, problem: Problem, room: Room | None = None) -> None:
+        """q, k and v are this rank's slices of the problem, which is the plan's if there is one."""
+        q, k, _ = self.tensors
+        check_local_tensors(problem, self.cp.rank, *self.tensors)
+        check_room_tensors(room, q, k)
+        check_global_lengths(problem, room, q, k)
+        if self.plan is None:
+            alibi, max_logit = self.scores.alibi_slopes is not None, self.flags.return_max_logit
+            check_uneven(self.cp, problem, alibi=alibi, max_logit=max_logit)
+
+    def check_offset(self, problem: Problem) -> None:
+        """softmax_offset is there exactly when the problem has a learnable sink."""
+        check_offset(problem, self.offset, self.tensors[0])
 
 
 def asked_for(results: Any, return_lse: bool, return_max_logit: bool) -> Any:

@@ -4,15 +4,14 @@ settled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 from cp_ref.contract.group import PairGroup
-from cp_ref.contract.read_problem import SCORE_OPTIONS, read_sizes
+from cp_ref.contract.read_problem import ARGUMENTS, read_sizes
 from cp_ref.schedules.problem import Problem, slice_rows
-from cp_ref.schedules.values import check_choice, kind_of, read_choice, read_window
-from cp_ref.schedules.words import MASKS, QKV_FORMATS
+from cp_ref.schedules.values import check_choice, kind_of
+from cp_ref.schedules.words import QKV_FORMATS
 
 __all__ = [
     "AXES",
@@ -160,13 +159,6 @@ def _reaches(steps: list[tuple[int, tuple[int, int]]], least: int, most: int) ->
     return True
 
 
-_READ: dict[str, Callable[[str, Any], Any]] = {  # the arguments of `attention` that are plain values
-    "qkv_format": lambda name, value: read_choice(name, value, QKV_FORMATS),
-    "attn_mask_type": lambda name, value: None if value is None else read_choice(name, value, MASKS),
-    "window_size": lambda _, value: read_window(value),
-    "score_mod": lambda _, value: value,  # a digest
-    **SCORE_OPTIONS,
-}
 _DEFAULTS = {f.name: f.default for f in fields(Problem)} | {"attn_mask_type": None}
 
 
@@ -197,15 +189,17 @@ def check_plan_owner(problem: Problem, plan_rank: int, cp: Any) -> None:
 
 
 def check_settled(problem: Problem, **arguments: Any) -> None:
-    """Arguments given together with a plan: each has its default value, or the plan's.
+    """Arguments given together with a plan: each has its default value, or the plan's. Arguments that make no problem
+    are None.
 
     Raises:
         ValueError, TypeError: an argument is wrong, contradicts the plan, or is one of the tensors of lengths or
         attention slices that only the plan may have.
     """
     for name, value in arguments.items():
-        if name in _READ:
-            value = _READ[name](name, value)
+        read = ARGUMENTS[name].read if name in ARGUMENTS else None
+        if read is not None:
+            value = read(name, value)
             if value == _DEFAULTS[name]:
                 continue  # The plan's own value is not read: a compiled graph would be for this plan alone.
             if value != (planned := getattr(problem, name)):

@@ -24,9 +24,9 @@ __all__ = [
     "collective",
     "name_of_rank",
     "offset_grad",
+    "raise_on_all",
     "tell_context",
     "together",
-    "told_to_all",
 ]
 
 
@@ -74,7 +74,7 @@ def offset_grad(cp: ContextParallel, share: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def told_to_all(cp: ContextParallel, what: str = "an agreement on a call") -> Generator[None]:
+def raise_on_all(cp: ContextParallel, what: str = "an agreement on a call") -> Generator[None]:
     """Read a call's arguments inside, and send nothing; a call that begins with an agreement follows.
 
     Raises:
@@ -82,7 +82,7 @@ def told_to_all(cp: ContextParallel, what: str = "an agreement on a call") -> Ge
 
     >>> from cp_ref import ContextParallel, SimGroup
     >>> def one(member):
-    ...     with told_to_all(ContextParallel(member)):
+    ...     with raise_on_all(ContextParallel(member)):
     ...         raise ValueError("causal is 'no'; it must be True or False")
     >>> SimGroup(2).run(one)
     Traceback (most recent call last):
@@ -153,7 +153,7 @@ def name_of_rank(groups: Sequence[Group]) -> str:
 def tell_context(given: dict[str, Any], error: Exception) -> NoReturn:
     """Raise an error on the ranks of the context that a call was given as `cp`, which are about to agree on it."""
     if isinstance(cp := given.get("cp"), ContextParallel):
-        with told_to_all(cp):
+        with raise_on_all(cp):
             raise error
     raise error
 

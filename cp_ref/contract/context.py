@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self, cast
 from weakref import WeakKeyDictionary
 
-from cp_ref.contract.declared import replaced, undivided
+from cp_ref.contract.declared import not_a_dataclass, replaced
 from cp_ref.contract.process_groups import as_group, during
 from cp_ref.schedules.layouts import read_layout
 from cp_ref.schedules.planners.make_schedule import SCHEDULES
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-@undivided
+@not_a_dataclass
 @dataclass(eq=False, repr=False)
 class ContextParallel:
     """A group of ranks, the schedule they follow and the kernels they compute with.

@@ -19,9 +19,9 @@ __all__ = [
     "bind",
     "declare",
     "implements",
+    "not_a_dataclass",
     "replaced",
     "same_parameters",
-    "undivided",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any], covariant=True)
@@ -89,14 +89,14 @@ def bind(stub: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     return call.arguments
 
 
-def undivided(kind: type[T]) -> type[T]:
+def not_a_dataclass(kind: type[T]) -> type[T]:
     """A decorator above `dataclass`: `is_dataclass` is False for the class.
 
     PyTorch then hands its objects on as they are. fully_shard with a mixed precision policy copies the dataclasses
     among a module's arguments, field by field.
 
     >>> from dataclasses import dataclass, is_dataclass
-    >>> @undivided
+    >>> @not_a_dataclass
     ... @dataclass(frozen=True)
     ... class Pair:
     ...     first: int
@@ -116,5 +116,5 @@ def undivided(kind: type[T]) -> type[T]:
 
 
 def replaced(thing: T, **changes: Any) -> T:
-    """An object of an `undivided` class with other values of some arguments."""
+    """An object of an `not_a_dataclass` class with other values of some arguments."""
     return cast(Any, thing).__replace__(**changes)

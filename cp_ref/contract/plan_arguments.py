@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
@@ -14,7 +13,7 @@ from cp_ref.contract.context import ContextParallel
 from cp_ref.contract.declared import bind, same_parameters
 from cp_ref.contract.group import Group, PairGroup
 from cp_ref.contract.linear_schedules import make_halo, make_states
-from cp_ref.contract.read_problem import SCORE_OPTIONS, Sizes, read_problem
+from cp_ref.contract.read_problem import ARGUMENTS, Sizes, read_problem
 from cp_ref.contract.room import Agreement, Room, read_room
 from cp_ref.contract.score_mod import ScoreMod, digest_of
 from cp_ref.contract.tensors import read_device
@@ -26,7 +25,6 @@ from cp_ref.schedules.verify.proof import verify
 from cp_ref.schedules.words import AttnMaskType, QKVFormat, SoftmaxType
 
 __all__ = [
-    "OF_THE_PROBLEM",
     "Plan",
     "check_plan",
     "check_schedule",
@@ -84,7 +82,6 @@ def _check_reach(schedule: Schedule, group: PairGroup) -> None:
                 )
 
 
-OF_THE_PROBLEM = inspect.signature(read_problem).parameters.keys() | SCORE_OPTIONS.keys()  # Of a problem.
 _FEW = 8  # Sequences whose lengths a summary names.
 _SIZES = ("heads_q", "heads_kv", "d_qk", "d_v", "batch_size", "seqlen_q", "seqlen_kv")
 
@@ -287,7 +284,7 @@ def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, t
     sizes = Sizes(dtype=str(given["dtype"]).removeprefix("torch."), **{name: given[name] for name in _SIZES})
     if isinstance(given["layout"], str):
         raise ValueError(f"layout is {given['layout']!r}; a layout's name belongs to the ContextParallel, a table here")
-    problem = read_call(cp, sizes, **{name: value for name, value in given.items() if name in OF_THE_PROBLEM})
+    problem = read_call(cp, sizes, given["layout"], **{name: given[name] for name in ARGUMENTS})
     room = read_room(problem, given)
     extras = check_schedule(given["schedule"], problem, room, cp.comm) + read_linear(given["linear"], problem)
     return Agreement(problem, room, extras), device

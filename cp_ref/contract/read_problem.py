@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import gt
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,8 +38,10 @@ from cp_ref.schedules.values import (
 from cp_ref.schedules.words import MASKS, QKV_FORMATS, SOFTMAX_TYPES
 
 __all__ = [
+    "ARGUMENTS",
     "DTYPES",
     "SCORE_OPTIONS",
+    "Argument",
     "Sizes",
     "check_heads",
     "check_layout",
@@ -208,12 +211,55 @@ def _batched(given: dict[str, list[int] | None], qkv_format: str, mask: str, siz
 
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-SCORE_OPTIONS: dict[str, Callable[[str, Any], Any]] = {  # an option of scores -> its check; of (name, value)
-    "softmax_scale": lambda name, value: None if value is None else read_number(name, value, positive=True),
-    "softcap": lambda name, value: read_number(name, value, positive=False),
-    "softmax_type": lambda name, value: read_choice(name, value, SOFTMAX_TYPES),
-    "dropout_p": lambda name, value: read_dropout(name, value),
+
+
+Reader = Callable[[str, Any], Any]  # of an argument's name and value: checks it, and gives what a `Problem` has
+
+
+class Argument(NamedTuple):
+    """An argument of `attention` that makes the problem.
+
+    Attributes:
+        read: None for a tensor, which `read_problem` reads with others.
+        of_scores: whether it is an option of scores.
+        of_places: whether scores then depend on places of pairs, so that every pair has to be of one document.
+    """
+
+    read: Reader | None = None
+    of_scores: bool = False
+    of_places: bool = False
+
+
+def _or_none(read: Reader) -> Reader:
+    return lambda name, value: None if value is None else read(name, value)
+
+
+def _window(_: str, value: Any) -> Any:
+    return read_window(value)
+
+
+def _digest(_: str, value: Any) -> Any:
+    return value
+
+
+ARGUMENTS: dict[str, Argument] = {
+    "qkv_format": Argument(partial(read_choice, choices=QKV_FORMATS)),
+    "attn_mask_type": Argument(_or_none(partial(read_choice, choices=MASKS))),
+    "window_size": Argument(_window),
+    "areas": Argument(),
+    "cu_seqlens_q": Argument(),
+    "cu_seqlens_kv": Argument(),
+    "cu_seqlens_q_padded": Argument(),
+    "cu_seqlens_kv_padded": Argument(),
+    "softmax_scale": Argument(_or_none(partial(read_number, positive=True)), of_scores=True),
+    "softcap": Argument(partial(read_number, positive=False), of_scores=True),
+    "softmax_type": Argument(partial(read_choice, choices=SOFTMAX_TYPES), of_scores=True),
+    "score_mod": Argument(_digest, of_places=True),  # what `score_mod.digest_of` gives
+    "dropout_p": Argument(read_dropout, of_scores=True, of_places=True),
 }
+"""The arguments that make a problem, of which every function with such arguments reads its own."""
+
+SCORE_OPTIONS = {name: one.read for name, one in ARGUMENTS.items() if one.of_scores and one.read is not None}
 _NEEDED = ("heads_q", "heads_kv", "d_qk", "d_v")
 _LEAST = dict.fromkeys(_NEEDED, 1) | {"batch_size": 1, "seqlen_q": 0, "seqlen_kv": 0}
 
@@ -268,45 +314,29 @@ def read_sizes(q: Any, k: Any, v: Any, qkv_format: str, cp_size: int) -> Sizes:
 
 
 def read_problem(
-    *,
-    cp_size: int,
-    cp_comm_type: str,
-    layout: Any,
-    qkv_format: str,
-    attn_mask_type: str | None,
-    window_size: tuple[int, int],
-    areas: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_kv: Any,
-    cu_seqlens_q_padded: Any,
-    cu_seqlens_kv_padded: Any,
-    sizes: Sizes,
-    a2a_size: int = 1,
-    score_mod: str = "",
-    **score_options: Any,
+    *, cp_size: int, cp_comm_type: str, layout: Any, sizes: Sizes, a2a_size: int = 1, score_mod: str = "", **given: Any
 ) -> Problem:
-    """The problem of a call. See `cp_ref.attention` for the arguments; `sizes` comes from the tensors or from
-    `make_plan`, `score_options` are those of `SCORE_OPTIONS`. `score_mod` is the function's digest.
+    """The problem of a call: see `cp_ref.attention`.
+
+    Args:
+        sizes: from the tensors, or from `make_plan`.
+        score_mod: the function's digest.
+        given: the other `ARGUMENTS`, all of them.
     """
     check_choice("cp_comm_type", cp_comm_type, tuple(SCHEDULES))
     layout = read_layout(layout)
-    check_choice("qkv_format", qkv_format, QKV_FORMATS)
-    window_size = read_window(window_size)
+    areas, mask = given["areas"], given["attn_mask_type"]
+    qkv_format: str = _read("qkv_format", given)
+    window_size = _read("window_size", given)
     if areas is not None:
-        _check_alone(qkv_format, attn_mask_type, window_size)
-    attn_mask_type = "causal" if attn_mask_type is None else attn_mask_type
-    check_choice("attn_mask_type", attn_mask_type, MASKS)
-    scores = {name: SCORE_OPTIONS[name](name, value) for name, value in score_options.items()}
+        _check_alone(qkv_format, mask, window_size)
+    mask = _read("attn_mask_type", given) or "causal"
+    scores = {name: _read(name, given) for name in SCORE_OPTIONS}
     check_choice("dtype", sizes.dtype, DTYPES)
     sizes = counted(sizes)
     check_heads(sizes, cp_comm_type, a2a_size)
-    given = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_kv": cu_seqlens_kv,
-        "cu_seqlens_q_padded": cu_seqlens_q_padded,
-        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
-    }
-    sequences = read_sequences(given, qkv_format, attn_mask_type, sizes)
+    cu_seqlens = {name: x for name, x in given.items() if name.startswith("cu_seqlens_")}
+    sequences = read_sequences(cu_seqlens, qkv_format, mask, sizes)
     lengths = Sequences.of(sequences)
     problem = Problem(
         cp_size=cp_size,
@@ -315,7 +345,7 @@ def read_problem(
         a2a_size=a2a_size,
         layout=layout,
         qkv_format=qkv_format,
-        attn_mask_type=attn_mask_type,
+        attn_mask_type=mask,
         window_size=window_size,
         areas=None if areas is None else read_areas(areas, sum(lengths.slots_q), sum(lengths.slots_kv)),
         heads_q=sizes.heads_q,
@@ -327,10 +357,16 @@ def read_problem(
         **scores,
     )
     check_layout(problem)
-    for name in ("score_mod", "dropout_p"):
-        if getattr(problem, name):
+    for name, one in ARGUMENTS.items():
+        if one.of_places and getattr(problem, name):
             check_one_document(problem, name)
     return problem
+
+
+def _read(name: str, given: Mapping[str, Any]) -> Any:
+    read = ARGUMENTS[name].read
+    assert read is not None
+    return read(name, given[name])
 
 
 def check_offset(problem: Problem, softmax_offset: Any, q: Any) -> None:

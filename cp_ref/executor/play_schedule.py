@@ -22,7 +22,7 @@ import torch
 
 from cp_ref.contract.group import Group
 from cp_ref.contract.process_groups import during
-from cp_ref.contract.score_inputs import PLAIN, ScoreInputs
+from cp_ref.contract.scores import PLAIN, ScoreTensors
 from cp_ref.contract.tensors import wide_dtype
 from cp_ref.executor.rank_tensors import RankTensors
 from cp_ref.executor.tile_attention import pair_scores, tile_backward, tile_forward
@@ -73,7 +73,7 @@ def run_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    inputs: ScoreInputs = PLAIN,
+    inputs: ScoreTensors = PLAIN,
     held: RankTensors | None = None,
 ) -> Results:
     """This rank's share of the forward pass.
@@ -121,7 +121,7 @@ def run_backward(
     lse: torch.Tensor,
     delta: torch.Tensor,
     saved: dict[str, tuple[torch.Tensor, ...]],
-    inputs: ScoreInputs = PLAIN,
+    inputs: ScoreTensors = PLAIN,
     held: RankTensors | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's share of the backward pass.

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cp_ref.contract.score_inputs import ScoreInputs
-from cp_ref.contract.scores import Pairs, PairScores
-from cp_ref.schedules.problem import Problem, ScoreOptions, row_positions
+from cp_ref.contract.scores import PairScores, ScorePlaces, ScoreTensors
+from cp_ref.schedules.problem import Problem, ScoreSpec, row_positions
 
 __all__ = [
     "TileGradients",
@@ -61,7 +60,7 @@ def tile_forward(
     k: torch.Tensor,
     v: torch.Tensor,
     visible: torch.Tensor,
-    options: ScoreOptions,
+    options: ScoreSpec,
     extra: PairScores | None = None,
 ) -> TileResult:
     """q [n, h, d_qk], k [m, h, d_qk], v [m, h, d_v], visible bool [n, m] -> the partial result. Dropout changes out
@@ -82,7 +81,7 @@ def tile_backward(
     lse: torch.Tensor,
     delta: torch.Tensor,
     visible: torch.Tensor,
-    options: ScoreOptions,
+    options: ScoreSpec,
     extra: PairScores | None = None,
 ) -> TileGradients:
     """The tile's gradients, from the final lse [n, h] of its rows (over all keys, not only the tile's).
@@ -109,7 +108,7 @@ def tile_backward(
     return TileGradients(dq, dk, dv)
 
 
-def _capped(q: torch.Tensor, k: torch.Tensor, options: ScoreOptions) -> tuple[torch.Tensor, torch.Tensor | float]:
+def _capped(q: torch.Tensor, k: torch.Tensor, options: ScoreSpec) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Scores [n, h, m] after the softcap, and its slope."""
     scores = options.scale * torch.einsum("nhd,mhd->nhm", q, k)
     if options.softcap <= 0:
@@ -138,12 +137,12 @@ def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 # ---- scores that depend on more than q and k
 
 
-def pair_scores(problem: Problem, inputs: ScoreInputs, tile: Sequence[int], device: torch.device) -> PairScores | None:
+def pair_scores(problem: Problem, inputs: ScoreTensors, tile: Sequence[int], device: torch.device) -> PairScores | None:
     """The inputs with the pairs of one tile, a row of `Tiles`; None if scores depend on q and k alone."""
     return PairScores(inputs, pair_indices(problem, tile, device)) if inputs.features else None
 
 
-def pair_indices(problem: Problem, tile: Sequence[int], device: torch.device) -> Pairs:
+def pair_indices(problem: Problem, tile: Sequence[int], device: torch.device) -> ScorePlaces:
     """Document, head and positions of a tile's scores [n, h, m]. A tile lies in one attention slice, and so in one
     document.
 
@@ -162,7 +161,7 @@ def pair_indices(problem: Problem, tile: Sequence[int], device: torch.device) ->
         return torch.arange(start, stop, dtype=torch.int32, device=device).view(*shape)
 
     shift = problem.lengths.len_kv[number] - problem.lengths.len_q[number]
-    return Pairs(
+    return ScorePlaces(
         document=integers(number, number + 1, 1, 1, 1),
         head=integers(head_start, head_stop, 1, -1, 1),
         q_idx=integers(i, i + q_stop - q_start, -1, 1, 1),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Problem",
-    "ScoreOptions",
+    "ScoreSpec",
     "Sequence",
     "Sequences",
     "Workload",
@@ -128,11 +128,11 @@ class Sequences(Seq[Sequence]):
         return repr(self._made)
 
 
-class ScoreOptions(NamedTuple):
+class ScoreSpec(NamedTuple):
     """How a score is made of a query and a key: s = scale * q.k, then softcap * tanh(s / softcap) if softcap > 0.
     `cp_ref.contract.scores` has what follows: ALiBi, score_mod, dropout.
 
-    >>> ScoreOptions(0.5, softcap=30.0).features
+    >>> ScoreSpec(0.5, softcap=30.0).features
     frozenset({<Feature.SOFTCAP: 'softcap'>})
     """
 
@@ -215,9 +215,9 @@ class Problem:
         return self.d_qk**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     @property
-    def scores(self) -> ScoreOptions:
+    def scores(self) -> ScoreSpec:
         """The options of scores, for the place where scores are computed."""
-        return ScoreOptions(self.scale, self.softcap, self.score_mod, self.dropout_p)
+        return ScoreSpec(self.scale, self.softcap, self.score_mod, self.dropout_p)
 
     @property
     def group_size(self) -> int:

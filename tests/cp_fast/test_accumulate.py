@@ -18,7 +18,7 @@ from cp_fast.runtime.operations import accumulate, copy
 from cp_fast.runtime.pass_buffers import PassBuffers
 from cp_fast.runtime.tensors import Shapes, State, Tensors
 from cp_ref.contract.group import PaperGroup
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.problem import ScoreSpec
 
 CPU, WIDE, HALF = torch.device("cpu"), torch.float32, torch.bfloat16
 NOTHING = -float("inf")
@@ -54,7 +54,7 @@ def result(
     specs += [BufferSpec("part", kind, part.heads, None, "partial") for part in parts]
     shapes = Shapes((ROWS, ROWS), DIMS, spare, final, CPU, has_dlse=False)
     buffers = PassBuffers(specs, shapes, kernels("cpu"), frozenset({RESULT}), frozenset())
-    state = State(len(specs), PaperGroup(1, 0), LaunchOptions(ScoreOptions(1.0, 0.0)))
+    state = State(len(specs), PaperGroup(1, 0), LaunchOptions(ScoreSpec(1.0, 0.0)))
     every = list[Accumulate[Rows]]()
     for n, part in enumerate(parts):
         state.buffers[FIRST_PART + n] = part.tensors

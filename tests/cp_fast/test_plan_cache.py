@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import cp_fast
-from cp_fast.api import implicit_plan as unplanned
-from cp_fast.api import plan_cache
+from cp_fast.api import calls as unplanned
+from cp_fast.api import fast_context
 from cp_fast.integrations import flash_attn
 from cp_ref import SimGroup, dense_attention
 from cp_ref.simulator import SimMember
@@ -138,7 +138,7 @@ def test_random_calls_are_those_with_a_plan() -> None:
         for comm in ("p2p", "a2a", "all_gather")
         for _ in range(2)
     ]
-    assert len(problems) > plan_cache.Agreements.SIZE
+    assert len(problems) > fast_context.Agreements.SIZE
     order = [choice.choice(problems) for _ in range(80)]
 
     def one(member: SimMember) -> int:
@@ -176,13 +176,13 @@ def test_the_oldest_agreement_is_forgotten_first() -> None:
             cp_fast.attention(x, x, x, cp=cp, **THD, window_size=(window, 0))
             found.append(counts.agreements - before)
 
-        for window in range(plan_cache.Agreements.SIZE):
+        for window in range(fast_context.Agreements.SIZE):
             call(window)
         call(0)  # is there, and stays the oldest
-        call(plan_cache.Agreements.SIZE)
+        call(fast_context.Agreements.SIZE)
         call(1)
         call(0)
-        return found[plan_cache.Agreements.SIZE :]
+        return found[fast_context.Agreements.SIZE :]
 
     assert SimGroup(2).run(one) == [[0, 1, 0, 1]] * 2
 
@@ -240,7 +240,7 @@ def test_checkpointed_layers_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradients it is another agreement, but the same plan."""
     plans: list[Any] = []
     monkeypatch.setattr(unplanned, "prepared", lambda *given: plans.append(prepared(*given)) or plans[-1])
-    prepared = cp_fast.api.make_plan.prepared  # pyright: ignore[reportAttributeAccessIssue]
+    prepared = cp_fast.api.plan.prepared  # pyright: ignore[reportAttributeAccessIssue]
 
     def one(member: SimMember) -> None:
         cp = cp_fast.ContextParallel(member)
@@ -269,19 +269,19 @@ def test_a_group_is_not_kept_alive() -> None:
 
 def test_threads_share_a_cache() -> None:
     """Many more agreements than are kept, noted, kept and looked for by eight threads at once."""
-    cache: Any = plan_cache.Agreements()
+    cache: Any = fast_context.Agreements()
     wrong: list[Any] = []
 
     def work(seed: int) -> None:
         choice = random.Random(seed)
         for _ in range(4000):
-            number = choice.randrange(3 * plan_cache.Agreements.SIZE)
-            signature = plan_cache.Signature((number,), 0, ())
+            number = choice.randrange(3 * fast_context.Agreements.SIZE)
+            signature = fast_context.Signature((number,), 0, ())
             if (found := cache.plan_of(signature)) is None:
                 cache.keep(bytes([number]), signature, number)
             elif found != number:
                 wrong.append((number, found))
-            if len(cache.items()) > plan_cache.Agreements.SIZE:
+            if len(cache.items()) > fast_context.Agreements.SIZE:
                 wrong.append(len(cache.items()))
 
     in_threads(work)

@@ -491,7 +491,7 @@ def test_a_library_is_asked_whether_it_serves_such_plans(monkeypatch: pytest.Mon
         asked.append(required)
         return by_name("cpu")
 
-    monkeypatch.setattr("cp_fast.api.make_plan.choose", choose)
+    monkeypatch.setattr("cp_fast.api.plan.choose", choose)
 
     def one(member: SimMember) -> None:
         case = typical()

@@ -15,7 +15,7 @@ from conformance.adapters.cp_fast import auto
 from conformance.case import Case
 from conformance.checks.metamorphic import check_metamorphic
 from conformance.implementation import Implementation
-from cp_fast.dispatch.group_lock import HoldLocks, locks_of
+from cp_fast.api.fast_context import HoldLocks, locks_of
 from cp_ref import SimGroup
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.simulator import SimMember

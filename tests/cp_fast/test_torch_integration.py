@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 import cp_ref
-from cp_fast.dispatch.opaque import again, object_of, opaque_for
+from cp_fast.dispatch.handles import again, new_handle, object_of
 from cp_ref import SimGroup
 from cp_ref.simulator import RankScheduler, SimMember
 
@@ -180,7 +180,7 @@ def test_a_handle_keeps_what_its_object_had() -> None:
     class Thing:
         def __init__(self) -> None:
             self.value = torch.ones(2)
-            self.handle = opaque_for(self)
+            self.handle = new_handle(self)
 
     thing = Thing()
     saved, copied, value = thing.handle.detach(), thing.handle.clone(), weakref.ref(thing.value)

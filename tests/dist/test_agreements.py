@@ -16,7 +16,7 @@ from cp_fast.movers import select_movers as select
 from cp_ref import SimGroup
 from tests.dist.workers import Processes
 import gc
-from cp_fast.api import plan_cache
+from cp_fast.api import fast_context
 from concurrent.futures import ThreadPoolExecutor
 from cp_ref.schedules.words import CPCommType
 
@@ -192,11 +192,11 @@ def layers() -> tuple[list[int], list[bool], int]:
                 same.append(torch.equal(out, cp_fast.attention(x, x, x, cp=cp, plan=plan)))
     finally:
         member.all_gather_object = gather
-    kept = len(plan_cache._caches)
+    kept = len(fast_context._caches)
     dist.destroy_process_group(group)
     del cp, group, plan
     gc.collect()
-    return found, same, kept - len(plan_cache._caches)
+    return found, same, kept - len(fast_context._caches)
 
 
 def test_layers_of_a_batch_agree_once(two: Processes) -> None:

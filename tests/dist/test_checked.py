@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import cp_fast
 from cp_fast.api import checked_calls as checking
-from cp_fast.dispatch.module_names import named_modules
+from cp_fast.api.checked_calls import named_modules
 from cp_ref import SimGroup
 from tests.dist.workers import Processes
 import os
@@ -333,9 +333,10 @@ def test_off_nothing_is_gathered() -> None:
 def test_the_environment(text: str, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the module is run, as a first import runs it."""
     monkeypatch.setenv("CP_FAST_CHECK", text)
-    assert runpy.run_path(MODULE)["checking"]() is on
+    copy = runpy.run_path(MODULE)
+    assert copy["checking"]() is on
     if on:
-        named_modules().__exit__()  # which the copy entered for ever
+        copy["named_modules"]().__exit__()  # which it entered for ever
 
 
 def test_another_word_in_the_environment_raises(monkeypatch: pytest.MonkeyPatch) -> None:

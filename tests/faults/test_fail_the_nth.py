@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_fast
-import cp_fast.api.make_plan
+import cp_fast.api.plan
 import cp_fast.build
 from cp_fast.movers import select_movers as select
 from tests.dist.workers import Processes
@@ -76,13 +76,13 @@ def full_disk() -> Exception:
 @contextmanager
 def operations(n: int) -> Iterator[Nth]:
     """Of making a plan; what an agreement itself needs is PyTorch's."""
-    nth, prepared = Nth(n, no_memory), cp_fast.api.make_plan.prepared  # pyright: ignore[reportAttributeAccessIssue]
+    nth, prepared = Nth(n, no_memory), cp_fast.api.plan.prepared  # pyright: ignore[reportAttributeAccessIssue]
 
     def counted(*arguments: Any, **options: Any) -> Any:
         with Operations(nth):
             return prepared(*arguments, **options)
 
-    with mock.patch("cp_fast.api.make_plan.prepared", counted):
+    with mock.patch("cp_fast.api.plan.prepared", counted):
         yield nth
 
 
@@ -90,7 +90,7 @@ def operations(n: int) -> Iterator[Nth]:
 def uploads(n: int) -> Iterator[Nth]:
     nth = Nth(n, no_memory)
     with (
-        mock.patch("cp_fast.api.make_plan.upload", nth.before(cp_fast.api.make_plan.upload)),  # pyright: ignore
+        mock.patch("cp_fast.api.plan.upload", nth.before(cp_fast.api.plan.upload)),  # pyright: ignore
         mock.patch("cp_fast.compile.in_place.linked", nth.before(cp_fast.compile.in_place.linked)),  # pyright: ignore
     ):
         yield nth

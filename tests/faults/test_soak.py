@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.dispatch import opaque
+from cp_fast.dispatch import handles
 from cp_ref import SimGroup
 
 pytestmark = pytest.mark.faults
@@ -32,7 +32,7 @@ def held() -> dict[str, int]:
     return {
         "files": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
-        "handles": len(opaque._handles),  # pyright: ignore[reportPrivateUsage]
+        "handles": len(handles._handles),  # pyright: ignore[reportPrivateUsage]
     }
 
 

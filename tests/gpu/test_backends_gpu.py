@@ -23,7 +23,7 @@ from cp_fast.backends.backend_protocol import (
 )
 from cp_fast.backends.backend_variants import LargestLogit, variants
 from cp_fast.backends.cudnn import backward_graph, forward_graph
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 from tests.cp_fast.backends.placed import both_ways
 
@@ -210,7 +210,7 @@ def run(
     deterministic: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Forward and backward of one launch."""
-    options = LaunchOptions(ScoreOptions(case.d_qk**-0.5, case.softcap), deterministic)
+    options = LaunchOptions(ScoreSpec(case.d_qk**-0.5, case.softcap), deterministic)
     part = backend.forward(q, k, v, segments, options)
     assert part.lse.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
     assert part.lse.is_contiguous()
@@ -299,7 +299,7 @@ def test_segments_with_common_keys(count: int, window: tuple[int | None, int | N
     keys = [n + 40 * (i % 7) for i, n in enumerate(lengths)]
     case = VarlenBatch.pack(lengths, keys, *window, "cuda")
     q, k, v, _ = tensors(CAUSAL, case)
-    options = LaunchOptions(ScoreOptions(128**-0.5))
+    options = LaunchOptions(ScoreSpec(128**-0.5))
     here, there = both_ways(get("fa4"), lengths, keys, window, (q, k[: max(keys)], v[: max(keys)]), options)
     assert torch.equal(here.out, there.out)
     assert torch.equal(here.lse, there.lse)
@@ -333,7 +333,7 @@ def test_a_launch_over_part_of_the_columns_adds_up(name: str) -> None:
     out, lse = exact["out"].detach().to(BF16), exact["lse"].detach().float()
     cuts = [(0, 129), (129, 513)]
     parts = [VarlenBatch.pack([257], [b - a], None, None, "cuda") for a, b in cuts]
-    options = LaunchOptions(ScoreOptions(scale))
+    options = LaunchOptions(ScoreSpec(scale))
     seen = [backend.forward(q, k[a:b], v[a:b], s, options) for (a, b), s in zip(cuts, parts, strict=True)]
     merged_lse = torch.logaddexp(seen[0].lse, seen[1].lse)
     merged = sum(p.out.float() * (p.lse - merged_lse).exp().T[:, :, None] for p in seen)
@@ -487,7 +487,7 @@ def test_the_largest_logit(name: str, scale: float, dtype: torch.dtype) -> None:
     case = CAUSAL._replace(dtype=dtype)
     segments = case.segments()
     q, k, v, _ = tensors(case, segments)
-    found = backend.forward(q, k, v, segments, LaunchOptions(ScoreOptions(scale))).max_logit
+    found = backend.forward(q, k, v, segments, LaunchOptions(ScoreSpec(scale))).max_logit
     largest = torch.full((8,), -torch.inf, dtype=torch.float64, device="cuda")
     for (q0, q1), (kv0, kv1) in zip(pairwise(segments.cu_q), pairwise(segments.cu_kv), strict=True):
         s = torch.einsum("ihd,jhd->hij", q[q0:q1].double(), k[kv0:kv1].double().repeat_interleave(4, 1)) * scale

@@ -8,9 +8,9 @@ import torch
 import cp_fast
 from conformance.implementation import Implementation
 from conformance.problems.linear import CausalConv1d
-from cp_fast.linear.choose_kernels import LIBRARIES
 from cp_fast.linear.convolution import torch_convolution
 from cp_fast.linear.convolution.convolution_kernels import choose_convolution
+from cp_fast.linear.linear_attention import LIBRARIES
 from cp_ref import SimGroup
 from cp_ref.contract.linear_calls import KINDS
 from cp_ref.schedules.problem import Problem

@@ -12,14 +12,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import cp_fast
 import cp_ref
-from cp_fast.api import score_arguments
+from cp_fast.api import calls
 from cp_fast.backends import Backend, BackwardOperands, Gradients, VarlenBatch, by_name
 from cp_fast.backends.backend_protocol import LaunchOptions, LaunchPositions, LaunchScores
 from cp_fast.backends.backend_variants import largest_logit
 from cp_fast.checkpoint import save_attention
 from cp_ref import SimGroup, Unsupported
-from cp_ref.contract.score_inputs import ScoreInputs, read_score_inputs
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.contract.scores import ScoreTensors, read_scores
+from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 from cp_ref.simulator import SimMember
 
@@ -86,7 +86,7 @@ def test_a_seed_is_no_new_plan_and_no_new_graph() -> None:
         for how in hows:
             for seed in (1, 2, 3):
                 call: dict[str, Any] = {**OF_CALL, "dropout_seed": seed}
-                with patch.object(score_arguments, "read_score_inputs", wraps=read_score_inputs) as read:
+                with patch.object(calls, "read_scores", wraps=read_scores) as read:
                     cp_fast.attention(q, k, v, cp=cp, **how, **call)
                 found.append(read.call_count)
         return found
@@ -140,11 +140,11 @@ def test_the_largest_logit_of_a_separate_pass(scale: float, softcap: float) -> N
     )
     segments = VarlenBatch.pack([4, 5], [7, 5], 3, 0)
     for inputs in (
-        ScoreInputs(SLOPES),
-        ScoreInputs(SLOPES, squared, {"table": TABLE}, 0.5, torch.tensor(3)),
-        ScoreInputs(dropout_p=0.5, dropout_seed=torch.tensor(3)),
+        ScoreTensors(SLOPES),
+        ScoreTensors(SLOPES, squared, {"table": TABLE}, 0.5, torch.tensor(3)),
+        ScoreTensors(dropout_p=0.5, dropout_seed=torch.tensor(3)),
     ):
-        options = LaunchOptions(ScoreOptions(scale, softcap), False, LaunchScores(positions, 0, inputs))
+        options = LaunchOptions(ScoreSpec(scale, softcap), False, LaunchScores(positions, 0, inputs))
         wanted = by_name("cpu").forward(q, k, v, segments, options).max_logit
         assert wanted is not None
         assert (largest_logit(q, k, segments, options) - wanted).abs().max() < 1e-5

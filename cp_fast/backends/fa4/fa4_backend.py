@@ -49,8 +49,8 @@ from cp_fast.backends.fa4.fa4_recorded import Launches
 from cp_fast.backends.fa4.scores.launch_program import launch_program, traced_scores
 from cp_fast.backends.fa4.scores.score_kernels import score_arguments, score_call
 from cp_fast.backends.kernel_operands import round_up, trim, widen
-from cp_ref.contract.score_inputs import ScoreInputs
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.contract.scores import ScoreTensors
+from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 
 __all__ = [
@@ -136,7 +136,7 @@ class Fa4Backend(Backend):
         """None where the library is installed, looks as expected and the GPU is a Hopper, else the reason."""
         return _why_not()
 
-    def check_score_inputs(self, scores: ScoreOptions, inputs: ScoreInputs) -> None:
+    def check_score_inputs(self, scores: ScoreSpec, inputs: ScoreTensors) -> None:
         """Trace the scores of a call; raise Unsupported for a score_mod that cannot be traced."""
         traced_scores(inputs, scores.softcap)
 
@@ -243,14 +243,14 @@ def _why_not() -> str | None:
 
 
 @lru_cache
-def _forward_numbers(left: int | None, right: int | None, scores: ScoreOptions) -> dict[str, Any]:
+def _forward_numbers(left: int | None, right: int | None, scores: ScoreSpec) -> dict[str, Any]:
     """The forward pass's arguments that are no tensors."""
     return _band(left, right) | {"softmax_scale": scores.scale, "softcap": scores.softcap or None, "return_lse": True}
 
 
 @lru_cache
 def _backward_numbers(
-    left: int | None, right: int | None, scores: ScoreOptions, longest: tuple[int, int] | None
+    left: int | None, right: int | None, scores: ScoreSpec, longest: tuple[int, int] | None
 ) -> dict[str, Any]:
     """The backward pass's arguments that are no tensors. longest: of q and of k and v, if it is deterministic."""
     how = {"softmax_scale": scores.scale, "softcap": scores.softcap, "deterministic": longest is not None}

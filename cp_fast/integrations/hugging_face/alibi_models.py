@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cp_fast.integrations.shared.shared_arguments import refuse
+from cp_fast.integrations.shared.drop_in import refuse
 
 __all__ = ["SequencesAsMask", "has_alibi", "sequences_as_mask", "with_alibi"]
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from cp_fast.integrations.hugging_face.model_edge import SILENT, sequences_of
 from cp_fast.integrations.hugging_face.slice_probe import Probe
-from cp_fast.integrations.shared.shared_arguments import refuse
+from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.token_batches import CpBatch
 from cp_fast.linear.convolution.causal_conv1d import causal_conv1d
 from cp_fast.linear.linear_attention import linear_attention

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cp_fast.integrations.shared.balanced_table import BalancedTable, table_of_batch
-from cp_fast.integrations.shared.shared_arguments import context_for, lengths_on_host, read_equal, refuse
+from cp_fast.integrations.shared.drop_in import context_for, lengths_on_host, read_equal, refuse
 from cp_ref.contract.group import PaperGroup
 from cp_ref.contract.sharding import position_ids, shard
 from cp_ref.schedules.values import kind_of, read_count

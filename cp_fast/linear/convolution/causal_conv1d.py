@@ -10,10 +10,11 @@ import torch
 from cp_fast.api.checked_calls import agree_on_call, agree_on_layer_call
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
-from cp_fast.dispatch.selective_checkpointing import unseen
-from cp_fast.linear.convolution.convolution_kernels import ConvolutionInputs, choose_convolution
+from cp_fast.dispatch.handles import hide_from_checkpointing
+from cp_fast.linear.convolution.convolution_kernels import choose_convolution
 from cp_fast.linear.convolution.halo_tables import HaloTables, Sent
-from cp_fast.linear.linear_plan import LinearPlan, check_not_captured, check_same_batch
+from cp_fast.linear.convolution.torch_convolution import ConvolutionInputs
+from cp_fast.linear.linear_plan import LinearPlan, check_not_captured, check_same_batch, linear_plan
 from cp_ref.contract import linear_calls
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.declared import implements
@@ -91,7 +92,7 @@ def causal_conv1d(
         check_not_captured(plan)
         return read_convolution(cp, plan, Plan, x, weight, bias, activation)
 
-    with unseen():
+    with hide_from_checkpointing():
         call, number = agree_on_layer_call(cp, plan, "causal_conv1d", read)
     return Convolution.apply(plan, cp, call, number, x, weight, bias)
 
@@ -110,8 +111,8 @@ class Convolution(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        plan = owner.linear_plan
-        with unseen(), cp.alone("causal_conv1d, forward"), no_autocast(x.device):
+        plan = linear_plan(owner)
+        with hide_from_checkpointing(), cp.alone("causal_conv1d, forward"), no_autocast(x.device):
             tables, rows = plan.halo(call.kernel_size), plan.rows.take(x.detach())
             halo = exchange_rows(tables, cp.comm, rows)
             inputs = ConvolutionInputs(rows, halo, tables.reads, weight, bias, call.activation is not None)
@@ -126,12 +127,12 @@ class Convolution(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
         plan: LinearPlan = ctx.plan
         if ctx.number:
-            with unseen():
+            with hide_from_checkpointing():
                 look = partial(check_same_batch, ctx.owner, plan)
                 agree_on_call(ctx.cp, ctx.owner, "causal_conv1d, backward", look, ("of_call", ctx.number))
         check_same_batch(ctx.owner, plan)
         x, halo, weight, bias = ctx.saved_tensors
-        with unseen(), ctx.cp.alone("causal_conv1d, backward"), no_autocast(x.device):
+        with hide_from_checkpointing(), ctx.cp.alone("causal_conv1d, backward"), no_autocast(x.device):
             size = ctx.call.kernel_size
             tables, kernels = plan.halo(size), choose_convolution(x, size, ctx.cp.backend)
             inputs = ConvolutionInputs(x, halo, tables.reads, weight, bias, ctx.call.activation is not None)

@@ -7,26 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from cp_fast.linear.convolution import torch_convolution
-from cp_fast.linear.convolution.halo_tables import Reads
+from cp_fast.linear.convolution.torch_convolution import ConvolutionInputs
 from cp_fast.log import log_once
 
-__all__ = ["ConvolutionInputs", "ConvolutionKernels", "choose_convolution"]
-
-
-class ConvolutionInputs(NamedTuple):
-    """The tensors of both passes. Rows are contiguous."""
-
-    x: torch.Tensor  # [n, channels]
-    halo: torch.Tensor  # [a, channels]
-    reads: Reads  # of the own rows: slots, s for a row of zeros
-    weight: torch.Tensor  # [channels, kernel_size]
-    bias: torch.Tensor | None  # [channels]
-    silu: bool
+__all__ = ["ConvolutionKernels", "choose_convolution"]
 
 
 class ConvolutionKernels(Protocol):

@@ -5,14 +5,24 @@ Rows are gathered and added by tables, column by column of the weight, so that e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from cp_fast.linear.convolution.convolution_kernels import ConvolutionInputs
+from cp_fast.linear.convolution.halo_tables import Reads
 
-__all__ = ["backward", "edges_backward", "forward"]
+__all__ = ["ConvolutionInputs", "backward", "edges_backward", "forward"]
+
+
+class ConvolutionInputs(NamedTuple):
+    """The tensors of both passes. Rows are contiguous."""
+
+    x: torch.Tensor  # [n, channels]
+    halo: torch.Tensor  # [a, channels]
+    reads: Reads  # of the own rows: slots, s for a row of zeros
+    weight: torch.Tensor  # [channels, kernel_size]
+    bias: torch.Tensor | None  # [channels]
+    silu: bool
 
 
 def forward(inputs: ConvolutionInputs) -> torch.Tensor:

@@ -31,7 +31,7 @@ from cp_fast.backends.backend_protocol import (
 from cp_fast.backends.backend_variants import LargestLogit, largest_logit
 from cp_fast.backends.blockwise import BlockwiseBackend, ScoreBlockSize, score_blocks_on_device
 from cp_fast.log import log_once
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature, Unsupported
 from tests.cp_fast.backends.placed import both_ways
 from tests.marks import examples, seeds
@@ -125,14 +125,14 @@ def test_blocks_equal_dense_in_float64(seed: int, backend: Backend) -> None:
     q, k, v, dout, dlse = tensors(seed, segments, heads)
     given = dlse if seed % 2 else None
     out, lse, max_logit, gradients = reference(q, k, v, dout, given, segments, scale, softcap)
-    got = backend.forward(q, k, v, segments, LaunchOptions(ScoreOptions(scale, softcap=softcap)))
+    got = backend.forward(q, k, v, segments, LaunchOptions(ScoreSpec(scale, softcap=softcap)))
     assert got.max_logit is not None
     for a, b in ((got.out, out), (got.lse, lse), (got.max_logit, max_logit)):
         close(a, b, 1e-10)
     computed = backend.backward(
         BackwardOperands(dout, q, k, v, got.out, got.lse, given),
         segments,
-        LaunchOptions(ScoreOptions(scale, softcap=softcap)),
+        LaunchOptions(ScoreSpec(scale, softcap=softcap)),
     )
     for a, b in zip(computed, gradients, strict=True):
         assert a.is_contiguous()
@@ -146,7 +146,7 @@ def test_cpu_computes_in_float32(dtype: torch.dtype, rounding: float) -> None:
     segments = VarlenBatch.pack([300, 1, 65], [520, 3, 64], 200, 30)
     q, k, v, dout, dlse = tensors(1, segments, (4, 2, 24, 16), dtype)
     out, lse, max_logit, gradients = reference(q, k, v, dout, dlse, segments, 0.2, 0.0)
-    got = CPU.forward(q, k, v, segments, LaunchOptions(ScoreOptions(0.2)))
+    got = CPU.forward(q, k, v, segments, LaunchOptions(ScoreSpec(0.2)))
     assert got.max_logit is not None
     assert {got.out.dtype, got.lse.dtype, got.max_logit.dtype} == {torch.float32}
     for a, b in ((got.out, out), (got.lse, lse), (got.max_logit, max_logit)):
@@ -154,7 +154,7 @@ def test_cpu_computes_in_float32(dtype: torch.dtype, rounding: float) -> None:
     computed = CPU.backward(
         BackwardOperands(dout, q, k, v, got.out.to(dtype), got.lse, dlse),
         segments,
-        LaunchOptions(ScoreOptions(0.2), deterministic=True),
+        LaunchOptions(ScoreSpec(0.2), deterministic=True),
     )
     for a, b in zip(computed, gradients, strict=True):  # out was rounded, and with it delta
         close(a, b, 1e-5 + 2 * rounding)
@@ -168,12 +168,10 @@ def test_a_launch_over_part_of_the_columns_adds_up() -> None:
     parts, total = [], torch.zeros_like(lse)
     for a, b in ((0, 30), (30, 80)):
         half = VarlenBatch.pack([50], [b - a], None, None)
-        part = CPU.forward(q, k[a:b], v[a:b], half, LaunchOptions(ScoreOptions(0.5)))
+        part = CPU.forward(q, k[a:b], v[a:b], half, LaunchOptions(ScoreSpec(0.5)))
         total += part.lse.exp()
         parts.append(
-            CPU.backward(
-                BackwardOperands(dout, q, k[a:b], v[a:b], out, lse, dlse), half, LaunchOptions(ScoreOptions(0.5))
-            )
+            CPU.backward(BackwardOperands(dout, q, k[a:b], v[a:b], out, lse, dlse), half, LaunchOptions(ScoreSpec(0.5)))
         )
     close(total.log(), lse, 1e-10)
     close(parts[0].dq + parts[1].dq, gradients.dq, 1e-10)
@@ -187,17 +185,17 @@ def test_a_library_without_max_logit_is_given_it(seed: int, size: ScoreBlockSize
     segments, heads = random_case(seed)
     scale, softcap = (0.7, -0.7)[seed % 2], (0.0, 1.5)[seed // 2 % 2]
     q, k, v, dout, _ = tensors(seed, segments, heads, torch.float32)
-    want = CPU.forward(q, k, v, segments, LaunchOptions(ScoreOptions(scale, softcap=softcap)))
-    found = largest_logit(q, k, segments, LaunchOptions(ScoreOptions(scale, softcap)), size=size)
+    want = CPU.forward(q, k, v, segments, LaunchOptions(ScoreSpec(scale, softcap=softcap)))
+    found = largest_logit(q, k, segments, LaunchOptions(ScoreSpec(scale, softcap)), size=size)
     torch.testing.assert_close(found, want.max_logit)
     library = Stub("library", set(CPU.features - {Feature.MAX_LOGIT}))
     backend = LargestLogit(library)
     assert (backend.name, backend.features, backend.why_not()) == ("library", CPU.features, None)
-    got = backend.forward(q, k, v, segments, LaunchOptions(ScoreOptions(scale, softcap=softcap)))
+    got = backend.forward(q, k, v, segments, LaunchOptions(ScoreSpec(scale, softcap=softcap)))
     torch.testing.assert_close(got, want)
     operands, options = (
         BackwardOperands(dout, q, k, v, got.out, got.lse, None),
-        LaunchOptions(ScoreOptions(scale, softcap), deterministic=True),
+        LaunchOptions(ScoreSpec(scale, softcap), deterministic=True),
     )
     torch.testing.assert_close(*(b.backward(operands, segments, options) for b in (backend, library)))
     handed_over = [operands]
@@ -217,7 +215,7 @@ def test_max_logit_of_a_library_keeps_how_it_rounds_and_lets_go() -> None:
 
     segments, heads = random_case(0)
     q, k, v, dout, _ = tensors(0, segments, heads, torch.float32)
-    library, options = Library("library", set(CPU.features)), LaunchOptions(ScoreOptions(0.5))
+    library, options = Library("library", set(CPU.features)), LaunchOptions(ScoreSpec(0.5))
     part = CPU.forward(q, k, v, segments, options)
     operands = BackwardOperands(dout, q, k, v, part.out, part.lse, None)
     backend = LargestLogit(library)
@@ -236,7 +234,7 @@ def test_blocks_that_follow_the_lengths_on_the_device(
     the end, and more rows behind them.
     """
     segments, heads = random_case(seed)
-    case = LaunchOptions(ScoreOptions(0.7, softcap=(0.0, 1.5)[seed % 2]))
+    case = LaunchOptions(ScoreSpec(0.7, softcap=(0.0, 1.5)[seed % 2]))
     q, k, v, dout, dlse = tensors(seed, segments, heads)
     want = CPU.forward(q, k, v, segments, case)
     wanted = CPU.backward(
@@ -271,7 +269,7 @@ def test_segments_with_common_keys(name: str, window: tuple[int | None, int | No
     """They are computed as if each had a copy of its keys."""
     backend = CPU if name == "cpu" else LargestLogit(CPU)
     q, k, v = (torch.randn(n, h, 8, dtype=F64) for n, h in ((12, 4), (20, 2), (20, 2)))
-    options = LaunchOptions(ScoreOptions(0.4))
+    options = LaunchOptions(ScoreSpec(0.4))
     here, there = both_ways(backend, [5, 1, 6], [7, 4, 20], window, (q, k, v), options)
     torch.testing.assert_close(here, there)
 
@@ -282,9 +280,9 @@ def test_cpu_takes_strides_and_inputs_that_require_grad() -> None:
     wide = torch.full((13, 4, 19), torch.nan, dtype=F64)
     wide[:, :, 3:19:2] = q
     strided = wide[:, :, 3:19:2].requires_grad_()
-    want = CPU.forward(q, k, v, segments, LaunchOptions(ScoreOptions(1.0)))
+    want = CPU.forward(q, k, v, segments, LaunchOptions(ScoreSpec(1.0)))
     got = CPU.forward(
-        strided, k.transpose(0, 1).contiguous().transpose(0, 1), v, segments, LaunchOptions(ScoreOptions(1.0))
+        strided, k.transpose(0, 1).contiguous().transpose(0, 1), v, segments, LaunchOptions(ScoreSpec(1.0))
     )
     assert not got.out.requires_grad
     torch.testing.assert_close(got.out, want.out)
@@ -294,9 +292,9 @@ def test_cpu_ignores_the_default_device() -> None:
     segments = VarlenBatch.pack([9, 4], [9, 6], None, 0)
     q, k, v, dout, _ = tensors(3, segments, (4, 2, 8, 8))
     with torch.device("meta"):
-        got = CPU.forward(q, k, v, segments, LaunchOptions(ScoreOptions(1.0, softcap=2.0)))
+        got = CPU.forward(q, k, v, segments, LaunchOptions(ScoreSpec(1.0, softcap=2.0)))
         args = BackwardOperands(dout, q, k, v, got.out, got.lse, None)
-        gradients = CPU.backward(args, segments, LaunchOptions(ScoreOptions(1.0, softcap=2.0)))
+        gradients = CPU.backward(args, segments, LaunchOptions(ScoreSpec(1.0, softcap=2.0)))
         assert probe(CPU, "cpu") is None
     assert {x.device.type for x in (got.out, got.lse, *gradients)} == {"cpu"}
 
@@ -320,7 +318,7 @@ def test_a_segment_has_the_same_bits_whatever_stands_before_and_behind_it(data: 
     def results(segments: VarlenBatch, rows_q: slice, rows_kv: slice, of_q: slice, of_kv: slice) -> list[torch.Tensor]:
         """out, lse, dq, dk, dv of these rows and heads alone."""
         qs, ks, vs = q[rows_q, of_q], k[rows_kv, of_kv], v[rows_kv, of_kv]
-        options = LaunchOptions(ScoreOptions(0.5), deterministic=True)
+        options = LaunchOptions(ScoreSpec(0.5), deterministic=True)
         part = CPU.forward(qs, ks, vs, segments, options)
         operands = BackwardOperands(dout[rows_q, of_q], qs, ks, vs, part.out, part.lse, dlse[of_q, rows_q])
         return [part.out, part.lse, *CPU.backward(operands, segments, options)]
@@ -354,10 +352,8 @@ def test_cpu_memory_is_linear_in_the_tile() -> None:
     segments = VarlenBatch.pack([rows], [rows], 3000, 0)
     q, k, v, dout, _ = tensors(5, segments, (h_q, 1, d, d), torch.float32)
     with LargestTensor() as seen:
-        got = CPU.forward(q, k, v, segments, LaunchOptions(ScoreOptions(0.5)))
-        CPU.backward(
-            BackwardOperands(dout, q, k, v, got.out, got.lse, None), segments, LaunchOptions(ScoreOptions(0.5))
-        )
+        got = CPU.forward(q, k, v, segments, LaunchOptions(ScoreSpec(0.5)))
+        CPU.backward(BackwardOperands(dout, q, k, v, got.out, got.lse, None), segments, LaunchOptions(ScoreSpec(0.5)))
     assert seen.elements <= max(rows * h_q * d, 2**18)  # the scores have 2**29
 
 

@@ -15,7 +15,7 @@ from cp_fast.backends import by_name
 from cp_fast.backends import cudnn as cudnn
 from cp_fast.backends.backend_probe import probe
 from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 
 CPU = by_name("cpu")
@@ -99,13 +99,13 @@ class FakeGraph:
             segments = self.segment(lq, lk)
             scale = g["attn_scale"]
             if forward:
-                part = CPU.forward(q, k, v, segments, LaunchOptions(ScoreOptions(scale)))
+                part = CPU.forward(q, k, v, segments, LaunchOptions(ScoreSpec(scale)))
                 for made, x in zip(self.made, (part.out, part.lse.T[:, :, None]), strict=True):
                     self.rows(made, s, lq).copy_(x)
                 continue
             out, dout, stats = (self.rows(g[name], s, lq) for name in ("o", "dO", "stats"))
             args = BackwardOperands(dout, q, k, v, out, stats[:, :, 0].T, None)
-            gradients = CPU.backward(args, segments, LaunchOptions(ScoreOptions(scale)))
+            gradients = CPU.backward(args, segments, LaunchOptions(ScoreSpec(scale)))
             for made, x, length in zip(self.made, gradients, (lq, lk, lk), strict=True):
                 self.rows(made, s, length).copy_(x)
         assert forward or (used_q <= g["max_total_seq_len_q"] and used_kv <= g["max_total_seq_len_kv"])
@@ -184,12 +184,12 @@ def test_every_band_and_head_dim(
 ) -> None:
     segments = VarlenBatch.pack(lengths_q, lengths_kv, left, right)
     q, k, v, dout = inputs(segments, h_q, d_qk, d_v)
-    want, got = (b.forward(q, k, v, segments, LaunchOptions(ScoreOptions(0.1))) for b in (CPU, CUDNN))
+    want, got = (b.forward(q, k, v, segments, LaunchOptions(ScoreSpec(0.1))) for b in (CPU, CUDNN))
     torch.testing.assert_close((got.out, got.lse), (want.out, want.lse), rtol=1e-5, atol=1e-5)
     assert got.out.is_contiguous()
     assert got.lse.is_contiguous()
     for dlse in (None, torch.randn(h_q, q.shape[0])):
-        args, options = BackwardOperands(dout, q, k, v, want.out, want.lse, dlse), LaunchOptions(ScoreOptions(0.1))
+        args, options = BackwardOperands(dout, q, k, v, want.out, want.lse, dlse), LaunchOptions(ScoreSpec(0.1))
         right_ones, computed = (b.backward(args, segments, options) for b in (CPU, CUDNN))
         torch.testing.assert_close(computed, right_ones, rtol=1e-4, atol=1e-5)
         assert all(x.is_contiguous() for x in computed)
@@ -200,7 +200,7 @@ def test_a_graph_serves_a_shape_class() -> None:
     def launch(segments: VarlenBatch) -> int:
         before = FakeGraph.built
         q, k, v, _ = inputs(segments, 2, 32, 32)
-        CUDNN.forward(q, k, v, segments, LaunchOptions(ScoreOptions(0.1)))
+        CUDNN.forward(q, k, v, segments, LaunchOptions(ScoreSpec(0.1)))
         return FakeGraph.built - before
 
     def causal(*lengths: int) -> VarlenBatch:
@@ -247,17 +247,17 @@ def test_what_its_features_exclude_is_refused() -> None:
     assert not {Feature.SOFTCAP, Feature.DETERMINISTIC, Feature.HEAD_DIM_OVER_256} & CUDNN.features
     segments = VarlenBatch.pack([4], [4], None, 0)
     q, k, v, dout = inputs(segments, 1, 32, 32)
-    options = LaunchOptions(ScoreOptions(1.0))
+    options = LaunchOptions(ScoreSpec(1.0))
     args = BackwardOperands(dout, q, k, v, dout, torch.zeros(1, 4), None)
     with pytest.raises(ValueError, match="softcap"):
-        CUDNN.forward(q, k, v, segments, LaunchOptions(ScoreOptions(1.0, softcap=2.0)))
+        CUDNN.forward(q, k, v, segments, LaunchOptions(ScoreSpec(1.0, softcap=2.0)))
     with pytest.raises(ValueError, match="softcap"):
-        CUDNN.backward(args, segments, options._replace(scores=ScoreOptions(1.0, softcap=2.0)))
+        CUDNN.backward(args, segments, options._replace(scores=ScoreSpec(1.0, softcap=2.0)))
     with pytest.raises(ValueError, match="DETERMINISTIC"):
         CUDNN.backward(args, segments, options._replace(deterministic=True))
     wide = torch.zeros(4, 1, 260)
     with pytest.raises(ValueError, match="up to 256, got d_qk=272"):
-        CUDNN.forward(wide, wide, v, segments, LaunchOptions(ScoreOptions(1.0)))
+        CUDNN.forward(wide, wide, v, segments, LaunchOptions(ScoreSpec(1.0)))
     for left, right in ((-1, None), (None, -2)):
         with pytest.raises(ValueError, match="crop the tile"):
-            CUDNN.forward(q, k, v, VarlenBatch.pack([4], [9], left, right), LaunchOptions(ScoreOptions(1.0)))
+            CUDNN.forward(q, k, v, VarlenBatch.pack([4], [9], left, right), LaunchOptions(ScoreSpec(1.0)))

@@ -26,7 +26,7 @@ from cp_fast.backends.backend_protocol import BackwardOperands, Cumulative, Laun
 from cp_fast.backends.backend_variants import missing_in, variants
 from cp_fast.backends.fa2 import BUILT_IN, PACKAGE, Fa2Backend
 from cp_fast.tools.cli import app
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature, Unsupported
 from tests.cp_fast.backends.fa2_stand_ins import Call, fake_aten, fake_package
 
@@ -102,26 +102,26 @@ def test_negative_sides_are_refused(left: int | None, right: int | None) -> None
     segments = VarlenBatch.pack([4], [9], left, right)
     x = torch.zeros(9, 1, 8, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"'fa2'.*crop"):
-        BUILT_IN.forward(x[:4], x, x, segments, LaunchOptions(ScoreOptions(1.0)))
+        BUILT_IN.forward(x[:4], x, x, segments, LaunchOptions(ScoreSpec(1.0)))
 
 
 def test_what_the_features_exclude_is_refused() -> None:
     segments = VarlenBatch.pack([4], [4], None, 0)
     x = torch.zeros(4, 1, 8, dtype=torch.float16)
     with pytest.raises(ValueError, match="softcap"):
-        BUILT_IN.forward(x, x, x, segments, LaunchOptions(ScoreOptions(1.0, softcap=2.0)))
+        BUILT_IN.forward(x, x, x, segments, LaunchOptions(ScoreSpec(1.0, softcap=2.0)))
     operands = BackwardOperands(x, x, x, x, x, torch.zeros(1, 4), None)
     with pytest.raises(ValueError, match="softcap"):
-        BUILT_IN.backward(operands, segments, LaunchOptions(ScoreOptions(1.0, softcap=2.0)))
+        BUILT_IN.backward(operands, segments, LaunchOptions(ScoreSpec(1.0, softcap=2.0)))
     wide = torch.zeros(4, 1, 264, dtype=torch.float16)
     for backend in (BUILT_IN, PACKAGE):
         with pytest.raises(ValueError, match="up to 256, got d_qk=264"):
-            backend.forward(wide, wide, x, segments, LaunchOptions(ScoreOptions(1.0)))
+            backend.forward(wide, wide, x, segments, LaunchOptions(ScoreSpec(1.0)))
 
 
 def test_more_segments_than_a_grid_has_are_refused() -> None:
     with pytest.raises(ValueError, match="up to 65535 segments a launch, got 65536"):
-        varlen.varlen_arguments(VarlenBatch.pack([1] * 65536, [1] * 65536, None, 0), LaunchOptions(ScoreOptions(1.0)))
+        varlen.varlen_arguments(VarlenBatch.pack([1] * 65536, [1] * 65536, None, 0), LaunchOptions(ScoreSpec(1.0)))
 
 
 @pytest.mark.parametrize(("d_qk", "d_v"), [(24, 24), (13, 13), (24, 8), (8, 24)])
@@ -136,7 +136,7 @@ def test_both_passes(
     q, k, v, dout = (
         torch.randn(rows, heads, d) for rows, heads, d in ((14, 4, d_qk), (18, 1, d_qk), (18, 1, d_v), (14, 4, d_v))
     )
-    numbers = LaunchOptions(ScoreOptions(0.4, softcap))
+    numbers = LaunchOptions(ScoreSpec(0.4, softcap))
     want, got = (b.forward(q, k, v, segments, numbers) for b in (CPU, backend))
     torch.testing.assert_close((got.out, got.lse), (want.out, want.lse), rtol=1e-5, atol=1e-5)
     args, options = (dout, q, k, v, want.out, want.lse), numbers._replace(deterministic=deterministic)
@@ -154,7 +154,7 @@ def test_segments_of_one_row(name: str, monkeypatch: Any, install: Any) -> None:
     backend, calls = stand_in(name, monkeypatch, install)
     segments = VarlenBatch.pack([1, 1], [3, 5], None, None)
     q, k, v, dout = (torch.randn(rows, heads, 8) for rows, heads in ((2, 4), (8, 2), (8, 2), (2, 4)))
-    numbers = LaunchOptions(ScoreOptions(0.4))
+    numbers = LaunchOptions(ScoreSpec(0.4))
     want, got = (b.forward(q, k, v, segments, numbers) for b in (CPU, backend))
     torch.testing.assert_close((got.out, got.lse), (want.out, want.lse), rtol=1e-5, atol=1e-5)
     right, computed = (
@@ -174,7 +174,7 @@ def test_determinism_of_the_built_in_kernels_is_a_flag_that_is_put_back(
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     try:
         args = BackwardOperands(x, x, x, x, x, torch.zeros(1, 4), None)
-        BUILT_IN.backward(args, segments, LaunchOptions(ScoreOptions(1.0), deterministic=True))
+        BUILT_IN.backward(args, segments, LaunchOptions(ScoreSpec(1.0), deterministic=True))
         assert [c.deterministic for c in calls] == [True]
         flags = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         assert flags == before
@@ -200,7 +200,7 @@ WINDOWS = pytest.mark.parametrize(
 def test_an_updated_plan_changes_no_number_that_a_graph_has_baked_in(left: int | None, right: int | None) -> None:
     """Only the tables on the device differ from batch to batch."""
     arguments = [
-        varlen.varlen_arguments(bounded(*lengths, left, right), LaunchOptions(ScoreOptions(0.4)))
+        varlen.varlen_arguments(bounded(*lengths, left, right), LaunchOptions(ScoreSpec(0.4)))
         for lengths in (([30], [10]), ([5, 9, 2], [5, 20, 2]), ([], []), ([40], [50]))
     ]
     assert len({numbers[2:] for numbers in arguments}) == 1
@@ -219,7 +219,7 @@ def test_segments_of_length_zero_and_rows_behind_the_last(
     short, long = VarlenBatch.pack(lengths_q, lengths_kv, left, right), bounded(lengths_q, lengths_kv, left, right)
     q, k, v, dout = (torch.randn(rows, heads, 8) for rows, heads in ((40, 2), (50, 1), (50, 1), (40, 2)))
     n, m = short.cu_q[-1], short.cu_kv[-1]
-    numbers = LaunchOptions(ScoreOptions(0.4))
+    numbers = LaunchOptions(ScoreSpec(0.4))
     want = CPU.forward(q[:n], k[:m], v[:m], short, numbers)
     got = backend.forward(q, k, v, long, numbers)
     torch.testing.assert_close((got.out[:n], got.lse[:, :n]), (want.out, want.lse), rtol=1e-5, atol=1e-5)
@@ -389,9 +389,9 @@ def test_the_stand_ins_find_a_wrong_backward(monkeypatch: Any, install: Any) -> 
     backend, _ = stand_in("package", monkeypatch, install)
     segments = VarlenBatch.pack([6], [6], None, 0)
     q, k, v, dout = torch.randn(4, 6, 1, 8).unbind()
-    part = CPU.forward(q, k, v, segments, LaunchOptions(ScoreOptions(1.0, softcap=0.7)))
+    part = CPU.forward(q, k, v, segments, LaunchOptions(ScoreSpec(1.0, softcap=0.7)))
     operands = BackwardOperands(dout, q, k, v, part.out, part.lse, None)
-    right = CPU.backward(operands, segments, LaunchOptions(ScoreOptions(1.0, softcap=0.7)))
-    wrong = backend.backward(operands, segments, LaunchOptions(ScoreOptions(1.0)))
+    right = CPU.backward(operands, segments, LaunchOptions(ScoreSpec(1.0, softcap=0.7)))
+    wrong = backend.backward(operands, segments, LaunchOptions(ScoreSpec(1.0)))
     assert not torch.allclose(right.dq, wrong.dq, atol=1e-3)
     assert [b - a for a, b in pairwise(segments.cu_q)] == [6]

@@ -18,7 +18,7 @@ from cp_fast.backends.backend_probe import probe
 from cp_fast.backends.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
 from cp_fast.backends.fa4 import fa4_backend as fa4
 from cp_fast.backends.kernel_operands import lse_launch
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 from tests.cp_fast.backends.placed import both_ways
 
@@ -55,9 +55,7 @@ def fake_interface(dims: list[tuple[int, int]]) -> ModuleType:
 
     def fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **o: Any) -> tuple[Any, ...]:
         dims.append((q.shape[2], v.shape[2]))
-        part = CPU.forward(
-            q, k, v, band(o), LaunchOptions(ScoreOptions(o["softmax_scale"], softcap=o["softcap"] or 0.0))
-        )
+        part = CPU.forward(q, k, v, band(o), LaunchOptions(ScoreSpec(o["softmax_scale"], softcap=o["softcap"] or 0.0)))
         return part.out, part.lse, None, None, None
 
     def bwd(
@@ -66,7 +64,7 @@ def fake_interface(dims: list[tuple[int, int]]) -> ModuleType:
         dims.append((q.shape[2], v.shape[2]))
         assert q.shape[1] == k.shape[1] or q.shape[2] == v.shape[2], "GQA backward requires head_dim == head_dim_v"
         assert min(o["max_seqlen_q"], o["max_seqlen_k"]) > 256  # one class of kernels, for few rows too
-        options = LaunchOptions(ScoreOptions(o["softmax_scale"], o["softcap"]), deterministic=True)
+        options = LaunchOptions(ScoreSpec(o["softmax_scale"], o["softcap"]), deterministic=True)
         return CPU.backward(BackwardOperands(dout, q, k, v, out, lse, o["dlse"]), band(o), options)
 
     library = ModuleType("flash_attn.cute.interface")
@@ -104,10 +102,10 @@ def test_fa4_pads_head_dims_exactly(
         torch.randn(rows, heads, d, dtype=torch.float64)
         for rows, heads, d in ((14, h_q, d_qk), (18, 1, d_qk), (18, 1, d_v), (14, h_q, d_v))
     )
-    want, got = (b.forward(q, k, v, segments, LaunchOptions(ScoreOptions(0.1, softcap=4.0))) for b in (CPU, backend))
+    want, got = (b.forward(q, k, v, segments, LaunchOptions(ScoreSpec(0.1, softcap=4.0))) for b in (CPU, backend))
     torch.testing.assert_close((got.out, got.lse), (want.out, want.lse))
     args = BackwardOperands(dout, q, k, v, want.out, want.lse, torch.randn(h_q, 14))
-    options = LaunchOptions(ScoreOptions(0.1, softcap=4.0), deterministic=True)
+    options = LaunchOptions(ScoreSpec(0.1, softcap=4.0), deterministic=True)
     right, computed = (b.backward(args, segments, options) for b in (CPU, backend))
     torch.testing.assert_close(computed, right)
     assert all(x.is_contiguous() for x in computed)
@@ -127,7 +125,7 @@ def test_fa4_is_told_where_segments_lie(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(fa4, "_interface", lambda: library)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     x = torch.randn(6, 2, 32)
-    both_ways(fa4.Fa4Backend(), [4, 2], [6, 3], (None, None), (x, x, x), LaunchOptions(ScoreOptions(1.0)))
+    both_ways(fa4.Fa4Backend(), [4, 2], [6, 3], (None, None), (x, x, x), LaunchOptions(ScoreSpec(1.0)))
     names = ("cu_seqlens_q", "seqused_q", "cu_seqlens_k", "seqused_k")
     here, there = ([None if o[name] is None else o[name].tolist() for name in names] for o in given)
     assert here == [[4, 0, 0], [2, 4], [0, 0, 0], [3, 6]]
@@ -141,7 +139,7 @@ def test_fa4_refuses_the_window_that_its_library_misreads() -> None:
 
 def test_fa4_holds_no_operand_that_its_launch_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is given away in a list; `Launches` lets each go when its kernels have read it."""
-    segments, options = VarlenBatch.pack([11], [11], None, 0), LaunchOptions(ScoreOptions(0.1))
+    segments, options = VarlenBatch.pack([11], [11], None, 0), LaunchOptions(ScoreSpec(0.1))
     x = [torch.randn(11, 2, 32) for _ in range(5)]
     given = [BackwardOperands(*x, lse=torch.randn(2, 11), dlse=None)]
     there = [weakref.ref(one.untyped_storage()) for one in x]

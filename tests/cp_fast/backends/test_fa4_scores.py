@@ -17,8 +17,8 @@ from cp_fast.backends.fa4 import fa4_backend
 from cp_fast.backends.fa4.fa4_backend import changed_hook
 from cp_fast.backends.fa4.scores.launch_program import launch_program, traced_scores
 from cp_fast.backends.fa4.scores.trace_scores import trace_scores
-from cp_ref.contract.score_inputs import ScoreInputs
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.contract.scores import ScoreTensors
+from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Unsupported
 from tests.fa4_dry import evaluated
 
@@ -146,7 +146,7 @@ def test_levels_say_what_rows_and_columns_share() -> None:
     assert (levels["load"], levels["floor_div"], levels["mul"], levels["add"]) == (1, 2, 3, 3)
 
 
-DROPOUT = ScoreInputs(dropout_p=0.5, dropout_seed=torch.tensor(3))
+DROPOUT = ScoreTensors(dropout_p=0.5, dropout_seed=torch.tensor(3))
 
 
 def biased(
@@ -155,17 +155,17 @@ def biased(
     return score / 3 + t[h, (q_idx - kv_idx) % 7]
 
 
-def key(inputs: ScoreInputs, *, by_segment: bool = True, aligned: bool = True, rows: int = 8) -> str:
+def key(inputs: ScoreTensors, *, by_segment: bool = True, aligned: bool = True, rows: int = 8) -> str:
     """What compiled kernels of a launch are kept by."""
     table = torch.zeros(rows, dtype=torch.int32)
     places = torch.zeros(4, 2, dtype=torch.int32) if by_segment else None
     launch = LaunchScores(LaunchPositions(table, table, table, table, places, aligned), 0, inputs)
-    return launch_program(launch, ScoreOptions(0.5)).program.__cute_hash__
+    return launch_program(launch, ScoreSpec(0.5)).program.__cute_hash__
 
 
 def of_score_mod() -> str:
     """The key of a function with a captured tensor."""
-    return key(ScoreInputs(score_mod=biased, aux_tensors={"t": TABLE}))
+    return key(ScoreTensors(score_mod=biased, aux_tensors={"t": TABLE}))
 
 
 def test_a_kernel_on_disk_has_the_same_key_in_another_process() -> None:
@@ -175,8 +175,8 @@ def test_a_kernel_on_disk_has_the_same_key_in_another_process() -> None:
     assert found.stdout.split()[-1] == of_score_mod()
 
 
-@pytest.mark.parametrize("inputs", [ScoreInputs(alibi_slopes=SLOPES), DROPOUT], ids=["alibi", "dropout"])
-def test_what_is_another_kernel(inputs: ScoreInputs) -> None:
+@pytest.mark.parametrize("inputs", [ScoreTensors(alibi_slopes=SLOPES), DROPOUT], ids=["alibi", "dropout"])
+def test_what_is_another_kernel(inputs: ScoreTensors) -> None:
     """Lengths are not; places by row are; aligned ones are for dropout alone, whose random words they share."""
     assert key(inputs) == key(inputs, rows=80) != key(inputs, by_segment=False, aligned=False)
     assert (key(inputs) != key(inputs, aligned=False)) == (inputs.dropout_p > 0)
@@ -185,8 +185,8 @@ def test_what_is_another_kernel(inputs: ScoreInputs) -> None:
 
 def test_slopes_of_no_document_are_none_to_read() -> None:
     """A call without documents has slopes [0, h], and no launch. A captured tensor must have an element."""
-    assert traced_scores(ScoreInputs(alibi_slopes=torch.zeros(0, 4)), 0.0).captured
-    nothing = ScoreInputs(score_mod=biased, aux_tensors={"t": torch.zeros(0, 7)})
+    assert traced_scores(ScoreTensors(alibi_slopes=torch.zeros(0, 4)), 0.0).captured
+    nothing = ScoreTensors(score_mod=biased, aux_tensors={"t": torch.zeros(0, 7)})
     with pytest.raises(Unsupported, match=r"aux_tensors\['t'\] has shape \[0, 7\]; it must have from 1"):
         traced_scores(nothing, 0.0)
 

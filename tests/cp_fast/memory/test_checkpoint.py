@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import cp_fast
-from cp_fast.api import library_operators as compiled
+from cp_fast.api import attention as api
 from cp_fast.checkpoint import attention_forward, save_attention
 from cp_ref import SimGroup
 from cp_ref.simulator import RankScheduler, SimMember
@@ -212,13 +212,13 @@ def test_in_a_compiled_graph_attention_runs_forward_once(
 ) -> None:
     """Over one rank: Dynamo is not made for the threads of a simulated group."""
     torch._dynamo.reset()
-    forwards, inner = [], compiled.forward_pass
+    forwards, inner = [], api.forward_pass
 
     def counted(*given: Any, **how: Any) -> Any:
         forwards.append(1)
         return inner(*given, **how)
 
-    monkeypatch.setattr(compiled, "forward_pass", counted)
+    monkeypatch.setattr(api, "forward_pass", counted)
     cp, layer = cp_fast.ContextParallel(SimMember(0, 1, RankScheduler(1)), comm), Layer()
     dims: dict[str, Any] = {"heads_q": HEADS, "heads_kv": HEADS, "d_qk": DIM, "d_v": DIM}
     plan = cp_fast.make_plan(cp=cp, batch_size=2, seqlen_q=8, dtype=torch.float32, device="cpu", **dims)

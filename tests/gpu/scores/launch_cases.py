@@ -23,9 +23,8 @@ from cp_fast.backends.backend_protocol import (
     LaunchScores,
     VarlenBatch,
 )
-from cp_ref.contract.score_inputs import ScoreInputs
-from cp_ref.contract.scores import kept
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.contract.scores import ScoreTensors, kept
+from cp_ref.schedules.problem import ScoreSpec
 from tests.gpu.scores.launch_oracle import Operands, Results, dense
 
 __all__ = ["CASES", "Case", "run_case"]
@@ -116,11 +115,11 @@ def problem_of(case: Case, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -
     )
     inputs = _inputs(case, h_q + case.first_head, device)
     scores = LaunchScores(_positions(case, lengths_q, lengths_kv, device), case.first_head, inputs)
-    options = LaunchOptions(ScoreOptions(d_qk**-0.5, case.softcap), case.deterministic, scores)
+    options = LaunchOptions(ScoreSpec(d_qk**-0.5, case.softcap), case.deterministic, scores)
     return Problem(operands, batch, options)
 
 
-def _inputs(case: Case, heads: int, device: torch.device) -> ScoreInputs:
+def _inputs(case: Case, heads: int, device: torch.device) -> ScoreTensors:
     documents = len(case.lengths)
     slopes = torch.rand(heads if case.alibi == 1 else (documents, heads), device=device) / 8
     aux = {}
@@ -130,7 +129,7 @@ def _inputs(case: Case, heads: int, device: torch.device) -> ScoreInputs:
             "kinds": torch.randint(0, 3, (2000,), device=device),
         }
     seed = torch.tensor(2**40 + 12345, device=device) if case.dropout_p else None
-    return ScoreInputs(slopes if case.alibi else None, case.score_mod, aux, case.dropout_p, seed)
+    return ScoreTensors(slopes if case.alibi else None, case.score_mod, aux, case.dropout_p, seed)
 
 
 def _positions(case: Case, lengths_q: list[int], lengths_kv: list[int], device: torch.device) -> LaunchPositions:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.backends.backend_protocol import LaunchOptions, VarlenBatch
-from cp_ref.contract.scores import Pairs, PairScores
+from cp_ref.contract.scores import PairScores, ScorePlaces
 
 __all__ = ["Operands", "Results", "dense", "visible"]
 
@@ -83,7 +83,7 @@ def _segment(
     positions = given.positions
     heads = torch.arange(q.shape[1], device=q.device, dtype=torch.int32) + given.first_head
     i = positions.q_positions[rows]
-    pairs = Pairs(
+    pairs = ScorePlaces(
         positions.q_documents[rows][None, :, None],
         heads[:, None, None],
         i[None, :, None],

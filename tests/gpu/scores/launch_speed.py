@@ -19,7 +19,7 @@ from cp_fast.backends import by_name
 from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions
 from cp_fast.backends.fa4.fa4_backend import _interface
 from cp_fast.backends.fa4.scores.score_tiles import library
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.problem import ScoreSpec
 from tests.gpu.scores.launch_cases import Case, Problem, problem_of
 
 Step = Callable[[], Any]
@@ -122,7 +122,7 @@ def main() -> None:
     given = parser.parse_args()
     base = Case(lengths=((given.tokens, given.tokens),), heads=(32, 8))
     plain = problem_of(base)
-    plain = plain._replace(options=LaunchOptions(ScoreOptions(128**-0.5)))
+    plain = plain._replace(options=LaunchOptions(ScoreSpec(128**-0.5)))
     alibi = problem_of(base._replace(alibi=1))
     assert alibi.options.score_inputs is not None
     inputs = alibi.options.score_inputs.inputs

@@ -29,20 +29,19 @@ def steps() -> dict[str, tuple[int, list[torch.Tensor]]]:
     import torch.distributed as dist
     from megatron.core.tensor_parallel import random
 
-    from cp_fast.api import autograd_function as autograd
-    from cp_fast.api import library_operators as compiled
+    from cp_fast.api import attention as api
     from cp_fast.integrations.megatron import CoreAttention
 
     states: Any = random
     states._get_all_rng_states, states._set_all_rng_states = lambda: (), lambda *_: None
     states._fork_rng = nullcontext
-    forwards, inner = [], autograd.forward_pass
+    forwards, inner = [], api.forward_pass
 
     def counted(*given: Any, **how: Any) -> Any:
         forwards.append(1)
         return inner(*given, **how)
 
-    autograd.forward_pass = compiled.forward_pass = counted
+    api.forward_pass = counted
     found = {}
     for name, modules in MODULES.items():
         forwards.clear()
@@ -57,7 +56,7 @@ def steps() -> dict[str, tuple[int, list[torch.Tensor]]]:
         y.square().sum().backward()
         tensors = [y.detach(), x.grad, *(weight.grad for weight in layer.parameters())]
         found[name] = (len(forwards), [one for one in tensors if one is not None])
-    autograd.forward_pass = compiled.forward_pass = inner
+    api.forward_pass = inner
     return found
 
 

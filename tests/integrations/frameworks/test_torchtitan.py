@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import cp_fast
-from cp_fast.api.plan_cache import Agreements
+from cp_fast.api.fast_context import Agreements
 from cp_fast.integrations import torchtitan as ours
 from cp_fast.integrations.loss import token_mean
 from cp_ref import SimGroup, dense_attention

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.api import autograd_function as autograd
-from cp_fast.api import library_operators as compiled
+from cp_fast.api import attention as api
 from cp_fast.checkpoint import attention_forward, save_attention
 from cp_fast.integrations import torchtitan as ours
 from cp_ref import SimGroup
@@ -49,7 +48,7 @@ WAYS: dict[str, tuple[Any, int]] = {  # and how often attention runs forward in 
 def step(way: str, monkeypatch: pytest.MonkeyPatch) -> tuple[float, list[list[torch.Tensor]]]:
     """Forward passes of attention in a layer and rank, and the gradients of each rank."""
     forwards: list[int] = []
-    inner = autograd.forward_pass
+    inner = api.forward_pass
 
     def counted(*given: Any, **how: Any) -> Any:
         forwards.append(1)
@@ -69,8 +68,7 @@ def step(way: str, monkeypatch: pytest.MonkeyPatch) -> tuple[float, list[list[to
         return [weight.grad for weight in model.parameters()]
 
     with monkeypatch.context() as patch:
-        for module in (autograd, compiled):
-            patch.setattr(module, "forward_pass", counted)
+        patch.setattr(api, "forward_pass", counted)
         grads = SimGroup(RANKS).run(one)
     return len(forwards) / LAYERS / RANKS, grads
 

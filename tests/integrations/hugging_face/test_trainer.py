@@ -16,8 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import cp_fast
-from cp_fast.api import autograd_function as autograd
-from cp_fast.api import library_operators as compiled
+from cp_fast.api import attention as api
 from cp_fast.checkpoint import save_attention
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.loss import loss_for_backward
@@ -196,7 +195,7 @@ WAYS = ("none", "plain", "saved", "offloaded")
 
 def step(way: str, sharded: bool) -> tuple[int, torch.Tensor, dict[str, torch.Tensor]]:
     """How often attention ran forward on this rank in one step; the loss; the gradients."""
-    forwards, inner = [], autograd.forward_pass
+    forwards, inner = [], api.forward_pass
 
     def counted(*given: Any, **how: Any) -> Any:
         forwards.append(1)
@@ -212,12 +211,12 @@ def step(way: str, sharded: bool) -> tuple[int, torch.Tensor, dict[str, torch.Te
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    autograd.forward_pass = compiled.forward_pass = counted
+    api.forward_pass = counted
     try:
         loss = model(**ours.shard_batch(batch_of(NAME), cp=cp, model=model)).loss
         loss_for_backward(loss, averaged_over=model if sharded else None).backward()
     finally:
-        autograd.forward_pass = compiled.forward_pass = inner
+        api.forward_pass = inner
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
     return len(forwards), loss.detach(), whole

@@ -15,7 +15,7 @@ from cp_ref import thd
 from cp_ref.executor.merge_partials import merge as merge_two
 from cp_ref.executor.tile_attention import tile_backward, tile_forward, visible_pairs
 from cp_ref.schedules.attention_slices import UNBOUNDED
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.schedules.problem import ScoreSpec
 
 
 class Sick:
@@ -202,7 +202,7 @@ class Lower:
         lo, hi = -UNBOUNDED if left is None else shift - left, UNBOUNDED if right is None else shift + right
         visible = visible_pairs(slice(0, len(q)), slice(0, len(k)), lo, hi, q.device)
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(wide) for x in (k, v))
-        return q.to(wide), k, v, visible, ScoreOptions(options["scale"], options["softcap"])
+        return q.to(wide), k, v, visible, ScoreSpec(options["scale"], options["softcap"])
 
     def _nothing(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32

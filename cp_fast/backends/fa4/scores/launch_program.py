@@ -16,8 +16,8 @@ import torch
 
 from cp_fast.backends.backend_protocol import LaunchScores
 from cp_fast.backends.fa4.scores.trace_scores import TracedScores, trace_scores
-from cp_ref.contract.score_inputs import ScoreInputs
-from cp_ref.schedules.problem import ScoreOptions
+from cp_ref.contract.scores import ScoreTensors
+from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Unsupported
 
 __all__ = [
@@ -82,7 +82,7 @@ class LaunchProgram(NamedTuple):
     first_head: int
 
 
-def launch_program(given: LaunchScores, options: ScoreOptions) -> LaunchProgram:
+def launch_program(given: LaunchScores, options: ScoreSpec) -> LaunchProgram:
     """The program of a launch, and what it reads."""
     inputs, positions = given.inputs, given.positions
     captured = _captured(inputs)
@@ -99,7 +99,7 @@ def launch_program(given: LaunchScores, options: ScoreOptions) -> LaunchProgram:
     return LaunchProgram(program, [*tensors, *(_flat(captured[name]) for name in traced.captured)], given.first_head)
 
 
-def traced_scores(inputs: ScoreInputs, softcap: float) -> TracedScores:
+def traced_scores(inputs: ScoreTensors, softcap: float) -> TracedScores:
     """The scores of a call, traced.
 
     Raises:
@@ -108,7 +108,7 @@ def traced_scores(inputs: ScoreInputs, softcap: float) -> TracedScores:
     return _traced(inputs.score_mod, softcap, _forms(_captured(inputs)))
 
 
-def _captured(inputs: ScoreInputs) -> Mapping[str, torch.Tensor]:
+def _captured(inputs: ScoreTensors) -> Mapping[str, torch.Tensor]:
     slopes = {} if inputs.alibi_slopes is None else {SLOPES: inputs.alibi_slopes}
     return {**slopes, **inputs.aux_tensors}
 

@@ -1,24 +1,36 @@
-"""Python objects as tensors, so that a compiled graph carries them from call to call without looking inside.
-
-An operator of `torch.library` takes tensors and numbers. A plan and a context go in as a handle: a number in a tensor
-on the CPU. A compiled graph guards numbers, so it would be recompiled for every batch's plan; it does not guard a
-tensor's value.
-
-A graph saves the handle for its backward pass, perhaps longer than the caller keeps the plan. So the memory of the
-handle has what the object had, for as long as any tensor shares it. It cannot have the object itself: the object has
-the handle, and Python does not see a circle through a tensor's memory.
-"""
+"""What compiled graphs and checkpointing see of a call: Python objects as tensors, and attention as one operator."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import numpy as np
 import torch
+from torch.utils import _python_dispatch as modes
 
-__all__ = ["OfThisProcess", "again", "forget", "object_of", "opaque_for"]
+__all__ = [
+    "OfThisProcess",
+    "again",
+    "forget",
+    "hide_from_checkpointing",
+    "is_selective",
+    "new_handle",
+    "object_of",
+]
+
+# ---- handles
+#
+# An operator of `torch.library` takes tensors and numbers. A plan and a context go in as a handle: a number in a tensor
+# on the CPU. A compiled graph guards numbers, so it would be recompiled for every batch's plan; it does not guard a
+# tensor's value.
+#
+# A graph saves the handle for its backward pass, perhaps longer than the caller keeps the plan. So the memory of the
+# handle has what the object had, for as long as any tensor shares it. It cannot have the object itself: the object has
+# the handle, and Python does not see a circle through a tensor's memory.
+
 
 _numbers = count(1)
 
@@ -43,7 +55,7 @@ class OfThisProcess:
         raise TypeError(f"a cp_fast.{kind} belongs to its process and cannot be pickled; make one in every process")
 
 
-def opaque_for(thing: Any) -> torch.Tensor:
+def new_handle(thing: Any) -> torch.Tensor:
     """A new handle, int64 [], of an object that has all its attributes; it keeps their values alive."""
     if torch.compiler.is_compiling():
         from cp_fast.dispatch.graph_break import graph_break  # Imports Dynamo, as slow as PyTorch's import.
@@ -85,7 +97,7 @@ def object_of(handle: torch.Tensor) -> Any:
 
     >>> class Thing: pass
     >>> thing = Thing()
-    >>> object_of(opaque_for(thing)) is thing
+    >>> object_of(new_handle(thing)) is thing
     True
     """
     memory = _handles.get(int(handle))
@@ -96,3 +108,32 @@ def object_of(handle: torch.Tensor) -> Any:
         )
     thing = memory.thing()
     return memory.same if thing is None else thing
+
+
+# ---- selective checkpointing
+#
+# Whether PyTorch's selective checkpointing looks at each operator; then attention is one operator to it.
+#
+# Its modes count operators in the forward pass, and count again while they recompute. They must see the same ones in
+# both passes: attention as one, and none of the work that makes plans, as a later call finds its plan in a cache.
+
+
+_MODULES = {
+    "torch.utils.checkpoint",
+    "cp_fast.checkpoint.offload",
+}  # of the modes, and of those that others derive from them
+
+
+def is_selective() -> bool:
+    """Whether a mode of selective checkpointing is active: its first pass, or its recomputation."""
+    if not torch._C._len_torch_dispatch_stack():  # in most calls, and cheap
+        return False
+    stack = modes._get_current_dispatch_mode_stack()  # pyright: ignore[reportPrivateUsage]
+    return any(kind.__module__ in _MODULES for mode in stack for kind in type(mode).__mro__)
+
+
+def hide_from_checkpointing() -> AbstractContextManager[Any]:
+    """Work on the host that selective checkpointing must not count."""
+    if is_selective():
+        return modes._disable_current_modes()  # pyright: ignore[reportPrivateUsage]
+    return nullcontext()

@@ -1,0 +1,440 @@
+"""A call of `attention`: its checks before anything is sent, its plan, and the plan compiled for its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+
+from cp_fast.api.checked_calls import agree_on_call, checking, describe
+from cp_fast.api.fast_context import ContextParallel, Signature
+from cp_fast.api.plan import Made, Plan, agree_on, backend_for, prepared
+from cp_fast.backends import BACKENDS, features_of
+from cp_fast.compile.index_tables import check_row_numbers
+from cp_fast.dispatch.handles import hide_from_checkpointing
+from cp_fast.runtime.prepared_exchange import prepares
+from cp_fast.runtime.run import CompiledCall
+from cp_fast.transport import carries
+from cp_ref.contract.attention_call import Call, CallFlags, with_digest
+from cp_ref.contract.call_checks import check_plan_owner
+from cp_ref.contract.room import Agreement
+from cp_ref.contract.scores import ScoreTensors, read_scores
+from cp_ref.contract.tensors import refuse_transforms
+from cp_ref.schedules.words import Feature, Unsupported
+
+__all__ = [
+    "CheckedCall",
+    "agree_on_forward",
+    "call_key",
+    "call_of_kinds",
+    "can_travel",
+    "check_planned_call",
+    "compiled_call",
+    "known_call",
+    "on_host",
+    "packed_scores",
+    "plan_of_call",
+    "requires_grad",
+    "scores_with_plan",
+    "unpacked_scores",
+]
+
+# ---- the tensors of scores
+
+
+def scores_with_plan(plan: Plan, given: ScoreTensors, q: torch.Tensor) -> ScoreTensors | None:
+    """What scores of a call with a plan depend on besides q and k; None where they depend on q and k alone.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and the rule. Unsupported: the plan's kernel library lacks
+        a feature.
+    """
+    if _is_empty(given) and plan.problem.position_free_scores:
+        return None
+    if (known := _known_scores(plan, given, q)) is not None:
+        return known
+    found = read_scores(plan.problem, plan.score_mod, q, given, plan.room)
+    if missing := found.features - plan.backend.features:
+        able = " or ".join(f"backend={b.name!r}" for b in BACKENDS if missing <= features_of(b))
+        hint = f"make the plan with a ContextParallel of {able}"
+        raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, hint)
+    if not found.features:
+        return None
+    plan.backend.check_score_inputs(plan.problem.scores, found)
+    _keep(plan, given, found, q)
+    return found
+
+
+def _keep(plan: Plan, given: ScoreTensors, found: ScoreTensors, q: torch.Tensor) -> None:
+    """Note with the plan that these are checked."""
+    if can_travel(given):
+        plan.calls.find(_signature(given, q.device), lambda: tuple(found.aux_tensors))
+
+
+def _known_scores(plan: Plan, given: ScoreTensors, q: torch.Tensor) -> ScoreTensors | None:
+    """The checked ones, if the plan's last calls had equal kinds of arguments: then their checks are made, and
+    score_mod was tried. None if not, or if there are none.
+    """
+    if (names := plan.calls.get(_signature(given, q.device))) is None:
+        return None
+    with hide_from_checkpointing():
+        seed = _seed(given, q.device)
+    aux = {name: given.aux_tensors[name] for name in names}
+    return ScoreTensors(given.alibi_slopes, plan.score_mod, aux, plan.problem.dropout_p, seed)
+
+
+def _seed(given: ScoreTensors, device: torch.device | None) -> torch.Tensor | None:
+    """The seed as a tensor []. A fill, which waits for nothing."""
+    seed: Any = given.dropout_seed
+    if isinstance(seed, torch.Tensor):
+        return seed.reshape(())
+    return torch.full((), seed, dtype=torch.int64, device=device) if isinstance(seed, int) else seed
+
+
+def _is_empty(given: ScoreTensors) -> bool:
+    """Whether the call has none of them. An operator of torch.library gets them as other objects: only their values
+    count.
+    """
+    slopes, _, aux, _, seed = given
+    return slopes is None and seed is None and (aux is None or (isinstance(aux, Mapping) and not aux))
+
+
+def _signature(given: ScoreTensors, device: torch.device) -> tuple[object, ...]:
+    """All that their checks for tensors on a device read; if it cannot be compared, unlike any other."""
+    if _is_empty(given):
+        return ()
+    if not can_travel(given):
+        return (object(),)
+    named, seed = given.named, given.dropout_seed
+    named.pop("dropout_seed", None)
+    kinds = [(type(x), x.dtype, x.shape, x.device, x.requires_grad, x.layout) for x in named.values()]
+    more = (seed.dtype, seed.shape, seed.device) if isinstance(seed, torch.Tensor) else ()
+    return device, *named, *kinds, type(seed), *more
+
+
+def _agreed(given: ScoreTensors) -> tuple[tuple[str, object], ...]:
+    """Names, dtypes and shapes, but no value: the ranks agree on these before a new plan. Only of checked ones."""
+    found = dict(given.kinds)
+    if _number_of(given):  # every step has another
+        del found["dropout_seed"]
+    return tuple(sorted(found.items()))
+
+
+def _number_of(given: ScoreTensors) -> tuple[tuple[str, object], ...]:
+    """The seed, if the host knows it."""
+    seed: Any = given.dropout_seed
+    return (("dropout_seed", seed),) if isinstance(seed, int) else ()
+
+
+def _values(given: ScoreTensors) -> tuple[tuple[str, object], ...]:
+    """Kinds, with digests of all values, which the host reads: the ranks agree on these before a checked call."""
+    if not can_travel(given):
+        return ()  # their check says what is wrong
+    digests = {f"values of {name}": _digest(x) for name, x in given.named.items() if isinstance(x, torch.Tensor)}
+    return *given.kinds, *sorted(digests.items())
+
+
+def can_travel(given: ScoreTensors) -> bool:
+    """Whether they are tensors with names, which need no look at their types: operators of torch.library take these."""
+    slopes, _, aux, _, seed = given
+    named: Any = {} if aux is None else aux
+    return (
+        isinstance(named, dict)
+        and all(isinstance(name, str) and " " not in name for name in named)
+        and all(x is None or _has_shape(x) for x in (slopes, *named.values()))
+        and (seed is None or _has_shape(seed) or (type(seed) is int and -(2**63) <= seed < 2**63))
+    )
+
+
+def packed_scores(given: ScoreTensors | None, device: torch.device | None = None) -> tuple[list[torch.Tensor], str]:
+    """The tensors, and their names, for an operator of torch.library."""
+    if given is None:
+        return [], ""
+    named = given._replace(dropout_seed=_seed(given, device)).named
+    return list(named.values()), " ".join(named)
+
+
+def unpacked_scores(tensors: list[torch.Tensor], names: str) -> ScoreTensors:
+    """The inverse of `packed_scores`.
+
+    >>> tensors, names = packed_scores(ScoreTensors(aux_tensors={"table": torch.ones(2)}, dropout_seed=5))
+    >>> names, unpacked_scores(tensors, names).aux_tensors
+    ('aux_tensors.table dropout_seed', {'table': tensor([1., 1.])})
+    """
+    return ScoreTensors.of_named(dict(zip(names.split(" "), tensors, strict=False)))
+
+
+def _has_shape(x: Any) -> bool:
+    """Whether it is a tensor with a shape, which nested tensors lack."""
+    return isinstance(x, torch.Tensor) and not x.is_nested
+
+
+def _digest(x: torch.Tensor) -> str:
+    """A tensor's values, in a word."""
+    values = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return blake2b(values, digest_size=8).hexdigest()
+
+
+# ---- with a plan
+#
+# A call of `attention` with a plan: its checks before anything is sent, and the plan compiled for its tensors.
+
+
+PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
+_PLAIN_OR_NONE = {*PLAIN_TENSORS, type(None)}
+_WORDS = {str, int, float, bool, type(None)}  # Equal values of one of these types mean the same.
+_WORDS_AND_PAIRS = {*_WORDS, tuple, list}
+Kind = tuple[Sequence[int], torch.dtype, torch.device, torch.layout]  # Of a tensor: all that the checks read.
+
+
+class CheckedCall(NamedTuple):
+    """A call with a plan that is checked: all of it but its tensors."""
+
+    plan: Plan
+    compiled: CompiledCall  # for the tensors' shapes
+    cp: ContextParallel
+    flags: CallFlags
+    number: int  # of a checked call, whose backward pass is checked too; 0 for one that is not
+    scores: ScoreTensors | None  # what scores depend on besides q and k; None for nothing
+
+
+def requires_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether a call of these tensors will have a backward pass."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def agree_on_forward(call: Call, plan: Plan) -> CheckedCall:
+    """Check a call with a plan of its own, or one that was made for it; under `cp_fast.checked` agree on the call with
+    all ranks.
+    """
+    found: list[ScoreTensors | None] = []
+    number, (q, k, v) = 0, call.tensors
+
+    def look() -> None:
+        found.append(check_planned_call(call, plan))
+
+    if not checking():
+        look()
+    else:
+        tensors = {"q": q, "k": k, "v": v, "softmax_offset": call.offset}
+        shapes, how = (describe(*one) for one in tensors.items()), zip(CallFlags._fields, call.flags, strict=True)
+        grads = requires_grad(*(x for x in tensors.values() if isinstance(x, torch.Tensor)))
+        details = (*shapes, *how, *_values(call.scores), ("requires_grad", grads))
+        number = agree_on_call(call.cp, plan, "forward", look, *details)
+    return CheckedCall(plan, compiled_call(plan, call.cp, q, k, v), call.cp, call.flags, number, found[0])
+
+
+def check_planned_call(call: Call, plan: Plan) -> ScoreTensors | None:
+    """Check that the tensors fit the plan, lie on its device, and that its kernel library has the features of the call.
+
+    Returns:
+        What scores depend on besides q and k; None for nothing.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and the rule. Unsupported: naming what is missing.
+    """
+    problem, (q, k, v) = plan.problem, call.tensors
+    if call.plan is plan:
+        call.check_plan()
+    else:
+        call.check_placements(problem)
+    if not _are_plain(q, k, v) or plan.calls.get(_key(plan, call.cp, *_kinds(q, k, v))) is None:
+        call.check_tensors(problem, plan.room)
+        if q.device.type != plan.device.type or plan.device.index not in (None, q.device.index):
+            raise ValueError(f"q is on {q.device}, but the plan was made for {plan.device}")
+    call.check_offset(problem)
+    if missing := _missing(plan, call.flags):
+        raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, "say so in make_plan")
+    return scores_with_plan(plan, call.scores, q)
+
+
+def known_call(
+    plan: Any, cp: ContextParallel, flags: CallFlags, scores: ScoreTensors, q: Any, k: Any, v: Any
+) -> CheckedCall | None:
+    """This call as an equal one before, of another layer or step, if it needs no more checks. Only for plain tensors in
+    plain eager mode, without an offset.
+
+    Raises:
+        ValueError: the plan is another context's. NotImplementedError: inside a transform of torch.func.
+    """
+    if torch.compiler.is_compiling() or not isinstance(plan, Plan) or checking():
+        return None
+    if {*map(type, flags)} != {bool} or not _are_plain(q, k, v):
+        return None
+    if plan.problem.softmax_type == "learnable" or torch.is_autocast_enabled(plan.device.type):
+        return None
+    found = plan.calls.get(_key(plan, cp, *_kinds(q, k, v)))
+    if found is None or ((flags.deterministic or flags.return_max_logit) and _missing(plan, flags)):
+        return None
+    inputs = None
+    if not (plan.plain and _is_empty(scores)) and (inputs := _known_scores(plan, scores, q)) is None:
+        return None
+    refuse_transforms()
+    check_plan_owner(plan.problem, plan.rank, cp)
+    return CheckedCall(plan, found, cp, flags, 0, inputs)
+
+
+def compiled_call(plan: Plan, cp: ContextParallel, q: Any, k: Any, v: Any) -> CompiledCall:
+    """The plan compiled for checked tensors."""
+    return call_of_kinds(plan, cp, *_kinds(q, k, v))
+
+
+def call_of_kinds(plan: Plan, cp: ContextParallel, q: Kind, k: Kind, v: Kind) -> CompiledCall:
+    """The plan compiled for checked tensors of these kinds."""
+    key = _key(plan, cp, q, k, v)
+
+    def make() -> CompiledCall:
+        packing, (_, dtype, device, _) = plan.packing, q
+        sizes = packing.rows(q[0]), packing.rows(k[0])
+        return CompiledCall(packing, plan.instructions, plan.positions, plan.backend, key[0], sizes, dtype, device)
+
+    return plan.calls.find(key, make)
+
+
+def _key(plan: Plan, cp: ContextParallel, *kinds: Kind) -> Any:
+    """All values that a compiled call depends on. The transport comes first, if it prepares exchanges."""
+    comm = cp.comm
+    if plan.messages is not None and carries(plan.messages, comm):
+        comm = plan.messages
+    return comm if prepares(comm) else None, *kinds
+
+
+def call_key(plan: Any, cp: ContextParallel, words: tuple[Any, ...], *tensors: Any) -> Any:
+    """The key of a linear layer's call among the plan's known calls: all values that its checks depend on. None for a
+    call that is always checked.
+
+    words: the call's options.
+    """
+    types = (*map(type, words),)  # since True == 1 == 1.0
+    if not isinstance(plan, Plan) or not _WORDS.issuperset(types) or not _PLAIN_OR_NONE.issuperset(map(type, tensors)):
+        return None
+    kinds = [None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors]
+    return cp, words, types, requires_grad(*tensors), *kinds
+
+
+def _are_plain(q: Any, k: Any, v: Any) -> bool:
+    """Whether the checks of these tensors read their kinds alone."""
+    return type(q) in PLAIN_TENSORS and type(k) in PLAIN_TENSORS and type(v) in PLAIN_TENSORS
+
+
+def _kinds(q: Any, k: Any, v: Any) -> tuple[Kind, Kind, Kind]:
+    return (
+        (q.shape, q.dtype, q.device, q.layout),
+        (k.shape, k.dtype, k.device, k.layout),
+        (v.shape, v.dtype, v.device, v.layout),
+    )
+
+
+def _missing(plan: Plan, flags: CallFlags) -> set[Feature]:
+    """The features of a call that the plan's kernel library lacks."""
+    wanted = (Feature.DETERMINISTIC, flags.deterministic), (Feature.MAX_LOGIT, flags.return_max_logit)
+    return {feature for feature, asked in wanted if asked} - plan.backend.features
+
+
+# ---- without a plan
+#
+# The plan of a call of `attention` without one: that of an equal call before, or a new one on which all ranks agree.
+#
+# Lengths and attention slices on the CPU are compared by value. On a GPU every call reads them, and waits for the GPU:
+# a replayed CUDA graph or another library's kernel can change the values without changing the tensor's identity or
+# version.
+
+
+def plan_of_call(call: Call) -> Plan:
+    """The plan of a call. Collective under `checked`, and if the agreement is not among the ranks' last ones.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, here or, if the call is collective, on another rank. Unsupported:
+        naming what is missing.
+    """
+    cp = call.cp
+    if checking() or (_on_gpu(call) and torch.cuda.is_current_stream_capturing()):  # A graph keeps its plan.
+        return agree_on(cp, lambda: _made(call, ())).plan
+    signature = _signature_of_call(call)
+    kept = cp.agreements
+    if (found := kept.plan_of(signature)) is not None:
+        return found
+
+    agreement, plan = agree_on(cp, lambda: _made(call, kept.plans(signature.stream)), kept.fingerprints)
+    kept.keep(agreement.fingerprint, signature, plan)
+    return plan
+
+
+def _made(call: Call, earlier: Iterable[Plan]) -> Made:
+    """An earlier plan of the same problem, or a new one; raises this rank's argument errors."""
+    problem, q, score_mod = call.read_problem(Plan), call.tensors[0], call.arguments["score_mod"]
+    check_row_numbers(problem)
+    deterministic, return_max_logit, _ = call.flags
+    how = {"deterministic": deterministic, "return_max_logit": return_max_logit}
+    backend = backend_for(call.cp, problem, q.device.type, **how, more=call.scores.features)
+    call.check_tensors(problem)
+    call.check_offset(problem)
+    scores = read_scores(problem, score_mod, q, call.scores)
+    if scores.features:
+        backend.check_score_inputs(problem.scores, scores)
+    agreement = Agreement(problem, extras=_extras(call), compared=_number_of(call.scores))
+    wanted = problem.fingerprint, backend, q.device
+    plan = next((p for p in earlier if (p.problem.fingerprint, p.backend, p.device) == wanted), None)
+    if plan is None:
+        plan = prepared(call.cp, agreement, backend, q.device, None, score_mod)
+    if scores.features:
+        _keep(plan, call.scores, scores, q)
+    return Made(agreement, plan)
+
+
+def _extras(call: Call) -> tuple[tuple[str, object], ...]:
+    """Other values that decide the messages. In the backward pass: whether the sinks' gradients are summed over all
+    ranks, and whether heads are exchanged for the gradient of lse too.
+    """
+    cp = call.cp
+    extras: dict[str, object] = {
+        "return_max_logit": call.flags.return_max_logit,
+        "requires_grad": requires_grad(*call.tensors),
+    }
+    extras["softmax_offset_grad"] = cp.softmax_offset_grad
+    if cp.softmax_offset_grad == "total":
+        extras["softmax_offset.requires_grad"] = requires_grad(call.offset)
+    if cp.a2a_size > 1:
+        extras["return_lse"] = call.flags.return_lse
+    return *extras.items(), *_agreed(call.scores)
+
+
+def _signature_of_call(call: Call) -> Signature:
+    """Everything that determines the agreement and the plan; if it cannot be compared, a signature unlike any other."""
+    (q, k, v), cp = call.tensors, call.cp
+    stream = torch.cuda.current_stream(q.device).cuda_stream if _on_gpu(call) else 0
+    try:
+        problem = call.arguments if call.arguments["score_mod"] is None else with_digest(call.arguments)
+    except (TypeError, ValueError):  # `read_problem` will say what is wrong, to all ranks.
+        return Signature((object(),), stream, ())
+    lengths = {name: x for name, x in problem.items() if isinstance(x, torch.Tensor)}
+    settings = [x for name, x in problem.items() if name not in lengths]
+    settings += [call.plan, *call.flags]
+    items = (*(item for x in settings for item in (x if type(x) in (tuple, list) else (x,))),)
+    types = *map(type, settings), *map(type, items)  # Since True == 1 == 1.0.
+    if call.plan is None and _WORDS_AND_PAIRS.issuperset(types) and _are_plain(q, k, v):
+        try:
+            values = tuple((name, tuple(x.shape), x.dtype, x.numpy().tobytes()) for name, x in lengths.items())
+            packed = problem["qkv_format"] == "thd"  # Then the number of rows may differ by tails.
+            sizes = (q.shape[1:], k.shape[1:], v.shape[1:]) if packed else (q.shape, k.shape, v.shape)
+        except (RuntimeError, TypeError):  # Without values or without a shape: sparse, nested, on meta.
+            return Signature((object(),), stream, ())
+        grads = requires_grad(q, k, v), isinstance(call.offset, torch.Tensor) and requires_grad(call.offset)
+        context = cp.cp_comm_type, cp.a2a_size, cp.layout, cp.backend, cp.softmax_offset_grad
+        context += tuple(rows in cp.uneven for rows in (*q.shape, *k.shape))  # `check_uneven` reads it
+        words = types, items, sizes, q.dtype, q.device, grads, context, _signature(call.scores, q.device)
+        return Signature(words, stream, values)
+    return Signature((object(),), stream, ())
+
+
+def _on_gpu(call: Call) -> bool:
+    """Whether q lies on a GPU."""
+    return isinstance(call.tensors[0], torch.Tensor) and call.tensors[0].is_cuda
+
+
+def on_host(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A problem's arguments with lengths on a GPU copied to the host; a tensor passed twice is copied once."""
+    copies = {id(x): x.cpu() for x in arguments.values() if isinstance(x, torch.Tensor) and x.is_cuda}
+    return {name: copies.get(id(x), x) for name, x in arguments.items()} if copies else arguments
