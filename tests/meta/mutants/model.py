@@ -81,7 +81,8 @@ class Mutant:
     def check(self) -> None:
         """Raise AssertionError where a function has not what the row changes."""
         for edit in self.edits:
-            _compiled(edit, _function(edit.target))
+            function = _function(edit.target)
+            assert _compiled(edit, function).co_freevars == function.__code__.co_freevars, edit.target
 
     @contextmanager
     def planted(self) -> Iterator[None]:
