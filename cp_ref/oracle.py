@@ -193,7 +193,7 @@ def _one_mask(
     """visible bool [n, m], q [n, h_q, d_qk], k [m, h_kv, d_qk], v [m, h_kv, d_v], extra: ALiBi, score_mod and dropout
     -> out [n, h_q, d_v], lse [n, h_q], max_logit [h_q].
     """
-    k, v = (x.repeat_interleave(problem.group_size, dim=1) for x in (k, v))  # query head h uses kv head h // group_size
+    k, v = (x.repeat_interleave(problem.heads_per_kv, dim=1) for x in (k, v))  # h uses kv head h // heads_per_kv
     scores = problem.scale * torch.einsum("nhd,mhd->nhm", q, k)
     if problem.softcap > 0:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)

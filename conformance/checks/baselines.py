@@ -69,7 +69,7 @@ def _one_scope(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """visible [n, m], q [n, h_q, d], k, v [m, h_kv, d] -> out [n, h_q, d_v], lse [h_q, n], max_logit [h_q]."""
     hidden = ~visible
-    k, v = (x.repeat_interleave(problem.group_size, dim=1) for x in (k, v))
+    k, v = (x.repeat_interleave(problem.heads_per_kv, dim=1) for x in (k, v))
     scores = _scores(q, k, hidden, problem, extra)
     case_scores, places = extra
     weights = _softmax(scores, problem, softmax_offset) * case_scores.dropout(problem.heads_q, places, q.dtype)

@@ -63,7 +63,7 @@ def check_probes(impl: Implementation, case: Case, device: str = "cpu") -> list[
     if case.problem.dropout_p:
         weights = visible * dropout_factors(case).to(device)
     out = packed_rows(case, played.results["out"].double())
-    values = packed_rows(case, tensors.v.double()).nan_to_num(0.0).repeat_interleave(case.problem.group_size, dim=1)
+    values = packed_rows(case, tensors.v.double()).nan_to_num(0.0).repeat_interleave(case.problem.heads_per_kv, dim=1)
     # All weights at once would take a matrix in float64.
     want = torch.cat([_sums(block, values) for block in weights.split(_BLOCK, dim=-2)])
     found += _check_digits(case, "q", "n * out", out * _by_head(count + sink), want)
@@ -71,7 +71,7 @@ def check_probes(impl: Implementation, case: Case, device: str = "cpu") -> list[
     want = torch.zeros(visible.shape[-1], *upstream.shape[1:], dtype=torch.float64, device=upstream.device)
     for block, rows in zip(weights.split(_BLOCK, dim=-2), upstream.split(_BLOCK), strict=True):
         want += _sums(block.mT, rows)
-    want = want.unflatten(1, (case.problem.heads_kv, case.problem.group_size)).sum(2)
+    want = want.unflatten(1, (case.problem.heads_kv, case.problem.heads_per_kv)).sum(2)
     return found + _check_digits(case, "kv", "dv", packed_rows(case, played.results["dv"].double()), want)
 
 

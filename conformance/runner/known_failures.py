@@ -47,6 +47,7 @@ _PROBLEM = (
     *(f.name for f in fields(Problem) if f.name not in ("sequences", "window_size", "areas")),
     *("causal", "bottom_right", "group_size", "pairs"),
 )
+_ATTRIBUTES = {"group_size": "heads_per_kv"}  # of a problem, where the file has another word
 _LENGTHS = ("sequences", "cross", "shortest_q", "longest_q", "shortest_kv", "longest_kv")
 FIELDS = ("text", *_PROBLEM, "window_left", "window_right", *_LENGTHS, *_CASE)
 
@@ -186,7 +187,7 @@ def field_values(text: str) -> dict[str, Any]:
     ends = (min(queries, default=0), max(queries, default=0), min(keys, default=0), max(keys, default=0))
     return {
         **{name: getattr(case, name) for name in _CASE},
-        **{name: getattr(p, name) for name in _PROBLEM},
+        **{name: getattr(p, _ATTRIBUTES.get(name, name)) for name in _PROBLEM},
         **dict(zip(("window_left", "window_right"), p.window_size, strict=True)),
         **dict(zip(_LENGTHS, (len(p.sequences), queries != keys, *ends), strict=True)),
     }

@@ -122,7 +122,7 @@ class TileGroups:
         return self._groups[id(tiles)][1]
 
     def _made(self, tiles: Tiles) -> Iterator[TileGroup]:
-        ranges, size = _head_ranges(tiles), self._work.group_size
+        ranges, size = _head_ranges(tiles), self._work.heads_per_kv
         for heads in ranges:
             some = tiles
             if len(ranges) > 1:
@@ -147,7 +147,7 @@ class TileGroups:
 
     def _fills_tiles(self, launches: list[Segments]) -> bool:
         """Whether tiles, which end with their segment, have few empty rows: weighted by the keys that they visit."""
-        size, tile = self._work.group_size, self._shares_keys
+        size, tile = self._work.heads_per_kv, self._shares_keys
         cells = whole = 0
         for one in launches:
             rows, keys = (side.lengths(len(one)) for side in (one.q, one.k))
@@ -203,14 +203,14 @@ def _head_ranges(tiles: Tiles) -> list[Heads]:
     return sorted({*zip(first.tolist(), last.tolist(), strict=True)})
 
 
-def aligned(heads: Heads, group_size: int) -> list[Heads]:
+def aligned(heads: Heads, heads_per_kv: int) -> list[Heads]:
     """Query heads as ranges for a kernel: all query heads of some kv heads, or some of one kv head.
 
     >>> aligned((1, 7), 2), aligned((0, 8), 4), aligned((1, 3), 4)
     ([(1, 2), (2, 6), (6, 7)], [(0, 8)], [(1, 3)])
     """
     first, last = heads
-    begin, end = -(-first // group_size) * group_size, last // group_size * group_size
+    begin, end = -(-first // heads_per_kv) * heads_per_kv, last // heads_per_kv * heads_per_kv
     if begin > end:  # inside one group
         return [heads]
     return list(pairwise(sorted({first, begin, end, last})))

@@ -22,11 +22,11 @@ __all__ = [
     "Deliveries",
     "DocumentFragments",
     "brought_back",
+    "conv_rank_schedule",
+    "conv_schedule",
+    "conv_workload",
     "delivered",
     "document_fragments",
-    "halo_workload",
-    "make_halo",
-    "make_rank_halo",
     "make_rank_states",
     "make_states",
 ]
@@ -230,18 +230,18 @@ def _last_of(fragments: DocumentFragments, rank: int) -> Column:
     return last
 
 
-def halo_workload(problem: Problem, kernel_size: int) -> Workload:
+def conv_workload(problem: Problem, kernel_size: int) -> Workload:
     """The tables of a causal convolution: the window of each document, and the problem's ownership."""
     windows = replace(problem, window_size=(kernel_size - 1, 0), attn_mask_type="causal", areas=None)
     return Workload(areas_of(windows), problem.workload.ownership)
 
 
-def make_halo(problem: Problem, kernel_size: int) -> Schedule:
-    """The schedule of all ranks, for `verify_tables(halo_workload(problem, kernel_size), ...)`.
+def conv_schedule(problem: Problem, kernel_size: int) -> Schedule:
+    """The schedule of all ranks, for `verify_tables(conv_workload(problem, kernel_size), ...)`.
 
     >>> from cp_ref.schedules.problem import Sequence
     >>> one = Problem(2, (Sequence(8, 8, 8, 8),), layout="contiguous", qkv_format="thd")
-    >>> print(str(make_halo(one, 3)).split("forward rank 1")[1].split("forward")[0].split("backward")[0].strip())
+    >>> print(str(conv_schedule(one, 3)).split("forward rank 1")[1].split("forward")[0].split("backward")[0].strip())
     step
         recv kv [2:4] from 0 tag 0
       step
@@ -253,8 +253,8 @@ def make_halo(problem: Problem, kernel_size: int) -> Schedule:
     return Schedule("halo", HEADS, tuple(f for f, _ in found), tuple(b for _, b in found), ("kv",))
 
 
-def make_rank_halo(problem: Problem, kernel_size: int, rank: int) -> tuple[RankSchedule, RankSchedule]:
-    """One rank's forward and backward schedule, as in `make_halo`."""
+def conv_rank_schedule(problem: Problem, kernel_size: int, rank: int) -> tuple[RankSchedule, RankSchedule]:
+    """One rank's forward and backward schedule, as in `conv_schedule`."""
     return _halos_of_rank(problem, document_fragments(problem), kernel_size, rank)
 
 

@@ -12,7 +12,7 @@ from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.context import ContextParallel
 from cp_ref.contract.declared import bind, same_parameters
 from cp_ref.contract.group import Group, PairGroup
-from cp_ref.contract.linear_schedules import make_halo, make_states
+from cp_ref.contract.linear_schedules import conv_schedule, make_states
 from cp_ref.contract.read_problem import ARGUMENTS, Sizes, read_problem
 from cp_ref.contract.room import Agreement, Room, read_room
 from cp_ref.contract.score_mod import ScoreMod, digest_of
@@ -117,13 +117,13 @@ class Plan:
         return make_states(self.problem)
 
     def halo(self, kernel_size: int) -> Schedule:
-        """The messages and tiles of a causal convolution, of every rank: see `make_halo`.
+        """The messages and tiles of a causal convolution, of every rank: see `conv_schedule`.
 
         Raises:
             ValueError: the plan was made without `linear=True`.
         """
         self._check_linear()
-        return make_halo(self.problem, read_count("kernel_size", kernel_size, at_least=1))
+        return conv_schedule(self.problem, read_count("kernel_size", kernel_size, at_least=1))
 
     def _check_linear(self) -> None:
         if not self.linear:

@@ -80,7 +80,7 @@ class RankTensors:
     def kv_heads(self, tile: Sequence[int]) -> torch.Tensor:
         """The number of the kv head of each of a tile's query heads."""
         *_, head_start, head_stop = tile
-        return torch.arange(head_start, head_stop, device=self.device) // self.work.group_size
+        return torch.arange(head_start, head_stop, device=self.device) // self.work.heads_per_kv
 
     def visible(self, tile: Sequence[int]) -> torch.Tensor:
         """The pairs of a tile that are visible, bool [n, m]: those in the diagonal band of its attention slice."""

@@ -19,7 +19,7 @@ from cp_ref.contract.linear_calls import (
     read_convolution,
     read_linear_attention,
 )
-from cp_ref.contract.linear_schedules import DocumentFragments, document_fragments, halo_workload
+from cp_ref.contract.linear_schedules import DocumentFragments, conv_workload, document_fragments
 from cp_ref.contract.tensors import autocast, no_autocast, refuse_transforms, wide_dtype
 from cp_ref.executor.play_schedule import run_rank_schedule
 from cp_ref.executor.rank_tensors import RankTensors
@@ -217,7 +217,7 @@ class _Convolution(torch.autograd.Function):
     ) -> torch.Tensor:
         problem, wide = plan.problem, wide_dtype(x.dtype)
         packed, factors = to_packed(x, problem.qkv_format), weight.to(wide)
-        held = RankTensors(halo_workload(problem, call.kernel_size), cp.rank, x.device)
+        held = RankTensors(conv_workload(problem, call.kernel_size), cp.rank, x.device)
         held.put_own("kv", packed[:, None])
         sums = torch.zeros_like(held.tensors["kv"][0][:, 0], dtype=wide)  # [t of all ranks, channels]
 
@@ -242,7 +242,7 @@ class _Convolution(torch.autograd.Function):
         x, weight, bias, x_all, sums = ctx.saved_tensors
         wide = sums.dtype
         factors = weight.to(wide)
-        held = RankTensors(halo_workload(problem, call.kernel_size), cp.rank, x.device)
+        held = RankTensors(conv_workload(problem, call.kernel_size), cp.rank, x.device)
         held.tensors["kv"] = (x_all,)
         held.start_result("dkv", ((1, call.channels), wide, 0.0))
         dsums = torch.zeros_like(sums)

@@ -220,7 +220,7 @@ class Problem:
         return ScoreSpec(self.scale, self.softcap, self.score_mod, self.dropout_p)
 
     @property
-    def group_size(self) -> int:
+    def heads_per_kv(self) -> int:
         """How many query heads share a kv head."""
         return self.heads_q // self.heads_kv
 
@@ -348,7 +348,7 @@ class Workload:
         return self.ownership.cp_size
 
     @property
-    def group_size(self) -> int:
+    def heads_per_kv(self) -> int:
         """How many query heads share a kv head."""
         return self.heads_q // self.heads_kv
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_ref.contract.linear_schedules import (
+    conv_rank_schedule,
+    conv_schedule,
+    conv_workload,
     document_fragments,
-    halo_workload,
-    make_halo,
-    make_rank_halo,
     make_rank_states,
     make_states,
 )
@@ -302,9 +302,9 @@ def messages(schedule: Schedule) -> int:
 @settings(max_examples=examples(int(os.environ.get("CP_PLANS", "600"))), deadline=None)
 @given(linear_problems(), st.integers(1, 40))
 def test_random_problems_are_proved(problem: Problem, kernel_size: int) -> None:
-    states, halo = make_states(problem), make_halo(problem, kernel_size)
+    states, halo = make_states(problem), conv_schedule(problem, kernel_size)
     verify_states(problem, states)
-    verify_tables(halo_workload(problem, kernel_size), halo)
+    verify_tables(conv_workload(problem, kernel_size), halo)
     for schedule in (states, halo):
         assert Schedule.parse(str(schedule)) == schedule
         for rank, passes in enumerate(zip(schedule.forward, schedule.backward, strict=True)):
@@ -313,7 +313,11 @@ def test_random_problems_are_proved(problem: Problem, kernel_size: int) -> None:
                     row, column = divmod(message.peer, problem.a2a_size)
                     joined = problem.cp_comm_type != "a2a+p2p"
                     assert joined or rank // problem.a2a_size == row or rank % problem.a2a_size == column
-            made = make_rank_states(problem, rank) if schedule is states else make_rank_halo(problem, kernel_size, rank)
+            made = (
+                make_rank_states(problem, rank)
+                if schedule is states
+                else conv_rank_schedule(problem, kernel_size, rank)
+            )
             assert made == passes
 
 
@@ -342,7 +346,7 @@ def test_one_document_in_one_piece_sends_nothing() -> None:
         Problem(1, THREE, qkv_format="thd"),
         Problem(3, (Sequence(0, 0, 4, 4),), qkv_format="thd"),
     ):
-        assert messages(make_states(problem)) == messages(make_halo(problem, 4)) == 0
+        assert messages(make_states(problem)) == messages(conv_schedule(problem, 4)) == 0
 
 
 def test_two_pieces_that_follow_on_each_other_on_one_rank_send_nothing() -> None:
@@ -375,7 +379,7 @@ def test_a_schedule_of_states_is_none_of_attention_and_the_reverse() -> None:
     with pytest.raises(InvalidSchedule, match=r"a schedule of attention has no scans"):
         verify(alone, make_states(alone))
     with pytest.raises(InvalidSchedule, match=r"there is no kind 'kv'"):
-        verify_states(problem, make_halo(problem, 4))
+        verify_states(problem, conv_schedule(problem, 4))
     with pytest.raises(InvalidSchedule, match=r"saves kv, but a schedule of states saves nothing"):
         verify_states(alone, replace(make_states(alone), saved=("kv",)))
 

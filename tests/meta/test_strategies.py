@@ -84,7 +84,7 @@ CORNERS: dict[str, Callable[[Case], bool]] = {
     "a sequence of hundreds": _any_sequence(lambda s: s.slots_q >= 250),
     "at the border of a kernel's tile": _any_sequence(lambda s: s.len_q in (63, 64, 65, 95, 96, 97, 127, 128, 129)),
     "fewer kv heads than a2a ranks": lambda case: case.problem.heads_kv < case.problem.a2a_size,
-    "groups of four or more": lambda case: case.problem.group_size >= 4,
+    "groups of four or more": lambda case: case.problem.heads_per_kv >= 4,
     "a head dim of models": lambda case: case.problem.d_qk in (64, 96, 128, 192, 256),
     "192 and 128": lambda case: {case.problem.d_qk, case.problem.d_v} == {192, 128},
     "an odd multiple of 8": lambda case: case.problem.d_qk > 8 and case.problem.d_qk % 16 == 8,

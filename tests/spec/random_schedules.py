@@ -215,7 +215,7 @@ class _Pass:
 
     def _of_tile(self, kind: str, tile: Tile) -> Cells:
         _, q0, q1, k0, k1, h0, h1 = tile
-        cells, size = self._nothing(kind), self.work.group_size
+        cells, size = self._nothing(kind), self.work.heads_per_kv
         if kind in ("kv", "dkv"):
             cells[k0:k1, h0 // size : -(-h1 // size)] = True
         else:

@@ -81,7 +81,7 @@ KINDS_OF_SCHEDULES: dict[str, Callable[[Problem, Schedule], bool]] = {
         for _, _, m in _sent(s, "out")
     ),
     "a cut inside a kv group": lambda p, s: any(
-        (step.tiles.head_start % p.group_size > 0).any() for _, _, step in _steps(s)
+        (step.tiles.head_start % p.heads_per_kv > 0).any() for _, _, step in _steps(s)
     ),
     "a send and its receive at different steps": lambda p, s: any(
         all(n != m for r, m, step in _steps(s) for got in step.recvs if r == sent.peer and got.tag == sent.tag)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cp_ref.contract.linear_schedules import DocumentFragments, make_rank_halo
+from cp_ref.contract.linear_schedules import DocumentFragments, conv_rank_schedule
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Message
 from cp_ref.schedules.table import Column
@@ -89,7 +89,7 @@ def halo_tables(
     problem: Problem, rank: int, own: DocumentFragments, kernel_size: int, device: torch.device
 ) -> HaloTables:
     """The tables of one rank. own: its fragments, in the order of its rows."""
-    there, back = make_rank_halo(problem, kernel_size, rank)
+    there, back = conv_rank_schedule(problem, kernel_size, rank)
     rows = [_ranges(own.start, own.stop)]
     n = len(rows[0])
     rows += [_rows(message) for step in there for message in step.recvs]

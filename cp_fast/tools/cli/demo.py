@@ -392,7 +392,7 @@ def _errors(job: Job, measured: Measured, got: dict[str, torch.Tensor]) -> list[
     """
     from conformance import compare, eager_attention
 
-    problem, group = measured.problem, measured.problem.group_size
+    problem, group = measured.problem, measured.problem.heads_per_kv
     alone = replace(problem, cp_size=1, cp_comm_type="p2p", a2a_size=1, layout="contiguous")
     alone = replace(alone, heads_q=group, heads_kv=1)
     masks: dict[str, Any] = {"attn_mask_type": problem.attn_mask_type, "window_size": problem.window_size}

@@ -49,7 +49,7 @@ def head_ranges(work: Workload, a2a_rank: int) -> tuple[Heads, Heads]:
     """
     share = work.heads_q // work.a2a_size
     start, stop = a2a_rank * share, (a2a_rank + 1) * share
-    return (start, stop), (start // work.group_size, -(-stop // work.group_size))
+    return (start, stop), (start // work.heads_per_kv, -(-stop // work.heads_per_kv))
 
 
 def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:

@@ -133,7 +133,7 @@ def _of_rank(
     problem: Problem, members: RingMembers, rank: int, head_chunks: tuple[int, ...]
 ) -> tuple[RankSchedule, RankSchedule]:
     forward, backward = SCHEDULES[problem.cp_comm_type].plan_rank(members, rank)
-    chunks = members.count, problem.group_size, head_chunks
+    chunks = members.count, problem.heads_per_kv, head_chunks
     return in_head_chunks(forward, *chunks), in_head_chunks(backward, *chunks)
 
 
@@ -176,7 +176,7 @@ def check_head_chunks(problem: Problem, head_chunks: tuple[int, ...]) -> None:
 
 
 def in_head_chunks(
-    rank_schedule: RankSchedule, every: int, group_size: int, head_chunks: tuple[int, ...]
+    rank_schedule: RankSchedule, every: int, heads_per_kv: int, head_chunks: tuple[int, ...]
 ) -> RankSchedule:
     """A rank's schedule in these head chunks. Each one begins `every` steps after the one before. The messages and
     tiles of `rank_schedule` are for all heads of their rank.
@@ -186,7 +186,7 @@ def in_head_chunks(
     steps = [Step()] * ((len(head_chunks) - 1) * every + len(rank_schedule))
     for n, heads in enumerate(pairwise(accumulate(head_chunks, initial=0))):
         for number, step in enumerate(rank_schedule, n * every):
-            steps[number] = _together(steps[number], _of_heads(step, heads, n * every, group_size))
+            steps[number] = _together(steps[number], _of_heads(step, heads, n * every, heads_per_kv))
     return tuple(steps)
 
 
@@ -195,7 +195,7 @@ def _together(one: Step, other: Step) -> Step:
     return Step(one.sends + other.sends, one.recvs + other.recvs, one.tiles if len(one.tiles) else other.tiles)
 
 
-def _of_heads(step: Step, heads: Heads, later: int, group_size: int) -> Step:
+def _of_heads(step: Step, heads: Heads, later: int, heads_per_kv: int) -> Step:
     """The step for these kv heads of each rank, counted from its first one, `later` steps later."""
 
     def cut(table: Pieces | Tiles, size: int) -> dict[str, np.ndarray]:
@@ -204,8 +204,8 @@ def _of_heads(step: Step, heads: Heads, later: int, group_size: int) -> Step:
         return {"head_start": first, "head_stop": last}
 
     def message(m: Message) -> Message:
-        size = 1 if side_of(m.kind) == "kv" else group_size
+        size = 1 if side_of(m.kind) == "kv" else heads_per_kv
         return replace(m, tag=m.tag + later * len(KINDS), pieces=replace(m.pieces, **cut(m.pieces, size)))
 
     sends, recvs = (tuple(map(message, messages)) for messages in (step.sends, step.recvs))
-    return Step(sends, recvs, replace(step.tiles, **cut(step.tiles, group_size)))
+    return Step(sends, recvs, replace(step.tiles, **cut(step.tiles, heads_per_kv)))

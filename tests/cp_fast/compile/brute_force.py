@@ -198,7 +198,7 @@ class Pairs:
             if on_kv:
                 want = np.zeros((len(self.visible), self.work.heads_q), dtype=np.int64)
                 if name // heads < self.visible.shape[1]:
-                    group = slice(name % heads * self.work.group_size, (name % heads + 1) * self.work.group_size)
+                    group = slice(name % heads * self.work.heads_per_kv, (name % heads + 1) * self.work.heads_per_kv)
                     want[:, group] = self.visible[:, name // heads, None]
             else:
                 want = np.zeros(self.sizes[kind], dtype=np.int64)
@@ -240,7 +240,7 @@ class Pairs:
             for i, j in np.argwhere(seen).tolist():
                 for h in range(q.shape[1]):
                     query, key = int(q[a + i, h]), int(kv[c + j, h // shared])
-                    assert query % heads // self.work.group_size == key % heads_kv, "another head's keys"
+                    assert query % heads // self.work.heads_per_kv == key % heads_kv, "another head's keys"
                     by_q[a + i, h, key // heads_kv] += 1
                     by_kv[c + j, h // shared, query] += 1
         return Cells(q, by_q), Cells(kv, by_kv)
