@@ -14,7 +14,7 @@ from cp_ref.contract.call_checks import one_a_head
 from cp_ref.contract.read_problem import check_offset, read_problem, read_sizes
 from cp_ref.contract.score_mod import ScoreMod, digest_of
 from cp_ref.contract.scores import PairScores, ScorePlaces, ScoreTensors, read_scores
-from cp_ref.reference_attention import lse_from_packed, to_format, to_packed
+from cp_ref.contract.tensors import lse_from_packed, to_format, to_packed
 from cp_ref.schedules.attention_slices import AttentionSliceRow
 from cp_ref.schedules.problem import Problem, Sequence
 

@@ -1,4 +1,8 @@
-"""`attention`: context-parallel attention of one layer, as any model calls it."""
+"""`attention`: context-parallel attention of one layer, as any model calls it.
+
+A call is read into a plan and the tensors that its scores depend on. `_Attention` plays the plan's schedule, forward
+and backward, and adds what is no part of any schedule: the sink, and the maximum and the sum over ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,52 +19,24 @@ from cp_ref.contract.declared import implements
 from cp_ref.contract.room import Agreement, Room
 from cp_ref.contract.score_mod import ScoreMod, frozen
 from cp_ref.contract.scores import PLAIN, ScoreTensors, read_scores
-from cp_ref.contract.tensors import autocast, no_autocast, placed_like, refuse_transforms
-from cp_ref.executor.merge_partials import add_sink
+from cp_ref.contract.tensors import (
+    autocast,
+    lse_from_packed,
+    lse_to_packed,
+    no_autocast,
+    placed_like,
+    refuse_transforms,
+    to_format,
+    to_packed,
+)
+from cp_ref.executor.merge_partials import add_sink, sink_gradient
 from cp_ref.executor.play_schedule import run_backward, run_forward
 from cp_ref.reference_plan import ContextParallel, Plan, backward_pass, plan_together
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.table import ranges
 from cp_ref.tracing.recorder import recording
 
-__all__ = [
-    "attention",
-    "lse_from_packed",
-    "lse_to_packed",
-    "to_format",
-    "to_packed",
-]
-
-
-def to_packed(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
-    """x in `qkv_format` -> [t, h, d]."""
-    if qkv_format == "thd":
-        return x
-    if qkv_format == "sbhd":
-        x = x.transpose(0, 1)
-    return x.reshape(-1, *x.shape[2:])
-
-
-def to_format(x: torch.Tensor, qkv_format: str, batch_size: int) -> torch.Tensor:
-    """[t, h, d] -> `qkv_format`: the inverse of `to_packed`."""
-    if qkv_format == "thd":
-        return x
-    x = x.reshape(batch_size, -1, *x.shape[1:])
-    return x.transpose(0, 1).contiguous() if qkv_format == "sbhd" else x
-
-
-def lse_from_packed(lse: torch.Tensor, qkv_format: str, batch_size: int) -> torch.Tensor:
-    """[t, h] -> [h, t] for thd, [b, h, s] for bshd and sbhd."""
-    if qkv_format == "thd":
-        return lse.t().contiguous()
-    return lse.reshape(batch_size, -1, lse.shape[1]).transpose(1, 2).contiguous()
-
-
-def lse_to_packed(lse: torch.Tensor, qkv_format: str) -> torch.Tensor:
-    """The inverse of `lse_from_packed`."""
-    if qkv_format == "thd":
-        return lse.t()
-    return lse.transpose(1, 2).reshape(-1, lse.shape[1])
+__all__ = ["attention"]
 
 
 @implements(attention_call.attention)
@@ -87,28 +63,34 @@ def attention(
         softmax_offset = one_a_head(softmax_offset)
     call = Call(cp, plan, flags, given, (q, k, v), softmax_offset, scores, arguments)
 
+    plan, inputs = _read(call)
+    with no_autocast(q.device):
+        results = cast(Any, _Attention).apply(plan, cp, inputs, q, k, v, softmax_offset)  # torch leaves it untyped
+    return asked_for(placed_like(given["q"], plan.problem.qkv_format, results), return_lse, return_max_logit)
+
+
+def _read(call: Call) -> tuple[Plan, ScoreTensors]:
+    """The plan of a call and what its scores read, checked. Without a plan all ranks agree on one, or all raise."""
+    plan, inputs = call.plan, PLAIN
+
     def read(problem: Problem, score_mod: ScoreMod | None, room: Room | None = None) -> ScoreTensors:
         call.check_tensors(problem, room)
         call.check_offset(problem)
-        return read_scores(problem, score_mod, q, scores, room)
+        return read_scores(problem, score_mod, call.tensors[0], call.scores, room)
 
     if isinstance(plan, Plan):
         call.check_plan()
-        made, inputs = plan, read(plan.problem, plan.score_mod, plan.room)
-    else:
-        inputs = PLAIN
+        return plan, read(plan.problem, plan.score_mod, plan.room)
 
-        def agreement() -> tuple[Agreement, torch.device]:
-            nonlocal inputs
-            problem, score_mod = call.read_problem(Plan), arguments["score_mod"]
-            inputs = read(problem, score_mod and frozen(score_mod))
-            return Agreement(problem, extras=(("softmax_offset_grad", cp.softmax_offset_grad), *scores.kinds)), q.device
+    def agreement() -> tuple[Agreement, torch.device]:
+        nonlocal inputs
+        problem, score_mod = call.read_problem(Plan), call.arguments["score_mod"]
+        inputs = read(problem, score_mod and frozen(score_mod))
+        extras = ("softmax_offset_grad", call.cp.softmax_offset_grad), *call.scores.kinds
+        return Agreement(problem, extras=extras), call.tensors[0].device
 
-        made = plan_together(cp, agreement)
-    with no_autocast(q.device):
-        results = cast(Any, _Attention).apply(made, cp, inputs, q, k, v, softmax_offset)  # torch leaves it untyped
-    results = placed_like(given["q"], made.problem.qkv_format, results)
-    return asked_for(results, return_lse, return_max_logit)
+    plan = plan_together(call.cp, agreement)
+    return plan, inputs
 
 
 class _Attention(torch.autograd.Function):
@@ -160,10 +142,7 @@ class _Attention(torch.autograd.Function):
         doffset = None
         if offset is not None:
             real = _real_rows(plan, q.device)
-            sink = offset.to(lse.dtype)  # -inf means no sink; a row with no key and no sink also has lse -inf
-            weight = torch.exp(sink - lse[real]).masked_fill(sink == float("-inf"), 0.0)  # the sink's softmax share
-            share = -(weight * delta[real]).sum(dim=0)
-            doffset = offset_grad(cp, share).to(offset.dtype)
+            doffset = offset_grad(cp, sink_gradient(lse[real], delta[real], offset)).to(offset.dtype)
         dq, dk, dv = (g.to(x.dtype) for g, x in ((dq, q), (dk, k), (dv, v)))
         ctx.recorder.own("final", dq=dq, dk=dk, dv=dv, dsoftmax_offset=doffset)
         dq, dk, dv = (to_format(g, fmt, batch_size) for g in (dq, dk, dv))

@@ -19,8 +19,9 @@ from cp_ref.contract.cli.options import check_number, with_options
 from cp_ref.contract.cli.terminal import CHECK_FAILED, readable_errors
 from cp_ref.contract.group import Parcel
 from cp_ref.contract.sharding import shard
+from cp_ref.contract.tensors import to_format
 from cp_ref.executor.rank_tensors import RankTensors
-from cp_ref.reference_attention import attention, to_format
+from cp_ref.reference_attention import attention
 from cp_ref.schedules.schedule import Message, side_of
 from cp_ref.schedules.values import check_choice
 from cp_ref.simulator import SimGroup, SimMember

@@ -1,4 +1,4 @@
-"""Tensors as both packages treat them: autocast, derivatives, wide dtypes, devices by name and DTensors."""
+"""Tensors as both packages treat them: autocast, derivatives, wide dtypes, devices by name, DTensors and formats."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ __all__ = [
     "autocast",
     "check_usable",
     "differentiable_once",
+    "lse_from_packed",
+    "lse_to_packed",
     "no_autocast",
     "placed_like",
     "raise_for_batched",
@@ -23,6 +25,8 @@ __all__ = [
     "refuse_batched",
     "refuse_transforms",
     "taken",
+    "to_format",
+    "to_packed",
     "wide_dtype",
 ]
 
@@ -200,3 +204,37 @@ def placed_like(q: Any, qkv_format: str, results: tuple[Any, Any, Any]) -> tuple
 
     out, lse, max_logit = results
     return placed(out, axes, out.shape[-1]), placed(lse, _LSE[qkv_format]), placed(max_logit, ("heads",))
+
+
+# ---- formats: packed tensors [t, h, d] are what both passes compute with
+
+
+def to_packed(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
+    """x in `qkv_format` -> [t, h, d]."""
+    if qkv_format == "thd":
+        return x
+    if qkv_format == "sbhd":
+        x = x.transpose(0, 1)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def to_format(x: torch.Tensor, qkv_format: str, batch_size: int) -> torch.Tensor:
+    """[t, h, d] -> `qkv_format`: the inverse of `to_packed`."""
+    if qkv_format == "thd":
+        return x
+    x = x.reshape(batch_size, -1, *x.shape[1:])
+    return x.transpose(0, 1).contiguous() if qkv_format == "sbhd" else x
+
+
+def lse_from_packed(lse: torch.Tensor, qkv_format: str, batch_size: int) -> torch.Tensor:
+    """[t, h] -> [h, t] for thd, [b, h, s] for bshd and sbhd."""
+    if qkv_format == "thd":
+        return lse.t().contiguous()
+    return lse.reshape(batch_size, -1, lse.shape[1]).transpose(1, 2).contiguous()
+
+
+def lse_to_packed(lse: torch.Tensor, qkv_format: str) -> torch.Tensor:
+    """The inverse of `lse_from_packed`."""
+    if qkv_format == "thd":
+        return lse.t()
+    return lse.transpose(1, 2).reshape(-1, lse.shape[1])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["add_sink", "merge"]
+__all__ = ["add_sink", "merge", "sink_gradient"]
 
 
 def merge(
@@ -52,6 +52,21 @@ def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> tuple[
     """
     with_sink = torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
     return out * _weight(lse, with_sink), with_sink
+
+
+def sink_gradient(lse: torch.Tensor, delta: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+    """The gradient of the sink's logits [h] from these rows: minus the sink's share of the softmax, times delta.
+
+    Args:
+        lse, delta: [t, h], the lse with the sink in it.
+        sink: [h]; -inf is no sink. (A row without a key then has lse -inf too.)
+
+    >>> sink_gradient(torch.log(torch.tensor([[4.0]])), torch.tensor([[2.0]]), torch.tensor([0.0]))  # a share of 1/4
+    tensor([-0.5000])
+    """
+    sink = sink.to(lse.dtype)
+    share = torch.exp(sink - lse).masked_fill(sink == float("-inf"), 0.0)
+    return -(share * delta).sum(dim=0)
 
 
 def _weight(lse_part: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

@@ -20,11 +20,10 @@ from cp_ref.contract.linear_calls import (
     read_linear_attention,
 )
 from cp_ref.contract.linear_schedules import DocumentFragments, conv_workload, document_fragments
-from cp_ref.contract.tensors import autocast, no_autocast, refuse_transforms, wide_dtype
+from cp_ref.contract.tensors import autocast, no_autocast, refuse_transforms, to_format, to_packed, wide_dtype
 from cp_ref.executor.play_schedule import run_rank_schedule
 from cp_ref.executor.rank_tensors import RankTensors
 from cp_ref.linear.recurrence import AffineMap, Span, Tokens, map_of, play_states, run
-from cp_ref.reference_attention import to_format, to_packed
 from cp_ref.reference_plan import ContextParallel, Plan, backward_pass
 
 __all__ = [

@@ -11,7 +11,7 @@ import torch
 from cp_ref.contract.group import Group, Parcel
 from cp_ref.contract.linear_calls import ACTIVATIONS, KINDS
 from cp_ref.contract.process_groups import during
-from cp_ref.reference_attention import to_format, to_packed
+from cp_ref.contract.tensors import to_format, to_packed
 from cp_ref.schedules.schedule import Message, RankSchedule, Scans
 from cp_ref.schedules.values import check_choice, read_lengths
 from cp_ref.schedules.words import QKV_FORMATS
