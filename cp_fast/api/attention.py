@@ -125,7 +125,7 @@ def _forward(
     flags, given = CallFlags(deterministic, return_max_logit, return_lse), unpacked_scores(scores, of_scores)
     call = agree_on_forward(Call(context, the_plan, flags, {}, (q, k, v), offset, given, {}), the_plan)
     q, k, v = q.detach(), k.detach(), v.detach()
-    with context.alone("attention, forward"), no_autocast(q.device):
+    with context.naming_errors("attention, forward"), no_autocast(q.device):
         how = {"return_max_logit": return_max_logit}
         done = forward_pass(call.compiled, context, q, k, v, offset, call.scores, **how)
     max_logit = q.new_empty(0) if done.max_logit is None else done.max_logit
@@ -172,7 +172,7 @@ def _backward(
     shapes = tuple(q_shape), tuple(k_shape), tuple(v_shape)
     call = call_of_kinds(the_plan, context, *((shape, out.dtype, out.device, out.layout) for shape in shapes))
     inputs, kept, (out, lse) = ([x.detach() for x in some] for some in (inputs, kept, (out, lse)))
-    with context.alone("attention, backward"), no_autocast(out.device):
+    with context.naming_errors("attention, backward"), no_autocast(out.device):
         dq, dk, dv, doffset = backward_pass(
             call,
             context,
@@ -248,7 +248,7 @@ class Attention(torch.autograd.Function):
         if is_selective():
             out, lse, max_logit, kept = forward_as_operator(plan, cp, flags, scores, q, k, v, offset)
         else:
-            with cp.alone("attention, forward"), no_autocast(q.device):
+            with cp.naming_errors("attention, forward"), no_autocast(q.device):
                 how = {"return_max_logit": flags.return_max_logit}
                 out, lse, max_logit, kept = forward_pass(compiled, cp, q, k, v, offset, scores, **how)
         given, of_scores = (q, k, v) if plan.needs_inputs else (), () if scores is None else scores.tensors
@@ -275,7 +275,7 @@ class Attention(torch.autograd.Function):
         look()
         out, lse, offset, *tensors = ctx.saved_tensors
         tensors, of_scores = tensors[: ctx.saved], tensors[ctx.saved :]
-        with cp.alone("attention, backward"), no_autocast(out.device):
+        with cp.naming_errors("attention, backward"), no_autocast(out.device):
             dq, dk, dv, doffset = backward_pass(
                 compiled,
                 cp,

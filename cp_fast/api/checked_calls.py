@@ -174,7 +174,7 @@ def agree_on_call(
     module = named_modules.current()
     call = (("call", number), ("what", what), ("module", module), *details)
     try:
-        with cp.alone(what):
+        with cp.naming_errors(what):
             agree(cp.comm, Agreement(plan.problem, plan.room, call), error)
     except ValueError as found:
         if found is error:

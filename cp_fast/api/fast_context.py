@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_fast.backends import BACKENDS
 from cp_fast.dispatch.handles import OfThisProcess, new_handle
 from cp_ref.contract import context
-from cp_ref.contract.process_groups import during
+from cp_ref.contract.process_groups import error_context
 
 __all__ = [
     "Agreements",
@@ -107,7 +107,7 @@ class HoldLocks:
     def __init__(self, locks: tuple[GroupLock, ...], what: str) -> None:
         self._locks, self._what = locks, what
         self._taken: list[GroupLock] = []
-        self._during = during(what)
+        self._during = error_context(what)
 
     def __enter__(self) -> None:
         try:
@@ -254,7 +254,7 @@ class ContextParallel(OfThisProcess, context.ContextParallel):
         self.agreements = agreements_of(self._locks)  # of all contexts of the group
         self.handle = new_handle(self)  # what torch.compile knows this context by
 
-    def alone(self, what: str) -> AbstractContextManager[None]:
+    def naming_errors(self, what: str) -> AbstractContextManager[None]:
         """While a call is made, also: RuntimeError where another thread is inside one on the same group."""
         return HoldLocks(self._locks, what)
 

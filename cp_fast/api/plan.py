@@ -214,7 +214,7 @@ def agree_on(cp: ContextParallel, read: Callable[[], Found], known: Set[bytes] =
     if the agreement is known.
     """
     check_context(cp, ContextParallel)
-    with cp.alone("an agreement on a plan"):
+    with cp.naming_errors("an agreement on a plan"):
         return read_together(cp.comm, read, lambda found: found.agreement, known)
 
 
@@ -340,7 +340,7 @@ def _choose_messages(cp: ContextParallel, plan: Plan) -> None:
     problem, room, instructions = plan.problem, plan.room, plan.instructions
     tokens = (problem.starts_q[-1], problem.starts_kv[-1]) if room is None else (room.max_tokens_q, room.max_tokens_kv)
     rows = -(-tokens[0] // cp.size), -(-tokens[1] // cp.size)
-    with cp.alone("an agreement on the messages of a plan"):
+    with cp.naming_errors("an agreement on the messages of a plan"):
         carried = messages_for(cp.comm, problem, rows, plan.device)
         if "low_precision_grads" not in instructions.skipped and may_have_low_precision(problem):
             instructions = low_precision_grads(instructions, cp.comm, rounded=plan.backend.rounded_gradients)

@@ -198,5 +198,5 @@ def _check_counted(counted: Any, shape: list[int] | None = None) -> None:
 
 
 def _sum(over: Any, read: Any) -> int:
-    with over.alone("a count of tokens") if isinstance(over, ContextParallel) else nullcontext():
+    with over.naming_errors("a count of tokens") if isinstance(over, ContextParallel) else nullcontext():
         return together(groups_of(over), read, sum)

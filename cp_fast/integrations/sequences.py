@@ -79,7 +79,7 @@ def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
             )
         return documents
 
-    with sequences.cp.alone("a sum over sequences"):
+    with sequences.cp.naming_errors("a sum over sequences"):
         together([sequences.cp.comm], lambda: read() is None, any)
     return sequences.sum_over(read(), values)
 

@@ -307,7 +307,7 @@ def _agreed(cp: ContextParallel, over: Any, read: Callable[[], tuple[TokenRows, 
             found.append(rows)
             return [digest]
 
-        with cp.alone("shard_batch"):
+        with cp.naming_errors("shard_batch"):
             everyone = together([cp.comm], mine, lambda all_of_them: [one for each in all_of_them for one in each])
         _check_the_same(everyone, cp.rank)
         targets = found[0].targets

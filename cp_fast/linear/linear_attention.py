@@ -158,7 +158,7 @@ class LinearAttention(torch.autograd.Function):
         plan = linear_plan(owner)
         *tensors, initial = (None if x is None else x.detach() for x in given)
         first = cast(torch.Tensor, tensors[0])
-        with hide_from_checkpointing(), cp.alone("linear_attention, forward"), no_autocast(first.device):
+        with hide_from_checkpointing(), cp.naming_errors("linear_attention, forward"), no_autocast(first.device):
             inputs = _packed(plan, call, tensors)
             if initial is not None:
                 initial = initial.to(_state_dtype(call.dtype))
@@ -181,7 +181,7 @@ class LinearAttention(torch.autograd.Function):
         check_same_batch(ctx.owner, plan)
         *tensors, initial, maps, entering = (everything := ctx.saved_tensors)[:8]
         device = tensors[0].device
-        with hide_from_checkpointing(), ctx.cp.alone("linear_attention, backward"), no_autocast(device):
+        with hide_from_checkpointing(), ctx.cp.naming_errors("linear_attention, backward"), no_autocast(device):
             inputs = _packed(plan, call, tensors)
             dpacked = torch.zeros_like(inputs.v) if dout is None else plan.sequences.take(dout).to(inputs.v.dtype)
             if call.output_final_state and dfinal is None:

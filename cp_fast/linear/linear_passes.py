@@ -13,7 +13,7 @@ from cp_fast.linear.linear_plan import LinearPlan
 from cp_fast.linear.state_tables import StateTables, Transfer
 from cp_ref.contract.collectives import all_reduce_sum
 from cp_ref.contract.group import Group, Parcel, Pending
-from cp_ref.contract.process_groups import during
+from cp_ref.contract.process_groups import error_context
 
 __all__ = [
     "MapExchange",
@@ -103,7 +103,7 @@ class MapExchange:
         given = [self._of(send) for send in sends]
         out = [Parcel(send.peer, send.tag, x) for send, x in zip(sends, given, strict=True)]
         back = [Parcel(recv.peer, recv.tag, self._of(recv)) for recv in recvs]
-        with during(self._where):
+        with error_context(self._where):
             self._pending = self._group.exchange(out, back), given
         self._done += 1
 
@@ -117,7 +117,7 @@ class MapExchange:
         if meanwhile is not None:
             meanwhile()
         while self._pending is not None:
-            with during(self._where):
+            with error_context(self._where):
                 self._pending[0].wait()
             self._pending = None
             if self._done < len(self._tables.steps):

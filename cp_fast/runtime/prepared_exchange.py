@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, TypeGuard
 import torch
 
 from cp_ref.contract.group import Group, Parcel, Pending
-from cp_ref.contract.process_groups import during
+from cp_ref.contract.process_groups import error_context
 
 __all__ = ["Exchange", "Located", "Message", "Prepares", "by_tag", "places", "prepare", "prepares"]
 
@@ -93,7 +93,7 @@ class _ByGroup:
                 buffer = buffer.new_empty(sum(map(len, parts)), *buffer.shape[1:])
                 cut.append((buffer, parts))
             back.append(Parcel(peer, tag, buffer))
-        with during(self._where):
+        with error_context(self._where):
             return _Named(self._where, group.exchange(out, back), cut, sends)
 
 
@@ -112,7 +112,7 @@ class _Named:
         self._where, self._pending, self._cut, self._sends = where, pending, cut, sends
 
     def wait(self) -> None:
-        with during(self._where):
+        with error_context(self._where):
             self._pending.wait()
         for buffer, parts in self._cut:
             for part, x in zip(parts, buffer.split([len(part) for part in parts]), strict=True):

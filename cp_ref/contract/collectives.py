@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from cp_ref.contract.context import ContextParallel
 from cp_ref.contract.group import Group, PairGroup, Parcel, tell
-from cp_ref.contract.process_groups import ProcessMember, during
+from cp_ref.contract.process_groups import ProcessMember, error_context
 
 __all__ = [
     "RefusedElsewhere",
@@ -58,13 +58,13 @@ def all_gather(group: Group, x: torch.Tensor) -> list[torch.Tensor]:
 
 def all_reduce_sum(group: Group, x: torch.Tensor) -> torch.Tensor:
     """The sum of every rank's x (small: h_q values), added in rank order."""
-    with during("a sum over all ranks"):
+    with error_context("a sum over all ranks"):
         return reduce(torch.add, all_gather(group, x))
 
 
 def all_reduce_max(group: Group, x: torch.Tensor) -> torch.Tensor:
     """The elementwise maximum of every rank's x."""
-    with during("a maximum over all ranks"):
+    with error_context("a maximum over all ranks"):
         return reduce(torch.maximum, all_gather(group, x))
 
 
@@ -92,7 +92,7 @@ def raise_on_all(cp: ContextParallel, what: str = "an agreement on a call") -> G
     try:
         yield
     except Exception as error:  # any error: the other ranks must not wait for this one
-        with cp.alone(what):
+        with cp.naming_errors(what):
             tell(cp.comm, error)
         raise
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self, cast
 from weakref import WeakKeyDictionary
 
 from cp_ref.contract.declared import not_a_dataclass, replaced
-from cp_ref.contract.process_groups import as_group, during
+from cp_ref.contract.process_groups import as_group, error_context
 from cp_ref.schedules.layouts import read_layout
 from cp_ref.schedules.planners.make_schedule import SCHEDULES
 from cp_ref.schedules.values import check_choice
@@ -96,9 +96,9 @@ class ContextParallel:
         cast(Any, made).layout = read_layout(table)
         return made
 
-    def alone(self, what: str) -> AbstractContextManager[None]:
+    def naming_errors(self, what: str) -> AbstractContextManager[None]:
         """During a call on the group: a PeerError names the call."""
-        return during(what)
+        return error_context(what)
 
     def __copy__(self) -> Self:
         return self  # nothing of it changes: a model's deep copy takes part in the same group

@@ -326,7 +326,7 @@ def agree_on_layer(cp: ContextParallel, plan: Any, read: Callable[[], Call]) -> 
     read: reads and checks this rank's arguments, the plan included; sends nothing.
     """
     known: set[bytes] = plan.agreed if isinstance(plan, Plan) else set()
-    with cp.alone("an agreement on a linear layer"):
+    with cp.naming_errors("an agreement on a linear layer"):
         call = read_together(cp.comm, read, lambda found: found, known)
     known.add(call.fingerprint)
     return call

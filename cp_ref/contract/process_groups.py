@@ -23,7 +23,7 @@ __all__ = [
     "PeerError",
     "ProcessMember",
     "as_group",
-    "during",
+    "error_context",
     "follow",
     "silent_rank",
     "under_way",
@@ -99,10 +99,10 @@ class PeerError(RuntimeError):
     """
 
 
-class during:  # Used like a function; a generator would take the host three times as long.
+class error_context:  # Used like a function; a generator would take the host three times as long.
     """Name the current work in the error when a peer does not answer.
 
-    >>> with during("forward, step 1 of 3"):
+    >>> with error_context("forward, step 1 of 3"):
     ...     raise PeerError("rank 0: nothing came from rank 1")
     Traceback (most recent call last):
         ...
@@ -128,9 +128,9 @@ _under_way: ContextVar[tuple[str, ...]] = ContextVar("_under_way", default=())
 
 
 def under_way() -> tuple[str, ...]:
-    """The current work of this thread, from `during`.
+    """The current work of this thread, from `error_context`.
 
-    >>> with during("forward"), during("step 1 of 3"):
+    >>> with error_context("forward"), error_context("step 1 of 3"):
     ...     under_way()
     ('forward', 'step 1 of 3')
     """

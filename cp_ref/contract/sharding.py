@@ -74,7 +74,7 @@ class _Gather(torch.autograd.Function):
         shape = list(x.shape)
         shape[axis] *= cp.size
         whole = as_integers(x.new_empty(shape))
-        with cp.alone("unshard"):
+        with cp.naming_errors("unshard"):
             parts = all_gather(cp.comm, as_integers(x))
         for rows, part in zip(index, parts, strict=True):
             whole.index_copy_(axis, rows, part)
@@ -84,7 +84,7 @@ class _Gather(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         parts = [grads[0].index_select(ctx.axis, rows) for rows in ctx.index]
-        with ctx.cp.alone("unshard, backward"):
+        with ctx.cp.naming_errors("unshard, backward"):
             total, *others = all_to_all(ctx.cp.comm, parts)
         for other in others:
             total = total + other
@@ -133,13 +133,13 @@ class _Roll(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, cp: ContextParallel, sends: Numbers, recvs: Numbers, most: int, fill: float
     ) -> torch.Tensor:  # fmt: skip
         ctx.cp, ctx.sends, ctx.recvs, ctx.most = cp, sends, recvs, most
-        with cp.alone("roll"):
+        with cp.naming_errors("roll"):
             return _moved(x.detach(), cp, sends, recvs, most, fill)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        with ctx.cp.alone("roll, backward"):
+        with ctx.cp.naming_errors("roll, backward"):
             grad = _moved(grads[0], ctx.cp, ctx.recvs, ctx.sends, ctx.most, 0)
         return grad, *[None] * 5
 
@@ -252,7 +252,7 @@ def unshard(
     [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]
     """
     check_context(cp, ContextParallel)
-    with cp.alone("unshard"):
+    with cp.naming_errors("unshard"):
         cut = agreed_cut(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen, with_grad=torch.is_grad_enabled())
     return gathered(x, cut, cp)
 
@@ -295,7 +295,7 @@ def roll(
     [[[1, 2, 7, -100]], [[3, 4, 5, 6]]]
     """
     check_context(cp, ContextParallel)
-    with cp.alone("roll"):
+    with cp.naming_errors("roll"):
         how = shifts, fill_value
         cut = agreed_cut(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen, how, with_grad=torch.is_grad_enabled())
     return rolled(x, cut, sequences_of(cut, plan, cu_seqlens_padded), shifts, fill_value, cp)

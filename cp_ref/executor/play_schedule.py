@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from cp_ref.contract.group import Group
-from cp_ref.contract.process_groups import during
+from cp_ref.contract.process_groups import error_context
 from cp_ref.contract.scores import PLAIN, ScoreTensors
 from cp_ref.contract.tensors import wide_dtype
 from cp_ref.executor.rank_tensors import RankTensors
@@ -56,11 +56,11 @@ def run_rank_schedule(
         where = f"{direction}, step {number} of {len(rank_schedule)}"
         sends = [parcel for message in step.sends for parcel in held.pack(message)]
         boxes = [held.boxes(message) for message in step.recvs]
-        with during(where):
+        with error_context(where):
             pending = group.exchange(sends, [parcel for box in boxes for parcel in box])
         for tile in step.tiles.rows():
             compute(tile)
-        with during(where):
+        with error_context(where):
             pending.wait()
         for message, box in zip(step.recvs, boxes, strict=True):
             held.unpack(message, box)

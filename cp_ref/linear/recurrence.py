@@ -10,7 +10,7 @@ import torch
 
 from cp_ref.contract.group import Group, Parcel
 from cp_ref.contract.linear_calls import ACTIVATIONS, KINDS
-from cp_ref.contract.process_groups import during
+from cp_ref.contract.process_groups import error_context
 from cp_ref.contract.tensors import to_format, to_packed
 from cp_ref.schedules.schedule import Message, RankSchedule, Scans
 from cp_ref.schedules.values import check_choice, read_lengths
@@ -129,7 +129,7 @@ def play_states(
             matrices, shifts = zip(*(known(span) for span in _spans(message)), strict=True)
             sends += _parcels(message, AffineMap(torch.stack(matrices), torch.stack(shifts)))
         arriving = [(message, room(message)) for message in step.recvs]
-        with during(where):
+        with error_context(where):
             pending = group.exchange(sends, [parcel for pair in arriving for parcel in _parcels(*pair)])
         for document, spans in _document_maps(step.scans):
             state = begin[document]
@@ -138,7 +138,7 @@ def play_states(
                     entering[span] = state
                 if place + 1 < len(spans):
                     state = known(span)(state)
-        with during(where):
+        with error_context(where):
             pending.wait()
         for message, (matrices, shifts) in arriving:
             maps.update(zip(_spans(message), map(AffineMap, matrices, shifts), strict=True))

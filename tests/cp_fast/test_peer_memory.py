@@ -27,7 +27,7 @@ from cp_fast.transport.staging_buffers import staging_sizes
 from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup
 from cp_ref.contract.group import Parcel
-from cp_ref.contract.process_groups import PeerError, during
+from cp_ref.contract.process_groups import PeerError, error_context
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, saved_kinds
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
@@ -322,7 +322,7 @@ def test_a_peer_that_does_not_answer_is_named_and_ends_everything() -> None:
     ended, word, said = [0], torch.zeros(1, dtype=torch.int32), list[str]()
     watch = Watch(["global rank 4", "global rank 6"], 0, 0.3, lambda: ended[0], word, said.append)
     assert watch.posted([1]) == (word, 1)
-    with during("forward, step 1 of 3"):
+    with error_context("forward, step 1 of 3"):
         watch.posted([1])
     ended[0] = 1
     until = time.monotonic() + PATIENCE

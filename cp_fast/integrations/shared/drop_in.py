@@ -193,7 +193,7 @@ def read_equal(cp: ContextParallel, where: str, other: str, read: Callable[[], T
                 )
         return found[0]
 
-    with cp.alone(where):
+    with cp.naming_errors(where):
         return together([cp.comm], read, first)
 
 

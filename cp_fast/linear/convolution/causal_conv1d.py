@@ -20,7 +20,7 @@ from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.declared import implements
 from cp_ref.contract.group import Group, Parcel
 from cp_ref.contract.linear_calls import ConvolutionCall, read_convolution
-from cp_ref.contract.process_groups import during
+from cp_ref.contract.process_groups import error_context
 from cp_ref.contract.tensors import autocast, differentiable_once, no_autocast, refuse_transforms
 
 __all__ = [
@@ -40,7 +40,7 @@ def exchange_rows(tables: HaloTables, group: Group, x: torch.Tensor) -> torch.Te
     for sends, recvs in tables.forward:
         out = [Parcel(send.peer, send.tag, _taken(send, x, halo)) for send in sends]
         back = [Parcel(recv.peer, recv.tag, halo[recv.start : recv.stop]) for recv in recvs]
-        with during("rows of a convolution, forward"):
+        with error_context("rows of a convolution, forward"):
             group.exchange(out, back).wait()
     return halo
 
@@ -61,7 +61,7 @@ def exchange_gradients(tables: HaloTables, group: Group, edges: torch.Tensor) ->
         arriving = [edges.new_empty(len(recv.numbers), edges.shape[1]) for recv in recvs]
         out = [Parcel(send.peer, send.tag, edges.index_select(0, send.numbers)) for send in sends]
         back = [Parcel(recv.peer, recv.tag, rows) for recv, rows in zip(recvs, arriving, strict=True)]
-        with during("rows of a convolution, backward"):
+        with error_context("rows of a convolution, backward"):
             group.exchange(out, back).wait()
         for recv, rows in zip(recvs, arriving, strict=True):
             edges[recv.numbers] += rows
@@ -112,7 +112,7 @@ class Convolution(torch.autograd.Function):
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         plan = linear_plan(owner)
-        with hide_from_checkpointing(), cp.alone("causal_conv1d, forward"), no_autocast(x.device):
+        with hide_from_checkpointing(), cp.naming_errors("causal_conv1d, forward"), no_autocast(x.device):
             tables, rows = plan.halo(call.kernel_size), plan.rows.take(x.detach())
             halo = exchange_rows(tables, cp.comm, rows)
             inputs = ConvolutionInputs(rows, halo, tables.reads, weight, bias, call.activation is not None)
@@ -132,7 +132,7 @@ class Convolution(torch.autograd.Function):
                 agree_on_call(ctx.cp, ctx.owner, "causal_conv1d, backward", look, ("of_call", ctx.number))
         check_same_batch(ctx.owner, plan)
         x, halo, weight, bias = ctx.saved_tensors
-        with hide_from_checkpointing(), ctx.cp.alone("causal_conv1d, backward"), no_autocast(x.device):
+        with hide_from_checkpointing(), ctx.cp.naming_errors("causal_conv1d, backward"), no_autocast(x.device):
             size = ctx.call.kernel_size
             tables, kernels = plan.halo(size), choose_convolution(x, size, ctx.cp.backend)
             inputs = ConvolutionInputs(x, halo, tables.reads, weight, bias, ctx.call.activation is not None)
