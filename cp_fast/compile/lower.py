@@ -118,7 +118,7 @@ def _recvs(state: Lowering, number: int, parcels: Sequence[Parcels]) -> tuple[li
     arriving: list[Held] = []
     recvs: Instructions = []
     for (kind, heads), group in together.items():
-        whole = len(group) == 1 or _spans_of(state, group).disjoint
+        whole = len(group) == 1 or state.shared.sets.packed(_spans_of(state, group)).disjoint
         for some in [group] if whole else [[one] for one in group]:
             name = f"step {number}: {kind} {heads[0]}:{heads[1]} received"
             spans = _spans_of(state, some)
