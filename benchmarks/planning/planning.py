@@ -28,7 +28,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,7 +45,7 @@ from cp_fast.compile.pipeline import linked, lowered
 from cp_fast.compile.program import Launch
 from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.contract.group import PaperGroup, agree
-from cp_ref.contract.read_problem import Sizes, read_problem
+from cp_ref.contract.read_problem import SCORE_OPTIONS, Sizes, read_problem
 from cp_ref.contract.room import Agreement
 from cp_ref.schedules.planners.make_schedule import saved_kinds
 from cp_ref.schedules.problem import Problem
@@ -190,7 +190,8 @@ def _reader(
         "sizes": sizes,
         "a2a_size": a2a_size,
     }
-    return lambda: read_problem(**arguments)
+    scores = {one.name: one.default for one in fields(Problem) if one.name in SCORE_OPTIONS}
+    return lambda: read_problem(**scores, **arguments)
 
 
 def _table(rows: Sequence[Row]) -> Table:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import csv
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ from cp_fast.compile.chosen_schedule import choose_head_chunks, chosen_rank_sche
 from cp_fast.compile.program import Launch
 from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.contract.group import PaperGroup
-from cp_ref.contract.read_problem import Sizes, read_problem
+from cp_ref.contract.read_problem import SCORE_OPTIONS, Sizes, read_problem
 from cp_ref.schedules.planners.make_schedule import saved_kinds
 from cp_ref.schedules.problem import Problem
 
@@ -76,7 +77,8 @@ def _read(areas: torch.Tensor) -> Problem:
         "cu_seqlens_q": torch.tensor([0, length], dtype=torch.int32), "cu_seqlens_kv": None,
         "cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None, "sizes": Sizes(8, 8, 64, 64, "bfloat16"),
     }  # fmt: skip
-    return read_problem(**arguments)
+    scores = {one.name: one.default for one in fields(Problem) if one.name in SCORE_OPTIONS}
+    return read_problem(**scores, **arguments)
 
 
 def main(
