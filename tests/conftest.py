@@ -44,7 +44,7 @@ def smokes(path: Path) -> bool:
 
 
 # Run by tests; they import what the tests' extra lacks.
-PROGRAMS = (HERE / "integrations" / "hugging_face" / "trainer_losses.py",)
+PROGRAMS = tuple(HERE / "integrations" / "hugging_face" / name for name in ("trainer_losses.py", "trl_losses.py"))
 
 
 def says_faults(path: Path) -> bool:

@@ -105,7 +105,8 @@ def plan(
         from cp_fast.tools.cli.prediction import TrainingStep, show_prediction
 
         step = TrainingStep.read(model, saved or "offload", fsdp or request.cp_size) if model else None
-        show_prediction(console, request, read_machine(machine or "h200-nvlink"), messages or "peer_memory", step)
+        used = read_machine(machine or "h200-nvlink")
+        show_prediction(console, request, problem_of, used, messages or "peer_memory", step)
 
     description = Description(request, sections, rank, head, svg, text, {"prediction": prediction})
     if "prediction" not in description.names or text:

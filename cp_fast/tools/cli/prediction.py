@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cp_fast.tools.cli.plan import Request, problem_of
 from cp_fast.tools.cost import Machine, Prediction, candidates, predict, recommended
 from cp_fast.tools.cost.predict import SAVED, Candidate, ModelShape, step_memory
+from cp_ref.contract.cli.options import ProblemOptions
 from cp_ref.contract.cli.terminal import table
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import check_choice
 from cp_ref.schedules.words import LAYOUTS
 
 __all__ = ["TrainingStep", "show_prediction"]
+
+Request = TypeVar("Request", bound=ProblemOptions)
 
 _BALANCED_UP_TO = 256  # Ranks: with more, deciding the layout takes longer than everything else.
 
@@ -44,10 +47,15 @@ class TrainingStep:
 
 
 def show_prediction(
-    console: Console, request: Request, machine: Machine, messages: str, step: TrainingStep | None = None
+    console: Console,
+    request: Request,
+    problem_of: Callable[[Request], Problem],
+    machine: Machine,
+    messages: str,
+    step: TrainingStep | None = None,
 ) -> None:
     """Print the best layout and schedule, a line for each, and of the best one the memory of a whole step. Layout of
-    the request: "" for all; its schedule is ignored.
+    the request: "" for all; its schedule is ignored. problem_of: the checked problem of a request.
 
     Raises:
         ValueError, TypeError: naming what is wrong. Unsupported: naming what is missing.
@@ -56,7 +64,9 @@ def show_prediction(
     if not request.layout and request.cp_size > _BALANCED_UP_TO:
         layouts.remove("balanced")
         console.print(f"above {_BALANCED_UP_TO} ranks balanced is predicted only if --layout asks for it")
-    problem = _problem(request, layouts[0])
+    # checked on one rank, because the rules depend on layout and schedule; then for all ranks
+    alone = replace(request, cp_size=1, cp_comm_type="p2p", a2a_size=None, layout=layouts[0])
+    problem = replace(problem_of(alone), cp_size=request.cp_size)
     rates = machine.rates(problem)  # Raises before anything is counted.
     with console.status("counting what ranks do"):
         tried = candidates(problem, machine.domain, layouts)
@@ -107,12 +117,6 @@ def _show_step(console: Console, best: Prediction, step: TrainingStep) -> None:
     for part, size in (*memory.parts.items(), ("all", memory.total)):
         shown.add_row(part, f"{size / 2**30:.2f}")
     console.print(shown)
-
-
-def _problem(request: Request, layout: str) -> Problem:
-    """The problem, checked on one rank, because the rules depend on layout and schedule; then for all ranks."""
-    alone = replace(request, cp_size=1, cp_comm_type="p2p", a2a_size=None, layout=layout)
-    return replace(problem_of(alone), cp_size=request.cp_size)
 
 
 def _cell(number: float) -> str:
