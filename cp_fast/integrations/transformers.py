@@ -193,13 +193,41 @@ def attention_forward(
 def refuse_masks(
     *_: Any, attention_mask: Any = None, mask_function: Callable[..., Any], **given: Any
 ) -> SequencesAsMask | None:
-    """Build no mask: `attention_forward` knows causal masks and windows. Raises for any other mask."""
+    """Build no mask: `attention_forward` knows causal masks and windows, and full attention or windows of two sides
+    that a model makes of causal ones. Raises for any other mask.
+    """
     refuse("cp_fast", attention_mask=attention_mask)
     if given.get("use_vmap") or "or_mask" in mask_function.__qualname__:
-        raise NotImplementedError(
-            f"mask_function is {mask_function.__qualname__}; cp_fast has causal masks and windows"
-        )
+        if not _has_two_sides(mask_function, given.get("q_length"), given.get("local_size")):
+            raise NotImplementedError(
+                f"mask_function is {mask_function.__qualname__}; cp_fast has causal masks and windows"
+            )
     return sequences_as_mask()
+
+
+def _has_two_sides(mask_function: Callable[..., Any], length: Any, window: int | None) -> bool:
+    """Whether a mask is that of full attention, or of a window that counts the query and both of its sides.
+
+    transformers joins functions: a causal mask or another one, and whether two tokens have one document. It takes the
+    positions of a slice for those of several documents, and `cp_batch` knows better.
+    """
+    while mask_function.__qualname__.startswith(("and_masks", "remap_positions_for_packed", "add_offsets")):
+        held = [cell.cell_contents for cell in mask_function.__closure__ or ()]
+        parts = [part for one in held for part in (one if isinstance(one, tuple) else [one]) if callable(part)]
+        parts = [part for part in parts if not part.__qualname__.startswith("packed_sequence_mask_function")]
+        if len(parts) != 1:
+            return False
+        [mask_function] = parts
+    if "or_mask" not in mask_function.__qualname__ or not isinstance(length, int) or length < 1:
+        return False
+    near = {0, 1, 2, length // 2, length - 1}
+    if window is not None:
+        near |= {window - 1, window, window + 1, 2 * window}
+    rows = torch.tensor(sorted(row for row in near if 0 <= row < length), device="cpu")
+    zero = torch.tensor(0, device="cpu")
+    distance = (rows[:, None] - rows[None]).abs()
+    seen = distance >= 0 if window is None else distance < window
+    return torch.equal(mask_function(zero, zero, rows[:, None], rows[None]).expand_as(seen), seen)
 
 
 def _window(module: torch.nn.Module, sliding_window: Any, causal: bool) -> tuple[int, int]:

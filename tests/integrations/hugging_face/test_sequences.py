@@ -165,6 +165,49 @@ def test_a_classifier_reads_each_rows_last_token(kind: str, sizes: dict[str, Any
             torch.testing.assert_close(sum(grads[n] for _, grads in found), weight.grad)
 
 
+@pytest.mark.parametrize("both_sides", [True, False])
+def test_full_attention_and_windows_made_of_causal_masks(both_sides: bool) -> None:
+    """EmbeddingGemma's backbone sees both sides, and halves its windows; Gemma 3's is causal."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    more = {"use_bidirectional_attention": both_sides, "sliding_window": 6, "layer_types": kinds}
+    sizes = SIZES | {"num_hidden_layers": 3, "query_pre_attn_scalar": 16}
+    torch.manual_seed(0)
+    whole = transformers.Gemma3TextModel(transformers.Gemma3TextConfig(**sizes, **more)).double().eval()
+    assert whole.config.sliding_window == (4 if both_sides else 6)
+    ids, lengths = torch.randint(1, 50, (2, 24)), (24, 15)
+    mask = (torch.arange(24) < torch.tensor(lengths)[:, None]).long()
+    alone = copy.deepcopy(whole)
+    alone.set_attn_implementation("eager")
+    rows = [alone(input_ids=ids[n : n + 1, :length]).last_hidden_state[0] for n, length in enumerate(lengths)]
+    (torch.cat(rows).square().sum() / 1000).backward()
+
+    def one(member: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        context = cp_fast.ContextParallel(member)
+        model = ours.prepare(copy.deepcopy(whole), context)
+        part = ours.shard_batch({"input_ids": ids, "attention_mask": mask}, cp=context, model=model)
+        found = part["cp_batch"].unshard(model(**part).last_hidden_state)
+        ((found * mask[..., None]).square().sum() / 1000 / context.size).backward()
+        return found.detach(), {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+
+    everyone = SimGroup(2).run(one)
+    for found, _ in everyone:
+        torch.testing.assert_close(found[mask.bool()], torch.cat(rows).detach(), rtol=1e-5, atol=1e-5)
+    for n, weight in alone.named_parameters():
+        torch.testing.assert_close(sum(grads[n] for _, grads in everyone), weight.grad, rtol=1e-5, atol=1e-4)
+
+
+def test_other_masks_made_of_causal_ones_are_refused() -> None:
+    """Blocks of images that see themselves, as Gemma 3 with images has them."""
+    from transformers.masking_utils import and_masks, blockwise_overlay, causal_mask_function, or_masks
+
+    blocks = or_masks(causal_mask_function, blockwise_overlay(torch.tensor([[-1, 0, 0, 0, -1, -1]])))
+    for function in (blocks, and_masks(blocks, causal_mask_function)):
+        with pytest.raises(
+            NotImplementedError, match=r"mask_function is .*_mask; cp_fast has causal masks and windows"
+        ):
+            ours.refuse_masks(mask_function=function, q_length=6, use_vmap=True)
+
+
 def test_one_model_serves_contexts_of_several_sizes() -> None:
     """A long batch over both ranks, then a short one on each of them: gradients add up to those of all three."""
     long, short = batches()["full"], batches()["padded"]
