@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -181,7 +181,7 @@ def step_of(cp: Any, way: str, mistake: str) -> Any:
         if bug == "clipped before the sum":
             nn.utils.clip_grad_norm_(weights, 0.05)
         for weight in weights if bug != "gradients not reduced" else ():
-            dist.all_reduce(weight.grad)
+            dist.all_reduce(cast(Tensor, weight.grad))
         if mistake == "clipped before the sum" and not bug:
             nn.utils.clip_grad_norm_(weights, 0.05)
         dist.all_reduce(loss)
