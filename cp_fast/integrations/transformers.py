@@ -197,11 +197,11 @@ def refuse_masks(
     that a model makes of causal ones. Raises for any other mask.
     """
     refuse("cp_fast", attention_mask=attention_mask)
-    if given.get("use_vmap") or "or_mask" in mask_function.__qualname__:
-        if not _has_two_sides(mask_function, given.get("q_length"), given.get("local_size")):
-            raise NotImplementedError(
-                f"mask_function is {mask_function.__qualname__}; cp_fast has causal masks and windows"
-            )
+    joined = given.get("use_vmap") or "or_mask" in mask_function.__qualname__
+    if joined and not _has_two_sides(mask_function, given.get("q_length"), given.get("local_size")):
+        raise NotImplementedError(
+            f"mask_function is {mask_function.__qualname__}; cp_fast has causal masks and windows"
+        )
     return sequences_as_mask()
 
 

@@ -151,7 +151,7 @@ def test_an_implementation_may_be_an_object_of_a_module(monkeypatch: pytest.Monk
     monkeypatch.setattr("cp_ref.schedules.mine", load("cp_ref").offered, raising=False)
     assert load("cp_ref.schedules:mine").offered is load("cp_ref").offered
     with pytest.raises(LoadError, match=r"needs one of thd \(helpers\)"):
-        load("cp_ref:spec")
+        load("cp_ref:schedules")
     assert load("tests.meta.zoo.samples:Lower").levels == ("helpers", "merge", "kernel")
 
 

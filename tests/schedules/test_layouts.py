@@ -186,7 +186,7 @@ def test_plans_of_balanced_are_updated_in_place(comm: str) -> None:
 
 
 SIDES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
-SIZES = {"heads_q": 4, "heads_kv": 4, "d_qk": 4, "d_v": 4, "dtype": torch.float64, "device": "cpu"}
+SIZES = {"heads_q": 12, "heads_kv": 12, "d_qk": 4, "d_v": 4, "dtype": torch.float64, "device": "cpu"}
 
 
 def moved(x: torch.Tensor, shifts: int, fill: float) -> torch.Tensor:
