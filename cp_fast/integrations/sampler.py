@@ -60,6 +60,7 @@ RankGroup(first=2, size=1, documents=[1]), RankGroup(first=3, size=1, documents=
     _check_ranks(ranks)
     read_count("tokens", tokens, at_least=1)
     rounds: list[list[RankGroup]] = []
+    taken: list[int] = []  # ranks of each round
     room: dict[tuple[int, int], int] = {}  # of (round, group): tokens left
     work: dict[tuple[int, int], float] = {}
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
@@ -67,7 +68,6 @@ RankGroup(first=2, size=1, documents=[1]), RankGroup(first=3, size=1, documents=
         size = _size_for(number, length, ranks, tokens)
         fitting = [place for place, left in room.items() if left >= length]
         same = [place for place in fitting if rounds[place[0]][place[1]].size == size]
-        taken = [sum(group.size for group in groups) for groups in rounds]
         free = next((n for n, held in enumerate(taken) if ranks - held >= size), None)
         if free is None and not fitting:
             rounds.append([])
@@ -76,6 +76,7 @@ RankGroup(first=2, size=1, documents=[1]), RankGroup(first=3, size=1, documents=
         if free is not None:  # an idle rank is worth more than a full one
             place = free, len(rounds[free])
             rounds[free].append(RankGroup(taken[free], size, []))
+            taken[free] += size
             room[place], work[place] = size * tokens, 0.0
         else:
             place = min(same or fitting, key=lambda one: work[one])
@@ -83,8 +84,7 @@ RankGroup(first=2, size=1, documents=[1]), RankGroup(first=3, size=1, documents=
         group.documents.append(number)
         room[place] -= length
         work[place] += length * (length + tokens) / group.size
-    for groups in rounds:
-        held = sum(group.size for group in groups)
+    for groups, held in zip(rounds, taken, strict=True):
         groups += [RankGroup(first, 1, []) for first in range(held, ranks)]
     return rounds
 

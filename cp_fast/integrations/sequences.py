@@ -30,11 +30,8 @@ __all__ = ["sequence_sum", "token_log_probs"]
 _IGNORED = -100
 _CHUNK_BYTES = 2**29  # of one chunk's logits and their gradients
 _COPIES = 5  # how many float32 numbers a logit takes, with its gradient
-_SCALES = {
-    "logits_scaling": -1,
-    "logit_scale": 1,
-    "lm_head_multiplier": 1,
-}  # logits are multiplied by it, to this power
+# entries of configurations: logits are multiplied by them, to this power
+_SCALES = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1}
 _CAP = "final_logit_softcapping"
 
 

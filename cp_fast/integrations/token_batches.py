@@ -147,7 +147,7 @@ class CpBatch:
         """
         return self.linear_plan(self._numbers.float())
 
-    @property
+    @cached_property
     def documents(self) -> torch.Tensor:
         """int64 [b, s/cp] on the CPU: the number of each token's document in a packed batch, else of its row; -1 for
         padding.

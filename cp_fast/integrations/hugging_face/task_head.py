@@ -68,7 +68,8 @@ def head_of(model: nn.Module, seen: Seen) -> Head | str | None:
 
 def pools_last_tokens(model: nn.Module) -> bool:
     """Whether the model's logits [b, n] are those that its module `score` gives to each row's last token, as those of
-    sequence classifiers and reward models that are decoders. The other two rows end with padding, where it has any.
+    sequence classifiers and reward models that are decoders. It is run on two rows, of which the second ends with
+    padding, or on one where it has no padding.
     """
     score, config = getattr(model, "score", None), cast(Any, model).config.get_text_config()
     if not isinstance(score, nn.Module):
