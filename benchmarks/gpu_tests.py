@@ -3,8 +3,8 @@
     python benchmarks/gpu_tests.py -j 16 --seconds 240 --out gpu_tests_1x.json
 
 Each failure is printed and stands in the file as soon as it happens. The file is whole JSON at every moment: a run that
-is cut has said what failed, what was running, and what it did not reach. The tests need nothing of docs/ and of
-benchmarks/results/. Exit code 1 if a test failed, 2 if the time was up before the last one.
+is cut has said what failed, what was running, and what it did not reach. With several GPUs, the processes share them
+equally. The tests need nothing of docs/ and of benchmarks/results/. Exit code 1 if a test failed, 2 if the time was up before the last one.
 
 This file is also the plugin of pytest that does so: pytest runs in a process of its own, which is ended with all that
 it started when the time is up.
@@ -152,10 +152,24 @@ def replace(out: Path, record: dict[str, Any]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """As a plugin: begin the record, but not in the processes of pytest-xdist."""
-    if TOLD in os.environ and not hasattr(config, "workerinput"):
-        told = json.loads(os.environ[TOLD])
+    """As a plugin: begin the record. A process of pytest-xdist takes its GPU instead, before CUDA begins."""
+    if TOLD not in os.environ:
+        return
+    told = json.loads(os.environ[TOLD])
+    if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(Path(told["out"]), told["head"]))
+    elif count := len(told["head"]["gpus"]):
+        number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, turned(count, number)))
+
+
+def turned(count: int, first: int) -> list[int]:
+    """The numbers of all GPUs, from another one on: processes share them equally, and each sees them all.
+
+    >>> turned(4, 6)
+    [2, 3, 0, 1]
+    """
+    return [(first + n) % count for n in range(count)]
 
 
 def version(package: str) -> str | None:
