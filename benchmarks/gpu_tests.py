@@ -4,7 +4,8 @@
 
 Each failure is printed and stands in the file as soon as it happens. The file is whole JSON at every moment: a run that
 is cut has said what failed, what was running, and what it did not reach. With several GPUs, the processes share them
-equally. The tests need nothing of docs/ and of benchmarks/results/. Exit code 1 if a test failed, 2 if the time was up before the last one.
+equally. The tests need nothing of docs/ and of benchmarks/results/. Exit code 1 if a test failed, 2 if the time was up
+before the last one.
 
 This file is also the plugin of pytest that does so: pytest runs in a process of its own, which is ended with all that
 it started when the time is up.

@@ -17,6 +17,7 @@ is not affected, so the refusal is lifted here, and no gradient of it is read.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import tempfile
 import time
@@ -43,6 +44,7 @@ from tests.linear.problems import Layer, relative_errors
 
 app = typer.Typer(add_completion=False)
 HEADS, DIM, ROWS = 16, 128, 16_384
+STANDS_S = 50.0
 DOCUMENTS = (9001, 6200, 4100, 3072, 2501, 2048, 1777, 1300, 1024, 700, 500, 300, 128, 64, 40, 13)  # 32,768
 SMALL = {
     "one document, dual_chunk": Problem(2, (Lengths(300, 300, 300, 300),), qkv_format="thd"),
@@ -164,6 +166,7 @@ class Speed:
 
 
 def _rank(rank: int, options: Speed, folder: str) -> None:
+    faulthandler.dump_traceback_later(STANDS_S, repeat=True)  # a rank that waits for the other says where
     connect(rank, options.gpus, folder)
     _speed(dist.group.WORLD, options)
     dist.destroy_process_group()
