@@ -24,6 +24,7 @@ __all__ = [
     "KINDS",
     "Activation",
     "ConvolutionCall",
+    "LayerCall",
     "LinearCall",
     "LinearKind",
     "agree_on_layer",
@@ -35,8 +36,10 @@ __all__ = [
     "check_tensor",
     "linear_attention",
     "name_of",
+    "needs_grad",
     "read_convolution",
     "read_linear_attention",
+    "read_scale",
 ]
 
 LinearKind = Literal["gated_delta_rule", "kda", "mamba2"]
@@ -222,8 +225,21 @@ def check_dtype(name: str, x: torch.Tensor, like: torch.Tensor, *, wide: bool = 
         raise TypeError(f"{name} has dtype {x.dtype}; it must be {words}")
 
 
-def check_rows(plan: Plan, name: str, x: Any, last: str, first: Any = None, *, wide: bool = False) -> None:
-    """A slice of the plan's format with these last axes; of the same rows, device and dtype as the `first` tensor."""
+def check_rows(
+    plan: Plan,
+    name: str,
+    x: Any,
+    last: str,
+    first: Any = None,
+    *,
+    wide: bool = False,
+    side: str = "q",
+    first_name: str = "q",
+) -> None:
+    """A slice of the plan's format with these last axes; of the same rows, device and dtype as the `first` tensor.
+
+    side: "kv" for a slice of keys, whose rows are not those of `first`.
+    """
     problem, room = plan.problem, plan.room
     fmt = problem.qkv_format
     axes = {"thd": "t", "bshd": "b, s", "sbhd": "s, b"}[fmt]
@@ -233,15 +249,17 @@ def check_rows(plan: Plan, name: str, x: Any, last: str, first: Any = None, *, w
         raise ValueError(f"{name} has shape {list(x.shape)}; qkv_format {fmt!r} needs [{axes}, {last}]")
     if first is not None:
         check_dtype(name, x, first, wide=wide)
+    if first is not None and side == "q":
         if x.shape[:leading] != first.shape[:leading]:
-            raise ValueError(f"{name} has shape {list(x.shape)}, and q {list(first.shape)}; [{axes}] must be equal")
+            there = f"{first_name} {list(first.shape)}"
+            raise ValueError(f"{name} has shape {list(x.shape)}, and {there}; [{axes}] must be equal")
         return
     if name_of(x.dtype) not in DTYPES:
         raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {', '.join(DTYPES)}")
     device = plan.device
     if x.device.type != device.type or device.index not in (None, x.device.index):
         raise ValueError(f"{name} is on {x.device}, but the plan was made for {device}")
-    rows, wanted = x.shape[axes.split(", ").index("t" if fmt == "thd" else "s")], slice_rows(problem, "q")
+    rows, wanted = x.shape[axes.split(", ").index("t" if fmt == "thd" else "s")], slice_rows(problem, side)
     if fmt != "thd":
         batch = len(problem.sequences)
         if rows != wanted or x.shape[axes.split(", ").index("b")] != batch:
@@ -250,9 +268,9 @@ def check_rows(plan: Plan, name: str, x: Any, last: str, first: Any = None, *, w
                 f"{batch} and local sequence length {wanted}"
             )
     elif room is not None:
-        if rows != room.rows_q:
+        if rows != (held := room.rows_q if side == "q" else room.rows_kv):
             raise ValueError(
-                f"{name} has {rows} tokens, but the plan was made with max_tokens_q = {room.rows_q} * {room.cp_size} "
+                f"{name} has {rows} tokens, but the plan was made with max_tokens_{side} = {held} * {room.cp_size} "
                 "ranks; a plan that can be updated needs buffers of that size"
             )
     elif rows < wanted:
@@ -260,7 +278,7 @@ def check_rows(plan: Plan, name: str, x: Any, last: str, first: Any = None, *, w
             f"{name} has {rows} tokens; by the plan's lengths rank {plan.rank} of a group of {problem.cp_size} holds "
             f"{wanted} (more is a tail, fewer is a mistake)"
         )
-    elif local_lengths(problem, "q", rows):
+    elif local_lengths(problem, side, rows):
         raise ValueError(
             f"{name} has {rows} rows on this rank alone, as many as the plan's lengths have on all {problem.cp_size} "
             f"ranks; cu_seqlens are global. If {rows - wanted} rows are a tail, give {name} another row"
@@ -279,7 +297,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class _Call:
+class LayerCall:
     """The sizes of a call that all ranks must have in common: they decide what is sent."""
 
     @property
@@ -289,7 +307,7 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class LinearCall(_Call):
+class LinearCall(LayerCall):
     """A checked call of `linear_attention`. `scale` is resolved, dtypes are PyTorch's names without "torch."."""
 
     kind: str
@@ -305,7 +323,7 @@ class LinearCall(_Call):
 
 
 @dataclass(frozen=True)
-class ConvolutionCall(_Call):
+class ConvolutionCall(LayerCall):
     """A checked call of `causal_conv1d`. `activation` is "silu" or None."""
 
     channels: int
@@ -316,7 +334,7 @@ class ConvolutionCall(_Call):
     requires_grad: bool
 
 
-Call = TypeVar("Call", bound=_Call)
+Call = TypeVar("Call", bound=LayerCall)
 
 
 def agree_on_layer(cp: ContextParallel, plan: Any, read: Callable[[], Call]) -> Call:
@@ -326,7 +344,7 @@ def agree_on_layer(cp: ContextParallel, plan: Any, read: Callable[[], Call]) -> 
     read: reads and checks this rank's arguments, the plan included; sends nothing.
     """
     known: set[bytes] = plan.agreed if isinstance(plan, Plan) else set()
-    with cp.naming_errors("an agreement on a linear layer"):
+    with cp.naming_errors("an agreement on the call of a layer"):
         call = read_together(cp.comm, read, lambda found: found, known)
     known.add(call.fingerprint)
     return call
@@ -388,10 +406,10 @@ def read_linear_attention(
         d_k,
         d_v,
         name_of(q.dtype),
-        _read_scale(scale, d_k),
+        read_scale(scale, d_k),
         initial_state is not None,
         output_final_state,
-        _requires_grad(*tensors.values(), initial_state),
+        needs_grad(*tensors.values(), initial_state),
     )
 
 
@@ -426,11 +444,11 @@ def read_convolution(
         name_of(x.dtype),
         bias is not None,
         None if activation is None else "silu",
-        _requires_grad(x, weight, bias),
+        needs_grad(x, weight, bias),
     )
 
 
-def _read_scale(scale: Any, d_k: int) -> float:
+def read_scale(scale: Any, d_k: int) -> float:
     if scale is None:
         return d_k**-0.5
     if isinstance(scale, bool) or not isinstance(scale, Real):
@@ -444,5 +462,5 @@ def _read_scale(scale: Any, d_k: int) -> float:
     return number
 
 
-def _requires_grad(*tensors: Any) -> bool:
+def needs_grad(*tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors if isinstance(x, torch.Tensor))

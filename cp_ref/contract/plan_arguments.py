@@ -97,7 +97,8 @@ class Plan:
     device: torch.device
     room: Room | None = None
     linear: bool = False  # Whether it serves linear layers.
-    agreed: set[bytes]  # Calls of linear layers that the ranks have agreed on: see `agree_on_layer`.
+    custom: Schedule | None = None  # The schedule that `make_plan` was given.
+    agreed: set[bytes]  # Calls of linear and sparse layers that the ranks have agreed on: see `agree_on_layer`.
     head_chunks: tuple[int, ...] = ()  # See `make_schedule`.
     score_mod: ScoreMod | None = None  # a frozen copy of the function whose digest the problem has
 
