@@ -25,7 +25,8 @@ your choice, message by message.
     schedules/verify/proof               why a schedule is right, without a tensor
 
 Of the rest, `contract` has what both packages promise (arguments, checks, groups, masks), `linear` the linear layers,
-`thd` helpers for packed batches, `simulator` the simulated group, and `tracing` the traces.
+`sparse` attention to chosen keys, `thd` helpers for packed batches, `simulator` the simulated group, and `tracing` the
+traces.
 
 A name is imported when it is first asked for: `cp_fast` needs `cp_ref.schedules` and `cp_ref.contract` alone.
 """
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from cp_ref.reference_plan import ContextParallel, Plan, make_plan, supports
     from cp_ref.schedules.words import Unsupported
     from cp_ref.simulator import SimGroup
+    from cp_ref.sparse import index_loss, select_keys, sparse_attention
     from cp_ref.tracing.compare_traces import compare
     from cp_ref.tracing.recorded_trace import Trace
     from cp_ref.tracing.recorder import trace
@@ -60,12 +62,15 @@ __all__ = [
     "compare",
     "compare_layouts",
     "dense_attention",
+    "index_loss",
     "linear_attention",
     "make_plan",
     "masks",
     "position_ids",
     "roll",
+    "select_keys",
     "shard",
+    "sparse_attention",
     "supports",
     "thd",
     "trace",
@@ -83,11 +88,14 @@ _WHERE = {
     "compare": "tracing.compare_traces",
     "compare_layouts": "contract.compare_layouts",
     "dense_attention": "oracle",
+    "index_loss": "sparse",
     "linear_attention": "linear.layers",
     "make_plan": "reference_plan",
     "position_ids": "contract.sharding",
     "roll": "contract.sharding",
+    "select_keys": "sparse",
     "shard": "contract.sharding",
+    "sparse_attention": "sparse",
     "supports": "reference_plan",
     "trace": "tracing.recorder",
     "unshard": "contract.sharding",

@@ -18,7 +18,7 @@ from cp_ref.contract.tensors import lse_from_packed, to_format, to_packed
 from cp_ref.schedules.attention_slices import AttentionSliceRow
 from cp_ref.schedules.problem import Problem, Sequence
 
-__all__ = ["dense_attention"]
+__all__ = ["attend", "dense_attention", "inside_areas", "visible_in"]
 
 
 def dense_attention(
@@ -102,7 +102,7 @@ def dense_attention(
     for rows, columns, visible in _masks(problem, q.device):
         extra = PairScores(inputs, _pairs(problem, rows, columns)) if inputs.features else None
         block = q[rows], k[columns], v[columns]
-        out[rows], lse[rows], largest = _one_mask(problem, visible, *block, softmax_offset, extra)
+        out[rows], lse[rows], largest = attend(problem, visible, *block, softmax_offset, extra)
         max_logit = torch.maximum(max_logit, largest)
     return to_format(out, qkv_format, batch_size), lse_from_packed(lse, qkv_format, batch_size), max_logit
 
@@ -117,10 +117,10 @@ def _masks(problem: Problem, device: torch.device) -> Iterator[tuple[torch.Tenso
         for s, q, k in lengths
     ]
     if problem.areas is None:
-        yield from ((rows, columns, _visible(problem, s, device)) for rows, columns, s in tokens)
+        yield from ((rows, columns, visible_in(problem, s, device)) for rows, columns, s in tokens)
     elif tokens:
         rows, columns = (torch.cat(side) for side in list(zip(*tokens, strict=True))[:2])
-        yield rows, columns, _inside(problem.areas, rows[:, None], columns[None, :])
+        yield rows, columns, inside_areas(problem.areas, rows[:, None], columns[None, :])
 
 
 def _pairs(problem: Problem, rows: torch.Tensor, columns: torch.Tensor) -> ScorePlaces:
@@ -146,7 +146,7 @@ def _slots(starts: tuple[int, ...], rows: torch.Tensor) -> tuple[torch.Tensor, t
     return document, rows - first[document]
 
 
-def _inside(areas: Iterable[AttentionSliceRow], i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+def inside_areas(areas: Iterable[AttentionSliceRow], i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
     """Which pairs of rows i [n, 1] and j [1, m] are in an attention slice, bool [n, m]: the definition, and on purpose
     not the arithmetic of `cp_ref.schedules`.
     """
@@ -162,7 +162,7 @@ def _inside(areas: Iterable[AttentionSliceRow], i: torch.Tensor, j: torch.Tensor
     return visible
 
 
-def _visible(problem: Problem, sequence: Sequence, device: torch.device) -> torch.Tensor:
+def visible_in(problem: Problem, sequence: Sequence, device: torch.device) -> torch.Tensor:
     """The mask, bool [len_q, len_kv]: the definition itself, and on purpose not the arithmetic of
     `cp_ref.schedules.problem`.
     """
@@ -181,7 +181,7 @@ def _visible(problem: Problem, sequence: Sequence, device: torch.device) -> torc
     return visible
 
 
-def _one_mask(
+def attend(
     problem: Problem,
     visible: torch.Tensor,
     q: torch.Tensor,
@@ -190,14 +190,14 @@ def _one_mask(
     softmax_offset: torch.Tensor | None,
     extra: PairScores | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """visible bool [n, m], q [n, h_q, d_qk], k [m, h_kv, d_qk], v [m, h_kv, d_v], extra: ALiBi, score_mod and dropout
-    -> out [n, h_q, d_v], lse [n, h_q], max_logit [h_q].
+    """visible bool [n, m] or [n, h_q, m], q [n, h_q, d_qk], k [m, h_kv, d_qk], v [m, h_kv, d_v], extra: ALiBi,
+    score_mod and dropout -> out [n, h_q, d_v], lse [n, h_q], max_logit [h_q].
     """
     k, v = (x.repeat_interleave(problem.heads_per_kv, dim=1) for x in (k, v))  # h uses kv head h // heads_per_kv
     scores = problem.scale * torch.einsum("nhd,mhd->nhm", q, k)
     if problem.softcap > 0:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
-    hidden = ~visible[:, None, :]
+    hidden = ~(visible if visible.dim() == 3 else visible[:, None, :])
     if extra is not None:  # of hidden pairs score_mod sees 0, and gives no gradient, whatever its derivative
         scores = extra.modified(scores.masked_fill(hidden, 0.0))
     masked = scores.detach().masked_fill(hidden, float("-inf"))

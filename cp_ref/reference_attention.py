@@ -36,7 +36,7 @@ from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.table import ranges
 from cp_ref.tracing.recorder import recording
 
-__all__ = ["attention"]
+__all__ = ["attention", "real_rows", "sink_of"]
 
 
 @implements(attention_call.attention)
@@ -114,8 +114,8 @@ class _Attention(torch.autograd.Function):
         recorder.own("given", softmax_offset=offset)
         held = recorder.held("forward", q.device)
         out, lse, max_logit, saved = run_forward(problem, plan.schedule, cp.comm, *packed, inputs=inputs, held=held)
-        if (sink := _sink(problem, offset, lse)) is not None:
-            real = _real_rows(plan, q.device)
+        if (sink := sink_of(problem, offset, lse)) is not None:
+            real = real_rows(plan, q.device)
             out[real], lse[real] = add_sink(out[real], lse[real], sink)
         max_logit = all_reduce_max(cp.comm, max_logit)
         ctx.save_for_backward(q, k, v, out, lse, offset, *inputs.tensors)
@@ -141,7 +141,7 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv = run_backward(problem, plan.schedule, cp.comm, *given, ctx.saved, inputs, held)
         doffset = None
         if offset is not None:
-            real = _real_rows(plan, q.device)
+            real = real_rows(plan, q.device)
             doffset = offset_grad(cp, sink_gradient(lse[real], delta[real], offset)).to(offset.dtype)
         dq, dk, dv = (g.to(x.dtype) for g, x in ((dq, q), (dk, k), (dv, v)))
         ctx.recorder.own("final", dq=dq, dk=dk, dv=dv, dsoftmax_offset=doffset)
@@ -149,14 +149,14 @@ class _Attention(torch.autograd.Function):
         return None, None, None, dq, dk, dv, doffset
 
 
-def _sink(problem: Problem, offset: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor | None:
+def sink_of(problem: Problem, offset: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor | None:
     """Each head's sink logit [h_q]; None without a sink."""
     if problem.softmax_type == "vanilla":
         return None
     return lse.new_zeros(problem.heads_q) if offset is None else offset.to(lse.dtype)
 
 
-def _real_rows(plan: Plan, device: torch.device) -> torch.Tensor:
+def real_rows(plan: Plan, device: torch.device) -> torch.Tensor:
     """The local packed rows that hold real query tokens, int64."""
     own = plan.problem.workload.ownership.q.of(plan.rank)
     return torch.tensor(ranges(own.row, own.stop - own.start), dtype=torch.int64, device=device)

@@ -63,8 +63,8 @@ def tile_forward(
     options: ScoreSpec,
     extra: PairScores | None = None,
 ) -> TileResult:
-    """q [n, h, d_qk], k [m, h, d_qk], v [m, h, d_v], visible bool [n, m] -> the partial result. Dropout changes out
-    alone.
+    """q [n, h, d_qk], k [m, h, d_qk], v [m, h, d_v], visible bool [n, m], or [n, h, m] -> the partial result. Dropout
+    changes out alone.
     """
     capped, _ = _capped(q, k, options)
     scores = _masked(capped, visible, extra)
@@ -120,7 +120,8 @@ def _capped(q: torch.Tensor, k: torch.Tensor, options: ScoreSpec) -> tuple[torch
 def _masked(capped: torch.Tensor, visible: torch.Tensor, extra: PairScores | None) -> torch.Tensor:
     """Scores after ALiBi and score_mod, -inf where hidden."""
     scores = capped if extra is None else extra.modified(capped)
-    return scores.masked_fill(~visible[:, None, :], float("-inf"))
+    shown = visible if visible.dim() == 3 else visible[:, None, :]
+    return scores.masked_fill(~shown, float("-inf"))
 
 
 def _dropout(dtype: torch.dtype, extra: PairScores | None) -> torch.Tensor | float:
