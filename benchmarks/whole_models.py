@@ -10,16 +10,17 @@ to the norm, may be 1.5 times that of bfloat16 in one process, and a hundredth m
 transformers' Trainer, whose losses are compared, and the examples under `conformance step`, two of them with a mistake
 that must be found and named.
 
-Cases that have kernels and references in common are a part. Several groups of processes share the GPUs, and take the
-most important part that is left. Each result is printed, and written to the record, as it comes. A group whose ranks
-disagree, die or hang is ended, and another one goes on behind the case. Exit code 1 if a case was not right, 2 if time
-was up before the last one.
+Cases that have kernels and references in common are a part. Several groups of processes share the GPUs equally, and
+take the most important part that is left. Each result is printed, and written to the record, as it comes. A group whose
+ranks disagree, die or hang is ended, and another one goes on behind the case. Exit code 1 if a case was not right, 2 if
+time was up before the last one.
 """
 
 from __future__ import annotations
 
 import collections
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -27,7 +28,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from multiprocessing import get_context
@@ -37,6 +38,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.gpu_tests import turned
 from benchmarks.parts import model_ranks
 from benchmarks.parts.model_cases import Case, cases
 from benchmarks.parts.model_ranks import PLANTS, Ranks, TrainerRun, trainer_losses
@@ -155,6 +157,7 @@ class Run:
     plant: str
     until: float
     record: Record
+    begun: Iterator[int] = field(default_factory=itertools.count)  # the numbers of groups
 
     @property
     def context(self) -> Any:
@@ -173,7 +176,9 @@ class Run:
 
     def _group(self, left: list[Case], folder: Path) -> tuple[int, str]:
         """Which case was the last that began, and why the group ended before all; "" if it did not, or time was up."""
-        job = Ranks(tuple(left), self.size, self.device, self.dtype, str(folder), self.until, self.plant)
+        count = torch.cuda.device_count() if self.device == "cuda" else 0
+        gpus = ",".join(map(str, turned(count, next(self.begun) * self.size)))
+        job = Ranks(tuple(left), self.size, self.device, self.dtype, str(folder), self.until, self.plant, gpus=gpus)
         processes = [
             self.context.Process(target=model_ranks.play, args=(replace(job, rank=rank),), daemon=True)
             for rank in range(self.size)

@@ -51,7 +51,9 @@ Found = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Ranks:
-    """The work of a group. rank is -1 where the driver has not said it yet."""
+    """The work of a group. rank is -1 where the driver has not said it yet; gpus: in the order of the ranks, "" for all
+    that there are.
+    """
 
     cases: tuple[Case, ...]
     size: int
@@ -61,12 +63,15 @@ class Ranks:
     until: float
     plant: str = ""
     rank: int = -1
+    gpus: str = ""
 
 
 def play(job: Ranks) -> None:
     """One rank: rank 0 writes `results.jsonl` in the folder, two lines a case."""
     torch.set_num_threads(1)
     print_to(Path(job.folder) / f"{job.rank}.log")
+    if job.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = job.gpus
     without_kernels_of_others()
     place = connect(job.rank, job.size, job.folder, job.device)
     store = FileStore(str(Path(job.folder) / "said"), job.size)
