@@ -46,6 +46,9 @@ __all__ = [
     "Plan",
     "agree_on",
     "backend_for",
+    "captured",
+    "check_not_captured",
+    "check_same_batch",
     "make_plan",
     "prepared",
     "supports",
@@ -199,6 +202,27 @@ def tables_of(plan: Plan, kind: Callable[[Problem, int, torch.device], Tables]) 
     if (found := plan.others.get(kind)) is None:
         found = plan.others.setdefault(kind, kind(plan.problem, plan.rank, plan.device))
     return found
+
+
+def check_same_batch(plan: Plan, tables: Any) -> None:
+    """Raise where a plan was updated since it gave its tables (`tables_of`)."""
+    if tables_of(plan, type(tables)) is not tables:
+        raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
+
+
+def captured(plan: Any) -> bool:
+    """Whether a CUDA graph is captured with a plan that can be updated."""
+    updated = getattr(plan, "room", None) is not None and torch.cuda.is_available()
+    return updated and torch.cuda.is_current_stream_capturing()
+
+
+def check_not_captured(plan: Any) -> None:
+    """Raise where a CUDA graph would keep the sizes of this batch's tables (`tables_of`)."""
+    if captured(plan):
+        raise ValueError(
+            "a linear or sparse layer is captured in a CUDA graph with a plan that can be updated, but its launches "
+            "have sizes of this batch; make a plan for each batch, without max_sequences"
+        )
 
 
 class _Batch(NamedTuple):

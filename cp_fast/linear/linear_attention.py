@@ -11,14 +11,14 @@ import torch
 from cp_fast.api.calls import call_key
 from cp_fast.api.checked_calls import agree_on_call, agree_on_layer_call, checking
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan
+from cp_fast.api.plan import Plan, captured, check_not_captured, check_same_batch
 from cp_fast.backends.backend_protocol import NotInstalled
 from cp_fast.dispatch.handles import hide_from_checkpointing
 from cp_fast.linear.chunked import ChunkedKernels
 from cp_fast.linear.fla.fla_kernels import FlaKernels
 from cp_fast.linear.linear_kernels import Kind, LinearInputs, LinearKernels
 from cp_fast.linear.linear_passes import Saved, backward_pass, forward_pass
-from cp_fast.linear.linear_plan import LinearPlan, captured, check_not_captured, check_same_batch, linear_plan
+from cp_fast.linear.linear_plan import LinearPlan, linear_plan
 from cp_fast.log import log_once
 from cp_ref.contract import linear_calls
 from cp_ref.contract.call_checks import check_context

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +18,6 @@ from cp_ref.schedules.problem import Problem
 __all__ = [
     "LinearPlan",
     "LocalRows",
-    "captured",
-    "check_not_captured",
-    "check_same_batch",
     "linear_plan",
 ]
 
@@ -192,24 +188,3 @@ class LinearPlan:
 def linear_plan(owner: Plan) -> LinearPlan:
     """A plan's tables of linear layers, for its batch."""
     return tables_of(owner, LinearPlan)
-
-
-def check_same_batch(owner: Plan, plan: LinearPlan) -> None:
-    """Raise where a plan was updated since it gave its tables."""
-    if linear_plan(owner) is not plan:
-        raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
-
-
-def captured(owner: Any) -> bool:
-    """Whether a CUDA graph is captured with a `cp_fast.Plan` that can be updated."""
-    updated = getattr(owner, "room", None) is not None and torch.cuda.is_available()
-    return updated and torch.cuda.is_current_stream_capturing()
-
-
-def check_not_captured(owner: Any) -> None:
-    """Raise where a CUDA graph would keep the sizes of this batch's fragments."""
-    if captured(owner):
-        raise ValueError(
-            "a linear layer is captured in a CUDA graph with a plan that can be updated, but its launches have sizes "
-            "of this batch; make a plan for each batch, without max_sequences"
-        )

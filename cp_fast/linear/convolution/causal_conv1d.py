@@ -9,12 +9,12 @@ import torch
 
 from cp_fast.api.checked_calls import agree_on_call, agree_on_layer_call
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan
+from cp_fast.api.plan import Plan, check_not_captured, check_same_batch
 from cp_fast.dispatch.handles import hide_from_checkpointing
 from cp_fast.linear.convolution.convolution_kernels import choose_convolution
 from cp_fast.linear.convolution.halo_tables import HaloTables, Sent
 from cp_fast.linear.convolution.torch_convolution import ConvolutionInputs
-from cp_fast.linear.linear_plan import LinearPlan, check_not_captured, check_same_batch, linear_plan
+from cp_fast.linear.linear_plan import LinearPlan, linear_plan
 from cp_ref.contract import linear_calls
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.declared import implements

@@ -1,0 +1,1 @@
+"""Sparse attention: keys chosen by indices, over documents that are spread over ranks."""

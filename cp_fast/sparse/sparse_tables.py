@@ -1,0 +1,276 @@
+"""A rank's tables for the sparse attention of one batch: which rows travel, where they lie, and who sees which.
+
+Gathered rows have the order of the global buffer. So those of a document lie side by side, and a run of visible keys is
+a run of gathered rows:
+
+    two causal documents of 4 and 2 tokens, rank 0 of two, dual_chunk     the own rows are 0, 3, 4
+        gathered keys       global row  0 1 2 3 4                         rows 1 and 2 arrive, row 5 nobody here sees
+                            position    0 1 2 3 0
+        the own rows see    [0:1] [0:4] [4:5]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from cp_fast.api.plan import Plan, tables_of
+from cp_fast.backends.sparse_kernels import Visible
+from cp_ref.contract.tensors import lse_from_packed, lse_to_packed, to_format, to_packed
+from cp_ref.schedules.attention_slices import AttentionSlices
+from cp_ref.schedules.ownership import Fragments
+from cp_ref.schedules.planners.a2a import head_ranges
+from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
+from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.problem import Problem, row_positions
+from cp_ref.schedules.schedule import Heads, Message
+from cp_ref.schedules.table import Column, Spans, ranges, runs
+
+__all__ = ["Gathered", "OwnRows", "SparsePlan", "Travel", "intervals", "sparse_plan"]
+
+Rows = slice | torch.Tensor
+"""Rows of a tensor, in order: a slice, or int64 numbers on its device."""
+
+
+@dataclass(frozen=True, eq=False)
+class OwnRows:
+    """A rank's tokens of one side, side by side in the order of its buffer, without padding and tail.
+
+    Attributes:
+        rows: the row of each in the global buffer, [n].
+        places: the row of each in the rank's buffer.
+    """
+
+    problem: Problem
+    rows: Column
+    places: Rows
+
+    @staticmethod
+    def of(problem: Problem, fragments: Fragments, device: torch.device) -> OwnRows:
+        """Those of one rank's fragments."""
+        size = fragments.stop - fragments.start
+        return OwnRows(problem, ranges(fragments.start, size), _rows(ranges(fragments.row, size), device))
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """A slice of the user's as rows [n, ...], a view if they lie side by side; the last axis is contiguous."""
+        rows = _take(to_packed(x, self.problem.qkv_format), self.places)
+        return rows if rows.shape[-1] <= 1 or rows.stride(-1) == 1 else rows.contiguous()
+
+    def put(self, x: torch.Tensor, like: torch.Tensor, other: float = 0) -> torch.Tensor:
+        """Rows [n, ...] as a slice of the user's, with the leading axes of `like`; `other` in padding and tail."""
+        leading = 1 if self.problem.qkv_format == "thd" else 2
+        total = like.shape[:leading].numel()
+        return to_format(self._whole(x, total, other), self.problem.qkv_format, len(self.problem.sequences))
+
+    def take_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """An lse of the user's as rows [n, h], contiguous."""
+        return _take(lse_to_packed(lse, self.problem.qkv_format), self.places).contiguous()
+
+    def put_lse(self, lse: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Rows [n, h] as an lse of the user's, -inf in padding and tail. like: of q's format."""
+        leading = 1 if self.problem.qkv_format == "thd" else 2
+        whole = self._whole(lse, like.shape[:leading].numel(), float("-inf"))
+        return lse_from_packed(whole, self.problem.qkv_format, len(self.problem.sequences))
+
+    def _whole(self, x: torch.Tensor, total: int, other: float) -> torch.Tensor:
+        """All rows of the rank's buffer, given those of its tokens."""
+        if total == len(x) and isinstance(self.places, slice):
+            return x
+        whole = x.new_full((total, *x.shape[1:]), other)
+        whole[self.places] = x
+        return whole
+
+
+class Travel(NamedTuple):
+    """The rows that travel between this rank and the others, and the places of all that are gathered.
+
+    Attributes:
+        size: gathered rows.
+        own: where the own rows lie among them.
+        sends: by peer, the own rows that go to it.
+        recvs: by peer, how many rows come from it, and where they lie.
+    """
+
+    size: int
+    own: Rows
+    sends: tuple[tuple[int, int, Rows], ...]  # peer, how many, which
+    recvs: tuple[tuple[int, int, Rows], ...]
+
+    @property
+    def stays(self) -> bool:
+        """Whether the gathered rows are the own ones, as they lie."""
+        return not self.sends and not self.recvs and isinstance(self.own, slice)
+
+
+class Gathered(NamedTuple):
+    """The queries and keys that a rank computes with, and who sees whom.
+
+    Attributes:
+        q: the queries' way; None where they stay.
+        heads: of each rank: its query heads and its kv heads; all of them where the queries stay.
+    """
+
+    q: Travel | None
+    kv: Travel
+    visible: Visible
+    heads: tuple[tuple[Heads, Heads], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SparsePlan:
+    """A rank's tables for the sparse attention of one batch, made when it is first called.
+
+    Attributes:
+        exchanges: prepared ones, by all that they depend on: see `key_exchange`.
+    """
+
+    problem: Problem
+    rank: int
+    device: torch.device
+    exchanges: dict[Any, Any] = field(default_factory=dict[Any, Any], repr=False)
+
+    @cached_property
+    @torch.inference_mode(False)
+    def q(self) -> OwnRows:
+        """The rank's query rows."""
+        return OwnRows.of(self.problem, self.problem.workload.ownership.q.of(self.rank), self.device)
+
+    @cached_property
+    @torch.inference_mode(False)
+    def kv(self) -> OwnRows:
+        """The rank's rows of keys."""
+        ownership = self.problem.workload.ownership
+        return (
+            self.q if ownership.kv is ownership.q else OwnRows.of(self.problem, ownership.kv.of(self.rank), self.device)
+        )
+
+    @cached_property
+    @torch.inference_mode(False)
+    def by_rows(self) -> Gathered:
+        """Own queries, all heads, and the keys that they see: as all_gather has it. Selection and the indexer's loss
+        always work like this.
+        """
+        members = RingMembers(replace(self.problem.workload, a2a_size=1))
+        forward, _ = plan_all_gather_rank(members, self.rank)
+        sends, recvs = ({m.peer: _global_rows(m) for m in some} for some in (forward[0].sends, forward[0].recvs))
+        held, travel = _travel(self.kv.rows, sends, recvs, self.device)
+        everything = (0, self.problem.heads_q), (0, self.problem.heads_kv)
+        return Gathered(None, travel, self._visible(self.q.rows, held), (everything,) * self.problem.cp_size)
+
+    @cached_property
+    @torch.inference_mode(False)
+    def by_heads(self) -> Gathered:
+        """All queries for the rank's share of the heads, and all keys that are seen: as a2a has it."""
+        work = self.problem.workload
+        others = [rank for rank in range(work.cp_size) if rank != self.rank]
+        queries = {rank: _fragment_rows(work.ownership.q.of(rank)) for rank in others}
+        rows, q = _travel(self.q.rows, dict.fromkeys(others, self.q.rows), queries, self.device)
+
+        seen = work.areas.keys.merged() if len(work.areas) else Spans(*(np.empty(0, dtype=np.int64),) * 2)
+        keys = {rank: _fragment_rows(work.ownership.kv.of(rank).within(*seen)) for rank in range(work.cp_size)}
+        mine = keys.pop(self.rank)
+        held, kv = _travel(self.kv.rows, dict.fromkeys(others, mine), keys, self.device)
+        heads = tuple(head_ranges(work, rank) for rank in range(work.cp_size))
+        return Gathered(q, kv, self._visible(rows, held), heads)
+
+    @property
+    def of_attention(self) -> Gathered:
+        """That of the plan's `cp_comm_type`."""
+        return self.by_heads if self.problem.cp_comm_type == "a2a" else self.by_rows
+
+    def _visible(self, rows: Column, held: Column) -> Visible:
+        """What query rows see of gathered keys; both are rows of the global buffer."""
+        starts, stops = intervals(self.problem.workload.areas, rows)
+        _, positions = row_positions(self.problem, "kv", starts)
+        positions = np.where(starts < stops, positions, 0)
+        place = np.searchsorted(held, starts)
+        columns = (place, place + stops - starts, positions)
+        return Visible(*(torch.from_numpy(x.astype(np.int32)).to(self.device) for x in columns))
+
+
+def sparse_plan(owner: Plan) -> SparsePlan:
+    """A plan's tables of sparse attention, for its batch."""
+    return tables_of(owner, SparsePlan)
+
+
+def intervals(areas: AttentionSlices, rows: Column) -> tuple[Column, Column]:
+    """The keys that each query row sees, as intervals of rows of the global buffer: (starts, stops), [n, s], ascending;
+    behind the last of a row equal ones. Those that meet are one.
+
+    >>> from cp_ref.schedules.attention_slices import areas_of_rows
+    >>> areas = areas_of_rows(((0, 4, 0, 2, -1, -1), (0, 4, 3, 7, -1, 0)))   # two first keys, and a causal part
+    >>> starts, stops = intervals(areas, np.array([0, 3, 9]))
+    >>> starts.tolist(), stops.tolist()
+    ([[0, 3], [0, 3], [0, 0]], [[2, 4], [2, 7], [0, 0]])
+    """
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    first, count = runs(ordered[1:] != ordered[:-1] + 1, len(ordered))
+    area, _, begin, end = areas.queries.overlaps(Spans(ordered[first], ordered[first] + count))
+    row = ranges(begin, end - begin)
+    area = np.repeat(area, end - begin)
+    start = np.maximum(areas.k_start[area], row + areas.lo[area])
+    stop = np.minimum(areas.k_stop[area], row + areas.hi[area] + 1)
+    some = start < stop
+    number, start, stop = order[np.searchsorted(ordered, row[some])], start[some], stop[some]
+
+    by_row = np.lexsort((start, number))
+    number, start, stop = number[by_row], start[by_row], stop[by_row]
+    begins = (number[1:] != number[:-1]) | (start[1:] != stop[:-1])
+    head, many = runs(begins, len(number))
+    number, start, stop = number[head], start[head], stop[head + many - 1]
+
+    place, times = runs(number[1:] != number[:-1], len(number))
+    column = np.arange(len(number)) - np.repeat(place, times)
+    shape = len(rows), int(times.max(initial=1))
+    starts, stops = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    starts[number, column], stops[number, column] = start, stop
+    return starts, stops
+
+
+def _travel(
+    own: Column, sends: Mapping[int, Column], recvs: Mapping[int, Column], device: torch.device
+) -> tuple[Column, Travel]:
+    """The gathered rows, sorted, and their way. All columns are global rows; those of peers are sorted."""
+    held = np.sort(np.concatenate([own, *recvs.values()]))
+    order = np.argsort(own, kind="stable")
+
+    def numbers(rows: Column) -> Rows:
+        """Of own rows."""
+        return _rows(order[np.searchsorted(own, rows, sorter=order)], device)
+
+    def places(rows: Column) -> Rows:
+        return _rows(np.searchsorted(held, rows), device)
+
+    out = tuple((peer, len(rows), numbers(rows)) for peer, rows in sorted(sends.items()) if len(rows))
+    back = tuple((peer, len(rows), places(rows)) for peer, rows in sorted(recvs.items()) if len(rows))
+    return held, Travel(len(held), places(own), out, back)
+
+
+def _rows(numbers: Column, device: torch.device) -> Rows:
+    """Row numbers; a slice where they follow one another."""
+    if not len(numbers):
+        return slice(0, 0)
+    if bool((np.diff(numbers) == 1).all()):
+        return slice(int(numbers[0]), int(numbers[-1]) + 1)
+    return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64)).to(device)
+
+
+def _take(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def _fragment_rows(fragments: Fragments) -> Column:
+    """The global rows of fragments, sorted."""
+    return np.sort(ranges(fragments.start, fragments.stop - fragments.start))
+
+
+def _global_rows(message: Message) -> Column:
+    """The global rows of a message, sorted."""
+    pieces = message.pieces
+    return ranges(pieces.start, pieces.stop - pieces.start)

@@ -1,0 +1,158 @@
+"""Sparse attention of cp_fast on a CPU: random problems against dense matrices, and how it lives with PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cp_fast.sparse.sparse_attention import index_loss, select_keys, sparse_attention
+from cp_ref import SimGroup
+from cp_ref.schedules.problem import Problem
+from cp_ref.simulator import SimMember
+from tests.cp_fast.sparse.dense import (
+    Drawn,
+    Tensors,
+    chosen,
+    dense,
+    divergence,
+    drawn,
+    lse_slice,
+    named,
+    slices,
+    whole,
+)
+from tests.marks import seeds
+
+SCALE, TOLERANCE = 0.5, 1e-10
+
+
+def inputs(problem: Problem, seed: int) -> Tensors:
+    """Global tensors; of indices some are out of order, repeated, hidden, or beyond."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = {"q": problem.starts("q")[-1], "kv": problem.starts("kv")[-1]}
+
+    def some(side: str, *size: int) -> torch.Tensor:
+        return torch.randn(rows[side], *size, generator=draw, dtype=torch.float64)
+
+    def ints(side: str, *size: int) -> torch.Tensor:  # small, so that scores are often equal
+        return torch.randint(-2, 3, (rows[side], *size), generator=draw).double()
+
+    top_k, index_heads = 1 + seed % 5, problem.heads_kv if seed % 3 == 0 else 1
+    shape = rows["q"], index_heads, top_k
+    return {
+        "q": some("q", problem.heads_q, problem.d_qk),
+        "k": some("kv", problem.heads_kv, problem.d_qk),
+        "v": some("kv", problem.heads_kv, problem.d_v),
+        "indices": torch.randint(-2, 15, shape, generator=draw, dtype=torch.int32),
+        "q_index": ints("q", 3, 5),
+        "k_index": ints("kv", 5),
+        "weights": ints("q", 3),
+        "dout": some("q", problem.heads_q, problem.d_v),
+        "dlse": some("q", problem.heads_q),
+        "dloss": some("q"),
+        "lse": some("q", problem.heads_q),
+        "offset": torch.randn(problem.heads_q, generator=draw, dtype=torch.float64),
+    }
+
+
+def expected(problem: Problem, given: Tensors) -> Tensors:
+    """All results and gradients by the definition."""
+    real = torch.zeros(problem.starts("q")[-1], dtype=torch.bool)
+    for _, start, stop, _ in problem.workload.ownership.q.rows():
+        real[start:stop] = True
+    learnable = problem.softmax_type == "learnable"
+    leaves = {name: given[name].clone().requires_grad_() for name in ("q", "k", "v", "offset")}
+    offset = leaves["offset"] if learnable else None
+    pairs = named(problem, given["indices"])
+    out, lse = dense(leaves["q"], leaves["k"], leaves["v"], pairs, problem.scale, offset)
+    finite = lse.masked_fill((lse == float("-inf")) | ~real[:, None], 0)
+    ((out * given["dout"]).sum() + (finite * given["dlse"]).sum()).backward()
+    found = {"out": out, "lse": lse, **{f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}}
+    found["chosen"] = chosen(problem, given, 4, SCALE)
+    leaves = {name: given[name].clone().requires_grad_() for name in ("q_index", "k_index", "weights")}
+    pairs = named(problem, given["indices"][:, :1])[:, 0]
+    loss = divergence(problem, {**given, **leaves}, pairs, SCALE, problem.scale)
+    (loss * given["dloss"]).sum().backward()
+    found |= {"loss": loss, **{f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}}
+    found["lse"] = lse.masked_fill(~real[:, None], float("-inf"))
+    return {name: x.detach() for name, x in found.items()}
+
+
+def played(task: Drawn, given: Tensors, tail: int) -> Tensors:
+    """The same by the ranks of a group."""
+
+    def one(member: SimMember) -> tuple[Problem, Tensors]:
+        cp, plan = task.made(member)
+        problem, rank = plan.problem, member.rank
+        learnable = problem.softmax_type == "learnable"
+
+        def mine(name: str) -> torch.Tensor:
+            return slices(problem, "kv" if name in ("k", "v", "k_index") else "q", rank, given[name], tail)
+
+        leaves = {name: mine(name).requires_grad_() for name in ("q", "k", "v", "q_index", "k_index", "weights")}
+        offset = given["offset"].clone().requires_grad_()
+        indices = mine("indices")
+        if indices.shape[-2] == 1:
+            indices = indices.squeeze(-2)
+        out, lse = sparse_attention(
+            leaves["q"],
+            leaves["k"],
+            leaves["v"],
+            indices,
+            cp=cp,
+            plan=plan,
+            softmax_offset=offset if learnable else None,
+            return_lse=True,
+        )
+        dlse = lse_slice(problem, rank, given["dlse"], tail)
+        torch.autograd.backward([out, lse], [mine("dout"), dlse])
+        best = select_keys(
+            leaves["q_index"], leaves["k_index"], leaves["weights"], cp=cp, plan=plan, top_k=4, scale=SCALE
+        )
+        of_loss = mine("indices")[..., 0, :]
+        loss = index_loss(
+            leaves["q_index"],
+            leaves["k_index"],
+            leaves["weights"],
+            lse_slice(problem, rank, given["lse"], tail),
+            leaves["q"],
+            leaves["k"],
+            of_loss,
+            cp=cp,
+            plan=plan,
+            scale=SCALE,
+        )
+        loss.backward(mine("dloss"))
+        found = {"out": out, "lse": lse, "chosen": best, "loss": loss}
+        found |= {f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}
+        if offset.grad is not None:
+            found["doffset"] = offset.grad
+        return problem, {name: x.detach() for name, x in found.items()}
+
+    ranks = SimGroup(task.size).run(one)
+    problem = ranks[0][0]
+    found: Tensors = {}
+    for name in ranks[0][1]:
+        parts = [tensors[name] for _, tensors in ranks]
+        if name == "doffset":
+            found[name] = torch.stack(parts).sum(0)
+            continue
+        empty = {"lse": float("-inf"), "chosen": -1}.get(name, 0)
+        side = "kv" if name in ("dk", "dv", "dk_index") else "q"
+        found[name] = whole(problem, side, parts, empty, lse=name == "lse")
+    return found
+
+
+@pytest.mark.parametrize("seed", seeds(80))
+def test_equals_the_definition(seed: int) -> None:
+    task = drawn(seed)
+    (_, plan), *_ = SimGroup(task.size).run(task.made)
+    given = inputs(plan.problem, seed)
+    tail = seed % 2 * (sum(plan.problem.starts_q[-1:] + plan.problem.starts_kv[-1:]) + 1)  # more than all ranks have
+    wanted, got = expected(plan.problem, given), played(task, given, tail)
+    assert wanted.keys() == got.keys()
+    assert torch.equal(got.pop("chosen"), wanted["chosen"])
+    for name, x in got.items():
+        torch.testing.assert_close(
+            x, wanted[name], atol=TOLERANCE, rtol=TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+        )
