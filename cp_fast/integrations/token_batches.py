@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn, cast
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan, make_plan
 from cp_fast.integrations.shared.balanced_table import check_holds, groups_of, table_of_batch
+from cp_fast.integrations.shared.both_ways import BothWays
 from cp_fast.integrations.shared.token_rows import Digests, TokenRows, digests, read_rows
 from cp_fast.thd import pad_thd_sequences_for_cp
 from cp_ref.contract.call_checks import check_context
@@ -52,6 +53,8 @@ class CpBatch:
         self._plans: dict[Any, Plan] = {}
         self._rows: TokenRows | None = None  # that it was cut from
         self._cut: Callable[[TokenRows, torch.Tensor], Parts] | None = None  # how they were cut
+        self.image_rows: dict[str, tuple[torch.Tensor, int]] | None = None  # of images and videos: mine, and how many
+        self.both_ways: BothWays | None = None  # tokens that see each other both ways
 
     def shard(self, x: torch.Tensor, fill_value: float = 0) -> torch.Tensor:
         """This rank's slice of another tensor of the batch, cut as its tokens were: weights of tokens, rewards, masks.
@@ -231,6 +234,7 @@ def shard_batch(
     shift_labels: bool = True,
     over: Any = None,
     fill: Mapping[str, float] | None = None,
+    whole: Collection[str] = (),
 ) -> dict[str, Any]:
     """This rank's part of a batch that every rank of a context has whole, as arguments of a model. Collective.
 
@@ -248,6 +252,7 @@ def shard_batch(
             language models and in token classification.
         fill: the further tensors of the batch, with a row for each token, and the value that each has on padding:
             {"advantages": 0.0, "token_type_ids": 0}.
+        whole: the names of further tensors of the batch, of any shape, that every rank gets as they are: pixels.
         over: the ranks that share a step, and so the mean of its loss: a ProcessGroup or a DeviceMesh of all data and
             context parallel ranks (not of tensor parallel ranks, which have the same tokens), or a ContextParallel.
             None: the ranks of cp alone. Collective over all of them.
@@ -276,7 +281,7 @@ def shard_batch(
     check_context(cp, ContextParallel)
 
     def read() -> tuple[TokenRows, Digests]:
-        rows = read_rows(batch, shift_labels, fill)
+        rows = read_rows(batch, shift_labels, fill, whole)
         bounds = torch.iinfo(rows.ids.dtype)
         read_count("pad_token_id", pad_token_id, at_least=bounds.min, at_most=bounds.max)
         return rows, digests(batch)
@@ -292,7 +297,8 @@ def shard_batch(
     if rows.targets is not None:
         made |= {"labels": targets, "num_items_in_batch": torch.tensor(count, device=targets.device)}
         made |= {"shift_labels": targets} if shift_labels else {}
-    return made | {name: sequences.shard(x, (fill or {})[name]) for name, x in rows.others.items()}
+    made |= {name: sequences.shard(x, (fill or {})[name]) for name, x in rows.others.items()}
+    return made | {name: batch[name] for name in whole}
 
 
 def _agreed(cp: ContextParallel, over: Any, read: Callable[[], tuple[TokenRows, Digests]]) -> tuple[TokenRows, int]:

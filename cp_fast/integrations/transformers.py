@@ -20,6 +20,7 @@ import torch
 from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.alibi_models import SequencesAsMask, has_alibi, sequences_as_mask, with_alibi
+from cp_fast.integrations.hugging_face.image_models import is_whole, mark_whole, vision_parts
 from cp_fast.integrations.hugging_face.linear_mixers import linear_mixers, put_over_ranks, take_back
 from cp_fast.integrations.hugging_face.model_batches import shard_batch
 from cp_fast.integrations.hugging_face.model_edge import (
@@ -54,7 +55,8 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     other modules must work on one token at a time. `prepare` first looks for known mixers of tokens: layer_types, other
     linear layers and convolutions, pooling, batch norms, routers with auxiliary losses. Then it runs the model on a
     dozen tokens, with attention and linear layers that pass each token on alone. It compares the outputs of a slice
-    with those of the whole. The same runs show how the task head uses labels.
+    with those of the whole. The same runs show how the task head uses labels. The vision part of a model of images is
+    left as it is: every rank runs it on all images.
 
     Args:
         model: with its weights loaded, before DDP, FSDP or torch.compile wrap it. Or PEFT's PeftModel: the model inside
@@ -62,8 +64,8 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         cp: the context of its batches. A batch may have another one, of fewer ranks: `shard_batch(batch, cp=small)`.
 
     Raises:
-        NotImplementedError: a module mixes tokens and cannot be sharded; the error has its name in the model. Adapters
-        that add tokens or attention of their own (prompt learning, adaption prompts), or that look for tokens.
+        NotImplementedError: a module mixes tokens and cannot be sharded; the error has its name in the model. A model
+        that reads images in a way that is not known here. Adapters that add tokens or attention of their own (prompt learning, adaption prompts), or that look for tokens.
         ValueError: weights are not loaded yet. TypeError: not a model of transformers.
     """
     check_context(cp, ContextParallel)
@@ -75,16 +77,21 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         raise TypeError(f"model is a {type(model).__name__}; prepare takes a model of transformers")
     with at_rest(model):
         pools = pools_last_tokens(model)
-    covered = linear_mixers(model)
-    refuse_by_name(model, covered)
+    covered, whole = linear_mixers(model), vision_parts(model)
+    refuse_by_name(model, covered, whole)
     register()
-    before: Any = model.config
-    before = before._attn_implementation
+    config: Any = model.config
+    before: Any = config._attn_implementation
+    mine: Any = NAME
+    if whole:  # the vision part keeps its attention
+        before = {"": before, "text_config": config.get_text_config()._attn_implementation}
+        mine = dict.fromkeys(before, NAME)
+        mark_whole(model, whole)
     take_off(model)
     alibi = has_alibi(model)
     if alibi:
         with_alibi(model, attention_forward)
-    switch(NAME)
+    switch(mine)
     try:
         put_over_ranks(model)
         with at_rest(model):
@@ -153,6 +160,10 @@ def attention_forward(
         RuntimeError: the model was not prepared. NotImplementedError, TypeError: an argument that cannot be honoured.
     """
     name = type(module).__name__
+    if is_whole(module):
+        theirs = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
+        how: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "softcap": softcap}
+        return theirs(module, query, key, value, attention_mask, **how, **kwargs)
     sequences = sequences_of(name, cp_batch)
     unheard = {keyword: value for keyword, value in kwargs.items() if keyword not in SILENT}
     refuse(name, attention_mask=attention_mask, dropout=dropout, **unheard)
@@ -169,25 +180,20 @@ def attention_forward(
         raise ValueError(f"{name} is called with is_causal={causal}; when it was prepared it was {prepared}")
     if isinstance(cp_batch, Call):
         cast(Any, module)._cp_fast_call = cp_batch
-    packed = sequences.qkv_format == "thd"
-    q, k, v = (x.transpose(1, 2)[0] if packed else x.transpose(1, 2) for x in (query, key, value))
-    arguments: dict[str, Any] = {"qkv_format": sequences.qkv_format, "attn_mask_type": _mask(causal, sequences)}
+    arguments, rows = _sequences(sequences, causal, window)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) if rows else x.transpose(1, 2) for x in (query, key, value))
     out = attention(
         q,
         k,
         v,
-        cp=sequences.cp,
         **arguments,
-        window_size=window,
         softmax_scale=scaling,
         softcap=softcap or 0.0,
         softmax_type="vanilla" if s_aux is None else "learnable",
         softmax_offset=s_aux,
         alibi_slopes=alibi_slopes,
-        cu_seqlens_q=sequences.cu_seqlens,
-        cu_seqlens_q_padded=sequences.cu_seqlens_padded,
     )
-    return out[None] if packed else out, None
+    return out.unflatten(0, (len(query), -1)) if rows else out, None
 
 
 def refuse_masks(
@@ -248,7 +254,11 @@ def _window(module: torch.nn.Module, sliding_window: Any, causal: bool) -> tuple
     return size - 1, 0 if causal else size - 1
 
 
-def _mask(causal: bool, batch: CpBatch) -> str:
-    if batch.cu_seqlens is None:
-        return "causal" if causal else "no_mask"
-    return "padding_causal" if causal else "padding"
+def _sequences(batch: CpBatch, causal: bool, window: tuple[int, int]) -> tuple[dict[str, Any], bool]:
+    """What `attention` is told of a batch and of a layer's mask, and whether it takes tensors [t/cp, h, d]."""
+    if batch.both_ways is not None and causal:
+        return batch.both_ways.arguments(window[0]), True
+    lengths = {"cu_seqlens_q": batch.cu_seqlens, "cu_seqlens_q_padded": batch.cu_seqlens_padded}
+    kinds = ("no_mask", "causal") if batch.cu_seqlens is None else ("padding", "padding_causal")
+    mask = {"attn_mask_type": kinds[causal], "window_size": window}
+    return {"cp": batch.cp, "qkv_format": batch.qkv_format, **mask, **lengths}, batch.qkv_format == "thd"

@@ -10,6 +10,7 @@ import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations import token_batches
+from cp_fast.integrations.hugging_face.image_models import images_of
 from cp_fast.integrations.hugging_face.model_edge import edge_of
 from cp_ref.contract.collectives import collective
 from cp_ref.schedules.values import read_count, read_lengths
@@ -38,27 +39,38 @@ def shard_batch(
                 `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` returns it.
             attention_mask [b, s]: 1 for tokens, 0 for padding behind them.
             labels [b, s]: as the model takes them alone, -100 where nothing is to be learnt, as on padding.
+            pixel_values, pixel_values_videos, image_grid_thw, video_grid_thw, image_sizes, second_per_grid_ts: images
+                and videos, as the processor returns them, with mm_token_type_ids or token_type_ids [b, s]; needs model.
+            position_ids [3, b, s], or [4, 1, t] of a packed row, whose first axis says the documents: of M-RoPE.
         cp: the group, the schedule and the layout.
         model: the prepared model, which knows whether a token learns the label of the next one or its own, and how
-            positions are numbered. None: a decoder, whose labels are the next tokens', and whose positions begin at 0.
+            positions are numbered, and where images go. None: a decoder of text, whose labels are the next tokens', and
+            whose positions begin at 0.
         pad_token_id: what lengths are filled up with until they divide.
         over, fill: as in `cp_fast.integrations.token_batches.shard_batch`.
 
     Returns:
         What that function returns: input_ids, position_ids, cp_batch; with labels also labels, num_items_in_batch, and
-        shift_labels where they are the next tokens'.
+        shift_labels where they are the next tokens'. Images and their sizes are returned whole: every rank runs the
+        vision part on all of them, and takes the rows of its own tokens. Positions of M-RoPE are [3, b, s/cp].
 
     Raises:
         ValueError, TypeError: as there; a model that was not prepared; lengths that contradict the positions.
     """
     try:
         edge = None if model is None else edge_of(model)
-        rows = _positions_said(batch, 0 if edge is None else edge.first_position)
+        images = images_of(batch, model, fill or ())
+        rows = _positions_said(batch if images is None else images.rest, 0 if edge is None else edge.first_position)
+        places = None if images is None else images.placed(rows)
         labelled = edge is not None and edge.head is not None and isinstance(rows, Mapping) and "labels" in rows
         shifts = edge.labels_head(type(model).__name__).shifts if edge is not None and labelled else True
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         token_batches.raise_on_all_ranks({"cp": cp, "over": over}, error)
-    return token_batches.shard_batch(rows, cp=cp, pad_token_id=pad_token_id, shift_labels=shifts, over=over, fill=fill)
+    how: dict[str, Any] = {"cp": cp, "pad_token_id": pad_token_id, "shift_labels": shifts, "over": over, "fill": fill}
+    if images is None or places is None:
+        return token_batches.shard_batch(rows, **how)
+    whole = images.whole(places)
+    return images.cut(places, token_batches.shard_batch({**rows, **whole}, **how, whole=list(whole)))
 
 
 def _positions_said(batch: Any, first: int) -> Any:

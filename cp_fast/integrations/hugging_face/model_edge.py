@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from cp_fast.api.fast_context import ContextParallel
+from cp_fast.integrations.hugging_face.image_models import has_images, run_vision
 from cp_fast.integrations.hugging_face.longest_position import give_longest, say_longest
 from cp_fast.integrations.hugging_face.slice_probe import Probe, takes_cache
 from cp_fast.integrations.hugging_face.task_head import Head, part_of_the_mean
@@ -57,6 +58,7 @@ class Edge:
         blocks: the names of the modules whose layers are checked (`mark_layers`).
         inner: the model is a part of the one that was prepared, and is called by it or by the user.
         pools: its logits are those of each sequence's last token, by its module `score`.
+        images: it has a vision part, whose rows it puts in the place of tokens.
     """
 
     cp: ContextParallel
@@ -66,6 +68,7 @@ class Edge:
     blocks: tuple[str, ...] = ()
     inner: bool = False
     pools: bool = False
+    images: bool = False
 
     def __deepcopy__(self, _: Any) -> Edge:
         return self
@@ -221,13 +224,13 @@ def put_around(model: Any, edge: Edge) -> None:
             module.register_forward_pre_hook(_before, with_kwargs=True, prepend=True)
             module.register_forward_hook(_after, with_kwargs=True)
         give_longest(module)
-        mine = edge
+        mine = replace(edge, images=has_images(module))
         if module is model and edge.pools and "_cp_fast_kept" not in model.score.__dict__:
             model.score.register_forward_hook(_keep_of_tokens)
             model.score.__dict__["_cp_fast_kept"] = True
         if module is not model:
             blocks = tuple(block.removeprefix(f"{where}.") for block in edge.blocks if block.startswith(f"{where}."))
-            mine = replace(edge, head=None, pools=False, caches=takes_cache(module), blocks=blocks, inner=True)
+            mine = replace(mine, head=None, pools=False, caches=takes_cache(module), blocks=blocks, inner=True)
         module.__dict__["_cp_fast_edge"] = mine
 
 
@@ -351,10 +354,13 @@ def _before(model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any
     if not isinstance(given.get("cp_batch"), Call):
         say_longest(model, None)
     handed_on = None if edge is None else edge.enter(model, by_place, given)
-    if handed_on is None:
-        return None
-    say_longest(model, given["cp_batch"].longest - 1, given["position_ids"].device)
-    return (), handed_on
+    if handed_on is not None:
+        say_longest(model, given["cp_batch"].longest - 1, given["position_ids"].device)
+        by_place, given = (), handed_on
+    call = given.get("cp_batch")
+    if edge is not None and edge.images and isinstance(call, Call):
+        return by_place, run_vision(model, call.sequences, given)
+    return None if handed_on is None else (by_place, given)
 
 
 def _after(model: Any, _: tuple[Any, ...], given: dict[str, Any], out: Any) -> Any:

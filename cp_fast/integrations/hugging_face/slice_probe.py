@@ -120,7 +120,8 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
 def takes_cache(model: nn.Module) -> bool:
     """Whether calls of a model, or of the model in its head, have an argument `use_cache`."""
     inner = getattr(model, "base_model", model)
-    return any("use_cache" in inspect.signature(m.forward).parameters for m in (model, inner))
+    text = getattr(inner, "language_model", inner)  # to which models of images hand their keywords on
+    return any("use_cache" in inspect.signature(m.forward).parameters for m in (model, inner, text))
 
 
 @contextmanager

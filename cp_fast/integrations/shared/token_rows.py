@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 from zlib import crc32
@@ -53,8 +53,11 @@ class TokenRows:
         return torch.where(there, torch.arange(rows)[:, None], -1)
 
 
-def read_rows(batch: Any, shift_labels: bool, fill: Any = None) -> TokenRows:
+def read_rows(batch: Any, shift_labels: bool, fill: Any = None, whole: Collection[str] = ()) -> TokenRows:
     """The rows of a batch. The arguments are those of `shard_batch`. Sends nothing.
+
+    Args:
+        whole: tensors of the batch that are not cut.
 
     Raises:
         ValueError, TypeError: naming the entry, the row and the rule.
@@ -65,7 +68,9 @@ def read_rows(batch: Any, shift_labels: bool, fill: Any = None) -> TokenRows:
     """
     check_flag("shift_labels", shift_labels)
     fill = _read_fill(fill)
-    _check_entries(batch, fill)
+    if isinstance(whole, str) or not isinstance(whole, Collection):
+        raise TypeError(f"whole is {whole!r}; it must be a list of names of tensors in batch")
+    _check_entries(batch, fill, whole)
     ids, labels = batch["input_ids"], batch.get("labels")
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if positions is not None and (mask is not None or len(ids) != 1):
@@ -97,7 +102,7 @@ def digests(batch: Mapping[str, torch.Tensor]) -> Digests:
 
 
 def _bytes_of(x: torch.Tensor) -> bytes:
-    return x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b""
+    return x.detach().cpu().flatten().view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
 def _read_fill(fill: Any) -> dict[str, float]:
@@ -116,10 +121,10 @@ def _read_fill(fill: Any) -> dict[str, float]:
     return dict(cast("Mapping[str, float]", fill))
 
 
-def _check_entries(batch: Any, fill: Mapping[str, float]) -> None:
+def _check_entries(batch: Any, fill: Mapping[str, float], whole: Collection[str]) -> None:
     if not isinstance(batch, Mapping):
         raise TypeError(f"batch is {kind_of(batch)}; it must be a dict of tensors")
-    unknown = set(batch) - {*_ENTRIES, *fill}
+    unknown = set(batch) - {*_ENTRIES, *fill, *whole}
     if unknown or "input_ids" not in batch:
         name = min(map(str, unknown), default="")
         cure = f"; to cut another tensor [b, s, ...], say what its padding is: fill={{{name!r}: 0}}"
@@ -129,6 +134,13 @@ def _check_entries(batch: Any, fill: Mapping[str, float]) -> None:
         )
     if missing := sorted(fill.keys() - batch.keys()):
         raise ValueError(f"fill names {missing[0]!r}, which batch does not have")
+    for name in whole:
+        if name in (*_ENTRIES, *_MADE, *fill) or name not in batch:
+            why = "which batch does not have" if name not in batch else "which shard_batch cuts or makes"
+            raise ValueError(f"whole names {name!r}, {why}; name only further tensors that every rank gets as they are")
+        if not isinstance(batch[name], torch.Tensor):
+            raise TypeError(f"{name} is {kind_of(batch[name])}; it must be a tensor")
+        check_data(name, batch[name])
     shape: list[int] = []
     for name in (name for name in _ENTRIES if name in batch):  # input_ids first
         x = batch[name]
@@ -140,8 +152,9 @@ def _check_entries(batch: Any, fill: Mapping[str, float]) -> None:
         shape = shape or list(x.shape)
         if name == "position_ids" and x.ndim == 3 and list(x.shape[1:]) == shape:
             raise ValueError(
-                f"position_ids has shape {list(x.shape)}, one for each axis of images and videos; cp_fast has those of "
-                "text, which are the same on all axes: give position_ids[0]"
+                f"position_ids has shape {list(x.shape)}, one for each axis of images and videos; transformers' "
+                "shard_batch(batch, cp=..., model=model) cuts them for a prepared model that has such axes. Those of "
+                "text are the same on all axes: give position_ids[0]"
             )
         if len(shape) != 2:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [b, s]")

@@ -1,0 +1,389 @@
+"""Models of images and text over ranks as in one process, and what is refused of them."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import cp_fast
+from conformance.step import compare_step
+from cp_fast.integrations import transformers as ours
+from cp_fast.integrations.hugging_face import image_models, model_edge
+from cp_fast.integrations.loss import loss_for_backward
+from cp_ref import SimGroup
+from cp_ref.schedules.words import LAYOUTS
+from tests.dist.workers import Processes, run_program
+from tests.integrations.hugging_face.image_families import IMAGES, Batch, batch_of, images_batch, tiny_images
+from tests.integrations.hugging_face.test_prepare import Part, dist_of_one, grads_of
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
+
+QWEN, QWEN3, GEMMA, LLAVA = (f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Gemma3", "Llava"))
+QUICK = [(QWEN, "rows", "dual_chunk"), (GEMMA, "rows", "dual_chunk"), (QWEN3, "packed", "balanced")]
+
+
+def part_of(name: str, group: Any, batch: Batch, **how: Any) -> Part:
+    """A rank's part of the loss, and of the gradients."""
+    cp = cp_fast.ContextParallel(group, **how)
+    model = ours.prepare(tiny_images(name), cp)
+    loss = model(**ours.shard_batch(batch, cp=cp, model=model)).loss
+    loss.backward()
+    return loss.detach(), grads_of(model)
+
+
+def check(name: str, parts: list[Part], batch: Batch) -> None:
+    """The parts add up to what one process computes with transformers' own attention."""
+    alone = tiny_images(name)
+    alone.set_attn_implementation("eager")
+    loss = alone(**batch).loss
+    loss.backward()
+    torch.testing.assert_close(torch.stack([part for part, _ in parts]).sum(), loss.detach(), rtol=1e-5, atol=1e-5)
+    for weight, grad in grads_of(alone).items():
+        found = sum(part[weight] for _, part in parts)
+        torch.testing.assert_close(found, grad, rtol=1e-3, atol=1e-5, msg=lambda said, w=weight: f"{name} {w}: {said}")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "layout"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.thorough)
+        for case in ((n, kind, layout) for n in IMAGES for kind in ("rows", "packed", "text") for layout in LAYOUTS)
+    ],
+)
+def test_a_family_of_images_is_the_same_over_ranks(name: str, kind: str, layout: str) -> None:
+    batch, whole = batch_of(name, kind)
+    check(name, SimGroup(2).run(lambda member: part_of(name, member, batch, layout=layout)), whole)
+
+
+def planted_order(holder: Any, sequences: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The first rows of the vision part for a rank's tokens, whichever they are."""
+    rows = {one: (torch.arange(len(mine)), count) for one, (mine, count) in sequences.image_rows.items()}
+    there, sequences.image_rows = sequences.image_rows, rows
+    try:
+        return image_models.run_vision(holder, sequences, given)
+    finally:
+        sequences.image_rows = there
+
+
+def planted_positions(*_: Any) -> None:
+    """Positions of text."""
+
+
+def planted_masks(*_: Any) -> tuple[()]:
+    """Causal masks inside images."""
+    return ()
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "change"),
+    [
+        (QWEN, (model_edge, "run_vision"), planted_order),
+        (LLAVA, (model_edge, "run_vision"), planted_order),
+        (QWEN, (image_models.ImageBatch, "_mrope"), planted_positions),
+        (GEMMA, (image_models, "_runs"), planted_masks),
+    ],
+)
+def test_a_planted_mistake_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, where: Any, change: Any) -> None:
+    batch, whole = batch_of(name, "rows")
+    holder, function = where
+    monkeypatch.setattr(holder, function, change)
+    parts = SimGroup(2).run(lambda member: part_of(name, member, batch))
+    with pytest.raises(AssertionError, match="not close"):
+        check(name, parts, whole)
+
+
+def test_images_straddle_the_cuts_of_these_batches() -> None:
+    """Both ranks have tokens of one image, and of the rows one is without an image."""
+    for name, family in IMAGES.items():
+        batch, _ = batch_of(name, "rows")
+
+        def one(member: Any, name: str = name, batch: Batch = batch) -> list[int]:
+            cp = cp_fast.ContextParallel(member)
+            model = ours.prepare(tiny_images(name), cp)
+            return ours.shard_batch(batch, cp=cp, model=model)["cp_batch"].image_rows["image"][0].tolist()
+
+        first, second = SimGroup(2).run(one)
+        tokens = family.tokens or 4
+        assert sorted(first + second) == list(range(len(first) + len(second)))
+        assert {n // tokens for n in first} & {n // tokens for n in second}
+
+
+def test_positions_of_three_axes_are_cut_as_ids_are() -> None:
+    batch, _ = batch_of(QWEN, "rows")
+    packed, _ = batch_of(QWEN, "packed")
+    inner = tiny_images(QWEN).model
+    names = ("mm_token_type_ids", "image_grid_thw", "attention_mask")
+    expected, _ = inner.get_rope_index(batch["input_ids"], **{name: batch[name] for name in names})
+    tokens = batch["attention_mask"].bool()
+
+    def one(member: Any) -> None:
+        cp = cp_fast.ContextParallel(member)
+        model = ours.prepare(tiny_images(QWEN), cp)
+        for given, positions in ((batch, expected), (packed, expected[:, tokens][:, None])):
+            part = ours.shard_batch(given, cp=cp, model=model)
+            there = part["position_ids"]
+            mine = part["cp_batch"].unshard(there.permute(1, 2, 0)).permute(2, 0, 1)
+            assert torch.equal(mine, positions)
+            assert part["cp_batch"].longest == int(positions.max()) + 1
+            said = torch.cat([given["position_ids"][None], positions]) if given is packed else positions
+            again = ours.shard_batch({**given, "position_ids": said}, cp=cp, model=model)
+            assert torch.equal(again["position_ids"], there)
+            assert torch.equal(again["cp_batch"].documents, part["cp_batch"].documents)
+        model(**part)
+        assert model.model.rope_deltas is None  # which belongs to generation
+
+    SimGroup(2).run(one)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [QWEN, QWEN3])
+def test_images_and_videos_in_one_batch(name: str) -> None:
+    ids = torch.randint(3, 40, (2, 40), generator=torch.Generator().manual_seed(1))
+    ids[0, 3:11], ids[1, 5:9] = 40, 40
+    grids = torch.tensor([[1, 4, 8], [1, 4, 4]])
+    clip = torch.tensor([[3, 4, 4]])
+    if name == QWEN:
+        ids[0, 15:27] = 41
+    else:  # Qwen3-VL has text between frames
+        for frame in range(3):
+            ids[0, 15 + 6 * frame : 19 + 6 * frame] = 41
+    batch = {"input_ids": ids, "labels": ids.masked_fill(ids >= 40, -100), "image_grid_thw": grids}
+    batch |= {"video_grid_thw": clip, "mm_token_type_ids": (ids == 40).int() + 2 * (ids == 41).int()}
+    batch |= {"pixel_values": torch.randn(48, 96), "pixel_values_videos": torch.randn(48, 96)}
+    if name == QWEN:
+        batch["second_per_grid_ts"] = torch.tensor([0.5])
+    check(name, SimGroup(2).run(lambda member: part_of(name, member, batch)), batch)
+
+
+def test_calls_of_a_prepared_model_of_images() -> None:
+    """A model alone is as before; what would be taken for something else raises."""
+    cp = cp_fast.ContextParallel(dist_of_one())
+    batch, _ = batch_of(QWEN, "rows")
+    bare = tiny_images(QWEN)
+    expected = bare(**batch).logits
+    model = ours.prepare(tiny_images(QWEN), cp)
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    assert model.config.text_config._attn_implementation == "cp_fast"
+    real = batch["attention_mask"].bool()
+    part: dict[str, Any] = {}
+    for _ in range(2):
+        part = ours.shard_batch(batch, cp=cp, model=model)
+        torch.testing.assert_close(model(**part).logits[:, :34][real], expected[real], rtol=1e-4, atol=1e-4)
+        hidden = model.model(**{n: part[n] for n in part if n not in ("labels", "shift_labels", "num_items_in_batch")})
+        torch.testing.assert_close(model.lm_head(hidden[0])[:, :34][real], expected[real], rtol=1e-4, atol=1e-4)
+        model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-4)
+        model.set_attn_implementation("cp_fast")  # also of the vision part, which goes on with the whole
+    text = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    images = {name: batch[name] for name in ("pixel_values", "image_grid_thw")}
+    for given, said in (
+        (part | {"mm_encoder_outputs": {"image": 1}}, "is given mm_encoder_outputs"),
+        (part | {"mm_token_type_ids": batch["mm_token_type_ids"]}, "is given mm_token_type_ids, which shard_batch"),
+        (ours.shard_batch(text, cp=cp) | images, r"cp_batch does not say .* shard_batch\(batch, cp=..., model=model\)"),
+        (part | {"pixel_values": part["pixel_values"][:16], "image_grid_thw": part["image_grid_thw"][:1]}, "4 rows"),
+    ):
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match=said):
+            model(**given)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"image_grid_thw": None}, "batch has images and no image_grid_thw"),
+        ({"pixel_values": None}, "batch has image_grid_thw and no pixel_values"),
+        ({"mm_token_type_ids": None}, "and no mm_token_type_ids, .* processor returns them"),
+        (
+            {"mm_token_type_ids": torch.zeros(3, 5)},
+            r"mm_token_type_ids has shape \[3, 5\]; it must be that of input_ids",
+        ),
+        ({"image_sizes": torch.ones(3, 2)}, "batch has image_sizes, which Qwen2_5_VLModel does not take"),
+        ({"image_grid_thw": torch.ones(3, 3).long()}, "the positions of images cannot be found .* the same images"),
+        ({"position_ids": torch.zeros(4, 3, 34).long()}, r"four axes are of a packed row .* \[3, b, s\]"),
+        ({"position_ids": torch.zeros(2, 3, 34).long()}, r"position_ids has shape \[2, 3, 34\]"),
+        ({"input_ids": torch.zeros(5).long()}, r"input_ids is \[5\]; it must be a tensor \[b, s\]"),
+    ],
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_one_rank_refuses_of_images_all_refuse(change: dict[str, Any], said: str, alone: bool) -> None:
+    def one(member: Any) -> None:
+        cp = cp_fast.ContextParallel(member)
+        model = ours.prepare(tiny_images(QWEN), cp)
+        batch, _ = batch_of(QWEN, "rows")
+        wrong = batch | (change if member.rank or not alone else {})
+        with pytest.raises((ValueError, TypeError), match=said):
+            ours.shard_batch({name: x for name, x in wrong.items() if x is not None}, cp=cp, model=model)
+        ours.shard_batch(batch, cp=cp, model=model)
+
+    SimGroup(2).run(one)
+
+
+def test_images_that_differ_between_ranks_are_refused() -> None:
+    def one(member: Any, name: str) -> None:
+        cp = cp_fast.ContextParallel(member)
+        model = ours.prepare(tiny_images(QWEN), cp)
+        batch, _ = batch_of(QWEN, "rows")
+        wrong = batch[name].clone()
+        wrong.flatten()[-1] += member.rank
+        with pytest.raises(ValueError, match=f"batch differs between rank . and rank . in .*{name}"):
+            ours.shard_batch(batch | {name: wrong}, cp=cp, model=model)
+
+    for name in ("pixel_values", "mm_token_type_ids"):
+        SimGroup(2).run(lambda member, name=name: one(member, name))
+
+
+def test_images_without_a_model_of_images_are_refused() -> None:
+    cp = cp_fast.ContextParallel(dist_of_one())
+    batch, _ = batch_of(LLAVA, "rows")
+    with pytest.raises(ValueError, match=r"batch has pixel_values, .* give shard_batch the prepared model"):
+        ours.shard_batch(batch, cp=cp)
+    text = ours.prepare(tiny_images(LLAVA).model.language_model, cp)
+    with pytest.raises(ValueError, match=r"batch has pixel_values, .* its model has no images"):
+        ours.shard_batch(batch, cp=cp, model=text)
+
+
+def test_other_models_of_images_are_refused_by_name() -> None:
+    cp = cp_fast.ContextParallel(dist_of_one())
+    config = transformers.Idefics3Config(
+        text_config=IMAGES[LLAVA].text, vision_config={"hidden_size": 16, "intermediate_size": 24, "image_size": 16,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}, pad_token_id=0, image_token_id=40,
+    )  # fmt: skip
+    model = transformers.Idefics3ForConditionalGeneration(config)
+    with pytest.raises(NotImplementedError, match=r"Idefics3ForConditionalGeneration reads images, .* inputs_embeds="):
+        ours.prepare(model, cp)
+    gemma = tiny_images(GEMMA)
+    gemma.config.text_config.use_bidirectional_attention = True
+    with pytest.raises(NotImplementedError, match="use_bidirectional_attention is True"):
+        ours.prepare(gemma, cp)
+    classifier = transformers.Gemma3ForSequenceClassification(tiny_images(GEMMA).config)
+    with pytest.raises(NotImplementedError, match=r"Gemma3ForSequenceClassification is no ...ForConditionalGeneration"):
+        ours.prepare(classifier, cp)
+
+
+def test_the_text_model_of_other_models_takes_embeddings() -> None:
+    """What the refusal of other models says."""
+    name = LLAVA
+    batch, _ = batch_of(name, "rows")
+    alone = tiny_images(name)
+    embeddings: list[torch.Tensor] = []
+    hook = alone.model.language_model.register_forward_pre_hook(
+        lambda _, __, given: embeddings.append(given["inputs_embeds"]), with_kwargs=True
+    )
+    expected = alone.model(**{n: x for n, x in batch.items() if n != "labels"})[0]
+    hook.remove()
+
+    def one(member: Any) -> torch.Tensor:
+        cp = cp_fast.ContextParallel(member)
+        model = ours.prepare(tiny_images(name).model.language_model, cp)
+        part = ours.shard_batch({n: batch[n] for n in ("input_ids", "attention_mask")}, cp=cp)
+        sequences = part["cp_batch"]
+        given = {"inputs_embeds": sequences.shard(embeddings[0].detach()), "position_ids": part["position_ids"]}
+        return sequences.unshard(model(**given, cp_batch=sequences)[0])
+
+    real = batch["attention_mask"].bool()
+    for found in SimGroup(2).run(one):
+        torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+
+
+def test_windows_and_images_of_every_length() -> None:
+    """Gemma 3's window hides keys of an image too, where the image is longer."""
+    name = GEMMA
+    places = [[3, 9, 20], [0, 26]]
+    batch = images_batch(name, places, [30, 30])
+    for layout in LAYOUTS:
+        parts = SimGroup(3).run(lambda member, layout=layout: part_of(name, member, batch, layout=layout))
+        check(name, parts, batch)
+
+
+def step_of(cp: Any, name: str, wrong: bool = False) -> Any:
+    """A model of images and its step over two batches, for `compare_step`."""
+    model = tiny_images(name)
+    model.set_attn_implementation("eager")
+    if cp is not None:
+        ours.prepare(model, cp)
+        if wrong:
+            model_edge.run_vision = planted_order  # in this process alone
+
+    def step(batches: list[Batch]) -> torch.Tensor:
+        total = torch.zeros(())
+        count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+        for batch in batches:
+            part: Any = batch if cp is None else ours.shard_batch(batch, cp=cp, model=model)
+            loss = model(**part | {"num_items_in_batch": count}).loss
+            loss.backward()
+            total += loss.detach()
+        for weight in model.parameters() if cp is not None else []:
+            if weight.grad is not None:
+                dist.all_reduce(weight.grad)
+        return total
+
+    return model, step, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", IMAGES)
+def test_a_step_with_images_is_that_of_one_process(name: str) -> None:
+    """Two batches with images straddling cuts, rows without any, and other lengths; the second of text alone."""
+    batches = [batch_of(name, "rows")[0], batch_of(name, "text")[0]]
+    report = compare_step(partial(step_of, name=name), batches, 2, loss="sum")
+    assert report.right, str(report)
+
+
+@pytest.mark.thorough
+def test_a_step_with_images_in_another_order_is_wrong() -> None:
+    report = compare_step(partial(step_of, name=QWEN, wrong=True), [batch_of(QWEN, "rows")[0]], 2, loss="sum")
+    assert not report.right
+    assert "visual" in str(report)
+
+
+@pytest.mark.thorough
+def test_the_example_of_images() -> None:
+    example = Path(__file__).parents[3] / "examples" / "vision_language.py"
+    one, two = (run_program(example, processes) for processes in (1, 2))
+    losses = [[float(word) for word in said.split("losses")[1].split()] for said in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], abs=2e-4)
+    report = compare_step("examples.vision_language:build", "examples.vision_language:batch", 2, loss="sum")
+    assert report.right, str(report)
+
+
+def wrapped(name: str, kind: str) -> Part:
+    """This rank's part in a wrapper: of the loss, and of the gradients, which wrappers have added up."""
+    cp = cp_fast.ContextParallel(dist.group.WORLD)
+    model: Any = ours.prepare(tiny_images(name), cp)
+    outer: Any = model
+    if kind == "DDP":
+        outer = DistributedDataParallel(model, find_unused_parameters=True)
+    elif kind == "FSDP":
+        mesh = init_device_mesh("cpu", (2,))
+        part = model.model if name == QWEN else model.model.vision_tower  # Gemma 3's head is tied
+        for layer in (*model.model.language_model.layers, part):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif kind == "checkpointing":
+        model.train().gradient_checkpointing_enable()
+    else:
+        outer = torch.compile(model, backend="aot_eager")
+    loss = outer(**ours.shard_batch(batch_of(name, "rows")[0], cp=cp, model=outer)).loss
+    summed = kind in ("DDP", "FSDP")
+    loss_for_backward(loss, averaged_over=outer if summed else None).backward()
+    grads = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads_of(model).items()}
+    return loss.detach(), {n: g / 2 if summed else g for n, g in grads.items()}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, kind) for name in (QWEN, GEMMA) for kind in ("DDP", "FSDP", "checkpointing")), (QWEN, "compile")],
+)
+def test_wrappers_of_a_prepared_model_of_images(two: Processes, name: str, kind: str) -> None:
+    check(name, two.run(wrapped, name, kind), batch_of(name, "rows")[0])
