@@ -65,7 +65,8 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
 
     Raises:
         NotImplementedError: a module mixes tokens and cannot be sharded; the error has its name in the model. A model
-        that reads images in a way that is not known here. Adapters that add tokens or attention of their own (prompt learning, adaption prompts), or that look for tokens.
+        that reads images in a way that is not known here. Adapters that add tokens or attention of their own (prompt
+        learning, adaption prompts), or that look for tokens.
         ValueError: weights are not loaded yet. TypeError: not a model of transformers.
     """
     check_context(cp, ContextParallel)
