@@ -4,8 +4,9 @@
 
     checkpoint(layer, x, use_reentrant=False, context_fn=save_attention())
 
-To PyTorch's selective checkpointing each call of `attention` is one operator, `attention_forward` of this module. A
-policy of your own may name it too.
+To PyTorch's selective checkpointing each call of `attention` is one operator, `attention_forward` of this module. So
+is each of `select_keys`, `sparse_attention` and `index_loss`: `SAVED` has all of them. A policy of your own may name
+them too.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from cp_fast.checkpoint.offload import OPERATOR, LastCall, offloading
+from cp_fast.checkpoint.offload import OPERATOR, SAVED, LastCall, offloading
 from cp_ref.schedules.values import check_flag
 from cp_ref.schedules.words import Unsupported
 
-__all__ = ["attention_forward", "save_attention"]
+__all__ = ["SAVED", "attention_forward", "save_attention"]
 
 attention_forward = OPERATOR
 Policy = Callable[..., CheckpointPolicy | bool]
@@ -30,8 +31,9 @@ def save_attention(policy: Policy | None = None, *, offload: bool = False) -> Ca
     """The `context_fn` of `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` that saves attention's results.
 
     Saved are out [.., h_q, d_v] and lse of each call; in the schedules that exchange heads (`a2a`, `a2a+p2p`) also the
-    rows that the exchange has brought, as the backward pass needs them. All else is recomputed, or goes by `policy`.
-    The bits are those of a step without checkpointing.
+    rows that the exchange has brought, as the backward pass needs them. The indices of `select_keys` and the results
+    of `sparse_attention` and `index_loss` are saved too: no key is chosen twice. All else is recomputed, or goes by
+    `policy`. The bits are those of a step without checkpointing.
 
     Args:
         policy: what happens to all other operators, as `create_selective_checkpoint_contexts` of PyTorch takes it:
@@ -63,7 +65,7 @@ def save_attention(policy: Policy | None = None, *, offload: bool = False) -> Ca
 
     def contexts(of_attention: CheckpointPolicy) -> tuple[Any, Any]:
         def decided(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
-            return of_attention if operator is attention_forward else decide(context, operator, *args, **kwargs)
+            return of_attention if operator in SAVED else decide(context, operator, *args, **kwargs)
 
         return create_selective_checkpoint_contexts(decided)
 

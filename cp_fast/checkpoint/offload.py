@@ -22,9 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_fast.api.attention import FORWARD as OPERATOR
 from cp_fast.dispatch.handles import hide_from_checkpointing
+from cp_fast.sparse.sparse_attention import OPERATORS
 from cp_ref.schedules.words import Unsupported
 
-__all__ = ["OPERATOR", "LastCall", "offloading"]
+__all__ = ["OPERATOR", "SAVED", "LastCall", "offloading"]
+
+SAVED = OPERATOR, *OPERATORS  # all operators whose results are saved
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -133,7 +136,7 @@ class _OffloadMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        if func is OPERATOR:
+        if func in SAVED:
             with (
                 hide_from_checkpointing()
             ):  # a policy around it must not save copies, which the recomputation makes in another order
@@ -157,7 +160,7 @@ class _RestoreMode(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not OPERATOR:
+        if func not in SAVED:
             return func(*args, **(kwargs or {}))
         if self._number == len(self._calls):
             raise RuntimeError("a checkpointed region calls attention more often when it is recomputed than before")

@@ -1,0 +1,317 @@
+"""Sparse attention of cp_fast as models use it: checkpointing, updated plans, torch.compile, modes, processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import cp_fast
+from cp_fast.backends import torch_sparse
+from cp_fast.checkpoint import save_attention
+from cp_fast.sparse.sparse_attention import index_loss, select_keys, sparse_attention
+from cp_fast.sparse.sparse_tables import SparsePlan
+from cp_ref import SimGroup
+from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.simulator import SimMember
+from tests.cp_fast.sparse.dense import seen
+from tests.dist.workers import Processes
+
+CU, TOTAL = torch.tensor([0, 7, 7, 30]), 32
+SIZES: dict[str, Any] = {"heads_q": 4, "heads_kv": 1, "d_qk": 6, "d_v": 4, "device": "cpu", "dtype": torch.float32}
+THD: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": CU, "cu_seqlens_q_padded": torch.tensor([0, 8, 8, TOTAL])}
+
+
+def made(member: Any, comm: Any = "all_gather", **more: Any) -> tuple[cp_fast.ContextParallel, cp_fast.Plan]:
+    cp = cp_fast.ContextParallel(member, comm, layout=more.pop("layout", "dual_chunk"))
+    return cp, cp_fast.make_plan(cp=cp, **(THD | SIZES | more))
+
+
+def inputs(rows: int = TOTAL, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Global tensors: queries, latent keys, and those of an indexer with 3 heads of 5."""
+    draw = torch.Generator().manual_seed(seed)
+    sizes = {"q": (4, 6), "k": (1, 6), "q_index": (3, 5), "k_index": (5,), "weights": (3,)}
+    return {name: torch.randn(rows, *size, generator=draw) for name, size in sizes.items()}
+
+
+def layer(
+    cp: Any,
+    plan: Any,
+    top_k: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_index: torch.Tensor,
+    k_index: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Selection, attention in the latent form, and the indexer's loss."""
+    how: dict[str, Any] = {"cp": cp, "plan": plan}
+    indices = select_keys(q_index, k_index, weights, top_k=top_k, **how)
+    out, lse = sparse_attention(q, k, k[..., :4], indices, return_lse=True, **how)
+    loss = index_loss(q_index, k_index, weights, lse.detach(), q, k, indices, **how)
+    return torch.cat([out.flatten(1), loss[:, None]], 1)
+
+
+def step(member: SimMember, call: Any = layer, comm: Any = "all_gather", **more: Any) -> list[torch.Tensor]:
+    """The result and the gradients of all rows."""
+    cp, plan = made(member, comm, **more)
+    mine = [cp_fast.shard(x, cp=cp, plan=plan).requires_grad_() for x in inputs().values()]
+    out = call(cp, plan, 4, *mine)
+    out.square().sum().backward()
+    found = [out.detach(), *(x.grad for x in mine if x.grad is not None)]
+    return [cp_fast.unshard(x, cp=cp, plan=plan) for x in found]
+
+
+def all_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("comm", ["all_gather", "a2a"])
+def test_checkpointing_does_not_select_twice(comm: str, offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(name: str, function: Any, *given: Any) -> Any:
+        calls.append(name)
+        return function(*given)
+
+    for name in ("select", "forward", "loss"):
+        monkeypatch.setattr(torch_sparse, name, partial(counted, name, getattr(torch_sparse, name)))
+
+    def saved(*given: Any) -> torch.Tensor:
+        return checkpoint(layer, *given, use_reentrant=False, context_fn=save_attention(offload=offload))
+
+    def recomputed(*given: Any) -> torch.Tensor:
+        return checkpoint(layer, *given, use_reentrant=False)
+
+    found = []
+    for call, times in ((layer, 1), (saved, 1), (recomputed, 2)):
+        calls.clear()
+        found.append(SimGroup(2).run(lambda member, call=call: step(member, call, comm)))
+        assert sorted(calls) == sorted(["select", "forward", "loss"] * 2 * times)
+    assert all(all_equal(some, found[0][rank]) for ranks in found for rank, some in enumerate(ranks))
+
+
+def test_the_same_keys_for_every_size_layout_and_schedule() -> None:
+    def one(member: SimMember, comm: str, layout: str) -> torch.Tensor:
+        cp, plan = made(member, comm, layout=layout, heads_q=8)
+        q_index, k_index, weights = (cp_fast.shard(x, cp=cp, plan=plan) for x in list(inputs().values())[2:])
+        return cp_fast.unshard(select_keys(q_index, k_index, weights, cp=cp, plan=plan, top_k=6), cp=cp, plan=plan)
+
+    found = [
+        SimGroup(size).run(partial(one, comm=comm, layout=layout))[0]
+        for size in (1, 2, 3, 4, 8)
+        for comm in (("all_gather", "a2a") if size != 3 else ("all_gather",))
+        for layout in ("dual_chunk", "contiguous", "balanced")
+    ]
+    assert all(torch.equal(x, found[0]) for x in found)
+
+
+def test_a_plan_that_is_updated_in_place() -> None:
+    lengths = torch.tensor([0, 3, 12])
+
+    def one(member: SimMember) -> None:
+        cp, plan = made(member, max_sequences=4, max_tokens_q=TOTAL)
+        mine = [cp_fast.shard(x, cp=cp, plan=plan).requires_grad_() for x in inputs().values()]
+        old = layer(cp, plan, 4, *mine)
+        plan.update(cp=cp, cu_seqlens_q=lengths)
+        with pytest.raises(RuntimeError, match="the plan was updated between the forward and the backward pass"):
+            old.sum().backward()
+        fresh_cp, fresh = made(member, cu_seqlens_q=lengths, cu_seqlens_q_padded=None)
+        short = [cp_fast.shard(x, cp=fresh_cp, plan=fresh) for x in inputs(12).values()]
+        room = [torch.cat([x, x.new_full((TOTAL // 2 - len(x), *x.shape[1:]), float("nan"))]) for x in short]
+        found = layer(cp, plan, 4, *room)
+        assert torch.equal(found[: len(short[0])], layer(fresh_cp, fresh, 4, *short))
+        assert not bool(found[len(short[0]) :].any())
+
+    SimGroup(2).run(one)
+
+
+def test_inside_torch_compile() -> None:
+    """A graph break, as linear layers make it."""
+
+    def compiled(*given: Any) -> torch.Tensor:
+        return torch.compile(layer, backend="eager")(*given)
+
+    want = SimGroup(2).run(step)
+    torch._dynamo.reset()
+    assert all(map(all_equal, SimGroup(2).run(lambda member: step(member, compiled)), want))
+
+
+def test_modes_without_gradients_leave_nothing_behind() -> None:
+    """Tables that are made in an evaluation serve training."""
+
+    def one(member: SimMember) -> None:
+        cp, plan = made(member)
+        mine = [cp_fast.shard(x, cp=cp, plan=plan) for x in inputs().values()]
+        with torch.inference_mode():
+            first = layer(cp, plan, 4, *mine).clone()
+        with torch.no_grad():
+            assert torch.equal(layer(cp, plan, 4, *mine), first)
+        out = layer(cp, plan, 4, *(x.requires_grad_() for x in mine))
+        out.sum().backward()
+        assert torch.equal(out, first)
+        assert all(bool(x.grad.isfinite().all()) for x in mine if x.grad is not None)
+
+    SimGroup(2).run(one)
+
+
+def test_autocast() -> None:
+    """q, k and v are cast, as in `attention`; the indexer's scores are not."""
+
+    def one(member: SimMember) -> None:
+        cp, plan = made(member, dtype=torch.bfloat16)
+        q, k, *indexer = (cp_fast.shard(x, cp=cp, plan=plan) for x in inputs().values())
+        want = select_keys(*indexer, cp=cp, plan=plan, top_k=4)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(select_keys(*indexer, cp=cp, plan=plan, top_k=4), want)
+            out, lse = sparse_attention(q, k, k[..., :4], want, cp=cp, plan=plan, return_lse=True)
+            loss = index_loss(indexer[0], indexer[1], indexer[2], lse, q, k, want, cp=cp, plan=plan)
+        assert (out.dtype, lse.dtype, loss.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+
+    SimGroup(2).run(one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtypes(dtype: torch.dtype) -> None:
+    def one(member: SimMember, dtype: torch.dtype) -> list[torch.Tensor]:
+        cp, plan = made(member, dtype=dtype)
+        global_tensors = [x.to(torch.bfloat16).to(torch.float16).to(dtype) for x in inputs().values()]
+        mine = [cp_fast.shard(x, cp=cp, plan=plan).requires_grad_() for x in global_tensors]
+        out = layer(cp, plan, 4, *mine)
+        out.float().square().sum().backward()
+        assert all(x.grad is not None and x.grad.dtype == dtype for x in mine)
+        return [cp_fast.unshard(x, cp=cp, plan=plan) for x in (out.detach(), *(x.grad for x in mine))]  # type: ignore[misc]
+
+    tolerance = 64 * torch.finfo(dtype).eps
+    want = SimGroup(1).run(partial(one, dtype=torch.float64))[0]
+    for ranks in SimGroup(3).run(partial(one, dtype=dtype)):
+        for got, x in zip(ranks, want, strict=True):
+            assert float((got.double() - x).norm() / x.norm()) < tolerance
+
+
+def test_documents_do_not_see_each_other() -> None:
+    """NaN in all tokens of one document reaches no other one."""
+
+    def one(member: SimMember) -> None:
+        cp, plan = made(member)
+        for start, stop in ((0, 7), (8, 31)):
+            spoiled = inputs()
+            others = torch.ones(TOTAL, dtype=torch.bool)
+            others[start:stop] = False
+            for x in spoiled.values():
+                x[start:stop] = float("nan")
+            mine = [cp_fast.shard(x, cp=cp, plan=plan).requires_grad_() for x in spoiled.values()]
+            out = layer(cp, plan, 4, *mine)
+            out.sum().backward()
+            for x in (out.detach(), *(x.grad for x in mine)):
+                assert x is not None
+                assert bool(cp_fast.unshard(x, cp=cp, plan=plan)[others].isfinite().all())
+
+    SimGroup(3).run(one)
+
+
+def test_only_rows_that_are_seen_travel() -> None:
+    """A rank receives the keys that its own queries see, and no others; a document on one rank sends nothing."""
+    sequences = (Sequence(12, 12, 12, 12), Sequence(8, 8, 8, 8), Sequence(0, 0, 4, 4))
+    table = ((0, 0, 0, 5), (0, 0, 8, 12), (1, 0, 5, 8), (1, 1, 0, 8), (1, 2, 0, 4))
+    for layout, window in (("dual_chunk", (-1, -1)), ("contiguous", (3, 0)), (table, (-1, -1))):
+        problem = Problem(2, sequences, "all_gather", 1, layout, "thd", "padding_causal", window)
+        pairs, _ = seen(problem)
+        for rank in range(2):
+            plan = SparsePlan(problem, rank, torch.device("cpu"))
+            mine, own = plan.q.rows, plan.kv.rows
+            wanted = set(pairs[mine].any(0).nonzero()[:, 0].tolist()) - set(own.tolist())
+            travel = plan.by_rows.kv
+            assert sum(count for _, count, _ in travel.recvs) == len(wanted)
+            assert travel.size == len(wanted) + len(own)
+        if layout is table:
+            there = SparsePlan(problem, 1, torch.device("cpu")).by_rows.kv
+            assert [(peer, count) for peer, count, _ in there.sends] == [(0, 3)]  # of the first document alone
+
+
+def test_the_latent_form_is_sent_once_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: list[bool] = []
+    forward = torch_sparse.forward
+
+    def looked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
+        shared.append(v.data_ptr() == k.data_ptr() and v.stride() == k.stride())
+        return forward(q, k, v, *rest)
+
+    monkeypatch.setattr(torch_sparse, "forward", looked)
+
+    def one(member: SimMember) -> None:
+        cp, plan = made(member)
+        q, k, *_ = (cp_fast.shard(x, cp=cp, plan=plan) for x in inputs().values())
+        indices = torch.zeros(len(q), 2, dtype=torch.int32)
+        sparse_attention(q, k, k[..., :4], indices, cp=cp, plan=plan)
+        sent, exchange = [], member.exchange
+        cp.comm.exchange = lambda sends, recvs: (sent.append(len(sends)), exchange(sends, recvs))[1]  # pyright: ignore
+        sparse_attention(q, k, k[..., :4], indices, cp=cp, plan=plan)
+        sparse_attention(q, k, k[..., :4].clone(), indices, cp=cp, plan=plan)
+        assert sent == [1, 2]
+
+    SimGroup(2).run(one)
+    assert shared == [True] * 4 + [False] * 2
+
+
+def test_derivatives_that_are_refused() -> None:
+    def one(member: SimMember) -> None:
+        cp, plan = made(member)
+        mine = [cp_fast.shard(x, cp=cp, plan=plan).requires_grad_() for x in inputs().values()]
+        out = layer(cp, plan, 4, *mine)
+        (dq,) = torch.autograd.grad(out.sum(), mine[0], create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            dq.sum().backward()
+        with pytest.raises(NotImplementedError, match=r"torch\.func"):
+            torch.func.vmap(lambda x: select_keys(x, *mine[3:], cp=cp, plan=plan, top_k=1))(mine[2][None])
+
+    SimGroup(2).run(one)
+
+
+def test_the_ranks_agree_once_about_a_kind_of_call() -> None:
+    def one(member: SimMember) -> None:
+        cp, plan = made(member)
+        mine = [cp_fast.shard(x, cp=cp, plan=plan) for x in inputs().values()]
+        asked, gather = [], cp.comm.all_gather_object
+        cp.comm.all_gather_object = lambda value: (asked.append(value), gather(value))[1]  # pyright: ignore
+        counts = []
+        for top_k in (4, 4, 3):
+            layer(cp, plan, top_k, *mine)
+            counts.append(len(asked))
+        assert counts == [3, 3, 6]
+        with cp_fast.checked():
+            layer(cp, plan, 4, *mine)
+        assert len(asked) == 9
+
+    SimGroup(2).run(one)
+
+
+def over_gloo(comm: str, layout: str) -> list[Any]:
+    """One process."""
+    cp, plan = made(dist.group.WORLD, comm, layout=layout)
+    mine = [cp_fast.shard(x, cp=cp, plan=plan).requires_grad_() for x in inputs().values()]
+    out = layer(cp, plan, 4, *mine)
+    out.square().sum().backward()
+    found = [out.detach(), *(x.grad for x in mine if x.grad is not None)]
+    return [cp_fast.unshard(x, cp=cp, plan=plan).numpy() for x in found]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    group = Processes(2)
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize(("comm", "layout"), [("all_gather", "dual_chunk"), ("a2a", "balanced")])
+def test_processes(two: Processes, comm: str, layout: str) -> None:
+    want = SimGroup(2).run(lambda member: step(member, comm=comm, layout=layout))
+    for found, wanted in zip(two.run(over_gloo, comm, layout), want, strict=True):
+        assert not isinstance(found, Exception), found
+        assert all_equal([torch.from_numpy(x) for x in found], wanted)
