@@ -1,6 +1,6 @@
 """The implementation under test: what it may offer, and how it is found by name.
 
-An implementation is a module or an object. An implementation offers any of five levels; members that it lacks are
+An implementation is a module or an object. An implementation offers any of six levels; members that it lacks are
 reported as missing.
 
 helpers    `thd`: a namespace with any of the functions of `cp_ref.thd`, with the same names, arguments and results.
@@ -39,6 +39,9 @@ schedule   `attention`, with the signature and meaning of `cp_ref.attention`, on
 
 linear     `linear_attention` and `causal_conv1d`, with the signatures and meaning of those of `cp_ref`, on every
            rank; with `ContextParallel` and `make_plan(..., linear=True)` as for the level schedule.
+
+sparse     `sparse_attention`, `select_keys` and `index_loss`, with the signatures and meaning of those of `cp_ref`, on
+           every rank; with `ContextParallel` and `make_plan` as for the level schedule.
 """
 
 from __future__ import annotations
@@ -82,6 +85,7 @@ LEVEL_MEMBER: dict[Level, str] = {
     "kernel": "tile",
     "schedule": "attention",
     "linear": "linear_attention",
+    "sparse": "sparse_attention",
 }
 _SCHEDULE_MEMBERS = ("ContextParallel", "supports", "Unsupported", "shard", "make_plan", "unshard", "position_ids")
 

@@ -36,8 +36,8 @@ __all__ = [
     "what_runs",
 ]
 
-Level = Literal["helpers", "merge", "kernel", "schedule", "linear"]
-LEVELS: tuple[Level, ...] = ("helpers", "merge", "kernel", "schedule", "linear")
+Level = Literal["helpers", "merge", "kernel", "schedule", "linear", "sparse"]
+LEVELS: tuple[Level, ...] = ("helpers", "merge", "kernel", "schedule", "linear", "sparse")
 
 Verdict = Literal["right", "unsupported", "wrong", "missing", "crashed", "hung", "out of memory", "known"]
 VERDICTS: tuple[Verdict, ...] = (

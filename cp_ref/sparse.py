@@ -157,7 +157,8 @@ class _SparseAttention(torch.autograd.Function):
         fmt, batch_size = problem.qkv_format, len(problem.sequences)
         q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
         dout = to_packed(grads[0], fmt)
-        delta = (dout.to(out.dtype) * out).sum(dim=-1) - lse_to_packed(grads[1], fmt)  # [t, h_q]
+        dlse = lse_to_packed(grads[1], fmt).masked_fill(lse == float("-inf"), 0.0)  # a constant, in a tile all the same
+        delta = (dout.to(out.dtype) * out).sum(dim=-1) - dlse  # [t, h_q]
         held = NamingTensors(problem, cp.rank, q.device, _named(call, indices, fmt))
         given = q_rows, k_rows, v_rows, dout, lse, delta
         dq, dk, dv = run_backward(problem, plan.schedule, cp.comm, *given, ctx.saved, held=held)
@@ -172,7 +173,7 @@ class _SparseAttention(torch.autograd.Function):
 def _named(call: SparseAttentionCall, indices: torch.Tensor, qkv_format: str) -> torch.Tensor:
     """Indices as `NamingTensors` has them."""
     packed = to_packed(indices, qkv_format).double()
-    by_head = packed[:, None] if call.index_heads == 1 else packed
+    by_head = packed[:, None] if packed.dim() == 2 else packed
     return by_head.repeat_interleave(call.heads_q // call.index_heads, dim=1)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ from conformance.record import MOST, Pair
 from conformance.scores import dropout_seed, kept_pairs
 from conformance.tensors import GlobalTensors, build, in_format, packed_rows, seen_table, where
 
-__all__ = ["check_probes", "digits", "observed_pairs", "visible_pairs"]
+__all__ = ["check_probes", "digits", "observed_pairs", "plain_but_for_counts", "probe_pairs", "visible_pairs"]
 
 _BLOCK = 4096  # Queries.
 
@@ -42,11 +43,18 @@ def check_probes(impl: Implementation, case: Case, device: str = "cpu") -> list[
     Raises:
         UnsupportedCase: the implementation does not have this, and says so on every rank.
     """
-    case = _plain_but_for_counts(case)
-    plain = build(case, device)
+    case = plain_but_for_counts(case)
     visible = visible_pairs(case).to(device)  # [rows of q, rows of kv], bool.
     if case.problem.score_mod:
         visible = visible & shown_pairs(case).to(device)  # [h, rows of q, rows of kv]
+    return probe_pairs(impl, case, visible, device)
+
+
+def probe_pairs(impl: Any, case: Case, visible: torch.Tensor, device: str) -> list[str]:
+    """`check_probes` of a case from `plain_but_for_counts` with these visible pairs: bool [rows of q, rows of kv], or
+    of each head [h, rows of q, rows of kv].
+    """
+    plain = build(case, device)
     sink = 0.0 if case.problem.softmax_type == "vanilla" else 1.0
     count = visible.sum(-1).double()  # [rows] or [h, rows]
     tensors = _counting(case, plain, count + sink)
@@ -75,7 +83,7 @@ def check_probes(impl: Implementation, case: Case, device: str = "cpu") -> list[
     return found + _check_digits(case, "kv", "dv", packed_rows(case, played.results["dv"].double()), want)
 
 
-def _plain_but_for_counts(case: Case) -> Case:
+def plain_but_for_counts(case: Case) -> Case:
     """Without ALiBi; a score_mod becomes the one that hides pairs: then every weight of a row is the same."""
     problem = replace(case.problem, score_mod="hidden" if case.problem.score_mod else "")
     plain = {"return_lse": True, "return_max_logit": False, "loss": "out", "grads": "v", "magnitude": 1.0, "alibi": ""}

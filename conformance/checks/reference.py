@@ -23,6 +23,14 @@ from cp_ref import SimGroup, dense_attention, masks
 from cp_ref.contract.score_mod import digest_of
 from cp_ref.linear.recurrence import dense_causal_conv1d, dense_linear_attention
 from cp_ref.schedules.problem import Problem
+from cp_ref.sparse_oracle import (
+    chosen_keys,
+    dense_index_loss,
+    dense_index_scores,
+    dense_select_keys,
+    dense_sparse_attention,
+    documents_of,
+)
 
 __all__ = [
     "Hang",
@@ -30,11 +38,17 @@ __all__ = [
     "RankRunner",
     "UnsupportedCase",
     "Watch",
+    "chosen_keys",
     "context_of",
     "dense_causal_conv1d",
+    "dense_index_loss",
+    "dense_index_scores",
     "dense_linear_attention",
+    "dense_select_keys",
+    "dense_sparse_attention",
     "describe_error",
     "digest_of",
+    "documents_of",
     "exact_results",
     "is_out_of_memory",
     "masks",

@@ -20,7 +20,7 @@ tables of named problems
     torch         gradcheck, autocast, checkpointing, compiled graphs, operators
 
 the levels other than whole attention, whose texts are Helper(...), Malformed(...), Merge(...), Tile(...),
-TileGradients(...), LinearAttention(...) and CausalConv1d(...)
+TileGradients(...), LinearAttention(...), CausalConv1d(...), SparseAttention(...), SelectKeys(...) and IndexLoss(...)
 
     helpers             every function of `thd`, well-formed calls
     helpers-malformed   calls that have no right answer: they must raise
@@ -29,6 +29,10 @@ TileGradients(...), LinearAttention(...) and CausalConv1d(...)
     kernel-backward     one tile's gradients
     linear              linear attention, and its gradients
     linear-convolution  a causal convolution, and its gradients
+    sparse              attention to chosen keys, and its gradients
+    sparse-probes       the same with counting inputs: which row saw which key, exactly
+    sparse-selection    the keys that an indexer chooses
+    sparse-loss         the loss that trains it, and its gradients
 """
 
 from __future__ import annotations
@@ -60,6 +64,16 @@ from conformance.problems.linear import (
 )
 from conformance.problems.malformed import MalformedCall
 from conformance.problems.problem import LevelProblem, NamedProblem, SuiteProblem
+from conformance.problems.sparse import (
+    IndexLoss,
+    SelectKeys,
+    SparseAttention,
+    SparseCase,
+    check_sparse_probes,
+    index_losses,
+    selections,
+    sparse_attentions,
+)
 from conformance.problems.special import SpecialCase
 from conformance.problems.strategies import CP_SIZES, cases
 from conformance.problems.tiles import Merge, Tile, TileGradients, merges, tile_gradients, tiles
@@ -190,6 +204,34 @@ TIERS = {
             lambda _, cp_sizes: convolutions(cp_sizes),
             sizes=SIZES,
         ),
+        _of_level(
+            "sparse",
+            "sparse",
+            SparseAttention,
+            ["sparse_attention"],
+            lambda _, cp_sizes: sparse_attentions(cp_sizes),
+            sizes=SIZES,
+        ),
+        _of_level(
+            "sparse-probes",
+            "sparse",
+            SparseAttention,
+            ["sparse_attention"],
+            lambda _, cp_sizes: sparse_attentions(cp_sizes),
+            sizes=SIZES,
+            judged=check_sparse_probes,
+        ),
+        _of_level(
+            "sparse-selection",
+            "sparse",
+            SelectKeys,
+            ["select_keys"],
+            lambda _, cp_sizes: selections(cp_sizes),
+            sizes=SIZES,
+        ),
+        _of_level(
+            "sparse-loss", "sparse", IndexLoss, ["index_loss"], lambda _, cp_sizes: index_losses(cp_sizes), sizes=SIZES
+        ),
         _of_cases("plan", check_plan, needs=("make_plan", "shard", "unshard", "position_ids")),
         _of_cases("logic", check_logic, ("float64", "float32")),
         _of_cases("probes", check_probes),
@@ -230,4 +272,6 @@ def group_sizes(problem: SuiteProblem) -> tuple[int, ...]:
     >>> group_sizes(SpecialCase("group-of-seven"))
     (7, 7, 7, 7)
     """
-    return (problem.cp_size,) if isinstance(problem, LinearCase) else tuple(c.problem.cp_size for c in problem.cases)
+    if isinstance(problem, LinearCase | SparseCase):
+        return (problem.cp_size,)
+    return tuple(c.problem.cp_size for c in problem.cases)

@@ -40,6 +40,8 @@ def one_thread() -> None:
 FEW = Profile(60, derandomize=True)
 LOWER = [name for name, tier in TIERS.items() if tier.level != "schedule"]
 LINEAR = [name for name in LOWER if TIERS[name].level == "linear"]
+SPARSE = [name for name in LOWER if TIERS[name].level == "sparse"]
+SLOW = [name for name in LOWER if "helpers" in name or name in ("sparse", "sparse-probes", "sparse-loss")]
 EVERY_ITEM = [(tier, item) for name, tier in TIERS.items() if name != "pairs" for item in tier.items(EVERYTHING)]
 
 
@@ -84,6 +86,10 @@ def test_texts_read_back(data: st.DataObject) -> None:
         "LinearAttention(tail=1, qkv_format='bshd')",
         "CausalConv1d(activation='gelu')",
         "CausalConv1d(kernel_size=0)",
+        "SparseAttention()",
+        "SparseAttention(Case(Problem(cp_size=2, sequences=[])), naming='none')",
+        "SelectKeys(Case(Problem(cp_size=2, sequences=[])), values='odd')",
+        "IndexLoss(Case(Problem(cp_size=2, sequences=[])), heads=0)",
         "",
         "Case()",
         "Problem(cp_size=2, sequences=[])",
@@ -106,9 +112,9 @@ def test_a_mistyped_text_is_refused(text: str) -> None:
 # ---- what is right, missing, or refused
 
 
-@pytest.mark.parametrize("tier", [pytest.param(t, marks=pytest.mark.thorough if "helpers" in t else ()) for t in LOWER])
+@pytest.mark.parametrize("tier", [pytest.param(t, marks=pytest.mark.thorough if t in SLOW else ()) for t in LOWER])
 def test_the_reference_is_right(tier: str) -> None:
-    result = run(load("cp_ref") if tier in LINEAR else Lower(), tier)
+    result = run(load("cp_ref") if tier in LINEAR + SPARSE else Lower(), tier)
     assert not result.smallest
     assert result.passed >= 60
 
