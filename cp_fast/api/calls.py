@@ -10,13 +10,12 @@ import torch
 
 from cp_fast.api.checked_calls import agree_on_call, checking, describe
 from cp_fast.api.fast_context import ContextParallel, Signature
-from cp_fast.api.plan import Made, Plan, agree_on, backend_for, prepared
+from cp_fast.api.plan import Made, Plan, agree_on, backend_for, messages_of, prepared
 from cp_fast.backends import BACKENDS, features_of
 from cp_fast.compile.index_tables import check_row_numbers
 from cp_fast.dispatch.handles import hide_from_checkpointing
 from cp_fast.runtime.prepared_exchange import prepares
 from cp_fast.runtime.run import CompiledCall
-from cp_fast.transport import carries
 from cp_ref.contract.attention_call import Call, CallFlags, with_digest
 from cp_ref.contract.call_checks import check_plan_owner
 from cp_ref.contract.room import Agreement
@@ -295,9 +294,7 @@ def call_of_kinds(plan: Plan, cp: ContextParallel, q: Kind, k: Kind, v: Kind) ->
 
 def _key(plan: Plan, cp: ContextParallel, *kinds: Kind) -> Any:
     """All values that a compiled call depends on. The transport comes first, if it prepares exchanges."""
-    comm = cp.comm
-    if plan.messages is not None and carries(plan.messages, comm):
-        comm = plan.messages
+    comm = messages_of(plan, cp.comm)
     return comm if prepares(comm) else None, *kinds
 
 

@@ -25,7 +25,7 @@ from cp_fast.movers.select_movers import kernels
 from cp_fast.passes import is_on
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions
-from cp_fast.transport import carried_by, messages_for
+from cp_fast.transport import carried_by, carries, messages_for
 from cp_ref.contract import plan_arguments as plans
 from cp_ref.contract.call_checks import check_context, check_plan_owner
 from cp_ref.contract.cuts import planned_positions
@@ -50,6 +50,7 @@ __all__ = [
     "check_not_captured",
     "check_same_batch",
     "make_plan",
+    "messages_of",
     "prepared",
     "supports",
     "tables_of",
@@ -223,6 +224,11 @@ def check_not_captured(plan: Any) -> None:
             "a linear or sparse layer is captured in a CUDA graph with a plan that can be updated, but its launches "
             "have sizes of this batch; make a plan for each batch, without max_sequences"
         )
+
+
+def messages_of(plan: Plan, comm: Group) -> Group:
+    """The group that carries a plan's messages: its transport, if that is of this group, else the group itself."""
+    return plan.messages if plan.messages is not None and carries(plan.messages, comm) else comm
 
 
 class _Batch(NamedTuple):

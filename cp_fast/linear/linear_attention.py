@@ -11,7 +11,7 @@ import torch
 from cp_fast.api.calls import call_key
 from cp_fast.api.checked_calls import agree_on_call, agree_on_layer_call, checking
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan, captured, check_not_captured, check_same_batch
+from cp_fast.api.plan import Plan, captured, check_not_captured, check_same_batch, messages_of
 from cp_fast.backends.backend_protocol import NotInstalled
 from cp_fast.dispatch.handles import hide_from_checkpointing
 from cp_fast.linear.chunked import ChunkedKernels
@@ -162,7 +162,8 @@ class LinearAttention(torch.autograd.Function):
             inputs = _packed(plan, call, tensors)
             if initial is not None:
                 initial = initial.to(_state_dtype(call.dtype))
-            out, final, saved = forward_pass(plan, kernels, cp.comm, inputs, initial, final=call.output_final_state)
+            group = messages_of(owner, cp.comm)
+            out, final, saved = forward_pass(plan, kernels, group, inputs, initial, final=call.output_final_state)
             out = plan.sequences.put(out.to(first.dtype), first)
         kept, maps, entering = saved
         ctx.save_for_backward(*given, maps, entering, *kept)
@@ -188,7 +189,8 @@ class LinearAttention(torch.autograd.Function):
                 shape = len(plan.problem.lengths.len_q), call.heads_v, call.d_k, call.d_v
                 dfinal = dpacked.new_zeros(shape, dtype=_state_dtype(call.dtype))
             saved = Saved(everything[8:], maps, entering)
-            found = backward_pass(plan, ctx.kernels, ctx.cp.comm, inputs, saved, dpacked, dfinal)
+            group = messages_of(ctx.owner, ctx.cp.comm)
+            found = backward_pass(plan, ctx.kernels, group, inputs, saved, dpacked, dfinal)
             grads = [
                 None if x is None or grad is None else plan.sequences.put(grad.to(x.dtype), x)
                 for x, grad in zip(tensors, found[:5], strict=True)

@@ -11,9 +11,9 @@ from cp_fast.linear.affine_maps import Maps
 from cp_fast.linear.linear_kernels import LinearGradients, LinearInputs, LinearKernels
 from cp_fast.linear.linear_plan import LinearPlan
 from cp_fast.linear.state_tables import StateTables, Transfer
+from cp_fast.runtime.prepared_exchange import Exchanges
 from cp_ref.contract.collectives import all_reduce_sum
 from cp_ref.contract.group import Group, Parcel, Pending
-from cp_ref.contract.process_groups import error_context
 
 __all__ = [
     "MapExchange",
@@ -83,10 +83,10 @@ class MapExchange:
     own: the maps of the chosen fragments.
     """
 
-    def __init__(self, tables: StateTables, own: Maps, group: Group, where: str) -> None:
-        self._tables, self._group, self._where = tables, group, where
+    def __init__(self, tables: StateTables, own: Maps, exchanges: Exchanges, group: Group, where: str) -> None:
+        self._tables, self._exchanges, self._group, self._where = tables, exchanges, group, where
         self._shapes = own.m.shape[1:], own.b.shape[1:]
-        self._pending: tuple[Pending, list[torch.Tensor]] | None = None
+        self._pending: tuple[Pending, list[Parcel]] | None = None  # and what is sent, which must stay
         self._done = 0
         if not tables.steps:  # nothing travels: no rows
             self._maps: Maps | None = own
@@ -100,11 +100,8 @@ class MapExchange:
 
     def _post(self) -> None:
         sends, recvs = self._tables.steps[self._done]
-        given = [self._of(send) for send in sends]
-        out = [Parcel(send.peer, send.tag, x) for send, x in zip(sends, given, strict=True)]
-        back = [Parcel(recv.peer, recv.tag, self._of(recv)) for recv in recvs]
-        with error_context(self._where):
-            self._pending = self._group.exchange(out, back), given
+        out, back = ([Parcel(one.peer, one.tag, self._of(one)) for one in some] for some in (sends, recvs))
+        self._pending = self._exchanges.post(self._group, self._where, out, back), out
         self._done += 1
 
     def _of(self, transfer: Transfer) -> torch.Tensor:
@@ -117,8 +114,7 @@ class MapExchange:
         if meanwhile is not None:
             meanwhile()
         while self._pending is not None:
-            with error_context(self._where):
-                self._pending[0].wait()
+            self._pending[0].wait()
             self._pending = None
             if self._done < len(self._tables.steps):
                 self._post()
@@ -170,7 +166,7 @@ def forward_pass(
     fragments, (tables, _) = plan.fragments, plan.passes
     running = kernels.forward(inputs, fragments) if len(fragments) else NoRowsForward(inputs)
     maps = running.maps(tables.chosen)
-    exchange = MapExchange(tables, maps, group, "states, forward")
+    exchange = MapExchange(tables, maps, plan.exchanges, group, "states, forward")
     entering = entering_states(tables, exchange.wait(), initial_state, len(fragments), kernels)
     out, states = running.run(entering, final=final)
     saved = Saved(tuple(running.kept), maps.m, entering)
@@ -212,7 +208,8 @@ def backward_pass(
         at_ends = total.new_zeros(len(fragments), *total.shape[1:])
         at_ends[ending] = total[ended]
     d = running.reverse_maps(tables.chosen, None if at_ends is None else at_ends[tables.chosen_index])
-    exchange = MapExchange(tables, Maps(_chosen_maps(plan, saved.maps), d), group, "states, backward")
+    own = Maps(_chosen_maps(plan, saved.maps), d)
+    exchange = MapExchange(tables, own, plan.exchanges, group, "states, backward")
     leaving = entering_states(tables, exchange.wait(running.meanwhile), None, len(fragments), kernels, transposed=True)
     if at_ends is not None:
         leaving = at_ends if leaving is None else leaving + at_ends

@@ -12,6 +12,7 @@ from cp_fast.api.plan import Plan, tables_of
 from cp_fast.linear.convolution.halo_tables import HaloTables, halo_tables
 from cp_fast.linear.linear_kernels import FragmentRows
 from cp_fast.linear.state_tables import StateTables, state_tables
+from cp_fast.runtime.prepared_exchange import Exchanges
 from cp_ref.contract.linear_schedules import DocumentFragments, document_fragments, make_rank_states
 from cp_ref.schedules.problem import Problem
 
@@ -123,6 +124,7 @@ class LinearPlan:
     rank: int
     device: torch.device
     halos: dict[int, HaloTables] = field(default_factory=dict[int, HaloTables], repr=False)
+    exchanges: Exchanges = field(default_factory=Exchanges, repr=False)
 
     @cached_property
     def rows(self) -> LocalRows:

@@ -7,16 +7,14 @@ bring back  results for these                ->  the sum of all ranks' results f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan
-from cp_fast.runtime.prepared_exchange import Message, prepare, prepares
+from cp_fast.api.plan import Plan, messages_of
 from cp_fast.sparse.sparse_tables import Rows, SparsePlan, Travel
-from cp_fast.transport import carries
-from cp_ref.contract.group import Group
+from cp_ref.contract.group import Parcel
 from cp_ref.schedules.schedule import Heads
 
 __all__ = ["KeyExchange", "Sent"]
@@ -33,15 +31,14 @@ class KeyExchange:
     """The messages of one call on this rank."""
 
     def __init__(self, owner: Plan, cp: ContextParallel, plan: SparsePlan) -> None:
-        carried = owner.messages is not None and carries(owner.messages, cp.comm)
-        self._group: Group = owner.messages if carried and owner.messages is not None else cp.comm
+        self._group = messages_of(owner, cp.comm)
         self._plan, self._rank = plan, plan.rank
 
     def gather(self, where: str, travel: Travel, *tensors: Sent) -> list[torch.Tensor]:
         """The rows that this rank computes with, of each tensor [size, its heads, ...]. `where`: for errors."""
         if travel.stays:
             return [_of(x.rows, x.heads[self._rank]) for x in tensors]
-        sends, recvs = list[_Part](), list[_Part]()
+        sends, recvs = list[Parcel](), list[Parcel]()
         found, arriving = list[torch.Tensor](), list[tuple[torch.Tensor, Rows, torch.Tensor]]()
         for number, (rows, heads) in enumerate(tensors):
             mine = _of(rows, heads[self._rank])
@@ -49,10 +46,10 @@ class KeyExchange:
             whole[travel.own] = mine
             found.append(whole)
             for peer, _, some in travel.sends:
-                sends.append(_Part(peer, number, _taken(_of(rows, heads[peer]), some)))
+                sends.append(Parcel(peer, number, _taken(_of(rows, heads[peer]), some)))
             for peer, count, places in travel.recvs:
                 part = whole[places] if isinstance(places, slice) else mine.new_empty(count, *mine.shape[1:])
-                recvs.append(_Part(peer, number, part))
+                recvs.append(Parcel(peer, number, part))
                 if not isinstance(places, slice):
                     arriving.append((whole, places, part))
         self._exchange(where, sends, recvs)
@@ -68,42 +65,29 @@ class KeyExchange:
         """
         if travel.stays and len({x.heads[self._rank] for x in tensors} | {(0, total)}) == 1:
             return [x.rows for x in tensors]
-        sends, recvs = list[_Part](), list[_Part]()
+        sends, recvs = list[Parcel](), list[Parcel]()
         found, adds = list[torch.Tensor](), list[tuple[int, torch.Tensor, Rows, Heads, torch.Tensor]]()
         for number, (rows, heads) in enumerate(tensors):
             whole = rows.new_zeros(n, total, *rows.shape[2:])
             found.append(whole)
             adds.append((self._rank, whole, slice(None), heads[self._rank], _taken(rows, travel.own)))
             for peer, _, places in travel.recvs:
-                sends.append(_Part(peer, number, _taken(rows, places)))
+                sends.append(Parcel(peer, number, _taken(rows, places)))
             for peer, count, some in travel.sends:
                 first, last = heads[peer]
                 part = rows.new_empty(count, last - first, *rows.shape[2:])
-                recvs.append(_Part(peer, number, part))
+                recvs.append(Parcel(peer, number, part))
                 adds.append((peer, whole, some, heads[peer], part))
         self._exchange(where, sends, recvs)
         for _, whole, some, (first, last), part in sorted(adds, key=lambda add: add[0]):
             whole[some, first:last] += part  # no row is twice in one message
         return found
 
-    def _exchange(self, where: str, sends: Sequence[_Part], recvs: Sequence[_Part]) -> None:
+    def _exchange(self, where: str, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
         sends, recvs = ([x for x in some if x.tensor.numel()] for some in (sends, recvs))
         if not sends and not recvs:
             return
-        ways = tuple(tuple(Message(x.peer, x.tag, (x.tensor.nbytes,)) for x in some) for some in (sends, recvs))
-        key: Any = where, self._group if prepares(self._group) else None, ways
-        exchange = self._plan.exchanges.get(key)
-        if exchange is None:
-            exchange = self._plan.exchanges.setdefault(key, prepare(self._group, where, *ways))
-        exchange.post(self._group, [x.tensor for x in sends], [x.tensor for x in recvs]).wait()
-
-
-class _Part(NamedTuple):
-    """A message's tensor, contiguous."""
-
-    peer: int
-    tag: int
-    tensor: torch.Tensor
+        self._plan.exchanges.post(self._group, where, sends, recvs).wait()
 
 
 def _of(rows: torch.Tensor, heads: Heads) -> torch.Tensor:

@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from cp_fast.api.plan import Plan, tables_of
 from cp_fast.backends.sparse_kernels import Visible
+from cp_fast.runtime.prepared_exchange import Exchanges
 from cp_ref.contract.tensors import lse_from_packed, lse_to_packed, to_format, to_packed
 from cp_ref.schedules.attention_slices import AttentionSlices
 from cp_ref.schedules.ownership import Fragments
@@ -126,13 +127,13 @@ class SparsePlan:
     """A rank's tables for the sparse attention of one batch, made when it is first called.
 
     Attributes:
-        exchanges: prepared ones, by all that they depend on: see `key_exchange`.
+        exchanges: of its messages.
     """
 
     problem: Problem
     rank: int
     device: torch.device
-    exchanges: dict[Any, Any] = field(default_factory=dict[Any, Any], repr=False)
+    exchanges: Exchanges = field(default_factory=Exchanges, repr=False)
 
     @cached_property
     @torch.inference_mode(False)

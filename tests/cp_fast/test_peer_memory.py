@@ -282,6 +282,30 @@ def test_attention_has_the_bits_of_the_simulated_group(comm: str, window: int, m
     assert not host.by_group, "the staging buffers of a planner's schedule have room for all of it"
 
 
+def hybrid(group: Any) -> list[torch.Tensor]:
+    """A convolution and linear attention, twice, over documents that several ranks have."""
+    cp = cp_fast.ContextParallel(group, "p2p")
+    sizes: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 4, "d_v": 4, "dtype": torch.float32}
+    cu = torch.tensor([0, 40, 47, 60], dtype=torch.int32)
+    plan = cp_fast.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, linear=True, device="cpu", **sizes)
+    draw, found = torch.Generator().manual_seed(cp.rank), list[torch.Tensor]()
+    for _ in range(2):
+        x = torch.randn(len(plan.position_ids), 8, generator=draw, requires_grad=True)
+        weight = torch.randn(8, 4, generator=draw, requires_grad=True)
+        y = cp_fast.causal_conv1d(x, weight, cp=cp, plan=plan, activation="silu").unflatten(1, (2, 4))
+        out = cp_fast.linear_attention(y, y, y, -y[..., 0].abs(), y[..., 1].sigmoid(), cp=cp, plan=plan)
+        found += [out.detach(), *torch.autograd.grad(out.square().sum(), (x, weight))]
+    return found
+
+
+def test_layers_of_hybrid_models_have_the_bits_of_the_simulated_group() -> None:
+    host = Host(3, (60_000, 60_000))
+    found, expected = run(host, hybrid), SimGroup(3).run(hybrid)
+    for mine, its in zip(found, expected, strict=True):
+        assert all(map(torch.equal, mine, its))
+    assert not host.by_group, "maps and halos travel through peer memory"
+
+
 def test_a_captured_exchange_goes_by_the_group() -> None:
     host = Host(2, (4096,))
 

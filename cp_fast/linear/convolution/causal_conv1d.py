@@ -9,18 +9,18 @@ import torch
 
 from cp_fast.api.checked_calls import agree_on_call, agree_on_layer_call
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan, check_not_captured, check_same_batch
+from cp_fast.api.plan import Plan, check_not_captured, check_same_batch, messages_of
 from cp_fast.dispatch.handles import hide_from_checkpointing
 from cp_fast.linear.convolution.convolution_kernels import choose_convolution
 from cp_fast.linear.convolution.halo_tables import HaloTables, Sent
 from cp_fast.linear.convolution.torch_convolution import ConvolutionInputs
 from cp_fast.linear.linear_plan import LinearPlan, linear_plan
+from cp_fast.runtime.prepared_exchange import Exchanges
 from cp_ref.contract import linear_calls
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.declared import implements
 from cp_ref.contract.group import Group, Parcel
 from cp_ref.contract.linear_calls import ConvolutionCall, read_convolution
-from cp_ref.contract.process_groups import error_context
 from cp_ref.contract.tensors import autocast, differentiable_once, no_autocast, refuse_transforms
 
 __all__ = [
@@ -34,14 +34,13 @@ __all__ = [
 # The messages of a causal convolution: rows before fragments in the forward pass, their gradients in the backward.
 
 
-def exchange_rows(tables: HaloTables, group: Group, x: torch.Tensor) -> torch.Tensor:
+def exchange_rows(tables: HaloTables, exchanges: Exchanges, group: Group, x: torch.Tensor) -> torch.Tensor:
     """The rows that arrive [arriving, channels], given the own rows x [n, channels]."""
     halo = x.new_empty(tables.arriving, x.shape[1])
     for sends, recvs in tables.forward:
         out = [Parcel(send.peer, send.tag, _taken(send, x, halo)) for send in sends]
         back = [Parcel(recv.peer, recv.tag, halo[recv.start : recv.stop]) for recv in recvs]
-        with error_context("rows of a convolution, forward"):
-            group.exchange(out, back).wait()
+        exchanges.post(group, "rows of a convolution, forward", out, back).wait()
     return halo
 
 
@@ -55,14 +54,13 @@ def _taken(send: Sent, x: torch.Tensor, halo: torch.Tensor) -> torch.Tensor:
     return torch.cat([x.index_select(0, send.own), rows]).index_select(0, send.order)
 
 
-def exchange_gradients(tables: HaloTables, group: Group, edges: torch.Tensor) -> None:
+def exchange_gradients(tables: HaloTables, exchanges: Exchanges, group: Group, edges: torch.Tensor) -> None:
     """Add up what the ranks have of the gradients of the rows in `HaloTables.edges_read_by`, in place."""
     for sends, recvs in tables.backward:
         arriving = [edges.new_empty(len(recv.numbers), edges.shape[1]) for recv in recvs]
         out = [Parcel(send.peer, send.tag, edges.index_select(0, send.numbers)) for send in sends]
         back = [Parcel(recv.peer, recv.tag, rows) for recv, rows in zip(recvs, arriving, strict=True)]
-        with error_context("rows of a convolution, backward"):
-            group.exchange(out, back).wait()
+        exchanges.post(group, "rows of a convolution, backward", out, back).wait()
         for recv, rows in zip(recvs, arriving, strict=True):
             edges[recv.numbers] += rows
 
@@ -114,7 +112,7 @@ class Convolution(torch.autograd.Function):
         plan = linear_plan(owner)
         with hide_from_checkpointing(), cp.naming_errors("causal_conv1d, forward"), no_autocast(x.device):
             tables, rows = plan.halo(call.kernel_size), plan.rows.take(x.detach())
-            halo = exchange_rows(tables, cp.comm, rows)
+            halo = exchange_rows(tables, plan.exchanges, messages_of(owner, cp.comm), rows)
             inputs = ConvolutionInputs(rows, halo, tables.reads, weight, bias, call.activation is not None)
             kernels = choose_convolution(rows, call.kernel_size, cp.backend)
             out = plan.rows.put(kernels.forward(inputs), x)
@@ -138,7 +136,7 @@ class Convolution(torch.autograd.Function):
             inputs = ConvolutionInputs(x, halo, tables.reads, weight, bias, ctx.call.activation is not None)
             grads = plan.rows.take(dout)
             edges = kernels.edges_backward(inputs, grads, tables.edges_read_by)
-            exchange_gradients(tables, ctx.cp.comm, edges)
+            exchange_gradients(tables, plan.exchanges, messages_of(ctx.owner, ctx.cp.comm), edges)
             dx, dweight, dbias = kernels.backward(inputs, grads)
             dx.index_copy_(0, tables.edges, edges[: len(tables.edges)].to(x.dtype))
             dx = plan.rows.put(dx, dout)
