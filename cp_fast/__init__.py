@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cp_fast.api.plan import Plan, make_plan, supports
     from cp_fast.linear.convolution.causal_conv1d import causal_conv1d
     from cp_fast.linear.linear_attention import linear_attention
+    from cp_fast.sparse.sparse_attention import index_loss, select_keys, sparse_attention
     from cp_fast.tools.fast_trace import trace
     from cp_ref import SimGroup, Trace, compare, dense_attention
     from cp_ref.contract.compare_layouts import compare_layouts
@@ -36,12 +37,15 @@ __all__ = [
     "compare",
     "compare_layouts",
     "dense_attention",
+    "index_loss",
     "linear_attention",
     "make_plan",
     "masks",
     "position_ids",
     "roll",
+    "select_keys",
     "shard",
+    "sparse_attention",
     "supports",
     "thd",
     "trace",
@@ -60,11 +64,14 @@ _WHERE = {
     "compare": "cp_ref",
     "compare_layouts": "cp_ref.contract.compare_layouts",
     "dense_attention": "cp_ref",
+    "index_loss": "cp_fast.sparse.sparse_attention",
     "linear_attention": "cp_fast.linear.linear_attention",
     "make_plan": "cp_fast.api.plan",
     "position_ids": "cp_ref.contract.sharding",
     "roll": "cp_ref.contract.sharding",
+    "select_keys": "cp_fast.sparse.sparse_attention",
     "shard": "cp_ref.contract.sharding",
+    "sparse_attention": "cp_fast.sparse.sparse_attention",
     "supports": "cp_fast.api.plan",
     "trace": "cp_fast.tools.fast_trace",
     "unshard": "cp_ref.contract.sharding",

@@ -47,15 +47,15 @@ Tensor = torch.Tensor
 
 @implements(sparse_calls.select_keys)
 def select_keys(
-    q_index: Tensor,
-    k_index: Tensor,
-    weights: Tensor,
+    q_index: torch.Tensor,
+    k_index: torch.Tensor,
+    weights: torch.Tensor,
     *,
     cp: ContextParallel,
     plan: Plan,
     top_k: int,
     scale: float | None,
-) -> Tensor:
+) -> torch.Tensor:
     check_context(cp, ContextParallel)
     options = {"top_k": top_k, "scale": scale}
     if torch.compiler.is_compiling():
@@ -73,15 +73,15 @@ def select_keys(
 
 @implements(sparse_calls.sparse_attention)
 def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
     *,
     cp: ContextParallel,
     plan: Plan,
     softmax_scale: float | None,
-    softmax_offset: Tensor | None,
+    softmax_offset: torch.Tensor | None,
     return_lse: bool,
 ) -> Any:
     check_context(cp, ContextParallel)
@@ -100,19 +100,19 @@ def sparse_attention(
 
 @implements(sparse_calls.index_loss)
 def index_loss(
-    q_index: Tensor,
-    k_index: Tensor,
-    weights: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    indices: Tensor,
+    q_index: torch.Tensor,
+    k_index: torch.Tensor,
+    weights: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    indices: torch.Tensor,
     *,
     cp: ContextParallel,
     plan: Plan,
     scale: float | None,
     softmax_scale: float | None,
-) -> Tensor:
+) -> torch.Tensor:
     check_context(cp, ContextParallel)
     options = {"scale": scale, "softmax_scale": softmax_scale}
     given = q_index, k_index, weights, lse, q, k, indices
@@ -272,7 +272,8 @@ class SparseAttention(torch.autograd.Function):
             if dlse is None and call.return_lse:  # on another rank it may have one
                 dlse = torch.zeros_like(lse)
             results = [own.take(out), own.take_lse(lse), own.take(dout)]
-            results += [] if dlse is None else [own.take_lse(dlse.detach())]
+            if dlse is not None:  # of a row without keys it may be NaN
+                results += [own.take_lse(dlse.detach()).masked_fill(results[1] == float("-inf"), 0)]
             doffset = None
             if offset is not None:
                 doffset = offset_grad(cp, _offset_gradient(offset, *results)).to(offset.dtype)

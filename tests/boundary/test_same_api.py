@@ -28,12 +28,11 @@ from cp_ref.contract.group import PaperGroup
 from cp_ref.schedules.problem import Problem, Sequence
 
 ONLY_FAST = {"checked"}
-ONLY_REFERENCE = {"index_loss", "select_keys", "sparse_attention"} - set(cp_fast.__all__)  # until both have them
 TO_DEBUG = {"SimGroup", "Trace", "compare", "dense_attention"}  # of cp_ref, in both
 
 
 def test_names() -> None:
-    assert set(cp_ref.__all__) - ONLY_REFERENCE == set(cp_fast.__all__) - ONLY_FAST
+    assert set(cp_ref.__all__) == set(cp_fast.__all__) - ONLY_FAST
     assert all(getattr(cp_fast, name) is getattr(cp_ref, name) for name in TO_DEBUG)
     assert set(cp_fast.__all__) <= set(dir(cp_fast))
 

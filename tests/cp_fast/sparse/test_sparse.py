@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cp_fast.sparse.sparse_attention import index_loss, select_keys, sparse_attention
+import cp_fast
 from cp_ref import SimGroup
 from cp_ref.schedules.problem import Problem
 from cp_ref.simulator import SimMember
@@ -94,7 +94,7 @@ def played(task: Drawn, given: Tensors, tail: int) -> Tensors:
         indices = mine("indices")
         if indices.shape[-2] == 1:
             indices = indices.squeeze(-2)
-        out, lse = sparse_attention(
+        out, lse = cp_fast.sparse_attention(
             leaves["q"],
             leaves["k"],
             leaves["v"],
@@ -106,11 +106,11 @@ def played(task: Drawn, given: Tensors, tail: int) -> Tensors:
         )
         dlse = lse_slice(problem, rank, given["dlse"], tail)
         torch.autograd.backward([out, lse], [mine("dout"), dlse])
-        best = select_keys(
+        best = cp_fast.select_keys(
             leaves["q_index"], leaves["k_index"], leaves["weights"], cp=cp, plan=plan, top_k=4, scale=SCALE
         )
         of_loss = mine("indices")[..., 0, :]
-        loss = index_loss(
+        loss = cp_fast.index_loss(
             leaves["q_index"],
             leaves["k_index"],
             leaves["weights"],

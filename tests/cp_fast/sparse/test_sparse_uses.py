@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import cp_fast
 from cp_fast.backends import torch_sparse
 from cp_fast.checkpoint import save_attention
-from cp_fast.sparse.sparse_attention import index_loss, select_keys, sparse_attention
 from cp_fast.sparse.sparse_tables import SparsePlan
 from cp_ref import SimGroup
 from cp_ref.schedules.problem import Problem, Sequence
@@ -51,9 +50,9 @@ def layer(
 ) -> torch.Tensor:
     """Selection, attention in the latent form, and the indexer's loss."""
     how: dict[str, Any] = {"cp": cp, "plan": plan}
-    indices = select_keys(q_index, k_index, weights, top_k=top_k, **how)
-    out, lse = sparse_attention(q, k, k[..., :4], indices, return_lse=True, **how)
-    loss = index_loss(q_index, k_index, weights, lse.detach(), q, k, indices, **how)
+    indices = cp_fast.select_keys(q_index, k_index, weights, top_k=top_k, **how)
+    out, lse = cp_fast.sparse_attention(q, k, k[..., :4], indices, return_lse=True, **how)
+    loss = cp_fast.index_loss(q_index, k_index, weights, lse.detach(), q, k, indices, **how)
     return torch.cat([out.flatten(1), loss[:, None]], 1)
 
 
@@ -101,7 +100,9 @@ def test_the_same_keys_for_every_size_layout_and_schedule() -> None:
     def one(member: SimMember, comm: str, layout: str) -> torch.Tensor:
         cp, plan = made(member, comm, layout=layout, heads_q=8)
         q_index, k_index, weights = (cp_fast.shard(x, cp=cp, plan=plan) for x in list(inputs().values())[2:])
-        return cp_fast.unshard(select_keys(q_index, k_index, weights, cp=cp, plan=plan, top_k=6), cp=cp, plan=plan)
+        return cp_fast.unshard(
+            cp_fast.select_keys(q_index, k_index, weights, cp=cp, plan=plan, top_k=6), cp=cp, plan=plan
+        )
 
     found = [
         SimGroup(size).run(partial(one, comm=comm, layout=layout))[0]
@@ -167,11 +168,11 @@ def test_autocast() -> None:
     def one(member: SimMember) -> None:
         cp, plan = made(member, dtype=torch.bfloat16)
         q, k, *indexer = (cp_fast.shard(x, cp=cp, plan=plan) for x in inputs().values())
-        want = select_keys(*indexer, cp=cp, plan=plan, top_k=4)
+        want = cp_fast.select_keys(*indexer, cp=cp, plan=plan, top_k=4)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(select_keys(*indexer, cp=cp, plan=plan, top_k=4), want)
-            out, lse = sparse_attention(q, k, k[..., :4], want, cp=cp, plan=plan, return_lse=True)
-            loss = index_loss(indexer[0], indexer[1], indexer[2], lse, q, k, want, cp=cp, plan=plan)
+            assert torch.equal(cp_fast.select_keys(*indexer, cp=cp, plan=plan, top_k=4), want)
+            out, lse = cp_fast.sparse_attention(q, k, k[..., :4], want, cp=cp, plan=plan, return_lse=True)
+            loss = cp_fast.index_loss(indexer[0], indexer[1], indexer[2], lse, q, k, want, cp=cp, plan=plan)
         assert (out.dtype, lse.dtype, loss.dtype) == (torch.bfloat16, torch.float32, torch.float32)
 
     SimGroup(2).run(one)
@@ -216,6 +217,22 @@ def test_documents_do_not_see_each_other() -> None:
     SimGroup(3).run(one)
 
 
+def test_rows_without_keys_have_no_gradient() -> None:
+    """Whatever is made of their lse, which is -inf."""
+
+    def one(member: SimMember) -> None:
+        cp, plan = made(member)
+        q, k, *_ = (cp_fast.shard(x, cp=cp, plan=plan).requires_grad_() for x in inputs().values())
+        indices = torch.where(torch.arange(len(q)) % 2 == 0, 0, -1)[:, None].int()
+        _, lse = cp_fast.sparse_attention(q, k, k[..., :4], indices, cp=cp, plan=plan, return_lse=True)
+        lse.square().mean().backward()
+        for x in (q.grad, k.grad):
+            assert x is not None
+            assert bool(x.isfinite().all())
+
+    SimGroup(2).run(one)
+
+
 def test_only_rows_that_are_seen_travel() -> None:
     """A rank receives the keys that its own queries see, and no others; a document on one rank sends nothing."""
     sequences = (Sequence(12, 12, 12, 12), Sequence(8, 8, 8, 8), Sequence(0, 0, 4, 4))
@@ -249,11 +266,11 @@ def test_the_latent_form_is_sent_once_and_not_copied(monkeypatch: pytest.MonkeyP
         cp, plan = made(member)
         q, k, *_ = (cp_fast.shard(x, cp=cp, plan=plan) for x in inputs().values())
         indices = torch.zeros(len(q), 2, dtype=torch.int32)
-        sparse_attention(q, k, k[..., :4], indices, cp=cp, plan=plan)
+        cp_fast.sparse_attention(q, k, k[..., :4], indices, cp=cp, plan=plan)
         sent, exchange = [], member.exchange
         cp.comm.exchange = lambda sends, recvs: (sent.append(len(sends)), exchange(sends, recvs))[1]  # pyright: ignore
-        sparse_attention(q, k, k[..., :4], indices, cp=cp, plan=plan)
-        sparse_attention(q, k, k[..., :4].clone(), indices, cp=cp, plan=plan)
+        cp_fast.sparse_attention(q, k, k[..., :4], indices, cp=cp, plan=plan)
+        cp_fast.sparse_attention(q, k, k[..., :4].clone(), indices, cp=cp, plan=plan)
         assert sent == [1, 2]
 
     SimGroup(2).run(one)
@@ -269,7 +286,7 @@ def test_derivatives_that_are_refused() -> None:
         with pytest.raises(RuntimeError, match="differentiable once"):
             dq.sum().backward()
         with pytest.raises(NotImplementedError, match=r"torch\.func"):
-            torch.func.vmap(lambda x: select_keys(x, *mine[3:], cp=cp, plan=plan, top_k=1))(mine[2][None])
+            torch.func.vmap(lambda x: cp_fast.select_keys(x, *mine[3:], cp=cp, plan=plan, top_k=1))(mine[2][None])
 
     SimGroup(2).run(one)
 
