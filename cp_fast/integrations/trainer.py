@@ -92,8 +92,8 @@ class ContextParallelMixin(_Trainer):
                 "rank's part. Let trl's RewardTrainer be the class behind ContextParallelMixin, or compute the loss of "
                 "model(**part).logits, which is the same on all ranks, in a loop of your own"
             )
-        if not self._pools and not self.model_accepts_loss_kwargs:
-            raise NotImplementedError(f"{type(self.model).__name__} takes no num_items_in_batch for its loss")
+        # The edge of a prepared model divides by the labels of all ranks, whatever the model does with the number.
+        self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs or not self._pools
 
     def call_model_init(self, trial: Any = None) -> Any:
         """The model of `model_init`, prepared: `train` makes it anew."""

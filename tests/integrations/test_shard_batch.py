@@ -73,6 +73,9 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "an entry that is filled already": ({"fill": {"labels": 0}}, "fill names 'labels', which shard_batch fills itself"),
     "an entry that is not there": ({"fill": {"weights": 0}}, "fill names 'weights', which batch does not have"),
     "padding that is no number": ({"fill": {"input": None}}, r"fill\['input'\] is None; it must be a number"),
+    "a name for names": ({"whole": "pixels"}, "whole is 'pixels'; it must be a list of names"),
+    "a whole that is not there": ({"whole": ["pixels"]}, "whole names 'pixels', which batch does not have"),
+    "a whole that is cut": ({"whole": ["input_ids"]}, "whole names 'input_ids', which shard_batch cuts or makes"),
     "a flag that is none": ({"shift_labels": 1}, "shift_labels is 1; it must be True or False"),
 }
 

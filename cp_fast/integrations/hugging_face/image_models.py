@@ -203,7 +203,7 @@ class ImageBatch:
             starts = (documents[0].cpu() == 0).nonzero()[:, 0].tolist()
             lengths = [b - a for a, b in zip(starts, [*starts[1:], ids.shape[1]], strict=True)]
             ids, types = (nn.utils.rnn.pad_sequence([*x[0].split(lengths)], batch_first=True) for x in (ids, types))
-            mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
+            mask = torch.arange(ids.shape[1], device="cpu") < torch.tensor(lengths, device="cpu")[:, None]
         given["attention_mask"] = None if mask is None else mask.cpu().long()
         try:
             positions, _ = self.holder.get_rope_index(ids, mm_token_type_ids=types, **given)

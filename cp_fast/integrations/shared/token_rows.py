@@ -48,9 +48,10 @@ class TokenRows:
         """The number of each token's document in a packed batch, else of its row; -1 for padding. int64 [b, s], CPU."""
         rows, length = self.ids.shape
         if self.packed:
-            return torch.repeat_interleave(torch.arange(len(self.cu_seqlens) - 1), self.cu_seqlens.diff().long())[None]
-        there = torch.arange(length) < self.cu_seqlens.diff()[:, None]
-        return torch.where(there, torch.arange(rows)[:, None], -1)
+            numbers = torch.arange(len(self.cu_seqlens) - 1, device="cpu")
+            return torch.repeat_interleave(numbers, self.cu_seqlens.diff().long())[None]
+        there = torch.arange(length, device="cpu") < self.cu_seqlens.diff()[:, None]
+        return torch.where(there, torch.arange(rows, device="cpu")[:, None], -1)
 
 
 def read_rows(batch: Any, shift_labels: bool, fill: Any = None, whole: Collection[str] = ()) -> TokenRows:

@@ -21,6 +21,7 @@ from conformance.step import compare_step
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.hugging_face import image_models, model_edge
 from cp_fast.integrations.loss import loss_for_backward
+from cp_fast.integrations.sequences import token_log_probs
 from cp_ref import SimGroup
 from cp_ref.schedules.words import LAYOUTS
 from tests.dist.workers import Processes, run_program
@@ -387,3 +388,54 @@ def wrapped(name: str, kind: str) -> Part:
 )
 def test_wrappers_of_a_prepared_model_of_images(two: Processes, name: str, kind: str) -> None:
     check(name, two.run(wrapped, name, kind), batch_of(name, "rows")[0])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["rows", "packed"])
+def test_log_probabilities_and_adapters_of_a_model_of_images(kind: str) -> None:
+    """`token_log_probs`, of a model whose vision part is frozen and has adapters, as the text has."""
+    peft = pytest.importorskip("peft", reason="needs peft: pip install '.[test-integrations]'")
+
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "qkv"], init_lora_weights=False)
+        return peft.get_peft_model(tiny_images(QWEN), config)
+
+    given, whole = batch_of(QWEN, kind)
+    alone = adapted()
+    labels = torch.nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=-100)
+    losses = torch.nn.functional.cross_entropy(alone(**whole).logits.mT, labels, reduction="none")
+    losses.sum().backward()
+
+    def one(member: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        cp = cp_fast.ContextParallel(member)
+        model = ours.prepare(adapted(), cp)
+        found = token_log_probs(model, part := ours.shard_batch(given, cp=cp, model=model))
+        found.sum().neg().backward()
+        return part["cp_batch"].unshard(found.detach()), grads_of(model)
+
+    parts = SimGroup(2).run(one)
+    real = whole["attention_mask"].bool()
+    expected = -losses.detach()[real] if kind == "packed" else -losses.detach()
+    torch.testing.assert_close(parts[0][0].view_as(expected), expected, rtol=1e-4, atol=1e-4)
+    grads = grads_of(alone)
+    assert any("visual" in name for name in grads)
+    for name, grad in grads.items():
+        torch.testing.assert_close(sum(part[name] for _, part in parts), grad, rtol=1e-3, atol=1e-5)
+
+
+def test_places_of_images_are_found_on_the_cpu() -> None:
+    """A default device of PyTorch is for the user's tensors."""
+    for name, kind in ((QWEN, "packed"), (GEMMA, "rows"), (GEMMA, "packed")):
+        batch, _ = batch_of(name, kind)
+
+        def one(member: Any, name: str = name, batch: Batch = batch) -> None:
+            for layout in LAYOUTS:
+                cp = cp_fast.ContextParallel(member, layout=layout)
+                model = ours.prepare(tiny_images(name), cp)
+                with torch.device("meta"):
+                    part = ours.shard_batch(batch, cp=cp, model=model)
+                assert all(x.device.type == "cpu" for x in part.values() if isinstance(x, torch.Tensor))
+                model(**part)
+
+        SimGroup(2).run(one)

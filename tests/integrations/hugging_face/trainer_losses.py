@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from transformers import (
 
 import cp_fast as cp
 from cp_fast.integrations.trainer import ContextParallelMixin
+from tests.integrations.hugging_face.image_families import images_batch, tiny_images
 
 
 class CpTrainer(ContextParallelMixin, Trainer):
@@ -66,7 +68,25 @@ CASES: dict[str, dict[str, Any]] = {
     "padded, balanced": {"layout": "balanced", "gradient_accumulation_steps": 2},
     "evaluated first": {"evaluated_first": True, "include_num_input_tokens_seen": "non_padding", "max_steps": 3},
     "model_init": {"model_init": True, "max_steps": 3},
+    "images": {"images": "LlavaForConditionalGeneration", "remove_unused_columns": False},
+    "images, accumulated": {"images": "Qwen2_5_VLForConditionalGeneration", "remove_unused_columns": False}
+    | {"gradient_accumulation_steps": 2},
 }
+
+
+def with_images(name: str, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A batch of rows with an image each, at another place, which may straddle a cut."""
+    lengths = [len(row["input_ids"]) + 12 for row in rows]
+    return images_batch(name, [[n % 7] for n in lengths], lengths, seed=sum(lengths))
+
+
+def tiny_with_images(name: str) -> Any:
+    """A model whose loss is a mean over the tokens of all batches of a step, as over ranks, also where Trainer alone
+    would take the mean of each batch's mean.
+    """
+    model = tiny_images(name)
+    model.accepts_loss_kwargs = True
+    return model
 
 
 def losses(group: Any, options: dict[str, Any]) -> list[float]:
@@ -78,6 +98,9 @@ def losses(group: Any, options: dict[str, Any]) -> list[float]:
     )
     collator, layout = options.pop("collator", padded), options.pop("layout", "dual_chunk")
     model: Any = {"model_init": tiny} if options.pop("model_init", False) else {"model": tiny()}
+    if (images := options.pop("images", None)) is not None:
+        model = {"model": tiny_with_images(images) if group is None else tiny_images(images)}
+        collator = partial(with_images, images)
     common: dict[str, Any] = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 3e-3}
     common |= {"include_num_input_tokens_seen": "all"}
     quiet: dict[str, Any] = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}

@@ -6,21 +6,26 @@ with metrics, over all processes or, with --alone, without context parallelism. 
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import tempfile
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig
+from PIL import Image
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
+    CLIPImageProcessor,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    LlavaProcessor,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
@@ -32,6 +37,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 import cp_fast as cp
 from cp_fast.integrations.trainer import ContextParallelMixin
+from tests.integrations.hugging_face.image_families import tiny_images
 from tests.integrations.hugging_face.trainer_losses import padded, rows_of
 
 
@@ -84,6 +90,28 @@ def fine_tuned(name: str, group: Any) -> list[float]:
         rows = [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in said]
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    found = _trained(SFTTrainer, CpSFTTrainer, SFTConfig, model, rows, group, options, more)
+    return _numbers(found, ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"))
+
+
+def with_images(group: Any) -> list[float]:
+    """The same of a model of images, by TRL's own collator and a processor of transformers."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    side = {"height": 12, "width": 12}
+    pictures: Any = CLIPImageProcessor(size={"shortest_edge": 12}, crop_size=side)
+    how: dict[str, Any] = {"patch_size": 4, "vision_feature_select_strategy": "default"}
+    processor = LlavaProcessor(pictures, tokenizer, **how, num_additional_image_tokens=1, image_token="<image>")
+    noise = np.random.RandomState(0).randint(0, 255, (9, 12, 12, 3), dtype=np.uint8)
+    words = [" ".join(map(str, row["input_ids"])) for row in rows_of(9)]
+    rows = [
+        {"text": f"{text[: 7 * (i % 3)]} <image> {text}", "images": [Image.fromarray(noise[i])]}
+        for i, text in enumerate(words)
+    ]
+    model = tiny_images("LlavaForConditionalGeneration", image_token_id=50)
+    model.resize_token_embeddings(51)
+    options = {"max_length": None, "remove_unused_columns": False, "gradient_accumulation_steps": 2}
+    more = {"processing_class": processor}
     found = _trained(SFTTrainer, CpSFTTrainer, SFTConfig, model, rows, group, options, more)
     return _numbers(found, ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"))
 
@@ -151,6 +179,7 @@ def main() -> None:
         dist.init_process_group("gloo")
         group = dist.group.WORLD
     found = {name: fine_tuned(name, group) for name in SFT}
+    found["images"] = with_images(group)
     found |= {f"rewards, margin {margin}": rewarded(margin, group) for margin in (False, True)}
     found |= {f"metrics, {layout}": measured(layout, group) for layout in ("dual_chunk", "balanced")}
     if group is None or dist.get_rank() == 0:
