@@ -122,7 +122,8 @@ def index_loss(
     given = *given[:4], autocast(q), autocast(k), indices
     read = partial(read_index_loss, cp, plan, Plan, *given, **options)
     call, number = _agreed(cp, plan, "index_loss", options, given, read)
-    return IndexLoss.apply(plan, cp, call, number, *given)
+    constants = (x.detach() for x in given[3:])
+    return IndexLoss.apply(plan, cp, call, number, *given[:3], *constants)
 
 
 def _outside_of_graphs(function: Callable[..., Any], *given: Any, **arguments: Any) -> Any:

@@ -5,7 +5,6 @@ processes.
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Any
 
 import pytest
@@ -194,14 +193,13 @@ def test_activation_checkpointing(package: str) -> None:
         for recompute in (False, True):
             mine = sharded(module, given, cp, plan)
 
-            def layer(**tensors: torch.Tensor) -> torch.Tensor:
+            def layer(tensors: Tensors) -> torch.Tensor:
                 indices = chosen(module, tensors, cp, plan)
                 out, lse = attended(module, tensors, indices, cp, plan, return_lse=True)
                 loss = lost(module, tensors, lse.detach(), indices, cp, plan)
                 return out.square().sum() + loss.sum()
 
-            one_layer = partial(checkpoint, layer, use_reentrant=False) if recompute else layer
-            out = one_layer(**mine)
+            out = checkpoint(layer, mine, use_reentrant=False) if recompute else layer(mine)
             out.backward()
             found.append([out.detach(), *(x.grad for x in mine.values())])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -270,24 +268,24 @@ def test_derivatives_that_are_refused(package: str) -> None:
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
-    "indices-int64": ("attention", {"indices": torch.Tensor.long}, TypeError, r"indices has dtype torch.int64; it must be"),
-    "indices-rows": ("attention", {"indices": lambda x: x[:-1]}, ValueError, r"indices has shape \[9, 3\] and q \[10, 8"),
+    "indices-int64": ("attention", {"indices": torch.Tensor.long}, TypeError, r"indices has dtype torch.int64"),
+    "indices-rows": ("attention", {"indices": lambda x: x[:-1]}, ValueError, r"indices has shape \[9, 3\] and q \[10"),
     "indices-heads": (
         "attention", {"indices": lambda x: x[:, None].expand(-1, 3, -1)}, ValueError, r"its last sizes must be \[2, 3\]"
     ),
     "indices-none": ("attention", {"indices": lambda x: x[:, :0]}, ValueError, r"top_k of indices is 0; it must be"),
-    "q-heads": ("attention", {"q": lambda x: x[:, :4]}, ValueError, r"q has shape \[10, 4, 6\]; its last sizes must be"),
+    "q-heads": ("attention", {"q": lambda x: x[:, :4]}, ValueError, r"q has shape \[10, 4, 6\]; its last sizes"),
     "k-rows": ("attention", {"k": lambda x: x[:-1]}, ValueError, r"k has 9 tokens; by the plan's lengths"),
     "v-dtype": ("attention", {"v": torch.Tensor.double}, TypeError, r"v has dtype torch.float64; it must be float32"),
-    "softmax_scale": ("attention", {"softmax_scale": -1.0}, ValueError, r"softmax_scale is -1.0; it must be finite and"),
-    "softmax_offset": ("attention", {"softmax_offset": torch.ones(8)}, ValueError, r"is 'vanilla'; it needs 'learnable'"),
+    "softmax_scale": ("attention", {"softmax_scale": -1.0}, ValueError, r"softmax_scale is -1.0; it must be finite"),
+    "softmax_offset": ("attention", {"softmax_offset": torch.ones(8)}, ValueError, r"'vanilla'; it needs 'learnable'"),
     "return_lse": ("attention", {"return_lse": 1}, TypeError, r"return_lse is 1; it must be True or False"),
     "top_k": ("selection", {"top_k": 0}, ValueError, r"top_k is 0; it must be at least 1"),
     "scale": ("selection", {"scale": float("nan")}, ValueError, r"scale is nan; it must be finite"),
-    "k_index": ("selection", {"k_index": lambda x: x[:, :4]}, ValueError, r"k_index has shape \[10, 4\]; its last sizes"),
-    "weights": ("selection", {"weights": torch.Tensor.half}, TypeError, r"weights has dtype torch.float16; it must be"),
-    "lse": ("loss", {"lse": torch.Tensor.t}, ValueError, r"lse has shape \[10, 8\]; it must be \[h_q, s\] = \[8, 10\]"),
-    "lse-dtype": ("loss", {"lse": torch.Tensor.double}, TypeError, r"lse has dtype torch.float64; it must be torch.float32"),
+    "k_index": ("selection", {"k_index": lambda x: x[:, :4]}, ValueError, r"k_index has shape \[10, 4\]; its"),
+    "weights": ("selection", {"weights": torch.Tensor.half}, TypeError, r"weights has dtype torch.float16"),
+    "lse": ("loss", {"lse": torch.Tensor.t}, ValueError, r"lse has shape \[10, 8\]; it must be \[h_q, s\] = \[8"),
+    "lse-dtype": ("loss", {"lse": torch.Tensor.double}, TypeError, r"lse has dtype torch.float64; it"),
 }  # fmt: skip
 
 
