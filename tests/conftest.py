@@ -44,7 +44,10 @@ def smokes(path: Path) -> bool:
 
 
 # Run by tests; they import what the tests' extra lacks.
-PROGRAMS = tuple(HERE / "integrations" / "hugging_face" / name for name in ("trainer_losses.py", "trl_losses.py"))
+PROGRAMS = tuple(
+    HERE / "integrations" / "hugging_face" / f"{name}.py"
+    for name in ("accelerate_losses", "accelerate_steps", "trainer_losses", "trl_losses")
+)
 
 
 def says_faults(path: Path) -> bool:

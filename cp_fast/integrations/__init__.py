@@ -6,6 +6,7 @@ only if it says so.
     sdpa                 scaled_dot_product_attention
     transformers         prepare(model, cp): checks a model, and switches its attention; shard_batch
     trainer              ContextParallelMixin, for transformers' Trainer
+    accelerate           use(accelerator): its own ParallelismConfig(cp_size=n) runs on this package
     transformer_engine   patch(): the function that its attention calls under context parallelism
     megatron             CoreAttention, for the specs of transformer layers and blocks
     torchtitan           apply_cp_to_forward and prepare_context_parallel_input, for varlen attention
@@ -22,6 +23,7 @@ import importlib
 from types import ModuleType
 
 _MODULES = (
+    "accelerate",
     "flash_attn",
     "loss",
     "megatron",

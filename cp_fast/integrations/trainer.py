@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.model_edge import edge_of
 from cp_fast.integrations.shared.drop_in import refuse
+from cp_fast.integrations.shared.own_numbers import own_numbers
 from cp_fast.integrations.transformers import prepare, shard_batch
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.collectives import all_reduce_sum
@@ -182,18 +183,12 @@ class ContextParallelMixin(_Trainer):
 
     @contextlib.contextmanager
     def _own_numbers(self) -> Iterator[None]:
-        """Random numbers from a seed of this rank's, for the step and batch. Afterwards those of all ranks go on, as if
-        none had been drawn: orders of rows are those of Trainer alone.
-        """
+        """Random numbers of this rank's own, for the step and batch."""
         if self.cp.size == 1:
             yield
             return
         self._drawn += 1
-        seed = hash((torch.initial_seed(), self.state.global_step, self._drawn, self.cp.rank)) % 2**63
-        device = self.args.device
-        how: dict[str, Any] = {"devices": []} if device.type == "cpu" else {"devices": [device]}
-        with torch.random.fork_rng(**how, device_type="cuda" if device.type == "cpu" else device.type):
-            torch.manual_seed(seed)
+        with own_numbers(self.args.device, self.state.global_step, self._drawn, self.cp.rank):
             yield
 
     def _part(self, batch: Any) -> dict[str, Any]:
@@ -290,7 +285,8 @@ def _refuse_parallelism(trainer: Any, args: Any) -> None:
     if theirs is not None and (theirs.cp_size > 1 or theirs.sp_size > 1):
         raise NotImplementedError(
             f"ParallelismConfig has cp_size={theirs.cp_size}, sp_size={theirs.sp_size}, accelerate's own; "
-            "leave both at 1 and give ContextParallelMixin cp=ContextParallel(...)"
+            "leave both at 1 and give ContextParallelMixin cp=ContextParallel(...), or leave the mixin away and call "
+            "cp_fast.integrations.accelerate.use(trainer.accelerator)"
         )
     refuse("ContextParallelMixin", n_gpu=max(0, args.n_gpu - 1), tp_size=trainer.get_tp_size() - 1)
 

@@ -17,7 +17,7 @@ from cp_ref.schedules.values import read_count, read_lengths
 
 __all__ = ["shard_batch"]
 
-_FLAT = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+FLAT = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @collective(token_batches.raise_on_all_ranks)
@@ -60,7 +60,7 @@ def shard_batch(
     try:
         edge = None if model is None else edge_of(model)
         images = images_of(batch, model, fill or ())
-        rows = _positions_said(batch if images is None else images.rest, 0 if edge is None else edge.first_position)
+        rows = positions_said(batch if images is None else images.rest, 0 if edge is None else edge.first_position)
         places = None if images is None else images.placed(rows)
         labelled = edge is not None and edge.head is not None and isinstance(rows, Mapping) and "labels" in rows
         shifts = edge.labels_head(type(model).__name__).shifts if edge is not None and labelled else True
@@ -73,12 +73,12 @@ def shard_batch(
     return images.cut(places, token_batches.shard_batch({**rows, **whole}, **how, whole=list(whole)))
 
 
-def _positions_said(batch: Any, first: int) -> Any:
+def positions_said(batch: Any, first: int) -> Any:
     """The batch with its documents as position_ids from 0, and without what says the same again."""
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         return batch  # for token_batches to refuse
-    flat = {name: x for name, x in batch.items() if name in _FLAT}
-    batch = {name: x for name, x in batch.items() if name not in _FLAT}
+    flat = {name: x for name, x in batch.items() if name in FLAT}
+    batch = {name: x for name, x in batch.items() if name not in FLAT}
     given: torch.Tensor | None = batch.get("position_ids")
     if isinstance(given, torch.Tensor) and given.ndim != 2:
         return batch  # for token_batches to refuse
