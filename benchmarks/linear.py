@@ -3,7 +3,7 @@
     python -m benchmarks.linear check --kinds kda --out check.json            # all ranks of a simulated group, one GPU
     python -m benchmarks.linear warm --part 0 --parts 8 &                     # of 8 processes: compile for `speed`
     python -m benchmarks.linear speed --out speed.json                        # one rank of two, its messages left out
-    python -m benchmarks.linear speed --gpus 2 --out speed.json               # two ranks over NCCL
+    python -m benchmarks.linear speed --gpus 2 --no-tuned --out speed.json    # two ranks, in a minute and a half
     python -m benchmarks.linear convolution --out convolution.json            # a causal convolution, by its bytes
 
 `check` prints, for each problem, the errors of all results and gradients relative to the oracle's, as roots of mean
@@ -105,11 +105,14 @@ def speed(
     calls: Annotated[int, typer.Option(help="Calls in a row.")] = 10,
     rows: Annotated[int, typer.Option(help="Tokens a GPU.")] = ROWS,
     profile: Annotated[bool, typer.Option(help="Print the kernels of each.")] = True,
+    tuned: Annotated[
+        bool, typer.Option(help="Let Triton tune the kernels; else each takes its first configuration.")
+    ] = True,
     commit: Commit = "",
     out: JsonOut = None,
 ) -> None:
     """Times of a layer, forward and both passes."""
-    options = Speed(gpus, turns, calls, rows, profile, commit, out)
+    options = Speed(gpus, turns, calls, rows, profile, commit, out, tuned)
     if gpus == 1:
         torch.cuda.set_device(0)
         _speed(Silent(0, 2), options)
@@ -163,6 +166,7 @@ class Speed:
     profile: bool
     commit: str
     out: Path | None
+    tuned: bool = True
 
 
 def _rank(rank: int, options: Speed, folder: str) -> None:
@@ -196,6 +200,11 @@ def launches(fn: Callable[[], Any]) -> int:
 
 
 def _speed(group: Any, options: Speed) -> None:
+    """Tuners try each of hundreds of configurations for some tenths of a second, in every process: minutes, in which a
+    run may be cut. Without them both sides have the same kernels.
+    """
+    if not options.tuned:
+        tune_only(0, 1000)
     device = torch.device("cuda", torch.cuda.current_device())
     with lifted():
         found = {
@@ -236,6 +245,7 @@ def _speed(group: Any, options: Speed) -> None:
     for name, lines in kernels.items():
         print(f"\n{name}", *lines, sep="\n")
     versions = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "gpus": options.gpus}
+    versions |= {"tuned": options.tuned}
     _write(
         options.out,
         {"commit": options.commit, **versions, "ms": best, "launches": counts, "all": times, "kernels": kernels},

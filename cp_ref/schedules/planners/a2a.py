@@ -15,7 +15,11 @@ Heads are exchanged all at once, or in head chunks (`make_schedule.py`): one chu
 arrive and the previous chunk's results return to their owners.
 
 With fewer kv heads than ranks in the group, a kv head goes to every rank that has one of its query heads, and its
-gradients are added up at its owner. The exchanged q and kv are kept for the backward pass.
+gradients are added up at its owner.
+
+The exchanged q and kv are kept for the backward pass. Keys that a ring then brings are not kept, as in `p2p`: they
+travel again. To keep them would take, in every layer, as much memory again for each other group; their messages hide
+behind the tiles of the backward pass, which take 2.5 times as long as those of the forward pass.
 
 From DeepSpeed-Ulysses (Jacobs et al., 2023) and USP (Fang and Zhao, 2024).
 """

@@ -227,6 +227,17 @@ def test_a2a_has_its_outs_and_queries_again_in_the_backward_pass() -> None:
         assert plan.sends_do
 
 
+def test_a_ring_of_a2a_groups_keeps_what_was_exchanged_and_nothing_of_the_ring() -> None:
+    """Kept: the rows of the own group. The keys of the three other groups, up to three times as many, travel again."""
+    problem = Problem(8, same(64), "a2a+p2p", 2, heads_q=8, heads_kv=4)
+    for rank in range(8):
+        plan = plan_of(problem, rank)
+        kept = {plan.forward.buffers[here].kind: plan.forward.buffers[here].rows for here, _ in plan.saved}
+        assert kept == {"q": 16, "kv": 16, "out": 8}
+        again = [plan.backward.buffers[recv.buffer] for recv in plan.backward.of(Recv)]
+        assert 2 * 16 < sum(spec.rows for spec in again if spec.kind == "kv") <= 3 * 16
+
+
 def test_a_head_chunk_of_a2a_has_its_own_buffers_and_one_launch() -> None:
     """Its rows are put together once, kept for the backward pass, and freed after their only launch there."""
     problem = Problem(2, same(64, 32), "a2a", 2, qkv_format="thd", heads_q=16, heads_kv=8)
