@@ -2,6 +2,8 @@
 
     python benchmarks/long_context.py --out long_context.json --commit "$(git rev-parse HEAD)"
     python benchmarks/long_context.py --out long_context.json --lengths 524288 --layers 2        # adds its rows
+    python benchmarks/long_context.py --out long_context.json --documents 100 --libraries cp_fast+balanced,accelerate \
+        --lengths 131072
     python benchmarks/long_context.py --out long_context.json --longest                          # with all 36 layers
     python benchmarks/long_context.py --out /tmp/rows.json --tiny --lengths 256 --libraries cp_fast
 
@@ -42,6 +44,7 @@ def run_group(library: str, lengths: list[int], layers: int, steps: int, given: 
     with tempfile.NamedTemporaryFile("r") as rows:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(given.gpus), str(STEP)]
         command += ["--library", library, "--lengths", ",".join(map(str, lengths)), "--out", rows.name]
+        command += ["--documents", str(given.documents)]
         command += ["--layers", str(layers), "--steps", str(steps), *(["--tiny"] if given.tiny else [])]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
@@ -94,9 +97,10 @@ class Record:
         for row in rows:
             print({key: value for key, value in row.items() if key != "memory"}, flush=True)
 
-    def has(self, library: str, tokens: int, layers: int) -> bool:
-        key = (library, tokens, layers)
-        return any((row["library"], row["tokens"], row["layers"]) == key for row in self.data["rows"])
+    def has(self, library: str, tokens: int, given: Any) -> bool:
+        key = (library, tokens, given.layers, given.documents)
+        rows = self.data["rows"]
+        return any((row["library"], row["tokens"], row["layers"], row.get("documents", 1)) == key for row in rows)
 
 
 def gpus() -> str:
@@ -111,7 +115,7 @@ def measure(record: Record, given: Any, libraries: list[str], ends: float) -> No
     """All lengths of each library. A library has an equal share of the time that is left."""
     for number, library in enumerate(libraries):
         ended = time.monotonic() + (ends - time.monotonic()) / (len(libraries) - number)
-        left = [n for n in map(int, given.lengths.split(",")) if not record.has(library, n, given.layers)]
+        left = [n for n in map(int, given.lengths.split(",")) if not record.has(library, n, given)]
         while left:
             rows = run_group(library, left, given.layers, given.steps, given, ended - time.monotonic())
             left = left[len(rows) :]
@@ -167,6 +171,7 @@ def main() -> None:
     parser.add_argument("--libraries", default=LIBRARIES)
     parser.add_argument("--lengths", default=LENGTHS)
     parser.add_argument("--layers", type=int, default=0, help="0: 4, and all 36 with --longest")
+    parser.add_argument("--documents", type=int, default=1, help="packed, or padded by libraries that cannot pack")
     parser.add_argument("--steps", type=int, default=2, help="of each length; the first is not measured")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--budget-seconds", type=float, default=560)

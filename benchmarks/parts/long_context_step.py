@@ -6,10 +6,16 @@ The model, its loss and its optimizer are those of `examples/long_context.py`, s
 in what checkpointing recomputes. Rank 0 appends one JSON row for each length to the file `--out`.
 
     cp_fast                   p2p, dual_chunk, attention saved and offloaded (`cp_fast+liger`: Liger's fused loss)
+                              (`cp_fast+balanced`: that layout, for packed documents)
     accelerate                accelerate's `ParallelismConfig(cp_size=...)`, which is PyTorch's context parallel, on
                               cuDNN's kernels; full checkpointing (`accelerate+own_loss`: the loss of Transformers)
     pytorch                   the same context parallel without accelerate
     ring_flash_attn           its adapter for Transformers, on cp_fast's kernels; full checkpointing
+
+With `--documents N` the tokens are N documents of log-normal lengths. `cp_fast` packs them in one row. The context
+parallelism of the others knows no packed documents: they take rows padded to the longest of a micro-batch, which has at
+most as many tokens, padding included, in the order drawn or (`accelerate+by_length`) in that of their lengths. One
+optimizer step has all of them.
 """
 
 # pyright: reportMissingImports=false
@@ -82,14 +88,15 @@ def with_optimizer(whole: Any, cut: Callable[[Batch], AbstractContextManager[Bat
 
 def cp_fast(model: Any, option: str) -> Way:
     """This project."""
-    context = cp.ContextParallel(dist.group.WORLD, layout="dual_chunk")
+    context = cp.ContextParallel(dist.group.WORLD, layout="balanced" if option == "balanced" else "dual_chunk")
     model = cp_transformers.prepare(model, context).train()
     saving: dict[str, Any] = {"use_reentrant": False, "context_fn": save_attention(offload=option != "no_offload")}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=saving)
 
     @contextmanager
     def cut(batch: Batch) -> Iterator[Batch]:
-        part = cp_transformers.shard_batch({"input_ids": batch["input_ids"], "labels": batch["labels"]}, cp=context)
+        given = {name: x for name, x in batch.items() if name != "shift_labels"}
+        part = cp_transformers.shard_batch(given, cp=context)
         part = {name: x for name, x in part.items() if name not in ("labels", "num_items_in_batch")}
         yield {name: x.to(model.device) if isinstance(x, torch.Tensor) else x for name, x in part.items()}
 
@@ -209,20 +216,64 @@ class Memory:
         self.read("begin")
 
 
-def step(way: Way, tokens: int, number: int, vocabulary: int, device: torch.device) -> tuple[float, float]:
+def lengths_of(tokens: int, documents: int) -> list[int]:
+    """Log-normal lengths that add up to `tokens`.
+
+    >>> lengths_of(1000, 8)
+    [212, 139, 113, 199, 68, 90, 23, 156]
+    """
+    if documents < 2:
+        return [tokens]
+    shares = torch.randn(documents, generator=torch.Generator().manual_seed(1), dtype=torch.float64).exp().tolist()
+    lengths = [max(2, int(tokens * share / sum(shares))) for share in shares]
+    lengths[lengths.index(max(lengths))] += tokens - sum(lengths)
+    return lengths
+
+
+def padded(batch: Batch, lengths: list[int], *, by_length: bool) -> Iterator[Batch]:
+    """The documents of a packed batch as micro-batches of padded rows, of at most as many tokens."""
+    documents = {name: list(batch[name][0].split(lengths)) for name in ("input_ids", "shift_labels")}
+    if by_length:
+        documents = {name: sorted(some, key=len) for name, some in documents.items()}
+        lengths = sorted(lengths)
+    most, begin = sum(lengths), 0
+    for end in range(1, len(lengths) + 1):
+        if end < len(lengths) and (end + 1 - begin) * rounded(max(lengths[begin : end + 1])) <= most:
+            continue
+        width = rounded(max(lengths[begin:end]))
+        yield {
+            name: torch.stack([torch.nn.functional.pad(x, (0, width - len(x)), value=fill) for x in some[begin:end]])
+            for (name, some), fill in zip(documents.items(), (0, -100), strict=True)
+        }
+        begin = end
+
+
+def rounded(length: int) -> int:
+    """The length of a row, which all ranks can cut in equal chunks."""
+    return -(-length // (grain := 2 * dist.get_world_size())) * grain
+
+
+def step(
+    way: Way, tokens: int, documents: int, number: int, vocabulary: int, device: torch.device, library: str
+) -> tuple[float, float]:
     """Seconds of one step, and its mean loss."""
-    batch = EXAMPLE["batch_of"](tokens, [tokens], vocabulary, number)
-    batch["shift_labels"] = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    lengths = lengths_of(tokens, documents)
+    batch = EXAMPLE["batch_of"](tokens, lengths, vocabulary, number)
+    rows = [torch.nn.functional.pad(x, (0, 1), value=-100)[1:] for x in batch["labels"][0].split(lengths)]
+    batch["shift_labels"] = torch.cat(rows)[None]
     now = EXAMPLE["now"]
     dist.barrier()
     start = now(device)
-    with way.cut(batch) as part:
-        loss = way.whole(**part) / (tokens - 1)
-        loss_for_backward(loss, averaged_over=way.whole).backward()
+    total = torch.zeros((), device=device)
+    packs = documents < 2 or library.startswith("cp_fast")
+    for micro in [batch] if packs else padded(batch, lengths, by_length=library.endswith("by_length")):
+        with way.cut(micro) as part:
+            loss = way.whole(**part) / (tokens - len(lengths))
+            loss_for_backward(loss, averaged_over=way.whole).backward()
+            total += loss.detach().float()
     way.optimizer.step()
     way.optimizer.zero_grad()
     taken = now(device) - start
-    total = loss.detach().float()
     dist.all_reduce(total)
     return taken, float(total)
 
@@ -238,6 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--library", required=True)
     parser.add_argument("--lengths", required=True, help="of the whole sequence, with commas")
+    parser.add_argument("--documents", type=int, default=1, help="packed or padded documents of log-normal lengths")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2, help="the first is not measured, if there are more")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU")
@@ -257,16 +309,18 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
     memory = Memory(model)
     way = WAYS[name](model, option)
-    step(way, min(WARM_UP, *lengths), 0, config.vocab_size, device)
+    sizes = {"vocabulary": config.vocab_size, "device": device, "library": given.library}
+    step(way, min(WARM_UP, *lengths), 1, 0, **sizes)
     for tokens in lengths:
         if on_gpu:
             torch.cuda.empty_cache()
         done: list[tuple[float, float]] = []
         for number in range(given.steps):
             memory.start()
-            done.append(step(way, tokens, number, config.vocab_size, device))
+            done.append(step(way, tokens, given.documents, number, **sizes))
             memory.read("end")
         row: dict[str, Any] = {"library": given.library, "tokens": tokens, "layers": given.layers}
+        row |= {"documents": given.documents} if given.documents > 1 else {}
         seconds = largest([taken for taken, _ in done], device)
         best = min(seconds[1:] or seconds)
         row |= {"seconds": [round(s, 4) for s in seconds], "losses": [round(loss, 4) for _, loss in done]}
