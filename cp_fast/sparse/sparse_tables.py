@@ -170,7 +170,7 @@ class SparsePlan:
         work = self.problem.workload
         others = [rank for rank in range(work.cp_size) if rank != self.rank]
         queries = {rank: _fragment_rows(work.ownership.q.of(rank)) for rank in others}
-        rows, q = _travel(self.q.rows, dict.fromkeys(others, self.q.rows), queries, self.device)
+        rows, q = _travel(self.q.rows, dict.fromkeys(others, np.sort(self.q.rows)), queries, self.device)
 
         seen = work.areas.keys.merged() if len(work.areas) else Spans(*(np.empty(0, dtype=np.int64),) * 2)
         keys = {rank: _fragment_rows(work.ownership.kv.of(rank).within(*seen)) for rank in range(work.cp_size)}

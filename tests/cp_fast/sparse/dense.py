@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,11 +66,22 @@ def drawn(seed: int) -> Drawn:
         given["seqlen_q"] = 2 * size * int(rng.integers(1, 4))
         given["seqlen_kv"] = 2 * size * int(rng.integers(1, 4)) if cross else given["seqlen_q"]
     given["attn_mask_type"] = mask
+    if fmt == "thd" and not cross and rng.random() < 0.4:
+        given["layout"] = _table(rng, np.diff(given["cu_seqlens_q_padded"].numpy()), size)
     d_qk = int(rng.choice([4, 5]))
     sizes: dict[str, Any] = {"heads_q": heads_q, "heads_kv": heads_kv, "d_qk": d_qk, "d_v": int(rng.choice([3, d_qk]))}
     sizes["softmax_type"] = "learnable" if rng.random() < 0.4 else "vanilla"
     context = {"cp_comm_type": comm, "layout": layout}
     return Drawn({**given, **sizes, "dtype": torch.float64, "device": "cpu"}, context, size)
+
+
+def _table(rng: np.random.Generator, slots: np.ndarray, size: int) -> list[tuple[int, int, int, int]]:
+    """A layout of any cuts, owners and order."""
+    rows: list[tuple[int, int, int, int]] = []
+    for number, count in enumerate(slots.tolist()):
+        cuts = sorted({0, count, *rng.integers(0, count + 1, 3).tolist()})
+        rows += [(int(rng.integers(0, size)), number, a, b) for a, b in pairwise(cuts)]
+    return sorted((rows[n] for n in rng.permutation(len(rows))), key=lambda row: row[0])
 
 
 def slices(problem: Problem, side: str, rank: int, x: torch.Tensor, tail: int = 0) -> torch.Tensor:
