@@ -44,9 +44,12 @@ def smokes(path: Path) -> bool:
 
 
 # Run by tests; they import what the tests' extra lacks.
-PROGRAMS = tuple(
-    HERE / "integrations" / "hugging_face" / f"{name}.py"
-    for name in ("accelerate_losses", "accelerate_steps", "trainer_losses", "trl_losses")
+PROGRAMS = (
+    *(
+        HERE / "integrations" / "hugging_face" / f"{name}.py"
+        for name in ("accelerate_losses", "accelerate_steps", "trainer_losses", "trl_losses")
+    ),
+    HERE / "sparse" / "interpreted_kernels.py",
 )
 
 

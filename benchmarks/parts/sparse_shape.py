@@ -1,0 +1,176 @@
+"""DeepSeek-V3.2's shape: tensors, operations, and kernels' results compared with PyTorch on rows of a large problem."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cp_fast.backends.sparse_kernels import Visible
+from cp_fast.backends.triton_sparse import select_kernels
+
+__all__ = ["Shape", "dense_tensors", "sample_mistakes"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One causal document of `keys` tokens, of which the last `rows` are query rows."""
+
+    rows: int = 65_536
+    keys: int = 65_536
+    heads: int = 128
+    d: int = 576
+    d_v: int = 512
+    top_k: int = 2_048
+    h_i: int = 64
+    d_i: int = 128
+
+    @property
+    def scale(self) -> float:
+        """Of attention's scores: that of heads of 192."""
+        return 192**-0.5
+
+    @property
+    def index_scale(self) -> float:
+        return self.d_i**-0.5
+
+    @property
+    def pairs(self) -> float:
+        """Chosen (query row, key)."""
+        first = self.keys - self.rows
+        return float(sum(min(i + 1, self.top_k) for i in range(first, self.keys)))
+
+    @property
+    def flops(self) -> dict[str, float]:
+        """Multiplications and additions, two a pair, head and column; a backward pass as its five products."""
+        first = self.keys - self.rows
+        scored = (self.keys * (self.keys + 1) - first * (first + 1)) / 2
+        indexed = 2 * self.h_i * self.d_i
+        return {
+            "select": scored * indexed,
+            "forward": self.pairs * self.heads * 2 * (self.d + self.d_v),
+            "backward": self.pairs * self.heads * 2 * (3 * self.d + 2 * self.d_v),
+            "loss": self.pairs * (self.heads * 2 * self.d + indexed),
+            "loss_backward": self.pairs * (self.heads * 2 * self.d + 3 * indexed),
+        }
+
+    def visible(self) -> Visible:
+        stops = torch.arange(self.keys - self.rows + 1, self.keys + 1, dtype=torch.int32, device="cuda")[:, None]
+        return Visible(torch.zeros_like(stops), stops, torch.zeros_like(stops))
+
+    def index_tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q_index, k_index, weights."""
+        draw = torch.Generator("cuda").manual_seed(1)
+        q = torch.randn(self.rows, self.h_i, self.d_i, generator=draw, device="cuda", dtype=torch.bfloat16)
+        k = torch.randn(self.keys, self.d_i, generator=draw, device="cuda", dtype=torch.bfloat16)
+        return q, k, torch.randn(self.rows, self.h_i, generator=draw, device="cuda")
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """q, k, v as a view of k, dout."""
+        draw = torch.Generator("cuda").manual_seed(2)
+
+        def some(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=draw, device="cuda", dtype=torch.bfloat16)
+
+        k = some(self.keys, 1, self.d)
+        q, dout = some(self.rows, self.heads, self.d), some(self.rows, self.heads, self.d_v)
+        return {"q": q, "k": k, "v": k[..., : self.d_v], "dout": dout}
+
+
+def dense_tensors(rows: int, heads: int, dims: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """q, k, v, dout of attention over all heads, whose keys are not latent."""
+    draw = torch.Generator("cuda").manual_seed(3)
+    sizes = {"q": dims[0], "k": dims[0], "v": dims[1], "dout": dims[1]}
+    return {
+        name: torch.randn(rows, heads, d, generator=draw, device="cuda", dtype=torch.bfloat16)
+        for name, d in sizes.items()
+    }
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    error = ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+    return error if math.isfinite(error) else math.inf
+
+
+def sample_mistakes(
+    kernels: Any, shape: Shape, index: Any, x: dict[str, torch.Tensor], results: Any
+) -> dict[str, float]:
+    """Errors of some rows: of the selection (`order`: how far scores are from the best ones, over the largest; `cut`:
+    the same with fewer keys gathered and other rows beside it; `ties`: keys against a stable sort of the same numbers)
+    and relative ones of attention. results: indices, rows, out, lse, dq.
+    """
+    indices, rows, out, lse, dq = results
+    places = (0, 1, shape.rows // 50, shape.rows // 3, shape.rows // 2 + 1, shape.rows - 2, shape.rows - 1)
+    some = torch.tensor(places, device="cuda")
+    found, visible = dict[str, float](), shape.visible()
+    q_index, k_index, weights = index
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    worst = 0.0
+    for row in some.tolist():
+        stop = int(visible.stops[row, 0])
+        dots = q_index[row].float() @ k_index[:stop].float().T
+        scores = ((dots * shape.index_scale).relu() * weights[row][:, None]).sum(0)
+        count = min(stop, shape.top_k)
+        chosen = indices[row, :count].long()
+        legal = bool((indices[row, count:] == -1).all()) and len(chosen.unique()) == count and int(chosen.max()) < stop
+        best = scores.topk(count).values
+        worst = max(worst, float((scores[chosen] - best).abs().max() / scores.abs().max()) if legal else math.inf)
+    found["order"] = worst
+    least = shape.keys - shape.rows + 16 if shape.rows < shape.keys else 0
+    part = slice(max(0, shape.rows // 2 - 5), shape.rows // 2 + 6)
+    cut = max(least, int(visible.stops[part].max()))
+    again = kernels.select(
+        q_index[part], k_index[:cut].contiguous(), weights[part], Visible(*(t[part] for t in visible)), shape.top_k,
+        shape.index_scale,
+    )  # fmt: skip
+    found["cut"] = 0.0 if torch.equal(again, indices[part]) else math.inf
+    numbers = torch.zeros(min(32, shape.rows), shape.keys, dtype=torch.int32, device="cuda")
+    first = max(0, shape.rows - 32)
+    select_kernels.scores(q_index, k_index, weights, visible, shape.index_scale, first, numbers)
+    unsigned = numbers.long() & 0xFFFFFFFF
+    wanted = unsigned.sort(dim=1, descending=True, stable=True).indices[:, : shape.top_k]
+    unsigned = torch.gather(unsigned, 1, wanted)
+    found["ties"] = float((torch.where(unsigned > 0, wanted, -1) != indices[first:]).sum())
+    errors: dict[str, float] = dict.fromkeys(("out", "lse", "dq", "rows"), 0.0)
+    for row in some.tolist():
+        chosen = rows[row, 0]
+        chosen = chosen[chosen >= 0].long()
+        wanted_rows = indices[row][indices[row] >= 0].long().sort().values
+        errors["rows"] = max(errors["rows"], 0.0 if torch.equal(chosen.sort().values, wanted_rows) else math.inf)
+        keys = x["k"][chosen, 0].float()
+        q = x["q"][row].float().requires_grad_()
+        scores = q @ keys.T * shape.scale
+        mine = scores.softmax(-1) @ keys[:, : shape.d_v]
+        (grad,) = torch.autograd.grad(mine, q, x["dout"][row].float())
+        pairs = {
+            "out": (out[row], mine.detach()),
+            "lse": (lse[row], scores.detach().logsumexp(-1)),
+            "dq": (dq[row], grad),
+        }
+        for name, (a, b) in pairs.items():
+            if name != "dq" or len(chosen) > 1:
+                errors[name] = max(errors[name], _error(a, b))
+    found |= errors
+    part = slice(max(0, shape.rows - 192), shape.rows)
+    q, dout, chosen = x["q"][part], x["dout"][part], rows[part]
+    for way in (False, True):
+        _, dk, dv = kernels.backward(
+            q, x["k"], x["v"], chosen, out[part], lse[part], dout, None, shape.scale, way
+        )  # fmt: skip
+        if not way:
+            wanted = torch.zeros_like(dk[:, 0])
+            for i in range(len(q)):
+                places = chosen[i, 0][chosen[i, 0] >= 0].long()
+                keys = x["k"][places, 0].float()
+                weight = (q[i].float() @ keys.T * shape.scale).softmax(-1)
+                grad = dout[i].float() @ keys[:, : shape.d_v].T
+                grad = weight * (grad - (weight * grad).sum(-1, keepdim=True)) * shape.scale
+                added = grad.T @ q[i].float()
+                added[:, : shape.d_v] += weight.T @ dout[i].float()
+                wanted.index_add_(0, places, added)
+        found["dk in order" if way else "dk"] = math.inf if dv is not None else _error(dk[:, 0], wanted)
+    torch.backends.cuda.matmul.allow_tf32 = before
+    return found
