@@ -52,6 +52,7 @@ class Plan(plans.Plan):
         custom: the schedule that `make_plan` was given; None for the planner's.
         score_mod: the function that `make_plan` was given.
         linear: whether it serves linear layers.
+        sparse: whether it was made for attention to chosen keys.
         agreed: see `cp_ref.contract.plan_arguments.Plan`.
         halos: the results of `halo`, by kernel_size.
     """
@@ -63,6 +64,7 @@ class Plan(plans.Plan):
     custom: Schedule | None = field(default=None, hash=False)  # tables have no hash
     score_mod: ScoreMod | None = None
     linear: bool = False
+    sparse: bool = False
     agreed: set[bytes] = field(default_factory=set[bytes], init=False, compare=False, repr=False)
     halos: dict[int, Schedule] = field(default_factory=dict[int, Schedule], init=False, compare=False, repr=False)
 
@@ -120,6 +122,7 @@ def make_plan(**arguments: Any) -> Plan:
         custom=arguments.get("schedule"),
         score_mod=score_mod and frozen(score_mod),
         linear=arguments.get("linear", False),
+        sparse=arguments.get("sparse", False),
     )
 
 

@@ -91,6 +91,7 @@ class Plan(OfThisProcess, plans.Plan):
         room: the room for `update`; None for a plan that is not updated.
         messages: the transport: the memory of the group's ranks (`cp_fast.transport`), or None for the group itself.
         linear: whether it serves linear layers.
+        sparse: whether it was made for attention to chosen keys.
         agreed: see `cp_ref.contract.plan_arguments.Plan`.
 
     A copy, deep or not, and the result of `copy.replace` are separate plans that share the read-only tables. A
@@ -112,6 +113,7 @@ class Plan(OfThisProcess, plans.Plan):
     fixed: FixedTables | None = field(default=None, repr=False)  # Its tables, if there is room.
     messages: Group | None = field(default=None, repr=False)
     linear: bool = False
+    sparse: bool = False
     agreed: set[bytes] = field(default_factory=set[bytes], repr=False)
     handle: torch.Tensor = field(init=False, repr=False)  # See `cp_fast.dispatch.handles`.
     kept: str = field(init=False, repr=False)  # See `Programs.kept_tensors`.
@@ -266,7 +268,7 @@ def make_plan(**arguments: Any) -> Plan:
         given = bind(plans.make_plan, arguments)
         agreement, backend, device = _read_plan_arguments(given)
         how = agreement, backend, device, custom, given["score_mod"]
-        plan = prepared(cp, *how, linear=given["linear"])
+        plan = prepared(cp, *how, linear=given["linear"], sparse=given["sparse"])
         _ = plan.position_ids  # made now: a compiled layer that asks for them first could not
         return Made(agreement, plan)
 
@@ -323,6 +325,7 @@ def prepared(
     score_mod: ScoreMod | None = None,
     *,
     linear: bool = False,
+    sparse: bool = False,
 ) -> Plan:
     """This rank's plan, made before the ranks agree on it. An error on one rank (a failed build, no memory for the
     tables) is then raised on all. Sends nothing, and keeps no reference to the group.
@@ -362,6 +365,7 @@ def prepared(
         room=room,
         fixed=fixed,
         linear=linear,
+        sparse=sparse,
     )
 
 

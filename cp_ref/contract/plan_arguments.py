@@ -13,7 +13,7 @@ from cp_ref.contract.context import ContextParallel
 from cp_ref.contract.declared import bind, same_parameters
 from cp_ref.contract.group import Group, PairGroup
 from cp_ref.contract.linear_schedules import conv_schedule, make_states
-from cp_ref.contract.read_problem import ARGUMENTS, Sizes, read_problem
+from cp_ref.contract.read_problem import ARGUMENTS, Sizes, check_one_document, read_problem
 from cp_ref.contract.room import Agreement, Room, read_room
 from cp_ref.contract.score_mod import ScoreMod, digest_of
 from cp_ref.contract.tensors import read_device
@@ -22,12 +22,14 @@ from cp_ref.schedules.schedule import Schedule
 from cp_ref.schedules.values import check_flag, kind_of, read_count
 from cp_ref.schedules.verify.costs import report
 from cp_ref.schedules.verify.proof import verify
-from cp_ref.schedules.words import AttnMaskType, QKVFormat, SoftmaxType
+from cp_ref.schedules.words import AttnMaskType, Feature, QKVFormat, SoftmaxType, Unsupported
 
 __all__ = [
     "Plan",
     "check_plan",
     "check_schedule",
+    "check_sparse",
+    "check_sparse_scores",
     "lengths_of_update",
     "make_plan",
     "read_call",
@@ -97,6 +99,7 @@ class Plan:
     device: torch.device
     room: Room | None = None
     linear: bool = False  # Whether it serves linear layers.
+    sparse: bool = False  # Whether it was made for attention to chosen keys.
     custom: Schedule | None = None  # The schedule that `make_plan` was given.
     agreed: set[bytes]  # Calls of linear and sparse layers that the ranks have agreed on: see `agree_on_layer`.
     head_chunks: tuple[int, ...] = ()  # See `make_schedule`.
@@ -147,6 +150,7 @@ class Plan:
                 f"{found.sent_bytes:,} bytes sent by all ranks",
                 "  plan.schedule has every message and every tile",
                 *(["  linear layers too: plan.states has every message and every scan"] if self.linear else []),
+                *(["  sparse attention too: an indexer's keys travel as in all_gather"] if self.sparse else []),
             )
         )
 
@@ -185,6 +189,7 @@ def make_plan(
     layout: torch.Tensor | Sequence[Sequence[int]] | None = None,
     schedule: Schedule | None = None,
     linear: bool = False,
+    sparse: bool = False,
 ) -> Plan:
     """Plan one batch. Collective: every rank calls it, and all ranks raise if their problems differ.
 
@@ -205,6 +210,7 @@ def make_plan(
             `Schedule.parse(text)`. By default the one that `cp_comm_type` names. Not with max_sequences.
         linear: plan `linear_attention` and `causal_conv1d` too, for layers of the same batch. They need queries and
             keys of equal lengths, and no areas.
+        sparse: refuse at once what `sparse_attention` would refuse. It and `select_keys` take any other plan too.
 
     Returns:
         The plan, for `attention(q, k, v, cp=cp, plan=plan)`, which in `cp_fast` then reads no device value on the host;
@@ -288,7 +294,50 @@ def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, t
     problem = read_call(cp, sizes, given["layout"], **{name: given[name] for name in ARGUMENTS})
     room = read_room(problem, given)
     extras = check_schedule(given["schedule"], problem, room, cp.comm) + read_linear(given["linear"], problem)
+    check_flag("sparse", given["sparse"])
+    if given["sparse"]:
+        check_sparse("sparse attention", problem, given["schedule"])
+        check_sparse_scores("sparse attention", problem)
     return Agreement(problem, room, extras), device
+
+
+def check_sparse(what: str, problem: Problem, schedule: Any) -> None:
+    """Raise Unsupported, or ValueError, where rows of the problem cannot name their keys.
+
+    Args:
+        what: the function, for errors.
+        schedule: that `make_plan` was given.
+
+    >>> check_sparse("sparse_attention", Problem(2, ()), None)
+    Traceback (most recent call last):
+        ...
+    cp_ref.schedules.words.Unsupported: sparse_attention by cp_comm_type 'p2p' is not supported:
+      make the context with ContextParallel(..., cp_comm_type='all_gather')
+    """
+    if problem.cp_comm_type not in ("all_gather", "a2a"):
+        cure = "make the context with ContextParallel(..., cp_comm_type='all_gather')"
+        raise Unsupported(f"{what} by cp_comm_type {problem.cp_comm_type!r}", {}, cure)
+    if schedule is not None:
+        raise Unsupported(f"{what} by a schedule given to make_plan", {}, "make the plan without schedule=")
+    check_one_document(problem, "top_k" if what == "select_keys" else "indices")
+
+
+def check_sparse_scores(what: str, problem: Problem) -> None:
+    """Raise Unsupported for options of scores that sparse attention does not have.
+
+    >>> check_sparse_scores("sparse_attention", Problem(2, (), softcap=30.0))
+    Traceback (most recent call last):
+        ...
+    cp_ref.schedules.words.Unsupported: this problem is not supported:
+      sparse_attention lacks softcap
+      make the plan without it: the scores of chosen keys are softmax_scale * q.k alone, with softmax_offset or without
+    """
+    missing = set(problem.scores.features)
+    if problem.softmax_type == "off-by-one":
+        missing.add(Feature.OFF_BY_ONE)
+    if missing:
+        rule = "the scores of chosen keys are softmax_scale * q.k alone, with softmax_offset or without"
+        raise Unsupported("this problem", {what: missing}, f"make the plan without it: {rule}")
 
 
 def read_linear(linear: Any, problem: Problem) -> tuple[tuple[str, object], ...]:

@@ -18,17 +18,15 @@ from cp_ref.contract.linear_calls import (
     needs_grad,
     read_scale,
 )
-from cp_ref.contract.plan_arguments import Plan
-from cp_ref.contract.read_problem import check_offset, check_one_document
+from cp_ref.contract.plan_arguments import Plan, check_sparse, check_sparse_scores
+from cp_ref.contract.read_problem import check_offset
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import check_flag, kind_of, read_count, read_number
-from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
     "IndexLossCall",
     "SelectionCall",
     "SparseAttentionCall",
-    "check_sparse",
     "index_loss",
     "read_index_loss",
     "read_selection",
@@ -36,8 +34,6 @@ __all__ = [
     "select_keys",
     "sparse_attention",
 ]
-
-COMM_TYPES = ("all_gather", "a2a")  # in which every rank meets all keys of its rows at once
 
 
 def select_keys(
@@ -316,7 +312,7 @@ def read_sparse_attention(
         ValueError, TypeError: naming the argument, its value and the rule. Unsupported: naming what is missing.
     """
     _check_plan(cp, plan, package_plan, "sparse_attention")
-    check_sparse(plan.problem, "sparse_attention")
+    check_sparse_scores("sparse_attention", plan.problem)
     check_flag("return_lse", return_lse)
     problem: Problem = plan.problem
     _check_attention(plan, q, k, v)
@@ -359,7 +355,7 @@ def read_index_loss(
         ValueError, TypeError: naming the argument, its value and the rule. Unsupported: naming what is missing.
     """
     _check_plan(cp, plan, package_plan, "index_loss")
-    check_sparse(plan.problem, "index_loss")
+    check_sparse_scores("index_loss", plan.problem)
     problem: Problem = plan.problem
     heads, d_index = _read_indexer(plan, q_index, k_index, weights)
     _check_attention(plan, q, k)
@@ -388,31 +384,7 @@ def _check_plan(cp: ContextParallel, plan: Any, package_plan: type, what: str) -
         package = package_plan.__module__.split(".")[0]
         raise TypeError(f"plan is {kind_of(plan)}; it must be a {package}.Plan, as make_plan gives it")
     check_plan_owner(plan.problem, plan.rank, cp)
-    comm = plan.problem.cp_comm_type
-    if comm not in COMM_TYPES:
-        cure = "make the context with ContextParallel(..., cp_comm_type='all_gather')"
-        raise Unsupported(f"{what} by cp_comm_type {comm!r}", {}, cure)
-    if plan.custom is not None:
-        raise Unsupported(f"{what} by a schedule given to make_plan", {}, "make the plan without schedule=")
-    check_one_document(plan.problem, "top_k" if what == "select_keys" else "indices")
-
-
-def check_sparse(problem: Problem, what: str) -> None:
-    """Raise Unsupported for options of scores that sparse attention does not have.
-
-    >>> check_sparse(Problem(2, (), softcap=30.0), "sparse_attention")
-    Traceback (most recent call last):
-        ...
-    cp_ref.schedules.words.Unsupported: this problem is not supported:
-      sparse_attention lacks softcap
-      make the plan without it: the scores of chosen keys are softmax_scale * q.k alone, with softmax_offset or without
-    """
-    missing = set(problem.scores.features)
-    if problem.softmax_type == "off-by-one":
-        missing.add(Feature.OFF_BY_ONE)
-    if missing:
-        rule = "the scores of chosen keys are softmax_scale * q.k alone, with softmax_offset or without"
-        raise Unsupported("this problem", {what: missing}, f"make the plan without it: {rule}")
+    check_sparse(what, plan.problem, plan.custom)
 
 
 def _read_indexer(plan: Plan, q_index: Any, k_index: Any, weights: Any) -> tuple[int, int]:

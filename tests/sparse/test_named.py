@@ -5,6 +5,7 @@ processes.
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pytest
@@ -333,12 +334,28 @@ def test_what_is_refused_by_name(more: dict[str, Any], words: str, package: str)
 
     def one(member: SimMember) -> None:
         module, cp, plan = made(package, member.split(2) if comm == "a2a+p2p" else member, comm, **more)
+        arguments: dict[str, Any] = THD | SIZES | {"dtype": torch.float32} | more
+        supported, why = module.supports(cp=cp, **arguments, sparse=True)
+        assert not supported
+        assert re.search(words.replace("sparse_attention", "sparse attention"), why)
+        assert module.supports(cp=cp, **arguments) == (True, "")
         mine = {name: module.shard(x, cp=cp, plan=plan) for name, x in inputs().items()}
         with pytest.raises(Unsupported, match=words):
             attended(module, mine, torch.zeros(10, 3, dtype=torch.int32), cp, plan)
         if comm != "all_gather":
             with pytest.raises(Unsupported, match=words):
                 chosen(module, mine, cp, plan)
+
+    SimGroup(2).run(one)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_plan_says_that_it_is_for_sparse_attention(package: str) -> None:
+    def one(member: SimMember) -> None:
+        _, _, plan = made(package, member, sparse=True)
+        assert "sparse attention too" in str(plan)
+        with pytest.raises(TypeError, match=r"sparse is 1; it must be True or False"):
+            made(package, member, sparse=1)
 
     SimGroup(2).run(one)
 

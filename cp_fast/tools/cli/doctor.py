@@ -23,6 +23,7 @@ from cp_fast import build
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.backends import BACKENDS, Backend, installed, probe, remark_on
 from cp_fast.backends.fa4 import fa4_cache
+from cp_fast.backends.sparse_kernels import choose_sparse
 from cp_fast.build import recipe
 from cp_fast.movers.numba_cuda.memory_sim import SIMULATED
 from cp_fast.movers.select_movers import chosen, why_not
@@ -193,6 +194,7 @@ def installed_rows() -> list[dict[str, Any]]:
     kept = fa4_cache.kept_where()
     add("fa4's kernels", "on disk" if kept.startswith(os.sep) else None, kept)
     add("messages", *_messages())
+    add("sparse attention", *_sparse_attention())
     add("nvcc", *_tool("nvcc"))
     add("C++ compiler", *_compiler())
     dist = torch.distributed
@@ -220,6 +222,15 @@ def _messages() -> tuple[str | None, str]:
     by_group = f"{MESSAGES}=group" if choice == "group" else reason
     remark = "copy engines read the peers' memory; a group tries it before its first plan"
     return ("the group's", by_group) if by_group else ("peer memory", remark)
+
+
+def _sparse_attention() -> tuple[str, str]:
+    """The kernels of attention to chosen keys, in bfloat16."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kernels = choose_sparse(torch.empty(0, dtype=torch.bfloat16, device=device), "auto")
+    if "triton" in getattr(kernels, "__name__", ""):
+        return "Triton", "plain PyTorch for float64 and on CPUs"
+    return "PyTorch", "GPUs from Ampere on take Triton's kernels"
 
 
 def _version(package: str) -> str | None:
