@@ -69,11 +69,13 @@ KINDS = {  # by the class of the model of transformers that has the vision part 
     "Qwen2_5_VLModel": _QWEN,
     "Qwen3VLModel": _QWEN,
     "Qwen3VLMoeModel": _QWEN,
+    "Qwen3_5Model": _QWEN,
+    "Qwen3_5MoeModel": _QWEN,
     "LlavaModel": Kind(_IMAGE, {"image": "image_sizes"}, _LAYER),
     "InternVLModel": Kind(_IMAGE, settings=_LAYER),
     "Gemma3Model": Kind(_IMAGE, types="token_type_ids", both_ways=True),
 }
-FAMILIES = "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA, InternVL and Gemma 3"
+FAMILIES = "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, LLaVA, InternVL and Gemma 3"
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 _SECONDS, _AXES = "second_per_grid_ts", "the axes of position_ids"
 _ENTRIES = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes", _SECONDS)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.integrations.hugging_face.families import EXPERTS, SIZES
+from tests.integrations.hugging_face.hybrids import GATED, SHARED
 
 __all__ = ["IMAGES", "Batch", "batch_of", "images_batch", "tiny_images"]
 
@@ -25,6 +26,7 @@ _QWEN_SIGHT |= {"temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_s
 _OLDER = {"depth": 2, "hidden_size": 32, "embed_dim": 16, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
 _OLDER |= {"temporal_patch_size": 2, "spatial_merge_size": 2}
 _WINDOWS = _QWEN_SIGHT | {"window_size": 16, "fullatt_block_indexes": [1]}
+_NEWER = _QWEN_SIGHT | {"num_position_embeddings": 16}
 _DEEP = _QWEN_SIGHT | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 _SIGHT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -69,6 +71,8 @@ IMAGES: dict[str, Family] = {
     "Qwen3VLForConditionalGeneration": Family(_QWEN_TEXT, _DEEP, _QWEN_MORE),
     "Qwen2VLForConditionalGeneration": Family(_QWEN_TEXT, _OLDER, _QWEN_MORE),
     "Qwen3VLMoeForConditionalGeneration": Family(_QWEN_TEXT | EXPERTS, _DEEP, _QWEN_MORE),
+    "Qwen3_5ForConditionalGeneration": Family(_QWEN_TEXT | GATED, _NEWER, _QWEN_MORE),
+    "Qwen3_5MoeForConditionalGeneration": Family(_QWEN_TEXT | GATED | SHARED, _NEWER, _QWEN_MORE),
 }
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,8 @@ def test_a_planted_mistake_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, w
 
 def test_images_straddle_the_cuts_of_these_batches() -> None:
     """Both ranks have tokens of one image, and of the rows one is without an image."""
-    for name, family in IMAGES.items():
+    for name in (QWEN, GEMMA, LLAVA):  # those of the others are as long
+        family = IMAGES[name]
         batch, _ = batch_of(name, "rows")
 
         def one(member: Any, name: str = name, batch: Batch = batch) -> list[int]:
@@ -296,6 +298,7 @@ def test_the_text_model_of_other_models_takes_embeddings() -> None:
         torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_windows_and_images_of_every_length() -> None:
     """Gemma 3's window hides keys of an image too, where the image is longer."""
     name = GEMMA
@@ -424,6 +427,7 @@ def test_log_probabilities_and_adapters_of_a_model_of_images(kind: str) -> None:
         torch.testing.assert_close(sum(part[name] for _, part in parts), grad, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_places_of_images_are_found_on_the_cpu() -> None:
     """A default device of PyTorch is for the user's tensors."""
     for name, kind in ((QWEN, "packed"), (GEMMA, "rows"), (GEMMA, "packed")):
@@ -439,3 +443,19 @@ def test_places_of_images_are_found_on_the_cpu() -> None:
                 model(**part)
 
         SimGroup(2).run(one)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_what_images_count_on_in_transformers(name: str) -> None:
+    """The arguments by which features are given and positions asked for, by the names that are used here."""
+    holder: Any = type(tiny_images(name).model)
+    kind = image_models.KINDS[holder.__name__]
+    forward = inspect.signature(holder.forward).parameters
+    assert {"mm_encoder_outputs", *kind.pixels.values(), *kind.beside.values(), *kind.settings} <= set(forward)
+    for modality, pixels in kind.pixels.items():
+        found = inspect.signature(getattr(holder, f"get_{modality}_features")).parameters
+        assert {pixels, *kind.settings} <= set(found)
+        assert kind.beside.get(modality, pixels) in found
+    if kind.of_positions:
+        found = inspect.signature(holder.get_rope_index).parameters
+        assert {kind.types, *kind.beside.values(), "attention_mask"} <= set(found)
