@@ -169,6 +169,7 @@ def _speed(shape: Shape, calls: int) -> tuple[bool, dict[str, Any]]:
         "rows_of": lambda: kernels.rows_of(indices[:, None], visible),
         "forward": lambda: kernels.forward(q, k, v, rows, shape.scale, None),
         "backward": lambda: kernels.backward(*gradient, False),
+        "backward_one_sum": lambda: kernels.backward(*gradient, False, one_sum=True),
         "backward_in_order": lambda: kernels.backward(*gradient, True),
         "loss": lambda: kernels.loss(*terms),
         "loss_backward": lambda: kernels.loss_backward(*terms, dloss, False),

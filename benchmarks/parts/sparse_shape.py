@@ -158,7 +158,7 @@ def sample_mistakes(
     q, dout, chosen = x["q"][part], x["dout"][part], rows[part]
     for way in (False, True):
         _, dk, dv = kernels.backward(
-            q, x["k"], x["v"], chosen, out[part], lse[part], dout, None, shape.scale, way
+            q, x["k"], x["v"], chosen, out[part], lse[part], dout, None, shape.scale, way, one_sum=True
         )  # fmt: skip
         if not way:
             wanted = torch.zeros_like(dk[:, 0])

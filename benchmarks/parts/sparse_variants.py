@@ -74,6 +74,7 @@ def variants(shape: Shape) -> Iterator[tuple[str, Any, Callable[[], Any], float]
     out = torch.randn_like(x["dout"])
     lse = torch.full((shape.rows, shape.heads), 12.0, device="cuda")
     dk, dq = torch.zeros(shape.keys, 1, shape.d, device="cuda"), torch.empty_like(x["q"])
+    dv = torch.zeros(shape.keys, 1, shape.d_v, device="cuda")
     weights, grads = x["q"].new_zeros(2, shape.rows, shape.heads, -(-shape.top_k // 128) * 128)
     weights.normal_()
     grads.normal_()
@@ -97,6 +98,9 @@ def variants(shape: Shape) -> Iterator[tuple[str, Any, Callable[[], Any], float]
         yield "keys", on, lambda of=of: of.add_keys(dk, 0, shape.rows, False, False, shape.d_v), ops * (
             shape.d + shape.d_v
         )  # fmt: skip
+        yield "keys, two sums", on, lambda of=of: (
+            of.add_keys(dk, 0, shape.rows, False, False, 0), of.add_keys(dv, 0, shape.rows, False, True, 0)
+        ), ops * (shape.d + shape.d_v)  # fmt: skip
     parts = torch.empty(1, shape.rows, 1, shape.top_k, shape.d, device="cuda")
     of = gradient_kernels.Pass(
         x["q"], x["k"], x["v"], rows, x["dout"], weights, grads, BackwardTiles(PAIRS[0], QUERIES[0], KEYS[0])

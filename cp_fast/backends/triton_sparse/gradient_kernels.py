@@ -313,11 +313,14 @@ def backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     dout: torch.Tensor, dlse: torch.Tensor | None, scale: float, deterministic: bool,
     *, tiles: BackwardTiles | None = None, pairs_bytes: int = PAIRS_BYTES, parts_bytes: int = PARTS_BYTES,
+    one_sum: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """See `SparseKernels`. dv None: dk holds it too, in its first columns, since v is a view of k."""
+    """See `SparseKernels`. one_sum: where v is a view of k, add its gradients to those of k, in half as many additions
+    to memory; dv is None then.
+    """
     (n, h_q, d), (m, h_kv, d_v), top_k = q.shape, v.shape, rows.shape[2]
     on = tiles or backward_tiles(q, h_q // h_kv)
-    view = shared_storage(k, v)
+    view = one_sum and shared_storage(k, v)
     dq = torch.empty(n, h_q, d, dtype=q.dtype, device=q.device)
     dk = torch.zeros(m, h_kv, d, dtype=torch.float32, device=q.device)
     dv = None if view else torch.zeros(m, h_kv, d_v, dtype=torch.float32, device=q.device)

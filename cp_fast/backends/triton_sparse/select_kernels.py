@@ -251,7 +251,7 @@ def scores(
     """Write the numbers of the scores of query rows from `first` on to found, int32 [R, m or more]."""
     (n, heads, d), m, held = q.shape, len(k), triton.next_power_of_2(q.shape[1])
     on = constants or scores_constants(q)
-    block = max(1, on.heads // held)
+    block = max(1, min(16, on.heads // held))
     grid = triton.cdiv(min(len(found), n - first), block), triton.cdiv(m, on.keys * on.tiles)
     scores_kernel[grid](
         q, k, weights, visible.starts, visible.stops, found, first, n, m, found.shape[1], scale,
