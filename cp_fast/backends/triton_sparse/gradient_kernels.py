@@ -1,5 +1,5 @@
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportPossiblyUnbound=false
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 """Gradients of attention over chosen keys, in Triton: `backward` of `SparseKernels`.
 
 Some query rows at a time, by three kernels, since no program has room for all sums of a row of the latent form:

@@ -1,5 +1,5 @@
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportPossiblyUnbound=false
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 """The best keys of each row, and the rows of keys that indices name, in Triton: `select` and `rows_of` of
 `SparseKernels`.
 
