@@ -95,6 +95,13 @@ STEPS = (
         "examples.finetune_transformers:batch",
         needs="accelerate",
     ),
+    Step(
+        "vision_language",
+        "examples.vision_language:build",
+        "examples.vision_language:batch",
+        needs="transformers",
+        more={"loss": "sum"},
+    ),
     Step("megatron_layer", "examples.megatron_layer:build", "examples.megatron_layer:batch", needs="megatron.core"),
 )
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 import cp_fast as cp
+from conformance.runner.processes import device_of_group
 from cp_fast.integrations.transformers import prepare, shard_batch
 
 IMAGE, PATCH = 60, 3 * 2 * 4 * 4  # the token that stands for a part of an image; numbers in a patch
@@ -48,11 +49,11 @@ def batch() -> list[dict[str, torch.Tensor]]:
 
 def build(context: cp.ContextParallel | None) -> tuple[Any, Any, Any]:
     """A model, its step over all batches and its optimizer; without a context with transformers alone."""
-    text: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     sight: dict[str, Any] = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
-    sight |= {"spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1], "out_hidden_size": 32}
+    sight |= {"spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1], "out_hidden_size": 64}
     text |= {"bos_token_id": 1, "eos_token_id": 2}
     tokens: dict[str, Any] = {"image_token_id": IMAGE, "video_token_id": 61}
     tokens |= {"vision_start_token_id": 62, "vision_end_token_id": 63}
@@ -60,12 +61,15 @@ def build(context: cp.ContextParallel | None) -> tuple[Any, Any, Any]:
     model: Any = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=sight, **tokens))
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.1)
+    device = device_of_group()
+    model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     if context is not None:
         prepare(model, context)
 
     def step(batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        total = torch.zeros(())
+        total = torch.zeros((), device=device)
+        batches = [{name: x.to(device) for name, x in rows.items()} for rows in batches]
         count = sum((rows["labels"][:, 1:] != -100).sum() for rows in batches)
         for rows in batches:
             part: Any = rows if context is None else shard_batch(rows, cp=context, model=model)
