@@ -39,7 +39,7 @@ from cp_ref.tracing.recorder import recording
 __all__ = ["attention", "real_rows", "sink_of"]
 
 
-@implements(attention_call.attention)
+@implements(attention_call.attention)  # there its arguments and results are documented, once for both packages
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -113,7 +113,7 @@ class Plan(plans.Plan):
         self.halos.clear()
 
 
-@same_parameters(plans.make_plan)
+@same_parameters(plans.make_plan)  # documented in contract/plan_arguments, once for both packages, as what follows
 def make_plan(**arguments: Any) -> Plan:
     plan = plan_together(arguments.get("cp"), lambda: _read_plan_arguments(bind(plans.make_plan, arguments)))
     score_mod: ScoreMod | None = arguments.get("score_mod")

@@ -18,7 +18,7 @@ from cp_ref.contract.group import Parcel
 from cp_ref.executor.merge_partials import merge
 from cp_ref.executor.tile_attention import visible_pairs
 from cp_ref.schedules.problem import Workload
-from cp_ref.schedules.schedule import OPERANDS, RESULTS, Message, Pieces, side_of
+from cp_ref.schedules.schedule import OPERANDS, RESULTS, TENSOR_TAGS, Message, Pieces, side_of
 
 __all__ = ["RankTensors", "by_kv_head"]
 
@@ -167,4 +167,4 @@ def _places(pieces: Pieces) -> Iterator[tuple[slice, slice]]:
 
 def _tag(message: Message, number: int) -> int:
     """Each tensor of a message has its tag."""
-    return 4 * message.tag + number
+    return TENSOR_TAGS * message.tag + number

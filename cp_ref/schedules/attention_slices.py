@@ -81,15 +81,15 @@ class AttentionSlices(Table):
 
     @property
     def left(self) -> Column:
-        """Each diagonal band as the left side of a window that is aligned to the rectangle's last row and last column:
-        how many keys before the aligned one are seen; -1 where unbounded. Rectangles that `crop` made have sides >= 0.
+        """The left side of each window: how many keys before its aligned one a query sees, -1 where unbounded. Each
+        rectangle's last row is aligned to its last column. Of rectangles that `crop` made, no bounded side is below 0.
         """
         left = (self.k_stop - self.q_stop) - self.lo
         return np.where(self.lo <= -UNBOUNDED, -1, left)
 
     @property
     def right(self) -> Column:
-        """Each diagonal band as the right side of such a window."""
+        """The right side of each window: how many keys behind its aligned one a query sees, -1 where unbounded."""
         right = self.hi - (self.k_stop - self.q_stop)
         return np.where(self.hi >= UNBOUNDED, -1, right)
 
@@ -123,7 +123,7 @@ def crop(
 ) -> tuple[Column, Column, Column, Column]:
     """The smallest rectangles that hold every visible pair of these; empty (start >= stop) if no pair is visible.
 
-    Each row of the result sees, and each column is seen by, at least one other.
+    Every row that is left sees a column, and every column that is left is seen.
 
     >>> cropped = crop(*(np.array([x]) for x in (0, 4, 2, 8, -UNBOUNDED, 0)))  # rows 0 and 1 see nothing
     >>> [x.tolist() for x in cropped]

@@ -11,8 +11,8 @@ packed buffer, from row `row` of its buffer on. A layout is a function that make
 All ranks' buffers have ceil(total / cp_size) rows; rows without an owner are tail. "balanced" is in another file, and a
 user's table is a layout too.
 
-Under a causal mask, late chunks see more keys, so dual_chunk gives each rank an early and a late one. Chunk c sees c
-and a half chunks. So chunks r and 2 * cp_size - 1 - r together see 2 * cp_size on every rank.
+Under a causal mask, late chunks see more keys, so dual_chunk gives each rank an early and a late one. Chunk c sees all
+c earlier chunks and half of itself. So chunks r and 2 * cp_size - 1 - r together see 2 * cp_size on every rank.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import numpy as np
 
@@ -24,9 +24,6 @@ from cp_ref.schedules.ownership import Fragments, Ownership
 from cp_ref.schedules.table import Column, Spans, starts_of
 from cp_ref.schedules.values import parse_call
 from cp_ref.schedules.words import Feature, canonical_layout
-
-if TYPE_CHECKING:
-    from cp_ref.schedules.ownership import Ownership
 
 __all__ = [
     "Problem",
@@ -244,13 +241,11 @@ class Problem:
     @cached_property
     def workload(self) -> Workload:
         """The problem as tables: attention slices and ownership."""
-
         return workload_of(self)
 
     @cached_property
     def slots(self) -> Ownership:
         """The owner of each slot, padding included: the layout."""
-
         return slots_of(self)
 
     @property
@@ -313,7 +308,6 @@ def row_positions(problem: Problem, side: str, rows: Column) -> tuple[Column, Co
         side: "q" or "kv".
         rows: int64 [n], rows of documents, padding included.
 
-    >>> from cp_ref.schedules.problem import Sequence
     >>> p = Problem(2, (Sequence(8, 8, 8, 8), Sequence(0, 0, 0, 0), Sequence(4, 4, 4, 4)), qkv_format="thd")
     >>> document, slot = row_positions(p, "q", np.array([0, 7, 8, 11]))
     >>> document.tolist(), slot.tolist()
@@ -356,7 +350,6 @@ class Workload:
 def workload_of(problem: Problem) -> Workload:
     """The tables of a problem.
 
-    >>> from cp_ref.schedules.problem import Sequence
     >>> tables = workload_of(Problem(2, (Sequence(7, 7, 8, 8),), attn_mask_type="padding_causal"))
     >>> print(str(tables.areas) + str(tables.ownership), end="")
     area q[0:7] k[0:7] band *:0
@@ -464,7 +457,6 @@ def slots_of(problem: Problem) -> Ownership:
 def table_of(problem: Problem) -> Problem:
     """The same problem, its layout as a table.
 
-    >>> from cp_ref.schedules.problem import Sequences
     >>> even = Problem(2, Sequences([4, 2], [4, 2], [4, 2], [4, 2]), layout="contiguous", qkv_format="thd")
     >>> table_of(even).layout
     ((0, 0, 0, 3), (1, 0, 3, 4), (1, 1, 0, 2))

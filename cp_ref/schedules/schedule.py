@@ -10,7 +10,7 @@ messages.
 
 A tile of the forward pass needs q and kv and adds to out; a tile of the backward pass needs q, kv and do, and adds to
 dq and dkv. Rows are those of the global packed buffers; a tile is a rectangle of one attention slice, whose diagonal
-band masks it. A linear layer has scans in place of tiles: a scan needs the maps of the fragments that it names.
+band masks it.
 
 The text form, one line each, reads back to an equal schedule (heads are shown where they are not all heads):
 
@@ -21,7 +21,10 @@ The text form, one line each, reads back to an equal schedule (heads are shown w
         recv kv [2:6] from 1 tag 0
         tile 0 q[0:2] k[0:2]
 
-A scan, of document 0, reads `scan 0 [0:2] [2:6]`.
+Linear layers (skip this on a first reading) have scans in place of tiles: a scan needs the maps of the fragments that
+it names. Messages of the kinds `STATES` carry maps (`cp_ref.contract.linear_schedules`): "state" that of the state
+which a fragment's rows make, "dstate" the same of the state's gradient, in the backward pass. A scan, of document 0,
+reads `scan 0 [0:2] [2:6]`.
 """
 
 from __future__ import annotations
@@ -40,9 +43,12 @@ from cp_ref.schedules.values import MOST_RANKS
 
 __all__ = [
     "KINDS",
+    "MOST_TAGS",
     "OPERANDS",
     "RESULTS",
     "STATES",
+    "STEP_TAGS",
+    "TENSOR_TAGS",
     "Heads",
     "Message",
     "Pieces",
@@ -64,15 +70,11 @@ __all__ = [
 #                                          do     rows of the output's gradient, with the final lse and delta
 #     results, sent once and added up:     out    partial output rows with their lse (the receiver merges them by lse)
 #                                          dq     gradient of query rows       dkv    gradient of key and value rows
-#     maps of fragments, copied:           state  the map of the state that a fragment's rows make: see
-#                                                 `cp_ref.contract.linear_schedules`
-#                                          dstate the same of the state's gradient, in the backward pass
 
 
 OPERANDS = ("kv", "q", "do")
 RESULTS = ("out", "dq", "dkv")
 KINDS = OPERANDS + RESULTS  # of attention
-STATES = ("state", "dstate")  # of linear layers
 
 Heads = tuple[int, int]
 
@@ -86,13 +88,19 @@ def side_of(name: str) -> str:
     return "kv" if name in ("kv", "k", "v", "dkv", "dk", "dv") else "q"
 
 
+# Tags. The order of the messages between two ranks decides which send belongs to which receive; their tags must agree.
+STEP_TAGS = len(KINDS)  # of a step: one for each kind
+TENSOR_TAGS = 4  # of a message, on the wire: one for each of its tensors
+MOST_TAGS = 2**21  # of a schedule: process groups take tags of 31 bits, and the fast path needs 2**10 for a message
+
+
 def tag(step: int, kind: str) -> int:
     """The tag of a step's messages of one kind.
 
     >>> tag(0, "kv"), tag(1, "kv")
     (0, 6)
     """
-    return step * len(KINDS) + KINDS.index(kind)
+    return step * STEP_TAGS + KINDS.index(kind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,9 +185,13 @@ class Tiles(Table):
     head_stop: Column
 
 
+STATES = ("state", "dstate")  # kinds of messages of linear layers, copied
+
+
 @dataclass(frozen=True, eq=False)
 class Scans(Table):
-    """Maps of fragments [start, stop) of documents, in the order in which they are composed, document after document.
+    """Of linear layers: maps of fragments [start, stop) of documents, in the order in which they are composed, document
+    after document.
 
     The state that enters a fragment of the rank's is the composition of the maps before it in its document's rows.
     """

@@ -33,7 +33,8 @@ __all__ = [
     "describe",
 ]
 
-# One for each entry of `cp_ref.schedules.planners.make_schedule.SCHEDULES`, in its order.
+# One for each entry of `cp_ref.schedules.planners.make_schedule.SCHEDULES`, in its order: a new schedule adds its name
+# to both.
 CPCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 Layout = Literal["dual_chunk", "zigzag", "contiguous", "balanced"]  # zigzag: another name of dual_chunk
 QKVFormat = Literal["bshd", "sbhd", "thd"]

@@ -27,7 +27,8 @@ def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule,
     """One rank's forward and backward schedule."""
     work, count, everybody = members.workload, members.count, np.arange(members.count)
     peers = [(rank + n) % count for n in range(1, count)]  # the next one first: not all begin with the same
-    theirs, mine = members.sees(rank, (everybody == rank).astype(int))  # the keys of others, and the own ones
+    others, own = 0, 1
+    theirs, mine = members.sees(rank, np.where(everybody == rank, own, others))
     attend_own, attend_theirs = mine.tiles((0, work.heads_q)), theirs.tiles((0, work.heads_q))
 
     def by_peer(rows: list[Spans]) -> dict[int, Pieces]:

@@ -14,7 +14,7 @@ from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
 from cp_ref.schedules.planners.p2p import plan_p2p_rank
 from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem
-from cp_ref.schedules.schedule import KINDS, Heads, Message, Pieces, RankSchedule, Schedule, Step, Tiles, side_of
+from cp_ref.schedules.schedule import STEP_TAGS, Heads, Message, Pieces, RankSchedule, Schedule, Step, Tiles, side_of
 from cp_ref.schedules.table import constant
 
 __all__ = [
@@ -30,7 +30,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Planner:
-    """How one `cp_comm_type` is planned. A new schedule is one planner and one entry of `SCHEDULES`.
+    """How one `cp_comm_type` is planned. A new schedule is one planner, one entry of `SCHEDULES`, and its name in
+    `CPCommType` (`words.py`), for type checkers.
 
     Attributes:
         plan_rank: one rank's forward and backward steps.
@@ -205,7 +206,7 @@ def _of_heads(step: Step, heads: Heads, later: int, heads_per_kv: int) -> Step:
 
     def message(m: Message) -> Message:
         size = 1 if side_of(m.kind) == "kv" else heads_per_kv
-        return replace(m, tag=m.tag + later * len(KINDS), pieces=replace(m.pieces, **cut(m.pieces, size)))
+        return replace(m, tag=m.tag + later * STEP_TAGS, pieces=replace(m.pieces, **cut(m.pieces, size)))
 
     sends, recvs = (tuple(map(message, messages)) for messages in (step.sends, step.recvs))
     return Step(sends, recvs, replace(step.tiles, **cut(step.tiles, heads_per_kv)))

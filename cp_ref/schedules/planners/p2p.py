@@ -1,4 +1,4 @@
-"""The p2p schedule: K/V blocks visit the ranks while every rank computes on the block it has (ring attention).
+"""The p2p schedule: K/V blocks travel while every rank computes with the block that it has (ring attention).
 
 Without a window the blocks travel round a ring. At step s ring member u has the block of ring member u - s and passes
 it on:
@@ -9,13 +9,18 @@ it on:
       2                 2    3    0    1
       3                 1    2    3    0
 
-In the backward pass the gradients of a block travel one step behind it. Each ring member adds its part, and they end at
-the owner of the block.
+We say that ring member u meets the block of ring member u - h, which is at distance h, at step h. In the backward pass
+the gradients of a block travel one step behind it. Each ring member adds its part, and they end at the owner of the
+block. So this happens to a block around the step at which a ring member meets it:
+
+    step     h - 1                    h                                       h + 1
+    kv       arrives at the member    is computed with, travels on
+    dkv                               the sum of earlier members arrives      the sum, with its own part, travels on
 
 With a window on both sides, or documents that lie on a few ring members, a ring member sees little of most blocks and
-nothing of many. Then every ring member receives only the rows that it sees (the halo), directly from their owner. Ring
-member u receives from ring member u - s at step s - 1, and its gradients of these rows go directly back. In both cases,
-rows that no later ring member needs are not sent, and a tile that sees nothing is not computed.
+nothing of many. Then every ring member receives only the rows that it sees (the halo), directly from their owner, at
+step h - 1 too, and at step h + 1 its gradients of these rows go directly back. In both cases, rows that no later ring
+member needs are not sent, and a tile that sees nothing is not computed.
 
 A ring member is a rank. In `a2a+p2p` it is a group of ranks: each of its ranks is in another ring, with its heads.
 
@@ -60,16 +65,14 @@ class Hop(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The messages of one ring member, by distance h = 1, 2, ...
-
-    When ring member u visits distance h, it computes with the block of ring member u - h, at step h. The keys of a
-    visit arrive at the visitor one step before, its gradients leave the visitor one step after.
+    """The messages of one ring member, by distance h = 1, 2, ... of the block that is met: keys travel at step h - 1,
+    to the ring member that meets it; gradients travel at step h + 1, from the ring member that has met it.
     """
 
-    keys_sent: dict[int, Hop]  # for a visit of the other ring member
-    keys_received: dict[int, Hop]  # for a visit of this one
-    grads_sent: dict[int, Hop]  # of a visit of this one
-    grads_received: dict[int, Hop]  # of a visit of the other ring member
+    keys_sent: dict[int, Hop]  # for the other ring member to meet
+    keys_received: dict[int, Hop]  # for this one to meet
+    grads_sent: dict[int, Hop]  # of what this one has met
+    grads_received: dict[int, Hop]  # of what the other ring member has met
 
 
 def plan_p2p_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
@@ -97,14 +100,14 @@ def ring_schedules(members: RingMembers, role: RingRole) -> tuple[RankSchedule, 
 
     forward: list[Step] = []
     for step in range(count):
-        h = step + 1  # Keys travel to the next visit.
+        h = step + 1  # Keys travel to where they are met next.
         sends = message("kv", step, route.keys_sent.get(h))
         recvs = message("kv", step, route.keys_received.get(h))
         forward.append(Step(sends, recvs, tiles[step]))
 
     backward: list[Step] = []
     for step, attend in enumerate([*forward, Step()]):  # The same keys and tiles.
-        h = step - 1  # Gradients travel from the visit before.
+        h = step - 1  # Gradients travel from where the keys were met last.
         sends = message("dkv", step, route.grads_sent.get(h))
         recvs = message("dkv", step, route.grads_received.get(h))
         backward.append(Step(attend.sends + sends, attend.recvs + recvs, attend.tiles))
@@ -112,29 +115,29 @@ def ring_schedules(members: RingMembers, role: RingRole) -> tuple[RankSchedule, 
 
 
 def _straight(members: RingMembers, member: int, sees: list[SeenTiles]) -> Route:
-    """The rows that a visitor sees come straight from their owner, and their gradients go straight back."""
-    seen = members.seen(member, (np.arange(members.count) - member) % members.count)  # by the visitor's distance
-    visits = {h: Hop(member - h, sees[h].keys.merged()) for h in range(1, members.count)}
-    visitors = {h: Hop(member + h, seen[h].keys.merged()) for h in range(1, members.count)}
-    return Route(keys_sent=visitors, keys_received=visits, grads_sent=visits, grads_received=visitors)
+    """The rows that a ring member sees come straight from their owner, and their gradients go straight back."""
+    seen = members.seen(member, (np.arange(members.count) - member) % members.count)  # by distance
+    met = {h: Hop(member - h, sees[h].keys.merged()) for h in range(1, members.count)}  # of others' blocks
+    lent = {h: Hop(member + h, seen[h].keys.merged()) for h in range(1, members.count)}  # of the own block
+    return Route(keys_sent=lent, keys_received=met, grads_sent=met, grads_received=lent)
 
 
 def _around(members: RingMembers, member: int) -> Route:
-    """Blocks travel from each ring member to the next one, and their gradients behind them. The last visitor's next
-    ring member is the owner of the block, so there the gradients are home.
+    """Blocks travel from each ring member to the next one, and their gradients behind them. Behind the last ring member
+    that meets a block comes its owner, so there the gradients are home.
     """
     count, n = members.count, np.arange(members.count)
     before, after = member - 1, member + 1
-    onward = {visitor: members.key_bounds(visitor + n) for visitor in (member, after)}
-    backward = {visitor: members.key_bounds(visitor - n) for visitor in (member, before)}
+    ahead = {reader: members.key_bounds(reader + n) for reader in (member, after)}
+    behind = {reader: members.key_bounds(reader - n) for reader in (member, before)}
 
-    def keys(visitor: int, h: int) -> Spans:
-        """The rows of the block that the visitor and the count - h - 1 later ones see."""
-        return members.rows_seen(visitor - h, onward[visitor], count - h)
+    def keys(reader: int, h: int) -> Spans:
+        """The rows of the block at distance h that the reader and the count - h - 1 ring members ahead of it see."""
+        return members.rows_seen(reader - h, ahead[reader], count - h)
 
-    def grads(visitor: int, h: int) -> Spans:
-        """The rows of the block that the visitor and the h - 1 earlier ones have seen."""
-        return members.rows_seen(visitor - h, backward[visitor], h)
+    def grads(reader: int, h: int) -> Spans:
+        """The rows of the block at distance h that the reader and the h - 1 ring members behind it have seen."""
+        return members.rows_seen(reader - h, behind[reader], h)
 
     return Route(
         keys_sent={h: Hop(after, keys(after, h)) for h in range(1, count)},

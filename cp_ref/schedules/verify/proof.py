@@ -1,7 +1,10 @@
 """Proof by integers that a schedule computes its problem: no tensor, no float, no knowledge of how it was planned.
 
 `verify` plays the schedule on sets of rows. Every rank starts with what it owns; messages are matched in order
-between each pair of ranks and cost a rendezvous, as on a real wire; results carry the name of a tile they come from.
+between each pair of ranks and cost a rendezvous, as on a real wire. A result never vanishes: it is at a rank, or in a
+message that has met its receive. So where every pair is computed once and no result ends anywhere but at its owner,
+every share is in its owner's sum. (Results carry the name of a tile that they come from, for error messages alone.)
+
 It finds
 
     a pair computed twice or never          a receive without a send, a send without a receive
@@ -25,7 +28,7 @@ import numpy as np
 
 from cp_ref.schedules.attention_slices import AttentionSlices
 from cp_ref.schedules.problem import Problem, Workload
-from cp_ref.schedules.schedule import KINDS, RESULTS, Message, Pieces, Schedule, Step, Tiles, side_of
+from cp_ref.schedules.schedule import KINDS, MOST_TAGS, RESULTS, Message, Pieces, Schedule, Step, Tiles, side_of
 from cp_ref.schedules.table import Column, Table
 from cp_ref.schedules.verify.costs import Report, report
 from cp_ref.schedules.verify.coverage import Pair, coverage_errors, grids
@@ -41,9 +44,6 @@ __all__ = [
 # ---- well-formed tables
 #
 # Errors that show in single lines of a schedule, before messages are played: numbers without a meaning.
-
-
-_TAGS = 2**21  # Process groups take tags of 31 bits, and each tensor of a message has its tag.
 
 
 def malformed(work: Workload, schedule: Schedule, kinds: Collection[str] = KINDS) -> Iterator[str]:
@@ -104,8 +104,8 @@ def _message_error(message: Message, rank: int, schedule: Schedule, kinds: Colle
         return f"there is no kind {message.kind!r}"
     if not _is_one_of(message.peer, schedule.cp_size) or message.peer == rank:
         return f"rank {message.peer} is no peer"
-    if not _is_one_of(message.tag, _TAGS):
-        return f"tag {message.tag} is not among 0:{_TAGS}"
+    if not _is_one_of(message.tag, MOST_TAGS):
+        return f"tag {message.tag} is not among 0:{MOST_TAGS}"
     if message.complete and message.kind not in RESULTS:
         return f"only {', '.join(RESULTS)} can be complete"
     pieces, heads = message.pieces, schedule.all_heads(message.kind)[1]
