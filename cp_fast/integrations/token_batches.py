@@ -20,7 +20,7 @@ from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.collectives import all_reduce_sum, collective, together
 from cp_ref.contract.sharding import position_ids as positions_of
 from cp_ref.contract.sharding import shard, unshard
-from cp_ref.contract.tensors import differentiable_once, wide_dtype
+from cp_ref.contract.tensors import autocast, differentiable_once, wide_dtype
 from cp_ref.schedules.layouts import divisor
 from cp_ref.schedules.values import kind_of, read_count
 
@@ -173,26 +173,36 @@ class CpBatch:
 
     def linear_plan(self, x: torch.Tensor) -> Plan:
         """The plan of linear layers and convolutions, made by the first of them. x: a layer's slice [b, s/cp, ...]."""
+        heads = self.cp.a2a_size  # Linear layers have their own.
+        return self._plan(x, x.dtype, ("linear",), heads_q=heads, heads_kv=heads, d_qk=64, d_v=64, linear=True)
+
+    def sparse_plan(self, x: torch.Tensor, heads_q: int, heads_kv: int, d_qk: int, d_v: int) -> Plan:
+        """The plan of sparse attention with these sizes, for the indexer too. x: a layer's slice [b, s/cp, ...]; the
+        plan is for its dtype, under torch.autocast for that one.
+        """
+        sizes = {"heads_q": heads_q, "heads_kv": heads_kv, "d_qk": d_qk, "d_v": d_v}
+        dtype = autocast(x[:0]).dtype
+        return self._plan(x, dtype, (dtype, *sizes.values()), **sizes)
+
+    def _plan(self, x: torch.Tensor, dtype: torch.dtype, kind: tuple[Any, ...], **sizes: Any) -> Plan:
+        """A causal plan of the batch, made once for each kind."""
         if torch.compiler.is_compiling():
             from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as slow as importing PyTorch
 
-            return graph_break(CpBatch.linear_plan, self, x)
-        key = x.shape[:2], x.device
+            return graph_break(CpBatch._plan, self, x, dtype, kind, **sizes)
+        key = x.shape[:2], x.device, *kind
         if key not in self._plans:
-            sizes = {} if self.qkv_format == "thd" else {"batch_size": len(x), "seqlen_q": x.shape[1] * self.cp.size}
-            heads = self.cp.a2a_size  # Linear layers have their own.
+            if self.qkv_format != "thd":
+                sizes |= {"batch_size": len(x), "seqlen_q": x.shape[1] * self.cp.size}
             self._plans[key] = make_plan(
                 cp=self.cp,
                 qkv_format=cast(Any, self.qkv_format),
                 attn_mask_type="causal" if self.cu_seqlens is None else "padding_causal",
                 cu_seqlens_q=self.cu_seqlens,
                 cu_seqlens_q_padded=self.cu_seqlens_padded,
-                **sizes,
-                **dict.fromkeys(("heads_q", "heads_kv"), heads),
-                **dict.fromkeys(("d_qk", "d_v"), 64),
-                dtype=x.dtype,
+                dtype=dtype,
                 device=x.device,
-                linear=True,
+                **sizes,
             )
         return self._plans[key]
 

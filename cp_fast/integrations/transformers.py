@@ -20,6 +20,14 @@ import torch
 from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.alibi_models import SequencesAsMask, has_alibi, sequences_as_mask, with_alibi
+from cp_fast.integrations.hugging_face.chosen_keys import (
+    INDEXED,
+    SequencesToChoose,
+    attend_to_chosen,
+    choosers,
+    give_back,
+    put_selectors,
+)
 from cp_fast.integrations.hugging_face.image_models import is_whole, mark_whole, vision_parts
 from cp_fast.integrations.hugging_face.linear_mixers import linear_mixers, put_over_ranks, take_back
 from cp_fast.integrations.hugging_face.model_batches import shard_batch
@@ -51,8 +59,9 @@ _OWN_TOKENS = ("ADAPTION_PROMPT", "XLORA", "CARTRIDGE")  # kinds of PEFT adapter
 def prepare(model: Model, cp: ContextParallel) -> Model:
     """Prepare a transformers model for sequences that are sharded over ranks; returns the same model.
 
-    Its attention becomes `cp_fast`'s, and so do gated delta rule, KDA and Mamba-2 layers and short convolutions. All
-    other modules must work on one token at a time. `prepare` first looks for known mixers of tokens: layer_types, other
+    Its attention becomes `cp_fast`'s, and so do gated delta rule, KDA and Mamba-2 layers and short convolutions, and
+    the choice of keys of DeepSeek-V3.2 and GLM-5, in contexts with cp_comm_type "all_gather" or "a2a". All other
+    modules must work on one token at a time. `prepare` first looks for known mixers of tokens: layer_types, other
     linear layers and convolutions, pooling, batch norms, routers with auxiliary losses. Then it runs the model on a
     dozen tokens, with attention and linear layers that pass each token on alone. It compares the outputs of a slice
     with those of the whole. The same runs show how the task head uses labels. The vision part of a model of images is
@@ -79,7 +88,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     with at_rest(model):
         pools = pools_last_tokens(model)
     covered, whole = linear_mixers(model), vision_parts(model)
-    refuse_by_name(model, covered, whole)
+    refuse_by_name(model, covered, whole, (INDEXED,) if choosers(model) else ())
     register()
     config: Any = model.config
     before: Any = config._attn_implementation
@@ -95,12 +104,14 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     switch(mine)
     try:
         put_over_ranks(model)
+        put_selectors(model)
         with at_rest(model):
             seen = look_over(cast(Any, model).base_model if pools else model, covered, numbered=not alibi)
             head = _POOLED.format(type(model).__name__) if pools else head_of(model, seen)
     except BaseException as error:
         switch(before)
         take_back(model)
+        give_back(model)
         if isinstance(error, Exception) and not isinstance(error, NotImplementedError):
             raise NotImplementedError(
                 f"{type(model).__name__} does not run with cp_fast's attention: {error}"
@@ -148,6 +159,7 @@ def attention_forward(
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     cp_batch: CpBatch | Call | Probe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -155,7 +167,8 @@ def attention_forward(
 
     `sliding_window` counts the query itself, so it is one more than a side of a window here: the left one, or both
     where attention is not causal. `s_aux` are sinks.
-    `alibi_slopes` float32 [h] are of `cp_fast.attention`.
+    `alibi_slopes` float32 [h] are of `cp_fast.attention`. `indices` int32 [b, s/cp, top_k] are the keys that an indexer
+    chose, of a layer that `prepare` gave one.
 
     Raises:
         RuntimeError: the model was not prepared. NotImplementedError, TypeError: an argument that cannot be honoured.
@@ -167,7 +180,11 @@ def attention_forward(
         return theirs(module, query, key, value, attention_mask, **how, **kwargs)
     sequences = sequences_of(name, cp_batch)
     unheard = {keyword: value for keyword, value in kwargs.items() if keyword not in SILENT}
-    refuse(name, attention_mask=attention_mask, dropout=dropout, **unheard)
+    chosen = attention_mask if isinstance(attention_mask, SequencesToChoose) else None
+    if chosen is None:
+        refuse(name, attention_mask=attention_mask, dropout=dropout, indices=indices, **unheard)
+    else:
+        refuse(name, dropout=dropout, softcap=softcap, s_aux=s_aux, alibi_slopes=alibi_slopes, **unheard)
     if key.shape[2] != query.shape[2]:
         raise NotImplementedError(f"key has {key.shape[2]} tokens and query {query.shape[2]}: a cache is not supported")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -181,6 +198,10 @@ def attention_forward(
         raise ValueError(f"{name} is called with is_causal={causal}; when it was prepared it was {prepared}")
     if isinstance(cp_batch, Call):
         cast(Any, module)._cp_fast_call = cp_batch
+    if chosen is not None:
+        if indices is None or not causal or window != (-1, -1):
+            raise NotImplementedError(f"{name} gives its attention no indices, or a window besides")
+        return attend_to_chosen(chosen, query, key, value, indices, scaling), None
     arguments, rows = _sequences(sequences, causal, window)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) if rows else x.transpose(1, 2) for x in (query, key, value))
     out = attention(
@@ -242,7 +263,7 @@ def _window(module: torch.nn.Module, sliding_window: Any, causal: bool) -> tuple
     config: Any = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds is not None and layer is not None else None
-    if kind not in (None, "hybrid", *LAYERS):
+    if kind not in (None, "hybrid", INDEXED, *LAYERS):
         raise NotImplementedError(f"layer_types[{layer}] is {kind!r}; cp_fast has {' and '.join(LAYERS)}")
     size = None if sliding_window is _UNSAID else sliding_window
     hidden = kind is None and sliding_window is _UNSAID and getattr(config, "sliding_window", None) is not None

@@ -32,12 +32,15 @@ _OF_EXPERTS = ("expert_capacity", "capacity_factor", "expert_capacity_factor")  
 _OF_LAYERS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")  # how likely a layer is skipped in training
 
 
-def refuse_by_name(model: nn.Module, covered: Mapping[str, nn.Module], whole: tuple[str, ...] = ()) -> None:
+def refuse_by_name(
+    model: nn.Module, covered: Mapping[str, nn.Module], whole: tuple[str, ...] = (), more: tuple[str, ...] = ()
+) -> None:
     """Raise for what a model's configuration and modules say that they do, before anything runs.
 
     Args:
         covered: linear layers and convolutions that cp_fast has over ranks, by name; whose weights are convolutions.
         whole: the names of modules that every rank runs on everything, as one process does.
+        more: what cp_fast has of this model's layer_types besides.
 
     Raises:
         NotImplementedError: naming the entry or the module. ValueError: the weights are not there to be looked at.
@@ -49,7 +52,7 @@ def refuse_by_name(model: nn.Module, covered: Mapping[str, nn.Module], whole: tu
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise NotImplementedError(f"{name} reads {model.main_input_name}; cp_fast spreads input_ids")
     for config in {id(c): c for c in (top, top.get_text_config())}.values():
-        _refuse_entries(config, (*LAYERS, *_WITH_MIXERS) if covered else LAYERS)
+        _refuse_entries(config, (*LAYERS, *more, *(_WITH_MIXERS if covered else ())))
     for where, module in model.named_modules():
         mixes = isinstance(module, _MIXING) and not _of_one_token(module) and where.rpartition(".")[0] not in covered
         if mixes and not any(f"{where}.".startswith(f"{part}.") for part in whole):

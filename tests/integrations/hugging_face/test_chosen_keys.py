@@ -1,0 +1,272 @@
+"""Models whose attention reads the keys that an indexer chooses: over ranks as in one process."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cp_fast
+from cp_fast.integrations import token_batches
+from cp_fast.integrations import transformers as ours
+from cp_fast.integrations.hugging_face import chosen_keys
+from cp_fast.sparse import sparse_attention as sparse
+from cp_ref import SimGroup
+from cp_ref.schedules.words import Unsupported
+from tests.dist.workers import Processes
+from tests.integrations.hugging_face.families import EXPERTS, LATENT, SIZES
+from tests.integrations.hugging_face.hybrids import batches
+
+pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
+
+INDEXER: dict[str, Any] = {"index_topk": 4, "index_head_dim": 12, "index_n_heads": 16, "num_hidden_layers": 3}
+INDEXER |= {"n_shared_experts": 1, "mlp_layer_types": ["dense", "sparse", "dense"]}
+SHARED = {"indexer_types": ["full", "shared", "full"]}  # the second layer takes the choice of the first
+MODELS = {"DeepseekV32ForCausalLM": {}, "GlmMoeDsaForCausalLM": SHARED}
+Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+def tiny(name: str, **more: Any) -> Any:
+    """A small model in training mode, with weights that are large enough for choices to differ."""
+    kind = getattr(importlib.import_module("transformers"), name)
+    sizes = SIZES | EXPERTS | LATENT | INDEXER | MODELS[name] | more
+    torch.manual_seed(0)
+    model = kind._from_config(kind.config_class(**sizes), attn_implementation="eager")
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.2)
+    return model.train()
+
+
+def alone(name: str, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits of all real tokens, the loss and the gradients, of each document by itself in one process."""
+    model, ids = tiny(name), batch["input_ids"]
+    labels = batch["labels"]
+    real = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    if (positions := batch.get("position_ids")) is not None:
+        starts = [*(positions[0] == 0).nonzero()[:, 0].tolist(), ids.shape[1]]
+        parts = [(0, slice(a, b)) for a, b in pairwise(starts)]
+    else:
+        parts = [(row, slice(0, int(real[row].sum()))) for row in range(len(ids))]
+    logits, losses, count = [], [], 0
+    for row, columns in parts:
+        out = model(input_ids=ids[row, columns][None], use_cache=False).logits[0]
+        wanted = labels[row, columns][1:]
+        logits.append(out)
+        losses.append(torch.nn.functional.cross_entropy(out[:-1], wanted, ignore_index=-100, reduction="sum"))
+        count += int((wanted != -100).sum())
+    loss = torch.stack(losses).sum() / count
+    loss.backward()
+    grads = {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+    return torch.cat(logits).detach(), loss.detach(), grads
+
+
+def part_of(name: str, kind: str, cp: Any, **more: Any) -> Part:
+    """A rank's logits with the numbers of their tokens in the batch (-100: padding), its loss, and its gradients."""
+    batch = batches()[kind]
+    model = ours.prepare(tiny(name, **more), cp)
+    out = model(**ours.shard_batch(batch, cp=cp, model=model))
+    out.loss.backward()
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    numbers = (real.flatten().cumsum(0) - 1).view_as(real).masked_fill(real == 0, -100)
+    numbers = token_batches.shard_batch({**batch, "labels": numbers}, cp=cp, shift_labels=False)["labels"]
+    grads = {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+    return out.logits.detach().flatten(0, 1), numbers.flatten(), out.loss.detach(), grads
+
+
+def check(name: str, kind: str, parts: list[Part]) -> None:
+    """The ranks' logits are those of one process; their losses and gradients add up to its."""
+    logits, loss, grads = alone(name, batches()[kind])
+    mine = {int(n): row for rows, numbers, _, _ in parts for n, row in zip(numbers, rows, strict=True) if n >= 0}
+    assert sorted(mine) == list(range(len(logits)))
+    torch.testing.assert_close(torch.stack([mine[n] for n in range(len(logits))]), logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.stack([part for _, _, part, _ in parts]).sum(), loss, rtol=1e-5, atol=1e-5)
+    assert parts[0][3].keys() == grads.keys()
+    for weight, grad in grads.items():
+        found = torch.stack([part[weight] for *_, part in parts]).sum(0)
+        error, size = float((found - grad).norm()), float(grad.norm())
+        assert error <= 1e-4 * size + 1e-6, f"{name} {kind} {weight}: off by {error:.2e} of {size:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "size", "comm", "layout"),
+    [
+        ("DeepseekV32ForCausalLM", "packed", 2, "all_gather", "dual_chunk"),
+        ("GlmMoeDsaForCausalLM", "packed", 2, "a2a", "dual_chunk"),
+        *(
+            pytest.param(name, kind, size, comm, layout, marks=pytest.mark.thorough)
+            for name in MODELS
+            for kind in batches()
+            for size, comm, layout in (
+                (1, "all_gather", "dual_chunk"),
+                (2, "all_gather", "balanced"),
+                (4, "all_gather", "contiguous"),
+                (4, "a2a", "balanced"),
+            )
+        ),
+    ],
+)
+def test_a_model_is_the_same_over_ranks(name: str, kind: str, size: int, comm: Any, layout: Any) -> None:
+    check(
+        name,
+        kind,
+        SimGroup(size).run(lambda member: part_of(name, kind, cp_fast.ContextParallel(member, comm, layout=layout))),
+    )
+
+
+def over_gloo(name: str, comm: Any) -> Any:
+    """One process."""
+    *tensors, grads = part_of(name, "packed", cp_fast.ContextParallel(dist.group.WORLD, comm))
+    return [x.numpy() for x in tensors], {n: x.numpy() for n, x in grads.items()}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    group = Processes(2)
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize(("name", "comm"), [("DeepseekV32ForCausalLM", "a2a"), ("GlmMoeDsaForCausalLM", "all_gather")])
+def test_processes(two: Processes, name: str, comm: str) -> None:
+    parts: list[Part] = []
+    for found in two.run(over_gloo, name, comm):
+        assert not isinstance(found, Exception), found
+        logits, numbers, loss = (torch.from_numpy(x) for x in found[0])
+        parts.append((logits, numbers, loss, {n: torch.from_numpy(x) for n, x in found[1].items()}))
+    check(name, "packed", parts)
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with another one in it, as adapters have it."""
+
+    def __init__(self, inner: torch.nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_keys_are_latent_unless_their_weight_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter on what expands keys is honoured: then each head has its own keys. The outputs are the same."""
+    heads: list[int] = []
+    attend = chosen_keys.sparse_attention
+
+    def looked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **how: Any) -> Any:
+        heads.append(k.shape[-2])
+        assert k.shape[-2] > 1 or v.data_ptr() == k.data_ptr()
+        return attend(q, k, v, *rest, **how)
+
+    monkeypatch.setattr(chosen_keys, "sparse_attention", looked)
+
+    def one(member: Any) -> list[torch.Tensor]:
+        cp = cp_fast.ContextParallel(member, "all_gather")
+        found = []
+        for adapted in (False, True):
+            model = tiny("DeepseekV32ForCausalLM")
+            for layer in model.model.layers if adapted else ():
+                layer.self_attn.kv_b_proj = Adapted(layer.self_attn.kv_b_proj)
+            model = ours.prepare(model, cp)
+            found.append(model(**ours.shard_batch(batches()["packed"], cp=cp, model=model)).logits.detach())
+        return found
+
+    for latent, whole in SimGroup(2).run(one):
+        torch.testing.assert_close(latent, whole, rtol=1e-4, atol=1e-4)
+    assert sorted(set(heads)) == [1, 4]
+
+
+def test_checkpointing_does_not_choose_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_fast.checkpoint import save_attention
+
+    chosen: list[int] = []
+    select = sparse._selected  # pyright: ignore[reportPrivateUsage]
+
+    def counted(*given: Any) -> torch.Tensor:
+        chosen.append(1)
+        return select(*given)
+
+    monkeypatch.setattr(sparse, "_selected", counted)
+
+    def one(member: Any) -> list[torch.Tensor]:
+        cp = cp_fast.ContextParallel(member, "all_gather")
+        found = []
+        for saved in (False, True):
+            model = ours.prepare(tiny("GlmMoeDsaForCausalLM"), cp)
+            if saved:
+                how = {"use_reentrant": False, "context_fn": save_attention()}
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+            model(**ours.shard_batch(batches()["packed"], cp=cp, model=model)).loss.backward()
+            found += [w.grad for w in model.parameters() if w.grad is not None]
+        return found
+
+    for grads in SimGroup(2).run(one):
+        half = len(grads) // 2
+        assert all(map(torch.equal, grads[:half], grads[half:]))
+    assert len(chosen) == 2 * 2 * 2  # of two ranks, two layers with an indexer, with and without checkpointing
+
+
+def test_autocast() -> None:
+    """In bfloat16 the latent keys are still sent once, and the loss is near that of one process."""
+
+    def one(member: Any) -> torch.Tensor:
+        cp = cp_fast.ContextParallel(member, "all_gather")
+        model = ours.prepare(tiny("DeepseekV32ForCausalLM"), cp)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(**ours.shard_batch(batches()["packed"], cp=cp, model=model))
+        out.loss.backward()
+        assert all(bool(w.grad.isfinite().all()) for w in model.parameters() if w.grad is not None)
+        return out.loss.detach()
+
+    _, loss, _ = alone("DeepseekV32ForCausalLM", batches()["packed"])
+    torch.testing.assert_close(torch.stack(SimGroup(2).run(one)).sum(), loss, rtol=5e-2, atol=5e-2)
+
+
+def test_a_ring_is_refused_by_name() -> None:
+    def one(member: Any) -> None:
+        cp = cp_fast.ContextParallel(member)
+        model = ours.prepare(tiny("DeepseekV32ForCausalLM"), cp)
+        with pytest.raises(Unsupported, match=r"select_keys by cp_comm_type 'p2p'.*\n.*cp_comm_type='all_gather'"):
+            model(**ours.shard_batch(batches()["packed"], cp=cp, model=model))
+
+    SimGroup(2).run(one)
+
+
+def test_an_indexer_that_scores_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release of transformers may change it: the trial of `prepare` compares the choices."""
+    projected = chosen_keys._projected  # pyright: ignore[reportPrivateUsage]
+
+    def other(*given: Any) -> tuple[torch.Tensor, ...]:
+        q, k, weights = projected(*given)
+        return q.flip(-1), k, weights
+
+    monkeypatch.setattr(chosen_keys, "_projected", other)
+    model = tiny("DeepseekV32ForCausalLM")
+
+    def one(member: Any) -> None:
+        with pytest.raises(NotImplementedError, match=r"layers.0.self_attn.indexer .* scores its keys in a way"):
+            ours.prepare(model, cp_fast.ContextParallel(member, "all_gather"))
+
+    SimGroup(1).run(one)
+    assert "forward" not in model.model.layers[0].self_attn.__dict__
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_by_itself_is_as_before() -> None:
+    """A prepared model whose attention is switched back runs its own indexer."""
+    batch = {"input_ids": batches()["one"]["input_ids"], "use_cache": False}
+    want = tiny("GlmMoeDsaForCausalLM")(**batch).logits
+
+    def one(member: Any) -> torch.Tensor:
+        model = ours.prepare(tiny("GlmMoeDsaForCausalLM"), cp_fast.ContextParallel(member, "all_gather"))
+        model.set_attn_implementation("eager")
+        return model(**batch).logits
+
+    assert torch.equal(SimGroup(1).run(one)[0], want)
