@@ -182,7 +182,7 @@ class CpBatch:
         """
         sizes = {"heads_q": heads_q, "heads_kv": heads_kv, "d_qk": d_qk, "d_v": d_v}
         dtype = autocast(x[:0]).dtype
-        return self._plan(x, dtype, (dtype, *sizes.values()), **sizes)
+        return self._plan(x, dtype, (dtype, *sizes.values()), **sizes, sparse=True)
 
     def _plan(self, x: torch.Tensor, dtype: torch.dtype, kind: tuple[Any, ...], **sizes: Any) -> Plan:
         """A causal plan of the batch, made once for each kind."""

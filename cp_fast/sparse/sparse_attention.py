@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -90,10 +91,16 @@ def sparse_attention(
         options["softmax_offset"] = softmax_offset
         return _outside_of_graphs(sparse_attention, q, k, v, indices, cp=cp, plan=plan, **options)
     refuse_transforms()
-    offset = one_a_head(softmax_offset)
-    given = *(autocast(x) for x in (q, k, v)), indices
-    read = partial(read_sparse_attention, cp, plan, Plan, *given, softmax_offset=offset, **options)
-    call, number = _agreed(cp, plan, "sparse_attention", options, (*given, offset), read)
+    offset, joined = one_a_head(softmax_offset), _is_joined(v, k)
+    q, k, v = autocast(q), (keys := autocast(k)), keys[..., : v.shape[-1]] if joined else autocast(v)
+    given = q, k, v, indices
+    how: dict[str, Any] = {"latent": joined or _is_part(v, k), "joined": joined}
+
+    def read() -> _Call:
+        found = read_sparse_attention(cp, plan, Plan, *given, softmax_offset=offset, **options)
+        return _Call(**(vars(found) | how))
+
+    call, number = _agreed(cp, plan, "sparse_attention", options | how, (*given, offset), read)
     out, lse = SparseAttention.apply(plan, cp, call, number, *given, offset)
     return (out, lse) if return_lse else out
 
@@ -161,6 +168,16 @@ def _agreed(
 # ---- attention
 
 
+@dataclass(frozen=True)
+class _Call(SparseAttentionCall):
+    """A checked call. What is sent also depends on whether v is a part of k in memory (`latent`: k travels alone), and
+    to autograd too (`joined`: their gradients travel as one).
+    """
+
+    latent: bool
+    joined: bool
+
+
 class _Attended:
     """What a rank's kernels compute with in one pass of `sparse_attention`, and the way of their results home.
 
@@ -171,7 +188,15 @@ class _Attended:
     """
 
     def __init__(
-        self, owner: Plan, cp: ContextParallel, where: str, q: Tensor, k: Tensor, v: Tensor, indices: Tensor
+        self,
+        owner: Plan,
+        cp: ContextParallel,
+        where: str,
+        latent: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        indices: Tensor,
     ) -> None:
         self.tables = tables = sparse_plan(owner)
         self._gathered, self._where, self._exchange = tables.of_attention, where, KeyExchange(owner, cp, tables)
@@ -179,7 +204,6 @@ class _Attended:
         self.heads = slice(*self._of_q[cp.rank])
         self.kernels = choose_sparse(q, cp.backend)
 
-        latent = _is_part(v, k)
         rows = [tables.kv.take(x) for x in ((k,) if latent else (k, v))]
         gathered = self._exchange.gather(where, self._gathered.kv, *(Sent(x, self._of_kv) for x in rows))
         self.k, self.v = (gathered[0], gathered[0][..., : v.shape[-1]]) if latent else gathered
@@ -213,21 +237,35 @@ class _Attended:
         return self._exchange.bring_back(f"{self._where}, gradients", self._gathered.kv, n, total, *gradients)
 
 
-def _is_part(v: Tensor, k: Tensor) -> bool:
+def _is_part(v: Any, k: Any) -> bool:
     """Whether v is the first part of k's last axis, in the same memory."""
-    if v.shape[:-1] != k.shape[:-1] or v.shape[-1] > k.shape[-1] or v.dtype != k.dtype or not v.numel():
+    plain = all(type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided for x in (v, k))
+    if not plain or v.is_nested or k.is_nested or v.dtype != k.dtype or v.shape[:-1] != k.shape[:-1]:
+        return False
+    if v.shape[-1:] > k.shape[-1:] or not v.numel():
         return False
     strides = zip(v.shape, v.stride(), k.stride(), strict=True)
     return v.data_ptr() == k.data_ptr() and all(one == other for size, one, other in strides if size > 1)
 
 
-def _forward(owner: Plan, cp: ContextParallel, given: list[Any], scale: float) -> list[Tensor]:
+def _is_joined(v: Any, k: Any) -> bool:
+    """Whether autograd sees v as a part of k, so that the gradient of k can have that of v in it. Not where somebody
+    looks at the gradient of v itself.
+    """
+    if not _is_part(v, k):
+        return False
+    base = k if k._base is None else k._base
+    made_of_it = v._base is base and v.grad_fn is not None and (k is base or k.grad_fn is not None)
+    return made_of_it and not v.retains_grad and not v._backward_hooks
+
+
+def _forward(owner: Plan, cp: ContextParallel, given: list[Any], scale: float, latent: bool) -> list[Tensor]:
     """out and lse in the user's format. given: q, k, v, indices and offset."""
     *tensors, offset = given
     q = tensors[0]
     where = "sparse_attention, forward"
     with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q.device):
-        work = _Attended(owner, cp, where, *tensors)
+        work = _Attended(owner, cp, where, latent, *tensors)
         sink = None if offset is None else offset.detach().to(wide_dtype(q.dtype))[work.heads]
         out, lse = work.home(*work.kernels.forward(work.q, work.k, work.v, work.rows, scale, sink))
         own = work.tables.q
@@ -242,7 +280,7 @@ class SparseAttention(torch.autograd.Function):
         ctx: Any,
         owner: Plan,
         cp: ContextParallel,
-        call: SparseAttentionCall,
+        call: _Call,
         number: int,
         q: Tensor,
         k: Tensor,
@@ -252,9 +290,9 @@ class SparseAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         given: list[Any] = [*(x.detach() for x in (q, k, v)), indices, offset]
         if is_selective():
-            out, lse = _forward_operator(*given, owner.handle, cp.handle, call.scale)
+            out, lse = _forward_operator(*given, owner.handle, cp.handle, call.scale, call.latent)
         else:
-            out, lse = _forward(owner, cp, given, call.scale)
+            out, lse = _forward(owner, cp, given, call.scale, call.latent)
         ctx.save_for_backward(*given, out.detach(), lse.detach())
         ctx.owner, ctx.plan, ctx.cp, ctx.call, ctx.number = owner, sparse_plan(owner), cp, call, number
         ctx.set_materialize_grads(False)
@@ -267,7 +305,7 @@ class SparseAttention(torch.autograd.Function):
         _look(ctx, where)
         q, k, v, indices, offset, out, lse = ctx.saved_tensors
         with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q.device):
-            work = _Attended(ctx.owner, cp, where, q, k, v, indices)
+            work = _Attended(ctx.owner, cp, where, call.latent, q, k, v, indices)
             own, of_keys = work.tables.q, work.tables.kv
             dout = torch.zeros_like(out) if dout is None else dout.detach()
             if dlse is None and call.return_lse:  # on another rank it may have one
@@ -279,11 +317,13 @@ class SparseAttention(torch.autograd.Function):
             if offset is not None:
                 doffset = offset_grad(cp, _offset_gradient(offset, *results)).to(offset.dtype)
             out, lse, dout, *rest = work.taken(*results)
-            operands = work.q, work.k, work.v, work.rows, out, lse, dout, rest[0] if rest else None
+            values = work.v.clone() if call.latent and not call.joined else work.v
+            operands = work.q, work.k, values, work.rows, out, lse, dout, rest[0] if rest else None
             dq, dk, dv = work.kernels.backward(*operands, call.scale, _deterministic())
-            (dq,), (dk, dv) = work.home(dq), work.keys_home(dk, dv)
-            dq = own.put(dq, q)
-            dk, dv = (of_keys.put(grad.to(x.dtype), x) for grad, x in ((dk, k), (dv, v)))
+            (dq,) = work.home(dq)
+            dk, *of_values = work.keys_home(dk) if dv is None else work.keys_home(dk, dv)
+            dq, dk = own.put(dq, q), of_keys.put(dk.to(k.dtype), k)
+            dv = of_keys.put(of_values[0].to(v.dtype), v) if of_values else None
         return None, None, None, None, dq, dk, dv, None, doffset
 
 
@@ -425,9 +465,17 @@ def _select_operator(
 
 @torch.library.custom_op("cp_attention::sparse_attention_forward", mutates_args=())
 def _forward_operator(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, offset: Tensor | None, plan: Tensor, cp: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    offset: Tensor | None,
+    plan: Tensor,
+    cp: Tensor,
+    scale: float,
+    latent: bool,
 ) -> list[Tensor]:
-    return _forward(object_of(plan), object_of(cp), [q, k, v, indices, offset], scale)
+    return _forward(object_of(plan), object_of(cp), [q, k, v, indices, offset], scale, latent)
 
 
 @torch.library.custom_op("cp_attention::index_loss_forward", mutates_args=())

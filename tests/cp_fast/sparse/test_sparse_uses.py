@@ -277,6 +277,55 @@ def test_the_latent_form_is_sent_once_and_not_copied(monkeypatch: pytest.MonkeyP
     assert shared == [True] * 4 + [False] * 2
 
 
+def test_gradients_of_the_latent_form() -> None:
+    """One message where autograd sees v as a part of k, and else those of both; the same numbers in each case."""
+
+    def one(member: SimMember, comm: str) -> None:
+        cp, plan = made(member, comm, dtype=torch.float64)
+        q, k, *_ = (cp_fast.shard(x.double(), cp=cp, plan=plan) for x in inputs().values())
+        indices = torch.arange(3, dtype=torch.int32).expand(len(q), 3)
+        sent, exchange = [], member.exchange
+        cp.comm.exchange = lambda sends, recvs: (sent.append(len(sends)), exchange(sends, recvs))[1]  # pyright: ignore
+
+        def gradients(keys: torch.Tensor, values: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor | None]:
+            out = cp_fast.sparse_attention(q, keys, values, indices, cp=cp, plan=plan)
+            sent.clear()
+            out.square().sum().backward()
+            return [x.grad for x in leaves]
+
+        apart = [x.clone().requires_grad_() for x in (k, k[..., :4])]
+        dk, dv = gradients(*apart, *apart)
+        assert dk is not None
+        assert dv is not None
+        both = sum(sent)
+        total = dk + torch.nn.functional.pad(dv, (0, 2))
+
+        leaf = k.clone().requires_grad_()
+        (found,) = gradients(leaf, leaf[..., :4], leaf)
+        torch.testing.assert_close(found, total)
+        assert sum(sent) < both
+        inner = leaf.detach().requires_grad_() * 1  # not a leaf, and v is a view of another view
+        inner.retain_grad()
+        (found,) = gradients(inner[:, :, :], inner[..., :4], inner)
+        torch.testing.assert_close(found, total)
+
+        leaf = k.clone().requires_grad_()
+        part = leaf[..., :4]
+        part.retain_grad()
+        for wanted, x in zip((total, dv), gradients(leaf, part, leaf, part), strict=True):
+            torch.testing.assert_close(x, wanted)
+        leaf = k.clone().requires_grad_()
+        (found,) = gradients(leaf, leaf.detach()[..., :4], leaf)
+        torch.testing.assert_close(found, dk)
+        other = k.clone()
+        values = other[..., :4].requires_grad_()
+        (found,) = gradients(other, values, values)
+        torch.testing.assert_close(found, dv)
+
+    for comm in ("all_gather", "a2a"):
+        SimGroup(2).run(partial(one, comm=comm))
+
+
 def test_derivatives_that_are_refused() -> None:
     def one(member: SimMember) -> None:
         cp, plan = made(member)
