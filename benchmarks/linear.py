@@ -201,55 +201,63 @@ def launches(fn: Callable[[], Any]) -> int:
 
 def _speed(group: Any, options: Speed) -> None:
     """Tuners try each of hundreds of configurations for some tenths of a second, in every process: minutes, in which a
-    run may be cut. Without them both sides have the same kernels.
+    run may be cut. Without them both sides have the same kernels. flash-linear-attention's own context parallelism
+    comes last, beside the kernel alone again: the record has the others if it stands still.
     """
     if not options.tuned:
         tune_only(0, 1000)
     device = torch.device("cuda", torch.cuda.current_device())
-    with lifted():
-        found = {
-            name: (call, layer_of(rows, device))
-            for name, (call, rows) in compared_calls(group, options, device).items()
-        }
-        times: dict[str, list[list[float]]] = {name: [] for name in found}
-        counts: dict[str, list[int]] = {}
-        for turn in range(options.turns + 1):
-            for name, (call, layer) in found.items():
-                dout, forward = torch.randn_like(layer["v"]), partial(call, **layer)
-
-                def both(call: Call = call, layer: dict[str, torch.Tensor] = layer, dout: torch.Tensor = dout) -> None:
-                    torch.autograd.grad(call(**layer), list(layer.values()), dout)
-
-                began = time.monotonic()
-                if turn == 0:
-                    both()
-                    counts[name] = [launches(forward), launches(both)]
-                    print(f"compiled and tuned in {time.monotonic() - began:.1f} s: {name}", flush=True)
-                    continue
-                found_now = [
-                    measure(one, options.calls)
-                    for measure in (seconds_alone, seconds_queued, host_seconds)
-                    for one in (forward, both)
-                ]
-                times[name].append([largest(x) for x in found_now] if options.gpus > 1 else found_now)
-                print(turn, name, *(f"{x * 1e3:.3f}" for x in found_now), flush=True)
-        kernels = {name: _kernels(*pair) for name, pair in found.items()} if options.profile else {}
-    if options.gpus > 1 and dist.get_rank():
-        return
-    best = {name: [min(x) * 1e3 for x in zip(*turns, strict=True)] for name, turns in times.items()}
-    print("ms of forward, both; of the GPU alone; of the host alone; each as a part of the kernel alone; launches")
-    for name, found_now in best.items():
-        base = best["kernel alone, documents" if "documents" in name else "kernel alone"]
-        ratios = " ".join(f"{b / x:.3f}" for b, x in zip(base, found_now, strict=True))
-        print(f"{name:44} {' '.join(f'{x:.3f}' for x in found_now)}   {ratios}   {counts[name]}")
-    for name, lines in kernels.items():
-        print(f"\n{name}", *lines, sep="\n")
     versions = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "gpus": options.gpus}
     versions |= {"tuned": options.tuned}
-    _write(
-        options.out,
-        {"commit": options.commit, **versions, "ms": best, "launches": counts, "all": times, "kernels": kernels},
-    )
+    with lifted():
+        found = compared_calls(group, options, device)
+        others = {name: found.pop(name) for name in list(found) if name.startswith("flash-linear")}
+        record = versions | {"commit": options.commit} | _in_turns(found, options, device)
+        first = options.gpus == 1 or dist.get_rank() == 0
+        if first:
+            _write(options.out, record)
+        if others:
+            alone = {"kernel alone": found["kernel alone"]}
+            record["flash-linear-attention's"] = _in_turns(alone | others, options, device)
+            if first:
+                _write(options.out, record)
+
+
+def _in_turns(some: dict[str, tuple[Call, int]], options: Speed, device: torch.device) -> dict[str, Any]:
+    """Times of these in turns, the launches of each, and the kernels of each if asked for."""
+    found = {name: (call, layer_of(rows, device)) for name, (call, rows) in some.items()}
+    times: dict[str, list[list[float]]] = {name: [] for name in found}
+    counts: dict[str, list[int]] = {}
+    for turn in range(options.turns + 1):
+        for name, (call, layer) in found.items():
+            dout, forward = torch.randn_like(layer["v"]), partial(call, **layer)
+
+            def both(call: Call = call, layer: dict[str, torch.Tensor] = layer, dout: torch.Tensor = dout) -> None:
+                torch.autograd.grad(call(**layer), list(layer.values()), dout)
+
+            began = time.monotonic()
+            if turn == 0:
+                both()
+                counts[name] = [launches(forward), launches(both)]
+                print(f"compiled in {time.monotonic() - began:.1f} s: {name}", flush=True)
+                continue
+            found_now = [
+                measure(one, options.calls)
+                for measure in (seconds_alone, seconds_queued, host_seconds)
+                for one in (forward, both)
+            ]
+            times[name].append([largest(x) for x in found_now] if options.gpus > 1 else found_now)
+    kernels = {name: _kernels(*pair) for name, pair in found.items()} if options.profile else {}
+    best = {name: [min(x) * 1e3 for x in zip(*turns, strict=True)] for name, turns in times.items()}
+    if options.gpus == 1 or dist.get_rank() == 0:
+        print("ms of forward, both; of the GPU alone; of the host alone; each as a part of the kernel alone; launches")
+        for name, found_now in best.items():
+            base = best["kernel alone, documents" if "documents" in name else "kernel alone"]
+            ratios = " ".join(f"{b / x:.3f}" for b, x in zip(base, found_now, strict=True))
+            print(f"{name:44} {' '.join(f'{x:.3f}' for x in found_now)}   {ratios}   {counts[name]}", flush=True)
+        for name, lines in kernels.items():
+            print(f"\n{name}", *lines, sep="\n")
+    return {"ms": best, "launches": counts, "all": times, "kernels": kernels}
 
 
 def compared_calls(group: Any, options: Speed, device: torch.device) -> dict[str, tuple[Call, int]]:

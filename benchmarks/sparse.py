@@ -4,6 +4,7 @@
     python -m benchmarks.sparse warm --part 0 --parts 8 &                  # of 8 processes: compile for the two below
     python -m benchmarks.sparse variants --out variants.json               # constants of each kernel, and their times
     python -m benchmarks.sparse speed --out speed.json                     # one GPU, one causal document
+    python -m benchmarks.sparse speed --tokens 65536 --of-ranks 8 --calls 1 --out rank.json  # one rank's rows of eight
     python -m benchmarks.sparse ranks --gpus 2 --out ranks.json            # the same document over two ranks
 
 `speed` has 128 query heads on the latent form (one kv head, d_qk 576, v its first 512 columns), 64 heads of 128 in the
@@ -97,7 +98,10 @@ def _variants(
 
 @app.command()
 def speed(
-    tokens: Annotated[str, typer.Option(help="Sizes, with commas.")] = "65536,32768,16384,8192",
+    tokens: Annotated[str, typer.Option(help="Query rows, with commas.")] = "65536,32768,16384,8192",
+    of_ranks: Annotated[
+        int, typer.Option(help="Of how many ranks this is one: its rows see so many times as many keys in the mean.")
+    ] = 1,
     calls: Annotated[int, typer.Option(help="Of each.")] = 3,
     dense: Annotated[bool, typer.Option(help="FlashAttention 4 too.")] = True,
     commit: Commit = "",
@@ -106,12 +110,13 @@ def speed(
     """Times on one GPU, beside dense attention."""
     found, wrong = dict[str, Any](), False
     for size in map(int, tokens.split(",")):
-        right, found[str(size)] = _speed(Shape(rows=size, keys=size), calls)
+        shape = Shape(rows=size, keys=size * (of_ranks + 1) // 2)
+        right, found[str(size)] = _speed(shape, calls)
         wrong |= not right
         if dense and right:
             gc.collect()
             torch.cuda.empty_cache()
-            both = _attempt("dense", lambda size=size: _dense(size, calls))
+            both = _attempt("dense", lambda shape=shape: _dense(shape, calls))
             if both is not None:
                 ms = found[str(size)]["ms"]
                 whole = ms["select"] + ms["rows_of"] + ms["forward"]
@@ -123,7 +128,7 @@ def speed(
                 print(f"{size} dense {_short(both)} ms; times faster, selection included: {_short(ratios)}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-        _write(out, _versions(commit) | {"sizes": found})
+        _write(out, _versions(commit) | {"of_ranks": of_ranks, "sizes": found})
     raise typer.Exit(1 if wrong else 0)
 
 
@@ -184,10 +189,10 @@ def _speed(shape: Shape, calls: int) -> tuple[bool, dict[str, Any]]:
     return True, {"errors": errors, "ms": ms, "tflops": rates, "peak_gib": peak}
 
 
-def _dense(size: int, calls: int) -> dict[str, float]:
+def _dense(shape: Shape, calls: int) -> dict[str, float]:
     """ms of FlashAttention 4's passes."""
-    x = dense_tensors(size, 128, (192, 128))
-    backend, batch = by_name("fa4"), VarlenBatch.pack((size,), (size,), None, 0, "cuda")
+    x = dense_tensors(shape.rows, shape.keys, 128, (192, 128))
+    backend, batch = by_name("fa4"), VarlenBatch.pack((shape.rows,), (shape.keys,), None, 0, "cuda")
     options = LaunchOptions(ScoreSpec(192**-0.5))
 
     def forward() -> Any:

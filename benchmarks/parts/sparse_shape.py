@@ -79,13 +79,13 @@ class Shape:
         return {"q": q, "k": k, "v": k[..., : self.d_v], "dout": dout}
 
 
-def dense_tensors(rows: int, heads: int, dims: tuple[int, int]) -> dict[str, torch.Tensor]:
+def dense_tensors(rows: int, keys: int, heads: int, dims: tuple[int, int]) -> dict[str, torch.Tensor]:
     """q, k, v, dout of attention over all heads, whose keys are not latent."""
     draw = torch.Generator("cuda").manual_seed(3)
-    sizes = {"q": dims[0], "k": dims[0], "v": dims[1], "dout": dims[1]}
+    sizes = {"q": (rows, dims[0]), "k": (keys, dims[0]), "v": (keys, dims[1]), "dout": (rows, dims[1])}
     return {
-        name: torch.randn(rows, heads, d, generator=draw, device="cuda", dtype=torch.bfloat16)
-        for name, d in sizes.items()
+        name: torch.randn(n, heads, d, generator=draw, device="cuda", dtype=torch.bfloat16)
+        for name, (n, d) in sizes.items()
     }
 
 

@@ -39,7 +39,8 @@ Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward
 # Each chunk adds a launch, whose last tiles leave multiprocessors idle, and work for the host. So heads are cut where,
 # by an estimate, the hidden messages take longer than that. On two H200s they do when every query head has its kv head.
 # With four query heads per kv head and 16,384 tokens per GPU, three chunks took 0.4 % more time than one, and twice the
-# host time.
+# host time. Two chunks of packed documents gain 1 % or lose 29 %, since the host launches the second one while the GPU
+# waits (`benchmarks/results/head_chunks_2x_h100.json`).
 #
 # The estimate is a formula: compiling every cut and counting its instructions would take longer than the plan itself.
 # It depends on the problem alone, so all ranks choose the same.

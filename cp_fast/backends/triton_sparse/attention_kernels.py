@@ -132,7 +132,7 @@ def forward_tile(q: torch.Tensor, group: int) -> Tile:
     if q.dtype == torch.float32:
         return Tile(16, 16, 64, 4, 1)
     if d > 256:
-        return Tile(heads, 64, 512, 8, 2)
+        return Tile(heads, 64, 128, 8, 2)
     return Tile(heads, 64, 256, 4, 2)
 
 

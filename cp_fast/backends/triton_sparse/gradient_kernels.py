@@ -241,7 +241,7 @@ def backward_tiles(q: torch.Tensor, group: int) -> BackwardTiles:
         return BackwardTiles(Tile(16, 16, 64, 4, 1), Tile(16, 16, 64, 4, 1), Tile(16, 16, 64, 4, 1))
     few, all_ = min(64, heads), min(128, heads)
     if d > 256:
-        return BackwardTiles(Tile(few, 32, 512, 4, 2), Tile(few, 64, 512, 8, 2), Tile(all_, 64, 128, 8, 2))
+        return BackwardTiles(Tile(few, 64, 512, 4, 1), Tile(few, 64, 256, 8, 2), Tile(all_, 64, 128, 4, 1))
     return BackwardTiles(Tile(few, 64, 256, 4, 2), Tile(few, 64, 256, 4, 2), Tile(all_, 64, 128, 4, 2))
 
 

@@ -49,7 +49,7 @@ class Scores(NamedTuple):
 
     heads: int = 256
     keys: int = 64
-    tiles: int = 16
+    tiles: int = 64
     warps: int = 4
     stages: int = 3
 
@@ -59,9 +59,9 @@ class Best(NamedTuple):
     of each.
     """
 
-    keys: int = 2048
+    keys: int = 1024
     room: int = 2
-    warps: int = 8
+    warps: int = 4
     sort_warps: int = 16
 
 
