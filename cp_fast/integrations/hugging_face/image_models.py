@@ -43,8 +43,8 @@ class Kind:
         pixels: of each modality, the entry of a batch that its vision part reads.
         beside: of each modality, further entries that the vision part reads.
         settings: arguments of the vision part that are no tensors of a batch.
-        types: the entry that says which tokens are images; where it is needed beside images.
-        of_positions: whether it numbers positions on three axes, and the entry that only they need.
+        types: the entry that says which tokens are images, where images are refused without it.
+        of_positions: whether positions are numbered on three axes.
         both_ways: whether the tokens of one image see each other both ways.
     """
 
@@ -150,9 +150,9 @@ class ImageBatch:
     """What a batch says of its images.
 
     Attributes:
-        kind: of the model's family.
         holder: the module with the vision part.
-        given: the batch's entries of images, whole, and how it says positions.
+        kind: of the model's family.
+        given: the batch's entries of images, which stay whole.
         rest: its other entries.
         types: which tokens are images, [b, s], as the batch says it.
         positions: [3, b, s], where the batch says them.
@@ -242,7 +242,8 @@ class ImageBatch:
             positions = places.positions.to(part["input_ids"].device)
             part["position_ids"] = sequences.shard(positions.permute(1, 2, 0)).permute(2, 0, 1)
             sequences.longest = int(positions.max()) + 1
-        return {name: x for name, x in part.items() if name not in (_SECONDS, _AXES, self.kind.types)}
+        used = {_SECONDS, _AXES, *([self.kind.types] if self.kind.types not in self.rest else [])}
+        return {name: x for name, x in part.items() if name not in used}
 
 
 @dataclass(frozen=True, eq=False)
@@ -352,14 +353,15 @@ def run_vision(holder: Any, sequences: CpBatch, given: dict[str, Any]) -> dict[s
     for modality, entry in kind.pixels.items():
         pixels, beside = given.pop(entry, None), kind.beside.get(modality)
         more = {} if beside is None else {beside: given.pop(beside, None)}
+        places = sequences.image_rows or {}
+        if (pixels is not None) != (modality in places):
+            what = f"no {entry}, and cp_batch says" if pixels is None else f"{entry}, and cp_batch does not say"
+            raise TypeError(
+                f"{name} is given {what} which tokens are {modality}s: call it with all that "
+                "shard_batch(batch, cp=..., model=model) returns for a batch with its images"
+            )
         if pixels is None:
             continue
-        places = sequences.image_rows or {}
-        if modality not in places:
-            raise TypeError(
-                f"{name} is given {entry}, and cp_batch does not say whose tokens they are: call "
-                "shard_batch(batch, cp=..., model=model) with the images in batch"
-            )
         more = {name: x for name, x in more.items() if x is not None}
         out = getattr(holder, f"get_{modality}_features")(pixels, **more, **settings, return_dict=True)
         mine, count = places[modality]

@@ -68,6 +68,19 @@ def test_a_family_of_images_is_the_same_over_ranks(name: str, kind: str, layout:
     check(name, SimGroup(2).run(lambda member: part_of(name, member, batch, layout=layout)), whole)
 
 
+@pytest.mark.parametrize("name", [QWEN, QWEN3, GEMMA, LLAVA])
+def test_a_rank_without_image_tokens_has_gradients_of_zero(name: str) -> None:
+    """Each rank has a gradient of every weight, or sums over ranks would wait for the others for ever."""
+    batch = images_batch(name, [[2]], [40])
+    parts = SimGroup(2).run(lambda member: part_of(name, member, batch, layout="contiguous"))
+    assert parts[0][1].keys() == parts[1][1].keys()
+    seen = [name for name in parts[1][1] if "vision" in name or "visual" in name]
+    assert seen
+    assert all(parts[0][1][name].any() for name in seen if "merger" in name or "projector" in name)
+    assert not any(parts[1][1][name].any() for name in seen)
+    check(name, parts, batch)
+
+
 def planted_order(holder: Any, sequences: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The first rows of the vision part for a rank's tokens, whichever they are."""
     rows = {one: (torch.arange(len(mine)), count) for one, (mine, count) in sequences.image_rows.items()}
@@ -194,6 +207,10 @@ def test_calls_of_a_prepared_model_of_images() -> None:
         (part | {"mm_encoder_outputs": {"image": 1}}, "is given mm_encoder_outputs"),
         (part | {"mm_token_type_ids": batch["mm_token_type_ids"]}, "is given mm_token_type_ids, which shard_batch"),
         (ours.shard_batch(text, cp=cp) | images, r"cp_batch does not say .* shard_batch\(batch, cp=..., model=model\)"),
+        (
+            {name: x for name, x in part.items() if name != "pixel_values"},
+            "is given no pixel_values, and cp_batch says",
+        ),
         (part | {"pixel_values": part["pixel_values"][:16], "image_grid_thw": part["image_grid_thw"][:1]}, "4 rows"),
     ):
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=said):
