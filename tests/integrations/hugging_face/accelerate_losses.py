@@ -22,6 +22,9 @@ from transformers import (
     DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    MistralConfig,
+    MistralForCausalLM,
     Trainer,
     TrainingArguments,
 )
@@ -39,7 +42,9 @@ FLAT = {"collator": DataCollatorWithFlattening(return_flash_attn_kwargs=True)}
 CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 ADAPTERS = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {"num_train_epochs": 2},
+    "plain": {"num_train_epochs": 2, "eval_strategy": "epoch"},
+    "windows": {"model": "Mistral", "layout": "contiguous"},
+    "classes of tokens": {"model": "classes"},
     "balanced, accumulated": {"layout": "balanced", "gradient_accumulation_steps": 2},
     "packed": FLAT | {"gradient_accumulation_steps": 2},
     "packed, balanced": {"collator": DataCollatorWithFlattening(), "layout": "balanced"},
@@ -50,6 +55,17 @@ CASES: dict[str, dict[str, Any]] = {
     "sft, adapters": {"sft": True, "adapters": True},
     "rewards": {"rewards": True, "max_length": 32},
 }
+
+
+def model_of(kind: str) -> Any:
+    """Two layers: a Llama, one with a class for each token, or a Mistral with a window."""
+    if kind == "Llama":
+        return tiny()
+    torch.manual_seed(0)
+    if kind == "classes":
+        of_tokens: dict[str, Any] = SIZES | {"num_labels": 50, "classifier_dropout": 0.0}
+        return LlamaForTokenClassification(LlamaConfig(**of_tokens))
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5))
 
 
 def metrics(given: Any) -> dict[str, float]:
@@ -63,7 +79,7 @@ def trained(options: dict[str, Any], alone: bool, dp: int) -> list[float]:
     """What all steps log, and an evaluation of five rows."""
     options = dict(options)
     sft, rewards = (options.pop(name, False) for name in ("sft", "rewards"))
-    collator = options.pop("collator", padded)
+    collator, kind = options.pop("collator", padded), options.pop("model", "Llama")
     how = {name: options.pop(name) for name in ("layout", "cp_comm_type") if name in options}
     peft = ADAPTERS if options.pop("adapters", False) else None
     fixed: dict[str, Any] = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 3e-3}
@@ -92,7 +108,7 @@ def trained(options: dict[str, Any], alone: bool, dp: int) -> list[float]:
         else:
             given |= {"data_collator": collator, "compute_metrics": metrics if collator is padded else None}
             given["preprocess_logits_for_metrics"] = lambda logits, labels: logits.argmax(-1)
-            trainer = Trainer(tiny(), args, **given)
+            trainer = Trainer(model_of(kind), args, **given)
         if not alone:
             use(trainer.accelerator, **how)
         trainer.train()
