@@ -109,7 +109,8 @@ _everywhere = 0  # Of `checked` in the main thread, for all threads.
 def checked() -> Iterator[None]:
     """Agree on every call with all ranks of its group before anything is sent.
 
-    The calls are those of `attention`, `linear_attention` and `causal_conv1d`, forward and backward.
+    The calls are those of `attention`, forward and backward, and of linear and sparse layers: `linear_attention`,
+    `causal_conv1d`, `select_keys`, `sparse_attention` and `index_loss`.
 
     It finds ranks that use plans of different batches, or call layers in different orders or with different shapes.
     Without it such ranks compute wrong results or hang. Every rank must be inside it for the same calls. It holds for

@@ -92,6 +92,7 @@ class Plan(OfThisProcess, plans.Plan):
         messages: the transport: the memory of the group's ranks (`cp_fast.transport`), or None for the group itself.
         linear: whether it serves linear layers.
         sparse: whether it was made for attention to chosen keys.
+        deterministic: whether `make_plan` was asked for gradients in a fixed order, which sparse attention then gives.
         agreed: see `cp_ref.contract.plan_arguments.Plan`.
 
     A copy, deep or not, and the result of `copy.replace` are separate plans that share the read-only tables. A
@@ -114,6 +115,7 @@ class Plan(OfThisProcess, plans.Plan):
     messages: Group | None = field(default=None, repr=False)
     linear: bool = False
     sparse: bool = False
+    deterministic: bool = False
     agreed: set[bytes] = field(default_factory=set[bytes], repr=False)
     handle: torch.Tensor = field(init=False, repr=False)  # See `cp_fast.dispatch.handles`.
     kept: str = field(init=False, repr=False)  # See `Programs.kept_tensors`.
@@ -268,7 +270,8 @@ def make_plan(**arguments: Any) -> Plan:
         given = bind(plans.make_plan, arguments)
         agreement, backend, device = _read_plan_arguments(given)
         how = agreement, backend, device, custom, given["score_mod"]
-        plan = prepared(cp, *how, linear=given["linear"], sparse=given["sparse"])
+        kept = {name: given[name] for name in ("linear", "sparse", "deterministic")}
+        plan = prepared(cp, *how, **kept)
         _ = plan.position_ids  # made now: a compiled layer that asks for them first could not
         return Made(agreement, plan)
 
@@ -326,6 +329,7 @@ def prepared(
     *,
     linear: bool = False,
     sparse: bool = False,
+    deterministic: bool = False,
 ) -> Plan:
     """This rank's plan, made before the ranks agree on it. An error on one rank (a failed build, no memory for the
     tables) is then raised on all. Sends nothing, and keeps no reference to the group.
@@ -366,6 +370,7 @@ def prepared(
         fixed=fixed,
         linear=linear,
         sparse=sparse,
+        deterministic=deterministic,
     )
 
 

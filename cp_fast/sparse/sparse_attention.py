@@ -319,7 +319,7 @@ class SparseAttention(torch.autograd.Function):
             out, lse, dout, *rest = work.taken(*results)
             values = work.v.clone() if call.latent and not call.joined else work.v
             operands = work.q, work.k, values, work.rows, out, lse, dout, rest[0] if rest else None
-            dq, dk, dv = work.kernels.backward(*operands, call.scale, _deterministic())
+            dq, dk, dv = work.kernels.backward(*operands, call.scale, _deterministic(ctx.owner))
             (dq,) = work.home(dq)
             dk, *of_values = work.keys_home(dk) if dv is None else work.keys_home(dk, dv)
             dq, dk = own.put(dq, q), of_keys.put(dk.to(k.dtype), k)
@@ -345,8 +345,9 @@ def _look(ctx: Any, where: str) -> None:
     look()
 
 
-def _deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
+def _deterministic(owner: Plan) -> bool:
+    """Whether gradients of keys are added in a fixed order."""
+    return owner.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 # ---- the indexer: both of its functions gather keys as all_gather does, whatever the schedule of attention is
@@ -445,7 +446,9 @@ class IndexLoss(torch.autograd.Function):
             own = work.tables.q
             dloss = own.take(dloss.detach()[..., None])[:, 0].to(lse.dtype)
             scale, softmax_scale = ctx.scales
-            dq, dk, dweights = work.kernels.loss_backward(*work.operands, scale, softmax_scale, dloss, _deterministic())
+            dq, dk, dweights = work.kernels.loss_backward(
+                *work.operands, scale, softmax_scale, dloss, _deterministic(ctx.owner)
+            )
             dk = work.tables.kv.put(work.keys_home(dk).to(k_index.dtype), k_index)
             dq, dweights = own.put(dq, q_index), own.put(dweights.to(weights.dtype), weights)
         return None, None, None, None, dq, dk, dweights, None, None, None, None

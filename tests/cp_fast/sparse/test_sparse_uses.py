@@ -326,6 +326,20 @@ def test_gradients_of_the_latent_form() -> None:
         SimGroup(2).run(partial(one, comm=comm))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_plan_says_whether_gradients_have_a_fixed_order(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    for name in ("backward", "loss_backward"):
+
+        def looked(*given: Any, function: Any) -> Any:
+            asked.append(given[-1])
+            return function(*given)
+
+        monkeypatch.setattr(torch_sparse, name, partial(looked, function=getattr(torch_sparse, name)))
+    SimGroup(2).run(lambda member: step(member, deterministic=deterministic))
+    assert asked == [deterministic] * 4
+
+
 def test_derivatives_that_are_refused() -> None:
     def one(member: SimMember) -> None:
         cp, plan = made(member)
