@@ -394,9 +394,8 @@ def attention_shares(
     """
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = softmax_scale * torch.einsum("nhd,mhd->nhm", q.to(lse.dtype), k.to(lse.dtype))
-    weights = torch.exp(scores - lse[..., None]).masked_fill(~chosen[:, None], 0.0).sum(dim=1)
-    total = weights.sum(dim=1, keepdim=True)
-    return weights / total.masked_fill(total == 0, 1.0)
+    logarithms = (scores - lse[..., None]).masked_fill(~chosen[:, None], float("-inf")).logsumexp(dim=1)
+    return torch.softmax(logarithms, dim=1).masked_fill(~chosen, 0.0)
 
 
 def _loss(

@@ -160,16 +160,14 @@ def dense_index_loss(
     for rows, keys, visible in documents_of(problem, q.device):
         chosen = chosen_keys(named[rows], visible)
         learned = dense_index_scores(q_index[rows], k_index[keys], weights[rows], factor)
-        probabilities = torch.exp(
-            problem.scale * torch.einsum("nhd,mhd->nhm", q[rows], k[keys]) - lse[rows][..., None]
-        ).sum(dim=1)
+        scores = problem.scale * torch.einsum("nhd,mhd->nhm", q[rows], k[keys])
+        of_heads = torch.logsumexp(scores - lse[rows][..., None], dim=1)
         parts: list[torch.Tensor] = []
         for i, of_row in enumerate(chosen):
-            target = probabilities[i, of_row]
-            if not len(target) or target.sum() == 0:
+            if not of_row.any():
                 parts.append(loss.new_zeros(()))
                 continue
-            target = target / target.sum()
+            target = torch.softmax(of_heads[i, of_row], dim=0)
             logarithms = torch.log_softmax(learned[i, of_row], dim=0)
             parts.append((torch.xlogy(target, target) - target * logarithms).sum())
         loss[rows] = torch.stack(parts) if parts else loss[rows]

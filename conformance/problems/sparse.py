@@ -32,7 +32,7 @@ from conformance.checks.values import compare_result
 from conformance.implementation import Implementation
 from conformance.problems.capabilities import EVERYTHING, Capabilities
 from conformance.problems.problem import LevelProblem, shape_findings
-from conformance.problems.strategies import cases, tables
+from conformance.problems.strategies import cases, named_areas, tables
 from conformance.tensors import (
     GlobalTensors,
     assemble,
@@ -287,6 +287,7 @@ _NONE_OF_SCORES = {"softcap": ("off",), "score_mod": ("none",), "dropout_p": ("n
 _HAS = {"cp_comm_type": ("all_gather", "a2a"), "softmax_type": ("vanilla", "learnable")} | _NONE_OF_SCORES
 HAS = Capabilities(EVERYTHING.choices | _HAS, wishes=("use_plan", "return_lse", "lse gradient", "deterministic"))
 SIZES = (2, 3, 4, 8, 1)
+_FEW_ROWS = 150  # Attention slices are drawn for at most this many queries.
 _DTYPES = ("float64", "float64", "float32", "bfloat16", "float16")
 
 
@@ -299,6 +300,11 @@ def sparse_cases(draw: DrawFn, cp_sizes: Sequence[int] = SIZES, dtypes: Sequence
         check_one_document(case.problem, "top_k")
     except ValueError:
         case = replace(case, problem=replace(case.problem, areas=None))
+    sequences = tuple(case.problem.sequences)
+    itself = all((s.len_q, s.slots_q) == (s.len_kv, s.slots_kv) for s in sequences)
+    if case.problem.qkv_format == "thd" and itself and case.rows("q") <= _FEW_ROWS and draw(st.booleans()):
+        mask: Any = {"areas": draw(named_areas(sequences)), "attn_mask_type": "causal", "window_size": (-1, -1)}
+        case = replace(case, problem=replace(case.problem, **mask))
     if draw(st.integers(0, 3)) < 3:
         return case
     table = draw(tables([s.slots_q for s in case.problem.sequences], case.problem.cp_size))

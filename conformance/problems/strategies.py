@@ -25,7 +25,7 @@ from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSliceRow, Atte
 from cp_ref.schedules.layouts import divisor
 from cp_ref.schedules.problem import Problem, Sequence
 
-__all__ = ["CP_SIZES", "SHAPES", "Units", "areas", "batched", "cases", "packed", "problems", "tables"]
+__all__ = ["CP_SIZES", "SHAPES", "Units", "areas", "batched", "cases", "named_areas", "packed", "problems", "tables"]
 
 # ---- lengths
 #
@@ -200,7 +200,7 @@ def areas(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[AttentionSlice
     rows_q, rows_kv = sum(s.slots_q for s in sequences), sum(s.slots_kv for s in sequences)
     itself = all((s.len_q, s.slots_q) == (s.len_kv, s.slots_kv) for s in sequences)
     if itself and draw(st.booleans()):
-        return draw(_named(sequences))
+        return draw(named_areas(sequences))
     parts: list[Part] = [(0, rows_q, 0, rows_kv, -UNBOUNDED, UNBOUNDED)]
     for _ in range(draw(st.integers(1, _CUTS))):
         number = draw(st.integers(0, len(parts) - 1))
@@ -232,7 +232,7 @@ def _cropped(parts: list[Part]) -> AttentionSlices:
 
 
 @st.composite
-def _named(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[AttentionSliceRow, ...]:
+def named_areas(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[AttentionSliceRow, ...]:
     """A mask by name in each document."""
     made: list[Any] = []
     starts = np.cumsum([0, *(s.slots_q for s in sequences)])
