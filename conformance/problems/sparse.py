@@ -293,19 +293,22 @@ _DTYPES = ("float64", "float64", "float32", "bfloat16", "float16")
 
 @st.composite
 def sparse_cases(draw: DrawFn, cp_sizes: Sequence[int] = SIZES, dtypes: Sequence[str] = _DTYPES) -> Case:
-    """A case whose pairs are of one document each, at times with a table as its layout."""
-    case = draw(cases(HAS, cp_sizes=cp_sizes, dtypes=(draw(st.sampled_from(dtypes)),)))
+    """A case whose pairs are of one document each; at times with attention slices inside documents, or with a table as
+    its layout.
+    """
+    kind = draw(st.sampled_from(["any", "areas", "table", "areas"]))
+    has = replace(HAS, choices=HAS.choices | ({"qkv_format": ("thd",)} if kind == "areas" else {}))
+    case = draw(cases(has, cp_sizes=cp_sizes, dtypes=(draw(st.sampled_from(dtypes)),)))
     case = replace(case, use_plan=True, return_max_logit=False)
     try:
         check_one_document(case.problem, "top_k")
     except ValueError:
         case = replace(case, problem=replace(case.problem, areas=None))
-    sequences = tuple(case.problem.sequences)
-    itself = all((s.len_q, s.slots_q) == (s.len_kv, s.slots_kv) for s in sequences)
-    if case.problem.qkv_format == "thd" and itself and case.rows("q") <= _FEW_ROWS and draw(st.booleans()):
-        mask: Any = {"areas": draw(named_areas(sequences)), "attn_mask_type": "causal", "window_size": (-1, -1)}
-        case = replace(case, problem=replace(case.problem, **mask))
-    if draw(st.integers(0, 3)) < 3:
+    if kind == "areas" and case.rows("q") <= _FEW_ROWS:
+        itself = tuple(Lengths(s.len_q, s.len_q, s.slots_q, s.slots_q) for s in case.problem.sequences)
+        mask: Any = {"areas": draw(named_areas(itself)), "attn_mask_type": "causal", "window_size": (-1, -1)}
+        return replace(case, problem=replace(case.problem, sequences=itself, **mask))
+    if kind != "table":
         return case
     table = draw(tables([s.slots_q for s in case.problem.sequences], case.problem.cp_size))
     problem = replace(case.problem, layout=table)
@@ -321,9 +324,10 @@ def sparse_attentions(
     draw: DrawFn, cp_sizes: Sequence[int] = SIZES, dtypes: Sequence[str] = _DTYPES
 ) -> SparseAttention:
     """A problem of `sparse_attention`."""
+    with_lse = draw(st.booleans())
     case = draw(sparse_cases(cp_sizes, dtypes))
     return SparseAttention(
-        case,
+        replace(case, return_lse=True, loss="out+lse") if with_lse else case,
         top_k=draw(st.sampled_from([3, 1, 2, 8, 33])),
         naming=draw(st.sampled_from(NAMINGS)),
         by_head=draw(st.booleans()),
