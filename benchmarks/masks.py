@@ -45,7 +45,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import cp_fast
 from cp_fast import masks
 from cp_fast.backends import BackwardOperands, LaunchOptions, VarlenBatch, by_name
-from cp_ref.schedules.attention_slices import AttentionSlices, areas_of_rows
+from cp_ref.schedules.attention_slices import AttentionSlices, slices_of_windows
 from cp_ref.schedules.problem import ScoreSpec
 
 if __package__:
@@ -310,7 +310,7 @@ def _ideal(job: Job, name: str, of_dense: float) -> float:
 
 
 def _areas(job: Job, name: str) -> AttentionSlices:
-    return areas_of_rows(tuple(map(tuple, MASKS[name][0](job.rows).tolist())))  # type: ignore[arg-type]
+    return slices_of_windows(tuple(map(tuple, MASKS[name][0](job.rows).tolist())))  # type: ignore[arg-type]
 
 
 def worker(rank: int, job: Job, folder: str, some: Contenders = contenders) -> None:

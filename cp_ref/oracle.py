@@ -15,7 +15,7 @@ from cp_ref.contract.read_problem import check_offset, read_problem, read_sizes
 from cp_ref.contract.score_mod import ScoreMod, digest_of
 from cp_ref.contract.scores import PairScores, ScorePlaces, ScoreTensors, read_scores
 from cp_ref.contract.tensors import lse_from_packed, to_format, to_packed
-from cp_ref.schedules.attention_slices import AttentionSliceRow
+from cp_ref.schedules.attention_slices import WindowRow
 from cp_ref.schedules.problem import Problem, Sequence
 
 __all__ = ["attend", "dense_attention", "inside_areas", "visible_in"]
@@ -146,7 +146,7 @@ def _slots(starts: tuple[int, ...], rows: torch.Tensor) -> tuple[torch.Tensor, t
     return document, rows - first[document]
 
 
-def inside_areas(areas: Iterable[AttentionSliceRow], i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+def inside_areas(areas: Iterable[WindowRow], i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
     """Which pairs of rows i [n, 1] and j [1, m] are in an attention slice, bool [n, m]: the definition, and on purpose
     not the arithmetic of `cp_ref.schedules`.
     """

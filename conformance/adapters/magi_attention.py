@@ -40,7 +40,7 @@ from conformance.adapters.peers import (
     number_of_ranks,
     rank_in,
 )
-from cp_ref.schedules.attention_slices import AttentionSlices, areas_of_rows
+from cp_ref.schedules.attention_slices import AttentionSlices, slices_of_windows
 
 __all__ = [
     "MagiRange",
@@ -271,7 +271,7 @@ class MagiAttention(Peer):
         if (areas := options.get("areas")) is None:
             key = _varlen_key(mine, *sizes, options)
         else:
-            slices = areas_of_rows(tuple(map(tuple, areas.tolist())))
+            slices = slices_of_windows(tuple(map(tuple, areas.tolist())))
             key = key_of(slices, mine.tokens, *sizes, mine.group)
         wide = (F.pad(x, (0, self._head_dim(x) - x.shape[-1])) for x in (q, k, v))
         sink = options["softmax_offset"][None].float() if options.get("softmax_type") == "learnable" else None

@@ -21,7 +21,7 @@ from conformance.checks.reference import masks
 from conformance.problems.capabilities import EVERYTHING, Capabilities
 from conformance.problems.features import SCORE_AXES
 from cp_ref.contract.read_problem import check_one_document
-from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSliceRow, AttentionSlices, crop
+from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, WindowRow, crop
 from cp_ref.schedules.layouts import divisor
 from cp_ref.schedules.problem import Problem, Sequence
 
@@ -193,7 +193,7 @@ Part = tuple[int, int, int, int, int, int]  # a row of `AttentionSlices`
 
 
 @st.composite
-def areas(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[AttentionSliceRow, ...]:
+def areas(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[WindowRow, ...]:
     """Attention slices of a packed batch: any that are disjoint, over documents and padding, or a named mask in each
     document.
     """
@@ -232,7 +232,7 @@ def _cropped(parts: list[Part]) -> AttentionSlices:
 
 
 @st.composite
-def named_areas(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[AttentionSliceRow, ...]:
+def named_areas(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[WindowRow, ...]:
     """A mask by name in each document."""
     made: list[Any] = []
     starts = np.cumsum([0, *(s.slots_q for s in sequences)])

@@ -203,8 +203,8 @@ def intervals(areas: AttentionSlices, rows: Column) -> tuple[Column, Column]:
     """The keys that each query row sees, as intervals of rows of the global buffer: (starts, stops), [n, s], ascending;
     behind the last of a row equal ones. Those that meet are one.
 
-    >>> from cp_ref.schedules.attention_slices import areas_of_rows
-    >>> areas = areas_of_rows(((0, 4, 0, 2, -1, -1), (0, 4, 3, 7, -1, 0)))   # two first keys, and a causal part
+    >>> from cp_ref.schedules.attention_slices import slices_of_windows
+    >>> areas = slices_of_windows(((0, 4, 0, 2, -1, -1), (0, 4, 3, 7, -1, 0)))   # two first keys, and a causal part
     >>> starts, stops = intervals(areas, np.array([0, 3, 9]))
     >>> starts.tolist(), stops.tolist()
     ([[0, 3], [0, 3], [0, 0]], [[2, 4], [2, 7], [0, 0]])

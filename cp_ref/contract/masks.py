@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from cp_ref.contract.text_pictures import areas_picture
-from cp_ref.schedules.attention_slices import AttentionSliceRow, areas_of_rows
+from cp_ref.schedules.attention_slices import WindowRow, slices_of_windows
 from cp_ref.schedules.values import check_data, kind_of, parse_call, read_count, read_window
 
 __all__ = [
@@ -49,12 +49,12 @@ MOST_ROWS = 2**18  # of a mask: planning takes 15 s for each 100,000 of them
 Lengths = torch.Tensor | Sequence[int]
 
 
-def causal(start: int, stop: int) -> AttentionSliceRow:
+def causal(start: int, stop: int) -> WindowRow:
     """Rows that see each other up to themselves."""
     return (start, stop, start, stop, -1, 0)
 
 
-def upper(start: int, stop: int) -> AttentionSliceRow:
+def upper(start: int, stop: int) -> WindowRow:
     """The attention slice that makes a causal square dense: for each row, the keys after it.
 
     >>> tensor([causal(0, 3), upper(0, 3)]).tolist()
@@ -63,7 +63,7 @@ def upper(start: int, stop: int) -> AttentionSliceRow:
     return (start, stop - 1, start + 1, stop, 0, -1)
 
 
-def tensor(rows: Iterable[AttentionSliceRow]) -> torch.Tensor:
+def tensor(rows: Iterable[WindowRow]) -> torch.Tensor:
     """The attention slices, int64 [n, 6], without those that have no row or no column.
 
     Raises:
@@ -191,7 +191,7 @@ def picture(areas: torch.Tensor | Sequence[Sequence[int]], width: int = 80) -> s
     rows: list[Any] = [tuple(numbers(f"areas[{n}]", row, at_least=-(2**62))) for n, row in enumerate(listed(given))]
     if any(len(row) != 6 for row in rows):
         raise ValueError(f"areas has rows of {', '.join(sorted({str(len(row)) for row in rows}))} numbers; each has 6")
-    return areas_picture(areas_of_rows(tuple(rows)), read_count("width", width, at_least=1))
+    return areas_picture(slices_of_windows(tuple(rows)), read_count("width", width, at_least=1))
 
 
 def prefix_lm(prefix: int, length: int) -> torch.Tensor:
@@ -285,7 +285,7 @@ def tree(lengths: Lengths, parents: Lengths) -> torch.Tensor:
             else:
                 stretches.append((start, stop))
             parent = above[parent]
-    rows: list[AttentionSliceRow] = []
+    rows: list[WindowRow] = []
     for (start, stop), stretches in zip(spans, below, strict=True):
         rows.append(causal(start, stop))
         rows += [(first, last, start, stop, *FULL) for first, last in stretches]

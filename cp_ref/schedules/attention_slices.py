@@ -35,13 +35,13 @@ from cp_ref.schedules.values import FURTHEST, check_data
 
 __all__ = [
     "UNBOUNDED",
-    "AttentionSliceRow",
     "AttentionSlices",
-    "areas_of_rows",
+    "WindowRow",
     "common_pair",
     "crop",
     "pairs",
     "read_areas",
+    "slices_of_windows",
 ]
 
 UNBOUNDED = 2**40  # An edge of a diagonal band beyond every row.
@@ -163,21 +163,22 @@ def _triangle(first: Column, rows: Column) -> Column:
 #
 # The argument `areas`: rectangles with windows, as users give them, checked and read.
 #
-# A row is (q_start, q_stop, k_start, k_stop, left, right). Inside its rectangle the window has the meaning that it has
-# for a sequence, aligned to the last row and the last column ("bottom-right"), -1 for unbounded:
+# A `WindowRow` is (q_start, q_stop, k_start, k_stop, left, right): no row of `AttentionSlices`, which has the edges lo
+# and hi of a diagonal band. Inside its rectangle the window has the meaning that it has for a sequence, aligned to the
+# last row and the last column ("bottom-right"), -1 for unbounded:
 #
 #     i = q_start ... q_stop - 1 sees j = k_start ... k_stop - 1      iff      left < 0   or  j >= i + d - left
 #     d = k_stop - q_stop                                             and      right < 0  or  j <= i + d + right
 
 
-AttentionSliceRow = tuple[int, int, int, int, int, int]  # q_start, q_stop, k_start, k_stop, left, right
+WindowRow = tuple[int, int, int, int, int, int]  # q_start, q_stop, k_start, k_stop, left, right
 
 _AT_ONCE = 2**16  # pairs of attention slices that are compared at a time
 _ROUNDS = 4  # of cuts
 _FORM = "an int32 or int64 tensor [n, 6]: q_start, q_stop, k_start, k_stop, left, right"
 
 
-def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[AttentionSliceRow, ...]:
+def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[WindowRow, ...]:
     """The rows of a tensor of attention slices.
 
     Args:
@@ -204,7 +205,7 @@ def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[AttentionSliceRow
     sides = table[:, 4:]
     wrong = ((sides < -1) | (sides > FURTHEST)).any(axis=1)
     _refuse(table, wrong, f"left and right must be -1 (unbounded) or from 0 to {FURTHEST}")
-    if (shared := common_pair(areas_of_rows(table))) is not None:
+    if (shared := common_pair(slices_of_windows(table))) is not None:
         one, other, q, k = shared
         raise ValueError(
             f"areas[{one}] = {table[one].tolist()} and areas[{other}] = {table[other].tolist()} both have query row "
@@ -213,10 +214,10 @@ def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[AttentionSliceRow
     return tuple(zip(*table.T.tolist(), strict=True))
 
 
-def areas_of_rows(rows: tuple[AttentionSliceRow, ...] | Column) -> AttentionSlices:
-    """The rows as `AttentionSlices`, cut down to the queries and keys that see anything.
+def slices_of_windows(rows: tuple[WindowRow, ...] | Column) -> AttentionSlices:
+    """Rectangles with windows as `AttentionSlices`, cut down to the queries and keys that see anything.
 
-    >>> print(areas_of_rows(((0, 4, 0, 6, 1, 0), (4, 6, 0, 6, -1, -1))), end="")
+    >>> print(slices_of_windows(((0, 4, 0, 6, 1, 0), (4, 6, 0, 6, -1, -1))), end="")
     area q[0:4] k[1:6] band 1:2
     area q[4:6] k[0:6] band *:*
     """
@@ -232,9 +233,9 @@ def common_pair(areas: AttentionSlices) -> tuple[int, int, int, int] | None:
     """Two attention slices that have a visible pair in common, and the pair: (number, number, query row, key row); None
     where all are disjoint.
 
-    >>> common_pair(areas_of_rows(((0, 4, 0, 4, -1, 0), (1, 4, 2, 5, -1, -1))))
+    >>> common_pair(slices_of_windows(((0, 4, 0, 4, -1, 0), (1, 4, 2, 5, -1, -1))))
     (0, 1, 2, 2)
-    >>> common_pair(areas_of_rows(((0, 4, 0, 4, -1, 0), (0, 3, 1, 4, 0, -1)))) is None  # the other side of the diagonal
+    >>> common_pair(slices_of_windows(((0, 4, 0, 4, -1, 0), (0, 3, 1, 4, 0, -1)))) is None  # beside the diagonal
     True
     """
     some = _inseparable(areas)

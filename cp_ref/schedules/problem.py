@@ -17,7 +17,7 @@ from typing import NamedTuple, overload
 
 import numpy as np
 
-from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSliceRow, AttentionSlices, areas_of_rows, crop
+from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, WindowRow, crop, slices_of_windows
 from cp_ref.schedules.balanced import balanced
 from cp_ref.schedules.layouts import padded_to_cut, slots_of_lengths, slots_of_table
 from cp_ref.schedules.ownership import Fragments, Ownership
@@ -174,7 +174,7 @@ class Problem:
     qkv_format: str = "bshd"
     attn_mask_type: str = "causal"
     window_size: tuple[int, int] = (-1, -1)
-    areas: tuple[AttentionSliceRow, ...] | None = None
+    areas: tuple[WindowRow, ...] | None = None
     heads_q: int = 1
     heads_kv: int = 1
     d_qk: int = 8
@@ -373,7 +373,7 @@ def areas_of(problem: Problem) -> AttentionSlices:
     attention slice.
     """
     if problem.areas is not None:
-        return _between_tokens(areas_of_rows(problem.areas), problem)
+        return _between_tokens(slices_of_windows(problem.areas), problem)
     (q_start, q_len), (k_start, k_len) = _tokens(problem, "q"), _tokens(problem, "kv")
     left, right = problem.window_size
     diagonal = k_start - q_start + (k_len - q_len if problem.bottom_right else 0)  # of the mask, in global rows
