@@ -277,7 +277,7 @@ def _divergence(
     softmax_scale: float,
 ) -> _Divergence:
     wide, hidden = lse.dtype, keys.hidden[:, 0]
-    logits = _logits(q, keys, k, softmax_scale).flatten(1, 2).to(wide) - lse[..., None]
+    logits = _logits(q.to(wide), keys, k, softmax_scale).flatten(1, 2) - lse[..., None]
     chosen = keys.of(k_index[:, None], wide)[:, 0]
     dots = (q_index.to(wide) @ chosen.mT) * scale
     scores = (weights[..., None].to(wide) * dots.relu()).sum(1).masked_fill(hidden, float("-inf"))

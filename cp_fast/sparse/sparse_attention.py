@@ -398,7 +398,7 @@ class _Compared:
         k_index, k = self._exchange.gather(where, self._keys, *keys)
         rows = self.kernels.rows_of(own.take(indices)[:, None], tables.by_rows.visible)
         weights = own.take(weights).to(wide_dtype(q_index.dtype))
-        of_attention = own.take(q), k, own.take_lse(lse), rows
+        of_attention = own.take(q), k, own.take_lse(lse).to(wide_dtype(q_index.dtype, lse.dtype)), rows
         self.operands = own.take(q_index), k_index[:, 0], weights, *of_attention
 
     def keys_home(self, dk: Tensor) -> Tensor:
@@ -440,11 +440,11 @@ class IndexLoss(torch.autograd.Function):
         where, cp = "index_loss, backward", ctx.cp
         _look(ctx, where)
         given = list(ctx.saved_tensors)
-        q_index, k_index, weights, lse, *_ = given
+        q_index, k_index, weights, *_ = given
         with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q_index.device):
             work = _Compared(ctx.owner, cp, where, *given)
             own = work.tables.q
-            dloss = own.take(dloss.detach()[..., None])[:, 0].to(lse.dtype)
+            dloss = own.take(dloss.detach()[..., None])[:, 0].to(work.operands[5].dtype)
             scale, softmax_scale = ctx.scales
             dq, dk, dweights = work.kernels.loss_backward(
                 *work.operands, scale, softmax_scale, dloss, _deterministic(ctx.owner)
