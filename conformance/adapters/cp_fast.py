@@ -119,7 +119,7 @@ class OneBackend:
     def batch_invariant(one: Problem, other: Problem) -> bool:
         """Whether a ring of three or more adds its gradients in the same order for both: all on the way, or none."""
         members, others = (RingMembers(problem.workload) for problem in (one, other))
-        ring = one.cp_comm_type in ("p2p", "a2a+p2p") and members.count > 2
+        ring = one.cp_comm_type in ("p2p", "a2a+p2p") and members.member_count > 2
         return not ring or members.sends_directly == others.sends_directly
 
     @staticmethod

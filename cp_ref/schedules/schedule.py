@@ -121,7 +121,7 @@ class Pieces(Table):
         return Pieces(*spans, *(constant(head, spans.start) for head in heads))
 
     @property
-    def size(self) -> int:
+    def total(self) -> int:
         """The number of rows of all pieces; a row of some of the heads counts as one."""
         return int((self.stop - self.start).sum())
 

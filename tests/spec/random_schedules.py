@@ -352,7 +352,7 @@ def plan_bidirectional_rank(members: RingMembers, rank: int) -> tuple[RankSchedu
     """Blocks travel both ways round the ring: at step h a rank has the blocks of rank - h and of rank + h. Gradients go
     straight home, a step later. So cp_size ranks need half the steps of a ring.
     """
-    n, work, others = members.count, members.workload, np.arange(members.count)
+    n, work, others = members.member_count, members.workload, np.arange(members.member_count)
     up, down = n // 2, (n - 1) // 2  # the furthest rank that a block visits, each way
     sees = members.sees(rank, (rank - others) % n)  # by how far up a block came; n - h is h down
     seen = members.seen(rank, (others - rank) % n)

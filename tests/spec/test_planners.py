@@ -237,7 +237,7 @@ def test_a_windowed_ring_sends_no_more_than_what_is_seen(cp_size: int, window: i
     schedule = make_schedule(problem)
     verify(problem, schedule)
     for rank, rank_schedule in enumerate(schedule.forward):
-        received = sum(m.pieces.size for step in rank_schedule for m in step.recvs)
+        received = sum(m.pieces.total for step in rank_schedule for m in step.recvs)
         owned = [range(rank * 64, rank * 64 + 64), range((2 * cp_size - 1 - rank) * 64, (2 * cp_size - rank) * 64)]
         seen = {k for chunk in owned for q in chunk for k in range(max(0, q - window), q + 1)}
         assert received == len(seen - {k for chunk in owned for k in chunk})
@@ -274,7 +274,7 @@ def owners(problem: Problem, side: str) -> dict[int, int]:
 def test_ring_members_see_what_loops_see(problem: Problem) -> None:
     members = RingMembers(problem.workload)
     of_q, of_k, pairs = owners(problem, "q"), owners(problem, "kv"), list(visible_pairs(problem))
-    everybody = np.arange(members.count)
+    everybody = np.arange(members.member_count)
     for member in everybody.tolist():
         for other, some in enumerate(members.sees(member, everybody)):
             wanted = {pair for pair in pairs if of_q[pair[1]] == member and of_k[pair[2]] == other}
@@ -294,8 +294,8 @@ def in_rectangles(pair: Pair, rectangles: list[tuple[int, ...]]) -> bool:
 def test_rows_that_travel_are_those_from_the_first_to_the_last_that_is_seen(problem: Problem) -> None:
     members = RingMembers(problem.workload)
     of_q, of_k, areas = owners(problem, "q"), owners(problem, "kv"), list(problem.workload.areas.rows())
-    for owner in range(members.count):
-        visitors = [(owner + 1 + n) % members.count for n in range(members.count - 1)]
+    for owner in range(members.member_count):
+        visitors = [(owner + 1 + n) % members.member_count for n in range(members.member_count - 1)]
         bounds = members.key_bounds(np.array(visitors, dtype=np.int64))
         for count in range(1, len(visitors) + 1):
             wanted: set[int] = set()

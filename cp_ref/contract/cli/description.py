@@ -247,7 +247,7 @@ def _add_steps(steps_table: Table, problem: Problem, rank: int, program: RankSch
 
 
 def _message(problem: Problem, message: Message, towards: str) -> str:
-    rows, size = message.pieces.size, size_text(message_bytes(problem, message))
+    rows, size = message.pieces.total, size_text(message_bytes(problem, message))
     return f"{message.kind} {rows:,} rows {towards} {message.peer} ({size})"
 
 

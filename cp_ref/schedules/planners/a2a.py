@@ -58,7 +58,7 @@ def head_ranges(work: Workload, a2a_rank: int) -> tuple[Heads, Heads]:
 
 def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward schedule: exchange, ring across the groups (one step in `a2a`), exchange back."""
-    size, work = members.size, members.workload
+    size, work = members.a2a_size, members.workload
     member, a2a_rank = divmod(rank, size)
     heads = [head_ranges(work, other) for other in range(size)]
 
@@ -100,14 +100,14 @@ def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSc
 
 def _active_rows(members: RingMembers, member: int) -> tuple[list[Fragments], list[Fragments]]:
     """The query rows of each rank of the group that see any key, and the key rows that any query sees."""
-    alike = np.zeros(members.count, dtype=int)
+    alike = np.zeros(members.member_count, dtype=int)
     (sees,), (seen,) = members.sees(member, alike), members.seen(member, alike)
     queries, keys = sees.queries.merged(), seen.keys.merged()
-    ownership, first = members.workload.ownership, member * members.size
+    ownership, first = members.workload.ownership, member * members.a2a_size
 
     def active(rows: Fragments, spans: Spans) -> list[Fragments]:
-        inside = rows.of(first, members.size).within(*spans)
-        return [inside.of(rank) for rank in range(first, first + members.size)]
+        inside = rows.of(first, members.a2a_size).within(*spans)
+        return [inside.of(rank) for rank in range(first, first + members.a2a_size)]
 
     of_queries = active(ownership.q, queries)
     if ownership.kv is ownership.q and all(map(np.array_equal, queries, keys)):

@@ -25,7 +25,7 @@ __all__ = [
 
 def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward schedule."""
-    work, count, everybody = members.workload, members.count, np.arange(members.count)
+    work, count, everybody = members.workload, members.member_count, np.arange(members.member_count)
     peers = [(rank + n) % count for n in range(1, count)]  # the next one first: not all begin with the same
     others, own = 0, 1
     theirs, mine = members.sees(rank, np.where(everybody == rank, own, others))

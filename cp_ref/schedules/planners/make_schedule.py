@@ -134,7 +134,7 @@ def _of_rank(
     problem: Problem, members: RingMembers, rank: int, head_chunks: tuple[int, ...]
 ) -> tuple[RankSchedule, RankSchedule]:
     forward, backward = SCHEDULES[problem.cp_comm_type].plan_rank(members, rank)
-    chunks = members.count, problem.heads_per_kv, head_chunks
+    chunks = members.member_count, problem.heads_per_kv, head_chunks
     return in_head_chunks(forward, *chunks), in_head_chunks(backward, *chunks)
 
 

@@ -84,7 +84,7 @@ def plan_p2p_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSc
 
 def ring_schedules(members: RingMembers, role: RingRole) -> tuple[RankSchedule, RankSchedule]:
     """The forward and backward steps of one rank: at step s it computes with the block of ring member - s."""
-    count = members.count
+    count = members.member_count
     sees = members.sees(role.member, (role.member - np.arange(count)) % count)  # by distance
     tiles = [some.tiles(role.q_heads) for some in sees]
     if count == 1:
@@ -116,9 +116,10 @@ def ring_schedules(members: RingMembers, role: RingRole) -> tuple[RankSchedule, 
 
 def _straight(members: RingMembers, member: int, sees: list[SeenTiles]) -> Route:
     """The rows that a ring member sees come straight from their owner, and their gradients go straight back."""
-    seen = members.seen(member, (np.arange(members.count) - member) % members.count)  # by distance
-    met = {h: Hop(member - h, sees[h].keys.merged()) for h in range(1, members.count)}  # of others' blocks
-    lent = {h: Hop(member + h, seen[h].keys.merged()) for h in range(1, members.count)}  # of the own block
+    count = members.member_count
+    seen = members.seen(member, (np.arange(count) - member) % count)  # by distance
+    met = {h: Hop(member - h, sees[h].keys.merged()) for h in range(1, count)}  # of others' blocks
+    lent = {h: Hop(member + h, seen[h].keys.merged()) for h in range(1, count)}  # of the own block
     return Route(keys_sent=lent, keys_received=met, grads_sent=met, grads_received=lent)
 
 
@@ -126,7 +127,7 @@ def _around(members: RingMembers, member: int) -> Route:
     """Blocks travel from each ring member to the next one, and their gradients behind them. Behind the last ring member
     that meets a block comes its owner, so there the gradients are home.
     """
-    count, n = members.count, np.arange(members.count)
+    count, n = members.member_count, np.arange(members.member_count)
     before, after = member - 1, member + 1
     ahead = {reader: members.key_bounds(reader + n) for reader in (member, after)}
     behind = {reader: members.key_bounds(reader - n) for reader in (member, before)}

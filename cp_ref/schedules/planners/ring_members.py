@@ -96,29 +96,29 @@ class RingMembers:
     """The ring members of a workload, their rows, and the keys that they see of each other."""
 
     def __init__(self, workload: Workload) -> None:
-        self.workload, self.areas, self.size = workload, workload.areas, workload.a2a_size
-        self.count = workload.cp_size // self.size
+        self.workload, self.areas, self.a2a_size = workload, workload.areas, workload.a2a_size
+        self.member_count = workload.cp_size // self.a2a_size
 
-    def sees(self, member: int, group: Column) -> list[SeenTiles]:
-        """The rectangles in which the queries of one ring member see keys, by group of the ring member that has the
-        keys: those of group 0, 1, ...; `group[n]` is the group of ring member n.
+    def sees(self, member: int, bucket_of: Column) -> list[SeenTiles]:
+        """The rectangles in which the queries of one ring member see keys, sorted into buckets by the ring member that
+        has the keys: a table for bucket 0, for bucket 1, ...; `bucket_of[n]` is the bucket of ring member n.
         """
-        return _seen_tiles(self.areas, self.queries.take(self.queries.rank == member), self.keys, group)
+        return _seen_tiles(self.areas, self.queries.take(self.queries.rank == member), self.keys, bucket_of)
 
-    def seen(self, member: int, group: Column) -> list[SeenTiles]:
-        """The rectangles in which queries see the keys of one ring member, by group of the ring member that has the
-        queries.
+    def seen(self, member: int, bucket_of: Column) -> list[SeenTiles]:
+        """The rectangles in which queries see the keys of one ring member, sorted into buckets by the ring member that
+        has the queries.
         """
         a, own = self.areas, self.keys.take(self.keys.rank == member)
         transposed = AttentionSlices(a.k_start, a.k_stop, a.q_start, a.q_stop, -a.hi, -a.lo)
-        found = _seen_tiles(transposed, own, self.queries, group)
+        found = _seen_tiles(transposed, own, self.queries, bucket_of)
         return [SeenTiles(s.peer, s.area, s.k_start, s.k_stop, s.q_start, s.q_stop) for s in found]
 
     def rows_seen(self, owner: int, bounds: KeyBounds, count: int) -> Spans:
         """The key rows of one ring member that the first `count` ring members of `bounds` see: in each attention slice
         all rows from the first to the last key that any of them sees. (Rows between that nobody sees travel too.)
         """
-        rows = self._key_rows_of[owner % self.count]
+        rows = self._key_rows_of[owner % self.member_count]
         start, stop = rows.start, np.minimum(rows.stop, bounds.stop[count - 1][rows.area])
         if bounds.start is not None:
             start = np.maximum(start, bounds.start[count - 1][rows.area])
@@ -129,8 +129,8 @@ class RingMembers:
         """The keys that the first of these ring members see, the first two together, the first three, ..."""
         start, stop = self._bounds_of_each
         return KeyBounds(
-            None if start is None else np.minimum.accumulate(start[members % self.count]),
-            np.maximum.accumulate(stop[members % self.count]),
+            None if start is None else np.minimum.accumulate(start[members % self.member_count]),
+            np.maximum.accumulate(stop[members % self.member_count]),
         )
 
     @cached_property
@@ -156,16 +156,16 @@ class RingMembers:
 
     def _rows(self, side: str) -> Fragments:
         fragments = self.workload.ownership.side(side)
-        return (fragments if self.size == 1 else grouped(fragments, self.size)).sorted()
+        return (fragments if self.a2a_size == 1 else grouped(fragments, self.a2a_size)).sorted()
 
     @property
     def _on_some_members(self) -> bool:
         """Whether an attention slice has rows on several ring members, but not on all."""
-        holds = np.zeros((self.count, len(self.areas)), dtype=bool)
+        holds = np.zeros((self.member_count, len(self.areas)), dtype=bool)
         for rows in {id(rows): rows for rows in (self.query_rows, self.key_rows)}.values():
             holds[rows.member, rows.area] = True
         members = holds.sum(axis=0)
-        return bool(((members > 1) & (members < self.count)).any())
+        return bool(((members > 1) & (members < self.member_count)).any())
 
     @cached_property
     def query_rows(self) -> OwnedRows:
@@ -183,7 +183,7 @@ class RingMembers:
     @cached_property
     def _key_rows_of(self) -> list[OwnedRows]:
         """The key rows of each attention slice that each ring member has."""
-        order, ends = ordered_by(self.key_rows.member, self.count)
+        order, ends = ordered_by(self.key_rows.member, self.member_count)
         rows = self.key_rows.take(order)
         return [rows.take(slice(a, b)) for a, b in pairwise(ends)]
 
@@ -192,7 +192,7 @@ class RingMembers:
         """The keys that each ring member sees alone."""
         areas, rows, far = self.areas, self.query_rows, 2 * UNBOUNDED
         cell = rows.member * len(areas) + rows.area
-        stop = np.full((self.count, len(areas)), -far, dtype=np.int64)
+        stop = np.full((self.member_count, len(areas)), -far, dtype=np.int64)
         np.maximum.at(stop.ravel(), cell, rows.stop + areas.hi[rows.area])
         if bool((areas.lo <= -UNBOUNDED).all()):
             return KeyBounds(None, stop)
@@ -201,14 +201,14 @@ class RingMembers:
         return KeyBounds(start, stop)
 
 
-def _seen_tiles(areas: AttentionSlices, queries: Fragments, keys: Fragments, group: Column) -> list[SeenTiles]:
-    """The rectangles in which these queries see these keys, by group of the ring member that has the keys."""
+def _seen_tiles(areas: AttentionSlices, queries: Fragments, keys: Fragments, bucket_of: Column) -> list[SeenTiles]:
+    """The rectangles in which these queries see these keys, by bucket of the ring member that has the keys."""
     area, _, q0, q1 = areas.queries.overlaps(queries.spans)
     lo, hi = areas.lo[area], areas.hi[area]
     k0, k1 = np.maximum(areas.k_start[area], q0 + lo), np.minimum(areas.k_stop[area], q1 + hi)  # the keys that they see
     n, k = Spans(k0, k1).meeting(keys.spans)
-    peer, count = keys.rank[k], int(group.max()) + 1
-    order, ends = ordered_by(group[peer], count)
+    peer, count = keys.rank[k], int(bucket_of.max()) + 1
+    order, ends = ordered_by(bucket_of[peer], count)
     n, k, peer = n[order], k[order], peer[order]
 
     def rectangles(n: Column, k: Column) -> tuple[Column, ...]:
@@ -219,17 +219,17 @@ def _seen_tiles(areas: AttentionSlices, queries: Fragments, keys: Fragments, gro
     there = (found.q_start < found.q_stop) & (found.k_start < found.k_stop)
     if not there.all():
         found = found.take(there)
-        _, ends = ordered_by(group[found.peer], count)
+        _, ends = ordered_by(bucket_of[found.peer], count)
     return [found.take(slice(a, b)) for a, b in pairwise(ends)]
 
 
-def spans_by(group: Column, spans: Spans, count: int) -> list[Spans]:
-    """The rows of groups 0 to count - 1, each as few spans.
+def spans_by(bucket: Column, spans: Spans, count: int) -> list[Spans]:
+    """The rows of buckets 0 to count - 1, each as few spans; span n is in bucket[n].
 
     >>> spans = spans_by(np.array([0, 0, 2, 0]), Spans(np.array([4, 0, 2, 6]), np.array([8, 4, 3, 9])), 3)
     >>> [[x.tolist() for x in own] for own in spans]
     [[[0], [9]], [[], []], [[2], [3]]]
     """
-    order, ends = ordered_by(group, count)
+    order, ends = ordered_by(bucket, count)
     start, stop = spans.start[order], spans.stop[order]
     return [Spans(start[a:b], stop[a:b]).merged() for a, b in pairwise(ends)]
