@@ -356,9 +356,6 @@ def plan_bidirectional_rank(members: RingMembers, rank: int) -> tuple[RankSchedu
     up, down = n // 2, (n - 1) // 2  # the furthest rank that a block visits, each way
     sees = members.sees(rank, (rank - others) % n)  # by how far up a block came; n - h is h down
     seen = members.seen(rank, (others - rank) % n)
-    bounds = {
-        (start, way): members.key_bounds(start + way * others) for start in range(rank - 1, rank + 2) for way in (1, -1)
-    }
 
     def messages(kind: str, step: int, hops: list[tuple[int, Spans]]) -> tuple[Message, ...]:
         found = ((peer % n, Pieces.of(rows, (0, work.heads_kv))) for peer, rows in hops)
@@ -366,7 +363,8 @@ def plan_bidirectional_rank(members: RingMembers, rank: int) -> tuple[RankSchedu
 
     def keys(visitor: int, way: int, h: int) -> Spans:
         """The rows of a block that the visitor and all later ones see."""
-        return members.rows_seen(visitor - way * h, bounds[visitor, way], (up if way == 1 else down) - h + 1)
+        later = (up if way == 1 else down) - h + 1
+        return members.rows_seen_by(visitor - way * h, range(visitor, visitor + way * later, way))
 
     def ways(h: int) -> list[int]:
         return [1] * (0 < h <= up) + [-1] * (0 < h <= down)

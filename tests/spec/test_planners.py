@@ -289,22 +289,26 @@ def in_rectangles(pair: Pair, rectangles: list[tuple[int, ...]]) -> bool:
     return any(a == area and q0 <= q < q1 and k0 <= k < k1 for _, a, q0, q1, k0, k1 in rectangles)
 
 
+def rings(owner: int, size: int) -> list[range]:
+    """The ring members that a block passes and has passed, from every place of the ring."""
+    ahead = [range(owner + n, owner + size) for n in range(1, size)]
+    return ahead + [range(owner + n, owner, -1) for n in range(1, size)]
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(problems(cp_sizes=(2, 3, 4), most=2))
 def test_rows_that_travel_are_those_from_the_first_to_the_last_that_is_seen(problem: Problem) -> None:
     members = RingMembers(problem.workload)
     of_q, of_k, areas = owners(problem, "q"), owners(problem, "kv"), list(problem.workload.areas.rows())
     for owner in range(members.member_count):
-        visitors = [(owner + 1 + n) % members.member_count for n in range(members.member_count - 1)]
-        bounds = members.key_bounds(np.array(visitors, dtype=np.int64))
-        for count in range(1, len(visitors) + 1):
-            wanted: set[int] = set()
+        for some in rings(owner, members.member_count):
+            readers, wanted = {n % members.member_count for n in some}, set[int]()
             for q_start, q_stop, k_start, k_stop, lo, hi in areas:
-                rows = [q for q in range(q_start, q_stop) if of_q[q] in visitors[:count]]
+                rows = [q for q in range(q_start, q_stop) if of_q[q] in readers]
                 first, stop = min(rows, default=0) + lo, max(rows, default=0) + hi + 1
                 span = range(max(k_start, first), min(k_stop, stop)) if rows else range(0)
                 wanted |= {k for k in span if of_k[k] == owner}
-            found = zip(*members.rows_seen(owner, bounds, count), strict=True)
+            found = zip(*members.rows_seen_by(owner, some), strict=True)
             assert wanted == {k for start, stop in found for k in range(start, stop)}
 
 

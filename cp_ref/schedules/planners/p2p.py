@@ -127,18 +127,15 @@ def _around(members: RingMembers, member: int) -> Route:
     """Blocks travel from each ring member to the next one, and their gradients behind them. Behind the last ring member
     that meets a block comes its owner, so there the gradients are home.
     """
-    count, n = members.member_count, np.arange(members.member_count)
-    before, after = member - 1, member + 1
-    ahead = {reader: members.key_bounds(reader + n) for reader in (member, after)}
-    behind = {reader: members.key_bounds(reader - n) for reader in (member, before)}
+    count, before, after = members.member_count, member - 1, member + 1
 
     def keys(reader: int, h: int) -> Spans:
         """The rows of the block at distance h that the reader and the count - h - 1 ring members ahead of it see."""
-        return members.rows_seen(reader - h, ahead[reader], count - h)
+        return members.rows_seen_by(reader - h, range(reader, reader + count - h))
 
     def grads(reader: int, h: int) -> Spans:
         """The rows of the block at distance h that the reader and the h - 1 ring members behind it have seen."""
-        return members.rows_seen(reader - h, behind[reader], h)
+        return members.rows_seen_by(reader - h, range(reader, reader - h, -1))
 
     return Route(
         keys_sent={h: Hop(after, keys(after, h)) for h in range(1, count)},

@@ -3,7 +3,7 @@
 Planners ask `RingMembers` for
 
     sees, seen          the rectangles in which one ring member's queries see keys, or its keys are seen
-    rows_seen           one ring member's key rows that some others see (those of `key_bounds`): what has to travel
+    rows_seen_by        one ring member's key rows that some others see: what has to travel
     sends_directly      whether keys go straight to those that see them, and not round the ring
 
 A ring member takes one place in a ring. It is a rank, or a group of `a2a_size` ranks where these exchange heads: each
@@ -31,7 +31,6 @@ from cp_ref.schedules.schedule import Heads, Tiles
 from cp_ref.schedules.table import Column, Spans, Table, constant, in_blocks, ordered_by
 
 __all__ = [
-    "KeyBounds",
     "RingMembers",
     "SeenTiles",
     "spans_by",
@@ -83,6 +82,9 @@ class OwnedRows(Table):
         return OwnedRows(area, rows.rank[n], first, last)
 
 
+_KEPT = 4  # tables of `KeyBounds`, which are large: what one rank of a ring asks for
+
+
 class KeyBounds(NamedTuple):
     """The keys that ring members see of each attention slice, [ring members, attention slices]: the first, and the one
     after the last. Without `start`, every attention slice is seen from its first key on.
@@ -98,6 +100,7 @@ class RingMembers:
     def __init__(self, workload: Workload) -> None:
         self.workload, self.areas, self.a2a_size = workload, workload.areas, workload.a2a_size
         self.member_count = workload.cp_size // self.a2a_size
+        self._bounds: dict[tuple[int, int], KeyBounds] = {}
 
     def sees(self, member: int, bucket_of: Column) -> list[SeenTiles]:
         """The rectangles in which the queries of one ring member see keys, sorted into buckets by the ring member that
@@ -114,24 +117,18 @@ class RingMembers:
         found = _seen_tiles(transposed, own, self.queries, bucket_of)
         return [SeenTiles(s.peer, s.area, s.k_start, s.k_stop, s.q_start, s.q_stop) for s in found]
 
-    def rows_seen(self, owner: int, bounds: KeyBounds, count: int) -> Spans:
-        """The key rows of one ring member that the first `count` ring members of `bounds` see: in each attention slice
-        all rows from the first to the last key that any of them sees. (Rows between that nobody sees travel too.)
+    def rows_seen_by(self, owner: int, members: range) -> Spans:
+        """The key rows of one ring member that some others see: in each attention slice all rows from the first to the
+        last key that any of them sees. (Rows between that nobody sees travel too.) Ring members are counted modulo
+        their number; calls whose ranges differ in their length alone share the work.
         """
+        bounds, last = self._bounds_from(members.start % self.member_count, members.step), len(members) - 1
         rows = self._key_rows_of[owner % self.member_count]
-        start, stop = rows.start, np.minimum(rows.stop, bounds.stop[count - 1][rows.area])
+        start, stop = rows.start, np.minimum(rows.stop, bounds.stop[last][rows.area])
         if bounds.start is not None:
-            start = np.maximum(start, bounds.start[count - 1][rows.area])
+            start = np.maximum(start, bounds.start[last][rows.area])
         some = start < stop
         return (Spans(start, stop) if some.all() else Spans(start[some], stop[some])).merged()
-
-    def key_bounds(self, members: Column) -> KeyBounds:
-        """The keys that the first of these ring members see, the first two together, the first three, ..."""
-        start, stop = self._bounds_of_each
-        return KeyBounds(
-            None if start is None else np.minimum.accumulate(start[members % self.member_count]),
-            np.maximum.accumulate(stop[members % self.member_count]),
-        )
 
     @cached_property
     def sends_directly(self) -> bool:
@@ -186,6 +183,18 @@ class RingMembers:
         order, ends = ordered_by(self.key_rows.member, self.member_count)
         rows = self.key_rows.take(order)
         return [rows.take(slice(a, b)) for a, b in pairwise(ends)]
+
+    def _bounds_from(self, first: int, way: int) -> KeyBounds:
+        """The keys that this ring member sees, it and the next one this way together, they and the one after, ..."""
+        if (first, way) not in self._bounds:
+            start, stop = self._bounds_of_each
+            members = np.arange(first, first + way * self.member_count, way) % self.member_count
+            if len(self._bounds) == _KEPT:
+                del self._bounds[next(iter(self._bounds))]
+            self._bounds[first, way] = KeyBounds(
+                None if start is None else np.minimum.accumulate(start[members]), np.maximum.accumulate(stop[members])
+            )
+        return self._bounds[first, way]
 
     @cached_property
     def _bounds_of_each(self) -> KeyBounds:
