@@ -187,17 +187,9 @@ class _Attended:
         heads: the rank's query heads.
     """
 
-    def __init__(
-        self,
-        owner: Plan,
-        cp: ContextParallel,
-        where: str,
-        latent: bool,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        indices: Tensor,
-    ) -> None:
+    def __init__(self, owner: Plan, cp: ContextParallel, where: str, latent: bool, given: list[Tensor]) -> None:
+        """given: q, k, v and indices."""
+        q, k, v, indices = given
         self.tables = tables = sparse_plan(owner)
         self._gathered, self._where, self._exchange = tables.of_attention, where, KeyExchange(owner, cp, tables)
         self._of_q, self._of_kv = zip(*self._gathered.heads, strict=True)
@@ -265,7 +257,7 @@ def _forward(owner: Plan, cp: ContextParallel, given: list[Any], scale: float, l
     q = tensors[0]
     where = "sparse_attention, forward"
     with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q.device):
-        work = _Attended(owner, cp, where, latent, *tensors)
+        work = _Attended(owner, cp, where, latent, tensors)
         sink = None if offset is None else offset.detach().to(wide_dtype(q.dtype))[work.heads]
         out, lse = work.home(*work.kernels.forward(work.q, work.k, work.v, work.rows, scale, sink))
         own = work.tables.q
@@ -305,7 +297,7 @@ class SparseAttention(torch.autograd.Function):
         _look(ctx, where)
         q, k, v, indices, offset, out, lse = ctx.saved_tensors
         with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q.device):
-            work = _Attended(ctx.owner, cp, where, call.latent, q, k, v, indices)
+            work = _Attended(ctx.owner, cp, where, call.latent, [q, k, v, indices])
             own, of_keys = work.tables.q, work.tables.kv
             dout = torch.zeros_like(out) if dout is None else dout.detach()
             if dlse is None and call.return_lse:  # on another rank it may have one
@@ -376,19 +368,9 @@ class _Compared:
         operands: those of `SparseKernels.loss` before the scales.
     """
 
-    def __init__(
-        self,
-        owner: Plan,
-        cp: ContextParallel,
-        where: str,
-        q_index: Tensor,
-        k_index: Tensor,
-        weights: Tensor,
-        lse: Tensor,
-        q: Tensor,
-        k: Tensor,
-        indices: Tensor,
-    ) -> None:
+    def __init__(self, owner: Plan, cp: ContextParallel, where: str, given: list[Tensor]) -> None:
+        """given: the tensors of `index_loss`."""
+        q_index, k_index, weights, lse, q, k, indices = given
         self.tables = tables = sparse_plan(owner)
         self._where, self._exchange, self._keys = where, KeyExchange(owner, cp, tables), tables.by_rows.kv
         self.kernels = choose_sparse(q if q.dtype == torch.float64 else q_index, cp.backend)
@@ -412,7 +394,7 @@ def _diverged(owner: Plan, cp: ContextParallel, given: list[Any], scale: float, 
     """The loss of each row in the user's format. given: the tensors of `index_loss`."""
     where, q_index = "index_loss, forward", given[0]
     with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q_index.device):
-        work = _Compared(owner, cp, where, *given)
+        work = _Compared(owner, cp, where, given)
         found = work.kernels.loss(*work.operands, scale, softmax_scale)
         return work.tables.q.put(found.to(wide_dtype(q_index.dtype)), q_index)
 
@@ -442,7 +424,7 @@ class IndexLoss(torch.autograd.Function):
         given = list(ctx.saved_tensors)
         q_index, k_index, weights, *_ = given
         with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q_index.device):
-            work = _Compared(ctx.owner, cp, where, *given)
+            work = _Compared(ctx.owner, cp, where, given)
             own = work.tables.q
             dloss = own.take(dloss.detach()[..., None])[:, 0].to(work.operands[5].dtype)
             scale, softmax_scale = ctx.scales
