@@ -6,13 +6,15 @@ It knows no rank, no schedule and no tile, so none of their mistakes can hide in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from typing import Any, Unpack
 
 import torch
 
+from cp_ref.contract.arguments import CallArguments, problem_arguments, takes
 from cp_ref.contract.call_checks import one_a_head
 from cp_ref.contract.read_problem import check_offset, read_problem, read_sizes
-from cp_ref.contract.score_mod import ScoreMod, digest_of
+from cp_ref.contract.score_mod import with_digest
 from cp_ref.contract.scores import PairScores, ScorePlaces, ScoreTensors, read_scores
 from cp_ref.contract.tensors import lse_from_packed, to_format, to_packed
 from cp_ref.schedules.attention_slices import WindowRow
@@ -21,28 +23,9 @@ from cp_ref.schedules.problem import Problem, Sequence
 __all__ = ["attend", "dense_attention", "inside_areas", "visible_in"]
 
 
+@takes(CallArguments)
 def dense_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    qkv_format: str = "bshd",
-    attn_mask_type: str | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    areas: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
-    cu_seqlens_q_padded: torch.Tensor | None = None,
-    cu_seqlens_kv_padded: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    softmax_type: str = "vanilla",
-    softmax_offset: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    score_mod: ScoreMod | None = None,
-    aux_tensors: Mapping[str, torch.Tensor] | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Unpack[CallArguments]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of whole (global) tensors, in float64.
 
@@ -68,29 +51,14 @@ def dense_attention(
     >>> out.flatten().tolist(), [round(x, 3) for x in lse.flatten().tolist()]
     ([1.0, 2.0], [1.0, 0.693])
     """
-    problem = read_problem(
-        cp_size=1,
-        cp_comm_type="p2p",
-        layout="contiguous",
-        qkv_format=qkv_format,
-        attn_mask_type=attn_mask_type,
-        window_size=window_size,
-        areas=areas,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        cu_seqlens_q_padded=cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        softmax_type=softmax_type,
-        score_mod=digest_of(score_mod),
-        dropout_p=dropout_p,
-        sizes=read_sizes(q, k, v, qkv_format, 1),
-    )
-    softmax_offset = one_a_head(softmax_offset)
+    of_call: dict[str, Any] = {**arguments}
+    softmax_offset, scores = one_a_head(of_call.pop("softmax_offset", None)), ScoreTensors.given(of_call)
+    given = problem_arguments(of_call, "dense_attention")
+    place, qkv_format = {"cp_size": 1, "cp_comm_type": "p2p", "layout": "contiguous"}, given["qkv_format"]
+    words = with_digest(given)
+    problem = read_problem(**place, **words, sizes=read_sizes(q, k, v, qkv_format, 1))
     check_offset(problem, softmax_offset, q)
-    given = {"alibi_slopes": alibi_slopes, "aux_tensors": aux_tensors, "dropout_seed": dropout_seed}
-    inputs = read_scores(problem, score_mod, q, ScoreTensors.given(given))
+    inputs = read_scores(problem, given["score_mod"], q, scores)
     batch_size = len(problem.sequences)
     q, k, v = (to_packed(x, qkv_format).double() for x in (q, k, v))
     for name, tokens, slots in (("q", q.shape[0], problem.starts_q[-1]), ("k", k.shape[0], problem.starts_kv[-1])):

@@ -12,7 +12,8 @@ from typing import Any, cast
 import torch
 
 from cp_ref.contract import attention_call
-from cp_ref.contract.attention_call import Call, CallFlags, asked_for, problem_arguments
+from cp_ref.contract.arguments import problem_arguments
+from cp_ref.contract.attention_call import Call, CallFlags, asked_for
 from cp_ref.contract.call_checks import check_context, local_part, one_a_head
 from cp_ref.contract.collectives import all_reduce_max, offset_grad, raise_on_all
 from cp_ref.contract.declared import implements

@@ -28,7 +28,8 @@ import typer
 import cp_fast
 from cp_fast.api.calls import on_host, plan_of_call
 from cp_ref import SimGroup
-from cp_ref.contract.attention_call import Call, CallFlags, problem_arguments
+from cp_ref.contract.arguments import problem_arguments
+from cp_ref.contract.attention_call import Call, CallFlags
 from cp_ref.contract.scores import PLAIN
 from cp_ref.simulator import SimMember
 from planning import load, processor

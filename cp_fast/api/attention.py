@@ -26,10 +26,12 @@ from cp_fast.dispatch.handles import hide_from_checkpointing, is_selective, obje
 from cp_fast.runtime.forward_backward import backward_pass, forward_pass
 from cp_fast.runtime.run import Results
 from cp_ref.contract import attention_call
-from cp_ref.contract.attention_call import Call, CallFlags, asked_for, problem_arguments, with_digest
+from cp_ref.contract.arguments import problem_arguments
+from cp_ref.contract.attention_call import Call, CallFlags, asked_for
 from cp_ref.contract.call_checks import check_context, check_settled, local_part, one_a_head
 from cp_ref.contract.collectives import raise_on_all
 from cp_ref.contract.declared import implements
+from cp_ref.contract.score_mod import with_digest
 from cp_ref.contract.scores import ScoreTensors
 from cp_ref.contract.tensors import (
     autocast,

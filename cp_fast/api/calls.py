@@ -16,9 +16,10 @@ from cp_fast.compile.index_tables import check_row_numbers
 from cp_fast.dispatch.handles import hide_from_checkpointing
 from cp_fast.runtime.prepared_exchange import prepares
 from cp_fast.runtime.run import CompiledCall
-from cp_ref.contract.attention_call import Call, CallFlags, with_digest
+from cp_ref.contract.attention_call import Call, CallFlags
 from cp_ref.contract.call_checks import check_plan_owner
 from cp_ref.contract.room import Agreement
+from cp_ref.contract.score_mod import with_digest
 from cp_ref.contract.scores import ScoreTensors, read_scores
 from cp_ref.contract.tensors import refuse_transforms
 from cp_ref.schedules.words import Feature, Unsupported

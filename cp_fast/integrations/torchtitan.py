@@ -31,7 +31,8 @@ from cp_fast.integrations.shared.drop_in import (
     read_equal,
     refuse,
 )
-from cp_ref.contract.attention_call import Call, CallFlags, problem_arguments
+from cp_ref.contract.arguments import problem_arguments
+from cp_ref.contract.attention_call import Call, CallFlags
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.collectives import raise_on_all
 from cp_ref.contract.scores import PLAIN

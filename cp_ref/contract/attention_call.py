@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 
+from cp_ref.contract.arguments import CallArguments, takes
 from cp_ref.contract.call_checks import (
     check_global_lengths,
     check_local_tensors,
@@ -18,44 +17,24 @@ from cp_ref.contract.call_checks import (
 )
 from cp_ref.contract.context import ContextParallel
 from cp_ref.contract.plan_arguments import Plan, read_call
-from cp_ref.contract.read_problem import ARGUMENTS, check_offset, read_sizes
+from cp_ref.contract.read_problem import check_offset, read_sizes
 from cp_ref.contract.room import Room, check_room_tensors
-from cp_ref.contract.score_mod import ScoreMod, digest_of
+from cp_ref.contract.score_mod import with_digest
 from cp_ref.contract.scores import ScoreTensors
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import check_flag, kind_of
-from cp_ref.schedules.words import AttnMaskType, QKVFormat, SoftmaxType
 
 __all__ = [
     "Call",
     "CallFlags",
     "asked_for",
     "attention",
-    "problem_arguments",
-    "with_digest",
 ]
 
 
-class Options(TypedDict, total=False):
+class Options(CallArguments, total=False):
     """The keyword options of `attention`, except the context and those that choose results, for type checkers."""
 
-    qkv_format: QKVFormat
-    attn_mask_type: AttnMaskType | None
-    window_size: tuple[int, int]
-    areas: torch.Tensor | None
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_kv: torch.Tensor | None
-    cu_seqlens_q_padded: torch.Tensor | None
-    cu_seqlens_kv_padded: torch.Tensor | None
-    softmax_scale: float | None
-    softcap: float
-    softmax_type: SoftmaxType
-    softmax_offset: torch.Tensor | None
-    alibi_slopes: torch.Tensor | None
-    score_mod: ScoreMod | None
-    aux_tensors: Mapping[str, torch.Tensor] | None
-    dropout_p: float
-    dropout_seed: int | torch.Tensor | None
     deterministic: bool
     plan: Plan | None
 
@@ -119,33 +98,18 @@ def attention(
     return_max_logit: bool = False,
     **options: Unpack[Options],
 ) -> torch.Tensor | Two | Three: ...
+@takes(CallArguments)
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
     cp: ContextParallel,
-    qkv_format: QKVFormat = "bshd",
-    attn_mask_type: AttnMaskType | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    areas: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
-    cu_seqlens_q_padded: torch.Tensor | None = None,
-    cu_seqlens_kv_padded: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    softmax_type: SoftmaxType = "vanilla",
-    softmax_offset: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    score_mod: ScoreMod | None = None,
-    aux_tensors: Mapping[str, torch.Tensor] | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     return_max_logit: bool = False,
     plan: Plan | None = None,
+    **arguments: Unpack[CallArguments],
 ) -> Any:
     """Attention over sequences whose tokens are spread over the ranks of `cp`. Collective, forward and backward.
 
@@ -211,29 +175,6 @@ def attention(
         anything is sent. Unsupported: naming what is missing.
     """
     raise NotImplementedError
-
-
-_DEFAULTS = {n: p.default for n, p in inspect.signature(attention).parameters.items() if n in ARGUMENTS}
-
-
-def problem_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `attention` that make the problem, with defaults.
-
-    Raises:
-        TypeError: one that it does not have.
-
-    >>> problem_arguments({"softmax_scale": 1.0})["window_size"]
-    (-1, -1)
-    """
-    for name in given:
-        if name not in _DEFAULTS:
-            raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
-    return {**_DEFAULTS, **given}
-
-
-def with_digest(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with score_mod's digest in the place of the function, as a `Problem` has it."""
-    return {**arguments, "score_mod": digest_of(arguments["score_mod"])} if "score_mod" in arguments else arguments
 
 
 class CallFlags(NamedTuple):

@@ -4,11 +4,11 @@ settled.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
+from cp_ref.contract.arguments import ARGUMENTS
 from cp_ref.contract.group import PairGroup
-from cp_ref.contract.read_problem import ARGUMENTS, read_sizes
+from cp_ref.contract.read_problem import read_sizes
 from cp_ref.schedules.problem import Problem, slice_rows
 from cp_ref.schedules.values import check_choice, kind_of
 from cp_ref.schedules.words import QKV_FORMATS
@@ -159,7 +159,7 @@ def _reaches(steps: list[tuple[int, tuple[int, int]]], least: int, most: int) ->
     return True
 
 
-_DEFAULTS = {f.name: f.default for f in fields(Problem)} | {"attn_mask_type": None}
+_DEFAULTS = {name: one.read(name, one.default) for name, one in ARGUMENTS.items() if one.read is not None}
 
 
 def check_context(cp: Any, kind: type) -> None:

@@ -50,9 +50,10 @@ def implements(stub: F) -> _Implements[F]:
 
     def decorate(implementation: Callable[..., Any]) -> F:
         function, declared = cast(Any, implementation), cast(Any, stub)
-        returns = inspect.signature(function).return_annotation
-        function.__defaults__, function.__kwdefaults__ = declared.__defaults__, declared.__kwdefaults__
-        function.__signature__ = inspect.signature(stub).replace(return_annotation=returns)
+        signature, returns = inspect.signature(stub), inspect.signature(function).return_annotation
+        named = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]
+        function.__defaults__, function.__kwdefaults__ = declared.__defaults__, {p.name: p.default for p in named}
+        function.__signature__ = signature.replace(return_annotation=returns)
         function.__doc__ = function.__doc__ or stub.__doc__
         return function
 

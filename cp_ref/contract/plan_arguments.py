@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
+from cp_ref.contract.arguments import ARGUMENTS, ProblemArguments, takes
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.context import ContextParallel
 from cp_ref.contract.declared import bind, same_parameters
 from cp_ref.contract.group import Group, PairGroup
 from cp_ref.contract.linear_schedules import conv_schedule, make_states
-from cp_ref.contract.read_problem import ARGUMENTS, Sizes, check_one_document, read_problem
+from cp_ref.contract.read_problem import Sizes, check_one_document, read_problem
 from cp_ref.contract.room import Agreement, Room, read_room
-from cp_ref.contract.score_mod import ScoreMod, digest_of
+from cp_ref.contract.score_mod import ScoreMod, with_digest
 from cp_ref.contract.tensors import read_device
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Schedule
 from cp_ref.schedules.values import check_flag, kind_of, read_count
 from cp_ref.schedules.verify.costs import report
 from cp_ref.schedules.verify.proof import verify
-from cp_ref.schedules.words import AttnMaskType, Feature, QKVFormat, SoftmaxType, Unsupported
+from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
     "Plan",
@@ -155,22 +156,10 @@ class Plan:
         )
 
 
+@takes(ProblemArguments)
 def make_plan(
     *,
     cp: ContextParallel,
-    qkv_format: QKVFormat = "bshd",
-    attn_mask_type: AttnMaskType | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    areas: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
-    cu_seqlens_q_padded: torch.Tensor | None = None,
-    cu_seqlens_kv_padded: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    softmax_type: SoftmaxType = "vanilla",
-    score_mod: ScoreMod | None = None,
-    dropout_p: float = 0.0,
     deterministic: bool = False,
     return_lse: bool = False,
     return_max_logit: bool = False,
@@ -190,6 +179,7 @@ def make_plan(
     schedule: Schedule | None = None,
     linear: bool = False,
     sparse: bool = False,
+    **arguments: Unpack[ProblemArguments],
 ) -> Plan:
     """Plan one batch. Collective: every rank calls it, and all ranks raise if their problems differ.
 
@@ -353,9 +343,7 @@ def read_linear(linear: Any, problem: Problem) -> tuple[tuple[str, object], ...]
     return (("linear", True),) if linear else ()
 
 
-def read_call(
-    cp: ContextParallel, sizes: Sizes, layout: Any = None, score_mod: ScoreMod | None = None, **arguments: Any
-) -> Problem:
+def read_call(cp: ContextParallel, sizes: Sizes, layout: Any = None, **arguments: Any) -> Problem:
     """The problem of one call; raises ValueError or TypeError. Sends nothing."""
     return read_problem(
         cp_size=cp.size,
@@ -363,6 +351,5 @@ def read_call(
         a2a_size=cp.a2a_size,
         layout=cp.layout if layout is None else layout,
         sizes=sizes,
-        score_mod=digest_of(score_mod),
-        **arguments,
+        **with_digest(arguments),
     )

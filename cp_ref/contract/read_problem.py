@@ -7,15 +7,15 @@ Every refusal is a ValueError (or a TypeError, for a wrong type) that names the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import gt
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from cp_ref.contract.arguments import ARGUMENTS, SCORE_OPTIONS
 from cp_ref.schedules.attention_slices import read_areas
 from cp_ref.schedules.layouts import (
     LAYOUTS_OF_LENGTHS,
@@ -28,20 +28,13 @@ from cp_ref.schedules.values import (
     check_choice,
     check_data,
     differences,
-    read_choice,
     read_count,
-    read_dropout,
     read_lengths,
-    read_number,
-    read_window,
 )
-from cp_ref.schedules.words import MASKS, QKV_FORMATS, SOFTMAX_TYPES
+from cp_ref.schedules.words import QKV_FORMATS
 
 __all__ = [
-    "ARGUMENTS",
     "DTYPES",
-    "SCORE_OPTIONS",
-    "Argument",
     "Sizes",
     "check_heads",
     "check_layout",
@@ -213,53 +206,6 @@ def _batched(given: dict[str, list[int] | None], qkv_format: str, mask: str, siz
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-Reader = Callable[[str, Any], Any]  # of an argument's name and value: checks it, and gives what a `Problem` has
-
-
-class Argument(NamedTuple):
-    """An argument of `attention` that makes the problem.
-
-    Attributes:
-        read: None for a tensor, which `read_problem` reads with others.
-        of_scores: whether it is an option of scores.
-        of_places: whether scores then depend on places of pairs, so that every pair has to be of one document.
-    """
-
-    read: Reader | None = None
-    of_scores: bool = False
-    of_places: bool = False
-
-
-def _or_none(read: Reader) -> Reader:
-    return lambda name, value: None if value is None else read(name, value)
-
-
-def _window(_: str, value: Any) -> Any:
-    return read_window(value)
-
-
-def _digest(_: str, value: Any) -> Any:
-    return value
-
-
-ARGUMENTS: dict[str, Argument] = {
-    "qkv_format": Argument(partial(read_choice, choices=QKV_FORMATS)),
-    "attn_mask_type": Argument(_or_none(partial(read_choice, choices=MASKS))),
-    "window_size": Argument(_window),
-    "areas": Argument(),
-    "cu_seqlens_q": Argument(),
-    "cu_seqlens_kv": Argument(),
-    "cu_seqlens_q_padded": Argument(),
-    "cu_seqlens_kv_padded": Argument(),
-    "softmax_scale": Argument(_or_none(partial(read_number, positive=True)), of_scores=True),
-    "softcap": Argument(partial(read_number, positive=False), of_scores=True),
-    "softmax_type": Argument(partial(read_choice, choices=SOFTMAX_TYPES), of_scores=True),
-    "score_mod": Argument(_digest, of_places=True),  # what `score_mod.digest_of` gives
-    "dropout_p": Argument(read_dropout, of_scores=True, of_places=True),
-}
-"""The arguments that make a problem, of which every function with such arguments reads its own."""
-
-SCORE_OPTIONS = {name: one.read for name, one in ARGUMENTS.items() if one.of_scores and one.read is not None}
 _NEEDED = ("heads_q", "heads_kv", "d_qk", "d_v")
 _LEAST = dict.fromkeys(_NEEDED, 1) | {"batch_size": 1, "seqlen_q": 0, "seqlen_kv": 0}
 
@@ -314,14 +260,13 @@ def read_sizes(q: Any, k: Any, v: Any, qkv_format: str, cp_size: int) -> Sizes:
 
 
 def read_problem(
-    *, cp_size: int, cp_comm_type: str, layout: Any, sizes: Sizes, a2a_size: int = 1, score_mod: str = "", **given: Any
+    *, cp_size: int, cp_comm_type: str, layout: Any, sizes: Sizes, a2a_size: int = 1, **given: Any
 ) -> Problem:
     """The problem of a call: see `cp_ref.attention`.
 
     Args:
         sizes: from the tensors, or from `make_plan`.
-        score_mod: the function's digest.
-        given: the other `ARGUMENTS`, all of them.
+        given: all `ARGUMENTS`, with score_mod's digest in the place of the function (`with_digest`).
     """
     check_choice("cp_comm_type", cp_comm_type, tuple(SCHEDULES))
     layout = read_layout(layout)
@@ -352,7 +297,6 @@ def read_problem(
         heads_kv=sizes.heads_kv,
         d_qk=sizes.d_qk,
         d_v=sizes.d_v,
-        score_mod=score_mod,
         dtype=sizes.dtype,
         **scores,
     )

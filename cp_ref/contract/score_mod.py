@@ -73,6 +73,11 @@ def digest_of(score_mod: Any) -> str:
     return f"{score_mod.__qualname__}:{blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
+def with_digest(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with score_mod's digest in the place of the function, as a `Problem` has it."""
+    return {**arguments, "score_mod": digest_of(arguments["score_mod"])} if "score_mod" in arguments else arguments
+
+
 def frozen(score_mod: ScoreMod) -> ScoreMod:
     """A copy of a function that `digest_of` accepts, with the captured values of now. Its digest is the same.
 

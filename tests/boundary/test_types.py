@@ -38,7 +38,10 @@ def wrong(group: Any, q: Tensor, sizes: dict[str, Any]) -> None:
     cp.ContextParallel(group, "ring")
     cp.ContextParallel(group, layout="striped")
     cp.make_plan(cp=context, attn_mask_type="casual", **sizes)
+    cp.make_plan(cp=context, alibi_slopes=q, **sizes)
     cp.supports(cp=context, qkv_format="bsdh", **sizes)
+    cp.dense_attention(q, q, q, softmax_type="sink")
+    cp.dense_attention(q, q, q, deterministic=True)
 """
 
 

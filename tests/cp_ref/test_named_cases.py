@@ -16,6 +16,7 @@ from conformance.checks.values import check_logic
 from cp_ref import dense_attention
 from cp_ref.executor.merge_partials import add_sink, merge
 from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.schedules.words import SoftmaxType
 
 IMPLEMENTATIONS: list[Any] = [cp_ref, cp_fast]
 
@@ -230,7 +231,7 @@ def test_the_sink_belongs_to_the_whole_not_to_a_part() -> None:
 
 
 @pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
-def test_the_sink_against_the_oracle(softmax_type: str) -> None:
+def test_the_sink_against_the_oracle(softmax_type: SoftmaxType) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, H, D, dtype=torch.float64) for n in (T, 6, 6))
     sink = torch.zeros(H) if softmax_type == "off-by-one" else torch.randn(H)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_ref import dense_attention
-from cp_ref.schedules.words import MASKS
+from cp_ref.schedules.words import MASKS, AttnMaskType, SoftmaxType
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
@@ -51,7 +51,7 @@ def visible_by_words(mask: str, window: tuple[int, int], len_q: int, len_kv: int
     st.integers(0, 1000),
 )
 def test_against_sdpa(
-    mask: str,
+    mask: AttnMaskType,
     window: tuple[int, int],
     sizes: tuple[int, int],
     heads: tuple[int, int],
@@ -117,7 +117,7 @@ def test_by_hand_softcap() -> None:
 
 
 @pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
-def test_rows_that_see_nothing(softmax_type: str) -> None:
+def test_rows_that_see_nothing(softmax_type: SoftmaxType) -> None:
     """Bottom-right causal with 3 queries and 1 key: only the last query sees it."""
     offset = torch.tensor([0.5], dtype=torch.float64, requires_grad=True) if softmax_type == "learnable" else None
     q = torch.randn(1, 3, 1, 2, dtype=torch.float64, requires_grad=True)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_fast.api.fast_context import ContextParallel, PlanCache
 from cp_ref.contract import plan_arguments as plans
-from cp_ref.contract.attention_call import problem_arguments
+from cp_ref.contract.arguments import problem_arguments
 from cp_ref.contract.group import Group
 from cp_ref.contract.plan_arguments import read_call
 from cp_ref.contract.process_groups import as_group
