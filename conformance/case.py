@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from cp_ref.contract.arguments import SCORE_OPTIONS
+from cp_ref.contract.arguments import OF_PLACES, SCORE_OPTIONS
 from cp_ref.contract.call_checks import local_lengths
 from cp_ref.contract.read_problem import check_one_document
 from cp_ref.schedules.problem import Problem, slice_rows
@@ -106,8 +106,7 @@ def score_features(problem: Problem, alibi: str = "") -> tuple[str, ...]:
     >>> score_features(Problem(1, (), dropout_p=0.5), "head")
     ('alibi_slopes', 'dropout_p')
     """
-    needed = {"alibi_slopes": alibi, "score_mod": problem.score_mod, "dropout_p": problem.dropout_p}
-    return tuple(name for name, value in needed.items() if value)
+    return *(["alibi_slopes"] if alibi else []), *(n for n, none in OF_PLACES.items() if getattr(problem, n) != none)
 
 
 # score_mod -> its captured tensors: what their one axis counts, and the smallest and largest value
@@ -299,6 +298,5 @@ def _check_meaning(p: Problem) -> None:
             raise ValueError(f"sequence {n} is {numbers}: it has padding, which {p.qkv_format} has in padding masks")
         if not packed and numbers[2:] != (p.sequences[0].slots_q, p.sequences[0].slots_kv):
             raise ValueError(f"sequence {n} is {numbers}; all of {p.qkv_format} must have as many slots as the first")
-    for name in ("score_mod", "dropout_p"):
-        if getattr(p, name):
-            check_one_document(p, name)
+    for name in score_features(p):
+        check_one_document(p, name)

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from conformance.case import Case, dtype_of, score_mod_of, wide_dtype
+from conformance.case import Case, dtype_of, score_features, score_mod_of, wide_dtype
 from conformance.scores import PairPlaces
-from cp_ref.contract.arguments import SCORE_OPTIONS
+from cp_ref.contract.arguments import OF_PLACES, SCORE_OPTIONS
 from cp_ref.contract.cuts import Cut, planned_cut, planned_positions
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as SequenceLengths
@@ -261,14 +261,13 @@ def in_format(case: Case, rows: torch.Tensor, model: torch.Tensor) -> torch.Tens
 
 def attention_arguments(problem: Problem, device: str = "cpu") -> dict[str, Any]:
     """The problem arguments of `attention` (no tensors, no offset). Lengths equal to their default are left
-    out, and so are score_mod and dropout_p, which others may not have."""
+    out, and so are options of scores of places, which others may not have."""
     arguments: dict[str, Any] = {
         "qkv_format": problem.qkv_format,
-        **{name: getattr(problem, name) for name in SCORE_OPTIONS if name != "dropout_p"},
+        **{name: getattr(problem, name) for name in SCORE_OPTIONS if name not in OF_PLACES},
+        **{name: getattr(problem, name) for name in score_features(problem)},
     }
-    if problem.dropout_p:
-        arguments["dropout_p"] = problem.dropout_p
-    if problem.score_mod:
+    if "score_mod" in arguments:
         arguments["score_mod"] = score_mod_of(problem)
     if problem.areas is None:
         arguments |= {"attn_mask_type": problem.attn_mask_type, "window_size": problem.window_size}

@@ -20,6 +20,7 @@ import cp_fast.thd
 from conformance.adapters.band_tiles import crop, empty_tile, out_of_nothing
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch, choose
 from cp_fast.movers import kernels
+from cp_ref.contract.arguments import features_of
 from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem, ScoreSpec
 from cp_ref.schedules.words import Feature
@@ -176,7 +177,7 @@ class OneBackend:
             Feature.HEAD_DIM_OVER_128: max(q.shape[2], v.shape[2]) > 128,
             Feature.HEAD_DIM_ODD: bool(q.shape[2] % 8 or v.shape[2] % 8),
         }
-        return choose(scores.features | {feature for feature, needed in wanted.items() if needed}, self.name)
+        return choose(features_of(scores) | {feature for feature, needed in wanted.items() if needed}, self.name)
 
 
 def _segment(rows: slice, columns: slice, left: int | None, right: int | None, device: pytorch.device) -> VarlenBatch:

@@ -31,6 +31,7 @@ from conformance.checks.reference import (
 from conformance.checks.values import compare_result
 from conformance.implementation import Implementation
 from conformance.problems.capabilities import EVERYTHING, Capabilities
+from conformance.problems.features import SCORE_AXES
 from conformance.problems.problem import LevelProblem, shape_findings
 from conformance.problems.strategies import cases, named_areas, tables
 from conformance.tensors import (
@@ -283,8 +284,8 @@ class IndexLoss(SparseCase):
 # ---- strategies
 
 
-_NONE_OF_SCORES = {"softcap": ("off",), "score_mod": ("none",), "dropout_p": ("none",)}
-_HAS = {"cp_comm_type": ("all_gather", "a2a"), "softmax_type": ("vanilla", "learnable")} | _NONE_OF_SCORES
+_NONE_OF_SCORES = {axis.option: tuple(axis.choices)[:1] for axis in SCORE_AXES}
+_HAS = _NONE_OF_SCORES | {"cp_comm_type": ("all_gather", "a2a"), "softmax_type": ("vanilla", "learnable")}
 HAS = Capabilities(EVERYTHING.choices | _HAS, wishes=("use_plan", "return_lse", "lse gradient", "deterministic"))
 SIZES = (2, 3, 4, 8, 1)
 _FEW_ROWS = 150  # Attention slices are drawn for at most this many queries.

@@ -20,6 +20,7 @@ from conformance.case import ALIBI, GRADS, Case
 from conformance.checks.reference import masks
 from conformance.problems.capabilities import EVERYTHING, Capabilities
 from conformance.problems.features import SCORE_AXES
+from cp_ref.contract.arguments import OF_PLACES
 from cp_ref.contract.read_problem import check_one_document
 from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, WindowRow, crop
 from cp_ref.schedules.layouts import divisor
@@ -272,7 +273,6 @@ _FEW_HEADS = ((1, 1), (2, 1), (2, 2))
 _FEW_ROWS = 250  # Attention slices are drawn for at most this many queries and keys.
 _DIMS = ((8, 8), (8, 16), (16, 8), (24, 16), (5, 5), (1, 3))  # (d_qk, d_v): cheap, and enough for most bugs.
 _REAL_DIMS = ((64, 64), (128, 128), (96, 96), (192, 128), (128, 192), (256, 256), (128, 64))  # Those of models.
-_OF_PLACES: dict[str, Any] = {"score_mod": "", "dropout_p": 0.0}  # Options of scores of places, and none of them.
 _ODD_DIMS = ((24, 24), (40, 40), (72, 72), (88, 56), (104, 104), (33, 17), (20, 12), (248, 8))  # Those of no model.
 
 
@@ -306,7 +306,7 @@ def problems(
     big = shape in ("huge", "many")
     heads_q, heads_kv = draw(_heads(a2a_size, has("heads", "grouped"), _FEW_HEADS if big else _HEADS))
     d_qk, d_v = draw(_dims(capabilities, big))
-    of_places = any(len(capabilities.choices[name]) > 1 for name in _OF_PLACES) and draw(st.booleans())
+    of_places = any(len(capabilities.choices[name]) > 1 for name in OF_PLACES) and draw(st.booleans())
     problem = Problem(
         cp_size=cp_size,
         sequences=sequences,
@@ -325,14 +325,14 @@ def problems(
         **{
             axis.option: draw(st.sampled_from([x for x in axis.drawn if has(axis.option, axis.choice_of(x))]))
             for axis in SCORE_AXES
-            if of_places or axis.option not in _OF_PLACES
+            if of_places or axis.option not in OF_PLACES
         },
     )
     few = sum(s.slots_q + s.slots_kv for s in sequences) <= _FEW_ROWS
     if qkv_format == "thd" and few and has("areas", "areas") and draw(st.integers(0, 7)) == 7:
         problem = replace(problem, areas=draw(areas(sequences)), attn_mask_type="causal", window_size=(-1, -1))
         if not _in_documents(problem):
-            problem = replace(problem, **_OF_PLACES)
+            problem = replace(problem, **OF_PLACES)
     return problem
 
 

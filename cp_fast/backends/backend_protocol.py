@@ -19,6 +19,7 @@ from typing import NamedTuple, overload
 import numpy as np
 import torch
 
+from cp_ref.contract.arguments import features_of
 from cp_ref.contract.scores import ScoreTensors
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
@@ -269,7 +270,7 @@ class LaunchOptions(NamedTuple):
     def features(self) -> frozenset[Feature]:
         """The features that the scores require."""
         more = frozenset[Feature]() if self.score_inputs is None else self.score_inputs.inputs.features
-        return self.scores.features | more
+        return features_of(self.scores) | more
 
 
 class BackwardOperands(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cp_ref.contract.arguments import features_of
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.words import Feature
 
@@ -45,12 +46,10 @@ def required(
         Feature(problem.dtype),
     }
     conditions = {
-        Feature.AREAS: problem.areas is not None,
         Feature.NO_MASK: problem.areas is None and not problem.causal,
         Feature.CAUSAL: problem.causal,
         Feature.BOTTOM_RIGHT: problem.bottom_right,
         Feature.PADDING: problem.attn_mask_type.startswith("padding"),
-        Feature.WINDOW: max(problem.window_size) >= 0,
         Feature.CROSS_ATTENTION: problem.lengths.len_q != problem.lengths.len_kv,
         Feature.GQA: problem.heads_per_kv > 1,
         Feature.ASYMMETRIC_DIMS: problem.d_qk != problem.d_v,
@@ -64,4 +63,4 @@ def required(
         Feature.MAX_LOGIT: max_logit,
         Feature.IN_PLACE: in_place,
     }
-    return frozenset(needs | problem.scores.features | {feature for feature, needed in conditions.items() if needed})
+    return frozenset(needs | features_of(problem) | {feature for feature, needed in conditions.items() if needed})

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict, TypeVar, cast
 
 from cp_ref.schedules.values import read_choice, read_dropout, read_number, read_window
-from cp_ref.schedules.words import MASKS, QKV_FORMATS, SOFTMAX_TYPES
+from cp_ref.schedules.words import MASKS, QKV_FORMATS, SOFTMAX_TYPES, Feature
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,10 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ARGUMENTS",
+    "NONE_OF",
+    "OF_PLACES",
     "SCORE_OPTIONS",
     "Argument",
     "CallArguments",
     "ProblemArguments",
+    "features_of",
     "problem_arguments",
     "takes",
 ]
@@ -46,6 +49,7 @@ class Argument(NamedTuple):
     Attributes:
         default: what a call has that does not give it.
         read: None for a tensor, which is read with others.
+        feature: what a call asks for that gives another value.
         of_scores: whether it is an option of scores.
         of_places: whether scores then depend on places of pairs, so that every pair has to be of one document.
         after: of a tensor that belongs to a call: the row that it follows in signatures.
@@ -53,6 +57,7 @@ class Argument(NamedTuple):
 
     default: Any = None
     read: Reader | None = None
+    feature: Feature | None = None
     of_scores: bool = False
     of_places: bool = False
     after: str = ""
@@ -76,8 +81,8 @@ class ProblemArguments(TypedDict, total=False):
 
     qkv_format: Annotated["QKVFormat", Argument("bshd", partial(read_choice, choices=QKV_FORMATS))]
     attn_mask_type: Annotated["AttnMaskType | None", Argument(None, _or_none(partial(read_choice, choices=MASKS)))]
-    window_size: Annotated["tuple[int, int]", Argument((-1, -1), _window)]
-    areas: Annotated["torch.Tensor | None", Argument()]
+    window_size: Annotated["tuple[int, int]", Argument((-1, -1), _window, Feature.WINDOW)]
+    areas: Annotated["torch.Tensor | None", Argument(feature=Feature.AREAS)]
     cu_seqlens_q: Annotated["torch.Tensor | None", Argument()]
     cu_seqlens_kv: Annotated["torch.Tensor | None", Argument()]
     cu_seqlens_q_padded: Annotated["torch.Tensor | None", Argument()]
@@ -85,19 +90,19 @@ class ProblemArguments(TypedDict, total=False):
     softmax_scale: Annotated[
         "float | None", Argument(None, _or_none(partial(read_number, positive=True)), of_scores=True)
     ]
-    softcap: Annotated["float", Argument(0.0, partial(read_number, positive=False), of_scores=True)]
+    softcap: Annotated["float", Argument(0.0, partial(read_number, positive=False), Feature.SOFTCAP, of_scores=True)]
     softmax_type: Annotated[
         "SoftmaxType", Argument("vanilla", partial(read_choice, choices=SOFTMAX_TYPES), of_scores=True)
     ]
-    score_mod: Annotated["ScoreMod | None", Argument(None, _digest, of_scores=True, of_places=True)]
-    dropout_p: Annotated["float", Argument(0.0, read_dropout, of_scores=True, of_places=True)]
+    score_mod: Annotated["ScoreMod | None", Argument(None, _digest, Feature.SCORE_MOD, of_scores=True, of_places=True)]
+    dropout_p: Annotated["float", Argument(0.0, read_dropout, Feature.DROPOUT, of_scores=True, of_places=True)]
 
 
 class CallArguments(ProblemArguments, total=False):
     """And the tensors that a call gives to the scores of its problem."""
 
     softmax_offset: Annotated["torch.Tensor | None", Argument(after="softmax_type")]
-    alibi_slopes: Annotated["torch.Tensor | None", Argument(after="softmax_offset")]
+    alibi_slopes: Annotated["torch.Tensor | None", Argument(feature=Feature.ALIBI, after="softmax_offset")]
     aux_tensors: Annotated["Mapping[str, torch.Tensor] | None", Argument(after="score_mod")]
     dropout_seed: Annotated["int | torch.Tensor | None", Argument(after="dropout_p")]
 
@@ -139,7 +144,24 @@ def takes(table: Any) -> Callable[[F], F]:
 
 ARGUMENTS = {name: one for name, (_, one) in _rows(ProblemArguments).items()}
 SCORE_OPTIONS = {name: one.read for name, one in ARGUMENTS.items() if one.of_scores and one.read is not None}
+NONE_OF = {name: one.read(name, one.default) for name, one in ARGUMENTS.items() if one.read is not None}
+"""What a `Problem` has of an argument that is not given."""
+
+OF_PLACES = {name: NONE_OF[name] for name, one in ARGUMENTS.items() if one.of_places}
 _DEFAULTS = {name: one.default for name, one in ARGUMENTS.items()}
+_FEATURES = [(name, one.feature, NONE_OF.get(name)) for name, (_, one) in _rows(CallArguments).items() if one.feature]
+
+
+def features_of(record: Any) -> frozenset[Feature]:
+    """The features that a problem, its scores or the tensors of a call ask for: those of the rows among its fields that
+    do not have their defaults.
+
+    >>> from cp_ref.schedules.problem import ScoreSpec
+    >>> features_of(ScoreSpec(0.5, softcap=30.0))
+    frozenset({<Feature.SOFTCAP: 'softcap'>})
+    """
+    given = ((feature, getattr(record, name, None), none) for name, feature, none in _FEATURES)
+    return frozenset(feature for feature, x, none in given if x is not None and (none is None or x != none))
 
 
 def problem_arguments(given: dict[str, Any], of: str = "attention") -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cp_ref.contract.arguments import ARGUMENTS
+from cp_ref.contract.arguments import ARGUMENTS, NONE_OF
 from cp_ref.contract.group import PairGroup
 from cp_ref.contract.read_problem import read_sizes
 from cp_ref.schedules.problem import Problem, slice_rows
@@ -159,9 +159,6 @@ def _reaches(steps: list[tuple[int, tuple[int, int]]], least: int, most: int) ->
     return True
 
 
-_DEFAULTS = {name: one.read(name, one.default) for name, one in ARGUMENTS.items() if one.read is not None}
-
-
 def check_context(cp: Any, kind: type) -> None:
     """Raise TypeError unless `cp` is a `kind`: the package's own ContextParallel, or what both packages' are."""
     if not isinstance(cp, kind):
@@ -200,7 +197,7 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
         read = ARGUMENTS[name].read if name in ARGUMENTS else None
         if read is not None:
             value = read(name, value)
-            if value == _DEFAULTS[name]:
+            if value == NONE_OF[name]:
                 continue  # The plan's own value is not read: a compiled graph would be for this plan alone.
             if value != (planned := getattr(problem, name)):
                 raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import torch
 
-from cp_ref.contract.arguments import ARGUMENTS, ProblemArguments, takes
+from cp_ref.contract.arguments import ARGUMENTS, ProblemArguments, features_of, takes
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.context import ContextParallel
 from cp_ref.contract.declared import bind, same_parameters
@@ -322,7 +322,7 @@ def check_sparse_scores(what: str, problem: Problem) -> None:
       sparse_attention lacks softcap
       make the plan without it: the scores of chosen keys are softmax_scale * q.k alone, with softmax_offset or without
     """
-    missing = set(problem.scores.features)
+    missing = set(features_of(problem.scores))
     if problem.softmax_type == "off-by-one":
         missing.add(Feature.OFF_BY_ONE)
     if missing:

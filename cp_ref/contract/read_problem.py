@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cp_ref.contract.arguments import ARGUMENTS, SCORE_OPTIONS
+from cp_ref.contract.arguments import ARGUMENTS, OF_PLACES, SCORE_OPTIONS
 from cp_ref.schedules.attention_slices import read_areas
 from cp_ref.schedules.layouts import (
     LAYOUTS_OF_LENGTHS,
@@ -301,8 +301,8 @@ def read_problem(
         **scores,
     )
     check_layout(problem)
-    for name, one in ARGUMENTS.items():
-        if one.of_places and getattr(problem, name):
+    for name, none in OF_PLACES.items():
+        if getattr(problem, name) != none:
             check_one_document(problem, name)
     return problem
 

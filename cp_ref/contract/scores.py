@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from cp_ref.contract.arguments import ARGUMENTS, features_of
 from cp_ref.contract.read_problem import check_one_document
 from cp_ref.contract.room import Room
 from cp_ref.contract.score_mod import ScoreMod, check_result, modified_scores, parameters_of
@@ -78,8 +79,7 @@ class ScoreTensors(NamedTuple):
         >>> ScoreTensors.given({"dropout_seed": 3, "softcap": 2.0}).dropout_seed
         3
         """
-        slopes, aux, seed = (arguments.pop(name, None) for name in OF_A_CALL)
-        return ScoreTensors(slopes, None, aux, 0.0, seed)
+        return ScoreTensors(**{name: arguments.pop(name, None) for name in OF_A_CALL})
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -89,12 +89,7 @@ class ScoreTensors(NamedTuple):
     @property
     def features(self) -> frozenset[Feature]:
         """The features that they require; none if they change nothing."""
-        asked = {
-            Feature.ALIBI: self.alibi_slopes is not None,
-            Feature.SCORE_MOD: self.score_mod is not None,
-            Feature.DROPOUT: self.dropout_p > 0,
-        }
-        return frozenset(feature for feature, wanted in asked.items() if wanted)
+        return features_of(self)
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -143,7 +138,7 @@ class ScoreTensors(NamedTuple):
         return tuple((name, _kind(x)) for name, x in self.named.items())
 
 
-OF_A_CALL = ("alibi_slopes", "aux_tensors", "dropout_seed")  # arguments of calls alone; the others are the problem's
+OF_A_CALL = tuple(name for name in ScoreTensors._fields if name not in ARGUMENTS)  # the others are the problem's
 PLAIN = ScoreTensors()
 
 

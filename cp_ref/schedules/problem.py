@@ -23,7 +23,7 @@ from cp_ref.schedules.layouts import padded_to_cut, slots_of_lengths, slots_of_t
 from cp_ref.schedules.ownership import Fragments, Ownership
 from cp_ref.schedules.table import Column, Spans, starts_of
 from cp_ref.schedules.values import parse_call
-from cp_ref.schedules.words import Feature, canonical_layout
+from cp_ref.schedules.words import canonical_layout
 
 __all__ = [
     "Problem",
@@ -128,25 +128,12 @@ class Sequences(Seq[Sequence]):
 class ScoreSpec(NamedTuple):
     """How a score is made of a query and a key: s = scale * q.k, then softcap * tanh(s / softcap) if softcap > 0.
     `cp_ref.contract.scores` has what follows: ALiBi, score_mod, dropout.
-
-    >>> ScoreSpec(0.5, softcap=30.0).features
-    frozenset({<Feature.SOFTCAP: 'softcap'>})
     """
 
     scale: float
     softcap: float = 0.0  # 0 for none
     score_mod: str = ""  # the digest of a function; "" for none
     dropout_p: float = 0.0  # 0 for none
-
-    @property
-    def features(self) -> frozenset[Feature]:
-        """The features that they require."""
-        asked = {
-            Feature.SOFTCAP: self.softcap > 0,
-            Feature.SCORE_MOD: self.score_mod != "",
-            Feature.DROPOUT: self.dropout_p > 0,
-        }
-        return frozenset(feature for feature, wanted in asked.items() if wanted)
 
 
 @dataclass(frozen=True)
