@@ -20,6 +20,8 @@ Every problem of attention is played forward and backward in two tiers: `probes`
                five parts with a class of kernels each (`benchmarks.parts.random_cases`): one process compiles them
     linear     `conformance.problems.linear`: linear attention and causal convolutions, in bfloat16, in the suite's
                tiers. Triton's tuners take their first configuration
+    sparse     `conformance.problems.sparse`: attention to chosen keys, an indexer's choice and its loss, in bfloat16,
+               with the dims of models
 
 No other kind has scores of places.
 
@@ -56,6 +58,7 @@ from benchmarks.parts.ranks import Commit, Device, JsonOut
 from conformance.adapters.cp_fast import OneBackend
 from conformance.case import Case
 from conformance.problems.linear import LinearCase
+from conformance.problems.sparse import SparseCase
 from conformance.runner.play_problem import InProcess, Runner, Task, task_of
 from conformance.runner.workers import WorkerRunner
 from cp_fast.backends import by_name
@@ -106,9 +109,11 @@ class Enough(KeyboardInterrupt):
     """Ends the drawing: Hypothesis takes any other exception for a finding, and would go on."""
 
 
-def tasks_of(case: Case | LinearCase) -> list[Task]:
+def tasks_of(case: Case | LinearCase | SparseCase) -> list[Task]:
     """A problem in every tier that plays it."""
-    return task_of(str(case)) if isinstance(case, LinearCase) else [Task("schedule", tier, str(case)) for tier in TIERS]
+    if isinstance(case, LinearCase | SparseCase):
+        return task_of(str(case))
+    return [Task("schedule", tier, str(case)) for tier in TIERS]
 
 
 def play(
@@ -132,7 +137,7 @@ def play(
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
     @given(KINDS[part.job[1]](runner, cp_sizes, part.number))
-    def one(case: Case | LinearCase) -> None:
+    def one(case: Case | LinearCase | SparseCase) -> None:
         if time.time() > until or not left.take():
             raise Enough
         played = [runner.play(task) for task in tasks_of(case)]

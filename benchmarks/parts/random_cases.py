@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from conformance.case import Case
 from conformance.problems.capabilities import EVERYTHING
 from conformance.problems.linear import CausalConv1d, LinearCase, convolutions, linear_attentions
+from conformance.problems.sparse import SparseAttention, SparseCase, index_losses, selections, sparse_attentions
 from conformance.problems.strategies import cases, tables
 from conformance.runner.play_problem import Runner
 from cp_fast import masks
@@ -135,7 +136,7 @@ def of_common_keys(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], par
     return Case(problem, use_plan=draw(st.booleans()), return_lse=True, loss="out+lse")
 
 
-Kind = Callable[[Runner, Sequence[int], int], st.SearchStrategy[Case | LinearCase]]
+Kind = Callable[[Runner, Sequence[int], int], st.SearchStrategy[Case | LinearCase | SparseCase]]
 
 
 def of_scores(
@@ -172,6 +173,21 @@ def of_linear(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: in
     return replace(case, documents=tuple((times * n, times * m) for n, m in case.documents), wide=True, **sizes)
 
 
+_LATENT = {"heads_q": 16, "heads_kv": 1, "d_qk": 576, "d_v": 512}
+
+
+@st.composite
+def of_sparse(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: int) -> SparseCase:
+    """Attention to chosen keys, an indexer's choice and its loss, with the dims of models: half in the latent form."""
+    kinds = sparse_attentions, sparse_attentions, selections, index_losses
+    case: SparseCase = draw(kinds[part % len(kinds)](cp_sizes, ("bfloat16",)))
+    heads = case.problem.a2a_size
+    sizes = _LATENT if draw(st.booleans()) else {"heads_q": 4 * heads, "heads_kv": heads, "d_qk": 128, "d_v": 128}
+    problem = replace(case.problem, softmax_scale=None, **sizes)
+    more = {"latent": sizes is _LATENT} if isinstance(case, SparseAttention) else {"heads": 4, "d_index": 128}
+    return replace(case, case=replace(case.case, problem=problem), top_k=draw(st.sampled_from([16, 64])), **more)
+
+
 SCORES: dict[str, Kind] = {
     "alibi": of_scores(alibi=("head", "document")),
     "score_mod": of_scores(score_mods=("hidden", "near", "by_key", "by_document", "by_head")),
@@ -184,4 +200,4 @@ ATTENTION: dict[str, Kind] = {
     "common_keys": of_common_keys,
     **SCORES,
 }
-KINDS: dict[str, Kind] = {**ATTENTION, "linear": of_linear}
+KINDS: dict[str, Kind] = {**ATTENTION, "linear": of_linear, "sparse": of_sparse}
