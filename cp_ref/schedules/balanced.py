@@ -46,7 +46,7 @@ _LEVEL = 0.01  # A fraction of a rank's need: ranks that differ by no more from 
 _TILE = 128  # Cuts are at multiples of this where ranks stay level. A constant of the rule, as kernels have such tiles.
 _CHOICES = 4  # Documents tried for the cut, at each of the last few numbers of whole documents; more gain little.
 
-Spans = list[tuple[int, int]]
+RankSpans = list[tuple[int, int]]  # the rows of one rank
 
 
 class Part(NamedTuple):
@@ -118,7 +118,7 @@ def pairs_before(areas: AttentionSlices, rows: int) -> Column:
     return np.cumsum(found, out=found)[:-1]
 
 
-def _fragments(ranks: list[Spans]) -> Fragments:
+def _fragments(ranks: list[RankSpans]) -> Fragments:
     """Every rank's spans as one table, each rank's in the order of the global buffer; spans that touch are one."""
     found: list[tuple[int, int, int, int]] = []
     for rank, spans in enumerate(ranks):
@@ -142,7 +142,7 @@ class _Solver:
         """The number of pairs that rows [start, stop) see."""
         return self.before[stop] - self.before[start]
 
-    def most_pairs(self, ranks: list[Spans]) -> int:
+    def most_pairs(self, ranks: list[RankSpans]) -> int:
         """The number of pairs of the rank with the most."""
         return max(sum(self.pairs(*span) for span in spans) for spans in ranks)
 
@@ -157,10 +157,10 @@ class _Solver:
         spans = [*zip(starts[:-1].tolist(), real, strict=True), *zip(real, starts[1:].tolist(), strict=True)]
         return sorted(self.part(start, stop) for start, stop in spans if start < stop)
 
-    def fill(self, parts: list[Part]) -> list[Spans]:
+    def fill(self, parts: list[Part]) -> list[RankSpans]:
         """The spans of every rank, one rank after the other."""
         rows, pairs = sum(part.rows for part in parts), self.total
-        ranks: list[Spans] = []
+        ranks: list[RankSpans] = []
         for left in range(self.cp_size, 0, -1):
             room = -(-rows // left)
             spans, parts = self.fill_rank(parts, room, pairs / left)
@@ -168,7 +168,7 @@ class _Solver:
             rows, pairs = rows - room, pairs - sum(self.pairs(*span) for span in spans)
         return ranks
 
-    def fill_rank(self, parts: list[Part], room: int, need: float) -> tuple[Spans, list[Part]]:
+    def fill_rank(self, parts: list[Part], room: int, need: float) -> tuple[RankSpans, list[Part]]:
         """The spans that one rank takes of the parts, and the remaining parts."""
         line, missing = _Line(self, parts), need * _CLOSE
         whole: list[int] = []  # numbers of parts that are taken
@@ -195,7 +195,7 @@ class _Solver:
             room, need, end = room - parts[n].rows, need - parts[n].pairs, n
         taken = {*whole, cut}
         others = [part for n, part in enumerate(parts) if n not in taken]
-        spans: Spans = [parts[n].span for n in whole]
+        spans: RankSpans = [parts[n].span for n in whole]
         more, left = _Line(self, others if cut < 0 else [*others, parts[cut]]).ends(room, need if cut >= 0 else 0)
         return spans + more, left
 
@@ -217,7 +217,7 @@ class _Solver:
                     found.append((short if short > missing else 0, part.rows - late, count, n))
         return min(found)[2:] if found else (choices[-1].whole, -1)
 
-    def level(self, ranks: list[Spans]) -> list[Spans]:
+    def level(self, ranks: list[RankSpans]) -> list[RankSpans]:
         """The ranks with the most and the fewest pairs redistribute theirs, until none has much more than the mean."""
         pairs = [sum(self.pairs(*span) for span in spans) for spans in ranks]
         for _ in range(2 * self.cp_size):
@@ -270,7 +270,7 @@ class _Line:
                 found.append(part if (start, stop) == part.span else self.solver.part(start, stop))
         return found
 
-    def ends(self, room: int, need: float) -> tuple[Spans, list[Part]]:
+    def ends(self, room: int, need: float) -> tuple[RankSpans, list[Part]]:
         """`room` rows from both ends of the line that see `need` pairs, and the remaining parts."""
         total, all_rows = self.pairs[-1], self.rows[-1]
 

@@ -14,6 +14,7 @@ from cp_ref.schedules.words import LAYOUTS
 
 __all__ = [
     "LAYOUTS_OF_LENGTHS",
+    "LayoutTable",
     "divisor",
     "padded_to_cut",
     "read_layout",
@@ -21,7 +22,7 @@ __all__ = [
     "slots_of_table",
 ]
 
-LayoutTable = tuple[tuple[int, int, int, int], ...]
+LayoutTable = tuple[tuple[int, int, int, int], ...]  # rows (rank, sequence, start, stop)
 LAYOUTS_OF_LENGTHS = ("dual_chunk", "contiguous")  # A plan alone knows the others.
 
 

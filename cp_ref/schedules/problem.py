@@ -19,7 +19,7 @@ import numpy as np
 
 from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, WindowRow, crop, slices_of_windows
 from cp_ref.schedules.balanced import balanced
-from cp_ref.schedules.layouts import padded_to_cut, slots_of_lengths, slots_of_table
+from cp_ref.schedules.layouts import LayoutTable, padded_to_cut, slots_of_lengths, slots_of_table
 from cp_ref.schedules.ownership import Fragments, Ownership
 from cp_ref.schedules.table import Column, Spans, starts_of
 from cp_ref.schedules.values import parse_call
@@ -157,7 +157,7 @@ class Problem:
     sequences: Seq[Sequence]
     cp_comm_type: str = "p2p"
     a2a_size: int = 1
-    layout: str | tuple[tuple[int, int, int, int], ...] = "dual_chunk"
+    layout: str | LayoutTable = "dual_chunk"
     qkv_format: str = "bshd"
     attn_mask_type: str = "causal"
     window_size: tuple[int, int] = (-1, -1)

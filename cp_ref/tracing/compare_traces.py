@@ -20,7 +20,7 @@ import torch
 
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import side_of
-from cp_ref.tracing.recorded_trace import DIRECTIONS, KINDS, WHOLE, Item, Piece, Trace
+from cp_ref.tracing.recorded_trace import DIRECTIONS, EVENTS, WHOLE, Item, Piece, Trace
 
 __all__ = [
     "Comparison",
@@ -145,13 +145,13 @@ class Comparison:
         """How the difference spreads: which ranks differ in which step."""
         ranks: dict[tuple[int, int, int], Counter[int]] = {}
         for item in (d.item for d in self.differences):
-            place = DIRECTIONS.index(item.direction), item.step, KINDS.index(item.kind)
+            place = DIRECTIONS.index(item.direction), item.step, EVENTS.index(item.kind)
             ranks.setdefault(place, Counter())[item.rank] += 1
         lines: list[str] = []
         for (direction, step, kind), of in sorted(ranks.items()):
-            at = "the end" if KINDS[kind] in ("merged", "final") else f"step {step}"
+            at = "the end" if EVENTS[kind] in ("merged", "final") else f"step {step}"
             who = "" if -1 in of else f", rank {' '.join(map(str, sorted(of)))}"
-            lines.append(f"{DIRECTIONS[direction]:<8} {at:<7}  {KINDS[kind]:<8}  {sum(of.values()):>4} items{who}")
+            lines.append(f"{DIRECTIONS[direction]:<8} {at:<7}  {EVENTS[kind]:<8}  {sum(of.values()):>4} items{who}")
         return lines
 
 

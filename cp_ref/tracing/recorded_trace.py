@@ -38,7 +38,7 @@ from cp_ref.schedules.verify.proof import malformed
 
 __all__ = [
     "DIRECTIONS",
-    "KINDS",
+    "EVENTS",
     "PER_HEAD",
     "WHOLE",
     "Content",
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 DIRECTIONS = ("forward", "backward")
-KINDS = ("given", "received", "tile", "merged", "final")
+EVENTS = ("given", "received", "tile", "merged", "final")
 PER_HEAD = ("max_logit", "softmax_offset", "dsoftmax_offset")  # names of items of one value a head
 WHOLE = {  # the places of a call's inputs and results
     **dict.fromkeys(("q", "k", "v", "softmax_offset"), ("forward", "given")),
@@ -103,7 +103,7 @@ class Item:
     @property
     def order(self) -> tuple[int, int, int, int]:
         """Forward before backward, by step, by rank, by kind; as recorded within that."""
-        return DIRECTIONS.index(self.direction), self.step, self.rank, KINDS.index(self.kind)
+        return DIRECTIONS.index(self.direction), self.step, self.rank, EVENTS.index(self.kind)
 
     @property
     def key(self) -> tuple[str, int, int, str, str, str, str]:
@@ -222,7 +222,7 @@ def _checked_item(problem: Problem, schedule: Schedule, values: Any) -> Item:
     """An item; raises unless it has its fields, a place in the schedule, and a tensor of the shape of its piece."""
     if set(values) != _FIELDS:
         raise ValueError(f"its fields are {sorted(values)}")
-    if values["direction"] not in DIRECTIONS or values["kind"] not in KINDS or not isinstance(values["source"], str):
+    if values["direction"] not in DIRECTIONS or values["kind"] not in EVENTS or not isinstance(values["source"], str):
         raise ValueError(f"it is {values['direction']!r} {values['kind']!r} of {values['source']!r}")
     rank = read_count("rank", values["rank"], at_least=0, at_most=problem.cp_size - 1)
     rank_schedule = (schedule.forward if values["direction"] == "forward" else schedule.backward)[rank]
@@ -377,9 +377,9 @@ class Trace:
             groups.setdefault((item.direction, item.step, item.kind), []).append(item)
         for direction in DIRECTIONS:
             shown = -1
-            for step, kind in sorted((s, KINDS.index(k)) for d, s, k in groups if d == direction):
+            for step, kind in sorted((s, EVENTS.index(k)) for d, s, k in groups if d == direction):
                 lines += [] if shown >= 0 else ["", direction]
-                lines.append(_row(step, step != shown, groups[direction, step, KINDS[kind]]))
+                lines.append(_row(step, step != shown, groups[direction, step, EVENTS[kind]]))
                 shown = step
         return "\n".join(lines)
 
