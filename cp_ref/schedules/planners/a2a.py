@@ -27,6 +27,7 @@ From DeepSpeed-Ulysses (Jacobs et al., 2023) and USP (Fang and Zhao, 2024).
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import numpy as np
 
@@ -60,45 +61,47 @@ def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSc
     """One rank's forward and backward schedule: exchange, ring across the groups (one step in `a2a`), exchange back."""
     size, work = members.a2a_size, members.workload
     member, a2a_rank = divmod(rank, size)
-    heads = [head_ranges(work, other) for other in range(size)]
+    heads = [dict(zip(("q", "kv"), head_ranges(work, other), strict=True)) for other in range(size)]
 
     def rank_of(other: int) -> int:
         return other * size + a2a_rank
 
-    role = RingRole(member, rank_of, *heads[a2a_rank], first_step=1)
+    role = RingRole(member, rank_of, heads[a2a_rank]["q"], heads[a2a_rank]["kv"], first_step=1)
     ring_forward, ring_backward = ring_schedules(members, role)
     active = _active_rows(members, member)
-    replicated = sum(stop - start for _, (start, stop) in heads) > work.heads_kv  # then dK/dV are sums
+    replicated = sum(stop - start for start, stop in (own["kv"] for own in heads)) > work.heads_kv  # dK/dV are sums
     peers = [(a2a_rank + n) % size for n in range(1, size)]  # the next one first: not all begin with the same
 
     @cache
-    def pieces(side: int, rows_of: int, heads_of: int) -> Pieces:
+    def pieces(side: str, rows_of: int, heads_of: int) -> Pieces:
         """The rows of one rank of the group for the heads of another; messages of both passes have the same."""
         rows = active[side][rows_of]
         return Pieces.of(rows.spans, heads[heads_of][side])
 
-    def rows_for_heads(kinds: tuple[str, ...], step: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        """The own rows for the peers' heads, and the peers' rows for the own heads."""
-
-        def message(kind: str, peer: int, rows_of: int, heads_of: int) -> list[Message]:
-            some = pieces(int(side_of(kind) == "kv"), rows_of, heads_of)
+    def messages(kinds: tuple[str, ...], step: int, *, own_rows: bool) -> tuple[Message, ...]:
+        """With each peer, the own rows for the peer's heads; or else the peer's rows for the own heads."""
+        found: list[Message] = []
+        for kind, peer in product(kinds, peers):
+            rows_of, heads_of = (a2a_rank, peer) if own_rows else (peer, a2a_rank)
             complete = kind in ("out", "dq") or (kind == "dkv" and not replicated)
-            return [Message(kind, member * size + peer, tag(step, kind), some, complete)] if len(some) else []
+            if len(some := pieces(side_of(kind), rows_of, heads_of)):
+                found.append(Message(kind, member * size + peer, tag(step, kind), some, complete))
+        return tuple(found)
 
-        out = [m for kind in kinds for peer in peers for m in message(kind, peer, a2a_rank, peer)]
-        back = [m for kind in kinds for peer in peers for m in message(kind, peer, peer, a2a_rank)]
-        return tuple(out), tuple(back)
+    def rows_for_heads(kinds: tuple[str, ...], step: int) -> Step:
+        """Own rows go to those that have their heads, and the peers' rows come."""
+        return Step(sends=messages(kinds, step, own_rows=True), recvs=messages(kinds, step, own_rows=False))
 
     def results_home(kinds: tuple[str, ...], step: int) -> Step:
-        out, back = rows_for_heads(kinds, step)
-        return Step(back, out)
+        """The other way: results of the peers' rows go to them, and those of the own rows come."""
+        return Step(sends=messages(kinds, step, own_rows=False), recvs=messages(kinds, step, own_rows=True))
 
-    forward = Step(*rows_for_heads(("q", "kv"), 0)), *ring_forward, results_home(("out",), len(ring_forward) + 1)
-    backward = Step(*rows_for_heads(("do",), 0)), *ring_backward, results_home(("dq", "dkv"), len(ring_backward) + 1)
+    forward = rows_for_heads(("q", "kv"), 0), *ring_forward, results_home(("out",), len(ring_forward) + 1)
+    backward = rows_for_heads(("do",), 0), *ring_backward, results_home(("dq", "dkv"), len(ring_backward) + 1)
     return forward, backward
 
 
-def _active_rows(members: RingMembers, member: int) -> tuple[list[Fragments], list[Fragments]]:
+def _active_rows(members: RingMembers, member: int) -> dict[str, list[Fragments]]:
     """The query rows of each rank of the group that see any key, and the key rows that any query sees."""
     alike = np.zeros(members.member_count, dtype=int)
     (sees,), (seen,) = members.sees(member, alike), members.seen(member, alike)
@@ -111,5 +114,5 @@ def _active_rows(members: RingMembers, member: int) -> tuple[list[Fragments], li
 
     of_queries = active(ownership.q, queries)
     if ownership.kv is ownership.q and all(map(np.array_equal, queries, keys)):
-        return of_queries, of_queries
-    return of_queries, active(ownership.kv, keys)
+        return {"q": of_queries, "kv": of_queries}
+    return {"q": of_queries, "kv": active(ownership.kv, keys)}
