@@ -22,8 +22,8 @@ from cp_ref.schedules.attention_slices import AttentionSlices
 from cp_ref.schedules.problem import Problem, Workload
 from cp_ref.schedules.schedule import STATES, RankSchedule, Schedule
 from cp_ref.schedules.verify.coverage import grids
-from cp_ref.schedules.verify.play_messages import Play
 from cp_ref.schedules.verify.proof import InvalidSchedule, malformed
+from cp_ref.schedules.verify.rehearsal import Rehearsal
 
 __all__ = [
     "verify_states",
@@ -59,10 +59,10 @@ def verify_states(problem: Problem, schedule: Schedule) -> None:
     cells = grids(work.ownership, schedule)
     for name, kind in _PASSES:
         has = [{kind: cells["q"].owned(work.ownership.q.of(rank))} for rank in range(work.cp_size)]
-        play = Play(name, schedule, cells, has, _words)
-        play.run()
-        errors += play.errors
-        for rank, state in enumerate(play.ranks):
+        rehearsal = Rehearsal(name, schedule, cells, has, _words)
+        rehearsal.run()
+        errors += rehearsal.errors
+        for rank, state in enumerate(rehearsal.ranks):
             errors += documents.composed(name, rank, state.rank_schedule)
             errors += documents.received(name, rank, state.rank_schedule)
     if errors:

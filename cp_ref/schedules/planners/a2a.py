@@ -61,7 +61,7 @@ def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSc
     """One rank's forward and backward schedule: exchange, ring across the groups (one step in `a2a`), exchange back."""
     size, work = members.a2a_size, members.workload
     member, a2a_rank = divmod(rank, size)
-    heads = [dict(zip(("q", "kv"), head_ranges(work, other), strict=True)) for other in range(size)]
+    heads = [dict[str, Heads](zip(("q", "kv"), head_ranges(work, other), strict=True)) for other in range(size)]
 
     def rank_of(other: int) -> int:
         return other * size + a2a_rank

@@ -32,7 +32,7 @@ from cp_ref.schedules.schedule import KINDS, MOST_TAGS, RESULTS, Message, Pieces
 from cp_ref.schedules.table import Column, Table
 from cp_ref.schedules.verify.costs import Report, report
 from cp_ref.schedules.verify.coverage import Pair, coverage_errors, grids
-from cp_ref.schedules.verify.play_messages import Play, Store
+from cp_ref.schedules.verify.rehearsal import Rehearsal, Store
 
 __all__ = [
     "InvalidSchedule",
@@ -215,20 +215,20 @@ def verify_tables(work: Workload, schedule: Schedule, place: Place = lambda side
     def starts(*kinds: str) -> list[Store]:
         return [{kind: cells[side_of(kind)].copy() for kind in kinds} for cells in owned]
 
-    forward = Play("forward", schedule, sides, starts("q", "kv"), names.rows)
+    forward = Rehearsal("forward", schedule, sides, starts("q", "kv"), names.rows)
     forward.run()
     begin = starts("q", "kv", "do")
     for store, had in zip(begin, forward.has, strict=True):
         for kind in schedule.saved:
             store[kind] |= had[kind]
-    backward = Play("backward", schedule, sides, begin, names.rows)
+    backward = Rehearsal("backward", schedule, sides, begin, names.rows)
     backward.run()
-    for play in (forward, backward):
-        errors += play.errors
-        if not play.stuck:
-            errors += _coverage(work, play, names)
-            errors += _misplaced(play, owned, names)
-            errors += play.contributions.errors(schedule, owned, names.rows)
+    for rehearsal in (forward, backward):
+        errors += rehearsal.errors
+        if not rehearsal.stuck:
+            errors += _coverage(work, rehearsal, names)
+            errors += _misplaced(rehearsal, owned, names)
+            errors += rehearsal.contributions.errors(schedule, owned, names.rows)
     if errors:
         raise InvalidSchedule(errors)
 
@@ -257,13 +257,14 @@ class _Names:
         return f"rank {owners[0]}" if owners else "nobody"
 
 
-def _coverage(work: Workload, play: Play, names: _Names) -> Iterator[str]:
+def _coverage(work: Workload, rehearsal: Rehearsal, names: _Names) -> Iterator[str]:
     """Pairs that are computed twice or never."""
 
     def name(pair: Pair) -> str:
         heads = f" of heads {pair.head_start}:{pair.head_stop}"
         some = heads if (pair.head_start, pair.head_stop) != (0, work.heads_q) else ""
-        return f"{play.name}: area {pair.area}, query {names.row('q', pair.q)}, key {names.row('kv', pair.k)}{some}"
+        query, key = names.row("q", pair.q), names.row("kv", pair.k)
+        return f"{rehearsal.name}: area {pair.area}, query {query}, key {key}{some}"
 
     def holders(pair: Pair) -> str:
         """The ranks that have a pair's query and key, and the step at which the key arrives."""
@@ -272,25 +273,25 @@ def _coverage(work: Workload, play: Play, names: _Names) -> Iterator[str]:
         steps = [
             f"rank {rank} step {number}"
             for rank in ranks
-            for number, step in enumerate(play.ranks[rank].rank_schedule)
+            for number, step in enumerate(rehearsal.ranks[rank].rank_schedule)
             if any(m.kind == "kv" and _has(m.pieces, pair.k) for m in step.recvs)
         ]
         met = f"; the key arrives during {', '.join(steps)}" if steps else ""
         return f"query of {names.owner('q', pair.q)}, key of {names.owner('kv', pair.k)}{met}"
 
-    return coverage_errors(work.areas, work.heads_q, play.uses, name, holders)
+    return coverage_errors(work.areas, work.heads_q, rehearsal.uses, name, holders)
 
 
 def _has(pieces: Pieces, row: int) -> bool:
     return bool(((pieces.start <= row) & (row < pieces.stop)).any())
 
 
-def _misplaced(play: Play, owned: list[dict[str, Column]], names: _Names) -> Iterator[str]:
+def _misplaced(rehearsal: Rehearsal, owned: list[dict[str, Column]], names: _Names) -> Iterator[str]:
     """Every result has to end at the rank that owns its rows."""
-    uses = play.uses
-    for rank, results in enumerate(play.results):
+    uses = rehearsal.uses
+    for rank, results in enumerate(rehearsal.results):
         for kind, tiles in results.items():
-            grid = play.grids[side_of(kind)]
+            grid = rehearsal.grids[side_of(kind)]
             wrong = np.flatnonzero((tiles >= 0) & ~owned[rank][side_of(kind)])
             said: set[tuple[int, int]] = set()  # Heads that share a row are one finding.
             for cell in wrong.tolist():
@@ -298,7 +299,7 @@ def _misplaced(play: Play, owned: list[dict[str, Column]], names: _Names) -> Ite
                 if (start, stop) not in said:
                     said.add((start, stop))
                     yield (
-                        f"{play.name} rank {rank} step {len(play.ranks[rank].rank_schedule)}: ends with "
+                        f"{rehearsal.name} rank {rank} step {len(rehearsal.ranks[rank].rank_schedule)}: ends with "
                         f"{names.rows(kind, start, stop)} of {uses.where(int(tiles[cell]))}, "
                         "which belongs to another rank"
                     )

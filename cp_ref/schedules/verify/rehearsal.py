@@ -1,4 +1,4 @@
-"""One pass (forward or backward) of all ranks, played on sets of rows until it ends or nothing moves.
+"""One pass (forward or backward) of all ranks, rehearsed on sets of rows until it ends or nothing moves.
 
 A send and its receive are a rendezvous: a step ends when all its messages have met their counterparts. Between two
 ranks the n-th message that one sends is the n-th that the other receives.
@@ -19,7 +19,7 @@ from cp_ref.schedules.verify.coverage import Cells, Grid, TileUses, boxes_of
 
 __all__ = [
     "Contributions",
-    "Play",
+    "Rehearsal",
     "Store",
 ]
 
@@ -102,8 +102,8 @@ class _Rank:
     waiting: list[tuple[str, Message, int]] = field(default_factory=list[tuple[str, Message, int]])
 
 
-class Play:
-    """Play a pass: `run`, then read the findings.
+class Rehearsal:
+    """A pass, rehearsed on sets of rows before an executor plays it with tensors: `run`, then read the findings.
 
     Attributes:
         errors: a sentence for each finding.
