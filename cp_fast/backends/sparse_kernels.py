@@ -119,13 +119,15 @@ class SparseKernels(Protocol):
         dlse: torch.Tensor | None,
         scale: float,
         deterministic: bool,
+        *,
+        one_sum: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The gradients dq in q's dtype, dk and dv in lse's, given the forward pass's results and their gradients.
-        Where v is a view of k, dv is None: dk has it too, in its first columns.
 
         Args:
             dlse: [n, h_q], in lse's dtype; None for zero.
             deterministic: whether gradients of keys are added in a fixed order.
+            one_sum: where v is a view of k, dk has the gradient of v too, in its first columns, and dv is None.
         """
         ...
 

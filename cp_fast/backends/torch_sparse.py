@@ -160,12 +160,14 @@ def backward(
     dlse: torch.Tensor | None,
     scale: float,
     deterministic: bool,
+    *,
+    one_sum: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """See `SparseKernels`."""
     wide, kv = lse.dtype, k.shape[1]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (k, v))
-    latent = v.numel() > 0 and v.data_ptr() == k.data_ptr()
+    joined = one_sum and v.data_ptr() == k.data_ptr()
     for block in _blocks(len(q), _numbers(q, k, rows)):
         keys = _Keys(rows[block])
         some = keys.of(k, wide)
@@ -178,9 +180,9 @@ def backward(
         dq[block] = (dlogits @ some).flatten(1, 2).to(q.dtype)
         keys.add(dk, dlogits.mT @ _folded(q[block].to(wide), kv), deterministic=deterministic)
         keys.add(dv, weights.mT @ grads, deterministic=deterministic)
-    if latent:
+    if joined:
         dk[..., : v.shape[-1]] += dv
-    return dq, dk, None if latent else dv
+    return dq, dk, None if joined else dv
 
 
 def _folded(x: torch.Tensor, kv: int) -> torch.Tensor:

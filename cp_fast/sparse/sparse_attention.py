@@ -309,9 +309,9 @@ class SparseAttention(torch.autograd.Function):
             if offset is not None:
                 doffset = offset_grad(cp, _offset_gradient(offset, *results)).to(offset.dtype)
             out, lse, dout, *rest = work.taken(*results)
-            values = work.v.clone() if call.latent and not call.joined else work.v
-            operands = work.q, work.k, values, work.rows, out, lse, dout, rest[0] if rest else None
-            dq, dk, dv = work.kernels.backward(*operands, call.scale, _deterministic(ctx.owner))
+            operands = work.q, work.k, work.v, work.rows, out, lse, dout, rest[0] if rest else None
+            deterministic = _deterministic(ctx.owner)
+            dq, dk, dv = work.kernels.backward(*operands, call.scale, deterministic, one_sum=call.joined)
             (dq,) = work.home(dq)
             dk, *of_values = work.keys_home(dk) if dv is None else work.keys_home(dk, dv)
             dq, dk = own.put(dq, q), of_keys.put(dk.to(k.dtype), k)
