@@ -1,5 +1,5 @@
-"""The tables of features and of speed in docs/conformance/comparison.md, the README's lines of them, and the table of
-commits in benchmarks/results/README.md, from records.
+"""The tables of features and of speed in docs/conformance/comparison.md, the README's lines of them, those of
+docs/performance.md, and the table of commits in benchmarks/results/README.md, from records.
 
     python benchmarks/readme_tables.py --write
     python benchmarks/readme_tables.py --check
@@ -16,12 +16,14 @@ import json
 import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from decimal import ROUND_HALF_UP, Decimal
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
+
+from benchmarks.parts.performance_tables import performance_tables
+from benchmarks.parts.record_tables import RESULTS, SCHEDULES, SIXTEEN, Line, is_of, markdown, record, rounded
 
 __all__ = [
     "MEASURED",
@@ -30,15 +32,12 @@ __all__ = [
     "feature_table",
     "part_of",
     "replaced",
-    "rounded",
     "speed_table",
     "tables_of",
     "turned",
 ]
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-SCHEDULES = ("p2p", "all_gather", "a2a")
 
 
 README_FEATURES = ("packed documents of any lengths", "sliding windows", "wrong, and silent, when measured")
@@ -53,17 +52,6 @@ class Column(NamedTuple):
     file: str | None = None
 
 
-class Line(NamedTuple):
-    """A line of a speed table: the record's file, and what rows it is made of; `layout` is of ours."""
-
-    file: str
-    lengths: str
-    heads: str = "32 8"
-    dims: str = "128 128"
-    window: str = "-1"
-    layout: str = "dual_chunk"
-
-
 class Speeds(NamedTuple):
     """A speed table: of some GPUs, in one run or several."""
 
@@ -71,7 +59,6 @@ class Speeds(NamedTuple):
     lines: dict[str, Line]
 
 
-_SIXTEEN = "1024 512 2048 256 4096 1024 512 8192 256 2048 512 1024 64 2048 4096 5056"
 _TWO = "speed_peers_2x_h100"
 _FOUR = "speed_peers_4x_h100"
 _OURS = Column("cp_fast", SCHEDULES)
@@ -90,7 +77,7 @@ SPEEDS = {
         {
             "one causal sequence": Line(_TWO, "32768"),
             "five packed documents": Line(_TWO, "16384 8192 4096 2048 2048", layout="balanced"),
-            "sixteen short documents": Line(_TWO, _SIXTEEN, layout="balanced"),
+            "sixteen short documents": Line(_TWO, SIXTEEN, layout="balanced"),
             "head dims 192 and 128": Line(_TWO, "32768", "32 32", "192 128"),
             "window of 4,096": Line(_TWO, "32768", window="4096"),
         },
@@ -105,7 +92,7 @@ SPEEDS = {
         {
             "one causal sequence": Line(_FOUR, "65536"),
             "five packed documents": Line(_FOUR, "32768 16384 8192 4096 4096", layout="balanced"),
-            "32 short documents": Line(_FOUR, f"{_SIXTEEN} {_SIXTEEN}", layout="balanced"),
+            "32 short documents": Line(_FOUR, f"{SIXTEEN} {SIXTEEN}", layout="balanced"),
             "window of 4,096": Line(_FOUR, "65536", window="4096"),
         },
     ),
@@ -119,7 +106,7 @@ SPEEDS = {
         {
             "one causal sequence": Line("speed_peers_2x_h200", "32768"),
             "five packed documents": Line("speed_peers_2x_h200", "16384 8192 4096 2048 2048", layout="balanced"),
-            "sixteen short documents": Line("speed_2x_h200", _SIXTEEN, layout="balanced"),
+            "sixteen short documents": Line("speed_2x_h200", SIXTEEN, layout="balanced"),
             "head dims 192 and 128": Line("speed_2x_h200", "32768", "32 32", "192 128"),
             "window of 4,096": Line("speed_2x_h200", "32768", window="4096"),
         },
@@ -137,7 +124,7 @@ def feature_table() -> str:
     }
     with (RESULTS / "features.csv").open(newline="", encoding="utf-8") as file:
         (_, *libraries), *rows = csv.reader(file)
-    return _markdown(["", *libraries], [[cell.format(**counts) for cell in row] for row in rows])
+    return markdown(["", *libraries], [[cell.format(**counts) for cell in row] for row in rows])
 
 
 def speed_table(gpus: str, folder: Path = RESULTS) -> str:
@@ -155,21 +142,13 @@ def speed_table(gpus: str, folder: Path = RESULTS) -> str:
         if cells[0] == "-":
             raise ValueError(f"{line.file}.csv has no row of cp_fast for {name!r}")
         rows.append([name, f"**{cells[0]}**", *cells[1:]])
-    return _markdown([gpus, *columns], rows)
-
-
-def _is_of(row: dict[str, str], line: Line) -> bool:
-    pairs = [" ".join(row[name] for name in names) for names in (("heads_q", "heads_kv"), ("d_qk", "d_v"))]
-    ours = row.get("library", "cp_fast") == "cp_fast"
-    shape = row["lengths"], *pairs, row["window"]
-    return shape == line[1:5] and (not ours or row.get("layout", line.layout) == line.layout)
+    return markdown([gpus, *columns], rows)
 
 
 def _cell(folder: Path, column: Column, line: Line) -> str:
     """The figures by schedule; "refused" where the library did not take the problem, "-" where it was not run."""
     name, figures = f"{column.file or line.file}.csv", list[str]()
-    with (folder / name).open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if _is_of(row, line)]
+    rows = [row for row in record(name, folder) if is_of(row, line)]
     for schedule in column.schedules:
         mine = [row for row in rows if (row.get("library", "cp_fast"), row["schedule"]) == (column.library, schedule)]
         if len({row.get("messages") for row in mine}) != len(mine):
@@ -180,20 +159,6 @@ def _cell(folder: Path, column: Column, line: Line) -> str:
         refused = any(reason.startswith(f"{column.library} {schedule}:") for reason in of_problem)
         figures.append("refused" if fastest is None and refused else "-" if fastest is None else rounded(fastest))
     return figures[0] if len(set(figures)) == 1 and figures[0] in ("-", "refused") else " / ".join(figures)
-
-
-def rounded(value: str) -> str:
-    """To two digits as people do it.
-
-    >>> rounded("0.845")
-    '0.85'
-    """
-    return str(Decimal(value).quantize(Decimal("0.01"), ROUND_HALF_UP))
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [list(head), ["---"] * len(head), *map(list, rows)]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines) + "\n"
 
 
 def part_of(table: str, names: Sequence[str]) -> str:
@@ -220,7 +185,7 @@ def turned(table: str, corner: str) -> str:
     """
     head, _, *lines = ([cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines())
     (_, *names), *columns = zip(head, *lines, strict=True)
-    return _markdown([corner, *names], columns)
+    return markdown([corner, *names], columns)
 
 
 def tables_of(folder: Path = RESULTS) -> dict[str, list[str]]:
@@ -230,6 +195,7 @@ def tables_of(folder: Path = RESULTS) -> dict[str, list[str]]:
     return {
         "README.md": short,
         "docs/conformance/comparison.md": [features.replace("](docs/", "](../"), *speeds.values()],
+        "docs/performance.md": performance_tables(),
     }
 
 
@@ -329,7 +295,7 @@ def commit_table(page: str, root: Path = ROOT) -> str | None:
             of = f"{commit[:8]}, {history[commit]}"
             since = "yes" if any((commit, path) in changed for path in paths) else "no"
         rows.append([f"`{name}`", of, ", ".join(paths) or "-", since if paths else "-"])
-    return _markdown(["record", "commit", "measures", "changed since"], rows)
+    return markdown(["record", "commit", "measures", "changed since"], rows)
 
 
 def _changed(root: Path, wanted: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:

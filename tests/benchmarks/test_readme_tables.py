@@ -1,4 +1,6 @@
-"""The README's tables and those of docs/conformance/comparison.md are what `benchmarks/readme_tables.py` makes."""
+"""The tables of the README, docs/conformance/comparison.md and docs/performance.md are what
+`benchmarks/readme_tables.py` makes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,6 @@ def test_a_document_has_what_the_records_say(name: str) -> None:
     text = (ROOT / name).read_text()
     for table in tables_of()[name]:
         assert replaced(text, table) == text
-    assert "none found in 8,839 random problems" in text
 
 
 def test_the_page_of_records_says_which_commit_each_is_of() -> None:
