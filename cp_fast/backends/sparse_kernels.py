@@ -193,8 +193,6 @@ def _on_triton() -> bool:
     """Whether Triton works on this GPU."""
     if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
         return False
-    if importlib.util.find_spec(_TRITON.rpartition(".")[0]) is None:
-        return False
     if importlib.util.find_spec("triton") is not None:
         return True
     log_once("sparse attention runs on torch; what this GPU prefers is not installed (Triton: pip install triton)")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -211,6 +212,22 @@ def test_checkpointing_does_not_choose_twice(monkeypatch: pytest.MonkeyPatch) ->
         half = len(grads) // 2
         assert all(map(torch.equal, grads[:half], grads[half:]))
     assert len(chosen) == 2 * 2 * 2  # of two ranks, two layers with an indexer, with and without checkpointing
+
+
+@pytest.mark.thorough
+def test_inside_torch_compile() -> None:
+    """Choice and attention are graph breaks."""
+
+    def one(member: Any, *, compiled: bool) -> list[torch.Tensor]:
+        cp = cp_fast.ContextParallel(member, "all_gather")
+        model = ours.prepare(tiny("GlmMoeDsaForCausalLM"), cp)
+        run: Any = torch.compile(model, backend="eager") if compiled else model
+        out = run(**ours.shard_batch(batches()["packed"], cp=cp, model=model))
+        out.loss.backward()
+        return [out.logits.detach(), *(w.grad for w in model.parameters() if w.grad is not None)]
+
+    for found, wanted in zip(*(SimGroup(2).run(partial(one, compiled=on)) for on in (True, False)), strict=True):
+        assert all(map(torch.equal, found, wanted))
 
 
 def test_autocast() -> None:
