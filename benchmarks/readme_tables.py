@@ -1,5 +1,6 @@
 """The tables of features and of speed in docs/conformance/comparison.md, the README's lines of them, those of
-docs/performance.md, and the table of commits in benchmarks/results/README.md, from records.
+docs/performance.md and of two pages of docs/how_to, and the table of commits in benchmarks/results/README.md, from
+records.
 
     python benchmarks/readme_tables.py --write
     python benchmarks/readme_tables.py --check
@@ -22,7 +23,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from benchmarks.parts.performance_tables import performance_tables
+from benchmarks.parts.performance_tables import linear_tables, performance_tables, score_table
 from benchmarks.parts.record_tables import RESULTS, SCHEDULES, SIXTEEN, Line, is_of, markdown, record, rounded
 
 __all__ = [
@@ -196,6 +197,8 @@ def tables_of(folder: Path = RESULTS) -> dict[str, list[str]]:
         "README.md": short,
         "docs/conformance/comparison.md": [features.replace("](docs/", "](../"), *speeds.values()],
         "docs/performance.md": performance_tables(),
+        "docs/how_to/scores.md": [score_table()],
+        "docs/how_to/hybrid.md": linear_tables(),
     }
 
 

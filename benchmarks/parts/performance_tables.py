@@ -1,4 +1,6 @@
-"""The tables of docs/performance.md, from records: `benchmarks/readme_tables.py` puts them into the page."""
+"""The tables of docs/performance.md and of the pages on scores and linear layers, from records:
+`benchmarks/readme_tables.py` puts them into the pages.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Mapping
 
 from benchmarks.parts.record_tables import RESULTS, SCHEDULES, SIXTEEN, Line, is_of, markdown, record, rounded
 
-__all__ = ["performance_tables"]
+__all__ = ["linear_tables", "performance_tables", "score_table"]
 
 Key = tuple[str, str]  # library, schedule
 _ALL_OURS: dict[str, Key] = {f"`{schedule}`": ("cp_fast", schedule) for schedule in (*SCHEDULES, "a2a+p2p")}
@@ -162,3 +164,50 @@ def pass_table() -> str:
 def performance_tables() -> list[str]:
     """All of them."""
     return [*map(efficiency_table, EFFICIENCIES), shorter_table(), mask_table(), forward_table(), pass_table()]
+
+
+# ---- docs/how_to
+
+
+def score_table() -> str:
+    """Launches with scores of places, as multiples of plain ones."""
+    found = {row["case"]: row for row in record("scores_1x_h200.csv")}
+    by_hand = "the same as FlashAttention 4's own `score_mod`, by hand"
+    lines = [
+        ("ALiBi", "alibi"),
+        (by_hand, "alibi, the library's score_mod"),
+        ("a scaled score and a bias by head and distance, traced", "bias, traced"),
+        (by_hand, "bias, the library's score_mod"),
+        ("dropout", "dropout"),
+        ("ALiBi and dropout", "alibi and dropout"),
+        ("ALiBi with places by row", "alibi by rows"),
+        ("dropout with places by row", "dropout by rows"),
+    ]
+
+    def ratio(case: str, direction: str) -> str:
+        return f"{float(found[case][direction]) / float(found['plain'][direction]):.2f}"
+
+    rows = [[title, ratio(case, "forward_ms"), ratio(case, "backward_ms")] for title, case in lines]
+    return markdown(["", "forward", "backward"], rows)
+
+
+def linear_tables() -> list[str]:
+    """Linear attention as a share of the kernel's speed alone, and milliseconds of convolutions."""
+    times = json.loads((RESULTS / "linear_1x_h200.json").read_text())["speed"]["ms"]
+    layers: list[list[str]] = []
+    for name, row in times.items():
+        if name.startswith("cp_fast, "):
+            alone = times["kernel alone, documents" if "documents" in name else "kernel alone"]
+            forward, both, gpu_forward, gpu_both, *_ = (f"{a / b:.2f}" for a, b in zip(alone, row, strict=True))
+            layers.append([name.removeprefix("cp_fast, "), f"{gpu_forward}, {gpu_both}", f"{forward}, {both}"])
+    names = {
+        "ours": "cp_fast, contiguous",
+        "flash-linear-attention, one sequence": "flash-linear-attention",
+        "plain PyTorch": "cp_fast, contiguous, torch",
+    }
+    times = json.loads((RESULTS / "convolution_1x_h200.json").read_text())["ms"]
+    convolutions = [[title, *(f"{ms:.3f}" for ms in times[name][:2])] for title, name in names.items()]
+    return [
+        markdown(["sequences, layout", "time of the GPU alone", "calls in a row"], layers),
+        markdown(["ms", "forward", "both passes"], convolutions),
+    ]

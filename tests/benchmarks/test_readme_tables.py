@@ -1,6 +1,4 @@
-"""The tables of the README, docs/conformance/comparison.md and docs/performance.md are what
-`benchmarks/readme_tables.py` makes.
-"""
+"""The tables of figures of the README and of docs/ are what `benchmarks/readme_tables.py` makes."""
 
 from __future__ import annotations
 
