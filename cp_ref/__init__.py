@@ -4,29 +4,36 @@ The names are those of `cp_fast`, with the same signatures: swap the import. Thi
 `dense_attention` (float64, by the definition), the simulated group `SimGroup`, the helpers `thd`, and `trace` and
 `compare`, which find the first step and rank at which two runs differ.
 
-To understand how it works, read for an hour, in this order. `python -m cp_ref explain` walks through a schedule of
-your choice, message by message.
+To understand how it works, read for an hour, in this order. Begin with `python -m cp_ref explain`, which walks through
+a schedule of your choice, message by message. (The repository has the four schedules in pictures too:
+docs/concepts.md.) What a file has behind the part that is named here can wait.
 
-    docs/concepts.md                     the four schedules, in pictures
-    schedules/attention_slices           the three tables: who sees whom,
+    schedules/table                      tables of integers as columns, and `Spans`: what all that follows is made of
+    schedules/attention_slices           the three tables: who sees whom (up to the reading of what users give),
     schedules/ownership                  who holds which row,
-    schedules/schedule                   who computes and sends what, step by step; of each the first half
-    schedules/planners/ring_members      who sees which keys of whom: what all planners ask
+    schedules/schedule                   who computes and sends what, step by step (up to `Schedule`)
+    schedules/problem                    one call as integers: `Problem`, and `Workload`, the first two tables of it
+    schedules/planners/ring_members      who sees which keys of whom: what all planners ask (up to how it is found)
     schedules/planners/all_gather        the schedules, the simplest one first
     schedules/planners/p2p
     schedules/planners/a2a
-    schedules/planners/make_schedule     their list, `SCHEDULES`: a new schedule is a planner and an entry there
+    schedules/planners/make_schedule     their list, `SCHEDULES`; a new schedule is a planner, an entry there, and its
+                                         name in `CPCommType` (schedules/words)
+    contract/group                       how messages travel: `Group`, which a simulated group and processes have
+    simulator                            the group that is one process (its first page)
     executor/play_schedule               a few lines play every schedule, forward and backward
     executor/rank_tensors                what a rank holds meanwhile
     executor/tile_attention              the arithmetic of one tile
     executor/merge_partials              how partial results become one
     reference_attention                  a call: read it, run the passes, add the sink, return
     oracle                               the definition, which all of this has to agree with
-    schedules/verify/proof               why a schedule is right, without a tensor
+    schedules/verify/proof               why a schedule is right, without a tensor; its parts are
+    schedules/verify/well_formed         lines that mean something,
+    schedules/verify/rehearsal           messages that meet, on sets of rows,
+    schedules/verify/coverage            and every visible pair computed once
 
 Of the rest, `contract` has what both packages promise (arguments, checks, groups, masks), `linear` the linear layers,
-`sparse` attention to chosen keys, `thd` helpers for packed batches, `simulator` the simulated group, and `tracing` the
-traces.
+`sparse` attention to chosen keys, `thd` helpers for packed batches, and `tracing` the traces.
 
 A name is imported when it is first asked for: `cp_fast` needs `cp_ref.schedules` and `cp_ref.contract` alone.
 """

@@ -33,7 +33,7 @@ Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward
 
 # ---- Head chunks
 #
-# The head chunks of an a2a schedule that take the least time (`cp_ref.schedules.planners.make_schedule`).
+# The head chunks of an a2a schedule that take the least time (`cp_ref.schedules.planners.head_chunks`).
 #
 # Head chunks hide all messages except the first chunk's inputs and the last chunk's results, so these two are small.
 # Each chunk adds a launch, whose last tiles leave multiprocessors idle, and work for the host. So heads are cut where,

@@ -22,8 +22,9 @@ from cp_ref.schedules.attention_slices import AttentionSlices
 from cp_ref.schedules.problem import Problem, Workload
 from cp_ref.schedules.schedule import STATES, RankSchedule, Schedule
 from cp_ref.schedules.verify.coverage import grids
-from cp_ref.schedules.verify.proof import InvalidSchedule, malformed
+from cp_ref.schedules.verify.proof import InvalidSchedule
 from cp_ref.schedules.verify.rehearsal import Rehearsal
+from cp_ref.schedules.verify.well_formed import malformed
 
 __all__ = [
     "verify_states",

@@ -37,7 +37,8 @@ __all__ = [
 class Fragments(Table):
     """Rows [start, stop) of a global packed buffer that lie at rows [row, row + stop - start) of `rank`'s buffer.
 
-    Sorted by rank, then by row; none is empty, and no two of them share a global row.
+    Sorted by rank, then by row; none is empty, and no two of them share a global row. In a table that `grouped` made,
+    `rank` is a group of ranks.
     """
 
     rank: Column

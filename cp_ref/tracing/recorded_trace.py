@@ -34,7 +34,7 @@ from cp_ref.contract.picture_plane import title
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Schedule, side_of
 from cp_ref.schedules.values import FURTHEST, MOST_RANKS, check_choice, read_count
-from cp_ref.schedules.verify.proof import malformed
+from cp_ref.schedules.verify.well_formed import malformed
 
 __all__ = [
     "DIRECTIONS",

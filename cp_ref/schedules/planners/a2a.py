@@ -11,7 +11,7 @@ its heads. Attention then needs no merging inside the group, whatever the mask.
 `a2a` is one group of all ranks. `a2a+p2p` has cp_size / a2a_size groups: global rank = p2p_rank * a2a_size + a2a_rank,
 and the ranks with equal a2a_rank form a ring across the groups.
 
-Heads are exchanged all at once, or in head chunks (`make_schedule.py`): one chunk attends while the next chunk's rows
+Heads are exchanged all at once, or in head chunks (`head_chunks.py`): one chunk attends while the next chunk's rows
 arrive and the previous chunk's results return to their owners.
 
 With fewer kv heads than ranks in the group, a kv head goes to every rank that has one of its query heads, and its
