@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan, make_plan
+from cp_fast.dispatch.handles import hide_from_checkpointing
 from cp_fast.integrations.shared.balanced_table import check_holds, groups_of, table_of_batch
 from cp_fast.integrations.shared.both_ways import BothWays
 from cp_fast.integrations.shared.token_rows import Digests, TokenRows, digests, read_rows
@@ -194,16 +195,17 @@ class CpBatch:
         if key not in self._plans:
             if self.qkv_format != "thd":
                 sizes |= {"batch_size": len(x), "seqlen_q": x.shape[1] * self.cp.size}
-            self._plans[key] = make_plan(
-                cp=self.cp,
-                qkv_format=cast(Any, self.qkv_format),
-                attn_mask_type="causal" if self.cu_seqlens is None else "padding_causal",
-                cu_seqlens_q=self.cu_seqlens,
-                cu_seqlens_q_padded=self.cu_seqlens_padded,
-                dtype=dtype,
-                device=x.device,
-                **sizes,
-            )
+            with hide_from_checkpointing():  # a layer that is computed again finds the plan
+                self._plans[key] = make_plan(
+                    cp=self.cp,
+                    qkv_format=cast(Any, self.qkv_format),
+                    attn_mask_type="causal" if self.cu_seqlens is None else "padding_causal",
+                    cu_seqlens_q=self.cu_seqlens,
+                    cu_seqlens_q_padded=self.cu_seqlens_padded,
+                    dtype=dtype,
+                    device=x.device,
+                    **sizes,
+                )
         return self._plans[key]
 
 
