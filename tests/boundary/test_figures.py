@@ -209,3 +209,20 @@ def test_the_speed_of_convolutions() -> None:
     turns = record["kernels in turns"]["us"]
     short, one = (turns[name]["now"][0][1] for name in ("320 documents of 102, dual_chunk", "one document, contiguous"))
     assert f"the backward pass takes {short / one:.1f} times as long" in page
+
+
+def test_sparse_attention() -> None:
+    """Milliseconds of the page on sparse attention."""
+    page = " ".join((ROOT / "docs" / "how_to" / "sparse.md").read_text().split())
+    one, two = (json.loads((ROOT / "benchmarks" / "results" / f"sparse_{n}x_h200.json").read_text()) for n in (1, 2))
+    long, short = one["sizes"]["65536"], one["sizes"]["16384"]
+    ms, dense = long["ms"], long["dense_ms"]
+    chosen = ms["select"] + ms["rows_of"], ms["forward"], ms["backward"]
+    for name, numbers in (("chosen keys |", chosen), ("all keys | |", (dense["forward"], dense["backward"]))):
+        assert f"| {name} {' | '.join(f'{x:,.0f}' for x in (*numbers, sum(numbers)))} |" in page
+    ratios = [size["dense_over_sparse"]["both passes"] for size in (long, short)]
+    assert [round(1 / x, 1) for x in ratios] == [0.7, 2.1], "two thirds of the time, and twice the time"
+    assert two["same_indices"]
+    assert f"Two ranks reach {two['share']:.2f} of twice the speed of one" in page
+    order = f"Deterministic gradients take {ms['backward_in_order']:.0f} ms in place of {ms['backward']:.0f}"
+    assert order in page

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cp_fast.backends.sparse_kernels import Visible, choose_sparse
-from tests.sparse.kernel_checks import CLASSES, draw, mistakes
+from tests.sparse.kernel_checks import CLASSES, check_workspace, draw, mistakes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -45,3 +45,7 @@ def test_scores_have_the_same_bits_beside_any_other_rows_and_keys() -> None:
         keys = torch.cat([torch.full_like(k[:37], math.nan), k[:behind]])
         found = kernels.select(q[first:last], keys, weights[first:last], visible, 256, 0.1)
         assert torch.equal(found, whole[first:last])
+
+
+def test_a_workspace_with_few_rows() -> None:
+    assert check_workspace("cuda") == []

@@ -209,6 +209,27 @@ def check_select(kernels: Any, problem: KernelProblem, device: str) -> list[str]
     return wrong[:3]
 
 
+def check_workspace(device: str) -> list[str]:
+    """Mistakes of a workspace with room for fewer query rows than a tile has: what lies behind it must stay."""
+    from cp_fast.backends.triton_sparse import select_kernels  # which asks for the interpreter when it is imported
+
+    n, heads, d, m = 7, 2, 16, 40
+    draw = torch.Generator().manual_seed(3)
+    q, k = torch.randn(n, heads, d, generator=draw).to(device), torch.randn(m, d, generator=draw).to(device)
+    weights = torch.randn(n, heads, generator=draw).to(device)
+    stops = torch.full((n, 1), m, dtype=torch.int32, device=device)
+    visible = Visible(torch.zeros_like(stops), stops, torch.zeros_like(stops))
+    whole = select_kernels.select(q, k, weights, visible, 8, 0.5)
+    room = 4 * 2048 + 8 * 128 * 2  # of one row
+    found = [select_kernels.select(q, k, weights, visible, 8, 0.5, workspace=rows * room) for rows in (1, 3)]
+    wrong = [f"workspace: other keys with {2 * n + 1} rows" for n, some in enumerate(found) if not some.equal(whole)]
+    memory = torch.full((20, 2048), -7, dtype=torch.int32, device=device)
+    select_kernels.scores(q, k, weights, visible, 0.5, 2, memory[:3])
+    if not bool((memory[3:] == -7).all()):
+        wrong.append("workspace: scores are written behind it")
+    return wrong
+
+
 def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """How far it is, relative; infinite if a number is not finite where it must be."""
     found, wanted = found.detach().double(), wanted.detach().double()

@@ -43,6 +43,11 @@ def test_random_problems(dtype: str, seeds: list[int]) -> None:
     assert ran.stdout.count("right") == len(seeds)
 
 
+def test_a_workspace_with_few_rows() -> None:
+    ran = interpreted("float32", [])
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
 def test_tiles_of_columns() -> None:
     """The worked examples, where Triton can be imported."""
     code = "import doctest, cp_fast.backends.triton_sparse.tiles as t; print(doctest.testmod(t))"

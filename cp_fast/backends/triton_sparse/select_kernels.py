@@ -248,11 +248,14 @@ def scores(
     q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, visible: Any, scale: float, first: int,
     found: torch.Tensor, constants: Scores | None = None,
 ) -> None:  # fmt: skip
-    """Write the numbers of the scores of query rows from `first` on to found, int32 [R, m or more]."""
+    """Write the numbers of the scores of R query rows from `first` on, or of fewer where these end, to found, int32
+    [R, m or more].
+    """
     (n, heads, d), m, held = q.shape, len(k), triton.next_power_of_2(q.shape[1])
+    n = min(n, first + len(found))  # the last tile of rows may reach behind those of `found`
     on = constants or scores_constants(q)
     block = max(1, min(16, on.heads // held))
-    grid = triton.cdiv(min(len(found), n - first), block), triton.cdiv(m, on.keys * on.tiles)
+    grid = triton.cdiv(n - first, block), triton.cdiv(m, on.keys * on.tiles)
     scores_kernel[grid](
         q, k, weights, visible.starts, visible.stops, found, first, n, m, found.shape[1], scale,
         q.stride(0), q.stride(1), k.stride(0), weights.stride(0), visible.starts.shape[1], heads, held,
