@@ -11,7 +11,7 @@ docs/concepts.md.) What a file has behind the part that is named here can wait.
     schedules/table                      tables of integers as columns, and `Spans`: what all that follows is made of
     schedules/attention_slices           the three tables: who sees whom (up to the reading of what users give),
     schedules/ownership                  who holds which row,
-    schedules/schedule                   who computes and sends what, step by step (up to `Schedule`)
+    schedules/schedule                   who computes and sends what, step by step (up to its text form)
     schedules/problem                    one call as integers: `Problem`, and `Workload`, the first two tables of it
     schedules/planners/ring_members      who sees which keys of whom: what all planners ask (up to how it is found)
     schedules/planners/all_gather        the schedules, the simplest one first
