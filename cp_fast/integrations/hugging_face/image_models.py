@@ -11,6 +11,7 @@ axes, and the images whose tokens see each other both ways (Gemma 3), which beco
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -80,6 +81,7 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")
 _SECONDS, _AXES = "second_per_grid_ts", "the axes of position_ids"
 _ENTRIES = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes", _SECONDS)
 _LANGUAGE = "language_model"
+_GIVEN = "mm_encoder_outputs"  # what the vision part made, in place of images
 
 
 # ---- the model
@@ -103,6 +105,11 @@ def vision_parts(model: nn.Module) -> tuple[str, ...]:
         )
     where, holder = found
     kind = _kind(holder)
+    if _GIVEN not in inspect.signature(holder.forward).parameters:
+        raise NotImplementedError(
+            f"{type(holder).__name__} of this transformers takes no {_GIVEN}, in which each rank gives it the rows of "
+            "its own image tokens; pip install --upgrade 'transformers>=5.23'"
+        )
     if config is not holder.config or (holder is not model and not _generates(model)):
         raise NotImplementedError(
             f"{type(model).__name__} is no ...ForConditionalGeneration; cp_fast takes images in these alone"
@@ -341,9 +348,9 @@ def run_vision(holder: Any, sequences: CpBatch, given: dict[str, Any]) -> dict[s
     """
     kind, name = _kind(holder), type(holder).__name__
     assert kind is not None
-    if given.get("mm_encoder_outputs") is not None:
+    if given.get(_GIVEN) is not None:
         raise NotImplementedError(
-            f"{name} is given mm_encoder_outputs, of which a rank would take the first rows; give the images themselves"
+            f"{name} is given {_GIVEN}, of which a rank would take the first rows; give the images themselves"
         )
     if given.get(kind.types) is not None:
         raise TypeError(f"{name} is given {kind.types}, which shard_batch(batch, cp=..., model=model) has made use of")
@@ -366,7 +373,7 @@ def run_vision(holder: Any, sequences: CpBatch, given: dict[str, Any]) -> dict[s
         out = getattr(holder, f"get_{modality}_features")(pixels, **more, **settings, return_dict=True)
         mine, count = places[modality]
         found[modality] = _of_tokens(out, mine, count, f"{name}'s {modality}s")
-    return given | ({"mm_encoder_outputs": found} if found else {})
+    return given | ({_GIVEN: found} if found else {})
 
 
 def _of_tokens(out: Any, mine: torch.Tensor, count: int, what: str) -> Any:

@@ -272,6 +272,13 @@ def test_images_without_a_model_of_images_are_refused() -> None:
         ours.shard_batch(batch, cp=cp, model=text)
 
 
+def test_a_transformers_that_takes_no_rows_of_images_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_images(LLAVA)
+    monkeypatch.setattr(type(model.model), "forward", lambda self, input_ids=None, pixel_values=None: None)
+    with pytest.raises(NotImplementedError, match=r"LlavaModel of this transformers takes no .*5.23"):
+        ours.prepare(model, cp_fast.ContextParallel(dist_of_one()))
+
+
 def test_other_models_of_images_are_refused_by_name() -> None:
     cp = cp_fast.ContextParallel(dist_of_one())
     config = transformers.Idefics3Config(
