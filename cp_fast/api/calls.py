@@ -308,6 +308,8 @@ def call_key(plan: Any, cp: ContextParallel, words: tuple[Any, ...], *tensors: A
     types = (*map(type, words),)  # since True == 1 == 1.0
     if not isinstance(plan, Plan) or not _WORDS.issuperset(types) or not _PLAIN_OR_NONE.issuperset(map(type, tensors)):
         return None
+    if any(x is not None and x.is_nested for x in tensors):  # which have no shape, and are refused
+        return None
     kinds = [None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors]
     return cp, words, types, requires_grad(*tensors), *kinds
 

@@ -316,7 +316,10 @@ def read_sparse_attention(
     check_sparse_scores("sparse_attention", plan.problem)
     check_flag("return_lse", return_lse)
     problem: Problem = plan.problem
-    _check_attention(plan, q, k, v)
+    _check_attention(plan, q, k)
+    check_rows(plan, "v", v, "h_kv, d_v", q, side="kv")
+    _check_same_rows(problem, "v", v, "k", k)
+    check_last("v", v, (problem.heads_kv, problem.d_v))
     check_offset(problem, softmax_offset, q)
     top_k, index_heads = _read_indices(plan, indices, q, of_kv_heads=True)
     return SparseAttentionCall(
@@ -402,18 +405,14 @@ def _read_indexer(plan: Plan, q_index: Any, k_index: Any, weights: Any) -> tuple
     return heads, d_index
 
 
-def _check_attention(plan: Plan, q: Any, k: Any, v: Any = None) -> None:
-    """q, k and perhaps v are this rank's slices of the plan's problem."""
+def _check_attention(plan: Plan, q: Any, k: Any) -> None:
+    """q and k are this rank's slices of the plan's problem."""
     problem = plan.problem
     d_qk, heads_kv = problem.d_qk, problem.heads_kv
     check_rows(plan, "q", q, "h_q, d_qk")
     if name_of(q.dtype) != problem.dtype:
         raise TypeError(f"q has dtype {q.dtype}, but the plan was made for {problem.dtype}")
     check_rows(plan, "k", k, "h_kv, d_qk", q, side="kv")
-    if v is not None:
-        check_rows(plan, "v", v, "h_kv, d_v", q, side="kv")
-        _check_same_rows(problem, "v", v, "k", k)
-        check_last("v", v, (heads_kv, problem.d_v))
     check_last("q", q, (problem.heads_q, d_qk))
     check_last("k", k, (heads_kv, d_qk))
 

@@ -84,7 +84,7 @@ def _hull(row, keep, starts, stops, S: tl.constexpr):
 def _ordered(x):
     """float32 as unsigned numbers in the same order, of which none is 0. -0 is 0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit(do_not_specialize=["first", "n", "m"])

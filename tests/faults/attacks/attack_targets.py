@@ -105,6 +105,23 @@ def of_causal_conv1d(package: Any) -> Callable[[Any], Arguments]:
     return arguments
 
 
+def of_chosen_keys(package: Any, name: str) -> Callable[[Any], Arguments]:
+    """The calls of sparse attention, in a context whose schedule they take."""
+
+    def arguments(cp: Any) -> Arguments:
+        cp = package.ContextParallel(cp.group, "all_gather", layout=cp.layout)
+        both, (q, k, v) = {"cp": cp, "plan": package.make_plan(**planned(cp))}, local(cp)
+        indexer = {"q_index": q, "k_index": k[:, :, 0], "weights": torch.ones(1, 8, 2)}
+        chosen = {"indices": torch.arange(4, dtype=torch.int32).expand(1, 8, 4).contiguous()}
+        return {
+            "select_keys": {**indexer, "top_k": 4, **both},
+            "sparse_attention": {**qkv([q, k, v]), **chosen, **both},
+            "index_loss": {**indexer, "lse": torch.zeros(1, 2, 8), "q": q, "k": k, **chosen, **both},
+        }[name]
+
+    return arguments
+
+
 def helper(name: str) -> Callable[[Any], Arguments]:
     """Right arguments of a helper for packed batches."""
     case = Helper(
@@ -243,6 +260,8 @@ TARGETS |= {
 for _package, _of in ((cp_fast, ""), (cp_ref, " of cp_ref")):
     TARGETS["linear_attention" + _of] = Target(_package.linear_attention, of_linear_attention(_package), _package)
     TARGETS["causal_conv1d" + _of] = Target(_package.causal_conv1d, of_causal_conv1d(_package), _package)
+    for _name in ("select_keys", "sparse_attention", "index_loss"):
+        TARGETS[_name + _of] = Target(getattr(_package, _name), of_chosen_keys(_package, _name), _package)
 
 _MASKS: dict[str, Arguments] = {
     "block_causal": {"length": 8, "block": 2},
