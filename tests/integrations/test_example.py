@@ -115,7 +115,7 @@ def test_a_length_that_fails_is_a_row_with_its_error(tmp_path: Path, monkeypatch
         ("cp_fast", 128, False),
     ]
     assert all(row["tokens_per_s"] > 0 and len(row["losses"]) == 2 for row in ours)
-    [failed] = long_context.run_group("pytorch", [64], 1, 1, Namespace(gpus=1, tiny=True), HANGS_S)
+    [failed] = long_context.run_group("pytorch", [64], 1, 1, Namespace(gpus=1, tiny=True, documents=1), HANGS_S)
     assert "Error" in failed["error"]
 
     def run_group(library: str, lengths: list[int], *_: object) -> list[long_context.Row]:
