@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan
+from cp_fast.api.plan import Plan, check_same_batch
+from cp_fast.dispatch.handles import hide_from_checkpointing
 from cp_ref.contract.group import agree
 from cp_ref.contract.linear_calls import Call, agree_on_layer
 from cp_ref.contract.room import Agreement
 
 __all__ = [
     "VARIABLE",
+    "agree_on_backward",
     "agree_on_call",
     "agree_on_layer_call",
     "checked",
@@ -211,6 +214,22 @@ def agree_on_layer_call(cp: ContextParallel, plan: Any, what: str, read: Callabl
     details = vars(found[0]).items() if found else ()
     number = agree_on_call(cp, plan, f"{what}, forward", look, *details)
     return found[0], number
+
+
+def agree_on_backward(ctx: Any, where: str) -> None:
+    """Begin the backward pass of a layer: its plan still has the batch of the forward pass, and under `checked` all
+    ranks are in this pass.
+
+    Args:
+        ctx: of the autograd function: owner, the Plan; plan, the owner's tables of the forward pass; cp; number, of the
+            checked call, or 0.
+        where: the function and its direction.
+    """
+    look = partial(check_same_batch, ctx.owner, ctx.plan)
+    if ctx.number:
+        with hide_from_checkpointing():
+            agree_on_call(ctx.cp, ctx.owner, where, look, ("of_call", ctx.number))
+    look()
 
 
 def describe(name: str, x: Any) -> tuple[str, object]:

@@ -18,7 +18,7 @@ import torch
 
 from cp_fast.log import log_once
 
-__all__ = ["SparseKernels", "Visible", "choose_sparse"]
+__all__ = ["SparseKernels", "Visible", "choose_sparse", "shared_storage"]
 
 
 class Visible(NamedTuple):
@@ -28,8 +28,8 @@ class Visible(NamedTuple):
     A causal document has one interval a row, which begins at position 0:
 
     >>> causal = Visible(*(torch.tensor([rows]).T for rows in ([4, 4, 4], [5, 6, 7], [0, 0, 0])))
-    >>> causal.hides(torch.tensor([[2], [2], [2]])).tolist()   # of each row, position 2
-    [[True], [True], [False]]
+    >>> causal.rows(torch.tensor([[2], [2], [2]])).tolist()   # of each row, position 2
+    [[-1], [-1], [6]]
     """
 
     starts: torch.Tensor  # int32 [n, s]: the first row of gathered keys
@@ -46,9 +46,18 @@ class Visible(NamedTuple):
             found = torch.where(seen, (start + (positions - first)).int(), found)
         return found
 
-    def hides(self, positions: torch.Tensor) -> torch.Tensor:
-        """Whether each position [n, ...] is hidden from its query row, bool."""
-        return self.rows(positions) < 0
+
+def shared_storage(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether v is `k[..., : v.shape[-1]]`, in the same memory.
+
+    >>> k = torch.zeros(3, 1, 24)
+    >>> shared_storage(k, k[..., :16]), shared_storage(k, k[..., 8:]), shared_storage(k, torch.zeros(3, 1, 16))
+    (True, False, False)
+    """
+    if v.dtype != k.dtype or v.shape[:-1] != k.shape[:-1] or v.shape[-1:] > k.shape[-1:]:
+        return False
+    strides = zip(v.shape, v.stride(), k.stride(), strict=True)
+    return v.data_ptr() == k.data_ptr() and all(one == other for size, one, other in strides if size > 1)
 
 
 class SparseKernels(Protocol):

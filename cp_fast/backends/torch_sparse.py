@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.backends.sparse_kernels import Visible
+from cp_fast.backends.sparse_kernels import Visible, shared_storage
 from cp_ref.contract.tensors import wide_dtype
 
 __all__ = ["backward", "forward", "loss", "loss_backward", "rows_of", "select"]
@@ -167,7 +167,7 @@ def backward(
     wide, kv = lse.dtype, k.shape[1]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (k, v))
-    joined = one_sum and v.data_ptr() == k.data_ptr()
+    joined = one_sum and shared_storage(k, v)
     for block in _blocks(len(q), _numbers(q, k, rows)):
         keys = _Keys(rows[block])
         some = keys.of(k, wide)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, cast
 
 import torch
 
 from cp_fast.api.calls import call_key
-from cp_fast.api.checked_calls import agree_on_call, agree_on_layer_call, checking
+from cp_fast.api.checked_calls import agree_on_backward, agree_on_layer_call, checking
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan, captured, check_not_captured, check_same_batch, messages_of
+from cp_fast.api.plan import Plan, captured, check_not_captured, messages_of
 from cp_fast.backends.backend_protocol import NotInstalled
 from cp_fast.dispatch.handles import hide_from_checkpointing
 from cp_fast.linear.chunked import ChunkedKernels
@@ -175,11 +175,7 @@ class LinearAttention(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dout: torch.Tensor | None, dfinal: torch.Tensor | None) -> Any:
         plan, call = ctx.plan, ctx.call
-        if ctx.number:
-            with hide_from_checkpointing():
-                look = partial(check_same_batch, ctx.owner, plan)
-                agree_on_call(ctx.cp, ctx.owner, "linear_attention, backward", look, ("of_call", ctx.number))
-        check_same_batch(ctx.owner, plan)
+        agree_on_backward(ctx, "linear_attention, backward")
         *tensors, initial, maps, entering = (everything := ctx.saved_tensors)[:8]
         device = tensors[0].device
         with hide_from_checkpointing(), ctx.cp.naming_errors("linear_attention, backward"), no_autocast(device):

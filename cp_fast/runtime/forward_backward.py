@@ -19,7 +19,7 @@ from cp_ref.contract.scores import ScoreTensors
 from cp_ref.contract.tensors import wide_dtype
 from cp_ref.schedules.words import Feature, Unsupported
 
-__all__ = ["backward_pass", "forward_pass"]
+__all__ = ["backward_pass", "forward_pass", "sink_shares"]
 
 
 def forward_pass(
@@ -115,13 +115,26 @@ def _offset_gradient(
     """
     real = call.instructions.real_q_rows
     rows = slice(None) if is_mask(real) else real
-    delta = (take(dout, rows).to(lse.dtype) * take(out, rows).to(lse.dtype)).sum(dim=-1)  # [n, h]
-    if dlse is not None:
-        delta = delta - take(dlse.t(), rows)
     sink = _sink(call.packing, offset, lse.dtype, lse.device)
     assert sink is not None
-    weight = torch.exp(sink - take(lse.t(), rows)).masked_fill(sink == float("-inf"), 0.0)
-    share = weight * delta
+    dlse = None if dlse is None else take(dlse.t(), rows)
+    share = sink_shares(sink, take(out, rows), take(lse.t(), rows), take(dout, rows), dlse)
     if is_mask(real):
         share = share.masked_fill(~real[:, None], 0.0)  # Padding may hold any value, NaN included.
     return call.packing.heads_out(-share.sum(dim=0)).sum(dim=0)
+
+
+def sink_shares(
+    sink: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What each row gives to minus the gradient of the sinks' logits [h], in lse's dtype: the sink's weight times
+    delta, [n, h].
+
+    Args:
+        out, dout: [n, h, d_v].
+        lse, dlse: [n, h], the lse with the sink in it.
+    """
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
+    if dlse is not None:
+        delta = delta - dlse
+    return torch.exp(sink - lse).masked_fill(sink == float("-inf"), 0.0) * delta

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from cp_fast.api.calls import call_key
-from cp_fast.api.checked_calls import agree_on_call, agree_on_layer_call, checking
+from cp_fast.api.checked_calls import agree_on_backward, agree_on_layer_call, checking
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan, captured, check_not_captured, check_same_batch
-from cp_fast.backends.sparse_kernels import choose_sparse
+from cp_fast.api.plan import Plan, captured, check_not_captured
+from cp_fast.backends.sparse_kernels import choose_sparse, shared_storage
 from cp_fast.dispatch.handles import hide_from_checkpointing, is_selective, object_of
+from cp_fast.runtime.forward_backward import sink_shares
 from cp_fast.sparse.key_exchange import KeyExchange, Sent
 from cp_fast.sparse.sparse_tables import sparse_plan
 from cp_ref.contract import sparse_calls
@@ -232,12 +233,7 @@ class _Attended:
 def _is_part(v: Any, k: Any) -> bool:
     """Whether v is the first part of k's last axis, in the same memory."""
     plain = all(type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided for x in (v, k))
-    if not plain or v.is_nested or k.is_nested or v.dtype != k.dtype or v.shape[:-1] != k.shape[:-1]:
-        return False
-    if v.shape[-1:] > k.shape[-1:] or not v.numel():
-        return False
-    strides = zip(v.shape, v.stride(), k.stride(), strict=True)
-    return v.data_ptr() == k.data_ptr() and all(one == other for size, one, other in strides if size > 1)
+    return plain and not v.is_nested and not k.is_nested and v.numel() > 0 and shared_storage(k, v)
 
 
 def _is_joined(v: Any, k: Any) -> bool:
@@ -294,7 +290,7 @@ class SparseAttention(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         where, cp, call = "sparse_attention, backward", ctx.cp, ctx.call
-        _look(ctx, where)
+        agree_on_backward(ctx, where)
         q, k, v, indices, offset, out, lse = ctx.saved_tensors
         with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q.device):
             work = _Attended(ctx.owner, cp, where, call.latent, [q, k, v, indices])
@@ -307,7 +303,8 @@ class SparseAttention(torch.autograd.Function):
                 results += [own.take_lse(dlse.detach()).masked_fill(results[1] == float("-inf"), 0)]
             doffset = None
             if offset is not None:
-                doffset = offset_grad(cp, _offset_gradient(offset, *results)).to(offset.dtype)
+                share = sink_shares(offset.detach().to(lse.dtype), *results)  # of the own rows
+                doffset = offset_grad(cp, -share.sum(0)).to(offset.dtype)
             out, lse, dout, *rest = work.taken(*results)
             operands = work.q, work.k, work.v, work.rows, out, lse, dout, rest[0] if rest else None
             deterministic = _deterministic(ctx.owner)
@@ -317,24 +314,6 @@ class SparseAttention(torch.autograd.Function):
             dq, dk = own.put(dq, q), of_keys.put(dk.to(k.dtype), k)
             dv = of_keys.put(of_values[0].to(v.dtype), v) if of_values else None
         return None, None, None, None, dq, dk, dv, None, doffset
-
-
-def _offset_gradient(offset: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """This rank's share of d softmax_offset [h_q], of the own rows: see `cp_fast.runtime.forward_backward`."""
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    if dlse is not None:
-        delta = delta - dlse
-    sink = offset.detach().to(lse.dtype)
-    return -(torch.exp(sink - lse).masked_fill(sink == float("-inf"), 0) * delta).sum(0)
-
-
-def _look(ctx: Any, where: str) -> None:
-    """The checks of a backward pass."""
-    look = partial(check_same_batch, ctx.owner, ctx.plan)
-    if ctx.number:
-        with hide_from_checkpointing():
-            agree_on_call(ctx.cp, ctx.owner, where, look, ("of_call", ctx.number))
-    look()
 
 
 def _deterministic(owner: Plan) -> bool:
@@ -420,7 +399,7 @@ class IndexLoss(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dloss: Tensor) -> Any:
         where, cp = "index_loss, backward", ctx.cp
-        _look(ctx, where)
+        agree_on_backward(ctx, where)
         given = list(ctx.saved_tensors)
         q_index, k_index, weights, *_ = given
         with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q_index.device):

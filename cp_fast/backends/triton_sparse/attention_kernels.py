@@ -18,7 +18,8 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from cp_fast.backends.triton_sparse.tiles import LOG2E, columns, launch_device, precision, shared_storage, widths
+from cp_fast.backends.sparse_kernels import shared_storage
+from cp_fast.backends.triton_sparse.tiles import LOG2E, columns, launch_device, precision, widths
 
 __all__ = ["Tile", "chosen_rows", "forward", "forward_kernel", "forward_tile"]
 

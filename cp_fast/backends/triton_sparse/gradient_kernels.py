@@ -20,8 +20,9 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
+from cp_fast.backends.sparse_kernels import shared_storage
 from cp_fast.backends.triton_sparse.attention_kernels import Tile, chosen_rows, last_chosen, query_tiles
-from cp_fast.backends.triton_sparse.tiles import columns, launch_device, precision, shared_storage, widths
+from cp_fast.backends.triton_sparse.tiles import columns, launch_device, precision, widths
 
 __all__ = [
     "PAIRS_BYTES", "PARTS_BYTES", "BackwardTiles", "Pass", "add_parts", "backward", "backward_tiles", "keys_kernel",

@@ -10,7 +10,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-__all__ = ["LOG2E", "Widths", "columns", "launch_device", "precision", "shared_storage", "widths"]
+__all__ = ["LOG2E", "Widths", "columns", "launch_device", "precision", "widths"]
 
 LOG2E = 1.4426950408889634
 
@@ -35,17 +35,6 @@ def widths(d: int, most: int) -> Widths:
         width *= 2
     rest = d % width
     return Widths(d // width, width, max(16, triton.next_power_of_2(rest)) if rest else 0)
-
-
-def shared_storage(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether v is `k[..., : v.shape[-1]]`.
-
-    >>> k = torch.zeros(3, 1, 24)
-    >>> shared_storage(k, k[..., :16]), shared_storage(k, k[..., 8:]), shared_storage(k, torch.zeros(3, 1, 16))
-    (True, False, False)
-    """
-    same = k.data_ptr() == v.data_ptr() and k.dtype == v.dtype
-    return same and k.stride() == v.stride() and k.shape[:2] == v.shape[:2] and v.shape[2] <= k.shape[2]
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
-from cp_fast.api.checked_calls import agree_on_call, agree_on_layer_call
+from cp_fast.api.checked_calls import agree_on_backward, agree_on_layer_call
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan, check_not_captured, check_same_batch, messages_of
+from cp_fast.api.plan import Plan, check_not_captured, messages_of
 from cp_fast.dispatch.handles import hide_from_checkpointing
 from cp_fast.linear.convolution.convolution_kernels import choose_convolution
 from cp_fast.linear.convolution.halo_tables import HaloTables, Sent
@@ -124,11 +123,7 @@ class Convolution(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
         plan: LinearPlan = ctx.plan
-        if ctx.number:
-            with hide_from_checkpointing():
-                look = partial(check_same_batch, ctx.owner, plan)
-                agree_on_call(ctx.cp, ctx.owner, "causal_conv1d, backward", look, ("of_call", ctx.number))
-        check_same_batch(ctx.owner, plan)
+        agree_on_backward(ctx, "causal_conv1d, backward")
         x, halo, weight, bias = ctx.saved_tensors
         with hide_from_checkpointing(), ctx.cp.naming_errors("causal_conv1d, backward"), no_autocast(x.device):
             size = ctx.call.kernel_size
