@@ -1,4 +1,4 @@
-"""Random problems of sparse attention, slices full of NaN where no token is, and the definition on dense matrices."""
+"""Random problems of sparse attention, slices full of NaN where no token is, and who sees whom."""
 
 from __future__ import annotations
 
@@ -130,53 +130,3 @@ def seen(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
         mask |= band & (q[:, None] >= q0) & (q[:, None] < q1) & (k >= k0) & (k < k1)
     positions = row_positions(problem, "kv", k.numpy())[1] if len(k) else k.numpy()
     return mask, torch.from_numpy(positions)
-
-
-def chosen(problem: Problem, given: Tensors, top_k: int, scale: float) -> torch.Tensor:
-    """`select_keys` by the definition."""
-    mask, positions = seen(problem)
-    scores = torch.einsum("qhd,kd->hqk", given["q_index"], given["k_index"]).mul(scale).relu()
-    scores = (scores * given["weights"].T[..., None]).sum(0).masked_fill(~mask, float("-inf"))
-    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
-    best = positions.expand_as(mask).gather(1, order).masked_fill(~mask.gather(1, order), -1)
-    return torch.nn.functional.pad(best, (0, top_k - best.shape[1]), value=-1).int()
-
-
-def named(problem: Problem, indices: torch.Tensor) -> torch.Tensor:
-    """The pairs that are visible and named, bool [t_q, g, t_kv]. indices: [t_q, g, top_k]."""
-    mask, positions = seen(problem)
-    return mask[:, None] & (indices[..., None] == positions).any(2)
-
-
-def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pairs: torch.Tensor, scale: float, offset: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [t_q, h_q, d_v] and lse [t_q, h_q] of the pairs [t_q, 1 or h_kv, t_kv]."""
-    each = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(each, 1) for x in (k, v))
-    if pairs.shape[1] > 1:
-        pairs = pairs.repeat_interleave(each, 1)
-    logits = (torch.einsum("qhd,khd->qhk", q, k) * scale).masked_fill(~pairs, float("-inf"))
-    if offset is not None:
-        logits = torch.cat([logits, offset[:, None].expand(len(q), -1, 1)], 2)
-    lse = logits.logsumexp(2)
-    weights = (logits - lse.masked_fill(lse == float("-inf"), 0)[..., None]).exp()[..., : len(k)]
-    return torch.einsum("qhk,khd->qhd", weights, v), lse
-
-
-def divergence(
-    problem: Problem, given: Tensors, pairs: torch.Tensor, scale: float, softmax_scale: float
-) -> torch.Tensor:
-    """`index_loss` by the definition. pairs: [t_q, t_kv]."""
-    each = given["q"].shape[1] // given["k"].shape[1]
-    k = given["k"].repeat_interleave(each, 1)
-    weights = (torch.einsum("qhd,khd->qhk", given["q"], k) * softmax_scale - given["lse"][..., None]).exp().sum(1)
-    weights = weights.masked_fill(~pairs, 0).detach()
-    target = weights / weights.sum(1, keepdim=True)
-    dots = torch.einsum("qhd,kd->qhk", given["q_index"], given["k_index"]) * scale
-    scores = (dots.relu() * given["weights"][..., None]).sum(1).masked_fill(~pairs, float("-inf"))
-    some = pairs.any(1)
-    learned = scores[some].log_softmax(1).masked_fill(~pairs[some], 0)
-    target = target[some]
-    found = torch.zeros(len(pairs), dtype=weights.dtype)
-    return found.index_put((some.nonzero()[:, 0],), (target * (target.clamp(min=1e-300).log() - learned)).sum(1))

@@ -1,4 +1,4 @@
-"""Sparse attention of cp_fast on a CPU: random problems against dense matrices, and how it lives with PyTorch."""
+"""Sparse attention of cp_fast on a CPU: random problems against the oracle."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import torch
 
 import cp_fast
 from cp_ref import SimGroup
+from cp_ref.contract.tensors import lse_from_packed, lse_to_packed, to_format, to_packed
 from cp_ref.schedules.problem import Problem
 from cp_ref.simulator import SimMember
+from cp_ref.sparse_oracle import dense_index_loss, dense_select_keys, dense_sparse_attention
 from tests.cp_fast.sparse.dense import (
     Drawn,
     Tensors,
-    chosen,
-    dense,
-    divergence,
     drawn,
     lse_slice,
-    named,
     slices,
     whole,
 )
@@ -56,24 +54,40 @@ def inputs(problem: Problem, seed: int) -> Tensors:
 
 
 def expected(problem: Problem, given: Tensors) -> Tensors:
-    """All results and gradients by the definition."""
+    """All results and gradients by the oracle."""
     real = torch.zeros(problem.starts("q")[-1], dtype=torch.bool)
     for _, start, stop, _ in problem.workload.ownership.q.rows():
         real[start:stop] = True
     learnable = problem.softmax_type == "learnable"
-    leaves = {name: given[name].clone().requires_grad_() for name in ("q", "k", "v", "offset")}
-    offset = leaves["offset"] if learnable else None
-    pairs = named(problem, given["indices"])
-    out, lse = dense(leaves["q"], leaves["k"], leaves["v"], pairs, problem.scale, offset)
+    fmt, batch = problem.qkv_format, len(problem.sequences)
+
+    def leaves(*names: str) -> Tensors:
+        return {name: given[name].clone().requires_grad_() for name in names}
+
+    def theirs(x: torch.Tensor) -> torch.Tensor:
+        """Global rows in the user's format."""
+        return to_format(x, fmt, batch)
+
+    def gradients(loss: torch.Tensor, of: Tensors) -> Tensors:
+        """Zeros where no row sees a key."""
+        sums = loss + sum(0 * x.sum() for x in of.values())
+        return {f"d{name}": x for name, x in zip(of, torch.autograd.grad(sums, tuple(of.values())), strict=True)}
+
+    of_attention = leaves("q", "k", "v", *(["offset"] if learnable else []))
+    q, k, v, indices = (theirs(x) for x in (*(of_attention[name] for name in "qkv"), given["indices"]))
+    results = dense_sparse_attention(problem, q, k, v, indices, softmax_offset=of_attention.get("offset"))
+    out, lse = to_packed(results[0], fmt), lse_to_packed(results[1], fmt)
     finite = lse.masked_fill((lse == float("-inf")) | ~real[:, None], 0)
-    ((out * given["dout"]).sum() + (finite * given["dlse"]).sum()).backward()
-    found = {"out": out, "lse": lse, **{f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}}
-    found["chosen"] = chosen(problem, given, 4, SCALE)
-    leaves = {name: given[name].clone().requires_grad_() for name in ("q_index", "k_index", "weights")}
-    pairs = named(problem, given["indices"][:, :1])[:, 0]
-    loss = divergence(problem, {**given, **leaves}, pairs, SCALE, problem.scale)
-    (loss * given["dloss"]).sum().backward()
-    found |= {"loss": loss, **{f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}}
+    found = {"out": out, "lse": lse}
+    found |= gradients((out * given["dout"]).sum() + (finite * given["dlse"]).sum(), of_attention)
+    of_indexer = leaves("q_index", "k_index", "weights")
+    q_index, k_index, weights = (theirs(x) for x in of_indexer.values())
+    indexer = q_index.detach(), k_index.detach(), weights.detach()
+    found["chosen"] = to_packed(dense_select_keys(problem, *indexer, top_k=4, scale=SCALE), fmt)
+    lse_given, one_set = lse_from_packed(given["lse"], fmt, batch), theirs(given["indices"][:, 0])
+    constants = lse_given, q.detach(), k.detach(), one_set
+    loss = to_packed(dense_index_loss(problem, q_index, k_index, weights, *constants, scale=SCALE), fmt)
+    found |= {"loss": loss} | gradients((loss * given["dloss"]).sum(), of_indexer)
     found["lse"] = lse.masked_fill(~real[:, None], float("-inf"))
     return {name: x.detach() for name, x in found.items()}
 
