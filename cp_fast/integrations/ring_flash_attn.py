@@ -15,15 +15,14 @@ from typing import Any
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.integrations.flash_attn import asked_aligned
 from cp_fast.integrations.shared.drop_in import (
     Asked,
-    check_longest,
-    check_tensors,
+    Rows,
+    as_flash_attn,
     drop_in,
     lengths_of_both,
+    lengths_of_one,
     lengths_on_host,
-    refuse,
     refuse_names,
     taking_kv,
     taking_qkv,
@@ -76,15 +75,7 @@ def ring_flash_attn_func(
         NotImplementedError: dropout_p is given. ValueError: the context's layout is another; the
         others: as `cp_fast.attention`.
     """
-    refuse("ring_flash_attn_func", dropout_p=dropout_p)
-    _check_layout(cp, "contiguous")
-    check_tensors("b s/cp h d", q=q, k=k, v=v)
-    return asked_aligned(
-        *(q, k, v, cp, causal, window_size, q.shape[1] == k.shape[1], return_attn_probs),
-        alibi_slopes=alibi_slopes,
-        softmax_scale=softmax_scale,
-        deterministic=deterministic,
-    )
+    return as_flash_attn("ring_flash_attn_func", locals(), layout="contiguous")
 
 
 @drop_in()
@@ -111,15 +102,7 @@ def zigzag_ring_flash_attn_func(
         NotImplementedError: dropout_p is given. ValueError: the context's layout is another; the
         others: as `cp_fast.attention`.
     """
-    refuse("zigzag_ring_flash_attn_func", dropout_p=dropout_p)
-    _check_layout(cp, "dual_chunk")
-    check_tensors("b s/cp h d", q=q, k=k, v=v)
-    return asked_aligned(
-        *(q, k, v, cp, causal, window_size, q.shape[1] == k.shape[1], return_attn_probs),
-        alibi_slopes=alibi_slopes,
-        softmax_scale=softmax_scale,
-        deterministic=deterministic,
-    )
+    return as_flash_attn("zigzag_ring_flash_attn_func", locals(), layout="dual_chunk")
 
 
 @drop_in()
@@ -148,18 +131,7 @@ def zigzag_ring_flash_attn_varlen_func(
     Returns, Raises: as `zigzag_ring_flash_attn_func`; lse is [h, t/cp]. ValueError: a length is odd, so that the global
     one does not divide by 2 * cp.
     """
-    refuse("zigzag_ring_flash_attn_varlen_func", dropout_p=dropout_p)
-    _check_layout(cp, "dual_chunk")
-    (cu_seqlens,) = lengths_on_host(cu_seqlens=cu_seqlens).values()
-    check_longest("max_seqlen", max_seqlen, cu_seqlens)
-    return asked_aligned(
-        *(q, k, v, cp, causal, window_size, True, return_attn_probs),
-        qkv_format="thd",
-        cu_seqlens_q=_of_all_ranks(cu_seqlens, cp.size),
-        alibi_slopes=alibi_slopes,
-        softmax_scale=softmax_scale,
-        deterministic=deterministic,
-    )
+    return as_flash_attn("zigzag_ring_flash_attn_varlen_func", locals(), _in_two_chunks, "dual_chunk")
 
 
 @drop_in()
@@ -187,21 +159,7 @@ def ring_flash_attn_varlen_func(
 
     Returns, Raises: as `ring_flash_attn_func`; lse is [h, t/cp].
     """
-    refuse("ring_flash_attn_varlen_func", dropout_p=dropout_p)
-    _check_layout(cp, "contiguous")
-    (cu_seqlens,) = lengths_on_host(cu_seqlens=cu_seqlens).values()
-    check_longest("max_seqlen", max_seqlen, cu_seqlens)
-    parts = pairwise(read_lengths("cu_seqlens", cu_seqlens) or [0])
-    lengths = [b - a for a, b in parts]
-    table = [(rank, n, rank * x, (rank + 1) * x) for rank in range(cp.size) for n, x in enumerate(lengths) if x]
-    return asked_aligned(
-        *(q, k, v, cp.holding(table), causal, window_size, True, return_attn_probs),
-        qkv_format="thd",
-        cu_seqlens_q=_of_all_ranks(cu_seqlens, cp.size, 1),
-        alibi_slopes=alibi_slopes,
-        softmax_scale=softmax_scale,
-        deterministic=deterministic,
-    )
+    return as_flash_attn("ring_flash_attn_varlen_func", locals(), _in_parts, "contiguous")
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
@@ -253,54 +211,19 @@ def llama3_flash_attn_varlen_func(
 
     Returns, Raises: as `zigzag_ring_flash_attn_func`; lse is [h, t/cp]. ValueError: lengths from elsewhere.
     """
-    refuse("llama3_flash_attn_varlen_func", dropout_p=dropout_p)
-    _check_layout(cp, "contiguous")
-    check_tensors("t/cp h d", q=q, k=k, v=v)
-    if k.shape[1] % read_count("heads_k_stride", heads_k_stride, at_least=1):
-        raise ValueError(f"heads_k_stride is {heads_k_stride}; it must divide the {k.shape[1]} heads of k")
-    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    cu_q, _, same = lengths_of_both({"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, longest)
-    if not same or not isinstance(local_k_slice, slice) or local_k_slice != slice(0, int(cu_q[-1])):
-        raise ValueError(
-            f"cu_seqlens_q, cu_seqlens_k and local_k_slice {local_k_slice!r} are not from this module's "
-            "llama3_flash_attn_prepare_cu_seqlens, which keeps the global lengths"
-        )
-    return asked_aligned(
-        *(q, k, v, cp, causal, window_size, True, return_attn_probs),
-        qkv_format="thd",
-        cu_seqlens_q=cu_q,
-        alibi_slopes=alibi_slopes,
-        softmax_scale=softmax_scale,
-        deterministic=deterministic,
-    )
+    return as_flash_attn("llama3_flash_attn_varlen_func", locals(), _in_one_part, "contiguous")
 
 
-zigzag_ring_flash_attn_qkvpacked_func: Any = taking_qkv(
-    zigzag_ring_flash_attn_func, "zigzag_ring_flash_attn_qkvpacked_func"
-)
-zigzag_ring_flash_attn_kvpacked_func: Any = taking_kv(
-    zigzag_ring_flash_attn_func, "zigzag_ring_flash_attn_kvpacked_func"
-)
-zigzag_ring_flash_attn_varlen_qkvpacked_func: Any = taking_qkv(
-    zigzag_ring_flash_attn_varlen_func, "zigzag_ring_flash_attn_varlen_qkvpacked_func"
-)
-zigzag_ring_flash_attn_varlen_kvpacked_func: Any = taking_kv(
-    zigzag_ring_flash_attn_varlen_func, "zigzag_ring_flash_attn_varlen_kvpacked_func"
-)
+zigzag_ring_flash_attn_qkvpacked_func: Any = taking_qkv(zigzag_ring_flash_attn_func)
+zigzag_ring_flash_attn_kvpacked_func: Any = taking_kv(zigzag_ring_flash_attn_func)
+zigzag_ring_flash_attn_varlen_qkvpacked_func: Any = taking_qkv(zigzag_ring_flash_attn_varlen_func)
+zigzag_ring_flash_attn_varlen_kvpacked_func: Any = taking_kv(zigzag_ring_flash_attn_varlen_func)
 ring_flash_attn_qkvpacked_func: Any = taking_qkv(ring_flash_attn_func)
 ring_flash_attn_kvpacked_func: Any = taking_kv(ring_flash_attn_func)
-ring_flash_attn_varlen_qkvpacked_func: Any = taking_qkv(
-    ring_flash_attn_varlen_func, "ring_flash_attn_varlen_qkvpacked_func"
-)
-ring_flash_attn_varlen_kvpacked_func: Any = taking_kv(
-    ring_flash_attn_varlen_func, "ring_flash_attn_varlen_kvpacked_func"
-)
-llama3_flash_attn_varlen_qkvpacked_func: Any = taking_qkv(
-    llama3_flash_attn_varlen_func, "llama3_flash_attn_varlen_qkvpacked_func"
-)
-llama3_flash_attn_varlen_kvpacked_func: Any = taking_kv(
-    llama3_flash_attn_varlen_func, "llama3_flash_attn_varlen_kvpacked_func"
-)
+ring_flash_attn_varlen_qkvpacked_func: Any = taking_qkv(ring_flash_attn_varlen_func)
+ring_flash_attn_varlen_kvpacked_func: Any = taking_kv(ring_flash_attn_varlen_func)
+llama3_flash_attn_varlen_qkvpacked_func: Any = taking_qkv(llama3_flash_attn_varlen_func)
+llama3_flash_attn_varlen_kvpacked_func: Any = taking_kv(llama3_flash_attn_varlen_func)
 _STRIPED = (
     "striped rows are those of no layout here. Cut the batch by cp_fast.shard in layout 'dual_chunk', which balances "
     "causal masks as well, and call zigzag_ring_flash_attn"
@@ -321,7 +244,35 @@ __getattr__ = refuse_names(
 )
 
 
-def _of_all_ranks(cu_seqlens: torch.Tensor, cp_size: int, chunks: int = 2) -> torch.Tensor:
+def _in_two_chunks(given: dict[str, Any]) -> Rows:
+    """Of every sequence a rank has two equal chunks."""
+    return Rows.packed(_of_all_ranks(lengths_of_one(given), given["cp"].size, chunks=2))
+
+
+def _in_parts(given: dict[str, Any]) -> Rows:
+    """Of every sequence a rank has one of equal parts."""
+    cp, own = given["cp"], lengths_of_one(given)
+    cu_seqlens = _of_all_ranks(own, cp.size, chunks=1)
+    lengths: list[int] = own.diff().tolist()
+    table = [(rank, n, rank * x, (rank + 1) * x) for rank in range(cp.size) for n, x in enumerate(lengths) if x]
+    return Rows.packed(cu_seqlens, cp=cp.holding(table))
+
+
+def _in_one_part(given: dict[str, Any]) -> Rows:
+    """A rank has one of equal parts of the whole."""
+    heads, local_k_slice = given["k"].shape[1], given["local_k_slice"]
+    if heads % read_count("heads_k_stride", given["heads_k_stride"], at_least=1):
+        raise ValueError(f"heads_k_stride is {given['heads_k_stride']}; it must divide the {heads} heads of k")
+    cu_q, others = lengths_of_both(given)
+    if others is not None or not isinstance(local_k_slice, slice) or local_k_slice != slice(0, int(cu_q[-1])):
+        raise ValueError(
+            f"cu_seqlens_q, cu_seqlens_k and local_k_slice {local_k_slice!r} are not from this module's "
+            "llama3_flash_attn_prepare_cu_seqlens, which keeps the global lengths"
+        )
+    return Rows.packed(cu_q)
+
+
+def _of_all_ranks(cu_seqlens: torch.Tensor, cp_size: int, chunks: int) -> torch.Tensor:
     """The global cumulative lengths, int64, of those of one rank's slices, each of so many equal chunks."""
     values = read_lengths("cu_seqlens", cu_seqlens) or [0]
     if values[-1] * cp_size > _FURTHEST:
@@ -333,8 +284,3 @@ def _of_all_ranks(cu_seqlens: torch.Tensor, cp_size: int, chunks: int = 2) -> to
                 f"chunks, so that the global length divides by 2 * cp_size = {2 * cp_size}"
             )
     return torch.tensor([value * cp_size for value in values], dtype=torch.int64, device="cpu")
-
-
-def _check_layout(cp: ContextParallel, layout: str) -> None:
-    if cp.layout != layout:
-        raise ValueError(f"cp has layout {cp.layout!r}; this function's slices are those of {layout!r}")

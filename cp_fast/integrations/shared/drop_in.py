@@ -16,16 +16,19 @@ from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.collectives import raise_on_all, together
-from cp_ref.schedules.values import check_data, check_lengths, kind_of, read_count
+from cp_ref.contract.masks import documents
+from cp_ref.schedules.values import check_data, check_flag, check_lengths, kind_of, read_count, read_window
 
 __all__ = [
     "Asked",
-    "check_longest",
+    "Rows",
+    "as_flash_attn",
     "check_tensors",
     "check_two_chunks",
     "context_for",
     "drop_in",
     "lengths_of_both",
+    "lengths_of_one",
     "lengths_on_host",
     "read_equal",
     "refuse",
@@ -151,21 +154,6 @@ def check_two_chunks(cp: ContextParallel, **lengths: torch.Tensor) -> None:
                 f"{2 * cp.size}; pad each sequence until it does, and give the padded lengths as "
                 f"{name.removesuffix('_padded')}_padded"
             )
-
-
-def lengths_of_both(lengths: dict[str, Any], longest: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Cumulative lengths of queries and of keys on the CPU, and whether they are equal.
-
-    Args:
-        lengths, longest: of queries and of keys, by the names of the arguments.
-
-    Raises:
-        ValueError, TypeError: as `lengths_on_host` and `check_longest`.
-    """
-    q, k = lengths_on_host(**lengths).values()
-    for (name, most), cu_seqlens in zip(longest.items(), (q, k), strict=True):
-        check_longest(name, most, cu_seqlens)
-    return q, k, q is k or torch.equal(q.long(), k.long())
 
 
 def read_equal(cp: ContextParallel, where: str, other: str, read: Callable[[], T]) -> T:
@@ -347,3 +335,122 @@ def refuse_names(module: str, instead: dict[str, str]) -> Callable[[str], NoRetu
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return missing
+
+
+# ---- functions of flash-attn's family
+
+
+class Rows(NamedTuple):
+    """What the rows of a function's slices are.
+
+    Attributes:
+        same_lengths: whether each sequence has as many queries as keys.
+        lengths: the arguments of `attention` that say so.
+        cp: the context whose layout the rows have, where that is another than the call's.
+    """
+
+    same_lengths: bool
+    lengths: dict[str, Any]
+    cp: ContextParallel | None = None
+
+    @classmethod
+    def packed(cls, cu_q: torch.Tensor, cu_kv: torch.Tensor | None = None, cp: ContextParallel | None = None) -> Rows:
+        """Of packed sequences of these lengths. cu_kv: of the keys, if they are others."""
+        return cls(cu_kv is None, {"qkv_format": "thd", "cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv}, cp)
+
+
+_SCORES = ("alibi_slopes", "softmax_scale", "softcap", "deterministic")  # as in `attention`
+_REFUSED = ("dropout_p", "block_table")
+
+
+def as_flash_attn(
+    name: str, given: dict[str, Any], rows_of: Callable[[dict[str, Any]], Rows] | None = None, layout: str = ""
+) -> Asked:
+    """A call of a function of flash-attn's family. By its rule query and key are counted from their sequence's end,
+    whatever the mask.
+
+    Args:
+        name: the function's.
+        given: its arguments, by name.
+        rows_of: reads its lengths; None for slices [b, s/cp, h, d].
+        layout: the one that it is for.
+    """
+    refuse(name, **{one: given[one] for one in _REFUSED if one in given})
+    q, k, v, cp = (given[one] for one in ("q", "k", "v", "cp"))
+    if layout and cp.layout != layout:
+        raise ValueError(f"cp has layout {cp.layout!r}; this function's slices are those of {layout!r}")
+    check_tensors("b s/cp h d" if rows_of is None else "t/cp h d", q=q, k=k, v=v)
+    same_lengths, problem, own = Rows(q.shape[1] == k.shape[1], {}) if rows_of is None else rows_of(given)
+    cp = own or cp
+    check_flag("causal", given["causal"])
+    check_flag("return_attn_probs", given["return_attn_probs"])
+    left, right = read_window(given["window_size"])
+    give: Callable[[Any], Any] = lambda results: results  # noqa: E731
+    if given["causal"] or (right == 0 and not same_lengths):
+        mask = "causal" if same_lengths else "causal_bottom_right"
+        visible: dict[str, Any] = {"attn_mask_type": mask, "window_size": (left, 0)}
+    elif same_lengths or (left < 0 and right < 0):
+        visible = {"attn_mask_type": "no_mask", "window_size": (left, right)}
+    else:  # no named mask aligns such a window to the end
+        if rows_of is None:
+            (q, k, v), problem, give = _as_packed(q, k, v, cp)
+        both = (problem[one] for one in ("cu_seqlens_q", "cu_seqlens_kv"))
+        visible = {"areas": documents(*both, window_size=(left, right), **_padded(problem))}
+    arguments = visible | problem | {one: given[one] for one in _SCORES if one in given}
+    if not given["return_attn_probs"]:
+        return Asked(q, k, v, cp, arguments, give)
+    return Asked(q, k, v, cp, arguments | {"return_lse": True}, lambda results: (*give(results), None))
+
+
+def lengths_of_one(given: dict[str, Any]) -> torch.Tensor:
+    """The lengths of keys that are as long as the queries, on the CPU."""
+    (lengths,) = lengths_on_host(cu_seqlens=given["cu_seqlens"]).values()
+    check_longest("max_seqlen", given["max_seqlen"], lengths)
+    return lengths
+
+
+def lengths_of_both(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Those of queries and keys, on the CPU; None for keys as long as the queries."""
+    q, k = lengths_on_host(**{one: given[one] for one in ("cu_seqlens_q", "cu_seqlens_k")}).values()
+    for one, lengths in (("max_seqlen_q", q), ("max_seqlen_k", k)):
+        check_longest(one, given[one], lengths)
+    return q, None if q is k or torch.equal(q.long(), k.long()) else k
+
+
+def _padded(problem: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in problem.items() if name.endswith("_padded")}
+
+
+def _as_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: ContextParallel
+) -> tuple[list[torch.Tensor], dict[str, Any], Callable[[Any], Any]]:
+    """Slices [b, s/cp, h, d] as those of packed sequences: the rows are the same in dual_chunk, and for one sequence in
+    any layout.
+
+    Returns:
+        The packed slices, the arguments of `attention` that say so, and a function that gives its results the axes of
+        [b, s/cp, h, d].
+
+    Raises:
+        NotImplementedError: several sequences in another layout.
+    """
+    batch, rows = q.shape[:2]
+    if batch > 1 and cp.layout != "dual_chunk":
+        raise NotImplementedError(
+            f"window_size without causal, with other lengths of q and k, needs layout 'dual_chunk' for {batch} "
+            f"sequences, and cp has {cp.layout!r}; flash_attn_varlen_func takes every layout"
+        )
+    lengths: dict[str, Any] = {"qkv_format": "thd"}
+    for side, x in (("q", q), ("kv", k)):
+        slot = x.shape[1] * cp.size
+        starts = torch.arange(x.shape[0] + 1, device="cpu") * slot
+        lengths[f"cu_seqlens_{side}_padded"] = starts
+        real = torch.full((x.shape[0],), cp.uneven.get(x.shape[1], slot), device="cpu").cumsum(0)
+        lengths[f"cu_seqlens_{side}"] = torch.nn.functional.pad(real, (1, 0))
+
+    def give(results: Any) -> Any:
+        out, *lse = results if isinstance(results, tuple) else (results,)
+        out = out.unflatten(0, (batch, rows))
+        return (out, lse[0].unflatten(1, (batch, rows)).transpose(0, 1)) if lse else out
+
+    return [x.flatten(0, 1) for x in (q, k, v)], lengths, give
