@@ -211,7 +211,7 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "pytorch_by_hand.txt": ("benchmarks/checks/pytorch_by_hand.py",),
     "kernels_*": ("csrc", "cp_fast/movers"),
     "gpu_kernels_*": ("csrc", "cp_fast/movers"),
-    "gpu_thd_*": ("csrc", "cp_fast/movers", "cp_fast/thd"),
+    "gpu_thd_*": ("csrc", "cp_fast/movers", "cp_fast/thd.py"),
     "sanitizers_cpu.json": ("csrc",),
     "linear_*": ("cp_fast/linear", "cp_fast/movers", *_SPEC),
     "hybrid_*": ("cp_fast", *_SPEC),

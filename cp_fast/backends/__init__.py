@@ -19,10 +19,13 @@ from cp_fast.backends.cudnn import CudnnBackend
 from cp_fast.backends.fa2 import BUILT_IN, Fa2Backend
 from cp_fast.backends.fa4.fa4_backend import Fa4Backend
 from cp_fast.log import log_once
+from cp_ref.contract import arguments
+from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
     "BACKENDS",
+    "EXECUTOR",
     "KERNEL_FEATURES",
     "Backend",
     "BackwardOperands",
@@ -36,6 +39,7 @@ __all__ = [
     "installed",
     "probe",
     "remark_on",
+    "required",
 ]
 
 BACKENDS: tuple[Backend, ...] = (  # the features on any machine; `installed` may find more
@@ -65,7 +69,7 @@ def by_name(name: str) -> Backend:
     raise ValueError(f"backend must be 'auto' or one of {known}, got {name!r}")
 
 
-def choose(required: frozenset[Feature], backend: str) -> Backend:
+def choose(wanted: frozenset[Feature], backend: str) -> Backend:
     """The backend for a problem that requires these features; those outside `KERNEL_FEATURES` are not looked at.
 
     "auto" takes the first that works here and has every feature; a name takes that one. If none fits, `Unsupported`
@@ -73,7 +77,7 @@ def choose(required: frozenset[Feature], backend: str) -> Backend:
     backend. If "auto" takes a later one because a library for this GPU is not installed, it warns once.
     """
     candidates = BACKENDS if backend == "auto" else (by_name(backend),)
-    wanted = required & KERNEL_FEATURES
+    wanted = wanted & KERNEL_FEATURES
     reasons: list[str] = []
     seen: list[Backend] = []
     missed: list[str] = []
@@ -108,3 +112,66 @@ def installed(backend: Backend) -> Backend:
 def remark_on(backend: Backend) -> str:
     """A remark for `doctor` on a backend that works."""
     return fa2.origin_of(backend) if isinstance(backend, Fa2Backend) else ""
+
+
+# ---- what a problem requires
+
+
+EXECUTOR = frozenset(
+    {
+        Feature.BSHD,
+        Feature.SBHD,
+        Feature.THD,
+        Feature.DUAL_CHUNK,
+        Feature.CONTIGUOUS,
+        Feature.BALANCED,
+        Feature.GIVEN_LAYOUT,
+        Feature.NO_MASK,
+        Feature.CAUSAL,
+        Feature.BOTTOM_RIGHT,
+        Feature.PADDING,
+        Feature.WINDOW,
+        Feature.AREAS,
+        Feature.CROSS_ATTENTION,
+        Feature.OFF_BY_ONE,
+        Feature.LEARNABLE,
+    }
+)
+"""Features that plans, packing and merging add to every kernel library: masks become diagonal band tiles, sinks are
+merged in at the end.
+"""
+
+
+def required(
+    problem: Problem, device: str, *, deterministic: bool = False, max_logit: bool = False, in_place: bool = False
+) -> frozenset[Feature]:
+    """Every feature that computing the problem on a device type ("cpu", "cuda") needs; a ValueError for another."""
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
+    needs = {
+        Feature(problem.qkv_format),
+        Feature(problem.layout) if isinstance(problem.layout, str) else Feature.GIVEN_LAYOUT,
+        Feature(f"device {device}"),
+        Feature(problem.dtype),
+    }
+    conditions = {
+        Feature.NO_MASK: problem.areas is None and not problem.causal,
+        Feature.CAUSAL: problem.causal,
+        Feature.BOTTOM_RIGHT: problem.bottom_right,
+        Feature.PADDING: problem.attn_mask_type.startswith("padding"),
+        Feature.CROSS_ATTENTION: problem.lengths.len_q != problem.lengths.len_kv,
+        Feature.GQA: problem.heads_per_kv > 1,
+        Feature.ASYMMETRIC_DIMS: problem.d_qk != problem.d_v,
+        Feature.GQA_ASYMMETRIC_DIMS: problem.heads_per_kv > 1 and problem.d_qk != problem.d_v,
+        Feature.HEAD_DIM_OVER_128: max(problem.d_qk, problem.d_v) > 128,
+        Feature.HEAD_DIM_OVER_256: max(problem.d_qk, problem.d_v) > 256,
+        Feature.HEAD_DIM_ODD: problem.d_qk % 8 != 0 or problem.d_v % 8 != 0,
+        Feature.OFF_BY_ONE: problem.softmax_type == "off-by-one",
+        Feature.LEARNABLE: problem.softmax_type == "learnable",
+        Feature.DETERMINISTIC: deterministic,
+        Feature.MAX_LOGIT: max_logit,
+        Feature.IN_PLACE: in_place,
+    }
+    return frozenset(
+        needs | arguments.features_of(problem) | {feature for feature, needed in conditions.items() if needed}
+    )

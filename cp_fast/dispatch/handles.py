@@ -120,7 +120,7 @@ def object_of(handle: torch.Tensor) -> Any:
 
 _MODULES = {
     "torch.utils.checkpoint",
-    "cp_fast.checkpoint.offload",
+    "cp_fast.checkpoint",
 }  # of the modes, and of those that others derive from them
 
 

@@ -18,8 +18,7 @@ from cp_fast.api.plan import Plan, captured, check_not_captured
 from cp_fast.backends.sparse_kernels import choose_sparse, shared_storage
 from cp_fast.dispatch.handles import hide_from_checkpointing, is_selective, object_of
 from cp_fast.runtime.forward_backward import sink_shares
-from cp_fast.sparse.key_exchange import KeyExchange, Sent
-from cp_fast.sparse.sparse_tables import sparse_plan
+from cp_fast.sparse.sparse_tables import KeyExchange, Sent, sparse_plan
 from cp_ref.contract import sparse_calls
 from cp_ref.contract.call_checks import check_context, one_a_head
 from cp_ref.contract.collectives import offset_grad

@@ -9,7 +9,7 @@ import cp_fast
 from conformance.implementation import Implementation
 from conformance.problems.linear import CausalConv1d
 from cp_fast.linear.convolution import torch_convolution
-from cp_fast.linear.convolution.convolution_kernels import choose_convolution
+from cp_fast.linear.convolution.causal_conv1d import choose_convolution
 from cp_fast.linear.linear_attention import LIBRARIES
 from cp_ref import SimGroup
 from cp_ref.contract.linear_calls import KINDS

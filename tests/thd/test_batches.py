@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import cp_fast
 import cp_ref
-from cp_fast.thd.fast_batches import _contiguous_rows
+from cp_fast.thd import _contiguous_rows
 from cp_ref import SimGroup
 from tests.thd.test_helpers import PACKAGES, cumulative
 
