@@ -33,6 +33,7 @@ _COPIES = 5  # how many float32 numbers a logit takes, with its gradient
 # entries of configurations: logits are multiplied by them, to this power
 _SCALES = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1}
 _CAP = "final_logit_softcapping"
+_MARK = -64.0  # beside each log-probability: what a model makes of it shows what it makes of its logits
 
 
 def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
@@ -113,32 +114,34 @@ def token_log_probs(model: torch.nn.Module, part: Mapping[str, Any]) -> torch.Te
     with _log_probs_for_logits(inner, head, targets) as (factor, seen):
         out = model(**given)
     logits = out["logits"] if isinstance(out, Mapping) else out[0]
-    if not seen or logits.shape != (*targets.shape, 1):
+    if not seen or logits.shape != (*targets.shape, 2):
         raise NotImplementedError(
             f"{type(inner).__name__} does not call its output embeddings ({type(head).__name__}) on each token once; "
             "compute log-probabilities from model(**part).logits"
         )
-    if not torch.allclose(logits.detach(), (seen[0] * factor).to(logits.dtype), rtol=1e-2, atol=0):
+    found, marks = logits.unbind(-1)
+    rounding = 4 * torch.finfo(logits.dtype).eps
+    if not torch.allclose(marks.detach(), torch.full_like(marks, _MARK * factor), rtol=rounding, atol=0):
         raise NotImplementedError(
             f"{type(inner).__name__} changes logits behind its output embeddings in a way that token_log_probs does "
             "not know; compute log-probabilities from model(**part).logits"
         )
-    return logits[..., 0] / factor
+    return found / factor
 
 
 @contextmanager
-def _log_probs_for_logits(inner: Any, head: Any, targets: torch.Tensor) -> Iterator[tuple[float, list[torch.Tensor]]]:
-    """Have a model's head return log-probabilities [b, s/cp, 1] in place of logits.
+def _log_probs_for_logits(inner: Any, head: Any, targets: torch.Tensor) -> Iterator[tuple[float, list[None]]]:
+    """Have a model's head return log-probabilities in place of logits, with a mark beside each: [b, s/cp, 2].
 
     Yields:
-        What the model multiplies its head's results by afterwards, and a list that gets those results.
+        What the model multiplies its head's results by afterwards, and a list with an entry for each call of the head.
     """
     config = getattr(inner.config, "get_text_config", lambda: inner.config)()
     powers = [(getattr(config, name, None), power) for name, power in _SCALES.items()]
     factor = 1.0
     for value, power in powers:
         factor *= 1.0 if value is None else float(value) ** power
-    cap, seen, forward = getattr(config, _CAP, None), list[torch.Tensor](), head.forward
+    cap, seen, forward = getattr(config, _CAP, None), list[None](), head.forward
 
     def of_tokens(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = forward(hidden)
@@ -152,9 +155,9 @@ def _log_probs_for_logits(inner: Any, head: Any, targets: torch.Tensor) -> Itera
         chunk = max(1, _CHUNK_BYTES // (4 * _COPIES * head.weight.shape[0]))
         pieces = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().to(hidden.device).split(chunk), strict=True)
         how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        found = torch.cat([checkpoint(of_tokens, x, labels, **how) for x, labels in pieces]).view(*targets.shape, 1)
-        seen.append(found.detach())
-        return found
+        found = torch.cat([checkpoint(of_tokens, x, labels, **how) for x, labels in pieces]).view(targets.shape)
+        seen.append(None)
+        return torch.stack([found, torch.full_like(found, _MARK)], dim=-1)
 
     had = vars(head).get("forward")
     head.forward = log_probs

@@ -132,6 +132,29 @@ def test_what_log_probabilities_refuse() -> None:
     SimGroup(1).run(one)
 
 
+@pytest.mark.parametrize("change", [lambda logits: 30 * torch.tanh(logits / 30), lambda logits: logits * 1.5])
+def test_changed_logits_are_refused_whatever_the_labels_are(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A cap changes small log-probabilities by less than a rounding of bfloat16, and zeros of ranks without labels not
+    at all. There all ranks must raise, or the others would wait for the sum.
+    """
+
+    class Changed(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, position_ids: Any = None, **named: Any) -> Any:
+            out = super().forward(input_ids, position_ids=position_ids, **named)
+            return type(out)(logits=change(out.logits))
+
+    ids = torch.randint(1, 50, (1, 32))
+    batch = {"input_ids": ids, "labels": ids.masked_fill(torch.arange(32) > 10, -100)}
+
+    def one(member: Any) -> None:
+        context = cp_fast.ContextParallel(member, layout="contiguous")
+        model = ours.prepare(Changed(transformers.LlamaConfig(**SIZES)), context)
+        with pytest.raises(NotImplementedError, match="Changed changes logits behind its output embeddings"):
+            token_log_probs(model, ours.shard_batch(batch, cp=context))
+
+    SimGroup(2).run(one)
+
+
 @pytest.mark.parametrize("layout", ["dual_chunk", "balanced"])
 @pytest.mark.parametrize(
     ("kind", "sizes"), [("LlamaConfig", {}), ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4})]
