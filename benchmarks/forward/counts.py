@@ -117,23 +117,23 @@ class Rank(NamedTuple):
 def count(problem: Problem, rank: int) -> Rank:
     """Count a rank's forward pass."""
     counted = count_rank(problem, rank)
-    plan, tables = counted.draft.plan.forward, counted.draft.tables
-    sizes = PassBytes(problem, plan, tables)
+    program, tables = counted.draft.programs.forward, counted.draft.tables
+    sizes = PassBytes(problem, program, tables)
     gathered, merged, copied, begun = [0, 0], 0, 0, set[int]()
     moved = sum(step.moved for step in counted.forward)
-    for one in plan.instructions:
+    for one in program.instructions:
         if isinstance(one, Launch):
             for n, view in enumerate(one.operands):
                 gathered[n] += sizes.rows(view) if is_gathered(view) else 0
         elif isinstance(one, Accumulate):
             merged += sizes.rows(one.source) if one.target.buffer in begun else 0
             begun.add(one.target.buffer)
-        elif isinstance(one, Copy) and plan.buffers[one.target.buffer].role == "operand":
+        elif isinstance(one, Copy) and program.buffers[one.target.buffer].role == "operand":
             copied += sizes.rows(one.source)
         elif isinstance(one, Send):  # The copy into a staging buffer, which the transport makes beside the kernels.
-            spec = plan.buffers[one.source.buffer]
+            spec = program.buffers[one.source.buffer]
             moved -= 2 * sizes.rows(one.source) * (spec.heads[1] - spec.heads[0]) * sizes.row(spec.kind)
-    kernels = [kernel_of(one, tables, problem.heads_q // problem.heads_kv) for one in plan.of(Launch)]
+    kernels = [kernel_of(one, tables, problem.heads_q // problem.heads_kv) for one in program.of(Launch)]
     return Rank(kernels, (gathered[0], gathered[1]), copied, merged, moved / _BYTES_US)
 
 

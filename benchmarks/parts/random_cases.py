@@ -131,8 +131,8 @@ def of_common_keys(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], par
     problem = Problem(
         *(size, (Lengths(*[rows] * 4),), comm, a2a), layout=layout, qkv_format="thd", areas=slices, dtype=dtype, **sizes
     )
-    plans = (compiled(problem, rank).plan.forward for rank in range(size))
-    assume(any(one.batch.places for plan in plans for one in plan.of(Launch)))
+    passes = (compiled(problem, rank).programs.forward for rank in range(size))
+    assume(any(one.batch.places for program in passes for one in program.of(Launch)))
     return Case(problem, use_plan=draw(st.booleans()), return_lse=True, loss="out+lse")
 
 

@@ -10,26 +10,27 @@ import torch
 
 from benchmarks.parts.sparse_shape import Shape
 from cp_fast.backends.triton_sparse import attention_kernels, gradient_kernels, select_kernels
-from cp_fast.backends.triton_sparse.attention_kernels import Tile
-from cp_fast.backends.triton_sparse.gradient_kernels import BackwardTiles
-from cp_fast.backends.triton_sparse.select_kernels import Best, Scores
+from cp_fast.backends.triton_sparse.attention_kernels import Tiling
+from cp_fast.backends.triton_sparse.gradient_kernels import BackwardTilings
+from cp_fast.backends.triton_sparse.select_kernels import Best, ScoresTiling
 
 __all__ = ["milliseconds", "variants"]
 
 SCORES = (
-    Scores(256, 64, 16, 4, 3), Scores(256, 64, 16, 4, 2), Scores(256, 64, 64, 4, 3), Scores(256, 128, 16, 8, 3),
-    Scores(128, 128, 16, 4, 2), Scores(128, 128, 32, 4, 3),
+    ScoresTiling(256, 64, 16, 4, 3), ScoresTiling(256, 64, 16, 4, 2), ScoresTiling(256, 64, 64, 4, 3),
+    ScoresTiling(256, 128, 16, 8, 3),
+    ScoresTiling(128, 128, 16, 4, 2), ScoresTiling(128, 128, 32, 4, 3),
 )  # fmt: skip
 BEST = (Best(2048, 2, 8, 16), Best(2048, 2, 4, 8), Best(4096, 2, 16, 32), Best(2048, 1, 8, 8), Best(1024, 2, 4, 16))
 FORWARD = (
-    Tile(64, 64, 512, 8, 2), Tile(64, 64, 256, 8, 2), Tile(64, 32, 512, 8, 2), Tile(64, 32, 512, 8, 3),
-    Tile(64, 64, 128, 8, 2), Tile(64, 64, 512, 8, 1),
+    Tiling(64, 64, 512, 8, 2), Tiling(64, 64, 256, 8, 2), Tiling(64, 32, 512, 8, 2), Tiling(64, 32, 512, 8, 3),
+    Tiling(64, 64, 128, 8, 2), Tiling(64, 64, 512, 8, 1),
 )  # fmt: skip
-PAIRS = (Tile(64, 32, 512, 4, 2), Tile(64, 64, 512, 4, 1), Tile(64, 32, 512, 8, 2), Tile(64, 64, 512, 8, 1))
-QUERIES = (Tile(64, 64, 512, 8, 2), Tile(64, 32, 512, 8, 3), Tile(64, 64, 256, 8, 2), Tile(64, 32, 512, 8, 2))
+PAIRS = (Tiling(64, 32, 512, 4, 2), Tiling(64, 64, 512, 4, 1), Tiling(64, 32, 512, 8, 2), Tiling(64, 64, 512, 8, 1))
+QUERIES = (Tiling(64, 64, 512, 8, 2), Tiling(64, 32, 512, 8, 3), Tiling(64, 64, 256, 8, 2), Tiling(64, 32, 512, 8, 2))
 KEYS = (
-    Tile(128, 64, 128, 4, 2), Tile(128, 64, 128, 8, 2), Tile(128, 64, 128, 4, 1), Tile(128, 64, 128, 8, 1),
-    Tile(128, 64, 256, 8, 1), Tile(128, 64, 64, 4, 2), Tile(128, 128, 128, 8, 1),
+    Tiling(128, 64, 128, 4, 2), Tiling(128, 64, 128, 8, 2), Tiling(128, 64, 128, 4, 1), Tiling(128, 64, 128, 8, 1),
+    Tiling(128, 64, 256, 8, 1), Tiling(128, 64, 64, 4, 2), Tiling(128, 128, 128, 8, 1),
 )  # fmt: skip
 
 
@@ -81,19 +82,19 @@ def variants(shape: Shape) -> Iterator[tuple[str, Any, Callable[[], Any], float]
     ops = shape.pairs * shape.heads * 2
     for on in PAIRS:
         of = gradient_kernels.Pass(
-            x["q"], x["k"], x["v"], rows, x["dout"], weights, grads, BackwardTiles(on, QUERIES[0], KEYS[0])
+            x["q"], x["k"], x["v"], rows, x["dout"], weights, grads, BackwardTilings(on, QUERIES[0], KEYS[0])
         )  # fmt: skip
         yield "pairs", on, lambda of=of: of.write_pairs(out, lse, None, shape.scale, 0, shape.rows), ops * (
             shape.d + shape.d_v
         )  # fmt: skip
     for on in QUERIES:
         of = gradient_kernels.Pass(
-            x["q"], x["k"], x["v"], rows, x["dout"], weights, grads, BackwardTiles(PAIRS[0], on, KEYS[0])
+            x["q"], x["k"], x["v"], rows, x["dout"], weights, grads, BackwardTilings(PAIRS[0], on, KEYS[0])
         )  # fmt: skip
         yield "queries", on, lambda of=of: of.add_queries(dq, 0, shape.rows), ops * shape.d
     for on in KEYS:
         of = gradient_kernels.Pass(
-            x["q"], x["k"], x["v"], rows, x["dout"], weights, grads, BackwardTiles(PAIRS[0], QUERIES[0], on)
+            x["q"], x["k"], x["v"], rows, x["dout"], weights, grads, BackwardTilings(PAIRS[0], QUERIES[0], on)
         )  # fmt: skip
         yield "keys", on, lambda of=of: of.add_keys(dk, 0, shape.rows, False, False, shape.d_v), ops * (
             shape.d + shape.d_v
@@ -103,7 +104,7 @@ def variants(shape: Shape) -> Iterator[tuple[str, Any, Callable[[], Any], float]
         ), ops * (shape.d + shape.d_v)  # fmt: skip
     parts = torch.empty(1, shape.rows, 1, shape.top_k, shape.d, device="cuda")
     of = gradient_kernels.Pass(
-        x["q"], x["k"], x["v"], rows, x["dout"], weights, grads, BackwardTiles(PAIRS[0], QUERIES[0], KEYS[0])
+        x["q"], x["k"], x["v"], rows, x["dout"], weights, grads, BackwardTilings(PAIRS[0], QUERIES[0], KEYS[0])
     )  # fmt: skip
     yield "keys as parts", KEYS[0], lambda: of.add_keys(parts, 0, shape.rows, True, False, shape.d_v), ops * (
         shape.d + shape.d_v

@@ -144,14 +144,14 @@ def _measure(
         if device.type == "cuda":
             torch.cuda.synchronize()
         marks.append(_now())
-        plan = linked(draft.plan, tables)
+        programs = linked(draft.programs, tables)
         marks.append(_now())
         wall, cpu = (1e3 * np.diff(column) for column in zip(*marks, strict=True))
         spread = PARTS.index("spread")
         spent = dict(zip(PARTS, wall.tolist(), strict=True)) | {"total": float(wall.sum())}
         times.append(spent | {"host_cpu": float(cpu.sum() - cpu[spread]), "spread_cpu": float(cpu[spread])})
-        launches = sum(1 for _ in plan.forward.of(Launch))
-        del host, tables, draft, plan  # so that giving their memory back is not in the next plan's time
+        launches = sum(1 for _ in programs.forward.of(Launch))
+        del host, tables, draft, programs  # so that giving their memory back is not in the next plan's time
     medians = {f"{name}_ms": round(statistics.median(t[name] for t in times[1:]), 3) for name in times[0]}
     return Row(
         commit, count, cp_size, comm, layout, window, lengths, **medians, launches=launches,

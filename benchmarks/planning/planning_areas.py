@@ -67,7 +67,7 @@ def measured(case: str, count: int, planned: bool) -> tuple[float, float, int]:
         return read, float("nan"), 0
     steps = chosen_rank_schedule(problem, RANKS.rank, choose_head_chunks(problem))
     draft = lowered(Packing(problem), RANKS.rank, steps, saved_kinds(problem))
-    return read, time.thread_time() - began, sum(1 for _ in draft.plan.forward.of(Launch))
+    return read, time.thread_time() - began, sum(1 for _ in draft.programs.forward.of(Launch))
 
 
 def _read(areas: torch.Tensor) -> Problem:

@@ -24,7 +24,7 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
 from cp_fast.dispatch.handles import hide_from_checkpointing, is_selective, object_of
 from cp_fast.runtime.forward_backward import backward_pass, forward_pass
-from cp_fast.runtime.run import Results
+from cp_fast.runtime.run import ForwardResults
 from cp_ref.contract import attention_call
 from cp_ref.contract.arguments import problem_arguments
 from cp_ref.contract.attention_call import Call, CallFlags, asked_for
@@ -92,10 +92,10 @@ def forward_as_operator(
     k: Tensor,
     v: Tensor,
     offset: Tensor | None,
-) -> Results:
+) -> ForwardResults:
     """`forward_pass` as the one operator that selective checkpointing sees."""
     out, lse, max_logit, *kept = _called(plan, cp, flags, scores, q, k, v, offset)
-    return Results(out, lse, max_logit if max_logit.numel() else None, kept)
+    return ForwardResults(out, lse, max_logit if max_logit.numel() else None, kept)
 
 
 def _called(

@@ -221,14 +221,14 @@ def agree_on_backward(ctx: Any, where: str) -> None:
     ranks are in this pass.
 
     Args:
-        ctx: of the autograd function: owner, the Plan; plan, the owner's tables of the forward pass; cp; number, of the
+        ctx: of the autograd function: plan; tables, those of the plan in the forward pass; cp; number, of the
             checked call, or 0.
         where: the function and its direction.
     """
-    look = partial(check_same_batch, ctx.owner, ctx.plan)
+    look = partial(check_same_batch, ctx.plan, ctx.tables)
     if ctx.number:
         with hide_from_checkpointing():
-            agree_on_call(ctx.cp, ctx.owner, where, look, ("of_call", ctx.number))
+            agree_on_call(ctx.cp, ctx.plan, where, look, ("of_call", ctx.number))
     look()
 
 

@@ -348,7 +348,9 @@ def prepared(
         fixed, instructions = None, upload(optimized(draft), device)
     else:
         draft = lowered(packing, cp.rank, steps, saved)
-        fixed = FixedTables(Shape(optimized(draft, in_place=True).plan, draft.tables, problem, cp.rank, room), device)
+        fixed = FixedTables(
+            Shape(optimized(draft, in_place=True).programs, draft.tables, problem, cp.rank, room), device
+        )
         instructions = fixed.overwrite(fixed.fitted(draft, problem))
     positions = RowPositions(instructions, packing.packed_problem, device)
     if not problem.position_free_scores:

@@ -21,12 +21,12 @@ __all__ = [
     "Buffers",
     "Held",
     "Lowering",
+    "MessagePart",
     "Operands",
-    "Parcels",
     "Shared",
     "Sums",
     "in_order",
-    "parcels_of",
+    "message_parts",
     "split",
 ]
 
@@ -179,7 +179,7 @@ def split(heads: Heads, edges: Iterable[int]) -> list[Heads]:
 # A local sum has the rank's own rows. Its heads are those that no launch and no message of the pass cuts.
 
 
-class Parcels(NamedTuple):
+class MessagePart(NamedTuple):
     """The part of a message that has the same heads: one tensor of each kind that the message carries."""
 
     kind: str
@@ -189,16 +189,18 @@ class Parcels(NamedTuple):
     tag: int
     complete: bool
 
-    def has(self, other: Parcels) -> bool:
+    def has(self, other: MessagePart) -> bool:
         """Whether these have all rows and heads of others."""
         inside = self.heads[0] <= other.heads[0] and other.heads[1] <= self.heads[1]
         return inside and Placement.packed(self.spans).covers(other.spans)
 
 
-def parcels_of(message: Message, sets: SpanSets) -> list[Parcels]:
+def message_parts(message: Message, sets: SpanSets) -> list[MessagePart]:
     """A message by heads; sender and receiver get the same list."""
     return [
-        Parcels(message.kind, heads, sets.of(start, stop), message.peer, message.tag * _TAGS + 8 * n, message.complete)
+        MessagePart(
+            message.kind, heads, sets.of(start, stop), message.peer, message.tag * _TAGS + 8 * n, message.complete
+        )
         for n, (heads, start, stop) in enumerate(message.by_heads)
     ]
 
@@ -229,7 +231,7 @@ class Sums:
     _stay: set[str] = field(default_factory=set)  # kinds of which no own row is sent
 
     def announce(
-        self, steps: Sequence[Sequence[Parcels]], edges: dict[str, set[int]]
+        self, steps: Sequence[Sequence[MessagePart]], edges: dict[str, set[int]]
     ) -> list[tuple[list[Copy[RowKey]], list[Send[RowKey]]]]:
         """Make the sums of all results that a pass sends. Returns, for each step, the copies from sums to messages and
         the sends. `edges`, by kind: where the heads of local sums are cut.
@@ -238,12 +240,12 @@ class Sums:
         self._edges = edges
         self.local = {kind: {} for kind in RESULTS}
         self.outgoing = {kind: [] for kind in RESULTS}
-        for step, parcels_of_step in enumerate(steps):
+        for step, parts_of_step in enumerate(steps):
             copies, sends = list[Copy[RowKey]](), list[Send[RowKey]]()
-            together: dict[tuple[str, Heads, bool], list[Parcels]] = {}
-            for parcels in parcels_of_step:
-                if parcels.kind in RESULTS:
-                    together.setdefault((parcels.kind, parcels.heads, parcels.complete), []).append(parcels)
+            together: dict[tuple[str, Heads, bool], list[MessagePart]] = {}
+            for part in parts_of_step:
+                if part.kind in RESULTS:
+                    together.setdefault((part.kind, part.heads, part.complete), []).append(part)
             for (kind, heads, complete), group in together.items():
                 spans = self.sets.joined([p.spans for p in group])
                 name, size = f"step {step}: {'complete ' if complete else ''}{kind} {heads[0]}:{heads[1]}", spans.total
@@ -254,10 +256,10 @@ class Sums:
                 self.outgoing[kind].append(Outgoing(step, total, message, heads, self.sets.packed(spans), complete))
                 whole, row = self.buffers.whole(message), 0
                 copies.append(Copy(step, self.buffers.whole(total), whole))
-                for parcels in group:
-                    view: View[RowKey] = replace(whole, rows=slice(row, row + parcels.spans.total))
-                    sends.append(Send(step, parcels.peer, parcels.tag, view))
-                    row += parcels.spans.total
+                for part in group:
+                    view: View[RowKey] = replace(whole, rows=slice(row, row + part.spans.total))
+                    sends.append(Send(step, part.peer, part.tag, view))
+                    row += part.spans.total
             found.append((copies, sends))
         self._stay = {kind for kind, out in self.outgoing.items() if not any(self.own[kind].meets(o.rows) for o in out)}
         return found
@@ -336,8 +338,8 @@ class Lowering:
     direction: str
     kinds: Sequence[str]
     results: Sequence[str]
-    sent: Sequence[Parcels] = ()
-    received: Sequence[Parcels] = ()
+    sent: Sequence[MessagePart] = ()
+    received: Sequence[MessagePart] = ()
     buffers: Buffers = field(default_factory=Buffers)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A plan that is updated in place: the next batch's plan in the shape of the first one's, every table padded.
+"""A plan that is updated in place: the next batch's programs in the shape of the first one's, every table padded.
 
 Entries that a later batch does not need stay empty; entries that the first batch lacked cannot be added (`shape`).
 Padded messages move rows of the buffers that they fill. Nothing else moves, since padding comes last in a table.
@@ -64,9 +64,9 @@ _PIECES = {"dual_chunk": 2, "contiguous": 1}  # At most, of one sequence on one 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a plan: the first batch's plan and lengths, the rank, and the room."""
+    """The shape of a plan: the first batch's programs and lengths, the rank, and the room."""
 
-    plan: Programs[RowKey]
+    programs: Programs[RowKey]
     tables: Tables
     problem: Problem
     rank: int
@@ -105,21 +105,21 @@ class Shape:
 # Keys of instructions: those of two batches for the same purpose have equal keys.
 
 
-def by_key(plan: Program[RowKey]) -> dict[tuple[Any, ...], Instruction[RowKey]]:
+def by_key(program: Program[RowKey]) -> dict[tuple[Any, ...], Instruction[RowKey]]:
     """The instructions by their kind and the names of their buffers; several of one kind are numbered."""
     times: Counter[Any] = Counter()
     found: dict[tuple[Any, ...], Instruction[RowKey]] = {}
-    for one in plan.instructions:
-        key = _key(plan, one)
+    for one in program.instructions:
+        key = _key(program, one)
         if key is not None:
             found[*key, times[key]] = one
             times[key] += 1
     return found
 
 
-def _key(plan: Program[RowKey], one: Instruction[RowKey]) -> tuple[Any, ...] | None:
+def _key(program: Program[RowKey], one: Instruction[RowKey]) -> tuple[Any, ...] | None:
     def names(numbers: Iterable[int]) -> tuple[str, ...]:
-        return tuple(plan.buffers[number].name for number in numbers)
+        return tuple(program.buffers[number].name for number in numbers)
 
     if isinstance(one, Copy) and one.source.rows is None and one.target.rows is None:
         return None  # whole buffers: independent of the batch
@@ -132,7 +132,7 @@ def _key(plan: Program[RowKey], one: Instruction[RowKey]) -> tuple[Any, ...] | N
     if isinstance(one, Copy):
         return one.step, "copy", *names((one.source.buffer, one.target.buffer)), one.source.heads, one.target.heads
     if isinstance(one, Accumulate):  # a pass may move it to another step
-        return plan.steps, "addition", *names((one.source.buffer, one.target.buffer)), one.source.heads
+        return program.steps, "addition", *names((one.source.buffer, one.target.buffer)), one.source.heads
     if isinstance(one, Launch):
         of = names(view.buffer for view in one.operands[:2])
         return one.step, "launch", *of, f"window {one.batch.left}, {one.batch.right}"
@@ -170,8 +170,8 @@ def moved_messages(wanted: Program[RowKey], given: Program[RowKey], shape: Shape
     """The positions of messages in the buffers that they fill and in those that they are sent from.
 
     Args:
-        wanted: the plan of the first batch.
-        given: the plan of this batch.
+        wanted: the program of the first batch.
+        given: the program of this batch.
     """
     names = {spec.name: number for number, spec in enumerate(given.buffers)}
     sizes = _messages(given)
@@ -186,15 +186,15 @@ def moved_messages(wanted: Program[RowKey], given: Program[RowKey], shape: Shape
     return moved | {total: moved[message] for total, message in sums if wanted.buffers[message].role == "message"}
 
 
-def _messages(plan: Program[RowKey]) -> dict[int, dict[MessageKey, int]]:
+def _messages(program: Program[RowKey]) -> dict[int, dict[MessageKey, int]]:
     """The consecutive messages that fill each buffer of operands, or are sent from each buffer of results, with their
     numbers of rows.
     """
     found: dict[int, dict[MessageKey, int]] = {}
-    for one in plan.instructions:
-        if isinstance(one, Recv) and plan.buffers[one.buffer].role == "operand":
+    for one in program.instructions:
+        if isinstance(one, Recv) and program.buffers[one.buffer].role == "operand":
             found.setdefault(one.buffer, {})[one.peer, one.tag] = one.size
-        if isinstance(one, Send) and plan.buffers[one.source.buffer].role == "message":
+        if isinstance(one, Send) and program.buffers[one.source.buffer].role == "message":
             assert isinstance(one.source.rows, slice)
             size = one.source.rows.stop - one.source.rows.start
             found.setdefault(one.source.buffer, {})[one.peer, one.tag] = size
@@ -213,21 +213,21 @@ _NO_ROWS = Spans(*np.zeros((2, 0), dtype=np.int64))
 
 
 def fit(draft: Draft, problem: Problem, shape: Shape) -> tuple[Programs[Any], PaddedTables]:
-    """A batch's plan in this shape, with its tables.
+    """A batch's programs in this shape, with their tables.
 
     Raises:
         ValueError: it has a message, copy or launch that the shape does not have, or larger ones.
     """
-    tables, given, wanted = PaddedTables(), draft.plan, shape.plan
+    tables, given, wanted = PaddedTables(), draft.programs, shape.programs
     ids = tables.add(pad(planned_positions(problem, shape.rank), shape.room.rows_q, 0))
     real = np.zeros(shape.room.rows_q, dtype=bool)
     real[draft.tables.numbers(given.real_q_rows)] = True
     mask = tables.add(real)
     forward = _Fitting(wanted.forward, given.forward, draft.tables, shape, tables, mask, {})
-    plan_forward = forward.fitted()
+    fitted_forward = forward.fitted()
     kept = {there: forward.moved[here] for here, there in wanted.saved if here in forward.moved}
-    plan_backward = _Fitting(wanted.backward, given.backward, draft.tables, shape, tables, mask, kept).fitted()
-    passes = {"forward": plan_forward, "backward": plan_backward}
+    fitted_backward = _Fitting(wanted.backward, given.backward, draft.tables, shape, tables, mask, kept).fitted()
+    passes = {"forward": fitted_forward, "backward": fitted_backward}
     return replace(wanted, **passes, real_q_rows=mask, position_ids=ids, spare_rows=1), tables
 
 
@@ -417,20 +417,20 @@ class FixedTables:
         self._taken = True
 
     def fitted(self, draft: Draft, problem: Problem) -> Fitted:
-        """A batch's plan in the plan's shape, and its tables in their device layout. For a GPU they are in new pinned
-        memory each time, which PyTorch keeps until the copy from it is done.
+        """A batch's programs in the plan's shape, and their tables in their device layout. For a GPU they are in new
+        pinned memory each time, which PyTorch keeps until the copy from it is done.
 
         Raises:
             ValueError: the batch does not fit.
         """
-        plan, tables = fit(draft, problem, self._shape)
-        return plan, tables, tables.on_host(pinned=self._device.type == "cuda")
+        programs, tables = fit(draft, problem, self._shape)
+        return programs, tables, tables.on_host(pinned=self._device.type == "cuda")
 
     def overwrite(self, fitted: Fitted) -> Programs[Rows]:
-        """Write the result of `fitted` to the device; returns the plan that reads it there."""
-        plan, tables, host = fitted
+        """Write the result of `fitted` to the device; returns the programs that read it there."""
+        programs, tables, host = fitted
         if self._buffer is None:
             self._buffer = torch.empty(host.shape, dtype=host.dtype, device=self._device)
         assert self._buffer.shape == host.shape
         self._buffer.copy_(host, non_blocking=True)
-        return linked(plan, tables.on_device(self._buffer))
+        return linked(programs, tables.on_device(self._buffer))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from cp_fast.compile.buffers import Held, Lowering, Parcels, Shared, parcels_of
+from cp_fast.compile.buffers import Held, Lowering, MessagePart, Shared, message_parts
 from cp_fast.compile.index_tables import RowKey, Tables
 from cp_fast.compile.program import (
     OWN,
@@ -53,7 +53,11 @@ Instructions = list[Instruction[RowKey]]
 
 
 def lower_messages(
-    state: Lowering, number: int, sends: Sequence[Parcels], recvs: Sequence[Parcels], groups: Sequence[TileGroup]
+    state: Lowering,
+    number: int,
+    sends: Sequence[MessagePart],
+    recvs: Sequence[MessagePart],
+    groups: Sequence[TileGroup],
 ) -> tuple[Instructions, Instructions, list[Held], list[Accumulate[RowKey]]]:
     """The copies before the sends; the sends and receives; the arriving operands; the sums of arriving results."""
     packed, posted = _sends(state, number, sends, groups)
@@ -71,12 +75,12 @@ def lower_messages(
 
 
 def _sends(
-    state: Lowering, number: int, parcels: Sequence[Parcels], groups: Sequence[TileGroup]
+    state: Lowering, number: int, parts: Sequence[MessagePart], groups: Sequence[TileGroup]
 ) -> tuple[Instructions, Instructions]:
     """The copies that assemble operands before the sends, and the sends."""
-    wanted = list(_operands(parcels, state.received))
+    wanted = list(_operands(parts, state.received))
     packed: Instructions = []
-    views: list[tuple[Parcels, View[RowKey]]] = []
+    views: list[tuple[MessagePart, View[RowKey]]] = []
     for one in wanted:
         kind, heads = one.kind, one.heads
         held = state.operands.holder(kind, heads, one.spans)
@@ -94,7 +98,7 @@ def _sends(
 
 
 def _stacked_sends(
-    state: Lowering, number: int, group: Sequence[tuple[Parcels, View[RowKey]]]
+    state: Lowering, number: int, group: Sequence[tuple[MessagePart, View[RowKey]]]
 ) -> tuple[Instructions, Instructions]:
     """Sends of the same rows to one or more peers: of all heads without a copy, or of some heads each, packed for
     all peers by one copy.
@@ -110,10 +114,10 @@ def _stacked_sends(
     return [copy], [Send(number, p.peer, p.tag, target, part) for part, (p, _) in enumerate(group)]
 
 
-def _recvs(state: Lowering, number: int, parcels: Sequence[Parcels]) -> tuple[list[Held], Instructions]:
+def _recvs(state: Lowering, number: int, parts: Sequence[MessagePart]) -> tuple[list[Held], Instructions]:
     """The receives of a step's operands, and the buffers available from the next step on."""
-    together: dict[tuple[str, Heads], list[Parcels]] = {}
-    for one in _operands(parcels, state.sent):
+    together: dict[tuple[str, Heads], list[MessagePart]] = {}
+    for one in _operands(parts, state.sent):
         together.setdefault((one.kind, one.heads), []).append(one)
     arriving: list[Held] = []
     recvs: Instructions = []
@@ -132,15 +136,15 @@ def _recvs(state: Lowering, number: int, parcels: Sequence[Parcels]) -> tuple[li
     return arriving, recvs
 
 
-def _spans_of(state: Lowering, parcels: list[Parcels]) -> Spans:
-    """The rows of these parcels, one after the other."""
-    return state.shared.sets.joined([p.spans for p in parcels])
+def _spans_of(state: Lowering, parts: list[MessagePart]) -> Spans:
+    """The rows of these parts, one after the other."""
+    return state.shared.sets.joined([p.spans for p in parts])
 
 
-def _complete(state: Lowering, number: int, parcels: Sequence[Parcels]) -> Instructions:
+def _complete(state: Lowering, number: int, parts: Sequence[MessagePart]) -> Instructions:
     """The receives of complete results. Results for the same own rows are the parts of one buffer."""
-    together: dict[tuple[str, str, int, int], tuple[RowKey, list[Parcels]]] = {}
-    for one in parcels:
+    together: dict[tuple[str, str, int, int], tuple[RowKey, list[MessagePart]]] = {}
+    for one in parts:
         if one.complete:
             found = state.sums.own[one.kind].find(one.spans)
             rows = state.shared.tables.rows(found.row, found.count)
@@ -155,18 +159,18 @@ def _complete(state: Lowering, number: int, parcels: Sequence[Parcels]) -> Instr
     return recvs
 
 
-def _operands(parcels: Sequence[Parcels], outs: Sequence[Parcels]) -> Iterator[Parcels]:
+def _operands(parts: Sequence[MessagePart], outs: Sequence[MessagePart]) -> Iterator[MessagePart]:
     """The operands among the messages of a step. Out and lse go with a gradient, unless `outs` already has them."""
-    for one in parcels:
+    for one in parts:
         if one.kind in OPERANDS:
             yield one
         if one.kind == "do" and not any(out.peer == one.peer and out.has(one) for out in outs):
             yield one._replace(kind="res", tag=one.tag + 4)
 
 
-def _with_the_same_rows(views: list[tuple[Parcels, View[RowKey]]]) -> list[list[tuple[Parcels, View[RowKey]]]]:
+def _with_the_same_rows(views: list[tuple[MessagePart, View[RowKey]]]) -> list[list[tuple[MessagePart, View[RowKey]]]]:
     """Views to send, grouped by rows and number of heads. One copy packs views that differ only in their heads."""
-    groups: dict[tuple[object, ...], list[tuple[Parcels, View[RowKey]]]] = {}
+    groups: dict[tuple[object, ...], list[tuple[MessagePart, View[RowKey]]]] = {}
     for one, view in views:
         key: tuple[object, ...] = view.buffer, str(view.rows), view.heads[1] - view.heads[0]
         if any(other.heads == view.heads for _, other in groups.get(key, ())):
@@ -295,7 +299,7 @@ def arrived_results(state: Lowering, kind: str, step: int) -> Instructions:
 class Draft:
     """A rank's programs on the host, and their tables."""
 
-    plan: Programs[RowKey]
+    programs: Programs[RowKey]
     tables: Tables
 
 
@@ -332,7 +336,7 @@ def lower(
     own_kv = own_q if work.ownership.kv is work.ownership.q else Placement.of(own["kv"])
     shared = Shared(work, rank, groups, tables, sets, {"q": own_q, "kv": own_kv}, sink)
     sent, received = (
-        _parcels([m for step in forward for m in getattr(step, name) if m.kind == "out" and m.complete], sets)
+        _parts_of_messages([m for step in forward for m in getattr(step, name) if m.kind == "out" and m.complete], sets)
         for name in ("sends", "recvs")
     )
     first = Lowering(shared, "forward", ("q", "kv"), ("out",))
@@ -358,7 +362,7 @@ def lower(
 def _program_of(state: Lowering, steps: RankSchedule) -> Program[RowKey]:
     """All steps of one direction."""
     sets = state.shared.sets
-    messages = [(_parcels(step.sends, sets), _parcels(step.recvs, sets)) for step in steps]
+    messages = [(_parts_of_messages(step.sends, sets), _parts_of_messages(step.recvs, sets)) for step in steps]
     groups = [state.shared.groups.of(step.tiles) for step in steps]
     announced = state.sums.announce([sends for sends, _ in messages], _head_edges(messages, groups))
     found: list[Instruction[RowKey]] = []
@@ -387,19 +391,19 @@ def _program_of(state: Lowering, steps: RankSchedule) -> Program[RowKey]:
     return Program(state.direction, len(steps), tuple(state.buffers.specs), tuple(found), state.own_results)
 
 
-def _parcels(messages: Sequence[Message], sets: SpanSets) -> list[Parcels]:
-    return [parcels for message in messages for parcels in parcels_of(message, sets)]
+def _parts_of_messages(messages: Sequence[Message], sets: SpanSets) -> list[MessagePart]:
+    return [part for message in messages for part in message_parts(message, sets)]
 
 
 def _head_edges(
-    messages: Sequence[Sequence[list[Parcels]]], groups: Sequence[Sequence[TileGroup]]
+    messages: Sequence[Sequence[list[MessagePart]]], groups: Sequence[Sequence[TileGroup]]
 ) -> dict[str, set[int]]:
     """The head numbers at which local sums are cut, by kind of result."""
     edges: dict[str, set[int]] = {kind: set() for kind in RESULTS}
     for group in chain.from_iterable(groups):
         edges["out"].update(group.heads)
         edges["dkv"].update(group.kv_heads)
-    for parcels in chain.from_iterable(chain.from_iterable(messages)):
-        if parcels.kind in RESULTS and not parcels.complete:
-            edges["dkv" if parcels.kind == "dkv" else "out"].update(parcels.heads)
+    for part in chain.from_iterable(chain.from_iterable(messages)):
+        if part.kind in RESULTS and not part.complete:
+            edges["dkv" if part.kind == "dkv" else "out"].update(part.heads)
     return edges | {"dq": edges["out"]}

@@ -112,19 +112,22 @@ def optimized(draft: Draft, *, in_place: bool = False) -> Draft:
     Args:
         in_place: whether the plan is updated in place: then its buffers and messages keep their places.
     """
-    plan = draft.plan
-    off = {**plan.skipped, **skipped(in_place=in_place)}
+    programs = draft.programs
+    off = {**programs.skipped, **skipped(in_place=in_place)}
 
     def improved(one: Program[RowKey], kept: list[int]) -> Program[RowKey]:
         one = one if "accumulate_late" in off else accumulate_late(one)
         one = one if "recv_in_place" in off else recv_in_place(one, draft.tables, kept)
         return one if "free_early" in off else free_early(one, kept)
 
-    forward, backward = improved(plan.forward, [number for number, _ in plan.saved]), improved(plan.backward, [])
-    return replace(draft, plan=replace(plan, forward=forward, backward=backward, skipped=off))
+    forward, backward = (
+        improved(programs.forward, [number for number, _ in programs.saved]),
+        improved(programs.backward, []),
+    )
+    return replace(draft, programs=replace(programs, forward=forward, backward=backward, skipped=off))
 
 
 def upload(draft: Draft, device: torch.device) -> Programs[Rows]:
     """The programs with their tables on the device, by one copy."""
     host = draft.tables.on_host(pinned=device.type == "cuda")
-    return linked(draft.plan, draft.tables.on_device(host.to(device, non_blocking=True)))
+    return linked(draft.programs, draft.tables.on_device(host.to(device, non_blocking=True)))

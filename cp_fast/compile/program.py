@@ -344,9 +344,9 @@ class Programs(Generic[R]):
     @property
     def sends_do(self) -> bool:
         """Whether rows of the output's gradient are sent; the same on every rank."""
-        plan = self.backward
-        sent = [one.source.buffer for one in plan.of(Send)] + [one.buffer for one in plan.of(Recv)]
-        return any(plan.buffers[number].kind == "do" for number in sent)
+        program = self.backward
+        sent = [one.source.buffer for one in program.of(Send)] + [one.buffer for one in program.of(Recv)]
+        return any(program.buffers[number].kind == "do" for number in sent)
 
     def __str__(self) -> str:
         skipped = [f"skipped {name}: {reason}\n" for name, reason in self.skipped.items()]

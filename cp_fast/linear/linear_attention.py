@@ -18,7 +18,7 @@ from cp_fast.linear.chunked import ChunkedKernels
 from cp_fast.linear.fla.fla_kernels import FlaKernels
 from cp_fast.linear.linear_kernels import Kind, LinearInputs, LinearKernels
 from cp_fast.linear.linear_passes import Saved, backward_pass, forward_pass
-from cp_fast.linear.linear_plan import LinearPlan, linear_plan
+from cp_fast.linear.linear_plan import LinearTables, linear_tables
 from cp_fast.log import log_once
 from cp_ref.contract import linear_calls
 from cp_ref.contract.call_checks import check_context
@@ -148,56 +148,56 @@ class LinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        owner: Plan,
+        plan: Plan,
         kernels: LinearKernels,
         cp: ContextParallel,
         call: LinearCall,
         number: int,
         *given: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        plan = linear_plan(owner)
+        tables = linear_tables(plan)
         *tensors, initial = (None if x is None else x.detach() for x in given)
         first = cast(torch.Tensor, tensors[0])
         with hide_from_checkpointing(), cp.naming_errors("linear_attention, forward"), no_autocast(first.device):
-            inputs = _packed(plan, call, tensors)
+            inputs = _packed(tables, call, tensors)
             if initial is not None:
                 initial = initial.to(_state_dtype(call.dtype))
-            group = messages_of(owner, cp.comm)
-            out, final, saved = forward_pass(plan, kernels, group, inputs, initial, final=call.output_final_state)
-            out = plan.sequences.put(out.to(first.dtype), first)
+            group = messages_of(plan, cp.comm)
+            out, final, saved = forward_pass(tables, kernels, group, inputs, initial, final=call.output_final_state)
+            out = tables.sequences.put(out.to(first.dtype), first)
         kept, maps, entering = saved
         ctx.save_for_backward(*given, maps, entering, *kept)
-        ctx.owner, ctx.plan, ctx.kernels, ctx.cp, ctx.call, ctx.number = owner, plan, kernels, cp, call, number
+        ctx.plan, ctx.tables, ctx.kernels, ctx.cp, ctx.call, ctx.number = plan, tables, kernels, cp, call, number
         ctx.set_materialize_grads(False)
         return out, final
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: torch.Tensor | None, dfinal: torch.Tensor | None) -> Any:
-        plan, call = ctx.plan, ctx.call
+        tables, call = ctx.tables, ctx.call
         agree_on_backward(ctx, "linear_attention, backward")
         *tensors, initial, maps, entering = (everything := ctx.saved_tensors)[:8]
         device = tensors[0].device
         with hide_from_checkpointing(), ctx.cp.naming_errors("linear_attention, backward"), no_autocast(device):
-            inputs = _packed(plan, call, tensors)
-            dpacked = torch.zeros_like(inputs.v) if dout is None else plan.sequences.take(dout).to(inputs.v.dtype)
+            inputs = _packed(tables, call, tensors)
+            dpacked = torch.zeros_like(inputs.v) if dout is None else tables.sequences.take(dout).to(inputs.v.dtype)
             if call.output_final_state and dfinal is None:
-                shape = len(plan.problem.lengths.len_q), call.heads_v, call.d_k, call.d_v
+                shape = len(tables.problem.lengths.len_q), call.heads_v, call.d_k, call.d_v
                 dfinal = dpacked.new_zeros(shape, dtype=_state_dtype(call.dtype))
             saved = Saved(everything[8:], maps, entering)
-            group = messages_of(ctx.owner, ctx.cp.comm)
-            found = backward_pass(plan, ctx.kernels, group, inputs, saved, dpacked, dfinal)
+            group = messages_of(ctx.plan, ctx.cp.comm)
+            found = backward_pass(tables, ctx.kernels, group, inputs, saved, dpacked, dfinal)
             grads = [
-                None if x is None or grad is None else plan.sequences.put(grad.to(x.dtype), x)
+                None if x is None or grad is None else tables.sequences.put(grad.to(x.dtype), x)
                 for x, grad in zip(tensors, found[:5], strict=True)
             ]
         dinitial = None if initial is None or found.dinitial is None else found.dinitial.to(initial.dtype)
         return None, None, None, None, None, *grads, dinitial
 
 
-def _packed(plan: LinearPlan, call: LinearCall, tensors: Sequence[Any]) -> LinearInputs:
-    q, k, v, g = (plan.sequences.take(x) for x in tensors[:4])
-    beta = None if tensors[4] is None else plan.sequences.take(tensors[4])
+def _packed(tables: LinearTables, call: LinearCall, tensors: Sequence[Any]) -> LinearInputs:
+    q, k, v, g = (tables.sequences.take(x) for x in tensors[:4])
+    beta = None if tensors[4] is None else tables.sequences.take(tensors[4])
     return LinearInputs(q, k, v, g, beta, call.scale, cast(Kind, call.kind))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from cp_fast.linear.affine_maps import Maps
 from cp_fast.linear.linear_kernels import LinearGradients, LinearInputs, LinearKernels
-from cp_fast.linear.linear_plan import LinearPlan
+from cp_fast.linear.linear_plan import LinearTables
 from cp_fast.linear.state_tables import StateTables, Transfer
 from cp_fast.runtime.prepared_exchange import Exchanges
 from cp_ref.contract.collectives import all_reduce_sum
@@ -151,7 +151,7 @@ def entering_states(
 
 
 def forward_pass(
-    plan: LinearPlan,
+    tables: LinearTables,
     kernels: LinearKernels,
     group: Group,
     inputs: LinearInputs,
@@ -163,27 +163,27 @@ def forward_pass(
 
     initial_state: [b, h_v, d_k, d_v] in the states' dtype, or None.
     """
-    fragments, (tables, _) = plan.fragments, plan.passes
+    fragments, (pass_tables, _) = tables.fragments, tables.passes
     running = kernels.forward(inputs, fragments) if len(fragments) else NoRowsForward(inputs)
-    maps = running.maps(tables.chosen)
-    exchange = MapExchange(tables, maps, plan.exchanges, group, "states, forward")
-    entering = entering_states(tables, exchange.wait(), initial_state, len(fragments), kernels)
+    maps = running.maps(pass_tables.chosen)
+    exchange = MapExchange(pass_tables, maps, tables.exchanges, group, "states, forward")
+    entering = entering_states(pass_tables, exchange.wait(), initial_state, len(fragments), kernels)
     out, states = running.run(entering, final=final)
     saved = Saved(tuple(running.kept), maps.m, entering)
     if not final:
         return out, None, saved
     assert states is not None
-    everyone = states.new_zeros(len(plan.problem.lengths.len_q), *states.shape[1:])
-    _, _, ending, documents = plan.ends
+    everyone = states.new_zeros(len(tables.problem.lengths.len_q), *states.shape[1:])
+    _, _, ending, documents = tables.ends
     everyone[documents] = states[ending]
     everyone = all_reduce_sum(group, everyone)
     if initial_state is not None:
-        everyone[plan.empty] = initial_state[plan.empty]
+        everyone[tables.empty] = initial_state[tables.empty]
     return out, everyone, saved
 
 
 def backward_pass(
-    plan: LinearPlan,
+    tables: LinearTables,
     kernels: LinearKernels,
     group: Group,
     inputs: LinearInputs,
@@ -196,8 +196,8 @@ def backward_pass(
 
     dfinal: this rank's gradient of the final states of all documents [b, h_v, d_k, d_v]; None where the call had none.
     """
-    fragments, (_, tables) = plan.fragments, plan.passes
-    begin, begun, ending, ended = plan.ends
+    fragments, (_, pass_tables) = tables.fragments, tables.passes
+    begin, begun, ending, ended = tables.ends
     if len(fragments):
         running = kernels.backward(inputs, fragments, saved.kept, saved.entering, dout)
     else:
@@ -207,29 +207,31 @@ def backward_pass(
     if total is not None:
         at_ends = total.new_zeros(len(fragments), *total.shape[1:])
         at_ends[ending] = total[ended]
-    d = running.reverse_maps(tables.chosen, None if at_ends is None else at_ends[tables.chosen_index])
-    own = Maps(_chosen_maps(plan, saved.maps), d)
-    exchange = MapExchange(tables, own, plan.exchanges, group, "states, backward")
-    leaving = entering_states(tables, exchange.wait(running.meanwhile), None, len(fragments), kernels, transposed=True)
+    d = running.reverse_maps(pass_tables.chosen, None if at_ends is None else at_ends[pass_tables.chosen_index])
+    own = Maps(_chosen_maps(tables, saved.maps), d)
+    exchange = MapExchange(pass_tables, own, tables.exchanges, group, "states, backward")
+    leaving = entering_states(
+        pass_tables, exchange.wait(running.meanwhile), None, len(fragments), kernels, transposed=True
+    )
     if at_ends is not None:
         leaving = at_ends if leaving is None else leaving + at_ends
     gradients = running.run(leaving)
     if gradients.dinitial is None:
         return gradients
-    b = len(plan.problem.lengths.len_q)
+    b = len(tables.problem.lengths.len_q)
     share = gradients.dinitial.new_zeros(b, *gradients.dinitial.shape[1:])
     share[begun] = gradients.dinitial[begin].to(share.dtype)
     if dfinal is not None:
-        share[plan.empty] = dfinal[plan.empty].to(share.dtype)
+        share[tables.empty] = dfinal[tables.empty].to(share.dtype)
     return gradients._replace(dinitial=share)
 
 
-def _chosen_maps(plan: LinearPlan, maps: torch.Tensor) -> torch.Tensor:
+def _chosen_maps(tables: LinearTables, maps: torch.Tensor) -> torch.Tensor:
     """M of the fragments that the backward pass chooses, zero where the forward pass has none."""
-    if plan.forward_maps is None:
+    if tables.forward_maps is None:
         return maps
-    there, here = plan.forward_maps
-    found = maps.new_zeros(len(plan.passes[1].chosen), *maps.shape[1:])
+    there, here = tables.forward_maps
+    found = maps.new_zeros(len(tables.passes[1].chosen), *maps.shape[1:])
     if len(there):
         found[there] = maps[here]
     return found

@@ -17,9 +17,9 @@ from cp_ref.contract.linear_schedules import DocumentFragments, document_fragmen
 from cp_ref.schedules.problem import Problem
 
 __all__ = [
-    "LinearPlan",
+    "LinearTables",
     "LocalRows",
-    "linear_plan",
+    "linear_tables",
 ]
 
 # ---- a rank's rows
@@ -113,11 +113,11 @@ class LocalRows:
         return (x if self.problem.qkv_format == "bshd" else x.transpose(0, 1)).flatten(0, 1)
 
 
-# ---- the plan
+# ---- the tables
 
 
 @dataclass(frozen=True, eq=False)
-class LinearPlan:
+class LinearTables:
     """A rank's tables for the linear layers of one batch, made when the first of them is called."""
 
     problem: Problem
@@ -187,6 +187,6 @@ class LinearPlan:
         return self.halos[kernel_size]
 
 
-def linear_plan(owner: Plan) -> LinearPlan:
+def linear_tables(plan: Plan) -> LinearTables:
     """A plan's tables of linear layers, for its batch."""
-    return tables_of(owner, LinearPlan)
+    return tables_of(plan, LinearTables)

@@ -12,7 +12,7 @@ import torch
 from cp_fast.movers.mover_protocol import take
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import is_mask
-from cp_fast.runtime.run import CompiledCall, Results
+from cp_fast.runtime.run import CompiledCall, ForwardResults
 from cp_ref.contract.collectives import all_reduce_max, offset_grad
 from cp_ref.contract.context import ContextParallel
 from cp_ref.contract.scores import ScoreTensors
@@ -32,7 +32,7 @@ def forward_pass(
     scores: ScoreTensors | None = None,
     *,
     return_max_logit: bool,
-) -> Results:
+) -> ForwardResults:
     """Compute this rank's results from its slices, both in the user's format. Collective. The tensors here and in
     `backward_pass`, except dout and dlse, are detached: kernel libraries that take addresses refuse tensors that
     require a gradient. scores: what scores depend on besides q and k; None for nothing.
@@ -44,7 +44,7 @@ def forward_pass(
     largest = None
     if return_max_logit and done.max_logit is not None:
         largest = all_reduce_max(cp.comm, packing.heads_out(done.max_logit).amax(dim=0))
-    return Results(packing.unpack(done.out), packing.unpack_lse(done.lse), largest, done.kept)
+    return ForwardResults(packing.unpack(done.out), packing.unpack_lse(done.lse), largest, done.kept)
 
 
 def backward_pass(

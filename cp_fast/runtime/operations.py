@@ -14,7 +14,7 @@ from cp_fast.compile.program import OWN, Accumulate, Accumulations, Copy, Free, 
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.torch_movers import log_add_exp
 from cp_fast.runtime.pass_buffers import MISSING, PassBuffers
-from cp_fast.runtime.prepared_exchange import Message, prepare
+from cp_fast.runtime.prepared_exchange import MessageSpec, prepare
 from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.runtime.row_selection import columns_of, count, is_all, is_mask, put_columns, rows_of
 from cp_fast.runtime.tensors import Allocation, Operation, State, Tensors
@@ -452,14 +452,14 @@ def _receiver(buffers: PassBuffers, recvs: Sequence[Recv]) -> Give:
     return receive
 
 
-def _sent(buffers: PassBuffers, send: Send[Rows], *, held: bool) -> list[Message]:
+def _sent(buffers: PassBuffers, send: Send[Rows], *, held: bool) -> list[MessageSpec]:
     spec = buffers.specs[send.source.buffer]
     size = count(buffers.rows(send.source))
     kept = held or spec.role == "own" or spec.parts > 0
     return _messages(send.peer, send.tag, buffers.shapes.allocation(spec, size, stacked=False), held=kept)
 
 
-def _received(buffers: PassBuffers, recv: Recv) -> list[Message]:
+def _received(buffers: PassBuffers, recv: Recv) -> list[MessageSpec]:
     pieces = None if recv.rows is None else [count(rows) for rows in recv.rows]
     allocation = buffers.shapes.allocation(buffers.specs[recv.buffer], recv.size, stacked=False)
     return _messages(recv.peer, recv.tag, allocation, pieces)
@@ -475,13 +475,13 @@ def _by_buffer(recvs: Sequence[Recv]) -> list[list[Recv]]:
 
 def _messages(
     peer: int, tag: int, allocation: Allocation, pieces: Sequence[int] | None = None, *, held: bool = False
-) -> list[Message]:
+) -> list[MessageSpec]:
     """A message for each tensor, with a separate tag. `pieces`: the rows of each piece of a tensor by row."""
-    found: list[Message] = []
+    found: list[MessageSpec] = []
     for n, shape in enumerate(allocation.rows):
         row = math.prod(shape[1:]) * allocation.dtype.itemsize
-        found.append(Message(peer, tag + n, tuple(row * size for size in pieces or [shape[0]]), held))
+        found.append(MessageSpec(peer, tag + n, tuple(row * size for size in pieces or [shape[0]]), held))
     return found + [
-        Message(peer, tag + 2 + n, (math.prod(shape) * allocation.wide.itemsize,), held)
+        MessageSpec(peer, tag + 2 + n, (math.prod(shape) * allocation.wide.itemsize,), held)
         for n, shape in enumerate(allocation.columns)
     ]

@@ -33,11 +33,11 @@ class PassBuffers:
     zeroed: frozenset[int]
 
     @staticmethod
-    def of(plan: Program[Rows], shapes: Shapes, kernels: Movers) -> PassBuffers:
-        """The buffers of a plan."""
-        times = Counter(number for one in plan.instructions for number in writes(one))
+    def of(program: Program[Rows], shapes: Shapes, kernels: Movers) -> PassBuffers:
+        """The buffers of a program."""
+        times = Counter(number for one in program.instructions for number in writes(one))
         once = frozenset(number for number, n in times.items() if n == 1)
-        return PassBuffers(plan.buffers, shapes, kernels, once, _zeroed(plan, shapes))
+        return PassBuffers(program.buffers, shapes, kernels, once, _zeroed(program, shapes))
 
     def rows(self, view: View[Rows]) -> Rows:
         """The rows of a view."""
@@ -91,18 +91,18 @@ class PassBuffers:
         return new
 
 
-def _zeroed(plan: Program[Rows], shapes: Shapes) -> frozenset[int]:
+def _zeroed(program: Program[Rows], shapes: Shapes) -> frozenset[int]:
     """Results and joined sums with cells that no copy writes: they begin with zeros."""
     heads: dict[int, int] = {}
-    for copy in plan.of(Copy):
-        number, spec = copy.target.buffer, plan.buffers[copy.target.buffer]
+    for copy in program.of(Copy):
+        number, spec = copy.target.buffer, program.buffers[copy.target.buffer]
         if spec.role in ("result", "sum") and not shapes.spare_rows:
-            of_each = plan.buffers[copy.source.buffer].heads
+            of_each = program.buffers[copy.source.buffer].heads
             all_rows = copy.target.rows is None or count(copy.target.rows) == shapes.rows(spec)
             size = (of_each[1] - of_each[0]) * max(len(copy.first_heads), 1)
             heads[number] = heads.get(number, 0) + size * all_rows
     return frozenset(
         number
-        for number, spec in enumerate(plan.buffers)
+        for number, spec in enumerate(program.buffers)
         if spec.role in ("result", "sum") and heads.get(number, 0) < spec.all_heads[1]
     )

@@ -11,10 +11,10 @@ import torch
 from cp_ref.contract.group import Group, Parcel, Pending
 from cp_ref.contract.process_groups import error_context
 
-__all__ = ["Exchange", "Exchanges", "Located", "Message", "Prepares", "by_tag", "places", "prepare", "prepares"]
+__all__ = ["Exchange", "Exchanges", "Located", "MessageSpec", "Prepares", "by_tag", "places", "prepare", "prepares"]
 
 
-class Message(NamedTuple):
+class MessageSpec(NamedTuple):
     """One tensor to or from a peer. `pieces`: the bytes of each of the consecutive tensors that receive it; one piece
     for a send. `held`: a sent tensor may be held until the wait for the exchange.
     """
@@ -38,7 +38,7 @@ class Exchange(Protocol):
 class Prepares(Group, Protocol):
     """A group with prepared exchanges, valid for this group only."""
 
-    def prepared(self, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Exchange:
+    def prepared(self, where: str, sends: Sequence[MessageSpec], recvs: Sequence[MessageSpec]) -> Exchange:
         """An exchange of these messages. `where`: its name in the error if a peer does not answer."""
         ...
 
@@ -48,7 +48,7 @@ def prepares(group: Group) -> TypeGuard[Prepares]:
     return hasattr(group, "prepared")
 
 
-def prepare(group: Group, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Exchange:
+def prepare(group: Group, where: str, sends: Sequence[MessageSpec], recvs: Sequence[MessageSpec]) -> Exchange:
     """An exchange in this group, or by plain messages in a group without prepared exchanges. Both ends of a pair
     prepare their messages with the same tags.
     """
@@ -67,7 +67,9 @@ class Exchanges:
         """Send and receive these contiguous tensors. The caller holds those that it sends until it has waited. `where`:
         for errors.
         """
-        ways = tuple(tuple(Message(peer, tag, (x.nbytes,), True) for peer, tag, x in some) for some in (sends, recvs))
+        ways = tuple(
+            tuple(MessageSpec(peer, tag, (x.nbytes,), True) for peer, tag, x in some) for some in (sends, recvs)
+        )
         key = where, group if prepares(group) else None, ways
         if (exchange := self._known.get(key)) is None:
             exchange = self._known.setdefault(key, prepare(group, where, *ways))
@@ -77,14 +79,15 @@ class Exchanges:
 class Located(NamedTuple):
     """A message, and the place of its first piece in the list of tensors."""
 
-    message: Message
+    message: MessageSpec
     first: int
 
 
-def by_tag(messages: Sequence[Message]) -> list[Located]:
+def by_tag(messages: Sequence[MessageSpec]) -> list[Located]:
     """The messages in the order of their tags.
 
-    >>> [(x.message.tag, x.first) for x in by_tag([Message(1, 20, (8, 8)), Message(2, 10, (8,)), Message(1, 15, (8,))])]
+    >>> some = [MessageSpec(1, 20, (8, 8)), MessageSpec(2, 10, (8,)), MessageSpec(1, 15, (8,))]
+    >>> [(x.message.tag, x.first) for x in by_tag(some)]
     [(10, 2), (15, 3), (20, 0)]
     """
     firsts = accumulate((len(message.pieces) for message in messages), initial=0)
@@ -99,7 +102,7 @@ def places(messages: Sequence[Located]) -> list[int]:
 class _ByGroup:
     """An exchange by the group's own messages, which are received whole."""
 
-    def __init__(self, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
+    def __init__(self, where: str, sends: Sequence[MessageSpec], recvs: Sequence[MessageSpec]) -> None:
         self._where, self._sends, self._recvs = where, by_tag(sends), by_tag(recvs)
 
     def post(self, group: Group, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> Pending:

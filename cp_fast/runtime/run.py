@@ -48,7 +48,7 @@ from cp_ref.contract.tensors import wide_dtype
 
 __all__ = [
     "CompiledCall",
-    "Results",
+    "ForwardResults",
     "resolve",
 ]
 
@@ -58,13 +58,13 @@ __all__ = [
 
 
 def resolve(
-    plan: Program[Rows], shapes: Shapes, backend: Backend, positions: RowPositions, group: Group
+    program: Program[Rows], shapes: Shapes, backend: Backend, positions: RowPositions, group: Group
 ) -> list[Operation]:
     """The instructions as operations. Messages that are posted together form one, and so do copies that `go_together`;
     what is freed between these is freed after them.
     """
-    buffers, instructions = PassBuffers.of(plan, shapes, kernels(shapes.device.type)), plan.instructions
-    sums = plan.accumulations
+    buffers, instructions = PassBuffers.of(program, shapes, kernels(shapes.device.type)), program.instructions
+    sums = program.accumulations
     found, freed_later = list[Operation](), list[Operation]()
     sends, recvs, copies = list[Send[Rows]](), list[Recv](), list[Copy[Rows]]()
     for n, one in enumerate(instructions):
@@ -77,7 +77,7 @@ def resolve(
             found.append(wait)
         elif isinstance(one, Copy):
             copies.append(one)
-        elif isinstance(one, Launch) and plan.direction == "forward":
+        elif isinstance(one, Launch) and program.direction == "forward":
             found.append(forward_launch(buffers, backend, positions, one))
         elif isinstance(one, Launch):
             freed = following.buffers if isinstance(following, Free) else ()
@@ -90,7 +90,7 @@ def resolve(
             found += [copy(buffers, copies), *freed_later]
             copies, freed_later = [], []
         if (sends or recvs) and not isinstance(following, Send | Recv):
-            where = f"{plan.direction}, step {one.step} of {plan.steps}"
+            where = f"{program.direction}, step {one.step} of {program.steps}"
             found.append(exchange(buffers, where, sends, recvs, group, hidden=_is_hidden(instructions[n + 1 :])))
             sends, recvs = [], []
     return found
@@ -113,7 +113,7 @@ def _is_hidden(rest: Sequence[Instruction[Rows]]) -> bool:
 # ---- compiled calls
 
 
-class Results(NamedTuple):
+class ForwardResults(NamedTuple):
     """The results of a forward pass, sinks included: of `CompiledCall` as packed rows, else in the user's format."""
 
     out: torch.Tensor  # [t, h_q, d_v], in q's dtype, 0 for rows that see nothing.
@@ -162,20 +162,20 @@ class CompiledCall:
         v: torch.Tensor,
         sink: torch.Tensor | None,
         scores: ScoreTensors | None = None,
-    ) -> Results:
+    ) -> ForwardResults:
         """Run the forward pass. Its inputs are this rank's packed slices, contiguous, a tail allowed: `q` [t_q, h_q,
         d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]. The argument sink [h_q] has each head's sink logit. scores:
         what scores depend on besides q and k, if there is any; slopes are of packed heads.
         """
-        plan = self.instructions.forward
-        state = self._state(plan, group, scores=scores)
+        program = self.instructions.forward
+        state = self._state(program, group, scores=scores)
         state.buffers[OWN["q"]], state.buffers[OWN["kv"]] = Tensors((q,), ()), Tensors((k, v), ())
         state.buffers[OWN["sink"]] = sink
-        for operation in self._pass(plan, group):
+        for operation in self._pass(program, group):
             operation(state)
-        (out,), lse = self._result(state, plan, "out")
+        (out,), lse = self._result(state, program, "out")
         kept = [x for number, _ in self.instructions.kept for some in state.buffers[number] for x in some]
-        return Results(out, lse[0], _largest(state, q), kept)
+        return ForwardResults(out, lse[0], _largest(state, q), kept)
 
     def backward(
         self,
@@ -196,45 +196,45 @@ class CompiledCall:
             inputs: q, k, v as in `forward`; None where the plan does not need them.
             dout, out: [t_q, h_q, d_v], all own rows; out is final.
             dlse, lse: [h_q, t_q]; dlse is None for zero on every rank.
-            kept: see `Results`.
+            kept: see `ForwardResults`.
             scores: as in `forward`.
         """
-        plan = self.instructions.backward
-        state = self._state(plan, group, deterministic=deterministic, scores=scores)
+        program = self.instructions.backward
+        state = self._state(program, group, deterministic=deterministic, scores=scores)
         if inputs is not None:
             state.buffers[OWN["q"]], state.buffers[OWN["kv"]] = Tensors(inputs[:1], ()), Tensors(inputs[1:], ())
         state.buffers[OWN["do"]] = Tensors((dout,), () if dlse is None else (dlse,))
         state.buffers[OWN["res"]] = Tensors((out,), (lse,))
         rest = iter(kept)
         for _, number in self.instructions.kept:
-            kind = plan.buffers[number].kind
+            kind = program.buffers[number].kind
             rows = [next(rest) for _ in range(2 if kind == "kv" else 1)]
             state.buffers[number] = Tensors(rows, [next(rest)] if kind == "res" else ())
-        for operation in self._pass(plan, group, has_dlse=dlse is not None):
+        for operation in self._pass(program, group, has_dlse=dlse is not None):
             operation(state)
-        (dq,), _ = self._result(state, plan, "dq")
-        (dk, dv), _ = self._result(state, plan, "dkv")
+        (dq,), _ = self._result(state, program, "dq")
+        (dk, dv), _ = self._result(state, program, "dkv")
         return dq, dk, dv
 
     def _state(
-        self, plan: Program[Rows], group: Group, *, deterministic: bool = False, scores: ScoreTensors | None
+        self, program: Program[Rows], group: Group, *, deterministic: bool = False, scores: ScoreTensors | None
     ) -> State:
         options = LaunchOptions(self.packing.problem.scores, deterministic)
-        return State(len(plan.buffers), self.transport or group, options, scores)
+        return State(len(program.buffers), self.transport or group, options, scores)
 
-    def _pass(self, plan: Program[Rows], group: Group, *, has_dlse: bool = False) -> list[Operation]:
+    def _pass(self, program: Program[Rows], group: Group, *, has_dlse: bool = False) -> list[Operation]:
         """A pass as operations: those of an earlier call, or new ones."""
-        key = plan.direction, has_dlse
+        key = program.direction, has_dlse
         found = self._operations.get(key)
         if found is None:
             shapes, comm = self._shapes[has_dlse], self.transport or group
-            found = self._operations[key] = resolve(plan, shapes, self.backend, self._positions, comm)
+            found = self._operations[key] = resolve(program, shapes, self.backend, self._positions, comm)
         return found
 
-    def _result(self, state: State, plan: Program[Rows], kind: str) -> Tensors:
+    def _result(self, state: State, program: Program[Rows], kind: str) -> Tensors:
         """The rank's own results of a kind: zeros for rows without a result."""
-        number, (shapes, _) = plan.results[kind], self._shapes
-        spec = plan.buffers[number]
+        number, (shapes, _) = program.results[kind], self._shapes
+        spec = program.buffers[number]
         rows, columns = state.buffers[number] or shapes.allocation(spec).nothing()
         if self.instructions.spare_rows:
             size = shapes.own_rows(spec)

@@ -18,7 +18,7 @@ from cp_fast.api.plan import Plan, captured, check_not_captured
 from cp_fast.backends.sparse_kernels import choose_sparse, shared_storage
 from cp_fast.dispatch.handles import hide_from_checkpointing, is_selective, object_of
 from cp_fast.runtime.forward_backward import sink_shares
-from cp_fast.sparse.sparse_tables import KeyExchange, Sent, sparse_plan
+from cp_fast.sparse.sparse_tables import KeyExchange, Sent, sparse_tables
 from cp_ref.contract import sparse_calls
 from cp_ref.contract.call_checks import check_context, one_a_head
 from cp_ref.contract.collectives import offset_grad
@@ -187,11 +187,11 @@ class _Attended:
         heads: the rank's query heads.
     """
 
-    def __init__(self, owner: Plan, cp: ContextParallel, where: str, latent: bool, given: list[Tensor]) -> None:
+    def __init__(self, plan: Plan, cp: ContextParallel, where: str, latent: bool, given: list[Tensor]) -> None:
         """given: q, k, v and indices."""
         q, k, v, indices = given
-        self.tables = tables = sparse_plan(owner)
-        self._gathered, self._where, self._exchange = tables.of_attention, where, KeyExchange(owner, cp, tables)
+        self.tables = tables = sparse_tables(plan)
+        self._gathered, self._where, self._exchange = tables.of_attention, where, KeyExchange(plan, cp, tables)
         self._of_q, self._of_kv = zip(*self._gathered.heads, strict=True)
         self.heads = slice(*self._of_q[cp.rank])
         self.kernels = choose_sparse(q, cp.backend)
@@ -246,13 +246,13 @@ def _is_joined(v: Any, k: Any) -> bool:
     return made_of_it and not v.retains_grad and not v._backward_hooks
 
 
-def _forward(owner: Plan, cp: ContextParallel, given: list[Any], scale: float, latent: bool) -> list[Tensor]:
+def _forward(plan: Plan, cp: ContextParallel, given: list[Any], scale: float, latent: bool) -> list[Tensor]:
     """out and lse in the user's format. given: q, k, v, indices and offset."""
     *tensors, offset = given
     q = tensors[0]
     where = "sparse_attention, forward"
     with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q.device):
-        work = _Attended(owner, cp, where, latent, tensors)
+        work = _Attended(plan, cp, where, latent, tensors)
         sink = None if offset is None else offset.detach().to(wide_dtype(q.dtype))[work.heads]
         out, lse = work.home(*work.kernels.forward(work.q, work.k, work.v, work.rows, scale, sink))
         own = work.tables.q
@@ -265,7 +265,7 @@ class SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        owner: Plan,
+        plan: Plan,
         cp: ContextParallel,
         call: _Call,
         number: int,
@@ -277,11 +277,11 @@ class SparseAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         given: list[Any] = [*(x.detach() for x in (q, k, v)), indices, offset]
         if is_selective():
-            out, lse = _forward_operator(*given, owner.handle, cp.handle, call.scale, call.latent)
+            out, lse = _forward_operator(*given, plan.handle, cp.handle, call.scale, call.latent)
         else:
-            out, lse = _forward(owner, cp, given, call.scale, call.latent)
+            out, lse = _forward(plan, cp, given, call.scale, call.latent)
         ctx.save_for_backward(*given, out.detach(), lse.detach())
-        ctx.owner, ctx.plan, ctx.cp, ctx.call, ctx.number = owner, sparse_plan(owner), cp, call, number
+        ctx.plan, ctx.tables, ctx.cp, ctx.call, ctx.number = plan, sparse_tables(plan), cp, call, number
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -292,7 +292,7 @@ class SparseAttention(torch.autograd.Function):
         agree_on_backward(ctx, where)
         q, k, v, indices, offset, out, lse = ctx.saved_tensors
         with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q.device):
-            work = _Attended(ctx.owner, cp, where, call.latent, [q, k, v, indices])
+            work = _Attended(ctx.plan, cp, where, call.latent, [q, k, v, indices])
             own, of_keys = work.tables.q, work.tables.kv
             dout = torch.zeros_like(out) if dout is None else dout.detach()
             if dlse is None and call.return_lse:  # on another rank it may have one
@@ -306,7 +306,7 @@ class SparseAttention(torch.autograd.Function):
                 doffset = offset_grad(cp, -share.sum(0)).to(offset.dtype)
             out, lse, dout, *rest = work.taken(*results)
             operands = work.q, work.k, work.v, work.rows, out, lse, dout, rest[0] if rest else None
-            deterministic = _deterministic(ctx.owner)
+            deterministic = _deterministic(ctx.plan)
             dq, dk, dv = work.kernels.backward(*operands, call.scale, deterministic, one_sum=call.joined)
             (dq,) = work.home(dq)
             dk, *of_values = work.keys_home(dk) if dv is None else work.keys_home(dk, dv)
@@ -315,24 +315,24 @@ class SparseAttention(torch.autograd.Function):
         return None, None, None, None, dq, dk, dv, None, doffset
 
 
-def _deterministic(owner: Plan) -> bool:
+def _deterministic(plan: Plan) -> bool:
     """Whether gradients of keys are added in a fixed order."""
-    return owner.deterministic or torch.are_deterministic_algorithms_enabled()
+    return plan.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 # ---- the indexer: both of its functions gather keys as all_gather does, whatever the schedule of attention is
 
 
 def _selected(
-    owner: Plan, cp: ContextParallel, q_index: Tensor, k_index: Tensor, weights: Tensor, top_k: int, scale: float
+    plan: Plan, cp: ContextParallel, q_index: Tensor, k_index: Tensor, weights: Tensor, top_k: int, scale: float
 ) -> Tensor:
     """The indices in the user's format."""
     where = "select_keys"
     with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q_index.device):
-        tables = sparse_plan(owner)
+        tables = sparse_tables(plan)
         own, gathered = tables.q, tables.by_rows
         keys = Sent(tables.kv.take(k_index)[:, None], ((0, 1),) * cp.size)
-        (found,) = KeyExchange(owner, cp, tables).gather(where, gathered.kv, keys)
+        (found,) = KeyExchange(plan, cp, tables).gather(where, gathered.kv, keys)
         operands = own.take(q_index), found[:, 0], own.take(weights).to(wide_dtype(q_index.dtype))
         return own.put(
             choose_sparse(q_index, cp.backend).select(*operands, gathered.visible, top_k, scale), q_index, -1
@@ -346,11 +346,11 @@ class _Compared:
         operands: those of `SparseKernels.loss` before the scales.
     """
 
-    def __init__(self, owner: Plan, cp: ContextParallel, where: str, given: list[Tensor]) -> None:
+    def __init__(self, plan: Plan, cp: ContextParallel, where: str, given: list[Tensor]) -> None:
         """given: the tensors of `index_loss`."""
         q_index, k_index, weights, lse, q, k, indices = given
-        self.tables = tables = sparse_plan(owner)
-        self._where, self._exchange, self._keys = where, KeyExchange(owner, cp, tables), tables.by_rows.kv
+        self.tables = tables = sparse_tables(plan)
+        self._where, self._exchange, self._keys = where, KeyExchange(plan, cp, tables), tables.by_rows.kv
         self.kernels = choose_sparse(q if q.dtype == torch.float64 else q_index, cp.backend)
         own, everything = tables.q, ((0, tables.problem.heads_kv),) * cp.size
         self._one = ((0, 1),) * cp.size
@@ -368,11 +368,11 @@ class _Compared:
         return found[:, 0]
 
 
-def _diverged(owner: Plan, cp: ContextParallel, given: list[Any], scale: float, softmax_scale: float) -> Tensor:
+def _diverged(plan: Plan, cp: ContextParallel, given: list[Any], scale: float, softmax_scale: float) -> Tensor:
     """The loss of each row in the user's format. given: the tensors of `index_loss`."""
     where, q_index = "index_loss, forward", given[0]
     with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q_index.device):
-        work = _Compared(owner, cp, where, given)
+        work = _Compared(plan, cp, where, given)
         found = work.kernels.loss(*work.operands, scale, softmax_scale)
         return work.tables.q.put(found.to(wide_dtype(q_index.dtype)), q_index)
 
@@ -382,16 +382,16 @@ class IndexLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, owner: Plan, cp: ContextParallel, call: IndexLossCall, number: int, *tensors: Tensor
+        ctx: Any, plan: Plan, cp: ContextParallel, call: IndexLossCall, number: int, *tensors: Tensor
     ) -> Tensor:
         given: list[Any] = [x.detach() for x in tensors]
         scales = call.scale, call.softmax_scale
         if is_selective():
-            (found,) = _loss_operator(*given, owner.handle, cp.handle, *scales)
+            (found,) = _loss_operator(*given, plan.handle, cp.handle, *scales)
         else:
-            found = _diverged(owner, cp, given, *scales)
+            found = _diverged(plan, cp, given, *scales)
         ctx.save_for_backward(*given)
-        ctx.owner, ctx.plan, ctx.cp, ctx.scales, ctx.number = owner, sparse_plan(owner), cp, scales, number
+        ctx.plan, ctx.tables, ctx.cp, ctx.scales, ctx.number = plan, sparse_tables(plan), cp, scales, number
         return found
 
     @staticmethod
@@ -402,12 +402,12 @@ class IndexLoss(torch.autograd.Function):
         given = list(ctx.saved_tensors)
         q_index, k_index, weights, *_ = given
         with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q_index.device):
-            work = _Compared(ctx.owner, cp, where, given)
+            work = _Compared(ctx.plan, cp, where, given)
             own = work.tables.q
             dloss = own.take(dloss.detach()[..., None])[:, 0].to(work.operands[5].dtype)
             scale, softmax_scale = ctx.scales
             dq, dk, dweights = work.kernels.loss_backward(
-                *work.operands, scale, softmax_scale, dloss, _deterministic(ctx.owner)
+                *work.operands, scale, softmax_scale, dloss, _deterministic(ctx.plan)
             )
             dk = work.tables.kv.put(work.keys_home(dk).to(k_index.dtype), k_index)
             dq, dweights = own.put(dq, q_index), own.put(dweights.to(weights.dtype), weights)

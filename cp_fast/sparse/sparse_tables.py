@@ -35,7 +35,7 @@ from cp_ref.schedules.problem import Problem, row_positions
 from cp_ref.schedules.schedule import Heads, Message
 from cp_ref.schedules.table import Column, Spans, ranges, runs
 
-__all__ = ["Gathered", "KeyExchange", "OwnRows", "Sent", "SparsePlan", "Travel", "intervals", "sparse_plan"]
+__all__ = ["Gathered", "KeyExchange", "OwnRows", "Sent", "SparseTables", "Travel", "intervals", "sparse_tables"]
 
 Rows = slice | torch.Tensor
 """Rows of a tensor, in order: a slice, or int64 numbers on its device."""
@@ -126,7 +126,7 @@ class Gathered(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SparsePlan:
+class SparseTables:
     """A rank's tables for the sparse attention of one batch, made when it is first called.
 
     Attributes:
@@ -197,9 +197,9 @@ class SparsePlan:
         return Visible(*(torch.from_numpy(x.astype(np.int32)).to(self.device) for x in columns))
 
 
-def sparse_plan(owner: Plan) -> SparsePlan:
+def sparse_tables(plan: Plan) -> SparseTables:
     """A plan's tables of sparse attention, for its batch."""
-    return tables_of(owner, SparsePlan)
+    return tables_of(plan, SparseTables)
 
 
 def intervals(areas: AttentionSlices, rows: Column) -> tuple[Column, Column]:
@@ -298,9 +298,9 @@ class Sent(NamedTuple):
 class KeyExchange:
     """The messages of one call on this rank."""
 
-    def __init__(self, owner: Plan, cp: ContextParallel, plan: SparsePlan) -> None:
-        self._group = messages_of(owner, cp.comm)
-        self._plan, self._rank = plan, plan.rank
+    def __init__(self, plan: Plan, cp: ContextParallel, tables: SparseTables) -> None:
+        self._group = messages_of(plan, cp.comm)
+        self._tables, self._rank = tables, tables.rank
 
     def gather(self, where: str, travel: Travel, *tensors: Sent) -> list[torch.Tensor]:
         """The rows that this rank computes with, of each tensor [size, its heads, ...]. `where`: for errors."""
@@ -355,7 +355,7 @@ class KeyExchange:
         sends, recvs = ([x for x in some if x.tensor.numel()] for some in (sends, recvs))
         if not sends and not recvs:
             return
-        self._plan.exchanges.post(self._group, where, sends, recvs).wait()
+        self._tables.exchanges.post(self._group, where, sends, recvs).wait()
 
 
 def _of(rows: torch.Tensor, heads: Heads) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cp_fast.log import log, log_once
-from cp_fast.runtime.prepared_exchange import Exchange, Located, Message, by_tag, places, prepare
+from cp_fast.runtime.prepared_exchange import Exchange, Located, MessageSpec, by_tag, places, prepare
 from cp_fast.transport.peer_exchange import PeerMessages, Shared
 from cp_fast.transport.staging_buffers import staging_sizes
 from cp_fast.transport.streams import CudaStreams, why_not_driver
@@ -197,7 +197,7 @@ _Part = tuple[Group, Exchange, list[int], list[int]]  # In one of the groups; th
 class Crossed(PairGroup):
     """An a2a and a p2p group: each message goes in the group that its peer shares with this rank."""
 
-    def prepared(self, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Exchange:
+    def prepared(self, where: str, sends: Sequence[MessageSpec], recvs: Sequence[MessageSpec]) -> Exchange:
         """See `cp_fast.runtime.prepared_exchange.Prepares`."""
         parts = list[_Part]()
         for number, group in enumerate((self.a2a, self.p2p)):
@@ -207,7 +207,7 @@ class Crossed(PairGroup):
                 parts.append((group, exchange, places(out), places(back)))
         return _Both(parts)
 
-    def _of(self, number: int, messages: Sequence[Message]) -> list[Located]:
+    def _of(self, number: int, messages: Sequence[MessageSpec]) -> list[Located]:
         """The messages in one of the groups, with the ranks there."""
         found: list[Located] = []
         for message, first in by_tag(messages):
@@ -285,7 +285,7 @@ class _Facts(NamedTuple):
 
 
 @dataclass
-class _Place:
+class _KnownMemory:
     """This rank's knowledge of one group: why it cannot share memory, or the memory last shared."""
 
     why_not: str | None = None
@@ -294,7 +294,7 @@ class _Place:
     asked: tuple[int, ...] = ()  # The largest staging buffers of any plan.
 
 
-_places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, _KnownMemory] = WeakKeyDictionary()
 
 
 def carries(messages: Group, comm: Group) -> bool:
@@ -335,21 +335,21 @@ def messages_for(comm: Group, problem: Problem, rows: tuple[int, int], device: t
 def _member_messages(member: Group, problem: Problem, rows: tuple[int, int], way: str, device: torch.device) -> Group:
     if not isinstance(member, ProcessMember) or member.size == 1 or not _on_gpus(member):
         return member
-    place = _places.setdefault(member.group, _Place())
-    if place.most == 0 and place.why_not is None:
-        _meet(member, place)
-    if place.why_not is not None:
+    known = _known.setdefault(member.group, _KnownMemory())
+    if known.most == 0 and known.why_not is None:
+        _meet(member, known)
+    if known.why_not is not None:
         return member
     sizes = staging_sizes(problem, rows, way, member.size)
-    asked = tuple(map(max, sizes, place.asked or sizes))
-    if asked != place.asked:
+    asked = tuple(map(max, sizes, known.asked or sizes))
+    if asked != known.asked:
         total = sum(asked)
-        fitting = asked if total <= place.most else tuple(s * place.most // total // 4096 * 4096 for s in asked)
-        place.messages, reason = share(member, fitting, device)  # Older plans keep the old ones.
-        if place.messages is None:
-            _refuse(place, reason)
-        place.asked = asked
-    return place.messages or member
+        fitting = asked if total <= known.most else tuple(s * known.most // total // 4096 * 4096 for s in asked)
+        known.messages, reason = share(member, fitting, device)  # Older plans keep the old ones.
+        if known.messages is None:
+            _refuse(known, reason)
+        known.asked = asked
+    return known.messages or member
 
 
 def _on_gpus(member: ProcessMember) -> bool:
@@ -357,7 +357,7 @@ def _on_gpus(member: ProcessMember) -> bool:
     return "nccl" in str(dist.get_backend_config(member.group))
 
 
-def _meet(member: ProcessMember, place: _Place) -> None:
+def _meet(member: ProcessMember, known: _KnownMemory) -> None:
     """Decide together whether all ranks can share memory. Collective."""
     facts = _Facts(carried_by(), why_not(), socket.gethostname(), _most())
     everyone = [_Facts(*x) for x in member.all_gather_object(tuple(facts))]
@@ -366,11 +366,11 @@ def _meet(member: ProcessMember, place: _Place) -> None:
     reasons = [f"rank {rank}: {x.why_not}" for rank, x in enumerate(everyone) if x.why_not]
     if len({x.host for x in everyone}) > 1:
         reasons.append("the ranks are on several hosts")
-    place.most = min(x.most for x in everyone)
+    known.most = min(x.most for x in everyone)
     if facts.choice == "group":
-        place.why_not = f"{VARIABLE}=group"
+        known.why_not = f"{VARIABLE}=group"
     elif reasons:
-        _refuse(place, reasons[0])
+        _refuse(known, reasons[0])
 
 
 def _most() -> int:
@@ -379,10 +379,10 @@ def _most() -> int:
     return max(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory // _SHARE, 1)
 
 
-def _refuse(place: _Place, reason: str) -> None:
+def _refuse(known: _KnownMemory, reason: str) -> None:
     if carried_by() == "peer_memory":
         raise RuntimeError(f"{VARIABLE}=peer_memory requires a transport that is not available: {reason}")
-    place.why_not = reason
+    known.why_not = reason
     log_once(
         f"messages go through NCCL kernels, slower than peer memory ({reason}); {VARIABLE}=group takes them "
         "without a word"

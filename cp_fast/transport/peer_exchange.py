@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cp_fast.runtime.prepared_exchange import Exchange, Located, Message, by_tag, places, prepare
+from cp_fast.runtime.prepared_exchange import Exchange, Located, MessageSpec, by_tag, places, prepare
 from cp_fast.transport.staging_buffers import PART, StagingBuffer, rounded
 from cp_fast.transport.streams import Streams
 from cp_fast.transport.watch import Watch
@@ -71,10 +71,12 @@ class PeerMessages:
         """Post messages of contiguous tensors. Both ends of a pair post their messages in equal portions, with the same
         tags.
         """
-        out, back = ([Message(peer, tag, (x.nbytes,), True) for peer, tag, x in parcels] for parcels in (sends, recvs))
+        out, back = (
+            [MessageSpec(peer, tag, (x.nbytes,), True) for peer, tag, x in parcels] for parcels in (sends, recvs)
+        )
         return self.prepared("", out, back).post(self, [x.tensor for x in sends], [x.tensor for x in recvs])
 
-    def prepared(self, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Exchange:
+    def prepared(self, where: str, sends: Sequence[MessageSpec], recvs: Sequence[MessageSpec]) -> Exchange:
         """See `cp_fast.runtime.prepared_exchange.Prepares`."""
         return _Pulls(self, where, sends, recvs)
 
@@ -113,7 +115,9 @@ class _Pulls:
     a staging buffer.
     """
 
-    def __init__(self, messages: PeerMessages, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
+    def __init__(
+        self, messages: PeerMessages, where: str, sends: Sequence[MessageSpec], recvs: Sequence[MessageSpec]
+    ) -> None:
         self._messages, self._where = messages, where
         self._captured = prepare(messages.group, where, sends, recvs)
         shared = messages.shared
@@ -207,7 +211,7 @@ def _fill(streams: Streams, stream: Any, blocks: Sequence[_Block], sends: Sequen
 
 def _blocks(
     staging_buffers: dict[int, tuple[StagingBuffer, int]],
-    messages: Sequence[Message],
+    messages: Sequence[MessageSpec],
     awaited: Sequence[Any],
     written: Sequence[Any],
 ) -> tuple[list[_Block], list[Located]]:

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from cp_ref.schedules.problem import Problem
 
-__all__ = ["ALIGNMENT", "PART", "Place", "StagingBuffer", "rounded", "staging_sizes"]
+__all__ = ["ALIGNMENT", "PART", "BlockPlace", "StagingBuffer", "rounded", "staging_sizes"]
 
 ALIGNMENT = 256  # Bytes, of tensors in a block.
 PART = 2**25  # Bytes of each part except a block's last one.
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """A block: its start, the number of its last part (parts of a staging buffer are counted from 1), and that of the
     last earlier block at this place, 0 for none.
     """
@@ -33,8 +33,8 @@ class StagingBuffer:
 
     >>> staging = StagingBuffer(1000)
     >>> [staging.place(400, 1), staging.place(400, 2), staging.place(300, 1), staging.place(300, 1)]
-    [Place(start=0, number=1, over=0), Place(start=400, number=3, over=0), Place(start=0, number=4, over=1), \
-Place(start=300, number=5, over=3)]
+    [BlockPlace(start=0, number=1, over=0), BlockPlace(start=400, number=3, over=0), \
+BlockPlace(start=0, number=4, over=1), BlockPlace(start=300, number=5, over=3)]
     """
 
     def __init__(self, size: int) -> None:
@@ -42,7 +42,7 @@ Place(start=300, number=5, over=3)]
         self._end = self._number = 0
         self._lying: deque[tuple[int, int, int]] = deque()  # Start, stop, number; the oldest first.
 
-    def place(self, size: int, parts: int) -> Place:
+    def place(self, size: int, parts: int) -> BlockPlace:
         """The place of the next block, which must fit in the staging buffer."""
         over, start = 0, self._end
         if start + size > self.size:
@@ -53,7 +53,7 @@ Place(start=300, number=5, over=3)]
             over = self._lying.popleft()[2]
         self._end, self._number = start + size, self._number + parts
         self._lying.append((start, start + size, self._number))
-        return Place(start, self._number, over)
+        return BlockPlace(start, self._number, over)
 
 
 def rounded(size: int) -> int:

@@ -29,10 +29,10 @@ from cp_ref.executor.tile_attention import pair_scores, tile_backward, tile_forw
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import RankSchedule, Schedule
 
-__all__ = ["Results", "run_backward", "run_forward", "run_rank_schedule"]
+__all__ = ["RankResults", "run_backward", "run_forward", "run_rank_schedule"]
 
 
-class Results(NamedTuple):
+class RankResults(NamedTuple):
     """A rank's results at the end of the forward pass; packed rows."""
 
     out: torch.Tensor  # [t, h_q, d_v], float32 or float64, 0 in padding and tail.
@@ -75,7 +75,7 @@ def run_forward(
     v: torch.Tensor,
     inputs: ScoreTensors = PLAIN,
     held: RankTensors | None = None,
-) -> Results:
+) -> RankResults:
     """This rank's share of the forward pass.
 
     q [t_q, h_q, d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]: this rank's packed slices, a tail allowed.
@@ -107,7 +107,7 @@ def run_forward(
     out = torch.zeros(q.shape[0], problem.heads_q, problem.d_v, dtype=wide, device=q.device)
     lse = out.new_full(out.shape[:2], float("-inf"))
     held.copy_out("out", out, lse)
-    return Results(out, lse, max_logit, {kind: held.tensors[kind] for kind in schedule.saved})
+    return RankResults(out, lse, max_logit, {kind: held.tensors[kind] for kind in schedule.saved})
 
 
 def run_backward(

@@ -19,7 +19,7 @@ from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.program import Recv, Send
 from cp_fast.runtime.packed_tensors import Packing
-from cp_fast.runtime.prepared_exchange import Message
+from cp_fast.runtime.prepared_exchange import MessageSpec
 from cp_fast.transport import peer_exchange as exchange
 from cp_fast.transport.memory_group import carried_by
 from cp_fast.transport.peer_exchange import PeerMessages, Shared
@@ -325,17 +325,17 @@ def test_both_ends_cut_their_messages_into_the_same_steps(problem: Problem) -> N
     """Which is what a staging buffer's two ends rest on: a block is all that goes to a rank in one step."""
     with planned_at(ALWAYS_CHUNKS):
         chunks = choose_head_chunks(problem)
-    plans = [
-        lowered(Packing(problem), rank, make_rank_schedule(problem, rank, chunks), saved_kinds(problem)).plan
+    ranks = [
+        lowered(Packing(problem), rank, make_rank_schedule(problem, rank, chunks), saved_kinds(problem)).programs
         for rank in range(problem.cp_size)
     ]
     for name in ("forward", "backward"):
         sent: dict[Any, list[int]] = {}
         received: dict[Any, list[int]] = {}
-        for rank, plan in enumerate(plans):
-            for send in getattr(plan, name).of(Send):
+        for rank, programs in enumerate(ranks):
+            for send in getattr(programs, name).of(Send):
                 sent.setdefault((send.step, rank, send.peer), []).append(send.tag)
-            for recv in getattr(plan, name).of(Recv):
+            for recv in getattr(programs, name).of(Recv):
                 received.setdefault((recv.step, recv.peer, rank), []).append(recv.tag)
         assert {key: sorted(tags) for key, tags in sent.items()} == {
             key: sorted(tags) for key, tags in received.items()
@@ -381,7 +381,7 @@ def test_an_exchange_whose_staging_buffer_is_never_free_again_has_not_ended(held
     host = Host(2, (256,))
     messages = member(host, 0, limit=0.2)
     messages.streams, x = AllAside(host, 0), torch.zeros(64)
-    exchange_of = messages.prepared("the last step", [Message(1, 0, (x.nbytes,), held)], [])
+    exchange_of = messages.prepared("the last step", [MessageSpec(1, 0, (x.nbytes,), held)], [])
     pending = exchange_of.post(messages, [x], [])
     messages.streams.pulling.end()  # type: ignore[attr-defined]
     messages.watch.check()

@@ -26,7 +26,7 @@ from conformance.problems.linear import (
     linear_attentions,
     play_layer,
 )
-from cp_fast.linear.linear_plan import LinearPlan
+from cp_fast.linear.linear_plan import LinearTables
 from cp_ref import SimGroup
 from cp_ref.contract.linear_calls import KINDS
 from cp_ref.schedules.problem import Problem, Sequence
@@ -297,7 +297,7 @@ def test_processes(four: Processes, comm: str, layout: str, package: str) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 def test_little_padding_is_not_cut_out(kind: str) -> None:
     problem = Problem(2, tuple(Sequence(n, n, size, size) for n, size in ((41, 44), (30, 32))), qkv_format="thd")
-    plan = LinearPlan(problem, 0, torch.device("cpu"))
+    plan = LinearTables(problem, 0, torch.device("cpu"))
     assert [int(x) for x in plan.sequences.fragments.document] == [0, 0, -1, 1, 1]
     assert len(plan.rows.fragments.document) == 4
     check_layer(cp_fast, problem, Layer(kind=kind, initial_state=True, output_final_state=True))

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_fast
 import cp_ref
 from cp_fast.linear.affine_maps import Maps, apply, compose_in_waves
-from cp_fast.linear.linear_plan import LinearPlan
+from cp_fast.linear.linear_plan import LinearTables
 from cp_fast.linear.state_tables import ScanTable
 from cp_ref import SimGroup
 from cp_ref.linear.recurrence import dense_causal_conv1d, dense_linear_attention
@@ -180,7 +180,7 @@ def by_table(table: ScanTable, maps: Maps, states: torch.Tensor | None, count: i
 def test_the_table_and_the_waves_are_one(problem: Problem, initial: bool) -> None:
     draw = torch.Generator().manual_seed(problem.cp_size)
     for rank in range(problem.cp_size):
-        plan = LinearPlan(problem, rank, torch.device("cpu"))
+        plan = LinearTables(problem, rank, torch.device("cpu"))
         for tables in plan.passes:
             m, b, states = (
                 torch.randn(n, 1, 2, 2, generator=draw, dtype=torch.float64)
@@ -195,7 +195,7 @@ def test_the_table_and_the_waves_are_one(problem: Problem, initial: bool) -> Non
 @settings(max_examples=examples(100), deadline=None)
 @given(linear_problems((1, 2, 4)), st.integers(1, 6), st.integers(0, 3))
 def test_a_run_is_read_from_its_first_row_and_the_rows_before_it(problem: Problem, size: int, rank: int) -> None:
-    tables = LinearPlan(problem, rank % problem.cp_size, torch.device("cpu")).halo(size)
+    tables = LinearTables(problem, rank % problem.cp_size, torch.device("cpu")).halo(size)
     slots, stops, after = (table.tolist() for table in tables.reads)
     n, row = len(slots), 0
     assert all(0 <= slot <= tables.zeros for table in (slots, after) for some in table for slot in some)
@@ -213,7 +213,7 @@ def test_a_run_is_read_from_its_first_row_and_the_rows_before_it(problem: Proble
 @settings(max_examples=examples(100), deadline=None)
 @given(linear_problems((1, 2, 4)), st.integers(1, 6), st.integers(0, 3))
 def test_the_next_rows_of_a_document_are_those_that_read_a_row(problem: Problem, size: int, rank: int) -> None:
-    tables = LinearPlan(problem, rank % problem.cp_size, torch.device("cpu")).halo(size)
+    tables = LinearTables(problem, rank % problem.cp_size, torch.device("cpu")).halo(size)
     slots, n = tables.reads.slots.tolist(), len(tables.reads.slots)
     for row, after in enumerate(tables.reads.after.tolist()):
         for distance, slot in enumerate(after, 1):

@@ -29,13 +29,13 @@ from cp_fast.passes import is_on
 
 __all__ = [
     "Launches",
-    "Step",
+    "RecordedCall",
     "in_little_memory",
 ]
 
-# ---- the order of a record's steps
+# ---- the order of recorded calls
 #
-# The steps of a recorded launch in an order that needs little memory.
+# The calls of a recorded launch in an order that needs little memory.
 #
 # A library allocates all of its memory and then launches. Here memory is allocated before its first use and freed after
 # its last. Kernels and fills keep the library's order, because a kernel may start early, while its predecessor ends,
@@ -47,8 +47,8 @@ __all__ = [
 _ALLOCATES = (torch.empty, torch.empty_like)  # They do nothing on the device.
 
 
-class Step(NamedTuple):
-    """A call. At `places` its arguments are tensors of the record, by number."""
+class RecordedCall(NamedTuple):
+    """A call of a launch. At `places` its arguments are tensors of the record, by number."""
 
     call: Callable[..., Any]
     arguments: list[Any]
@@ -64,30 +64,30 @@ class Step(NamedTuple):
 
 
 def in_little_memory(
-    steps: Sequence[Step], sizes: Sequence[int], given: int, results: Sequence[int]
-) -> tuple[Step, ...]:
-    """The same steps.
+    calls: Sequence[RecordedCall], sizes: Sequence[int], given: int, results: Sequence[int]
+) -> tuple[RecordedCall, ...]:
+    """The same calls.
 
     Args:
         sizes: bytes of every tensor, by its number.
-        given: how many there are before the first step, with the numbers from 0; they are only read.
+        given: how many there are before the first call, with the numbers from 0; they are only read.
         results: those that stay to the end.
 
-    >>> def step(call, *tensors, made=-1):
-    ...     return Step(call, [], tuple(enumerate(tensors)), {}, made)
-    >>> made = [step(torch.empty, made=1), step(torch.empty, made=2), step(torch.empty, made=3), step("zeros", made=4)]
-    >>> ran = [step("add", 0, 3, 4), step("round 3", 3, 1), step("round 4", 4, 2)]
+    >>> def recorded(call, *tensors, made=-1):
+    ...     return RecordedCall(call, [], tuple(enumerate(tensors)), {}, made)
+    >>> made = [*(recorded(torch.empty, made=n) for n in (1, 2, 3)), recorded("zeros", made=4)]
+    >>> ran = [recorded("add", 0, 3, 4), recorded("round 3", 3, 1), recorded("round 4", 4, 2)]
     >>> ordered = in_little_memory([*made, *ran], [0, 40, 10, 80, 20], 1, [1, 2])
     >>> [one.made if one.call is torch.empty else (one.call, one.last) for one in ordered]
     [('zeros', ()), 3, ('add', (0,)), 2, ('round 4', (4,)), 1, ('round 3', (3,))]
     """
-    allocated = {one.made: one for one in steps if one.call in _ALLOCATES and one.made >= given}
-    ran = [one for one in steps if one is not allocated.get(one.made)]
+    allocated = {one.made: one for one in calls if one.call in _ALLOCATES and one.made >= given}
+    ran = [one for one in calls if one is not allocated.get(one.made)]
     end, used = len(ran), set[int]()
     while end and used.isdisjoint(its := {number for number in ran[end - 1].tensors if number >= given}):
         end, used = end - 1, used | its
     ran[end:] = sorted(ran[end:], key=lambda one: sum(sizes[number] for number in one.tensors & allocated.keys()))
-    ordered: list[Step] = []
+    ordered: list[RecordedCall] = []
     for one in ran:
         ordered += [allocated.pop(number) for number in sorted(one.tensors & allocated.keys())]
         ordered.append(one)
@@ -123,7 +123,7 @@ _DETACH = torch.ops.aten.detach.default
 
 
 class _Repeated(NamedTuple):
-    """A repeatable step: all of its arguments are values of the record."""
+    """A repeatable call: all of its arguments are values of the record."""
 
     call: Callable[..., Any]
     take: Callable[[Sequence[Any]], Sequence[Any]]  # Selects its arguments from the values.
@@ -216,7 +216,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._known = {id(x): number for number, x in enumerate(given)}
         self._alive: list[Any] = [*given]  # No id is used again while they live.
-        self._steps: list[Step] = []
+        self._calls: list[RecordedCall] = []
         self._bytes = [0] * len(given)  # By number; 0 for the given tensors, which exist already.
         self._given = self._size = len(given)
         self._thread = threading.get_ident()
@@ -265,7 +265,7 @@ class _Watch(TorchDispatchMode):
                 self._known[id(made)] = number
                 self._alive.append(made)
         template = [None if isinstance(x, torch.Tensor) else x for x in arguments]
-        self._steps.append(Step(call, template, tuple(places), options, number))
+        self._calls.append(RecordedCall(call, template, tuple(places), options, number))
 
     def record(self, results: Sequence[torch.Tensor]) -> _Record | None:
         """The record; None if it cannot be repeated."""
@@ -274,7 +274,7 @@ class _Watch(TorchDispatchMode):
         numbers = [self._known[id(x)] for x in results]
         others: list[Any] = [None] * (self._size - self._given)
         steps = list[_Repeated]()
-        for step in in_little_memory(self._steps, self._bytes, self._given, numbers):
+        for step in in_little_memory(self._calls, self._bytes, self._given, numbers):
             its = [self._given + len(others) + n for n in range(len(step.arguments))]
             others += step.arguments
             for place, number in step.places:

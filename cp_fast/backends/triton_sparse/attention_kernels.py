@@ -21,10 +21,10 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from cp_fast.backends.sparse_kernels import shared_storage
 from cp_fast.backends.triton_sparse.tiles import LOG2E, columns, launch_device, precision, widths
 
-__all__ = ["Tile", "chosen_rows", "forward", "forward_kernel", "forward_tile"]
+__all__ = ["Tiling", "chosen_rows", "forward", "forward_kernel", "forward_tile"]
 
 
-class Tile(NamedTuple):
+class Tiling(NamedTuple):
     """Constants of a kernel over chosen keys: query heads of a program, keys of a tile, columns of a tile at most,
     warps, stages.
     """
@@ -127,19 +127,19 @@ def forward_kernel(
         tl.store(out + o_d[None], value, mask=own[:, None] & (o_d < D_V)[None])
 
 
-def forward_tile(q: torch.Tensor, group: int) -> Tile:
+def forward_tile(q: torch.Tensor, group: int) -> Tiling:
     """Constants of `forward_kernel` for these heads."""
     heads, d = min(64, max(16, triton.next_power_of_2(group))), q.shape[2]
     if q.dtype == torch.float32:
-        return Tile(16, 16, 64, 4, 1)
+        return Tiling(16, 16, 64, 4, 1)
     if d > 256:
-        return Tile(heads, 64, 128, 8, 2)
-    return Tile(heads, 64, 256, 4, 2)
+        return Tiling(heads, 64, 128, 8, 2)
+    return Tiling(heads, 64, 256, 4, 2)
 
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, scale: float, sink: torch.Tensor | None,
-    *, tile: Tile | None = None,
+    *, tile: Tiling | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `SparseKernels`."""
     (n, h_q, d), (_, h_kv, d_v) = q.shape, v.shape

@@ -21,11 +21,11 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 from cp_fast.backends.sparse_kernels import shared_storage
-from cp_fast.backends.triton_sparse.attention_kernels import Tile, chosen_rows, last_chosen, query_tiles
+from cp_fast.backends.triton_sparse.attention_kernels import Tiling, chosen_rows, last_chosen, query_tiles
 from cp_fast.backends.triton_sparse.tiles import columns, launch_device, precision, widths
 
 __all__ = [
-    "PAIRS_BYTES", "PARTS_BYTES", "BackwardTiles", "Pass", "add_parts", "backward", "backward_tiles", "keys_kernel",
+    "PAIRS_BYTES", "PARTS_BYTES", "BackwardTilings", "Pass", "add_parts", "backward", "backward_tiles", "keys_kernel",
     "pairs_kernel", "put_tile", "queries_kernel", "sums_kernel",
 ]  # fmt: skip
 
@@ -34,12 +34,12 @@ PARTS_BYTES = 1 << 30  # of the parts of some query rows, which are added in a f
 WHOLE = 128  # the pairs of a row are written in so many at least
 
 
-class BackwardTiles(NamedTuple):
+class BackwardTilings(NamedTuple):
     """Constants of the three kernels."""
 
-    pairs: Tile
-    queries: Tile
-    keys: Tile
+    pairs: Tiling
+    queries: Tiling
+    keys: Tiling
 
 
 # ---- kernels
@@ -235,15 +235,15 @@ def add_parts(parts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> N
     )
 
 
-def backward_tiles(q: torch.Tensor, group: int) -> BackwardTiles:
+def backward_tiles(q: torch.Tensor, group: int) -> BackwardTilings:
     """Constants of the kernels for these heads."""
     heads, d = max(16, triton.next_power_of_2(group)), q.shape[2]
     if q.dtype == torch.float32:
-        return BackwardTiles(Tile(16, 16, 64, 4, 1), Tile(16, 16, 64, 4, 1), Tile(16, 16, 64, 4, 1))
+        return BackwardTilings(Tiling(16, 16, 64, 4, 1), Tiling(16, 16, 64, 4, 1), Tiling(16, 16, 64, 4, 1))
     few, all_ = min(64, heads), min(128, heads)
     if d > 256:
-        return BackwardTiles(Tile(few, 64, 512, 4, 1), Tile(few, 64, 256, 8, 2), Tile(all_, 64, 128, 4, 1))
-    return BackwardTiles(Tile(few, 64, 256, 4, 2), Tile(few, 64, 256, 4, 2), Tile(all_, 64, 128, 4, 2))
+        return BackwardTilings(Tiling(few, 64, 512, 4, 1), Tiling(few, 64, 256, 8, 2), Tiling(all_, 64, 128, 4, 1))
+    return BackwardTilings(Tiling(few, 64, 256, 4, 2), Tiling(few, 64, 256, 4, 2), Tiling(all_, 64, 128, 4, 2))
 
 
 class Pass(NamedTuple):
@@ -256,9 +256,9 @@ class Pass(NamedTuple):
     dout: torch.Tensor
     weights: torch.Tensor  # [R, h_q, ROW], as grads
     grads: torch.Tensor
-    tiles: BackwardTiles
+    tiles: BackwardTilings
 
-    def sizes(self, tile: Tile) -> tuple[int, int, int, int, int, int]:
+    def sizes(self, tile: Tiling) -> tuple[int, int, int, int, int, int]:
         """H, G, BLOCKS, BH, BN, LANES."""
         h_q, h_kv = self.q.shape[1], self.k.shape[1]
         blocks = triton.cdiv(h_q // h_kv, tile.heads)
@@ -313,7 +313,7 @@ class Pass(NamedTuple):
 def backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     dout: torch.Tensor, dlse: torch.Tensor | None, scale: float, deterministic: bool,
-    *, tiles: BackwardTiles | None = None, pairs_bytes: int = PAIRS_BYTES, parts_bytes: int = PARTS_BYTES,
+    *, tiles: BackwardTilings | None = None, pairs_bytes: int = PAIRS_BYTES, parts_bytes: int = PARTS_BYTES,
     one_sum: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """See `SparseKernels`. one_sum: where v is a view of k, add its gradients to those of k, in half as many additions

@@ -17,7 +17,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from cp_fast.backends.triton_sparse.attention_kernels import Tile, chosen_rows, last_chosen, query_tiles
+from cp_fast.backends.triton_sparse.attention_kernels import Tiling, chosen_rows, last_chosen, query_tiles
 from cp_fast.backends.triton_sparse.gradient_kernels import PARTS_BYTES, add_parts, put_tile
 from cp_fast.backends.triton_sparse.tiles import LOG2E, columns, launch_device, precision, widths
 
@@ -166,7 +166,7 @@ def _index_widths(q_index: torch.Tensor) -> tuple[int, int, int, int]:
 def _terms(x: LossInputs, first: int, masses: torch.Tensor, marks: torch.Tensor) -> None:
     (_, h_q, d), h_kv, top_k = x.q.shape, x.k.shape[1], x.rows.shape[2]
     heads = min(64, max(16, triton.next_power_of_2(h_q // h_kv)))
-    on = Tile(16, 16, 64, 4, 1) if x.q.dtype == torch.float32 else Tile(heads, 64, 512, 8, 1)
+    on = Tiling(16, 16, 64, 4, 1) if x.q.dtype == torch.float32 else Tiling(heads, 64, 512, 8, 1)
     terms_kernel[(len(masses),)](
         x.q_index, x.k_index, x.weights, x.q, x.k, x.lse, x.rows, masses, marks, first, top_k, x.scale,
         x.softmax_scale * LOG2E, x.q_index.stride(0), x.q_index.stride(1), x.k_index.stride(0), x.weights.stride(0),

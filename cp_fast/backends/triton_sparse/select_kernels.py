@@ -27,7 +27,7 @@ from cp_fast.backends.triton_sparse.tiles import columns, launch_device, precisi
 __all__ = [
     "WORKSPACE",
     "Best",
-    "Scores",
+    "ScoresTiling",
     "best",
     "best_kernel",
     "order_kernel",
@@ -42,7 +42,7 @@ WORKSPACE = 256 << 20  # bytes
 MOST_KEYS = 256  # of a tile of scores
 
 
-class Scores(NamedTuple):
+class ScoresTiling(NamedTuple):
     """Constants of `scores_kernel`: heads of a tile at most (rows times heads of the indexer), keys of a tile, tiles of
     a program, warps, stages.
     """
@@ -246,7 +246,7 @@ def rows_kernel(
 
 def scores(
     q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, visible: Any, scale: float, first: int,
-    found: torch.Tensor, constants: Scores | None = None,
+    found: torch.Tensor, constants: ScoresTiling | None = None,
 ) -> None:  # fmt: skip
     """Write the numbers of the scores of R query rows from `first` on, or of fewer where these end, to found, int32
     [R, m or more].
@@ -268,11 +268,11 @@ def _lanes(top_k: int) -> int:
     return max(128, triton.next_power_of_2(top_k))
 
 
-def scores_constants(q: torch.Tensor) -> Scores:
+def scores_constants(q: torch.Tensor) -> ScoresTiling:
     """Those of `scores_kernel` for these heads."""
     if q.dtype == torch.float32:
-        return Scores(heads=64, keys=32, tiles=16, warps=4, stages=1)
-    return Scores() if q.shape[2] <= 128 else Scores(stages=2)
+        return ScoresTiling(heads=64, keys=32, tiles=16, warps=4, stages=1)
+    return ScoresTiling() if q.shape[2] <= 128 else ScoresTiling(stages=2)
 
 
 def best(
@@ -295,7 +295,7 @@ def best(
 
 def select(
     q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, visible: Any, top_k: int, scale: float,
-    *, constants: tuple[Scores | None, Best] = (None, Best()), workspace: int = WORKSPACE,
+    *, constants: tuple[ScoresTiling | None, Best] = (None, Best()), workspace: int = WORKSPACE,
 ) -> torch.Tensor:  # fmt: skip
     """See `SparseKernels`."""
     n, m = len(q_index), len(k_index)

@@ -15,7 +15,7 @@ from cp_fast.dispatch.handles import hide_from_checkpointing
 from cp_fast.linear.convolution import torch_convolution
 from cp_fast.linear.convolution.halo_tables import HaloTables, Sent
 from cp_fast.linear.convolution.torch_convolution import ConvolutionInputs
-from cp_fast.linear.linear_plan import LinearPlan, linear_plan
+from cp_fast.linear.linear_plan import LinearTables, linear_tables
 from cp_fast.log import log_once
 from cp_fast.runtime.prepared_exchange import Exchanges
 from cp_ref.contract import linear_calls
@@ -159,7 +159,7 @@ class Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        owner: Plan,
+        plan: Plan,
         cp: ContextParallel,
         call: ConvolutionCall,
         number: int,
@@ -167,31 +167,31 @@ class Convolution(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        plan = linear_plan(owner)
+        tables = linear_tables(plan)
         with hide_from_checkpointing(), cp.naming_errors("causal_conv1d, forward"), no_autocast(x.device):
-            tables, rows = plan.halo(call.kernel_size), plan.rows.take(x.detach())
-            halo = exchange_rows(tables, plan.exchanges, messages_of(owner, cp.comm), rows)
-            inputs = ConvolutionInputs(rows, halo, tables.reads, weight, bias, call.activation is not None)
+            halos, rows = tables.halo(call.kernel_size), tables.rows.take(x.detach())
+            halo = exchange_rows(halos, tables.exchanges, messages_of(plan, cp.comm), rows)
+            inputs = ConvolutionInputs(rows, halo, halos.reads, weight, bias, call.activation is not None)
             kernels = choose_convolution(rows, call.kernel_size, cp.backend)
-            out = plan.rows.put(kernels.forward(inputs), x)
+            out = tables.rows.put(kernels.forward(inputs), x)
         ctx.save_for_backward(rows, halo, weight, bias)
-        ctx.owner, ctx.plan, ctx.cp, ctx.call, ctx.number = owner, plan, cp, call, number
+        ctx.plan, ctx.tables, ctx.cp, ctx.call, ctx.number = plan, tables, cp, call, number
         return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
-        plan: LinearPlan = ctx.plan
+        tables: LinearTables = ctx.tables
         agree_on_backward(ctx, "causal_conv1d, backward")
         x, halo, weight, bias = ctx.saved_tensors
         with hide_from_checkpointing(), ctx.cp.naming_errors("causal_conv1d, backward"), no_autocast(x.device):
             size = ctx.call.kernel_size
-            tables, kernels = plan.halo(size), choose_convolution(x, size, ctx.cp.backend)
-            inputs = ConvolutionInputs(x, halo, tables.reads, weight, bias, ctx.call.activation is not None)
-            grads = plan.rows.take(dout)
-            edges = kernels.edges_backward(inputs, grads, tables.edges_read_by)
-            exchange_gradients(tables, plan.exchanges, messages_of(ctx.owner, ctx.cp.comm), edges)
+            halos, kernels = tables.halo(size), choose_convolution(x, size, ctx.cp.backend)
+            inputs = ConvolutionInputs(x, halo, halos.reads, weight, bias, ctx.call.activation is not None)
+            grads = tables.rows.take(dout)
+            edges = kernels.edges_backward(inputs, grads, halos.edges_read_by)
+            exchange_gradients(halos, tables.exchanges, messages_of(ctx.plan, ctx.cp.comm), edges)
             dx, dweight, dbias = kernels.backward(inputs, grads)
-            dx.index_copy_(0, tables.edges, edges[: len(tables.edges)].to(x.dtype))
-            dx = plan.rows.put(dx, dout)
+            dx.index_copy_(0, halos.edges, edges[: len(halos.edges)].to(x.dtype))
+            dx = tables.rows.put(dx, dout)
         return None, None, None, None, dx, dweight, dbias

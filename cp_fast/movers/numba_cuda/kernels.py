@@ -12,7 +12,7 @@ from typing import Any
 from numba import cuda, float32, float64, int64
 
 from cp_fast.movers.numba_cuda.memory import SIMULATED, copies, divide, fault, load_values, store_int, store_values
-from cp_fast.movers.numba_cuda.row_rules import entry, find, plan_is_right, row_key, row_map
+from cp_fast.movers.numba_cuda.row_rules import entry, find, map_is_right, row_key, row_map
 
 __all__ = [
     "FIELDS",
@@ -48,37 +48,37 @@ INDEX_RULE = "row indices must lie inside the tensor"
 
 @lru_cache
 def move_kernel(helper: str, kind: str, scatter: bool, size: int) -> Any:
-    """kernel(table, plan, count, rows): move `count` rows, `rows` a block.
+    """kernel(table, numbers, count, rows): move `count` rows, `rows` a block.
 
     With `scatter` the map gives the row of the target, else of the source.
     """
     copy, copy4 = copies(size)
-    mapped, key, right = row_map(kind), row_key(kind), plan_is_right(kind)
+    mapped, key, right = row_map(kind), row_key(kind), map_is_right(kind)
     by_lengths, by_index = kind not in ("span", "index"), kind == "index"
     fail = fault(f"cp_fast {helper}: {INDEX_RULE if by_index else LENGTHS_RULE}")
 
     @cuda.jit
-    def kernel(table, plan, count, rows):
+    def kernel(table, numbers, count, rows):
         found = cuda.shared.array(THREADS, int64)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
-        if cuda.blockIdx.y == 0 and not right(plan, block * THREADS + thread, cuda.gridDim.x * THREADS):
+        if cuda.blockIdx.y == 0 and not right(numbers, block * THREADS + thread, cuda.gridDim.x * THREADS):
             fail()
         first = block * rows
         here = min(rows, count - first)
         hint = -1
         if by_lengths:  # All threads search the first row's sequence together: two reads instead of many.
-            hint, left, wanted = 0, plan[2] + 1, key(first, plan)
+            hint, left, wanted = 0, numbers[2] + 1, key(first, numbers)
             while left > NEAR:
                 step = divide(left + THREADS - 1, THREADS)
                 probe = thread * step
-                before = 1 if probe < left and entry(plan[0], plan[1], hint + probe) <= wanted else 0
+                before = 1 if probe < left and entry(numbers[0], numbers[1], hint + probe) <= wanted else 0
                 passed = cuda.syncthreads_count(before)
                 ahead = (passed - 1) * step if passed > 0 else 0
                 hint += ahead
                 left = min(step, left - ahead)
         if thread < here:
-            row = mapped(first + thread, plan, hint)
+            row = mapped(first + thread, numbers, hint)
             if by_index and row < 0:
                 fail()
             found[thread] = row
@@ -180,7 +180,7 @@ SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 
 @lru_cache
 def pairs_kernel(helper: str, kind: str, add: bool, dtype: str, step_dtype: str, wide: str, width: int) -> Any:
-    """kernel(table, plan, count, rows): target[map(i)] = or, with `add`, += row i of the source, `rows` rows a block.
+    """kernel(table, numbers, count, rows): target[map(i)] = or, with `add`, += row i of the source; `rows` a block.
 
     The table is that of `move_kernel`, target first, `words` in elements.
     """
@@ -188,20 +188,20 @@ def pairs_kernel(helper: str, kind: str, add: bool, dtype: str, step_dtype: str,
     store = store_values(dtype, wide, width)
     size, step_size = SIZES[dtype], SIZES[step_dtype]
     by_index = kind == "index"
-    mapped, right = row_map(kind), plan_is_right(kind)
+    mapped, right = row_map(kind), map_is_right(kind)
     fail = fault(f"cp_fast {helper}: {INDEX_RULE if by_index else LENGTHS_RULE}")
 
     @cuda.jit
-    def kernel(table, plan, count, rows):
+    def kernel(table, numbers, count, rows):
         found = cuda.shared.array(THREADS, int64)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
-        if cuda.blockIdx.y == 0 and not right(plan, block * THREADS + thread, cuda.gridDim.x * THREADS):
+        if cuda.blockIdx.y == 0 and not right(numbers, block * THREADS + thread, cuda.gridDim.x * THREADS):
             fail()
         first = block * rows
         here = min(rows, count - first)
         if thread < here:
-            row = mapped(first + thread, plan, -1)
+            row = mapped(first + thread, numbers, -1)
             if by_index and row < 0:
                 fail()
             found[thread] = row
@@ -254,8 +254,8 @@ PIECES = THREADS  # Pairs of a row and a head in a block.
 def weigh_kernel(
     helper: str, kind: str, final: bool, dtype: str, step_dtype: str, lse_dtype: str, lse_step_dtype: str, width: int
 ) -> Any:
-    """kernel(plan, count, out, step, lse, lse_step): `count` rows of a step into an accumulator, PIECES pairs of a row
-    and a head a block. Step row i goes to row map(i).
+    """kernel(numbers, count, out, step, lse, lse_step): `count` rows of a step into an accumulator, PIECES pairs of a
+    row and a head a block. Step row i goes to row map(i).
 
     out, step: (address, row stride, head stride) in bytes; out also (heads, dim, log of lanes), dim 0 for none.
     lse, lse_step: (address, sequence stride, head stride, row stride) in bytes, and columns for a padded one, else 0.
@@ -269,12 +269,12 @@ def weigh_kernel(
     store_lse = store_values(lse_dtype, wide, 1)
     size, step_size = SIZES[dtype], SIZES[step_dtype]
     by_lengths, by_index, by_half = kind not in ("span", "index"), kind == "index", kind == "half"
-    mapped, key, right = row_map(kind), row_key(kind), plan_is_right(kind)
+    mapped, key, right = row_map(kind), row_key(kind), map_is_right(kind)
     fail = fault(f"cp_fast {helper}: {INDEX_RULE if by_index else LENGTHS_RULE}")
     zero, one, empty = real(0.0), real(1.0), real(-math.inf)
 
     @cuda.jit
-    def kernel(plan, count, out, step, lse, lse_step):
+    def kernel(numbers, count, out, step, lse, lse_step):
         targets = cuda.shared.array(PIECES, int64)  # By row of the block.
         sequences = cuda.shared.array(PIECES, int64)
         starts = cuda.shared.array(PIECES, int64)
@@ -282,7 +282,7 @@ def weigh_kernel(
         added = cuda.shared.array(PIECES, real)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
-        if not right(plan, block * THREADS + thread, cuda.gridDim.x * THREADS):
+        if not right(numbers, block * THREADS + thread, cuda.gridDim.x * THREADS):
             fail()
         heads = out[3]
         first = block * PIECES
@@ -291,12 +291,12 @@ def weigh_kernel(
         rows = divide(first + here - 1, heads) - first_row + 1
         if thread < rows:
             i = first_row + thread
-            target, sequence, start = mapped(i, plan, -1), 0, 0
+            target, sequence, start = mapped(i, numbers, -1), 0, 0
             if by_index and target < 0:
                 fail()
             if by_lengths and lse[4] > 0 and target >= 0:
-                sequence = find(plan[0], plan[1], plan[2], key(i, plan))
-                start = entry(plan[0], plan[1], sequence)
+                sequence = find(numbers[0], numbers[1], numbers[2], key(i, numbers))
+                start = entry(numbers[0], numbers[1], sequence)
             targets[thread] = target
             sequences[thread] = sequence
             starts[thread] = start
@@ -386,16 +386,16 @@ def weigh_kernel(
 
 @lru_cache
 def indices_kernel(helper: str, kind: str, size: int) -> Any:
-    """kernel(out, plan, count): the row of every row of the part, in integers of `size` bytes."""
-    store, mapped, right = store_int(size), row_map(kind), plan_is_right(kind)
+    """kernel(out, numbers, count): the row of every row of the part, in integers of `size` bytes."""
+    store, mapped, right = store_int(size), row_map(kind), map_is_right(kind)
     fail = fault(f"cp_fast {helper}: {LENGTHS_RULE}")
 
     @cuda.jit
-    def kernel(out, plan, count):
+    def kernel(out, numbers, count):
         i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
-        if not right(plan, i, cuda.gridDim.x * cuda.blockDim.x):
+        if not right(numbers, i, cuda.gridDim.x * cuda.blockDim.x):
             fail()
         if i < count:
-            store(out + size * i, mapped(i, plan, -1))
+            store(out + size * i, mapped(i, numbers, -1))
 
     return kernel

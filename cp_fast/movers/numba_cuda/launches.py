@@ -25,16 +25,16 @@ from cp_fast.movers.numba_cuda.memory import SIMULATED
 
 __all__ = [
     "Folded",
+    "KernelRowMap",
     "Move",
     "NumbaMovers",
-    "Plan",
     "fold",
+    "kernel_row_map",
     "launch",
     "log_lanes",
     "move",
     "moves_of",
     "pairs_",
-    "plan_of",
     "quiet",
     "rows_per_block",
     "table_of",
@@ -177,7 +177,7 @@ def rows_per_block(row: int) -> int:
     return min(max(BLOCK_BYTES // row, 1), THREADS)
 
 
-# ---- plans
+# ---- row maps
 #
 # The arguments of a mover's launch: the target of each row (see `row_rules`), and the tensors to move.
 
@@ -185,7 +185,7 @@ def rows_per_block(row: int) -> int:
 MOST_MOVES = 16  # In one launch: arguments are 4 KB at most.
 
 
-class Plan(NamedTuple):
+class KernelRowMap(NamedTuple):
     """A row map as kernels take it: `kind` for the compiler, 8 `numbers` for the launch (see `row_rules`)."""
 
     helper: str
@@ -194,17 +194,17 @@ class Plan(NamedTuple):
     numbers: tuple[int, ...]
 
 
-def plan_of(helper: str, rows: Rows | RowRule, tokens: int, tail: bool = False) -> Plan:
+def kernel_row_map(helper: str, rows: Rows | RowRule, tokens: int, tail: bool = False) -> KernelRowMap:
     """`rows` of a tensor of `tokens` rows; whether its tail goes along. `helper`: the name for rows that are given."""
     if isinstance(rows, slice):
         start, stop, _ = rows.indices(tokens)
-        return Plan(helper, "span", max(stop - start, 0), (0, 0, 0, 0, 0, tokens, start, 0))
+        return KernelRowMap(helper, "span", max(stop - start, 0), (0, 0, 0, 0, 0, tokens, start, 0))
     if isinstance(rows, torch.Tensor):
-        return Plan(helper, "index", len(rows), (*_array(rows), 0, 0, 0, tokens, 0, 0))
+        return KernelRowMap(helper, "index", len(rows), (*_array(rows), 0, 0, 0, tokens, 0, 0))
     real = (0, 0) if rows.real is None else _array(rows.real)
     b = int(tail) if rows.kind == "half" else rows.b
     numbers = *_array(rows.lengths), len(rows.lengths) - 1, *real, tokens, rows.a, b
-    return Plan(rows.helper, rows.kind, rows.count(tokens), numbers)
+    return KernelRowMap(rows.helper, rows.kind, rows.count(tokens), numbers)
 
 
 def _array(x: torch.Tensor) -> tuple[int, int]:
@@ -213,17 +213,17 @@ def _array(x: torch.Tensor) -> tuple[int, int]:
     return x.data_ptr(), int(x.dtype == torch.int64)
 
 
-def move(plan: Plan, scatter: bool, moves: Sequence[Move], device: torch.device) -> None:
+def move(row_map: KernelRowMap, scatter: bool, moves: Sequence[Move], device: torch.device) -> None:
     """Move the rows of every tensor."""
-    if not moves or not plan.count:
+    if not moves or not row_map.count:
         return
     size = word_size(moves)
-    kernel: Callable[..., Any] = move_kernel(plan.helper, plan.kind, scatter, size)
+    kernel: Callable[..., Any] = move_kernel(row_map.helper, row_map.kind, scatter, size)
     for at in range(0, len(moves), MOST_MOVES):
         some = moves[at : at + MOST_MOVES]
         rows = rows_per_block(max(one.heads * one.piece for one in some))
-        arguments = table_of(some, size), plan.numbers, plan.count, rows
-        launch(kernel, device, -(-plan.count // rows), *arguments, layers=len(some))
+        arguments = table_of(some, size), row_map.numbers, row_map.count, rows
+        launch(kernel, device, -(-row_map.count // rows), *arguments, layers=len(some))
 
 
 # ---- arguments of additions and merges
@@ -257,11 +257,11 @@ class PairMove(NamedTuple):
     dim: int  # in elements
 
 
-def pairs_(plan: Plan, add: bool, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def pairs_(row_map: KernelRowMap, add: bool, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Each (target, source): one launch for all of the same dtypes."""
     groups: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, source in pairs:
-        if target.numel() and source.numel() and plan.count:
+        if target.numel() and source.numel() and row_map.count:
             groups.setdefault((DTYPES[target.dtype], DTYPES[source.dtype]), []).append((target, source))
     for dtypes, group in groups.items():
         rows: list[PairMove] = []
@@ -277,20 +277,20 @@ def pairs_(plan: Plan, add: bool, pairs: Sequence[tuple[torch.Tensor, torch.Tens
                 strides = row * size, step_row * step_size, folded.heads, head * size, step_head * step_size
                 rows.append(PairMove(to, of, *strides, folded.dim))
         width = _width(ends, elements)
-        kernel = pairs_kernel(plan.helper, plan.kind, add, *dtypes, _wide(*dtypes), width)
+        kernel = pairs_kernel(row_map.helper, row_map.kind, add, *dtypes, _wide(*dtypes), width)
         table = [number for row in rows for number in (*row, log_lanes(-(-row.dim // width)), 0)]
         assert len(table) == FIELDS * len(rows)
         block = rows_per_block(max(row.heads * row.dim for row in rows) * group[0][0].element_size())
-        arguments = tuple(table), plan.numbers, plan.count, block
-        launch(kernel, group[0][0].device, -(-plan.count // block), *arguments, layers=len(rows))
+        arguments = tuple(table), row_map.numbers, row_map.count, block
+        launch(kernel, group[0][0].device, -(-row_map.count // block), *arguments, layers=len(rows))
 
 
 def weigh_(
-    plan: Plan, final: bool, out: torch.Tensor, step: torch.Tensor, lse: torch.Tensor, lse_step: torch.Tensor
+    row_map: KernelRowMap, final: bool, out: torch.Tensor, step: torch.Tensor, lse: torch.Tensor, lse_step: torch.Tensor
 ) -> None:
     """`weigh_kernel`; out and step [t, h, d], d 0 for LSEs alone."""
     heads = lse.shape[-2]
-    if not plan.count or not heads or not lse.numel():
+    if not row_map.count or not heads or not lse.numel():
         return
     dtypes, width, dim = ("f32", "f32"), 4, 0
     target = source = (0, 0, 0)
@@ -301,11 +301,13 @@ def weigh_(
         target, source = (
             (x.data_ptr(), x.stride(0) * x.element_size(), x.stride(1) * x.element_size()) for x in (out, step)
         )
-    kernel = weigh_kernel(plan.helper, plan.kind, final, *dtypes, DTYPES[lse.dtype], DTYPES[lse_step.dtype], width)
-    blocks = -(-plan.count * heads // PIECES)
+    kernel = weigh_kernel(
+        row_map.helper, row_map.kind, final, *dtypes, DTYPES[lse.dtype], DTYPES[lse_step.dtype], width
+    )
+    blocks = -(-row_map.count * heads // PIECES)
     target = (*target, heads, dim, log_lanes(-(-dim // width)))
     ends = target, source, _lse_end(lse), _lse_end(lse_step)
-    launch(kernel, lse.device, blocks, plan.numbers, plan.count, *ends)
+    launch(kernel, lse.device, blocks, row_map.numbers, row_map.count, *ends)
 
 
 def _lse_end(lse: torch.Tensor) -> tuple[int, int, int, int, int]:
@@ -326,20 +328,20 @@ class NumbaMovers:
     name = "numba"
 
     def row_indices(self, rows: RowRule, tokens: int) -> torch.Tensor:
-        plan = plan_of(rows.helper, rows, tokens, tail=True)
-        out = rows.lengths.new_empty(plan.count)
-        if plan.count:
-            kernel = indices_kernel(plan.helper, plan.kind, out.element_size())
-            launch(kernel, out.device, -(-plan.count // THREADS), out.data_ptr(), plan.numbers, plan.count)
+        row_map = kernel_row_map(rows.helper, rows, tokens, tail=True)
+        out = rows.lengths.new_empty(row_map.count)
+        if row_map.count:
+            kernel = indices_kernel(row_map.helper, row_map.kind, out.element_size())
+            launch(kernel, out.device, -(-row_map.count // THREADS), out.data_ptr(), row_map.numbers, row_map.count)
         return out
 
     def gather(self, xs: Sequence[torch.Tensor], rows: Rows | RowRule) -> list[torch.Tensor]:
         if isinstance(rows, slice):
             return [x[rows] for x in xs]
-        plan = plan_of("gather", rows, xs[0].shape[0], tail=True)
-        outs = [x.new_empty(plan.count, *x.shape[1:]) for x in xs]
+        row_map = kernel_row_map("gather", rows, xs[0].shape[0], tail=True)
+        outs = [x.new_empty(row_map.count, *x.shape[1:]) for x in xs]
         moves = [m for x, out in zip(xs, outs, strict=True) if out.numel() for m in moves_of(x, out)]
-        move(plan, False, moves, xs[0].device)
+        move(row_map, False, moves, xs[0].device)
         return outs
 
     def scatter_(
@@ -347,26 +349,26 @@ class NumbaMovers:
     ) -> None:
         if not outs:
             return
-        plan, pairs = plan_of("scatter_", rows, outs[0].shape[0]), list(zip(outs, xs, strict=True))
+        row_map, pairs = kernel_row_map("scatter_", rows, outs[0].shape[0]), list(zip(outs, xs, strict=True))
         same = [] if add else [(out, x) for out, x in pairs if out.dtype == x.dtype]
-        move(plan, True, [m for out, x in same if x.numel() for m in moves_of(x, out)], outs[0].device)
-        pairs_(plan, add, pairs if add else [(out, x) for out, x in pairs if out.dtype != x.dtype])
+        move(row_map, True, [m for out, x in same if x.numel() for m in moves_of(x, out)], outs[0].device)
+        pairs_(row_map, add, pairs if add else [(out, x) for out, x in pairs if out.dtype != x.dtype])
 
     def gather_heads(
         self, xs: Sequence[torch.Tensor], rows: Rows, first_heads: Sequence[int], heads: Sequence[int]
     ) -> list[torch.Tensor]:
-        plan, parts = plan_of("gather_heads", rows, xs[0].shape[0]), len(first_heads) // len(xs)
-        outs = [x.new_empty(parts, plan.count, n, *x.shape[2:]) for x, n in zip(xs, heads, strict=True)]
+        row_map, parts = kernel_row_map("gather_heads", rows, xs[0].shape[0]), len(first_heads) // len(xs)
+        outs = [x.new_empty(parts, row_map.count, n, *x.shape[2:]) for x, n in zip(xs, heads, strict=True)]
         moves = [m for x, out, n in _heads(xs, outs, first_heads) for m in moves_of(x[:, n : n + out.shape[1]], out)]
-        move(plan, False, moves, xs[0].device)
+        move(row_map, False, moves, xs[0].device)
         return outs
 
     def scatter_heads_(
         self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows, first_heads: Sequence[int]
     ) -> None:
-        plan = plan_of("scatter_heads_", rows, outs[0].shape[0])
+        row_map = kernel_row_map("scatter_heads_", rows, outs[0].shape[0])
         moves = [m for out, x, n in _heads(outs, xs, first_heads) for m in moves_of(x, out[:, n : n + x.shape[1]])]
-        move(plan, True, moves, outs[0].device)
+        move(row_map, True, moves, outs[0].device)
 
     def merge_(
         self,
@@ -377,7 +379,7 @@ class NumbaMovers:
         rows: Rows | RowRule,
         final: bool = False,
     ) -> None:
-        weigh_(plan_of("merge_", rows, out.shape[0]), final, out, out_step, lse, lse_step)
+        weigh_(kernel_row_map("merge_", rows, out.shape[0]), final, out, out_step, lse, lse_step)
 
 
 def _heads(

@@ -3,7 +3,7 @@
 # (kernels are compiled by Numba: their types are not Python's)
 """The target of each row, computed on the device: the kinds of `cp_fast.movers.mover_protocol` in Numba.
 
-A plan is 8 integers, the same for every kind of map, so that kernels have one signature:
+A map is 8 numbers, integers, the same for every kind, so that kernels have one signature:
 
     data, wide      address of the cumulative lengths or of the row index; 1 if they have 64 bits
     sequences       how many there are
@@ -29,7 +29,7 @@ from cp_fast.movers.row_arithmetic import row_arithmetic
 __all__ = [
     "entry",
     "find",
-    "plan_is_right",
+    "map_is_right",
     "row_key",
     "row_map",
 ]
@@ -119,13 +119,13 @@ def _inside(row, tokens):
 
 
 @cuda.jit(device=True)
-def _span(i, plan, hint):
-    return plan[6] + i
+def _span(i, numbers, hint):
+    return numbers[6] + i
 
 
 @cuda.jit(device=True)
-def _index(i, plan, hint):
-    return _inside(entry(plan[0], plan[1], i), plan[5])
+def _index(i, numbers, hint):
+    return _inside(entry(numbers[0], numbers[1], i), numbers[5])
 
 
 @cuda.jit(device=True)
@@ -138,7 +138,7 @@ _keys, _rows = row_arithmetic(divide, _choose, cuda.jit(device=True))
 
 @lru_cache
 def row_map(kind: str) -> Callable[..., Any]:
-    """A device function map(i, plan, hint). The hint is a sequence at or before that of row i, or -1."""
+    """A device function map(i, numbers, hint). The hint is a sequence at or before that of row i, or -1."""
     if kind in ("span", "index"):
         return _span if kind == "span" else _index
     key, row, halves, has_real, unpads = (
@@ -150,60 +150,64 @@ def row_map(kind: str) -> Callable[..., Any]:
     )
 
     @cuda.jit(device=True)
-    def mapped(i, plan, hint):
-        data, wide, sequences, tokens = plan[0], plan[1], plan[2], plan[5]
-        s = find_near(data, wide, sequences, key(i, tokens, plan[6]), hint)
+    def mapped(i, numbers, hint):
+        data, wide, sequences, tokens = numbers[0], numbers[1], numbers[2], numbers[5]
+        s = find_near(data, wide, sequences, key(i, tokens, numbers[6]), hint)
         if s < 0:
             return -1
         tail = s == sequences
-        if halves and tail and plan[7] == 0:
+        if halves and tail and numbers[7] == 0:
             return -1
-        end = plan[6] if unpads else tokens
+        end = numbers[6] if unpads else tokens
         start, stop = entry(data, wide, s), end if tail else entry(data, wide, s + 1)
         first, last = start, stop
         if has_real:
-            first, last = entry(plan[3], plan[4], s), tokens if tail else entry(plan[3], plan[4], s + 1)
-        return _inside(row(i, start, stop, tail, first, last, tokens, plan[6], plan[7]), tokens)
+            first, last = entry(numbers[3], numbers[4], s), tokens if tail else entry(numbers[3], numbers[4], s + 1)
+        return _inside(row(i, start, stop, tail, first, last, tokens, numbers[6], numbers[7]), tokens)
 
     return mapped
 
 
 @lru_cache
 def row_key(kind: str) -> Callable[..., Any]:
-    """A device function key(i, plan): row i searches for this number in the lengths. It rises with i, except at a
+    """A device function key(i, numbers): row i searches for this number in the lengths. It rises with i, except at a
     slice's end.
     """
     key = _keys.get(kind, _keys["valid"])
 
     @cuda.jit(device=True)
-    def of_plan(i, plan):
-        return key(i, plan[5], plan[6])
+    def of_numbers(i, numbers):
+        return key(i, numbers[5], numbers[6])
 
-    return of_plan
+    return of_numbers
 
 
 @lru_cache
-def plan_is_right(kind: str) -> Callable[..., Any]:
-    """A device function right(plan, thread, threads): whether this thread's share of the lengths obeys all rules."""
+def map_is_right(kind: str) -> Callable[..., Any]:
+    """A device function right(numbers, thread, threads): whether this thread's share of the lengths obeys all rules."""
     if kind in ("span", "index"):
         return _always
     chunked, halves = kind in ("slice", "rank_order", "sequence_order"), kind in ("half", "in_half")
     has_real, unpads, from_zero = kind in ("valid", "unpad"), kind == "unpad", int(kind != "valid")
 
     @cuda.jit(device=True)
-    def right(plan, thread, threads):
-        divisor = 2 * plan[6] if chunked else (2 if halves else 1)
-        tail_divisor = plan[6] if chunked else 1
-        end = plan[6] if unpads else plan[5]
-        if not lengths_are_right(plan[0], plan[1], plan[2], divisor, tail_divisor, end, from_zero, thread, threads):
+    def right(numbers, thread, threads):
+        divisor = 2 * numbers[6] if chunked else (2 if halves else 1)
+        tail_divisor = numbers[6] if chunked else 1
+        end = numbers[6] if unpads else numbers[5]
+        if not lengths_are_right(
+            numbers[0], numbers[1], numbers[2], divisor, tail_divisor, end, from_zero, thread, threads
+        ):
             return False
-        if has_real and not real_lengths_are_right(plan[3], plan[4], plan[0], plan[1], plan[2], thread, threads):
+        if has_real and not real_lengths_are_right(
+            numbers[3], numbers[4], numbers[0], numbers[1], numbers[2], thread, threads
+        ):
             return False
-        return not unpads or lengths_are_right(plan[3], plan[4], plan[2], 1, 1, plan[5], 1, thread, threads)
+        return not unpads or lengths_are_right(numbers[3], numbers[4], numbers[2], 1, 1, numbers[5], 1, thread, threads)
 
     return right
 
 
 @cuda.jit(device=True)
-def _always(plan, thread, threads):
+def _always(numbers, thread, threads):
     return True

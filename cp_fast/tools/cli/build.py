@@ -191,7 +191,7 @@ def _classes(problem: Problem) -> Iterator[LaunchClass]:
     kv, own = problem.heads_kv, problem.window_size
     for one in candidates(problem, domain=8):
         for rank in range(problem.cp_size) if not one.refused else ():
-            for launch in compiled(one.problem, rank).plan.forward.of(Launch):
+            for launch in compiled(one.problem, rank).programs.forward.of(Launch):
                 of_q, of_kv = (view.heads[1] - view.heads[0] for view in launch.operands[:2])
                 heads = of_q * kv // of_kv, kv
                 sides = launch.batch.left, launch.batch.right

@@ -50,10 +50,10 @@ def is_gathered(view: View[Any]) -> bool:
 
 @dataclass(frozen=True)
 class PassBytes:
-    """The sizes of one pass of a problem's plan. `wide`: in the dtype of sums, not in that of the inputs."""
+    """The sizes of one pass of a problem's programs. `wide`: in the dtype of sums, not in that of the inputs."""
 
     problem: Problem
-    plan: Program[Any]
+    program: Program[Any]
     tables: Tables
 
     @property
@@ -76,7 +76,7 @@ class PassBytes:
         """The rows of a view."""
         if view.rows is not None:
             return self.tables.count(view.rows)
-        spec = self.plan.buffers[view.buffer]
+        spec = self.program.buffers[view.buffer]
         if spec.rows is not None:
             return spec.rows
         batch = 1 if self.problem.qkv_format == "thd" else len(self.problem.sequences)
@@ -84,13 +84,13 @@ class PassBytes:
 
     def bytes(self, view: View[Any], *, wide: bool = False) -> int:
         """The bytes of a view, in all parts of its buffer."""
-        spec = self.plan.buffers[view.buffer]
+        spec = self.program.buffers[view.buffer]
         heads = max(spec.parts, 1) * (view.heads[1] - view.heads[0])
         return self.rows(view) * heads * self.row(spec.kind, wide=wide)
 
     def whole(self, number: int) -> View[Any]:
         """All of a buffer."""
-        return View(number, None, self.plan.buffers[number].all_heads)
+        return View(number, None, self.program.buffers[number].all_heads)
 
     def has_all_rows(self, view: View[Any]) -> bool:
         """Whether a view has all rows of its buffer."""
@@ -127,7 +127,7 @@ class StepCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class RankCounts:
-    """Both passes of one rank, and the plan that was counted."""
+    """Both passes of one rank, and the programs that were counted."""
 
     forward: tuple[StepCounts, ...]
     backward: tuple[StepCounts, ...]
@@ -158,27 +158,29 @@ def count_rank(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None 
     """
     draft = compiled(problem, rank, head_chunks)
     if may_have_low_precision(problem):
-        draft = replace(draft, plan=replace(draft.plan, backward=_low_precision(draft.plan.backward)))
-    passes = draft.plan.forward, draft.plan.backward
-    forward, backward = (_counted(PassBytes(problem, plan, draft.tables)) for plan in passes)
+        draft = replace(draft, programs=replace(draft.programs, backward=_low_precision(draft.programs.backward)))
+    passes = draft.programs.forward, draft.programs.backward
+    forward, backward = (_counted(PassBytes(problem, program, draft.tables)) for program in passes)
     return RankCounts(forward, backward, draft)
 
 
-def _low_precision(plan: Program[Any]) -> Program[Any]:
+def _low_precision(program: Program[Any]) -> Program[Any]:
     """The backward pass with gradients from single launches in the inputs' dtype. If a rank sends such gradients in a
     step, those that arrive in this step count as such too, since all ranks do the same.
     """
-    sent = of_one_launch(plan)
-    steps = {one.step for one in plan.of(Send) if one.source.buffer in sent}
-    received = {one.buffer for one in plan.of(Recv) if one.step in steps and plan.buffers[one.buffer].role == "partial"}
-    return in_input_dtype(plan, sent | received)
+    sent = of_one_launch(program)
+    steps = {one.step for one in program.of(Send) if one.source.buffer in sent}
+    received = {
+        one.buffer for one in program.of(Recv) if one.step in steps and program.buffers[one.buffer].role == "partial"
+    }
+    return in_input_dtype(program, sent | received)
 
 
 def _counted(sizes: PassBytes) -> tuple[StepCounts, ...]:
     """The steps of one pass."""
-    steps = [_Step(sizes) for _ in range(sizes.plan.steps)]
+    steps = [_StepCounter(sizes) for _ in range(sizes.program.steps)]
     begun = set[int]()  # Sums with a partial result.
-    for one in sizes.plan.instructions:
+    for one in sizes.program.instructions:
         if isinstance(one, Send):
             steps[one.step].send(one)
         elif isinstance(one, Recv):
@@ -194,7 +196,7 @@ def _counted(sizes: PassBytes) -> tuple[StepCounts, ...]:
 
 
 @dataclass
-class _Step:
+class _StepCounter:
     sizes: PassBytes
     launches: list[LaunchCounts] = field(default_factory=list)
     sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -215,7 +217,7 @@ class _Step:
 
     def _message(self, buffer: int, rows: int) -> int:
         """Count the tensors of a message; returns its bytes."""
-        spec = self.sizes.plan.buffers[buffer]
+        spec = self.sizes.program.buffers[buffer]
         self.tensors += _TENSORS[spec.kind]
         return rows * (spec.heads[1] - spec.heads[0]) * self.sizes.row(spec.kind, wide=spec.dtype == "wide")
 
@@ -229,7 +231,7 @@ class _Step:
 
 
 def _copied(sizes: PassBytes, one: Copy[Any], begun: set[int]) -> int:
-    source, target = (sizes.plan.buffers[view.buffer] for view in (one.source, one.target))
+    source, target = (sizes.program.buffers[view.buffer] for view in (one.source, one.target))
     if target.role in ("message", "result") and one.source.rows is None and not source.parts:
         wide = source.role == "sum" and one.source.buffer in begun and source.dtype != target.dtype
         return sizes.bytes(one.target) + sizes.bytes(one.source, wide=True) if wide else 0
@@ -252,7 +254,7 @@ def _visible(q: Column, k: Column, left: int | None, right: int | None) -> int:
 
 # ---- peak memory
 #
-# The peak bytes of a rank above its inputs: its plan's buffers, each from the instruction that fills it to the one
+# The peak bytes of a rank above its inputs: its programs' buffers, each from the instruction that fills it to the one
 # that frees it.
 #
 # A launch's own memory counts too: the accumulators of a backward kernel, dq in float32, and with grouped heads dk and
@@ -271,12 +273,12 @@ def most_bytes(problem: Problem, counts: RankCounts) -> int:
     >>> most_bytes(alone, count_rank(alone, 0))  # out and lse, dq, dk, dv, and dq in float32
     832
     """
-    plan, tables = counts.draft.plan, counts.draft.tables
-    forward = _Memory(PassBytes(problem, plan.forward, tables))
+    programs, tables = counts.draft.programs, counts.draft.tables
+    forward = _Memory(PassBytes(problem, programs.forward, tables))
     forward.run()
-    out = forward.size_of(plan.forward.results["out"])
-    backward = _Memory(PassBytes(problem, plan.backward, tables))
-    for number, other in plan.kept:
+    out = forward.size_of(programs.forward.results["out"])
+    backward = _Memory(PassBytes(problem, programs.backward, tables))
+    for number, other in programs.kept:
         backward.hold(other, forward.size_of(number), shared=True)  # Autograd keeps it until the end of the pass.
     backward.run()
     return max(forward.peak, out + backward.peak)
@@ -297,9 +299,9 @@ class _Memory:
     peak: int = 0
 
     @property
-    def plan(self) -> Program[Any]:
+    def program(self) -> Program[Any]:
         """The pass."""
-        return self.sizes.plan
+        return self.sizes.program
 
     def size_of(self, number: int) -> int:
         """The current bytes of a buffer."""
@@ -333,13 +335,13 @@ class _Memory:
 
     def _full(self, number: int, *, wide: bool = False) -> int:
         """All bytes of a buffer."""
-        spec = self.plan.buffers[number]
+        spec = self.program.buffers[number]
         wide = wide or (spec.role != "sum" and spec.dtype == "wide")
         return self.sizes.bytes(self.sizes.whole(number), wide=wide)
 
     def run(self) -> None:
         """All instructions."""
-        instructions = self.plan.instructions
+        instructions = self.program.instructions
         for n, one in enumerate(instructions):
             following = instructions[n + 1] if n + 1 < len(instructions) else None
             if isinstance(one, Recv) and one.buffer not in self.memory:
@@ -356,7 +358,7 @@ class _Memory:
 
     def _copy(self, one: Copy[Any]) -> None:
         source, target = one.source.buffer, one.target.buffer
-        spec = self.plan.buffers[target]
+        spec = self.program.buffers[target]
         if target in self.memory:
             return
         same = source in self.memory and (source in self.wide) == (spec.dtype == "wide")
@@ -367,7 +369,7 @@ class _Memory:
 
     def _accumulate(self, one: Accumulate[Any]) -> None:
         source, target = one.source.buffer, one.target.buffer
-        part_is_wide = self.plan.buffers[source].dtype == "wide"
+        part_is_wide = self.program.buffers[source].dtype == "wide"
         if target not in self.memory:
             if self._covers(one.target) and source in self.memory:
                 self._share(target, source)
@@ -382,25 +384,25 @@ class _Memory:
 
     def _keeps_dtype(self, one: Accumulate[Any], *, part_is_wide: bool) -> bool:
         """Whether a sum in the inputs' dtype is not widened for this one."""
-        sums = self.plan.accumulations[one.target.buffer]
-        rounded = id(one) in sums.rounded and self.plan.buffers[one.target.buffer].dtype == "input"
+        sums = self.program.accumulations[one.target.buffer]
+        rounded = id(one) in sums.rounded and self.program.buffers[one.target.buffer].dtype == "input"
         return not part_is_wide if id(one) in sums.written else rounded
 
     def _covers(self, view: View[Any]) -> bool:
-        whole_heads = view.heads == self.plan.buffers[view.buffer].all_heads
+        whole_heads = view.heads == self.program.buffers[view.buffer].all_heads
         return not is_gathered(view) and whole_heads and self.sizes.has_all_rows(view)
 
     def _gathered(self, view: View[Any]) -> int:
         """The bytes of an operand that a launch copies: rows read by index; of a slice only the lse."""
         if view.rows is None or self._covers(view):
             return 0
-        kind, count = self.plan.buffers[view.buffer].kind, self.sizes.rows(view) * (view.heads[1] - view.heads[0])
+        kind, count = self.program.buffers[view.buffer].kind, self.sizes.rows(view) * (view.heads[1] - view.heads[0])
         return count * (self.sizes.row(kind) if is_gathered(view) else self.sizes.wide_item * (kind == "res"))
 
     def _launch(self, one: Launch[Any], free: tuple[int, ...]) -> None:
         gathered = sum(map(self._gathered, one.operands))
         self._add(gathered)
-        if self.plan.direction == "backward":
+        if self.program.direction == "backward":
             self._backward_launch(one, free, gathered)
         else:
             self.hold(one.results[0], self._full(one.results[0]))

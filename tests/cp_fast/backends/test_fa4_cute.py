@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cp_fast.backends.fa4.scores.launch_program import PlaceTables, ScoreProgram
-from cp_fast.backends.fa4.scores.score_tiles import Tile, Values, library
+from cp_fast.backends.fa4.scores.score_tiles import ScoreTile, Values, library
 from cp_fast.backends.fa4.scores.trace_scores import trace_scores
 from cp_ref.contract.scores import kept
 from tests.cp_fast.backends.test_fa4_scores import FUNCTIONS, places
@@ -43,7 +43,7 @@ def test_a_function_of_one_pair(name: str) -> None:
 
     def both(n: Any, scores: Any, grads: Any, heads: Any, given: Any) -> tuple[Any, Any]:
         aux = SimpleNamespace(tensors=given, scalars=(0,))
-        tile = Tile(program, [(n, heads[n])], [n], 0, seqlen, aux, rows_apart=True)
+        tile = ScoreTile(program, [(n, heads[n])], [n], 0, seqlen, aux, rows_apart=True)
         modified = Values(program.traced.modified, tile).at(0, 0, score=scores[n])
         return modified, Values(program.traced.pulled_back, tile).at(0, 0, score=scores[n], grad=grads[n])
 
@@ -74,7 +74,7 @@ def test_an_index_outside_gives_nan() -> None:
 
     def one(n: Any, given: Any) -> Any:
         aux = SimpleNamespace(tensors=given, scalars=(0,))
-        tile = Tile(program, [(n, cutlass.Int32(0))], [n], 0, seqlen, aux, rows_apart=True)
+        tile = ScoreTile(program, [(n, cutlass.Int32(0))], [n], 0, seqlen, aux, rows_apart=True)
         return Values(traced.modified, tile).at(0, 0, score=cutlass.Float32(0.5))
 
     @cute.jit
@@ -109,7 +109,7 @@ def test_a_tile_keeps_the_pairs_of_the_definition(*, aligned: bool, apart: bool)
         queries, columns = (far, near) if apart else (near, far)
         aux = SimpleNamespace(tensors=given, scalars=(5,))
         heads = [(one, cutlass.Int32(2)) for one in queries]
-        tile = Tile(program, heads, columns, cutlass.Int32(1), seqlen, aux, rows_apart=apart)
+        tile = ScoreTile(program, heads, columns, cutlass.Int32(1), seqlen, aux, rows_apart=apart)
         for (r, c), bit in tile.kept().items():
             out[queries[r], columns[c]] = cutlass.Float32(bit)
 

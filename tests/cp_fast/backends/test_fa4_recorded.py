@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cp_fast.backends.fa4.fa4_recorded import Launches, Step, in_little_memory
+from cp_fast.backends.fa4.fa4_recorded import Launches, RecordedCall, in_little_memory
 from cp_fast.passes import switched_off
 
 NAMES = ("x", "bias")
@@ -132,9 +132,9 @@ def test_what_nobody_else_holds_goes_when_no_kernel_needs_it_any_more() -> None:
 def test_a_fill_never_comes_between_two_kernels() -> None:
     """FlashAttention's large kernel starts early, while the one before it ends, and expects that one there."""
     recorded = [
-        Step(torch.empty, [], (), {}, 1),
-        Step(torch.zeros, [], (), {}, 2),
-        *(Step(ran, [], tuple(enumerate(its)), {}, -1) for ran, its in ((print, (0, 1)), (repr, (1, 2)))),
+        RecordedCall(torch.empty, [], (), {}, 1),
+        RecordedCall(torch.zeros, [], (), {}, 2),
+        *(RecordedCall(ran, [], tuple(enumerate(its)), {}, -1) for ran, its in ((print, (0, 1)), (repr, (1, 2)))),
     ]
     assert [one.call for one in in_little_memory(recorded, [0, 9, 9], 1, [2])] == [
         torch.zeros,

@@ -1,6 +1,6 @@
-"""Playing programs with names for values: no tensors, and nothing of how the plans were made.
+"""Playing programs with names for values: no tensors, and nothing of how the programs were made.
 
-The plans of all ranks run side by side on the host. A cell of a buffer holds the name of the row and head that lies
+The programs of all ranks run side by side on the host. A cell of a buffer holds the name of the row and head that lies
 there (-1: nothing). A cell of a result also counts, for every pair of the problem, how often it was computed into it.
 So what arrives at the owners in the end can be compared with what is visible, pair by pair.
 
@@ -41,13 +41,13 @@ InFlight = dict[tuple[int, int, int], list[tuple[str, Cells]]]  # kinds and cell
 
 
 def play(
-    work: Workload, plans: list[Programs[Rows]], sizes: tuple[int, int] | None = None, *, sink: bool = False
+    work: Workload, of_ranks: list[Programs[Rows]], sizes: tuple[int, int] | None = None, *, sink: bool = False
 ) -> None:
-    """Assert that the plans compute every visible pair once, and bring it to the owners of its query and its key.
+    """Assert that the programs compute every visible pair once, and bring it to the owners of its query and its key.
 
     `sizes`: rows of every rank's buffers of q and of k and v; as many as it owns by default.
     """
-    ranks = [_Rank(work, rank, plan, sizes, Pairs.of(work, sink=sink)) for rank, plan in enumerate(plans)]
+    ranks = [_Rank(work, rank, programs, sizes, Pairs.of(work, sink=sink)) for rank, programs in enumerate(of_ranks)]
     for direction in ("forward", "backward"):
         in_flight: InFlight = {}
         running = {rank.rank: rank.run(in_flight, direction) for rank in ranks}
@@ -65,7 +65,7 @@ def play(
 class _Rank:
     work: Workload
     rank: int
-    plan: Programs[Rows]
+    programs: Programs[Rows]
     sizes: tuple[int, int] | None
     pairs: Pairs
     held: dict[int, Cells] = field(default_factory=dict)
@@ -79,13 +79,13 @@ class _Rank:
 
     def run(self, in_flight: InFlight, direction: str) -> Iterator[None]:
         """Play one pass; hand over where a message is not there yet."""
-        self.pass_plan: Program[Rows] = getattr(self.plan, direction)
-        self.buffers = self.pass_plan.buffers
+        self.program: Program[Rows] = getattr(self.programs, direction)
+        self.buffers = self.program.buffers
         kinds = ("q", "kv") if direction == "forward" else ("do", "res")
-        saved = {there: Cells(self.kept[here].names) for here, there in self.plan.saved} if self.kept else {}
+        saved = {there: Cells(self.kept[here].names) for here, there in self.programs.saved} if self.kept else {}
         self.held = saved | {OWN[kind]: Cells(self._own(kind)) for kind in kinds}
         self.given, self.handed = {}, set()
-        for one in self.pass_plan.instructions:
+        for one in self.program.instructions:
             if isinstance(one, Send):
                 self._send(one, in_flight)
             elif isinstance(one, Recv):
@@ -105,9 +105,9 @@ class _Rank:
 
     def _end(self, direction: str) -> None:
         """Everything is at home, complete; nothing else is held but what is kept."""
-        needed = {here for here, _ in self.plan.saved} if direction == "forward" else set[int]()
-        there = set(self.held) - set(OWN.values()) - set(self.pass_plan.results.values())
-        if any(self.pass_plan.of(Free)):
+        needed = {here for here, _ in self.programs.saved} if direction == "forward" else set[int]()
+        there = set(self.held) - set(OWN.values()) - set(self.program.results.values())
+        if any(self.program.of(Free)):
             assert there == needed - set(OWN.values())
         self.kept = {number: self.held[number] for number in needed}
         for number in there & needed:
@@ -116,9 +116,9 @@ class _Rank:
         for number in there:
             self._check_given(number)
         for kind in ("out",) if direction == "forward" else ("dq", "dkv"):
-            number = self.pass_plan.results[kind]
+            number = self.program.results[kind]
             held = self.held.setdefault(number, self._nothing(number))
-            assert (held.names[: len(held.names) - self.plan.spare_rows] == self._own(kind)).all()
+            assert (held.names[: len(held.names) - self.programs.spare_rows] == self._own(kind)).all()
             self._check_whole(number)
 
     def _check_whole(self, number: int) -> None:
@@ -155,7 +155,7 @@ class _Rank:
     def _nothing(self, number: int) -> Cells:
         """A buffer that nothing was written to; of the rank's own rows the names are known."""
         spec = self.buffers[number]
-        spare = self.plan.spare_rows * (spec.role in ("operand", "sum", "result") and not spec.parts)
+        spare = self.programs.spare_rows * (spec.role in ("operand", "sum", "result") and not spec.parts)
         if spec.rows is None:
             names = np.pad(self._own(spec.kind)[:, slice(*spec.heads)], ((0, spare), (0, 0)), constant_values=-1)
         else:
@@ -178,7 +178,7 @@ class _Rank:
 
     def _put(self, into: Cells, rows: np.ndarray, heads: tuple[int, int], cells: Cells, spec: BufferSpec) -> None:
         """Add cells to others of the same names; what pads a table goes to the spare row, which nobody reads."""
-        spare = len(into.names) - self.plan.spare_rows * (spec.role in ("operand", "sum", "result"))
+        spare = len(into.names) - self.programs.spare_rows * (spec.role in ("operand", "sum", "result"))
         cells, rows = cells.of(np.flatnonzero(rows < spare)), rows[rows < spare]
         assert len(np.unique(rows)) == len(rows), "two rows are written to one"
         there = into.names[rows, slice(*heads)]
@@ -198,7 +198,7 @@ class _Rank:
         spec = self.buffers[one.source.buffer]
         cells = self._read(one.source) if one.part is None else self.held[one.source.buffer].of(one.part)
         if spec.role in ("own", "operand"):
-            assert self.plan.spare_rows or (cells.names >= 0).all(), f"nothing to send of {spec.kind}"
+            assert self.programs.spare_rows or (cells.names >= 0).all(), f"nothing to send of {spec.kind}"
         in_flight.setdefault((self.rank, one.peer, one.tag), []).append((spec.kind, cells))
         self.leaving.add(one.source.buffer)
 
@@ -246,7 +246,7 @@ class _Rank:
                 n = min(len(cells.names), len(rows))
                 cells, rows = cells.of(np.arange(n)), rows[:n]
             if into.counts is None:
-                used = rows[rows < len(into.names) - self.plan.spare_rows]
+                used = rows[rows < len(into.names) - self.programs.spare_rows]
                 assert (into.names[used, slice(*heads)] < 0).all(), "a cell is copied twice"
             else:
                 pairs = into.counts[..., :-1] if target.kind == "out" else into.counts  # a sink of nothing may be there
@@ -260,7 +260,7 @@ class _Rank:
         operands = [self._read(view).names for view in one.operands]
         kinds = ["q", "kv", "do", "res"][: len(operands)]
         assert [self.buffers[view.buffer].kind for view in one.operands] == kinds
-        results = self.pairs.of_launch(one, operands, padded=self.plan.spare_rows > 0)
+        results = self.pairs.of_launch(one, operands, padded=self.programs.spare_rows > 0)
         of_kind: dict[str, Any] = {"out": results[0], "dq": results[0], "dkv": results[1]}
         for number in one.results:
             self.held[number] = of_kind[self.buffers[number].kind]
@@ -279,7 +279,7 @@ class _Rank:
         given = self.given.setdefault(
             one.source.buffer, np.zeros(self.held[one.source.buffer].names.shape, dtype=np.int64)
         )
-        used = rows < len(into.names) - self.plan.spare_rows
+        used = rows < len(into.names) - self.programs.spare_rows
         given[_index(one.source.rows, len(given))[used], slice(*one.source.heads)] += 1
 
 

@@ -119,8 +119,8 @@ def test_no_launch_more_and_none_with_more_rows(problem: Problem) -> None:
         with planned_at(costs):
             schedule = planned(problem)
             verify(problem, schedule)
-            plans = [compiled(problem, rank).plan.forward for rank in range(problem.cp_size)]
-            launches = [list(plan.of(Launch)) for plan in plans]
+            passes = [compiled(problem, rank).programs.forward for rank in range(problem.cp_size)]
+            launches = [list(program.of(Launch)) for program in passes]
             found.append([(len(some), sum(one.q_rows.total for one in some)) for some in launches])
     for before, after in zip(*found, strict=True):
         assert after <= before

@@ -73,19 +73,23 @@ def check(case: Case, off: tuple[str, ...]) -> None:
         assert TIERS["logic"].check(impl, case, capabilities.device) == [], off
 
 
-def plans_of(problem: Problem, off: tuple[str, ...] = ()) -> Iterator[Any]:
-    """The ranks' plans and tables without these passes, but for what plans say of passes."""
+def programs_of(problem: Problem, off: tuple[str, ...] = ()) -> Iterator[Any]:
+    """The ranks' programs and tables without these passes, but for what programs say of passes."""
     for rank in range(problem.cp_size):
         with switched_off(*off):
             draft = compiled(problem, rank)
-        yield str(replace(draft.plan, skipped={})), draft.plan.saved, draft.tables.on_host(pinned=False).tolist()
+        yield (
+            str(replace(draft.programs, skipped={})),
+            draft.programs.saved,
+            draft.tables.on_host(pinned=False).tolist(),
+        )
 
 
 def check_each(case: Case) -> None:
     """With every pass off that changes a plan of this problem, and with all of them off."""
-    whole = list(plans_of(case.problem))
+    whole = list(programs_of(case.problem))
     for name in ALL:
-        if any(plan != before for plan, before in zip(plans_of(case.problem, (name,)), whole, strict=True)):
+        if any(programs != before for programs, before in zip(programs_of(case.problem, (name,)), whole, strict=True)):
             check(case, (name,))
     check(case, ALL)
 
@@ -127,8 +131,8 @@ def drafts() -> list[Draft]:
 def makers(off: tuple[str, ...] = ()) -> set[str]:
     """The passes that made instructions of the examples' plans."""
     with switched_off(*off):
-        plans = [plan for draft in drafts() for plan in (draft.plan.forward, draft.plan.backward)]
-    return {name for plan in plans for one in plan.instructions for name in one.made_by.split(", ")}
+        passes = [program for draft in drafts() for program in (draft.programs.forward, draft.programs.backward)]
+    return {name for program in passes for one in program.instructions for name in one.made_by.split(", ")}
 
 
 MAKERS = [one.name for one in PASSES if one.on in ("tiles", "instructions") and one.name != "low_precision_grads"]
@@ -154,9 +158,9 @@ def test_without_passes_a_plan_is_as_it_was_lowered() -> None:
     with switched_off(*ALL):
         found = drafts()
     for draft in found:
-        for plan in (draft.plan.forward, draft.plan.backward):
-            assert not any(plan.of(Free))
-            assert all(len(draft.tables.cumulative(one.batch.cu_q)) == 2 for one in plan.of(Launch))
+        for program in (draft.programs.forward, draft.programs.backward):
+            assert not any(program.of(Free))
+            assert all(len(draft.tables.cumulative(one.batch.cu_q)) == 2 for one in program.of(Launch))
 
 
 def test_heads_are_split_by_a_pass() -> None:
@@ -180,17 +184,17 @@ def test_a_batch_is_folded_into_heads_by_a_pass() -> None:
     heads = {}
     for off in ((), ("fold_batch",)):
         with switched_off(*off):
-            heads[off] = compiled(batch, 0).plan.forward.buffers[OWN["q"]].heads
+            heads[off] = compiled(batch, 0).programs.forward.buffers[OWN["q"]].heads
     assert heads == {(): (0, 8), ("fold_batch",): (0, 4)}
 
 
 def test_a_plan_says_which_passes_were_skipped_and_why() -> None:
     with switched_off("free_early"), patch.object(Problem, "position_free_scores", new=False):
-        plan = compiled(EXAMPLES[0], 0).plan
+        programs = compiled(EXAMPLES[0], 0).programs
     reasons = {one.name: "scores depend on positions" for one in PASSES if one.needs_position_free_scores}
-    assert plan.skipped == reasons | {"free_early": "it is switched off"}
-    assert "skipped fold_batch: scores depend on positions\n" in str(plan)
-    assert "skipped" not in str(compiled(EXAMPLES[0], 0).plan)
+    assert programs.skipped == reasons | {"free_early": "it is switched off"}
+    assert "skipped fold_batch: scores depend on positions\n" in str(programs)
+    assert "skipped" not in str(compiled(EXAMPLES[0], 0).programs)
 
 
 @settings(max_examples=examples(60))
@@ -229,9 +233,9 @@ def play_in_place(member: SimMember, comm: Any, lengths: list[int], layout: Any)
     return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))], plan.instructions
 
 
-def in_place(plan: Programs[Rows]) -> int:
+def in_place(programs: Programs[Rows]) -> int:
     """How many messages are received in rows of a buffer that a launch reads."""
-    return sum(one.made_by == "recv_in_place" for its in (plan.forward, plan.backward) for one in its.of(Recv))
+    return sum(one.made_by == "recv_in_place" for its in (programs.forward, programs.backward) for one in its.of(Recv))
 
 
 @pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
@@ -242,15 +246,15 @@ def test_the_bits_are_the_same_received_in_place(comm: Any, size: int, documents
     found = SimGroup(size).run(lambda member: play_in_place(member, comm, lengths, layout))
     with switched_off("recv_in_place"):
         expected = SimGroup(size).run(lambda member: play_in_place(member, comm, lengths, layout))
-    for (mine, plan), (its, plain) in zip(found, expected, strict=True):
+    for (mine, programs), (its, plain) in zip(found, expected, strict=True):
         assert all(map(torch.equal, mine, its))
         assert not in_place(plain)
-        assert in_place(plan) == 0 or "a2a" in comm
+        assert in_place(programs) == 0 or "a2a" in comm
         if comm == "a2a" and documents == "one":  # of q and of kv, and of do, from every peer
-            assert in_place(plan) == 3 * (size - 1)
-            assert len([*plain.forward.of(Copy)]) == len([*plan.forward.of(Copy)]) + 2
+            assert in_place(programs) == 3 * (size - 1)
+            assert len([*plain.forward.of(Copy)]) == len([*programs.forward.of(Copy)]) + 2
         if documents == "many":
-            assert in_place(plan) == 0 or layout == "contiguous"
+            assert in_place(programs) == 0 or layout == "contiguous"
 
 
 # ---- low_precision_grads

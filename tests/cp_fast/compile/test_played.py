@@ -59,23 +59,23 @@ def check(problem: Problem, *, fits: bool = True) -> None:
         ]
         for shares_keys in (0, 1)
     )
-    plans = [uploaded(draft) for draft in drafts]
-    for some in (plans, [uploaded(draft) for draft in sharing]):
+    uploads = [uploaded(draft) for draft in drafts]
+    for some in (uploads, [uploaded(draft) for draft in sharing]):
         play(work, some, sizes_of(packing.packed_problem), sink=sink)
-    for plan in plans if has_positions(problem) else ():
-        check_positions(plan, packing.packed_problem)
+    for programs in uploads if has_positions(problem) else ():
+        check_positions(programs, packing.packed_problem)
     if problem.qkv_format == "thd" and fits:
         unit = 2 * problem.cp_size
         most_q, most_kv = (-(-total // unit) * unit + unit for total in (problem.starts_q[-1], problem.starts_kv[-1]))
         room = Room(len(problem.sequences) + 1, most_q, most_kv, problem.cp_size)
         fitted: list[Programs[Rows]] = []
         for rank, draft in enumerate(drafts):
-            shape = Shape(optimized(draft, in_place=True).plan, draft.tables, problem, rank, room)
-            plan, tables = fit(draft, problem, shape)
-            fitted.append(linked(plan, tables.on_device(tables.on_host(pinned=False))))
+            shape = Shape(optimized(draft, in_place=True).programs, draft.tables, problem, rank, room)
+            programs, tables = fit(draft, problem, shape)
+            fitted.append(linked(programs, tables.on_device(tables.on_host(pinned=False))))
         play(work, fitted, (room.rows_q, room.rows_kv), sink=sink)
-        for plan in fitted:
-            check_positions(plan, problem)
+        for programs in fitted:
+            check_positions(programs, problem)
 
 
 def has_positions(problem: Problem) -> bool:
@@ -87,10 +87,10 @@ def has_positions(problem: Problem) -> bool:
     return True
 
 
-def check_positions(plan: Programs[Rows], problem: Problem) -> None:
+def check_positions(programs: Programs[Rows], problem: Problem) -> None:
     """Each launch knows the documents and positions of its rows, which `play` has compared with the rows it reads."""
-    tables = RowPositions(plan, problem, CPU)
-    for launch in (*plan.forward.of(Launch), *plan.backward.of(Launch)):
+    tables = RowPositions(programs, problem, CPU)
+    for launch in (*programs.forward.of(Launch), *programs.backward.of(Launch)):
         found = tables.of(launch)
         of_queries = [position_of(row, problem.starts_q) for row in rows_of(launch.q_rows)]
         of_keys = [position_of(row, problem.starts_kv) for row in rows_of(launch.kv_rows)]
@@ -101,11 +101,11 @@ def check_positions(plan: Programs[Rows], problem: Problem) -> None:
             [position + shifts[document] for document, position in of_queries],
             [position for _, position in of_keys],
         ]
-        if plan.spare_rows:  # then the tables have zeros behind the rows
+        if programs.spare_rows:  # then the tables have zeros behind the rows
             sizes = launch.batch.max_q, launch.batch.max_q, launch.batch.max_q, launch.batch.max_kv
             wanted = [some + [0] * (size - len(some)) for some, size in zip(wanted, sizes, strict=True)]
         assert [table.tolist() for table in found[:4]] == wanted
-        if plan.spare_rows:
+        if programs.spare_rows:
             assert found.segment_places is None
         else:
             places = segments_of(wanted, list(launch.batch.cu_q), list(launch.batch.cu_kv))
@@ -156,7 +156,9 @@ def test_areas(problem: Problem, off: set[str]) -> None:
         check(problem, fits=False)
 
 
-def random_plans(work: Workload, schedule: Schedule, rule: WindowRule, *, sink: bool = False) -> list[Programs[Rows]]:
+def random_programs(
+    work: Workload, schedule: Schedule, rule: WindowRule, *, sink: bool = False
+) -> list[Programs[Rows]]:
     steps = zip(schedule.forward, schedule.backward, strict=True)
     how: dict[str, Any] = {"sink": sink, "skipped": skipped()}
     return [uploaded(lower(work, rank, *both, schedule.saved, rule, **how)) for rank, both in enumerate(steps)]
@@ -175,7 +177,7 @@ def test_random_schedules(data: st.DataObject, large: int, sink: bool, off: set[
         work = data.draw(random_workloads())
     schedule = data.draw(random_schedules(work))
     with switched_off(*off):
-        play(work, random_plans(work, schedule, WindowRule(own, large), sink=sink), sink=sink)
+        play(work, random_programs(work, schedule, WindowRule(own, large), sink=sink), sink=sink)
 
 
 SAME = tuple(Sequence(n, n, n, n) for n in (16, 8))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from cp_fast.compile.buffers import Buffers, Operands, Sums, parcels_of
+from cp_fast.compile.buffers import Buffers, Operands, Sums, message_parts
 from cp_fast.compile.index_tables import Key, RowKey, Tables
 from cp_fast.compile.program import Heads, View
 from cp_fast.compile.row_spans import Placement, SpanSets
@@ -248,7 +248,7 @@ def test_accumulates(steps: list[Step], own: Spans, more: Spans, parts: list[tup
     """Every cell of a partial result goes into the next message that takes it along, or into a local sum; once."""
     buffers, tables, sets = Buffers(), Tables(), SpanSets()
     sums = Sums(buffers, tables, sets, {"out": Placement.packed(own), "dq": Placement.packed(own)}, sink=False)
-    messages = [[p for m in s.sends for p in parcels_of(m, sets)] for s in steps]
+    messages = [[p for m in s.sends for p in message_parts(m, sets)] for s in steps]
     pieces = [p.heads for parcels in messages for p in parcels]
     edges = {edge for heads in [*pieces, *(heads for heads, _ in parts)] for edge in heads}
     announced = sums.announce(messages, {kind: set(edges) for kind in ("out", "dq", "dkv")})

@@ -144,7 +144,7 @@ def launches_of(
     problem = Problem(1, (Sequence(*[length] * 4),), qkv_format="thd", areas=tuple(map(tuple, areas.tolist())))
     steps, saved = make_rank_schedule(problem, 0), saved_kinds(problem)
     draft = lowered(Packing(problem), 0, steps, saved, shares_keys=shares_keys)
-    forward = draft.plan.forward
+    forward = draft.programs.forward
     batches = [(one.step, one.batch) for one in forward.of(Launch)]
     return [
         [(len(draft.tables.cumulative(x.cu_q)) - 1, x.left, x.right) for at, x in batches if at == step]
@@ -235,6 +235,6 @@ def test_the_first_tokens_of_many_are_spread() -> None:
         areas = tuple(map(tuple, masks.first_tokens_and_window(rows, first, 512).tolist()))
         problem = Problem(1, (Sequence(*[rows] * 4),), qkv_format="thd", areas=areas)
         draft = compiled(problem, 0)
-        return len(draft.tables.cumulative(list(draft.plan.forward.of(Launch))[1].batch.cu_kv)) - 1
+        return len(draft.tables.cumulative(list(draft.programs.forward.of(Launch))[1].batch.cu_kv)) - 1
 
     assert [segments(8192, 64), segments(8192, 200), segments(8192, 512), segments(2048, 64)] == [4, 2, 1, 1]

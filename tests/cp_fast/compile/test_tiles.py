@@ -300,7 +300,7 @@ def test_the_work_for_stripes_does_not_grow_with_them(comm: str, window: int, mo
             draft = lower(work, 3, forward, backward, (), WindowRule((-1, 0), 2048))
         finally:
             sys.setprofile(None)
-        return calls, len(list(optimized(draft).plan.forward.of(Launch)))
+        return calls, len(list(optimized(draft).programs.forward.of(Launch)))
 
     planned(80)  # Caches of classes and functions are then full.
     (few, launches), (many, more) = planned(480), planned(960)

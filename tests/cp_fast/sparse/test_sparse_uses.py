@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_fast
 from cp_fast.backends import torch_sparse
 from cp_fast.checkpoint import save_attention
-from cp_fast.sparse.sparse_tables import SparsePlan
+from cp_fast.sparse.sparse_tables import SparseTables
 from cp_ref import SimGroup
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.simulator import SimMember
@@ -241,14 +241,14 @@ def test_only_rows_that_are_seen_travel() -> None:
         problem = Problem(2, sequences, "all_gather", 1, layout, "thd", "padding_causal", window)
         pairs, _ = seen(problem)
         for rank in range(2):
-            plan = SparsePlan(problem, rank, torch.device("cpu"))
+            plan = SparseTables(problem, rank, torch.device("cpu"))
             mine, own = plan.q.rows, plan.kv.rows
             wanted = set(pairs[mine].any(0).nonzero()[:, 0].tolist()) - set(own.tolist())
             travel = plan.by_rows.kv
             assert sum(count for _, count, _ in travel.recvs) == len(wanted)
             assert travel.size == len(wanted) + len(own)
         if layout is table:
-            there = SparsePlan(problem, 1, torch.device("cpu")).by_rows.kv
+            there = SparseTables(problem, 1, torch.device("cpu")).by_rows.kv
             assert [(peer, count) for peer, count, _ in there.sends] == [(0, 3)]  # of the first document alone
 
 

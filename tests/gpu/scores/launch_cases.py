@@ -25,7 +25,7 @@ from cp_fast.backends.backend_protocol import (
 )
 from cp_ref.contract.scores import ScoreTensors, kept
 from cp_ref.schedules.problem import ScoreSpec
-from tests.gpu.scores.launch_oracle import Operands, Results, dense
+from tests.gpu.scores.launch_oracle import LaunchResults, Operands, dense
 
 __all__ = ["CASES", "Case", "run_case"]
 
@@ -150,12 +150,12 @@ def _positions(case: Case, lengths_q: list[int], lengths_kv: list[int], device: 
     )
 
 
-def launched(backend: Backend, problem: Problem) -> Results:
+def launched(backend: Backend, problem: Problem) -> LaunchResults:
     """Both passes of a launch, by a kernel library."""
     (q, k, v, dout, dlse), batch, options = problem
     out, lse, *_ = backend.forward(q, k, v, batch, options)
     grads = backend.backward(BackwardOperands(dout, q, k, v, out, lse, dlse), batch, options)
-    return Results(out, lse, *grads)
+    return LaunchResults(out, lse, *grads)
 
 
 def run_case(case: Case, backend: Backend | None = None) -> list[str]:
@@ -168,7 +168,7 @@ def run_case(case: Case, backend: Backend | None = None) -> list[str]:
     wrong = list[str]()
     for turn in range(3):  # The second is recorded, the third repeats it.
         found = launched(backend, problem)
-        for name, ours, exact, theirs in zip(Results._fields, found, wide, plain, strict=True):
+        for name, ours, exact, theirs in zip(LaunchResults._fields, found, wide, plain, strict=True):
             (largest, mean), (allowed, usual) = _errors(ours, exact), _errors(theirs, exact)
             line = f"{name}: largest {largest:.2e} mean {mean:.2e}; plain bf16 {allowed:.2e} {usual:.2e}"
             if turn == 0:

@@ -9,7 +9,7 @@ import torch
 from cp_fast.backends.backend_protocol import LaunchOptions, VarlenBatch
 from cp_ref.contract.scores import PairScores, ScorePlaces
 
-__all__ = ["Operands", "Results", "dense", "visible"]
+__all__ = ["LaunchResults", "Operands", "dense", "visible"]
 
 
 class Operands(NamedTuple):
@@ -26,7 +26,7 @@ class Operands(NamedTuple):
         return Operands(*(x.to(dtype) for x in self))
 
 
-class Results(NamedTuple):
+class LaunchResults(NamedTuple):
     """The results of both passes."""
 
     out: torch.Tensor
@@ -48,7 +48,7 @@ def visible(batch: VarlenBatch, s: int, device: torch.device) -> torch.Tensor:
     return seen
 
 
-def dense(operands: Operands, batch: VarlenBatch, options: LaunchOptions) -> Results:
+def dense(operands: Operands, batch: VarlenBatch, options: LaunchOptions) -> LaunchResults:
     """Both passes."""
     assert options.score_inputs is not None
     q, k, v = (x.detach().requires_grad_() for x in operands[:3])
@@ -60,7 +60,7 @@ def dense(operands: Operands, batch: VarlenBatch, options: LaunchOptions) -> Res
         lses.append(lse)
     out, lse = torch.cat(outs), torch.cat(lses, dim=1)
     grads = torch.autograd.grad([out, lse], [q, k, v], [operands.dout, operands.dlse.to(lse.dtype)])
-    return Results(out.detach(), lse.detach(), *grads)
+    return LaunchResults(out.detach(), lse.detach(), *grads)
 
 
 def _segment(

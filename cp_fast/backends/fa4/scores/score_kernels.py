@@ -25,7 +25,7 @@ import torch
 
 from cp_fast.backends.fa4.scores.expressions import FLOAT
 from cp_fast.backends.fa4.scores.launch_program import ScoreProgram
-from cp_fast.backends.fa4.scores.score_tiles import Tile, Values, constant, library, select
+from cp_fast.backends.fa4.scores.score_tiles import ScoreTile, Values, constant, library, select
 
 __all__ = [
     "backward_kernel",
@@ -69,7 +69,7 @@ def forward_kernel() -> type:
             group = self.qhead_per_kvhead if self.pack_gqa else 1
             rows = [_query(places[r, 0][0], head_idx, group) for r in range(_size(places, 0))]
             columns = [places[0, c][1] for c in range(_size(places, 1))]
-            tile = Tile(self.score_mod, rows, columns, batch_idx, seqlen, aux_data, rows_apart=True)
+            tile = ScoreTile(self.score_mod, rows, columns, batch_idx, seqlen, aux_data, rows_apart=True)
             _modify(tile, self.score_mod, layout_utils.reshape_acc_to_mn(acc_S), softmax_scale)
             if dropped is not None:
                 dropped.keep(tile)
@@ -194,7 +194,7 @@ def backward_kernel() -> type:
 
         def _tile(
             self, thr_mma: Any, batch_idx: Any, head_idx: Any, m_block: Any, n_block: Any, seqlen: Any, aux_data: Any
-        ) -> Tile:
+        ) -> ScoreTile:
             shape, start = (self.tile_m, self.tile_n), (m_block * self.tile_m, n_block * self.tile_n)
             if self.SdP_swapAB:
                 shape, start = shape[::-1], start[::-1]
@@ -203,7 +203,7 @@ def backward_kernel() -> type:
             rows = [(places[r, 0][query], head_idx) for r in range(_size(places, 0))]
             columns = [places[0, c][key] for c in range(_size(places, 1))]
             apart = not self.SdP_swapAB
-            return Tile(self.score_mod, rows, columns, batch_idx, seqlen, aux_data, rows_apart=apart)
+            return ScoreTile(self.score_mod, rows, columns, batch_idx, seqlen, aux_data, rows_apart=apart)
 
         def _rows_first(self, acc: Any) -> Any:
             return layout_utils.reshape_acc_to_mn(acc, transpose=self.SdP_swapAB)
@@ -228,7 +228,9 @@ def _query(row: Any, head: Any, group: int) -> tuple[Any, Any]:
     return query, head * group + (row - query * group)
 
 
-def _modify(tile: Tile, program: ScoreProgram, scores: Any, softmax_scale: Any, *, for_gradients: bool = False) -> None:
+def _modify(
+    tile: ScoreTile, program: ScoreProgram, scores: Any, softmax_scale: Any, *, for_gradients: bool = False
+) -> None:
     """Replace products of q and k by scores."""
     values = Values(program.traced.modified, tile)
     for r, c in tile.order:
@@ -247,7 +249,7 @@ class _Dropped:
         self._words: list[Any] = []
         self._numbers: dict[tuple[int, int], int] = {}
 
-    def keep(self, tile: Tile) -> None:
+    def keep(self, tile: ScoreTile) -> None:
         uint32 = library("cutlass").Uint32
         self.order = tile.order
         kept = tile.kept()

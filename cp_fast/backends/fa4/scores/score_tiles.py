@@ -17,7 +17,7 @@ from cp_fast.backends.fa4.scores.expressions import BOOL, FLOAT, INT, LONG, PAIR
 from cp_fast.backends.fa4.scores.launch_program import ScoreProgram
 
 __all__ = [
-    "Tile",
+    "ScoreTile",
     "Values",
     "constant",
     "launch_tensors",
@@ -198,7 +198,7 @@ def _product(a: Any, factor: int) -> tuple[Any, Any]:
 # ---- one tile
 
 
-class Tile:
+class ScoreTile:
     """The places of a tile's rows and columns, and the tensors of the launch.
 
     Args:
@@ -323,7 +323,7 @@ class Tile:
 class Values:
     """An expression's values in a tile."""
 
-    def __init__(self, expression: Expression, tile: Tile) -> None:
+    def __init__(self, expression: Expression, tile: ScoreTile) -> None:
         self._expression, self._tile, self._levels = expression, tile, expression.levels
         self._shared: dict[tuple[int, int, int], Any] = {}
 
