@@ -93,6 +93,24 @@ class AttentionSlices(Table):
         right = self.hi - (self.k_stop - self.q_stop)
         return np.where(self.hi >= UNBOUNDED, -1, right)
 
+    @property
+    def first_pair(self) -> tuple[int, int]:
+        """The first query row of the first one that sees anything, and the first key row that it sees."""
+        q, _, k, _ = (int(edge[0]) for edge in crop(*self.columns))
+        return q, max(k, q + int(self.lo[0]))
+
+    def common(self, other: AttentionSlices) -> AttentionSlices:
+        """What each one has in common with the one of `other` in its place: the pairs that are visible in both."""
+        later, earlier = np.maximum, np.minimum
+        return AttentionSlices(
+            later(self.q_start, other.q_start),
+            earlier(self.q_stop, other.q_stop),
+            later(self.k_start, other.k_start),
+            earlier(self.k_stop, other.k_stop),
+            later(self.lo, other.lo),
+            earlier(self.hi, other.hi),
+        )
+
     def __str__(self) -> str:
         return "".join(
             f"area q[{q0}:{q1}] k[{k0}:{k1}] band {_edge(lo)}:{_edge(hi)}\n" for q0, q1, k0, k1, lo, hi in self.rows()
@@ -173,8 +191,6 @@ def _triangle(first: Column, rows: Column) -> Column:
 
 WindowRow = tuple[int, int, int, int, int, int]  # q_start, q_stop, k_start, k_stop, left, right
 
-_AT_ONCE = 2**16  # pairs of attention slices that are compared at a time
-_ROUNDS = 4  # of cuts
 _FORM = "an int32 or int64 tensor [n, 6]: q_start, q_stop, k_start, k_stop, left, right"
 
 
@@ -229,123 +245,126 @@ def slices_of_windows(rows: tuple[WindowRow, ...] | Column) -> AttentionSlices:
     return AttentionSlices(q0, q1, k0, k1, lo, hi)
 
 
+def _refuse(table: Column, wrong: Any, rule: str) -> None:
+    """Raise ValueError for the first row that is wrong; `wrong` is bool [n]."""
+    if wrong.any():
+        n = int(np.flatnonzero(wrong)[0])
+        raise ValueError(f"areas[{n}] is {table[n].tolist()}; {rule}")
+
+
+# ---- slices that overlap
+#
+# Two attention slices overlap where a query sees a key in both. What two have in common is an attention slice too, from
+# the later start to the earlier stop on each side (`AttentionSlices.common`). So two overlap if, and only if, that one
+# has a visible pair.
+#
+# A million attention slices are half a million million twos, so `common_pair` asks this of a few. Straight cuts set
+# most attention slices apart from all others (`_not_set_apart`). Of the rest, those that meet first lie side by side
+# (`_side_by_side`).
+
+
+_AT_ONCE = 2**16  # twos that are compared at a time
+_ROUNDS = 4  # of cuts
+
+
 def common_pair(areas: AttentionSlices) -> tuple[int, int, int, int] | None:
-    """Two attention slices that have a visible pair in common, and the pair: (number, number, query row, key row); None
-    where all are disjoint.
+    """Two attention slices that overlap, and a pair that both have: (number, number, query row, key row); None where
+    no two overlap.
 
     >>> common_pair(slices_of_windows(((0, 4, 0, 4, -1, 0), (1, 4, 2, 5, -1, -1))))
     (0, 1, 2, 2)
     >>> common_pair(slices_of_windows(((0, 4, 0, 4, -1, 0), (0, 3, 1, 4, 0, -1)))) is None  # beside the diagonal
     True
     """
-    some = _inseparable(areas)
-    pairs_beside = _neighbours(areas.take(some))
-    while len(found := np.array(list(islice(pairs_beside, _AT_ONCE)), dtype=np.int64).reshape(-1, 2)):
-        if (shared := _first_shared(areas, np.sort(some[found], axis=1).T)) is not None:
-            return shared
+    rest = _not_set_apart(areas)
+    twos = _side_by_side(areas.take(rest))
+    while some := list(islice(twos, _AT_ONCE)):
+        one, other = np.sort(rest[np.array(some)], axis=1).T
+        common = areas.take(one).common(areas.take(other))
+        overlap = np.flatnonzero(common.pairs)
+        if len(overlap):
+            first = overlap[np.lexsort((other[overlap], one[overlap]))[:1]]
+            return int(one[first[0]]), int(other[first[0]]), *common.take(first).first_pair
     return None
 
 
-def _first_shared(areas: AttentionSlices, twos: Column) -> tuple[int, int, int, int] | None:
-    """The first two of these attention slices [2, n] that have a visible pair in common, and the pair; None where none
-    have.
-    """
-    one, other = areas.take(twos[0]), areas.take(twos[1])
-    shared = AttentionSlices(
-        *(
-            (np.minimum if name in ("q_stop", "k_stop", "hi") else np.maximum)(vars(one)[name], vars(other)[name])
-            for name in vars(one)
-        )
-    )
-    if not len(found := np.flatnonzero(shared.pairs)):
-        return None
-    n = found[np.lexsort(twos[::-1, found])[0]]
-    pair = shared.take(np.array([n]))
-    q, _, k, _ = (int(edge[0]) for edge in crop(*pair.columns))
-    return int(twos[0, n]), int(twos[1, n]), q, max(k, q + int(pair.lo[0]))
-
-
-def _inseparable(areas: AttentionSlices) -> Column:
-    """The numbers of attention slices that straight cuts do not set apart from all others. One that is set apart has no
-    pair in common with another. Cuts go between queries, between keys, and along the diagonals; then again inside the
-    parts. The attention slices of most masks are set apart by few rounds of cuts.
+def _not_set_apart(areas: AttentionSlices) -> Column:
+    """The numbers of attention slices that straight cuts do not set apart from all others. Cuts go between queries,
+    between keys, and along the diagonals; then again inside the parts that they leave.
 
         a a | b b       between keys                   a b b b       along a diagonal: a causal attention slice and
         a a | b b                                      a a b b       what lies above it
     """
-    sides = [
-        (areas.q_start, areas.q_stop),
-        (areas.k_start, areas.k_stop),
-        (
-            np.maximum(areas.lo, areas.k_start - areas.q_stop + 1),
-            np.minimum(areas.hi, areas.k_stop - 1 - areas.q_start) + 1,
-        ),
-    ]
-    part, left = np.zeros(len(areas), dtype=np.int64), np.arange(len(areas))
-    for start, stop in sides * _ROUNDS:
-        part = _cut(part, start[left], stop[left])
-        together = np.bincount(part)[part] > 1
-        part, left = part[together], left[together]
-    return left
+    diagonals = Spans(
+        np.maximum(areas.lo, areas.k_start - areas.q_stop + 1),
+        np.minimum(areas.hi, areas.k_stop - 1 - areas.q_start) + 1,
+    )
+    rest, part = np.arange(len(areas)), np.zeros(len(areas), dtype=np.int64)
+    for spans in (areas.queries, areas.keys, diagonals) * _ROUNDS:
+        part = _cut(part, Spans(spans.start[rest], spans.stop[rest]))
+        several = np.bincount(part)[part] > 1
+        rest, part = rest[several], part[several]
+    return rest
 
 
-def _cut(part: Column, start: Column, stop: Column) -> Column:
-    """The number of the part that each span is in when parts are cut wherever no span of theirs is."""
+def _cut(part: Column, spans: Spans) -> Column:
+    """The number of the part that each span is in, if each part is cut wherever none of its spans lies.
+
+    >>> _cut(np.array([0, 0, 0, 1]), Spans(np.array([0, 5, 2, 0]), np.array([3, 7, 4, 9]))).tolist()
+    [0, 1, 0, 2]
+    """
+    start, stop = spans
     if not len(part):
         return part
     least, most = int(start.min()), int(stop.max())
-    if (most - least) * (int(part.max()) + 1) > FURTHEST:  # Then places among all edges are small numbers.
+    if (most - least) * (int(part.max()) + 1) > FURTHEST:  # then the numbers of the edges, which are small
         edges = np.unique(np.concatenate([start, stop]))
         least, most, start, stop = 0, len(edges), np.searchsorted(edges, start), np.searchsorted(edges, stop)
-    shift = part * (most - least)  # Parts follow one another.
-    start, stop = start + shift, stop + shift
-    if not bool((start[1:] >= start[:-1]).all()):
-        order = np.argsort(start)
-        start, stop = start[order], stop[order]
-    else:
-        order = slice(None)
+    after_the_last = part * (most - least)
+    start, stop = start + after_the_last, stop + after_the_last
+    order = slice(None) if bool((start[1:] >= start[:-1]).all()) else np.argsort(start)
+    reached = np.maximum.accumulate(stop[order])
     found = np.empty_like(part)
-    found[order] = np.cumsum(np.append(False, start[1:] >= np.maximum.accumulate(stop)[:-1]))
+    found[order] = np.cumsum(np.append(False, start[order][1:] >= reached[:-1]))
     return found
 
 
-def _neighbours(areas: AttentionSlices) -> Iterator[tuple[int, int]]:
-    """The pairs of attention slices that become neighbours in the order of their keys, as rows begin and end: few of
-    all pairs of attention slices. If any two attention slices have a pair in common, two of these have.
+def _side_by_side(areas: AttentionSlices) -> Iterator[tuple[int, int]]:
+    """The twos that lie side by side in some row: a line sweeps over the rows, and knows the attention slices that it
+    crosses, in the order of their keys.
 
-    Each attention slice sees one stretch of keys in each row from its first to its last; from row to row, each end of
-    the stretch stays or moves on by one. So no stretch can pass another without meeting it. Up to the first row in
-    which two meet, all keep their order, and those two are neighbours.
+    In each row an attention slice sees one stretch of keys. From row to row each end of it stays or moves on by one. So
+    no stretch can pass another without meeting it: until two meet, the order never changes, and the two that meet first
+    are side by side. They were so since one of them began, or since what lay between them ended.
 
-        a a a . b b b .       a and b are neighbours, b and c; a and c, if apart from b, are from each other
+        a a a . b b b .       a and b are side by side, b and c; a and c are not, as b sets them apart
         . a a a . b b c
     """
     k_start, lo = areas.k_start.tolist(), areas.lo.tolist()
-    row = np.append(areas.q_stop, areas.q_start)  # Leave before a row, then enter with it.
-    order: list[int] = []
-    count, events = len(areas), np.argsort(row, kind="stable")
-    for event, at in zip(events.tolist(), row[events].tolist(), strict=True):
-        begins, area = divmod(event, count)
-        here = at - 1 + begins
 
-        def first(n: int, here: int = here) -> int:
-            """The first key that an attention slice sees in this row."""
-            return max(k_start[n], here + lo[n])
+    def first_key(number: int, row: int) -> int:
+        return max(k_start[number], row + lo[number])
 
-        place = bisect_left(order, first(area), key=first)
+    crossed: list[int] = []
+    for row, begins, number in _ends(areas.queries):
+        at = bisect_left(crossed, first_key(number, row), key=lambda other, row=row: first_key(other, row))
         if begins:
-            yield from ((area, other) for other in order[max(place - 1, 0) : place + 1])
-            order.insert(place, area)
+            yield from ((number, other) for other in crossed[max(at - 1, 0) : at + 1])
+            crossed.insert(at, number)
             continue
-        if order[place : place + 1] != [area]:  # Where two have met, their order means nothing.
-            place = order.index(area)
-        del order[place]
-        if 0 < place < len(order):
-            yield order[place - 1], order[place]
+        if crossed[at : at + 1] != [number]:  # two have met, and their order means nothing any more
+            at = crossed.index(number)
+        del crossed[at]
+        if 0 < at < len(crossed):
+            yield crossed[at - 1], crossed[at]
 
 
-def _refuse(table: Column, wrong: Any, rule: str) -> None:
-    """Raise ValueError for the first row that is wrong; `wrong` is bool [n]."""
-    if wrong.any():
-        n = int(np.flatnonzero(wrong)[0])
-        raise ValueError(f"areas[{n}] is {table[n].tolist()}; {rule}")
+def _ends(spans: Spans) -> Iterator[tuple[int, bool, int]]:
+    """The ends of spans in the order of the rows: (row, whether it is the first or the last of a span, which span).
+    One that ends before a row comes before those that begin there.
+    """
+    count = len(spans)
+    ends = np.argsort(np.concatenate([spans.stop, spans.start]), kind="stable")
+    begins, number = ends >= count, ends % count
+    row = np.where(begins, spans.start[number], spans.stop[number] - 1)
+    return zip(row.tolist(), begins.tolist(), number.tolist(), strict=True)
