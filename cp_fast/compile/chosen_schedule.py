@@ -43,7 +43,7 @@ Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward
 # waits (`benchmarks/results/head_chunks_2x_h100.json`).
 #
 # The estimate is a formula: compiling every cut and counting its instructions would take longer than the plan itself.
-# It depends on the problem alone, so all ranks choose the same.
+# It depends on the problem alone, so all ranks choose the same. Documents that stay at home count as exchanged.
 
 
 def choose_head_chunks(problem: Problem) -> tuple[int, ...]:

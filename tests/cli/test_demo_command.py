@@ -52,7 +52,7 @@ def test_heads_are_spread_over_the_ranks() -> None:
     assert "this is query head 2." in said
     assert "│1:1 1:1 " in said  # rank 1 has that head and computes all of the document's pairs
     assert "0:1" not in said
-    assert "Query heads 0-1: rank 0; 2-3: rank 1. The tiles of a rank are of its heads." in said
+    assert "Query heads 0-1: rank 0; 2-3: rank 1. A rank has all heads of documents that stay on it." in said
     documents = int(said.split(" documents (")[0].split()[-1])
     rows = [line.split() for line in said.splitlines() if line.startswith("│    ")]
     assert [row[5] for row in rows if len(row) > 5][:2] == [str(documents)] * 2  # one tile for each, of half the heads

@@ -112,7 +112,7 @@ def test_the_picture_shows_one_head_and_says_who_has_the_others() -> None:
     assert "│2:1 2:1 " in said
     assert "0:1" not in said
     said = plan(*SMALL, "--cp-comm-type", "a2a+p2p")
-    assert "Query heads 0-3: ranks 0, 2; 4-7: ranks 1, 3. The tiles of a rank are of its heads." in said
+    assert "Query heads 0-3: ranks 0, 2; 4-7: ranks 1, 3. A rank has all heads of documents that stay on it." in said
     said = plan("--cp-comm-type", "a2a", "--cp-size", "8", "--seqlen", "64", "--heads-q", "8")
     assert "Query heads 0: rank 0; 1: rank 1; 2: rank 2; 3: rank 3; and so on." in said
     assert "Query heads" not in plan(*SMALL, "--cp-comm-type", "p2p")

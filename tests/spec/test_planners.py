@@ -25,7 +25,7 @@ from cp_ref.schedules.attention_slices import AttentionSlices, WindowRow, slices
 from cp_ref.schedules.balanced import balanced, pairs_before
 from cp_ref.schedules.ownership import Fragments, contiguous
 from cp_ref.schedules.planners.make_schedule import SCHEDULES, Planner, make_rank_schedule, make_schedule
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.ring_members import HOME_SHARE, RingMembers
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.problem import Sequence as Lengths
 from cp_ref.schedules.schedule import KINDS, Message, RankSchedule, Schedule
@@ -249,6 +249,52 @@ def test_documents_that_fit_on_one_rank_cost_no_message() -> None:
         2, (Sequence(8, 8, 8, 8),) * 2, qkv_format="thd", layout="contiguous", attn_mask_type="padding_causal"
     )
     assert verify(problem, make_schedule(problem)).sent_bytes == 0
+
+
+def test_documents_that_stay_at_home_exchange_no_heads() -> None:
+    """Each rank has a part of a long document and two short ones; rank 0 has one more, which is exchanged."""
+    packed: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "heads_q": 8, "heads_kv": 4}
+    for comm, ranks, size in (("a2a", 2, 2), ("a2a", 4, 4), ("a2a+p2p", 4, 2)):
+        long, short = Sequence(40, 40, 40, 40), Sequence(8, 8, 8, 8)
+        parts = tuple((rank, 0, rank * 40 // ranks, (rank + 1) * 40 // ranks) for rank in range(ranks))
+        pairs = tuple((n % ranks, n + 1, 0, 8) for n in range(2 * ranks))
+        alone = tuple(sorted((rank, n - 1, a, b) for rank, n, a, b in pairs))
+        problem = Problem(ranks, (short,) * 2 * ranks, comm, size, alone, **packed)
+        assert verify(problem, make_schedule(problem)).sent_bytes == 0
+        documents = long, *(short,) * (2 * ranks + 1)
+        mixed = tuple(sorted([*parts, *pairs, (0, 2 * ranks + 1, 0, 8)]))
+        problem = Problem(ranks, documents, comm, size, mixed, **packed)
+        schedule = make_schedule(problem)
+        assert [set(rank[0].tiles.area.tolist()) for rank in schedule.forward] == [
+            {n + 1 for n in range(2 * ranks) if n % ranks == rank} for rank in range(ranks)
+        ]
+        exchanged = {m.pieces.total for rank in schedule.forward for m in rank[0].sends if m.kind == "q"}
+        assert max(exchanged) == 40 // ranks + 8
+        chunked = make_schedule(problem, head_chunks=(1, 1)) if size == 2 else schedule
+        assert verify(problem, chunked).sent_bytes == verify(problem, schedule).sent_bytes > 0
+        assert [rank[0].tiles for rank in chunked.forward] == [rank[0].tiles for rank in schedule.forward]
+
+
+@settings(max_examples=examples(200))
+@given(problems())
+def test_slices_at_home_share_no_row_with_others_and_are_equal_work(problem: Problem) -> None:
+    members = RingMembers(problem.workload)
+    areas, owned = problem.workload.areas, problem.workload.ownership
+    numbers = [members.at_home.some, members.exchanged.some]
+    home, others = (set(range(len(areas))) if some is None else set(some.tolist()) for some in numbers)
+    assert home | others == set(range(len(areas)))
+    assert not home & others
+    rows = {side: {n: rank for rank, a, b, _ in owned.side(side).rows() for n in range(a, b)} for side in ("q", "kv")}
+    touched: dict[str, dict[bool, set[int]]] = {side: {True: set(), False: set()} for side in rows}
+    work = [0] * problem.cp_size
+    for area, q, k in visible_pairs(problem):
+        touched["q"][area in home].add(q)
+        touched["kv"][area in home].add(k)
+        if area in home:
+            assert rows["q"][q] == rows["kv"][k]
+            work[rows["q"][q]] += 1
+    assert not any(some[True] & some[False] for some in touched.values())
+    assert problem.areas is not None or max(work) - min(work) <= HOME_SHARE * problem.pairs / problem.cp_size
 
 
 # What `RingMembers` finds, by its definition: loops over attention slices, rows and keys.

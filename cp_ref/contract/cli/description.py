@@ -194,7 +194,7 @@ def heads_line(problem: Problem, head_chunks: Sequence[int] = ()) -> str:
     """The ranks of each range of query heads, if a schedule spreads heads over ranks; else empty.
 
     >>> heads_line(Problem(4, (), "a2a+p2p", 2, heads_q=4, heads_kv=2))
-    'Query heads 0-1: ranks 0, 2; 2-3: ranks 1, 3. The tiles of a rank are of its heads.'
+    'Query heads 0-1: ranks 0, 2; 2-3: ranks 1, 3. A rank has all heads of documents that stay on it.'
     """
     if problem.a2a_size == 1:
         return ""
@@ -207,7 +207,7 @@ def heads_line(problem: Problem, head_chunks: Sequence[int] = ()) -> str:
     more = "; and so on" if problem.a2a_size > _FEW_SHARES else ""
     chunks = ", ".join(map(str, head_chunks))
     cut = f" Head chunks of {chunks} kv heads of each rank go one by one." if chunks else ""
-    return f"Query heads {'; '.join(shares)}{more}. The tiles of a rank are of its heads.{cut}"
+    return f"Query heads {'; '.join(shares)}{more}. A rank has all heads of documents that stay on it.{cut}"
 
 
 def show_picture(

@@ -11,6 +11,10 @@ its heads. Attention then needs no merging inside the group, whatever the mask.
 `a2a` is one group of all ranks. `a2a+p2p` has cp_size / a2a_size groups: global rank = p2p_rank * a2a_size + a2a_rank,
 and the ranks with equal a2a_rank form a ring across the groups.
 
+A document that one rank has whole needs no exchange: the rank attends to it with all heads, while the rows of the other
+documents travel. As each rank attends to an equal share of what is exchanged, documents stay at home only as far as
+they are equal work for all ranks (`RingMembers.at_home`).
+
 Heads are exchanged all at once, or in head chunks (`head_chunks.py`): one chunk attends while the next chunk's rows
 arrive and the previous chunk's results return to their owners.
 
@@ -35,7 +39,7 @@ from cp_ref.schedules.ownership import Fragments
 from cp_ref.schedules.planners.p2p import RingRole, ring_schedules
 from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Workload
-from cp_ref.schedules.schedule import Heads, Message, Pieces, RankSchedule, Step, side_of, tag
+from cp_ref.schedules.schedule import Heads, Message, Pieces, RankSchedule, Step, Tiles, side_of, tag
 from cp_ref.schedules.table import Spans
 
 __all__ = [
@@ -59,7 +63,7 @@ def head_ranges(work: Workload, a2a_rank: int) -> tuple[Heads, Heads]:
 
 def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward schedule: exchange, ring across the groups (one step in `a2a`), exchange back."""
-    size, work = members.a2a_size, members.workload
+    size, work, home, members = members.a2a_size, members.workload, members.at_home, members.exchanged
     member, a2a_rank = divmod(rank, size)
     heads = [dict[str, Heads](zip(("q", "kv"), head_ranges(work, other), strict=True)) for other in range(size)]
 
@@ -88,9 +92,13 @@ def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSc
                 found.append(Message(kind, member * size + peer, tag(step, kind), some, complete))
         return tuple(found)
 
+    whole = Tiles.of_rows([])  # of documents at home: their keys are on no other rank
+    if len(home.areas):
+        whole = home.sees(rank, np.zeros(work.cp_size, dtype=int))[0].tiles((0, work.heads_q))
+
     def rows_for_heads(kinds: tuple[str, ...], step: int) -> Step:
-        """Own rows go to those that have their heads, and the peers' rows come."""
-        return Step(sends=messages(kinds, step, own_rows=True), recvs=messages(kinds, step, own_rows=False))
+        """Own rows go to those that have their heads, and the peers' rows come; meanwhile documents at home attend."""
+        return Step(messages(kinds, step, own_rows=True), messages(kinds, step, own_rows=False), whole)
 
     def results_home(kinds: tuple[str, ...], step: int) -> Step:
         """The other way: results of the peers' rows go to them, and those of the own rows come."""

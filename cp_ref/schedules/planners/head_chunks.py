@@ -13,7 +13,8 @@ the first heads attend while the rows of the next arrive, and the next attend wh
                                             step 3                attend 3:4    results 1:3
                                             step 4                              results 3:4
 
-A head chunk is the whole schedule for some of each rank's heads, whatever the rows. In a ring of a2a groups a chunk
+A head chunk is the whole schedule for some of each rank's heads, whatever the rows. Documents that stay at home attend
+in the first step, with all heads. In a ring of a2a groups a chunk
 attends in one step per group, and the next chunk's rows arrive in the last of these steps.
 
 The sizes of the chunks are a parameter of `make_schedule`. All heads at once is the default, which the reference takes:
@@ -60,10 +61,12 @@ def in_head_chunks(
     """
     if len(head_chunks) < 2:
         return rank_schedule
+    exchange = rank_schedule[0]._replace(tiles=Tiles.of_rows([]))
     steps = [Step()] * ((len(head_chunks) - 1) * every + len(rank_schedule))
     for n, heads in enumerate(pairwise(accumulate(head_chunks, initial=0))):
-        for number, step in enumerate(rank_schedule, n * every):
+        for number, step in enumerate([exchange, *rank_schedule[1:]], n * every):
             steps[number] = _together(steps[number], _of_heads(step, heads, n * every, heads_per_kv))
+    steps[0] = steps[0]._replace(tiles=rank_schedule[0].tiles)
     return tuple(steps)
 
 

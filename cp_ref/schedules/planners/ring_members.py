@@ -5,6 +5,8 @@ Planners ask `RingMembers` for
     sees, seen          the rectangles in which one ring member's queries see keys, or its keys are seen
     rows_seen_by        one ring member's key rows that some others see: what has to travel
     sends_directly      whether keys go straight to those that see them, and not round the ring
+    at_home, exchanged  the same for some attention slices alone: those that one rank can attend to by itself, and
+                        all others
 
 A ring member takes one place in a ring. It is a rank, or a group of `a2a_size` ranks where these exchange heads: each
 of them then holds the rows of the whole group for some of the heads. Under dual_chunk the rows of a group are two
@@ -17,7 +19,7 @@ chunks again:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -31,6 +33,7 @@ from cp_ref.schedules.schedule import Heads, Tiles
 from cp_ref.schedules.table import Column, Spans, Table, constant, in_blocks, ordered_by
 
 __all__ = [
+    "HOME_SHARE",
     "RingMembers",
     "SeenTiles",
     "spans_by",
@@ -82,6 +85,7 @@ class OwnedRows(Table):
         return OwnedRows(area, rows.rank[n], first, last)
 
 
+HOME_SHARE = 0.05  # of a rank's equal share of all pairs: by so much may ranks differ in the pairs that stay at home
 _KEPT = 4  # tables of `KeyBounds`, which are large: what one rank of a ring asks for
 
 
@@ -95,10 +99,15 @@ class KeyBounds(NamedTuple):
 
 
 class RingMembers:
-    """The ring members of a workload, their rows, and the keys that they see of each other."""
+    """The ring members of a workload, their rows, and the keys that they see of each other.
 
-    def __init__(self, workload: Workload) -> None:
-        self.workload, self.areas, self.a2a_size = workload, workload.areas, workload.a2a_size
+    Args:
+        some: the numbers of the attention slices that count, sorted; all of them if left out.
+    """
+
+    def __init__(self, workload: Workload, some: Column | None = None) -> None:
+        self.workload, self.a2a_size, self.some = workload, workload.a2a_size, some
+        self.areas = workload.areas if some is None else workload.areas.take(some)
         self.member_count = workload.cp_size // self.a2a_size
         self._bounds: dict[tuple[int, int], KeyBounds] = {}
 
@@ -106,7 +115,8 @@ class RingMembers:
         """The rectangles in which the queries of one ring member see keys, sorted into buckets by the ring member that
         has the keys: a table for bucket 0, for bucket 1, ...; `bucket_of[n]` is the bucket of ring member n.
         """
-        return _seen_tiles(self.areas, self.queries.take(self.queries.rank == member), self.keys, bucket_of)
+        found = _seen_tiles(self.areas, self.queries.take(self.queries.rank == member), self.keys, bucket_of)
+        return found if self.some is None else [replace(tiles, area=self.some[tiles.area]) for tiles in found]
 
     def seen(self, member: int, bucket_of: Column) -> list[SeenTiles]:
         """The rectangles in which queries see the keys of one ring member, sorted into buckets by the ring member that
@@ -139,7 +149,39 @@ class RingMembers:
         windowed = (self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)
         return bool(windowed.any()) or self._on_some_members
 
+    @cached_property
+    def at_home(self) -> RingMembers:
+        """The ranks as ring members, for the attention slices that need no exchange of heads."""
+        return RingMembers(replace(self.workload, a2a_size=1), np.flatnonzero(self._stays_home))
+
+    @cached_property
+    def exchanged(self) -> RingMembers:
+        """These ring members for all other attention slices."""
+        return RingMembers(self.workload, np.flatnonzero(~self._stays_home)) if self._stays_home.any() else self
+
     # ---- how it is found: whole columns at a time
+
+    @cached_property
+    def _stays_home(self) -> Column:
+        """Whether each attention slice stays at home: one rank has all its rows, and they are in no slice that is
+        exchanged. Each rank keeps its smallest slices, and its pairs of them are by `HOME_SHARE` more than another
+        rank's at the most.
+        """
+        areas, owned = self.areas, self.workload.ownership
+        rank, stays = _only_owner(areas.queries, owned.q)
+        if owned.kv is not owned.q or not all(map(np.array_equal, areas.queries, areas.keys)):
+            other, too = _only_owner(areas.keys, owned.kv)
+            stays &= too & (rank == other)
+        stays = _apart(areas, stays)
+        if not stays.any():
+            return stays
+        pairs = np.where(stays, areas.pairs, 0)
+        kept = np.bincount(rank, weights=pairs, minlength=self.workload.cp_size)
+        most = kept.min() + HOME_SHARE * float(areas.pairs.sum()) / self.workload.cp_size
+        order = np.lexsort((pairs, rank))  # by rank, the smallest first
+        before = (np.cumsum(kept) - kept)[rank[order]]  # pairs of lower ranks
+        stays[order] &= np.cumsum(pairs[order]) - before <= most
+        return _apart(areas, stays)
 
     @cached_property
     def queries(self) -> Fragments:
@@ -208,6 +250,27 @@ class RingMembers:
         start = np.full_like(stop, far)
         np.minimum.at(start.ravel(), cell, rows.start + areas.lo[rows.area])
         return KeyBounds(start, stop)
+
+
+def _only_owner(spans: Spans, rows: Fragments) -> tuple[Column, Column]:
+    """The rank that owns the first row of each span, and whether it owns all rows."""
+    rows = rows.sorted()
+    changes = np.append(0, np.cumsum(rows.rank[1:] != rows.rank[:-1]))
+    first, last = (np.searchsorted(rows.start, n, side="right") - 1 for n in (spans.start, spans.stop - 1))
+    return rows.rank[first], changes[first] == changes[last]
+
+
+def _apart(areas: AttentionSlices, some: Column) -> Column:
+    """Which of some attention slices share no row with one of the others."""
+    while some.any():
+        others = areas.take(~some)
+        meets = np.zeros(len(some), dtype=bool)
+        meets[areas.queries.meeting(others.queries.merged())[0]] = True
+        meets[areas.keys.meeting(others.keys.merged())[0]] = True
+        if not (some & meets).any():
+            break
+        some = some & ~meets
+    return some
 
 
 def _seen_tiles(areas: AttentionSlices, queries: Fragments, keys: Fragments, bucket_of: Column) -> list[SeenTiles]:
