@@ -104,7 +104,9 @@ def dpo_loss(of: Any) -> torch.Tensor:
 
 
 def kto_loss(of: Any) -> torch.Tensor:
-    """Each answer alone is good or bad, beside the mean of all of them."""
+    """Each answer alone is good or bad, beside the mean of all of them. (The paper takes the mean of answers to other
+    prompts, which would be further documents of the batch.)
+    """
     rewards = of.sums(of.log_probs() - of.others["reference"])
     base = rewards.mean().clamp(min=0).detach()
     good = torch.tensor([1.0, -1.0], device=rewards.device).repeat(len(rewards) // 2)

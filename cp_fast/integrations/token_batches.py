@@ -53,6 +53,7 @@ class CpBatch:
         self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
         self._plans: dict[Any, Plan] = {}
         self._rows: TokenRows | None = None  # that it was cut from
+        self.shape: torch.Size | None = None  # of this rank's input_ids, [b, s/cp], where `shard_batch` made it
         self._cut: Callable[[TokenRows, torch.Tensor], Parts] | None = None  # how they were cut
         self.image_rows: dict[str, tuple[torch.Tensor, int]] | None = None  # of images and videos: mine, and how many
         self.both_ways: BothWays | None = None  # tokens that see each other both ways
@@ -304,6 +305,7 @@ def shard_batch(
     ids, targets, positions, sequences = cut(rows, targets, cp, pad_token_id)
     sequences._rows = replace(rows, ids=rows.ids.to("meta"), targets=None, others={})
     sequences._cut = lambda rows, targets: cut(rows, targets, cp, 0)
+    sequences.shape = ids.shape
     positions = positions.clamp(max=max(rows.longest - 1, 0))  # padding's too: a model's table may end there
     made: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "cp_batch": sequences}
     if rows.targets is not None:

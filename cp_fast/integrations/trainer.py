@@ -66,10 +66,10 @@ class ContextParallelMixin(_Trainer):
     Raises:
         NotImplementedError: what would be wrong on a slice: compute_loss_func, a `compute_loss` that
         neither calls Trainer's nor reads "shift_labels" (a rank's labels are shifted already), label_smoothing_factor,
-        neftune_noise_alpha (its noise depends on the length), train_sampling_strategy "batch_rebalance", tensor
-        parallelism, DataParallel, accelerate's own context or sequence parallelism; what `prepare` refuses of the
-        model. ValueError: ranks that are not consecutive; average_tokens_across_devices is off, without which losses
-        are means of means.
+        neftune_noise_alpha (its noise depends on the length), train_sampling_strategy "batch_rebalance",
+        predict_with_generate of Seq2SeqTrainer, tensor parallelism, DataParallel, accelerate's own context or sequence
+        parallelism; what `prepare` refuses of the model. ValueError: ranks that are not consecutive;
+        average_tokens_across_devices is off, without which losses are means of means.
     """
 
     def __init__(self, *given: Any, cp: ContextParallel, **others: Any) -> None:
@@ -235,6 +235,11 @@ def _refuse_arguments(args: Any, others: dict[str, Any]) -> None:
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         raise NotImplementedError(
             f"train_sampling_strategy is 'batch_rebalance', by which every process of {where} gets another batch"
+        )
+    if getattr(args, "predict_with_generate", False):
+        raise NotImplementedError(
+            f"predict_with_generate is True, and metrics would get logits: {where} evaluates slices. Leave it off, or "
+            'generate in a loop of your own, after model.set_attn_implementation("sdpa")'
         )
     if not args.average_tokens_across_devices:
         raise ValueError("average_tokens_across_devices is False; ranks have different numbers of counted tokens")

@@ -94,6 +94,13 @@ class Edge:
             raise TypeError(f"{name} is given cp_batch={sequences!r}: call it with what shard_batch returns; {ALONE}")
         if by_place:
             raise TypeError(f"{name} is given {len(by_place)} arguments by place; give all by name: **shard_batch(...)")
+        for argument in ("input_ids", "inputs_embeds"):
+            x, shape = given.get(argument), sequences.shape
+            if isinstance(x, torch.Tensor) and shape is not None and x.shape[:2] != shape:
+                raise ValueError(
+                    f"{name} is given {argument} {list(x.shape)}, and a cp_batch of [b, s/cp] = {list(shape)}: call it "
+                    "with all that one shard_batch returned"
+                )
         if given.get("output_router_logits"):
             raise NotImplementedError(
                 "output_router_logits is True, which cp_fast does not support: a router's auxiliary loss is not a sum "

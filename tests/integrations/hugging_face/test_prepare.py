@@ -236,6 +236,10 @@ def test_calls_of_a_prepared_model() -> None:
         ({**part, "output_router_logits": True}, "output_router_logits is True"),
         ({**part, "logits_to_keep": 1}, "logits_to_keep is 1, .* tokens of a slice"),
         ({n: x for n, x in part.items() if n != "position_ids"}, "is given no position_ids"),
+        (
+            {**part, "cp_batch": ours.shard_batch({"input_ids": ids[:, :20]}, cp=cp)["cp_batch"]},
+            r"input_ids \[2, 24\], and a cp_batch of \[b, s/cp\] = \[2, 20\]: call it with all that one shard_batch",
+        ),
     ):
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=said):
             model(**given)

@@ -76,7 +76,8 @@ def test_what_trainer_refuses_and_what_is_refused_of_it() -> None:
 
     def said(member: Any, **odd: Any) -> str:
         how = {name: odd.pop(name) for name in ("compute_loss_func",) if name in odd}
-        args = transformers.TrainingArguments(output_dir="nowhere", use_cpu=True, report_to=[], **odd)
+        kind = "Seq2SeqTrainingArguments" if "predict_with_generate" in odd else "TrainingArguments"
+        args = getattr(transformers, kind)(output_dir="nowhere", use_cpu=True, report_to=[], **odd)
         with pytest.raises((NotImplementedError, ValueError)) as caught:
             CpTrainer(tiny("LlamaForSequenceClassification"), args, cp=cp_fast.ContextParallel(member), **how)
         return str(caught.value)
@@ -88,6 +89,7 @@ def test_what_trainer_refuses_and_what_is_refused_of_it() -> None:
         assert odd.startswith("compute_loss_func is batched, which")
         assert "Write a compute_loss that calls super" in odd
         assert "train_sampling_strategy is 'batch_rebalance'" in said(member, train_sampling_strategy="batch_rebalance")
+        assert "predict_with_generate is True, and metrics" in said(member, predict_with_generate=True)
         assert "average_tokens_across_devices is False" in said(member, average_tokens_across_devices=False)
         assert "LlamaForSequenceClassification has labels of whole sequences" in said(member)
 
