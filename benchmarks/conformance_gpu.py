@@ -10,14 +10,14 @@ Every problem of attention is played forward and backward in two tiers: `probes`
 `budget` (errors in units of plain PyTorch's). Kinds of problems, at cp 2, 3, 4 and 8 in bfloat16 and float16:
 
     anything   `conformance.problems.strategies`
-    layouts    these without attention slices, with more self-attention; of it half has a table of the user's for a
+    layouts    these without areas, with more self-attention; of it half has a table of the user's for a
                layout, where one can be
     areas      `tests.masks.problems`, every layout, of up to some 700 rows
     common_keys
                masks of blocks, of up to some 2,000 rows, whose launches have segments with common keys
     alibi, score_mod, dropout
-               cases without attention slices and windows, in bfloat16, each with this one score of places. A kind has
-               five parts with a class of kernels each (`benchmarks.parts.random_cases`): one process compiles them
+               cases without areas and windows, in bfloat16, each with this one score of places. A kind has five parts
+               with a class of kernels each (`benchmarks.parts.random_cases`): one process compiles them
     linear     `conformance.problems.linear`: linear attention and causal convolutions, in bfloat16, in the suite's
                tiers. Triton's tuners take their first configuration
     sparse     `conformance.problems.sparse`: attention to chosen keys, an indexer's choice and its loss, in bfloat16,

@@ -1,4 +1,4 @@
-"""Masks of several attention slices: context parallelism and FlexAttention against the rate of the dense causal kernel.
+"""Masks of several areas: context parallelism and FlexAttention against the rate of the dense causal kernel.
 
     python benchmarks/masks.py --gpus 2 --tokens 16384 --layouts dual_chunk,balanced --seconds 125 --out masks.csv
 
@@ -11,7 +11,7 @@ slowest GPU counts, and the median of the rounds is reported. Before that out, d
 written out with the whole mask, in float32; what differs has a row that says so, and no time.
 
 With `--peers` MagiAttention computes the same masks in the same turns (`parts/magi.py`), with its own placement of
-tokens; TransformerEngine refuses every mask of several attention slices, and has `causal` by `attention.py --peers`.
+tokens; TransformerEngine refuses every mask of several areas, and has `causal` by `attention.py --peers`.
 
 With fewer GPUs than ranks, ranks share a GPU: then results are compared, and no time is reported.
 
@@ -45,7 +45,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import cp_fast
 from cp_fast import masks
 from cp_fast.backends import BackwardOperands, LaunchOptions, VarlenBatch, by_name
-from cp_ref.schedules.attention_slices import AttentionSlices, slices_of_windows
+from cp_ref.schedules.attention_slices import Areas, areas_of_windows
 from cp_ref.schedules.problem import ScoreSpec
 
 if __package__:
@@ -309,8 +309,8 @@ def _ideal(job: Job, name: str, of_dense: float) -> float:
     return of_dense * int(_areas(job, name).pairs.sum()) / (job.rows * (job.rows + 1) / 2)
 
 
-def _areas(job: Job, name: str) -> AttentionSlices:
-    return slices_of_windows(tuple(map(tuple, MASKS[name][0](job.rows).tolist())))  # type: ignore[arg-type]
+def _areas(job: Job, name: str) -> Areas:
+    return areas_of_windows(tuple(map(tuple, MASKS[name][0](job.rows).tolist())))  # type: ignore[arg-type]
 
 
 def worker(rank: int, job: Job, folder: str, some: Contenders = contenders) -> None:

@@ -22,8 +22,8 @@ kernel     `tile(q, k, v, *, left, right, scale, softcap) -> (out, lse)`: one di
            differentiable by autograd in q, k and v, or neither.
 
 schedule   `attention`, with the signature and meaning of `cp_ref.attention`, on every rank; without a parameter called
-           `areas` it is played without attention slices, and without `alibi_slopes`, `score_mod` or `dropout_p` without
-           what these ask for. Beside it, any of
+           `areas` it is played without areas, and without `alibi_slopes`, `score_mod` or `dropout_p` without what these
+           ask for. Beside it, any of
            ContextParallel  without it `cp` is a `Context`, below
            supports         without it a problem is unsupported when `attention` raises Unsupported on every rank
            Unsupported      without it NotImplementedError

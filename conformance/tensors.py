@@ -53,7 +53,7 @@ __all__ = [
 
 
 class Scope(NamedTuple):
-    """Queries and keys that see each other, and none besides: a sequence, or with attention slices all real tokens."""
+    """Queries and keys that see each other, and none besides: a sequence, or with areas all real tokens."""
 
     rows: Any  # an index that takes them from q and out
     keys: Any  # from k and v
@@ -80,7 +80,7 @@ class DiagonalBand(NamedTuple):
 
     @staticmethod
     def of(problem: Problem, lengths: SequenceLengths) -> DiagonalBand:
-        """That of a sequence of a problem without attention slices, by its mask and window.
+        """That of a sequence of a problem without areas, by its mask and window.
 
         >>> one = SequenceLengths(7, 7, 8, 8)
         >>> DiagonalBand.of(Problem(2, (one,), attn_mask_type="padding_causal"), one)

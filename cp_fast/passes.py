@@ -55,12 +55,12 @@ PASSES = (
     Pass(
         "merge_adjacent",
         "tiles",
-        "makes touching tiles of an attention slice the rectangle around them, if that has no other rows and pairs",
+        "makes touching tiles of an area the rectangle around them, if that has no other rows and pairs",
     ),
     Pass(
         "merge_causal",
         "tiles",
-        "makes the own tiles of a causal attention slice (early x early, late x early, late x late) one causal square; "
+        "makes the own tiles of a causal area (early x early, late x early, late x late) one causal square; "
         "makes it and tiles that see what it hides rectangles, where common keys cost nothing; makes many rows that "
         "see a key more each one causal segment",
     ),
@@ -75,7 +75,7 @@ PASSES = (
     Pass(
         "factor_keys",
         "tiles",
-        "where attention slices share rows, or one has many segments that share keys: lets queries take the keys that "
+        "where areas share rows, or one has many segments that share keys: lets queries take the keys that "
         "they share together",
     ),
     Pass(

@@ -1,4 +1,4 @@
-"""Makers of attention slices, for `attention(..., areas=...)`: the same in both packages."""
+"""Makers of areas, for `attention(..., areas=...)`: the same in both packages."""
 
 from cp_ref.contract.foreign_masks import from_block_mask, from_magi
 from cp_ref.contract.masks import (

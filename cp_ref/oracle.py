@@ -1,7 +1,7 @@
 """Attention by its definition: the oracle for everything else.
 
-Global tensors, one sequence at a time (all at once where there are attention slices), the whole score matrix, float64.
-It knows no rank, no schedule and no tile, so none of their mistakes can hide in it; gradients come from autograd.
+Global tensors, one sequence at a time (all at once where there are areas), the whole score matrix, float64. It knows no
+rank, no schedule and no tile, so none of their mistakes can hide in it; gradients come from autograd.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cp_ref.contract.read_problem import check_offset, read_problem, read_sizes
 from cp_ref.contract.score_mod import with_digest
 from cp_ref.contract.scores import PairScores, ScorePlaces, ScoreTensors, read_scores
 from cp_ref.contract.tensors import lse_from_packed, to_format, to_packed
-from cp_ref.schedules.attention_slices import WindowRow
+from cp_ref.schedules.attention_slices import AreaRow
 from cp_ref.schedules.problem import Problem, Sequence
 
 __all__ = ["attend", "dense_attention", "inside_areas", "visible_in"]
@@ -77,7 +77,7 @@ def dense_attention(
 
 def _masks(problem: Problem, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Query rows int64 [n] and key rows int64 [m] of the packed tensors, and whether each pair is visible, bool [n, m].
-    One sequence at a time; with attention slices, which may reach across sequences, all real tokens at once.
+    One sequence at a time; with areas, which may reach across sequences, all real tokens at once.
     """
     lengths = zip(problem.sequences, problem.starts_q, problem.starts_kv, strict=False)
     tokens = [
@@ -114,9 +114,9 @@ def _slots(starts: tuple[int, ...], rows: torch.Tensor) -> tuple[torch.Tensor, t
     return document, rows - first[document]
 
 
-def inside_areas(areas: Iterable[WindowRow], i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-    """Which pairs of rows i [n, 1] and j [1, m] are in an attention slice, bool [n, m]: the definition, and on purpose
-    not the arithmetic of `cp_ref.schedules`.
+def inside_areas(areas: Iterable[AreaRow], i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    """Which pairs of rows i [n, 1] and j [1, m] are in an area, bool [n, m]: the definition, and on purpose not the
+    arithmetic of `cp_ref.schedules`.
     """
     visible = torch.zeros(i.shape[0], j.shape[1], dtype=torch.bool, device=i.device)
     for q_start, q_stop, k_start, k_stop, left, right in areas:

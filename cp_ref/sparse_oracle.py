@@ -35,7 +35,7 @@ class Document(NamedTuple):
 
 
 def documents_of(problem: Problem, device: torch.device | str = "cpu") -> Iterator[Document]:
-    """All documents of a problem, whose attention slices, if there are any, lie inside of documents.
+    """All documents of a problem, whose areas, if there are any, lie inside of documents.
 
     >>> from cp_ref.schedules.problem import Sequence
     >>> two = Problem(1, (Sequence(1, 1, 2, 2), Sequence(2, 2, 2, 2)), qkv_format="thd")

@@ -29,7 +29,7 @@ from benchmarks.parts.ranks import Commit, JsonOut, Schedules
 from benchmarks.parts.switches import switched
 from cp_fast.backends import LaunchOptions, VarlenBatch, by_name
 from cp_ref import SimGroup
-from cp_ref.schedules.attention_slices import slices_of_windows
+from cp_ref.schedules.attention_slices import areas_of_windows
 from cp_ref.schedules.problem import ScoreSpec
 
 _MOST = 1e-2  # Relative error of out.
@@ -113,9 +113,9 @@ def written_out(case: Case, x: dict[str, torch.Tensor], head: int) -> torch.Tens
 
 
 def areas_of(case: Case) -> list[tuple[int, ...]]:
-    """The attention slices with their diagonal bands: q0, q1, k0, k1, lo, hi."""
+    """The areas with their diagonal bands: q0, q1, k0, k1, lo, hi."""
     if case.areas is not None:
-        areas = slices_of_windows(tuple(map(tuple, case.areas(case.tokens).tolist())))  # type: ignore[arg-type]
+        areas = areas_of_windows(tuple(map(tuple, case.areas(case.tokens).tolist())))  # type: ignore[arg-type]
         columns = areas.q_start, areas.q_stop, areas.k_start, areas.k_stop, areas.lo, areas.hi
         return list(zip(*(x.tolist() for x in columns), strict=True))
     edges = case.cu_seqlens.tolist()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_ref.schedules.attention_slices import AttentionSlices
+from cp_ref.schedules.attention_slices import Areas
 
 __all__ = ["SETTINGS", "magi_way"]
 
@@ -30,7 +30,7 @@ Slices = Callable[[torch.Tensor], torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def magi_way(areas: AttentionSlices, tokens: int, sizes: tuple[int, int, int], scale: float) -> tuple[Slices, Attend]:
+def magi_way(areas: Areas, tokens: int, sizes: tuple[int, int, int], scale: float) -> tuple[Slices, Attend]:
     """How it cuts global tensors [t, h, d] into this rank's slices, and out of slices of q, k and v. Collective: over
     all processes. Raises ImportError where it is not installed.
 

@@ -64,9 +64,7 @@ def folded(case: Case) -> Case:
 
 
 def scaled(problem: Problem, times: int) -> Problem:
-    """The problem with this number of rows for each of its rows. Attention slices that share no pair share none then
-    either.
-    """
+    """The problem with this number of rows for each of its rows. Areas that share no pair share none then either."""
     sequences = tuple(
         Lengths(*(times * n for n in (s.len_q, s.len_kv, s.slots_q, s.slots_kv))) for s in problem.sequences
     )
@@ -82,7 +80,7 @@ def of_anything(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: 
 
 @st.composite
 def of_layouts(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: int) -> Case:
-    """Cases without attention slices, half of them of self-attention, half of which may have a table."""
+    """Cases without areas, half of them of self-attention, half of which may have a table."""
     capabilities = runner.capabilities()
     if draw(st.booleans()):
         lengths = tuple(choice for choice in capabilities.choices["lengths"] if choice != "cross")
@@ -97,7 +95,7 @@ def of_layouts(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: i
 
 @st.composite
 def of_areas(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: int) -> Case:
-    """Cases of a few attention slices, from a dozen rows to hundreds."""
+    """Cases of a few areas, from a dozen rows to hundreds."""
     problem = draw(problems_of_areas(cp_sizes, (*LAYOUTS, "balanced")))
     dims: dict[str, Any] = {"d_qk": 64, "d_v": 64, "softcap": 0.0, "dtype": draw(st.sampled_from(DTYPES))}
     problem = replace(scaled(problem, draw(st.sampled_from([1, 1, 7, 13]))), **dims)
@@ -127,9 +125,14 @@ def of_common_keys(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], par
     heads = draw(st.integers(1, 2)) * a2a
     sizes: dict[str, Any] = {"heads_q": group * heads, "heads_kv": heads, "d_qk": 128, "d_v": 128}
     layout, dtype = draw(st.sampled_from((*LAYOUTS, "balanced"))), draw(st.sampled_from(DTYPES))
-    slices = tuple(map(tuple, areas.tolist()))
+    rows_of_areas = tuple(map(tuple, areas.tolist()))
     problem = Problem(
-        *(size, (Lengths(*[rows] * 4),), comm, a2a), layout=layout, qkv_format="thd", areas=slices, dtype=dtype, **sizes
+        *(size, (Lengths(*[rows] * 4),), comm, a2a),
+        layout=layout,
+        qkv_format="thd",
+        areas=rows_of_areas,
+        dtype=dtype,
+        **sizes,
     )
     passes = (compiled(problem, rank).programs.forward for rank in range(size))
     assume(any(one.batch.places for program in passes for one in program.of(Launch)))

@@ -25,7 +25,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cp_ref.schedules.attention_slices import AttentionSlices
+from cp_ref.schedules.attention_slices import Areas
 from cp_ref.schedules.balanced import balanced, pairs_before
 from cp_ref.schedules.ownership import Fragments
 from cp_ref.schedules.table import Column
@@ -103,7 +103,7 @@ def main(
                 lengths = draw(kind, cp_size, generator)
                 starts = np.append(0, np.cumsum(np.array(lengths, dtype=np.int64)))
                 documents = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
-                areas = AttentionSlices.of_rows([(a, b, a, b, -(2**40), 0) for a, b in documents])
+                areas = Areas.of_rows([(a, b, a, b, -(2**40), 0) for a, b in documents])
                 began = time.process_time()
                 own = balanced(starts, np.diff(starts), areas, cp_size)
                 times.append((time.process_time() - began) * 1e3)

@@ -1,12 +1,11 @@
-"""How long attention slices take to read and to plan, where many share queries or keys.
+"""How long areas take to read and to plan, where many share queries or keys.
 
     python benchmarks/planning/planning_areas.py --commit "$(git rev-parse --short HEAD)" --out planning_areas.csv
 
-Attention slices are read as `make_plan` reads them; one rank of four is planned and lowered, p2p. Times are processor
-time of this thread in seconds, the least of --rounds; a machine that is shared makes them longer. "-" stands for what
-was not tried.
+Areas are read as `make_plan` reads them; one rank of four is planned and lowered, p2p. Times are processor time of this
+thread in seconds, the least of --rounds; a machine that is shared makes them longer. "-" stands for what was not tried.
 
-    nested    attention slice i: the first i blocks of queries, key block i
+    nested    area i: the first i blocks of queries, key block i
     holes     the same, with keys between the blocks that nobody sees
     prefixes  query block i, the first i blocks of keys
     sparse    every block of queries sees eight random blocks of keys
@@ -40,7 +39,7 @@ RANKS = PaperGroup(4, 1)
 
 
 def areas_of(case: str, count: int) -> torch.Tensor:
-    """The attention slices of a case, int64 [count, 6]."""
+    """The areas of a case, int64 [count, 6]."""
     i, zero = np.arange(count), np.zeros(count, dtype=np.int64)
     blocks = max(count // 8, 8)
     random = np.random.default_rng(0)

@@ -2,7 +2,7 @@
 
     suite                  MagiAttention
     a mask                 `magi_attn_varlen_key`; a window under a causal mask is (left, 0) without `causal`
-    attention slices       `magi_attn_flex_key`
+    areas       `magi_attn_flex_key`
     p2p                    its one way to send K and V ("group cast")
     bshd                   `squash_batch_dim`
 
@@ -40,7 +40,7 @@ from conformance.adapters.peers import (
     number_of_ranks,
     rank_in,
 )
-from cp_ref.schedules.attention_slices import AttentionSlices, slices_of_windows
+from cp_ref.schedules.attention_slices import Areas, areas_of_windows
 
 __all__ = [
     "MagiRange",
@@ -134,7 +134,7 @@ _USED_IN = {
 
 # ---- ranges
 #
-# Attention slices as MagiAttention has them: pairs of ranges, whose diagonals begin and end in their corners.
+# Areas as MagiAttention has them: pairs of ranges, whose diagonals begin and end in their corners.
 
 
 class MagiRange(NamedTuple):
@@ -147,16 +147,16 @@ class MagiRange(NamedTuple):
     mask_type: str
 
 
-def magi_ranges(slices: AttentionSlices) -> list[MagiRange]:
-    """The same visible pairs. An attention slice is cut where an edge of its diagonal band meets a side of its
-    rectangle: then each part's edge of the band goes through a corner, or hides nothing.
+def magi_ranges(areas: Areas) -> list[MagiRange]:
+    """The same visible pairs. An area is cut where an edge of its diagonal band meets a side of its rectangle: then
+    each part's edge of the band goes through a corner, or hides nothing.
 
-    >>> for part in magi_ranges(AttentionSlices.parse("area q[0:4] k[0:3] band 0:1")):
+    >>> for part in magi_ranges(Areas.parse("area q[0:4] k[0:3] band 0:1")):
     ...     print(*part)
     (0, 2) (0, 3) bi_causal
     (2, 3) (2, 3) inv_causal
     """
-    return [part for row in slices.rows() for part in _parts(*row)]
+    return [part for row in areas.rows() for part in _parts(*row)]
 
 
 def _parts(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> list[MagiRange]:
@@ -253,13 +253,13 @@ class MagiAttention(Peer):
         if tokens is not None and tokens < cp.size:
             return f"{self.supported.library}: {tokens} tokens: the number of chunks must be >= cp_size"
         if areas is not None and not len(areas):
-            return f"{self.supported.library}: no attention slice: the ranges are empty"
+            return f"{self.supported.library}: no area: the ranges are empty"
         return super().why_not(cp, sizes, dtype, device, arguments)
 
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cp: Any, areas: Any = None, **options: Any
     ) -> Any:
-        """`cp_ref.attention` in its words, attention slices too."""
+        """`cp_ref.attention` in its words, areas too."""
         return super().attention(q, k, v, cp=cp, **options, **({} if areas is None else {"areas": areas}))
 
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: Any, options: dict[str, Any]) -> Any:
@@ -271,8 +271,8 @@ class MagiAttention(Peer):
         if (areas := options.get("areas")) is None:
             key = _varlen_key(mine, *sizes, options)
         else:
-            slices = slices_of_windows(tuple(map(tuple, areas.tolist())))
-            key = key_of(slices, mine.tokens, *sizes, mine.group)
+            found = areas_of_windows(tuple(map(tuple, areas.tolist())))
+            key = key_of(found, mine.tokens, *sizes, mine.group)
         wide = (F.pad(x, (0, self._head_dim(x) - x.shape[-1])) for x in (q, k, v))
         sink = options["softmax_offset"][None].float() if options.get("softmax_type") == "learnable" else None
         scale = options.get("softmax_scale")
@@ -340,9 +340,9 @@ class _Replicated(torch.autograd.Function):
         return mine, None, None
 
 
-def key_of(slices: AttentionSlices, tokens: int, heads_q: int, heads_kv: int, head_dim: int, group: Any) -> Any:
-    """The library's plan of attention slices, by `magi_attn_flex_key`; with its default settings. Collective."""
-    parts = magi_ranges(slices)
+def key_of(areas: Areas, tokens: int, heads_q: int, heads_kv: int, head_dim: int, group: Any) -> Any:
+    """The library's plan of areas, by `magi_attn_flex_key`; with its default settings. Collective."""
+    parts = magi_ranges(areas)
     return _magi.magi_attn_flex_key(
         q_ranges=_common.AttnRanges.from_ranges([part.q_range for part in parts]),
         k_ranges=_common.AttnRanges.from_ranges([part.k_range for part in parts]),

@@ -162,7 +162,7 @@ def _cut_by_itself(problem: Problem) -> bool:
 
 
 def _with_sequences(problem: Problem, chosen: Sequence[int], extra: int) -> Problem | None:
-    """None if the layout cannot cut these, or if attention slices would move: their rows are those of the whole
+    """None if the layout cannot cut these, or if areas would move: their rows are those of the whole
     buffer.
     """
     if problem.areas is not None:

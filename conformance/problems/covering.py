@@ -111,7 +111,7 @@ def _fill(goal: Goal, choices: dict[str, list[str]], rng: random.Random) -> Assi
 
 def _case(a: Assignment, capabilities: Capabilities) -> Case | None:
     """The case of an assignment. None if it has no case, or if the implementation is not asked for it."""
-    with_areas = a["mask"] == "areas"  # attention slices bring their windows
+    with_areas = a["mask"] == "areas"  # areas bring their windows
     if a.keys() | ({"window"} if with_areas else set()) != FEATURE_AXES.keys():
         return None
     cp_size = int(a["cp_size"])

@@ -299,15 +299,13 @@ _NONE_OF_SCORES = {axis.option: tuple(axis.choices)[:1] for axis in SCORE_AXES}
 _HAS = _NONE_OF_SCORES | {"cp_comm_type": ("all_gather", "a2a"), "softmax_type": ("vanilla", "learnable")}
 HAS = Capabilities(EVERYTHING.choices | _HAS, wishes=("use_plan", "return_lse", "lse gradient", "deterministic"))
 SIZES = (2, 3, 4, 8, 1)
-_FEW_ROWS = 150  # Attention slices are drawn for at most this many queries.
+_FEW_ROWS = 150  # Areas are drawn for at most this many queries.
 _DTYPES = ("float64", "float64", "float32", "bfloat16", "float16")
 
 
 @st.composite
 def sparse_cases(draw: DrawFn, cp_sizes: Sequence[int] = SIZES, dtypes: Sequence[str] = _DTYPES) -> Case:
-    """A case whose pairs are of one document each; at times with attention slices inside documents, or with a table as
-    its layout.
-    """
+    """A case whose pairs are of one document each; at times with areas inside documents, or a table as its layout."""
     kind = draw(st.sampled_from(["any", "areas", "table", "areas"]))
     has = replace(HAS, choices=HAS.choices | ({"qkv_format": ("thd",)} if kind == "areas" else {}))
     case = draw(cases(has, cp_sizes=cp_sizes, dtypes=(draw(st.sampled_from(dtypes)),)))

@@ -231,7 +231,7 @@ MASKS: dict[str, TableEntry] = {
     "positions-beyond-65536": entry("70,000 tokens, on a GPU", 4, dense(70_000), tiers=("probes",), gpu=True, **_FEW),
     "one-key-too-few": entry("rows of 200 keys: one less changes an error bound by nothing", 2, dense(200)),
     "window-and-sink": entry("both at once", 2, dense(16), window_size=(3, 0), softmax_type="learnable"),
-    # attention slices
+    # areas
     "areas-prompt-and-answers": entry(
         "a prompt that three answers see, which do not see each other",
         2,

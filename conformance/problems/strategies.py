@@ -22,7 +22,7 @@ from conformance.problems.capabilities import EVERYTHING, Capabilities
 from conformance.problems.features import SCORE_AXES
 from cp_ref.contract.arguments import OF_PLACES
 from cp_ref.contract.read_problem import check_one_document
-from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, WindowRow, crop
+from cp_ref.schedules.attention_slices import UNBOUNDED, AreaRow, Areas, crop
 from cp_ref.schedules.layouts import divisor
 from cp_ref.schedules.problem import Problem, Sequence
 
@@ -182,22 +182,19 @@ def _divisible(side: Side, total: int) -> Side:
     return [*side[:-1], (length if length < slots else length + rest, slots + rest)]
 
 
-# ---- attention slices
+# ---- areas
 #
-# Attention slices for the strategies: the global score matrix cut again and again, and some of the parts; and named
-# masks.
+# Areas for the strategies: the global score matrix cut again and again, and some of the parts; and named masks.
 
 
 _CUTS = 6  # of the matrix, at most
 
-Part = tuple[int, int, int, int, int, int]  # a row of `AttentionSlices`
+Part = tuple[int, int, int, int, int, int]  # a row of `Areas`
 
 
 @st.composite
-def areas(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[WindowRow, ...]:
-    """Attention slices of a packed batch: any that are disjoint, over documents and padding, or a named mask in each
-    document.
-    """
+def areas(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[AreaRow, ...]:
+    """Areas of a packed batch: any that are disjoint, over documents and padding, or a named mask in each document."""
     rows_q, rows_kv = sum(s.slots_q for s in sequences), sum(s.slots_kv for s in sequences)
     itself = all((s.len_q, s.slots_q) == (s.len_kv, s.slots_kv) for s in sequences)
     if itself and draw(st.booleans()):
@@ -225,15 +222,15 @@ def _cut(draw: DrawFn, part: Part) -> list[Part]:
     return [(q0, q1, k0, k1, lo, min(hi, at)), (q0, q1, k0, k1, max(lo, at + 1), hi)]
 
 
-def _cropped(parts: list[Part]) -> AttentionSlices:
+def _cropped(parts: list[Part]) -> Areas:
     """The parts that see anything, as small as they come: so their windows have sides of at least 0."""
-    found = AttentionSlices.of_rows(parts)
+    found = Areas.of_rows(parts)
     found = found.take(found.pairs > 0)
-    return AttentionSlices(*crop(*found.columns), found.lo, found.hi)
+    return Areas(*crop(*found.columns), found.lo, found.hi)
 
 
 @st.composite
-def named_areas(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[WindowRow, ...]:
+def named_areas(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[AreaRow, ...]:
     """A mask by name in each document."""
     made: list[Any] = []
     starts = np.cumsum([0, *(s.slots_q for s in sequences)])
@@ -270,7 +267,7 @@ def _of_document(draw: DrawFn, length: int) -> Any:
 CP_SIZES = (1, 2, 3, 4, 5, 6, 8)
 _HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3), (6, 2), (4, 1), (8, 4), (6, 3), (12, 2))  # (h_q, h_kv).
 _FEW_HEADS = ((1, 1), (2, 1), (2, 2))
-_FEW_ROWS = 250  # Attention slices are drawn for at most this many queries and keys.
+_FEW_ROWS = 250  # Areas are drawn for at most this many queries and keys.
 _DIMS = ((8, 8), (8, 16), (16, 8), (24, 16), (5, 5), (1, 3))  # (d_qk, d_v): cheap, and enough for most bugs.
 _REAL_DIMS = ((64, 64), (128, 128), (96, 96), (192, 128), (128, 192), (256, 256), (128, 64))  # Those of models.
 _ODD_DIMS = ((24, 24), (40, 40), (72, 72), (88, 56), (104, 104), (33, 17), (20, 12), (248, 8))  # Those of no model.
@@ -337,7 +334,7 @@ def problems(
 
 
 def _in_documents(problem: Problem) -> bool:
-    """Whether no attention slice connects two documents, so that pairs have places."""
+    """Whether no area connects two documents, so that pairs have places."""
     try:
         check_one_document(problem, "a score of places")
     except ValueError:

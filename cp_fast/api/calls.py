@@ -337,9 +337,8 @@ def _missing(plan: Plan, flags: CallFlags) -> set[Feature]:
 #
 # The plan of a call of `attention` without one: that of an equal call before, or a new one on which all ranks agree.
 #
-# Lengths and attention slices on the CPU are compared by value. On a GPU every call reads them, and waits for the GPU:
-# a replayed CUDA graph or another library's kernel can change the values without changing the tensor's identity or
-# version.
+# Lengths and areas on the CPU are compared by value. On a GPU every call reads them, and waits for the GPU: a replayed
+# CUDA graph or another library's kernel can change the values without changing the tensor's identity or version.
 
 
 def plan_of_call(call: Call) -> Plan:

@@ -8,8 +8,8 @@ Read from the bottom up; a chapter imports those above it.
 - machine              a machine as data, and `machines` that are built in
 - chosen_schedule      the schedule that runs: its head chunks, own keys that wait, folded sequences
 - segments             a tile's window, and the segments of launches
-- merge_tiles          passes on tiles of one attention slice
-- shared_rows          passes on attention slices that share rows
+- merge_tiles          passes on tiles of one area
+- shared_rows          passes on areas that share rows
 - launches             segments in few launches
 - tile_groups          the launches of a step, by heads
 - buffers              the buffers and sums of a program, while it is made

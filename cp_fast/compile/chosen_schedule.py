@@ -10,7 +10,7 @@ import numpy as np
 
 from cp_fast.compile.machine import Costs, costs
 from cp_fast.passes import is_on
-from cp_ref.schedules.attention_slices import AttentionSlices
+from cp_ref.schedules.attention_slices import Areas
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Schedule, Step, Tiles, side_of
@@ -114,8 +114,7 @@ def _time(one: _Pass, cut: tuple[int, ...], rings: int, at: Costs) -> float:
 
 # ---- Own keys that wait
 #
-# Own keys that wait for the others: an attention slice that hides nothing is attended once, when more of its keys have
-# arrived.
+# Own keys that wait for the others: an area that hides nothing is attended once, when more of its keys have arrived.
 #
 # For example, two ranks share a prompt, and their answers see all of it and, causally, themselves. Without this rewrite
 # the answers of a rank attend to the prompt twice: to the rank's own part, and to the part that arrives. Each of these
@@ -128,11 +127,11 @@ def _time(one: _Pass, cut: tuple[int, ...], rings: int, at: Costs) -> float:
 # Nothing of the prompt is hidden, so its keys need no order, and both parts are one segment of one launch. The messages
 # do not change: gradients of own keys stay on the rank, at any step. Tiles of the first step wait if all of this holds:
 #
-# - They are of attention slices that hide nothing. All such tiles of the step wait together, so their launch is saved.
-#   A part of a causal attention slice stays: without it the slice's square would not be one.
-# - Their attention slices have arrived keys at a later step. They wait for the first one: in all_gather for all keys,
-#   in a ring for the next unit's, as gradients of received keys have to leave one step after these came.
-# - Any two of these attention slices have the same keys or no keys in common; otherwise one launch could become two.
+# - They are of areas that hide nothing. All such tiles of the step wait together, so their launch is saved. A part of a
+#   causal area stays: without it the area's square would not be one.
+# - Their areas have arrived keys at a later step. They wait for the first one: in all_gather for all keys, in a ring
+#   for the next unit's, as gradients of received keys have to leave one step after these came.
+# - Any two of these areas have the same keys or no keys in common; otherwise one launch could become two.
 # - Several tiles that stay have queries that see these keys. With only one, the keys would be the first of its segment.
 # - Their queries are more than half of the later step's. Otherwise the queries of that step are one segment with the
 #   arriving keys, and these few are another segment with the own keys at either step.
@@ -165,28 +164,28 @@ def _with_tiles(rank_schedule: RankSchedule, tiles: list[Tiles]) -> RankSchedule
     return *some, *rank_schedule[len(tiles) :]
 
 
-def _first_steps(areas: AttentionSlices, rank_schedule: RankSchedule) -> Column:
-    """The first step after step 0 at which each attention slice has tiles; 0 for none."""
+def _first_steps(areas: Areas, rank_schedule: RankSchedule) -> Column:
+    """The first step after step 0 at which each area has tiles; 0 for none."""
     found = np.zeros(len(areas), dtype=np.int64)
     for n in range(len(rank_schedule) - 1, 0, -1):
         found[rank_schedule[n].tiles.area] = n
     return found
 
 
-def _hides_nothing(areas: AttentionSlices) -> Column:
+def _hides_nothing(areas: Areas) -> Column:
     """Whether all of an area's rectangle is seen.
 
-    >>> _hides_nothing(AttentionSlices.parse("area q[0:4] k[0:4] band *:0\\narea q[4:8] k[0:4] band *:*")).tolist()
+    >>> _hides_nothing(Areas.parse("area q[0:4] k[0:4] band *:0\\narea q[4:8] k[0:4] band *:*")).tolist()
     [False, True]
     """
     return areas.pairs == _cells(areas)
 
 
-def _cells(rectangles: AttentionSlices | Tiles) -> Column:
+def _cells(rectangles: Areas | Tiles) -> Column:
     return (rectangles.q_stop - rectangles.q_start) * (rectangles.k_stop - rectangles.k_start)
 
 
-def _apart(areas: AttentionSlices) -> bool:
+def _apart(areas: Areas) -> bool:
     """Whether any two of these have the same keys or none in common."""
     start, stop = np.unique(np.stack([areas.k_start, areas.k_stop]), axis=1)
     return bool((start[1:] >= stop[:-1]).all())

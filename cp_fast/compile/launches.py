@@ -215,7 +215,7 @@ class _TileSegments:
 
 
 def _best(segments: _TileSegments, rule: WindowRule, skipped: Collection[str], *, keys_repeat: bool) -> list[Segments]:
-    """Segments of attention slices that share rows, as few launches."""
+    """Segments of areas that share rows, as few launches."""
     dense = segments.dense
     factored = dense if "factor_keys" in skipped or len(dense) < 2 else factor_keys(dense)
     best = _fewest(segments.with_dense(factored), rule, skipped)
@@ -264,7 +264,7 @@ def _one_by_one(segments: Segments) -> list[Segments]:
 
 
 def _batches(segments: Segments, rule: WindowRule, skipped: Collection[str]) -> Iterator[Segments]:
-    """The segments of attention slices without common rows in launches."""
+    """The segments of areas without common rows in launches."""
     if "batch_segments" in skipped:
         yield from _one_by_one(segments)
         return
@@ -326,8 +326,8 @@ def _by_window(segments: Segments, rule: WindowRule) -> Iterator[Segments]:
 
 def _places(segments: Segments, skipped: Collection[str]) -> Iterator[Segments]:
     """The segments in launches without repeated rows of queries or keys, since results are added by rows. The first
-    segments of all attention slices are one launch, the second ones the next: attention slices have no rows in common.
-    Stairs of many segments are halved first.
+    segments of all areas are one launch, the second ones the next: areas have no rows in common. Stairs of many
+    segments are halved first.
     """
     if segments.q.spans.disjoint and segments.k.spans.disjoint:
         yield segments
@@ -335,7 +335,7 @@ def _places(segments: Segments, skipped: Collection[str]) -> Iterator[Segments]:
     if not bool((segments.area[1:] >= segments.area[:-1]).all()):
         segments = segments.take(np.argsort(segments.area, kind="stable"))
     if "factor_keys" in skipped:
-        place = np.arange(len(segments)) - np.searchsorted(segments.area, segments.area)  # In their attention slice.
+        place = np.arange(len(segments)) - np.searchsorted(segments.area, segments.area)  # In their area.
     else:
         segments, place = halved_stairs(segments)
     for n in range(int(place.max()) + 1):

@@ -1,4 +1,4 @@
-"""Merge tiles of an attention slice.
+"""Merge tiles of an area.
 
 merge_adjacent   touching tiles, if their bounding rectangle has no other rows and pairs: that rectangle.
 merge_causal     the own chunks of a causal sequence: q early x k early, q late x k early, q late x k late are one
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _ADJACENT, _CAUSAL, _DENSE, _FACTOR = map(bit_of, ("merge_adjacent", "merge_causal", "merge_dense", "factor_keys"))
-_MANY = 8  # Segments of an attention slice; fewer are a launch each.
+_MANY = 8  # Segments of an area; fewer are a launch each.
 
 
 def merge_dense(tiles: WindowedTiles) -> Segments:
@@ -86,8 +86,8 @@ def _same_keys(tiles: WindowedTiles, begin: Column, size: Column) -> Column:
 
 
 def merge_stripes(segments: Segments) -> Segments:
-    """Rows of an attention slice that see a key more each, as causal segments; with a window, later rows see as many
-    keys as the row before them, from the next one on. `segments` have no mask, and attention slices no rows in common.
+    """Rows of an area that see a key more each, as causal segments; with a window, later rows see as many keys as the
+    row before them, from the next one on. `segments` have no mask, and areas no rows in common.
 
     >>> rows = range(10)  # row 8 n + 1 sees keys 0, 8, ..., 8 n
     >>> q, k = [(n, 8 * n + 1, 8 * n + 2) for n in rows], [(n, 8 * m, 8 * m + 1) for n in rows for m in range(n + 1)]
@@ -137,9 +137,9 @@ def merge_stripes(segments: Segments) -> Segments:
 
 
 def halved_stairs(segments: Segments) -> tuple[Segments, Column]:
-    """Segments without a mask, sorted by attention slice, in launches without repeated rows; and each one's launch. The
-    later half of an attention slice's segments takes the keys of the earlier half together, and both are halved again,
-    where every segment sees the keys of the one before it. Other attention slices have a segment in each launch.
+    """Segments without a mask, sorted by area, in launches without repeated rows; and each one's launch. The later half
+    of an area's segments takes the keys of the earlier half together, and both are halved again, where every segment
+    sees the keys of the one before it. Other areas have a segment in each launch.
 
     >>> q = [(n, 10 + n, 11 + n) for n in range(9)]
     >>> some = Segments.of_rows(q, [(n, 2 * m, 2 * m + 1) for n in range(9) for m in range(2 * n + 1)])
@@ -149,7 +149,7 @@ def halved_stairs(segments: Segments) -> tuple[Segments, Column]:
     """
     count = len(segments)
     first = np.searchsorted(segments.area, segments.area)
-    place = np.arange(count) - first  # In their attention slice.
+    place = np.arange(count) - first  # In their area.
     grows = _sees_more(segments) | (place == 0)
     some = np.bincount(segments.area)[segments.area] > _MANY
     stair = some & np.logical_and.reduceat(grows, np.unique(first))[np.cumsum(place == 0) - 1]
@@ -184,7 +184,7 @@ def halved_stairs(segments: Segments) -> tuple[Segments, Column]:
 
 
 def _many(segments: Segments) -> bool:
-    """Whether an attention slice has many of these."""
+    """Whether an area has many of these."""
     return len(segments) > _MANY and int(np.bincount(segments.area).max()) > _MANY
 
 
@@ -213,8 +213,8 @@ def _same(spans: SegmentRows, first: Column, other: Column, size: Column) -> Col
 
 
 def merge_adjacent(tiles: WindowedTiles) -> WindowedTiles:
-    """Join touching tiles of an attention slice if their bounding rectangle has exactly their rows and pairs, as the
-    neighbouring chunks of the last rank.
+    """Join touching tiles of an area if their bounding rectangle has exactly their rows and pairs, as the neighbouring
+    chunks of the last rank.
 
     >>> from cp_fast.compile.segments import windowed
     >>> three = [(0, 0, 2, 0, 2, -3, 0), (0, 2, 4, 0, 2, -3, 0), (0, 2, 4, 2, 4, -3, 0)]  # a window of three
@@ -249,10 +249,10 @@ def merge_adjacent(tiles: WindowedTiles) -> WindowedTiles:
 
 
 def merge_causal(tiles: WindowedTiles, rule: WindowRule) -> tuple[Segments, Column]:
-    """The own tiles of each causal attention slice as one causal square; and whether each tile belongs to one.
+    """The own tiles of each causal area as one causal square; and whether each tile belongs to one.
 
-    Queries and keys of such an attention slice are the same positions along the diagonal, with any gaps. So each of the
-    given rows sees exactly the given rows before it and itself.
+    Queries and keys of such an area are the same positions along the diagonal, with any gaps. So each of the given rows
+    sees exactly the given rows before it and itself.
     """
     diagonal = np.zeros(int(tiles.area.max(initial=0)) + 1, dtype=bool)
     diagonal[tiles.area[tiles.diagonal]] = True

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_fast.passes import bit_of
-from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, crop
+from cp_ref.schedules.attention_slices import UNBOUNDED, Areas, crop
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Tiles
 from cp_ref.schedules.table import Column, Spans, Table, constant, in_blocks, ranges
@@ -79,8 +79,7 @@ class WindowedTiles(Table):
 
 class WindowRule(NamedTuple):
     """`own`: the problem's window (left, right), -1 for unbounded; a tile with it is never cut. `large`: the number of
-    query rows from which a tile has its own window. `disjoint`: whether no two attention slices are known to share
-    rows.
+    query rows from which a tile has its own window. `disjoint`: whether no two areas are known to share rows.
     """
 
     own: tuple[int, int]
@@ -89,7 +88,7 @@ class WindowRule(NamedTuple):
 
 
 def own_window(problem: Problem) -> tuple[int, int]:
-    """The problem's window; of attention slices the window of most query rows, among those with hidden pairs."""
+    """The problem's window; of areas the window of most query rows, among those with hidden pairs."""
     if problem.areas is None:
         left, right = problem.window_size
         return left, 0 if problem.causal else right
@@ -100,7 +99,7 @@ def own_window(problem: Problem) -> tuple[int, int]:
     return max(rows, key=lambda window: (rows[window], window), default=(-1, -1))
 
 
-def with_windows(areas: AttentionSlices, tiles: Tiles) -> WindowedTiles:
+def with_windows(areas: Areas, tiles: Tiles) -> WindowedTiles:
     """A schedule's tiles with their diagonal bands, cropped to rows and keys with visible pairs."""
     lo, hi = areas.lo[tiles.area], areas.hi[tiles.area]
     q0, q1, k0, k1 = crop(tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop, lo, hi)
@@ -219,7 +218,7 @@ class Segments:
 
     @staticmethod
     def of_rows(q: Sequence[Row], k: Sequence[Row]) -> Segments:
-        """Segments without a mask that no pass made, each of an attention slice of its own."""
+        """Segments without a mask that no pass made, each of an area of its own."""
         spans = SegmentRows.of_rows(q), SegmentRows.of_rows(k)
         area = np.unique(spans[0].segment)
         return Segments.dense(area, constant(0, area), *spans)
@@ -231,7 +230,7 @@ class Segments:
 
     @staticmethod
     def concat(parts: Sequence[Segments]) -> Segments:
-        """The segments of all parts, in the order of their attention slices and queries."""
+        """The segments of all parts, in the order of their areas and queries."""
         parts = [part for part in parts if len(part)] or list(parts[:1])
         if len(parts) == 1:
             return parts[0]

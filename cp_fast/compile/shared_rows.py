@@ -1,10 +1,10 @@
-"""Attention slices with common rows, as few segments in few launches.
+"""Areas with common rows, as few segments in few launches.
 
 A launch adds its results by rows, so no two of its segments may share a query row. They may share a key row only if the
-gradients of keys are added layer by layer. Attention slices of one mask often share rows: the blocks before each block,
-a prompt before its answers.
+gradients of keys are added layer by layer. Areas of one mask often share rows: the blocks before each block, a prompt
+before its answers.
 
-prepend_keys     the segment of a causal attention slice, with the earlier keys of its queries before its own.
+prepend_keys     the segment of a causal area, with the earlier keys of its queries before its own.
 split_disjoint   segments in launches with room.
 layers           a launch's segments in groups whose gradients may be added at once.
 """
@@ -250,7 +250,7 @@ Rows = tuple[tuple[int, int], ...]
 
 
 def areas_meet(tiles: WindowedTiles) -> bool:
-    """Whether the queries, or the keys, of two attention slices may share rows: whether their ranges overlap."""
+    """Whether the queries, or the keys, of two areas may share rows: whether their ranges overlap."""
     if len(tiles) < 2:
         return False
     order = np.argsort(tiles.area, kind="stable")

@@ -131,9 +131,9 @@ def attention(
         areas: thd only, instead of attn_mask_type and window_size: the visible pairs, int32 or int64 [n, 6];
             best on the CPU. A row is (q_start, q_stop, k_start, k_stop, left, right): rows of the global packed
             buffers, padding counted, and a window inside this rectangle, aligned to its last row and last column, -1
-            for unbounded; so (-1, 0) makes a square causal. No pair may be in two attention slices. Pairs outside all
-            attention slices are hidden, and padding is always hidden. `cu_seqlens_*` then only mark documents, for
-            layouts and positions. `masks` has makers of attention slices.
+            for unbounded; so (-1, 0) makes a square causal. No pair may be in two areas. Pairs outside all areas are
+            hidden, and padding is always hidden. `cu_seqlens_*` then only mark documents, for layouts and positions.
+            `masks` has makers of areas.
         cu_seqlens_q, cu_seqlens_kv: GLOBAL cumulative lengths of real tokens, int32 or int64 [b + 1]; kv defaults to q.
             Best on the CPU: every call reads them on the host, which waits if they are on a GPU. Lengths that end at
             the number of rows of this rank's slice, where it needs fewer, are refused: they are not global.

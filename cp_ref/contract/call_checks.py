@@ -190,8 +190,8 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
     are None.
 
     Raises:
-        ValueError, TypeError: an argument is wrong, contradicts the plan, or is one of the tensors of lengths or
-        attention slices that only the plan may have.
+        ValueError, TypeError: an argument is wrong, contradicts the plan, or is one of the tensors of lengths or areas
+        that only the plan may have.
     """
     for name, value in arguments.items():
         read = ARGUMENTS[name].read if name in ARGUMENTS else None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cp_ref.contract.masks import listed, numbers, packed, tensor
-from cp_ref.schedules.attention_slices import WindowRow
+from cp_ref.schedules.attention_slices import AreaRow
 from cp_ref.schedules.values import check_data, read_several
 from cp_ref.schedules.words import Feature, Unsupported
 
@@ -23,7 +23,7 @@ Mask = torch.Tensor  # bool, queries by keys
 
 
 class _Head(torch.Tensor):
-    """The number of a head, at which no `mask_mod` may look: attention slices are the same for all heads."""
+    """The number of a head, at which no `mask_mod` may look: areas are the same for all heads."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,14 +129,14 @@ def _unsupported(what: str, reason: str) -> Unsupported:
     return Unsupported(f"a BlockMask {what}", {"from_block_mask": {Feature.AREAS}}, reason)
 
 
-_MOST = 16  # attention slices that may begin in a block
+_MOST = 16  # areas that may begin in a block
 
 Run = tuple[int, int]  # keys [start, stop) that a query sees
 
 
 def from_block_mask(block_mask: Any) -> torch.Tensor:
-    """The attention slices of a `torch.nn.attention.flex_attention.BlockMask`. Its `mask_mod` is asked about every
-    pair, and compared with its blocks.
+    """The areas of a `torch.nn.attention.flex_attention.BlockMask`. Its `mask_mod` is asked about every pair, and
+    compared with its blocks.
 
     Args:
         block_mask: what `create_block_mask` returned, the same for all heads (H=None); or one that was made by hand, if
@@ -222,8 +222,8 @@ class _Band:
         self.stop_stays |= run[1] == self.last_run[1]
         self.rows, self.last_run = self.rows + 1, run
 
-    def row(self) -> WindowRow:
-        """The attention slice."""
+    def row(self) -> AreaRow:
+        """The area."""
         q_start, q_stop = self.first_row, self.first_row + self.rows
         k_start, k_stop = self.first_run[0], self.last_run[1]
         corner = k_stop - q_stop
@@ -300,7 +300,7 @@ def from_magi(q_ranges: Any, k_ranges: Any, types: Sequence[int | str]) -> torch
     q, k = _spans("q_ranges", q_ranges), _spans("k_ranges", k_ranges)
     if not isinstance(types, list | tuple) or not len(q) == len(k) == len(types):
         raise ValueError(f"types is {types!r}; it must be a list as long as q_ranges ({len(q)}), k_ranges ({len(k)})")
-    rows: list[WindowRow] = []
+    rows: list[AreaRow] = []
     for n, ((q_start, q_stop), (k_start, k_stop), kind) in enumerate(zip(q, k, types, strict=True)):
         if kind not in list(_TYPES):
             raise ValueError(f"types[{n}] is {kind!r}; it must be one of {', '.join(map(repr, _TYPES))}")

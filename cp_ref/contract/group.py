@@ -173,8 +173,7 @@ _LISTS = ("sequences", "areas")
 
 
 def _difference(one: str, other: str) -> tuple[str, str]:
-    """The first arguments in which two canonical texts differ; of sequences and attention slices, the first different
-    one.
+    """The first arguments in which two canonical texts differ; of sequences and areas, the first different one.
 
     >>> _difference("Problem(cp_size=2, d_qk=16)", "Problem(cp_size=2, d_qk=32)")
     ('d_qk=16', 'd_qk=32')

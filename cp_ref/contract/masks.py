@@ -1,4 +1,4 @@
-"""Makers of attention slices: masks by name, as the tensors that `attention(..., areas=...)` takes.
+"""Makers of areas: masks by name, as the tensors that `attention(..., areas=...)` takes.
 
     documents                                               each document sees itself
     prefix_lm, shared_prefix, tree                          all rows see the beginning that they continue
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from cp_ref.contract.text_pictures import areas_picture
-from cp_ref.schedules.attention_slices import WindowRow, slices_of_windows
+from cp_ref.schedules.attention_slices import AreaRow, areas_of_windows
 from cp_ref.schedules.values import check_data, kind_of, parse_call, read_count, read_window
 
 __all__ = [
@@ -49,13 +49,13 @@ MOST_ROWS = 2**18  # of a mask: planning takes 15 s for each 100,000 of them
 Lengths = torch.Tensor | Sequence[int]
 
 
-def causal(start: int, stop: int) -> WindowRow:
+def causal(start: int, stop: int) -> AreaRow:
     """Rows that see each other up to themselves."""
     return (start, stop, start, stop, -1, 0)
 
 
-def upper(start: int, stop: int) -> WindowRow:
-    """The attention slice that makes a causal square dense: for each row, the keys after it.
+def upper(start: int, stop: int) -> AreaRow:
+    """The area that makes a causal square dense: for each row, the keys after it.
 
     >>> tensor([causal(0, 3), upper(0, 3)]).tolist()
     [[0, 3, 0, 3, -1, 0], [0, 2, 1, 3, 0, -1]]
@@ -63,8 +63,8 @@ def upper(start: int, stop: int) -> WindowRow:
     return (start, stop - 1, start + 1, stop, 0, -1)
 
 
-def tensor(rows: Iterable[WindowRow]) -> torch.Tensor:
-    """The attention slices, int64 [n, 6], without those that have no row or no column.
+def tensor(rows: Iterable[AreaRow]) -> torch.Tensor:
+    """The areas, int64 [n, 6], without those that have no row or no column.
 
     Raises:
         ValueError: there are more than `MOST_ROWS` rows, empty ones counted. No more are computed.
@@ -103,15 +103,14 @@ def documents(
     cu_seqlens_kv_padded: Lengths | None = None,
     window_size: tuple[int, int] = (-1, 0),
 ) -> torch.Tensor:
-    """Each document sees itself through a window: the same as `cu_seqlens_*` and a bottom-right mask without attention
-    slices.
+    """Each document sees itself through a window: the same as `cu_seqlens_*` and a bottom-right mask without areas.
 
     Args:
         cu_seqlens_q ... cu_seqlens_kv_padded: as in `attention`, [b + 1].
         window_size: (left, right), -1 for unbounded, aligned to each document's last query and key; causal by default.
 
     Returns:
-        int64 [n, 6]: an attention slice for each document that sees anything.
+        int64 [n, 6]: an area for each document that sees anything.
 
     >>> print(picture(documents([0, 3, 5])))
     5 query rows x 5 key rows; a cell is 1 x 1
@@ -142,7 +141,7 @@ def packed(masks: Sequence[torch.Tensor], starts_q: Lengths, starts_kv: Lengths 
     """One mask for each document of a buffer.
 
     Args:
-        masks: attention slices of each document, as if it began at row 0.
+        masks: areas of each document, as if it began at row 0.
         starts_q: the row of the buffer at which each begins, such as `cu_seqlens_q_padded`; entries behind the last
             document's are not looked at.
         starts_kv: the same for keys; defaults to starts_q.
@@ -172,8 +171,8 @@ def packed(masks: Sequence[torch.Tensor], starts_q: Lengths, starts_kv: Lengths 
 
 
 def picture(areas: torch.Tensor | Sequence[Sequence[int]], width: int = 80) -> str:
-    """The mask as text: each cell shows the number of its attention slice, or "." for no attention slice; cells are
-    larger where the mask does not fit `width`. The 37th attention slice is 0 again.
+    """The mask as text: each cell shows the number of its area, or "." for no area; cells are larger where the mask
+    does not fit `width`. The 37th area is 0 again.
 
     >>> print(picture(torch.tensor([[0, 3, 0, 4, -1, 0], [3, 4, 1, 3, -1, -1]])))
     4 query rows x 4 key rows; a cell is 1 x 1
@@ -191,7 +190,7 @@ def picture(areas: torch.Tensor | Sequence[Sequence[int]], width: int = 80) -> s
     rows: list[Any] = [tuple(numbers(f"areas[{n}]", row, at_least=-(2**62))) for n, row in enumerate(listed(given))]
     if any(len(row) != 6 for row in rows):
         raise ValueError(f"areas has rows of {', '.join(sorted({str(len(row)) for row in rows}))} numbers; each has 6")
-    return areas_picture(slices_of_windows(tuple(rows)), read_count("width", width, at_least=1))
+    return areas_picture(areas_of_windows(tuple(rows)), read_count("width", width, at_least=1))
 
 
 def prefix_lm(prefix: int, length: int) -> torch.Tensor:
@@ -227,7 +226,7 @@ def shared_prefix(prompt: int, answers: Lengths) -> torch.Tensor:
         answers: their lengths, [n].
 
     Returns:
-        int64 [n, 6]: causal squares, and one attention slice for the prompt under all answers.
+        int64 [n, 6]: causal squares, and one area for the prompt under all answers.
 
     >>> from cp_ref.masks import picture
     >>> print(picture(shared_prefix(2, [2, 1, 2])))
@@ -254,8 +253,8 @@ def tree(lengths: Lengths, parents: Lengths) -> torch.Tensor:
         parents: the number of each segment's parent, which comes before it; -1 for none, [n].
 
     Returns:
-        int64 [m, 6]: a causal square for each segment, and one attention slice for each stretch of rows below it. In
-        depth-first order (a segment, then everything below it) there is one such stretch.
+        int64 [m, 6]: a causal square for each segment, and one area for each stretch of rows below it. In depth-first
+        order (a segment, then everything below it) there is one such stretch.
 
     >>> from cp_ref.masks import picture
     >>> print(picture(tree([2, 1, 2, 1], [-1, 0, 1, 0])))
@@ -285,7 +284,7 @@ def tree(lengths: Lengths, parents: Lengths) -> torch.Tensor:
             else:
                 stretches.append((start, stop))
             parent = above[parent]
-    rows: list[WindowRow] = []
+    rows: list[AreaRow] = []
     for (start, stop), stretches in zip(spans, below, strict=True):
         rows.append(causal(start, stop))
         rows += [(first, last, start, stop, *FULL) for first, last in stretches]
@@ -405,7 +404,7 @@ _MAKERS: dict[str, Callable[..., torch.Tensor]] = {maker.__name__: maker for mak
 
 
 def from_call(text: str) -> torch.Tensor:
-    """The attention slices of a maker's call, whose arguments are numbers and lists of numbers.
+    """The areas of a maker's call, whose arguments are numbers and lists of numbers.
 
     Raises:
         ValueError: it is no such call. And what the maker raises.

@@ -61,8 +61,7 @@ Point = tuple[float, float]  # Coordinates: x along the keys, y along the querie
 
 
 class Box(NamedTuple):
-    """A rectangle with a diagonal band, like a row of `AttentionSlices`: queries [q0, q1) x keys [k0, k1), lo <= k - q
-    <= hi.
+    """A rectangle with a diagonal band, like a row of `Areas`: queries [q0, q1) x keys [k0, k1), lo <= k - q <= hi.
 
     >>> causal = Box(0, 4, 0, 4, -UNBOUNDED, 0)
     >>> causal.pairs, causal.size, causal.full, causal.row(2)
@@ -258,8 +257,8 @@ class Plane:
 
 
 def plane(problem: Problem, schedule: Schedule, sequences: Iterable[int], head: int = 0) -> Plane:
-    """The forward tiles of these sequences that hold query head `head`; the sequences lie on the diagonal. With
-    attention slices, which reach from one to another, the whole buffer is one block.
+    """The forward tiles of these sequences that hold query head `head`; the sequences lie on the diagonal. With areas,
+    which reach from one to another, the whole buffer is one block.
     """
     blocks: dict[int, Block] = {}
     if problem.areas is not None:

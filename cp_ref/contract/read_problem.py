@@ -95,8 +95,8 @@ def _check_table(table: LayoutTable, slots: Seq[int], cp_size: int) -> None:
 
 
 def check_one_document(problem: Problem, name: str) -> None:
-    """Raise ValueError if attention slices connect documents: a score that depends on positions, by the argument of
-    this name, has none there.
+    """Raise ValueError if areas connect documents: a score that depends on positions, by the argument of this name, has
+    none there.
     """
     if problem.areas is None:
         return
@@ -338,7 +338,7 @@ def check_offset(problem: Problem, softmax_offset: Any, q: Any) -> None:
 
 
 def _check_alone(qkv_format: str, attn_mask_type: str | None, window_size: tuple[int, int]) -> None:
-    """Attention slices are for packed buffers, and have all that a mask and a window say."""
+    """Areas are for packed buffers, and have all that a mask and a window say."""
     if qkv_format != "thd":
         raise ValueError(f"areas are given, but qkv_format is {qkv_format!r}; they are rows of packed buffers, 'thd'")
     for name, value, none in (("attn_mask_type", attn_mask_type, None), ("window_size", window_size, (-1, -1))):

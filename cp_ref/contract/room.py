@@ -82,8 +82,7 @@ def read_room(problem: Problem, arguments: Mapping[str, Any]) -> Room | None:
     """The room that the arguments of `make_plan` ask for, by name; None if they ask for none.
 
     Raises:
-        ValueError, TypeError: naming the argument, its value and the rule. Unsupported: attention slices do not change
-            in place.
+        ValueError, TypeError: naming the argument, its value and the rule. Unsupported: areas do not change in place.
     """
     max_sequences, max_tokens_q, max_tokens_kv = (arguments.get(name) for name in _NAMES)
     if max_sequences is None:

@@ -32,7 +32,7 @@ from typing import Literal
 import numpy as np
 
 from cp_ref.contract.picture_plane import Block, Box, Owner, Plane, plane, title
-from cp_ref.schedules.attention_slices import AttentionSlices, pairs
+from cp_ref.schedules.attention_slices import Areas, pairs
 from cp_ref.schedules.layouts import divisor
 from cp_ref.schedules.ownership import Fragments, Ownership
 from cp_ref.schedules.problem import Problem
@@ -60,7 +60,7 @@ def text_picture(
 
     Args:
         sequence: a sequence's number; None for the longest; "all" for all of them, side by side on the diagonal. With
-            attention slices always the whole buffer.
+            areas always the whole buffer.
         width: the most characters of a line. If it is too small for one chunk per cell, cells hold more.
         head: the query head that is looked at, where a schedule spreads the heads over the ranks.
     """
@@ -198,18 +198,17 @@ def _axis(labels: list[str], cell_width: int) -> str:
     return " " + " ".join(f"{text:<{wide}}" for text in texts)
 
 
-_NAMES = digits + ascii_lowercase  # of attention slices and ranks, again from the first one after the last
+_NAMES = digits + ascii_lowercase  # of areas and ranks, again from the first one after the last
 _TITLES = "row of the global buffer", "rank", "row of the rank's buffer"
 
 
-def areas_picture(areas: AttentionSlices, width: int = 80) -> str:
-    """The score matrix: each cell shows the number of the attention slice that has most of its visible pairs, "." for
-    none.
+def areas_picture(areas: Areas, width: int = 80) -> str:
+    """The score matrix: each cell shows the number of the area that has most of its visible pairs, "." for none.
 
-    A cell is one query x one key where that fits `width` (two characters a cell), else a square of them. The 37th
-    attention slice is 0 again.
+    A cell is one query x one key where that fits `width` (two characters a cell), else a square of them. The 37th area
+    is 0 again.
 
-    >>> print(areas_picture(AttentionSlices.parse("area q[0:3] k[0:3] band *:0\\narea q[4:6] k[4:7] band *:*")))
+    >>> print(areas_picture(Areas.parse("area q[0:3] k[0:3] band *:0\\narea q[4:6] k[4:7] band *:*")))
     6 query rows x 7 key rows; a cell is 1 x 1
          k 0
     q    0 0 . . . . . .

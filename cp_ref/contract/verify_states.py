@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Literal
 
 from cp_ref.contract.linear_schedules import document_fragments
-from cp_ref.schedules.attention_slices import AttentionSlices
+from cp_ref.schedules.attention_slices import Areas
 from cp_ref.schedules.problem import Problem, Workload
 from cp_ref.schedules.schedule import STATES, RankSchedule, Schedule
 from cp_ref.schedules.verify.coverage import grids
@@ -53,7 +53,7 @@ def verify_states(problem: Problem, schedule: Schedule) -> None:
     forward rank 0: fragment [0:2] of document 0 gets the maps [2:6], but before it lie none
     forward rank 0: fragment [6:8] of document 0 gets the maps [2:6] [0:2], but before it lie [0:2] [2:6]
     """
-    work = Workload(AttentionSlices.of_rows([]), problem.workload.ownership)
+    work = Workload(Areas.of_rows([]), problem.workload.ownership)
     documents = _Documents(problem)
     if errors := [*malformed(work, schedule, STATES)] or [*documents.odd_lines(schedule)]:
         raise InvalidSchedule(errors)

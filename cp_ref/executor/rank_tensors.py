@@ -83,7 +83,7 @@ class RankTensors:
         return torch.arange(head_start, head_stop, device=self.device) // self.work.heads_per_kv
 
     def visible(self, tile: Sequence[int]) -> torch.Tensor:
-        """The pairs of a tile that are visible, bool [n, m]: those in the diagonal band of its attention slice."""
+        """The pairs of a tile that are visible, bool [n, m]: those in the diagonal band of its area."""
         area, q_start, q_stop, k_start, k_stop, *_ = tile
         lo, hi = int(self.work.areas.lo[area]), int(self.work.areas.hi[area])
         return visible_pairs(slice(q_start, q_stop), slice(k_start, k_stop), lo, hi, self.device)

@@ -1,4 +1,4 @@
-"""One tile: some queries against some keys of one attention slice, forward and backward, written out.
+"""One tile: some queries against some keys of one area, forward and backward, written out.
 
     legend   n = query rows, m = key rows, h = query heads; every tensor has its rows first
 
@@ -144,8 +144,8 @@ def pair_scores(problem: Problem, inputs: ScoreTensors, tile: Sequence[int], dev
 
 
 def pair_indices(problem: Problem, tile: Sequence[int], device: torch.device) -> ScorePlaces:
-    """Document, head and positions of a tile's scores [n, h, m]. A tile lies in one attention slice, and so in one
-    document: `check_one_document` (`contract/read_problem`) refuses other attention slices where scores need places.
+    """Document, head and positions of a tile's scores [n, h, m]. A tile lies in one area, and so in one document:
+    `check_one_document` (`contract/read_problem`) refuses other areas where scores need places.
 
     >>> from cp_ref.schedules.problem import Sequence
     >>> p = Problem(2, (Sequence(3, 3, 4, 4), Sequence(4, 6, 4, 6)), qkv_format="thd", heads_q=4)

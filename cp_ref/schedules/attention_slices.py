@@ -1,8 +1,8 @@
-"""Attention slices: who may see whom. The first of the three tables (attention slices, ownership, schedule).
+"""Areas: who may see whom. The first of the three tables (areas, ownership, schedule).
 
-An attention slice is a rectangle of the global score matrix, crossed by a diagonal band. Its rows are rows of the
-packed global q buffer, its columns rows of the packed global k buffer (padding included, sequence after sequence). So
-every format, mask, window, alignment and padding is just a maker of attention slices:
+An area is a rectangle of the global score matrix, crossed by a diagonal band. Its rows are rows of the packed global q
+buffer, its columns rows of the packed global k buffer (padding included, sequence after sequence). So every format,
+mask, window, alignment and padding is just a maker of areas:
 
     visible(i, j)  iff  q_start <= i < q_stop  and  k_start <= j < k_stop  and  lo <= j - i <= hi
 
@@ -15,8 +15,7 @@ every format, mask, window, alignment and padding is just a maker of attention s
           4 . . . x x                                  4 . . . . x .
                                                        5 . . . . x x
 
-Attention slices are disjoint as sets of pairs. The text of an attention slice, which reads back, has "*" for an edge
-without a bound.
+Areas are disjoint as sets of pairs. The text of an area, which reads back, has "*" for an edge without a bound.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ from cp_ref.schedules.values import FURTHEST, check_data
 
 __all__ = [
     "UNBOUNDED",
-    "AttentionSlices",
-    "WindowRow",
+    "AreaRow",
+    "Areas",
+    "areas_of_windows",
     "common_pair",
     "crop",
     "pairs",
     "read_areas",
-    "slices_of_windows",
 ]
 
 UNBOUNDED = 2**40  # An edge of a diagonal band beyond every row.
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionSlices(Table):
+class Areas(Table):
     """Rectangles [q_start, q_stop) x [k_start, k_stop), each with the diagonal band lo <= k - q <= hi. Rows and edges
     are those of the global packed buffers; -UNBOUNDED and UNBOUNDED are edges that hide nothing.
 
-    >>> areas = AttentionSlices.parse("area q[0:4] k[0:4] band *:0")
+    >>> areas = Areas.parse("area q[0:4] k[0:4] band *:0")
     >>> areas.pairs.tolist(), str(areas).strip()
     ([10], 'area q[0:4] k[0:4] band *:0')
     """
@@ -66,17 +65,17 @@ class AttentionSlices(Table):
 
     @property
     def queries(self) -> Spans:
-        """The query rows of each attention slice."""
+        """The query rows of each area."""
         return Spans(self.q_start, self.q_stop)
 
     @property
     def keys(self) -> Spans:
-        """The key rows of each attention slice."""
+        """The key rows of each area."""
         return Spans(self.k_start, self.k_stop)
 
     @property
     def pairs(self) -> Column:
-        """The number of visible pairs of each attention slice."""
+        """The number of visible pairs of each area."""
         return pairs(*self.columns)
 
     @property
@@ -99,10 +98,10 @@ class AttentionSlices(Table):
         q, _, k, _ = (int(edge[0]) for edge in crop(*self.columns))
         return q, max(k, q + int(self.lo[0]))
 
-    def common(self, other: AttentionSlices) -> AttentionSlices:
+    def common(self, other: Areas) -> Areas:
         """What each one has in common with the one of `other` in its place: the pairs that are visible in both."""
         later, earlier = np.maximum, np.minimum
-        return AttentionSlices(
+        return Areas(
             later(self.q_start, other.q_start),
             earlier(self.q_stop, other.q_stop),
             later(self.k_start, other.k_start),
@@ -117,15 +116,15 @@ class AttentionSlices(Table):
         )
 
     @staticmethod
-    def parse(text: str) -> AttentionSlices:
-        """The attention slices that `str` printed. Raises ValueError naming the first line that is not understood."""
+    def parse(text: str) -> Areas:
+        """The areas that `str` printed. Raises ValueError naming the first line that is not understood."""
         rows: list[tuple[int, ...]] = []
         for line in filter(None, map(str.strip, text.splitlines())):
             if (found := _LINE.fullmatch(line)) is None:
                 raise ValueError(f"{line!r} is no area, which has the form 'area q[0:4] k[0:4] band *:0'")
             edges = [found[n] if found[n] != "*" else sign * UNBOUNDED for n, sign in ((5, -1), (6, 1))]
             rows.append((*(int(found[n]) for n in (1, 2, 3, 4)), *map(int, edges)))
-        return AttentionSlices.of_rows(rows)
+        return Areas.of_rows(rows)
 
 
 _LINE = re.compile(r"area q\[(\d+):(\d+)\] k\[(\d+):(\d+)\] band (\*|-?\d+):(\*|-?\d+)")
@@ -181,24 +180,24 @@ def _triangle(first: Column, rows: Column) -> Column:
 #
 # The argument `areas`: rectangles with windows, as users give them, checked and read.
 #
-# A `WindowRow` is (q_start, q_stop, k_start, k_stop, left, right): no row of `AttentionSlices`, which has the edges lo
-# and hi of a diagonal band. Inside its rectangle the window has the meaning that it has for a sequence, aligned to the
-# last row and the last column ("bottom-right"), -1 for unbounded:
+# An `AreaRow` is (q_start, q_stop, k_start, k_stop, left, right): no row of `Areas`, which has the edges lo and hi of a
+# diagonal band. Inside its rectangle the window has the meaning that it has for a sequence, aligned to the last row and
+# the last column ("bottom-right"), -1 for unbounded:
 #
 #     i = q_start ... q_stop - 1 sees j = k_start ... k_stop - 1      iff      left < 0   or  j >= i + d - left
 #     d = k_stop - q_stop                                             and      right < 0  or  j <= i + d + right
 
 
-WindowRow = tuple[int, int, int, int, int, int]  # q_start, q_stop, k_start, k_stop, left, right
+AreaRow = tuple[int, int, int, int, int, int]  # q_start, q_stop, k_start, k_stop, left, right
 
 _FORM = "an int32 or int64 tensor [n, 6]: q_start, q_stop, k_start, k_stop, left, right"
 
 
-def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[WindowRow, ...]:
-    """The rows of a tensor of attention slices.
+def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[AreaRow, ...]:
+    """The rows of a tensor of areas.
 
     Args:
-        rows_q, rows_kv: of the global buffers, padding included: attention slices lie inside.
+        rows_q, rows_kv: of the global buffers, padding included: areas lie inside.
 
     Raises:
         TypeError, ValueError: it is no such tensor, or a row has no meaning, sees nothing, reaches outside the buffers,
@@ -221,7 +220,7 @@ def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[WindowRow, ...]:
     sides = table[:, 4:]
     wrong = ((sides < -1) | (sides > FURTHEST)).any(axis=1)
     _refuse(table, wrong, f"left and right must be -1 (unbounded) or from 0 to {FURTHEST}")
-    if (shared := common_pair(slices_of_windows(table))) is not None:
+    if (shared := common_pair(areas_of_windows(table))) is not None:
         one, other, q, k = shared
         raise ValueError(
             f"areas[{one}] = {table[one].tolist()} and areas[{other}] = {table[other].tolist()} both have query row "
@@ -230,10 +229,10 @@ def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[WindowRow, ...]:
     return tuple(zip(*table.T.tolist(), strict=True))
 
 
-def slices_of_windows(rows: tuple[WindowRow, ...] | Column) -> AttentionSlices:
-    """Rectangles with windows as `AttentionSlices`, cut down to the queries and keys that see anything.
+def areas_of_windows(rows: tuple[AreaRow, ...] | Column) -> Areas:
+    """Rectangles with windows as `Areas`, cut down to the queries and keys that see anything.
 
-    >>> print(slices_of_windows(((0, 4, 0, 6, 1, 0), (4, 6, 0, 6, -1, -1))), end="")
+    >>> print(areas_of_windows(((0, 4, 0, 6, 1, 0), (4, 6, 0, 6, -1, -1))), end="")
     area q[0:4] k[1:6] band 1:2
     area q[4:6] k[0:6] band *:*
     """
@@ -242,7 +241,7 @@ def slices_of_windows(rows: tuple[WindowRow, ...] | Column) -> AttentionSlices:
     lo = np.where(left < 0, -UNBOUNDED, corner - np.minimum(left, UNBOUNDED // 2))
     hi = np.where(right < 0, UNBOUNDED, corner + np.minimum(right, UNBOUNDED // 2))
     q0, q1, k0, k1 = crop(q0, q1, k0, k1, lo, hi)
-    return AttentionSlices(q0, q1, k0, k1, lo, hi)
+    return Areas(q0, q1, k0, k1, lo, hi)
 
 
 def _refuse(table: Column, wrong: Any, rule: str) -> None:
@@ -252,28 +251,26 @@ def _refuse(table: Column, wrong: Any, rule: str) -> None:
         raise ValueError(f"areas[{n}] is {table[n].tolist()}; {rule}")
 
 
-# ---- slices that overlap
+# ---- areas that overlap
 #
-# Two attention slices overlap where a query sees a key in both. What two have in common is an attention slice too, from
-# the later start to the earlier stop on each side (`AttentionSlices.common`). So two overlap if, and only if, that one
-# has a visible pair.
+# Two areas overlap where a query sees a key in both. What two have in common is an area too, from the later start to
+# the earlier stop on each side (`Areas.common`). So two overlap if, and only if, that one has a visible pair.
 #
-# A million attention slices are half a million million twos, so `common_pair` asks this of a few. Straight cuts set
-# most attention slices apart from all others (`_not_set_apart`). Of the rest, those that meet first lie side by side
-# (`_side_by_side`).
+# A million areas are half a million million twos, so `common_pair` asks this of a few. Straight cuts set most areas
+# apart from all others (`_not_set_apart`). Of the rest, those that meet first lie side by side (`_side_by_side`).
 
 
 _AT_ONCE = 2**16  # twos that are compared at a time
 _ROUNDS = 4  # of cuts
 
 
-def common_pair(areas: AttentionSlices) -> tuple[int, int, int, int] | None:
-    """Two attention slices that overlap, and a pair that both have: (number, number, query row, key row); None where
+def common_pair(areas: Areas) -> tuple[int, int, int, int] | None:
+    """Two areas that overlap, and a pair that both have: (number, number, query row, key row); None where
     no two overlap.
 
-    >>> common_pair(slices_of_windows(((0, 4, 0, 4, -1, 0), (1, 4, 2, 5, -1, -1))))
+    >>> common_pair(areas_of_windows(((0, 4, 0, 4, -1, 0), (1, 4, 2, 5, -1, -1))))
     (0, 1, 2, 2)
-    >>> common_pair(slices_of_windows(((0, 4, 0, 4, -1, 0), (0, 3, 1, 4, 0, -1)))) is None  # beside the diagonal
+    >>> common_pair(areas_of_windows(((0, 4, 0, 4, -1, 0), (0, 3, 1, 4, 0, -1)))) is None  # beside the diagonal
     True
     """
     rest = _not_set_apart(areas)
@@ -288,11 +285,11 @@ def common_pair(areas: AttentionSlices) -> tuple[int, int, int, int] | None:
     return None
 
 
-def _not_set_apart(areas: AttentionSlices) -> Column:
-    """The numbers of attention slices that straight cuts do not set apart from all others. Cuts go between queries,
-    between keys, and along the diagonals; then again inside the parts that they leave.
+def _not_set_apart(areas: Areas) -> Column:
+    """The numbers of areas that straight cuts do not set apart from all others. Cuts go between queries, between keys,
+    and along the diagonals; then again inside the parts that they leave.
 
-        a a | b b       between keys                   a b b b       along a diagonal: a causal attention slice and
+        a a | b b       between keys                   a b b b       along a diagonal: a causal area and
         a a | b b                                      a a b b       what lies above it
     """
     diagonals = Spans(
@@ -329,13 +326,13 @@ def _cut(part: Column, spans: Spans) -> Column:
     return found
 
 
-def _side_by_side(areas: AttentionSlices) -> Iterator[tuple[int, int]]:
-    """The twos that lie side by side in some row: a line sweeps over the rows, and knows the attention slices that it
-    crosses, in the order of their keys.
+def _side_by_side(areas: Areas) -> Iterator[tuple[int, int]]:
+    """The twos that lie side by side in some row: a line sweeps over the rows, and knows the areas that it crosses, in
+    the order of their keys.
 
-    In each row an attention slice sees one stretch of keys. From row to row each end of it stays or moves on by one. So
-    no stretch can pass another without meeting it: until two meet, the order never changes, and the two that meet first
-    are side by side. They were so since one of them began, or since what lay between them ended.
+    In each row an area sees one stretch of keys. From row to row each end of it stays or moves on by one. So no stretch
+    can pass another without meeting it: until two meet, the order never changes, and the two that meet first are side
+    by side. They were so since one of them began, or since what lay between them ended.
 
         a a a . b b b .       a and b are side by side, b and c; a and c are not, as b sets them apart
         . a a a . b b c

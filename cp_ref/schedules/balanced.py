@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.schedules.attention_slices import AttentionSlices, crop
+from cp_ref.schedules.attention_slices import Areas, crop
 from cp_ref.schedules.ownership import Fragments, contiguous
 from cp_ref.schedules.table import Column
 
@@ -68,7 +68,7 @@ class Part(NamedTuple):
         return self.stop - self.start
 
 
-def balanced(starts: Column, tokens: Column, areas: AttentionSlices, cp_size: int) -> Fragments:
+def balanced(starts: Column, tokens: Column, areas: Areas, cp_size: int) -> Fragments:
     """The rows of each rank: equally many rows and equally many visible pairs on all ranks.
 
     Args:
@@ -77,7 +77,7 @@ def balanced(starts: Column, tokens: Column, areas: AttentionSlices, cp_size: in
         areas: who may see whom.
 
     >>> starts, tokens = np.array([0, 6, 8, 10, 12]), np.array([6, 2, 2, 2])
-    >>> causal = AttentionSlices.of_rows([(a, b, a, b, -(2**40), 0) for a, b in ((0, 6), (6, 8), (8, 10), (10, 12))])
+    >>> causal = Areas.of_rows([(a, b, a, b, -(2**40), 0) for a, b in ((0, 6), (6, 8), (8, 10), (10, 12))])
     >>> list(balanced(starts, tokens, causal, 2).rows())  # rank 0 sees 6 + 3 + 3 + 1 of the 30 pairs, rank 1 the rest
     [(0, 5, 11, 0), (1, 0, 5, 0), (1, 11, 12, 5)]
     """
@@ -90,10 +90,10 @@ def balanced(starts: Column, tokens: Column, areas: AttentionSlices, cp_size: in
     return even if solver.most_pairs(as_spans) <= solver.most_pairs(found) else _fragments(found)
 
 
-def pairs_before(areas: AttentionSlices, rows: int) -> Column:
+def pairs_before(areas: Areas, rows: int) -> Column:
     """How many pairs the rows before each row of the buffer see, [rows + 1].
 
-    >>> pairs_before(AttentionSlices.parse("area q[0:3] k[0:3] band *:0"), 4).tolist()
+    >>> pairs_before(Areas.parse("area q[0:3] k[0:3] band *:0"), 4).tolist()
     [0, 1, 3, 6, 6]
     """
     areas = areas.take(areas.pairs > 0)

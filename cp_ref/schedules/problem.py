@@ -17,7 +17,7 @@ from typing import NamedTuple, overload
 
 import numpy as np
 
-from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, WindowRow, crop, slices_of_windows
+from cp_ref.schedules.attention_slices import UNBOUNDED, AreaRow, Areas, areas_of_windows, crop
 from cp_ref.schedules.balanced import balanced
 from cp_ref.schedules.layouts import LayoutTable, padded_to_cut, slots_of_lengths, slots_of_table
 from cp_ref.schedules.ownership import Fragments, Ownership
@@ -161,7 +161,7 @@ class Problem:
     qkv_format: str = "bshd"
     attn_mask_type: str = "causal"
     window_size: tuple[int, int] = (-1, -1)
-    areas: tuple[WindowRow, ...] | None = None
+    areas: tuple[AreaRow, ...] | None = None
     heads_q: int = 1
     heads_kv: int = 1
     d_qk: int = 8
@@ -227,7 +227,7 @@ class Problem:
 
     @cached_property
     def workload(self) -> Workload:
-        """The problem as tables: attention slices and ownership."""
+        """The problem as tables: areas and ownership."""
         return workload_of(self)
 
     @cached_property
@@ -307,17 +307,14 @@ def row_positions(problem: Problem, side: str, rows: Column) -> tuple[Column, Co
 
 # ---- the problem as tables
 #
-# A problem as two tables, attention slices and ownership: all that planners, `verify` and executors know of its
-# sequences.
+# A problem as two tables, areas and ownership: all that planners, `verify` and executors know of its sequences.
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Attention slices, ownership of real tokens (padding is nobody's), heads, and how many ranks exchange heads for
-    sequence.
-    """
+    """Areas, ownership of real tokens (padding is nobody's), heads, and how many ranks exchange heads for sequence."""
 
-    areas: AttentionSlices
+    areas: Areas
     ownership: Ownership
     heads_q: int = 1
     heads_kv: int = 1
@@ -354,13 +351,12 @@ def workload_of(problem: Problem) -> Workload:
     return Workload(areas_of(problem), _ownership_of(problem), *heads, problem.a2a_size)
 
 
-def areas_of(problem: Problem) -> AttentionSlices:
-    """The attention slices: those that the user gave, or one per sequence, for its mask and window. They cover real
-    tokens alone and are cut down to the rows and columns that see anything; a sequence without a visible pair has no
-    attention slice.
+def areas_of(problem: Problem) -> Areas:
+    """The areas: those that the user gave, or one per sequence, for its mask and window. They cover real tokens alone
+    and are cut down to the rows and columns that see anything; a sequence without a visible pair has no area.
     """
     if problem.areas is not None:
-        return _between_tokens(slices_of_windows(problem.areas), problem)
+        return _between_tokens(areas_of_windows(problem.areas), problem)
     (q_start, q_len), (k_start, k_len) = _tokens(problem, "q"), _tokens(problem, "kv")
     left, right = problem.window_size
     diagonal = k_start - q_start + (k_len - q_len if problem.bottom_right else 0)  # of the mask, in global rows
@@ -369,18 +365,18 @@ def areas_of(problem: Problem) -> AttentionSlices:
     hi = np.full_like(diagonal, UNBOUNDED) if right < 0 else diagonal + min(right, UNBOUNDED // 2)
     q0, q1, k0, k1 = crop(q_start, q_start + q_len, k_start, k_start + k_len, lo, hi)
     there = (q0 < q1) & (k0 < k1) & (q_len > 0) & (k_len > 0) & (lo <= hi)
-    areas = AttentionSlices(q0, q1, k0, k1, lo, hi)
+    areas = Areas(q0, q1, k0, k1, lo, hi)
     return areas if there.all() else areas.take(there)
 
 
-def _between_tokens(areas: AttentionSlices, problem: Problem) -> AttentionSlices:
-    """The pairs of real tokens: attention slices are cut where they reach over padding."""
+def _between_tokens(areas: Areas, problem: Problem) -> Areas:
+    """The pairs of real tokens: areas are cut where they reach over padding."""
     area, _, q0, q1 = areas.queries.overlaps(_stretches(problem, "q"))
     part, _, k0, k1 = areas.take(area).keys.overlaps(_stretches(problem, "kv"))
     area = area[part]
     lo, hi = areas.lo[area], areas.hi[area]
     q0, q1, k0, k1 = crop(q0[part], q1[part], k0, k1, lo, hi)
-    return AttentionSlices(q0, q1, k0, k1, lo, hi).take((q0 < q1) & (k0 < k1))
+    return Areas(q0, q1, k0, k1, lo, hi).take((q0 < q1) & (k0 < k1))
 
 
 def _stretches(problem: Problem, side: str) -> Spans:

@@ -9,8 +9,8 @@ So the messages of a step travel while its tiles are computed, and a schedule sh
 messages.
 
 A tile of the forward pass needs q and kv and adds to out; a tile of the backward pass needs q, kv and do, and adds to
-dq and dkv. Rows are those of the global packed buffers; a tile is a rectangle of one attention slice, whose diagonal
-band masks it.
+dq and dkv. Rows are those of the global packed buffers; a tile is a rectangle of one area, whose diagonal band masks
+it.
 
 The text form, one line each, reads back to an equal schedule (heads are shown where they are not all heads):
 
@@ -172,9 +172,7 @@ class Message:
 
 @dataclass(frozen=True, eq=False)
 class Tiles(Table):
-    """Tiles: rectangles of attention slices, for query heads [head_start, head_stop). `area` is a row of
-    `AttentionSlices`.
-    """
+    """Tiles: rectangles of areas, for query heads [head_start, head_stop). `area` is a row of `Areas`."""
 
     area: Column
     q_start: Column

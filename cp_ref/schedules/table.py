@@ -1,5 +1,5 @@
-"""Tables of integers: columns of equal length, one entry a row. Attention slices, ownership and schedules are made of
-these. And `Spans`, the rows of a buffer as intervals, with what is done with them.
+"""Tables of integers: columns of equal length, one entry a row. Areas, ownership and schedules are made of these. And
+`Spans`, the rows of a buffer as intervals, with what is done with them.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def test_a_line_for_each_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_case_sees(name: str) -> None:
-    """The check's attention slices have the problem's pairs."""
+    """The check's areas have the problem's pairs."""
     case = CASES[name]
     seen = sum(
         max(min(k1 - 1, q + hi) - max(k0, q + lo) + 1, 0)

@@ -1,6 +1,4 @@
-"""Attention slices on one GPU, all ranks over the simulated group: named and random masks, counted exactly and within
-budget.
-"""
+"""Areas on one GPU, all ranks over the simulated group: named and random masks, counted exactly and within budget."""
 
 from __future__ import annotations
 

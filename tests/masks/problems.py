@@ -1,6 +1,4 @@
-"""Problems with attention slices, as integers: documents with padding, cross attention, random disjoint attention
-slices, named masks.
-"""
+"""Problems with areas, as integers: documents with padding, cross attention, random disjoint areas, named masks."""
 
 from __future__ import annotations
 

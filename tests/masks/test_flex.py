@@ -1,4 +1,4 @@
-"""BlockMasks made by hand: attention slices are what FlexAttention computes, compiled or not, or the mask is
+"""BlockMasks made by hand: areas are what FlexAttention computes, compiled or not, or the mask is
 refused.
 """
 

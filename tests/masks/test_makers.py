@@ -1,6 +1,4 @@
-"""Makers of attention slices against boolean masks written down from what they promise, and readers against what they
-read.
-"""
+"""Makers of areas against boolean masks written down from what they promise, and readers against what they read."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ Mask = torch.Tensor  # bool [queries, keys]
 
 
 def shown(areas: torch.Tensor, rows: int, columns: int) -> Mask:
-    """The mask, by the definition; the attention slices have to be legal."""
+    """The mask, by the definition; the areas have to be legal."""
     read_areas(areas, rows, columns)
     i, j = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
     seen = torch.zeros(rows, columns, dtype=torch.int64)
@@ -108,7 +106,7 @@ def test_masks_of_magi_attention(parts: list[tuple[int, int, int]]) -> None:
 
 
 DOCUMENTS = torch.tensor([0] * 50 + [1] * 90 + [2] * 160)
-FLEX: dict[str, tuple[Callable[..., torch.Tensor], int]] = {  # mask_mod, and how many attention slices it comes to
+FLEX: dict[str, tuple[Callable[..., torch.Tensor], int]] = {  # mask_mod, and how many areas it comes to
     "causal": (lambda b, h, q, k: k <= q, 1),
     "window": (lambda b, h, q, k: (k <= q) & (k >= q - 70), 1),
     "documents": (lambda b, h, q, k: (DOCUMENTS[q] == DOCUMENTS[k]) & (k <= q), 3),

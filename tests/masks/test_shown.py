@@ -1,4 +1,4 @@
-"""Attention slices in pictures, in words and on command lines."""
+"""Areas in pictures, in words and on command lines."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def softmax(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 TABLE = ONES(4)
 HALF: dict[str, Any] = {"dropout_p": 0.5}
-NO_KEY = [[0, 8, 0, 8, -1, 0]]  # a good attention slice of 16 rows
+NO_KEY = [[0, 8, 0, 8, -1, 0]]  # a good area of 16 rows
 AREAS: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": torch.tensor([0, 5, 12]), "cu_seqlens_q_padded": CU}
 AREAS["areas"] = torch.tensor(NO_KEY)
 PROBLEMS: list[tuple[dict[str, Any], str]] = [  # what make_plan, supports, attention and dense_attention refuse

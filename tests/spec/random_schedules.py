@@ -9,7 +9,7 @@ deadlock: of all messages that have not travelled, the first one of the list is 
     rank 1          | recv kv from 0 | send kv to 2 ...           any bars, but one between these two, as it sends on
                                                                   what it receives
 What is drawn
-    tiles           attention slices are split again and again, by query rows, keys or query heads (also inside a group
+    tiles           areas are split again and again, by query rows, keys or query heads (also inside a group
                     that shares a kv head); forward and backward pass differently; cropped to what is visible, or not
     ranks           any rank computes any tile, at any time
     operands        come from their owner or from any rank that has them, through a third rank or not, early or late,
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, crop
+from cp_ref.schedules.attention_slices import UNBOUNDED, Areas, crop
 from cp_ref.schedules.ownership import Fragments, Ownership
 from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem, Workload
@@ -46,7 +46,7 @@ __all__ = [
     "scheduled_problems",
 ]
 
-_SPLITS = 5  # of the attention slices, at most
+_SPLITS = 5  # of the areas, at most
 _MOVES = 3  # of partial results, before they go home, at most
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -69,10 +69,10 @@ def random_workloads(draw: st.DrawFn) -> Workload:
         rectangles[number] = (*whole[: axis + 1], cut, *whole[axis + 2 :])
         rectangles.append((*whole[:axis], cut, *whole[axis + 1 :]))
     bands = [(draw(st.just(-UNBOUNDED) | edge), draw(st.just(UNBOUNDED) | edge)) for _ in rectangles]
-    areas = AttentionSlices.of_rows([(*r, *band) for r, band in zip(rectangles, bands, strict=True)])
+    areas = Areas.of_rows([(*r, *band) for r, band in zip(rectangles, bands, strict=True)])
     areas = areas.take(areas.pairs > 0)
     edges = crop(areas.q_start, areas.q_stop, areas.k_start, areas.k_stop, areas.lo, areas.hi)
-    areas = AttentionSlices(*edges, areas.lo, areas.hi)
+    areas = Areas(*edges, areas.lo, areas.hi)
     sides = [[draw(st.integers(0, cp_size - 1)) for _ in range(count)] for count in rows]
     heads_kv = draw(st.integers(1, 2))
     ownership = Ownership(cp_size, *(_fragments(owners) for owners in sides))
@@ -235,7 +235,7 @@ class _Pass:
 
 
 def _tiles(draw: Draw, work: Workload) -> list[Tile]:
-    """Every attention slice cut into tiles."""
+    """Every area cut into tiles."""
     areas = work.areas
     tiles: list[Tile] = [(n, *row[:4], 0, work.heads_q) for n, row in enumerate(areas.rows())]
     for _ in range(draw(st.integers(0, _SPLITS)) if tiles else 0):

@@ -21,7 +21,7 @@ from cp_ref import ContextParallel, SimGroup, attention, dense_attention, shard,
 from cp_ref.cli import app
 from cp_ref.cli.plan import Request
 from cp_ref.contract.call_checks import check_apart, overlap
-from cp_ref.schedules.attention_slices import AttentionSlices, WindowRow, slices_of_windows
+from cp_ref.schedules.attention_slices import AreaRow, Areas, areas_of_windows
 from cp_ref.schedules.balanced import balanced, pairs_before
 from cp_ref.schedules.ownership import Fragments, contiguous
 from cp_ref.schedules.planners.make_schedule import SCHEDULES, Planner, make_rank_schedule, make_schedule
@@ -140,7 +140,7 @@ def solve(lengths: list[int], cp_size: int, padding: int = 0, window: int = 2**4
     starts = np.append(0, np.cumsum(np.array(lengths, dtype=np.int64) + padding))
     tokens = np.array(lengths, dtype=np.int64)
     rows = [(a, a + n, a, a + n, -window, 0) for a, n in zip(starts[:-1].tolist(), lengths, strict=True)]
-    areas = AttentionSlices.of_rows(rows)
+    areas = Areas.of_rows(rows)
     return balanced(starts, tokens, areas, cp_size), pairs_before(areas, int(starts[-1])), starts
 
 
@@ -182,8 +182,8 @@ def test_any_documents(lengths: list[int], cp_size: int, padding: int, window: i
 
 
 @given(drawn_areas((Lengths(12, 12, 12, 12), Lengths(9, 9, 10, 10))))
-def test_pairs_of_rows(rows: tuple[WindowRow, ...]) -> None:
-    areas = slices_of_windows(rows)
+def test_pairs_of_rows(rows: tuple[AreaRow, ...]) -> None:
+    areas = areas_of_windows(rows)
     seen = [
         max(0, min(k1, i + hi + 1) - max(k0, i + lo)) if q0 <= i < q1 else 0
         for i in range(22)
@@ -297,9 +297,9 @@ def test_slices_at_home_share_no_row_with_others_and_are_equal_work(problem: Pro
     assert problem.areas is not None or max(work) - min(work) <= HOME_SHARE * problem.pairs / problem.cp_size
 
 
-# What `RingMembers` finds, by its definition: loops over attention slices, rows and keys.
+# What `RingMembers` finds, by its definition: loops over areas, rows and keys.
 
-Pair = tuple[int, int, int]  # attention slice, query row, key row
+Pair = tuple[int, int, int]  # area, query row, key row
 
 
 def visible_pairs(problem: Problem) -> Iterator[Pair]:

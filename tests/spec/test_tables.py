@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from conformance.tensors import DiagonalBand
 from cp_ref.contract.group import agree
 from cp_ref.contract.text_pictures import areas_picture, ownership_picture
-from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices
+from cp_ref.schedules.attention_slices import UNBOUNDED, Areas
 from cp_ref.schedules.ownership import Fragments, Ownership, contiguous, dual_chunk, grouped
 from cp_ref.schedules.problem import Problem, Sequence, Sequences, slice_rows
 from tests.spec.problems import problems, small_problems
@@ -26,11 +26,11 @@ AREAS = st.lists(
         st.just(UNBOUNDED) | EDGES,
     ),
     max_size=4,
-).map(AttentionSlices.of_rows)
+).map(Areas.of_rows)
 
 
-def visible(areas: AttentionSlices) -> list[tuple[int, int]]:
-    """Every pair of every attention slice, as often as it is in one."""
+def visible(areas: Areas) -> list[tuple[int, int]]:
+    """Every pair of every area, as often as it is in one."""
     return [
         (i, j)
         for q0, q1, k0, k1, lo, hi in areas.rows()
@@ -70,13 +70,13 @@ def test_areas_are_the_masks_definition(problem: Problem) -> None:
 
 
 @given(AREAS)
-def test_areas_count_their_pairs_and_read_back(areas: AttentionSlices) -> None:
+def test_areas_count_their_pairs_and_read_back(areas: Areas) -> None:
     assert areas.pairs.tolist() == [len(visible(areas.take(slice(n, n + 1)))) for n in range(len(areas))]
-    assert AttentionSlices.parse(str(areas)) == areas
+    assert Areas.parse(str(areas)) == areas
 
 
 @given(AREAS)
-def test_windows_of_areas_are_aligned_to_their_last_row_and_column(areas: AttentionSlices) -> None:
+def test_windows_of_areas_are_aligned_to_their_last_row_and_column(areas: Areas) -> None:
     for (_, q1, _, k1, lo, hi), left, right in zip(
         areas.rows(), areas.left.tolist(), areas.right.tolist(), strict=True
     ):
@@ -93,7 +93,7 @@ def test_windows_of_areas_are_aligned_to_their_last_row_and_column(areas: Attent
 @pytest.mark.parametrize("text", ["area q[0:4] k[0:4]", "area q[0:4] k[0:4] band 0", "area q[0:4] k[0:-4] band *:0"])
 def test_texts_that_are_no_areas(text: str) -> None:
     with pytest.raises(ValueError, match="is no area"):
-        AttentionSlices.parse(text)
+        Areas.parse(text)
 
 
 @given(problems())
@@ -179,10 +179,8 @@ def test_groups_own_what_their_ranks_own(lengths: list[int], sizes: tuple[int, i
 
 
 @given(AREAS)
-def test_pictures_of_areas_show_each_pair(areas: AttentionSlices) -> None:
-    last = {
-        pair: number for number, area in enumerate(areas.rows()) for pair in visible(AttentionSlices.of_rows([area]))
-    }
+def test_pictures_of_areas_show_each_pair(areas: Areas) -> None:
+    last = {pair: number for number, area in enumerate(areas.rows()) for pair in visible(Areas.of_rows([area]))}
     first, _, *lines = areas_picture(areas).splitlines()
     assert first.endswith("a cell is 1 x 1")
     cells = [line[7:].split(" ") for line in lines]
@@ -202,7 +200,7 @@ def test_pictures_of_ownership_show_each_owner(problem: Problem) -> None:
 
 
 def test_pictures_keep_to_their_width() -> None:
-    areas = AttentionSlices.of_rows([(0, 5000, 0, 7000, -UNBOUNDED, 0)])
+    areas = Areas.of_rows([(0, 5000, 0, 7000, -UNBOUNDED, 0)])
     picture = areas_picture(areas, width=60)
     assert max(map(len, picture.splitlines())) <= 60
     assert "a cell is 500 x 500" in picture

@@ -6,7 +6,7 @@ one process does, and takes the rows of its own tokens, by their numbers in the 
 ranks find add up to those of one process, as those of all other weights.
 
 What depends on the whole batch is found before it is cut: the positions of M-RoPE (Qwen-VL), one for each of three
-axes, and the images whose tokens see each other both ways (Gemma 3), which become attention slices.
+axes, and the images whose tokens see each other both ways (Gemma 3), which become areas.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_ref.contract.masks import tensor, upper
-from cp_ref.schedules.attention_slices import WindowRow
+from cp_ref.schedules.attention_slices import AreaRow
 
 __all__ = ["BothWays"]
 
@@ -19,8 +19,8 @@ Run = tuple[int, int, int]
 class BothWays:
     """The runs of tokens of a batch that see each other both ways.
 
-    Attention slices are of packed buffers. The rows of a batch lie behind each other there, and a rank's slice of them
-    is the same but for its shape.
+    Areas are of packed buffers. The rows of a batch lie behind each other there, and a rank's slice of them is the same
+    but for its shape.
 
     Args:
         cp: of the batch.
@@ -56,7 +56,7 @@ class BothWays:
             self._areas[left] = tensor(self._slices(left))
         return {"cp": self.cp, "qkv_format": "thd", "areas": self._areas[left], **self.lengths}
 
-    def _slices(self, left: int) -> Iterator[WindowRow]:
+    def _slices(self, left: int) -> Iterator[AreaRow]:
         """Each sequence sees itself up to each token, and each token of a run what is behind it in the run.
 
         >>> from cp_ref.contract.group import PaperGroup

@@ -126,7 +126,7 @@ class ProblemOptions:
 
     @property
     def mask_type(self) -> str:
-        """The mask, where there are no attention slices."""
+        """The mask, where there are no areas."""
         return self.mask or "causal"
 
     def said(self) -> dict[str, Any]:

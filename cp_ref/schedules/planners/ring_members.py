@@ -5,8 +5,7 @@ Planners ask `RingMembers` for
     sees, seen          the rectangles in which one ring member's queries see keys, or its keys are seen
     rows_seen_by        one ring member's key rows that some others see: what has to travel
     sends_directly      whether keys go straight to those that see them, and not round the ring
-    at_home, exchanged  the same for some attention slices alone: those that one rank can attend to by itself, and
-                        all others
+    at_home, exchanged  the same for some areas alone: those that one rank can attend to by itself, and all others
 
 A ring member takes one place in a ring. It is a rank, or a group of `a2a_size` ranks where these exchange heads: each
 of them then holds the rows of the whole group for some of the heads. Under dual_chunk the rows of a group are two
@@ -26,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices, crop
+from cp_ref.schedules.attention_slices import UNBOUNDED, Areas, crop
 from cp_ref.schedules.ownership import Fragments, grouped
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import Heads, Tiles
@@ -42,8 +41,8 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class SeenTiles(Table):
-    """Cropped rectangles of attention slices in which two ring members see each other: one for each fragment of queries
-    and of keys.
+    """Cropped rectangles of areas in which two ring members see each other: one for each fragment of queries and of
+    keys.
     """
 
     peer: Column  # The other ring member: the keys' in `sees`, the queries' in `seen`.
@@ -71,7 +70,7 @@ class SeenTiles(Table):
 
 @dataclass(frozen=True, eq=False)
 class OwnedRows(Table):
-    """Rows [start, stop) of an attention slice, queries or keys, that one ring member has."""
+    """Rows [start, stop) of an area, queries or keys, that one ring member has."""
 
     area: Column
     member: Column
@@ -80,7 +79,7 @@ class OwnedRows(Table):
 
     @staticmethod
     def of(spans: Spans, rows: Fragments) -> OwnedRows:
-        """The owners of the rows of each attention slice; `rows` are sorted by global row."""
+        """The owners of the rows of each area; `rows` are sorted by global row."""
         area, n, first, last = spans.overlaps(rows.spans)
         return OwnedRows(area, rows.rank[n], first, last)
 
@@ -90,8 +89,8 @@ _KEPT = 4  # tables of `KeyBounds`, which are large: what one rank of a ring ask
 
 
 class KeyBounds(NamedTuple):
-    """The keys that ring members see of each attention slice, [ring members, attention slices]: the first, and the one
-    after the last. Without `start`, every attention slice is seen from its first key on.
+    """The keys that ring members see of each area, [ring members, areas]: the first, and the one after the last.
+    Without `start`, every area is seen from its first key on.
     """
 
     start: Column | None
@@ -102,7 +101,7 @@ class RingMembers:
     """The ring members of a workload, their rows, and the keys that they see of each other.
 
     Args:
-        some: the numbers of the attention slices that count, sorted; all of them if left out.
+        some: the numbers of the areas that count, sorted; all of them if left out.
     """
 
     def __init__(self, workload: Workload, some: Column | None = None) -> None:
@@ -123,14 +122,14 @@ class RingMembers:
         has the queries.
         """
         a, own = self.areas, self.keys.take(self.keys.rank == member)
-        transposed = AttentionSlices(a.k_start, a.k_stop, a.q_start, a.q_stop, -a.hi, -a.lo)
+        transposed = Areas(a.k_start, a.k_stop, a.q_start, a.q_stop, -a.hi, -a.lo)
         found = _seen_tiles(transposed, own, self.queries, bucket_of)
         return [SeenTiles(s.peer, s.area, s.k_start, s.k_stop, s.q_start, s.q_stop) for s in found]
 
     def rows_seen_by(self, owner: int, members: range) -> Spans:
-        """The key rows of one ring member that some others see: in each attention slice all rows from the first to the
-        last key that any of them sees. (Rows between that nobody sees travel too.) Ring members are counted modulo
-        their number; calls whose ranges differ in their length alone share the work.
+        """The key rows of one ring member that some others see: in each area all rows from the first to the last key
+        that any of them sees. (Rows between that nobody sees travel too.) Ring members are counted modulo their number;
+        calls whose ranges differ in their length alone share the work.
         """
         bounds, last = self._bounds_from(members.start % self.member_count, members.step), len(members) - 1
         rows = self._key_rows_of[owner % self.member_count]
@@ -143,29 +142,28 @@ class RingMembers:
     @cached_property
     def sends_directly(self) -> bool:
         """Whether keys go straight from their owner to those that see them, as ring members see little of most others:
-        an attention slice is bounded on both sides, or lies on some ring members alone, so that a ring would carry its
-        keys by ring members that see none of them.
+        an area is bounded on both sides, or lies on some ring members alone, so that a ring would carry its keys by
+        ring members that see none of them.
         """
         windowed = (self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)
         return bool(windowed.any()) or self._on_some_members
 
     @cached_property
     def at_home(self) -> RingMembers:
-        """The ranks as ring members, for the attention slices that need no exchange of heads."""
+        """The ranks as ring members, for the areas that need no exchange of heads."""
         return RingMembers(replace(self.workload, a2a_size=1), np.flatnonzero(self._stays_home))
 
     @cached_property
     def exchanged(self) -> RingMembers:
-        """These ring members for all other attention slices."""
+        """These ring members for all other areas."""
         return RingMembers(self.workload, np.flatnonzero(~self._stays_home)) if self._stays_home.any() else self
 
     # ---- how it is found: whole columns at a time
 
     @cached_property
     def _stays_home(self) -> Column:
-        """Whether each attention slice stays at home: one rank has all its rows, and they are in no slice that is
-        exchanged. Each rank keeps its smallest slices, and its pairs of them are by `HOME_SHARE` more than another
-        rank's at the most.
+        """Whether each area stays at home: one rank has all its rows, and they are in no area that is exchanged. Each
+        rank keeps its smallest areas, and its pairs of them are by `HOME_SHARE` more than another rank's at the most.
         """
         areas, owned = self.areas, self.workload.ownership
         rank, stays = _only_owner(areas.queries, owned.q)
@@ -199,7 +197,7 @@ class RingMembers:
 
     @property
     def _on_some_members(self) -> bool:
-        """Whether an attention slice has rows on several ring members, but not on all."""
+        """Whether an area has rows on several ring members, but not on all."""
         holds = np.zeros((self.member_count, len(self.areas)), dtype=bool)
         for rows in {id(rows): rows for rows in (self.query_rows, self.key_rows)}.values():
             holds[rows.member, rows.area] = True
@@ -208,12 +206,12 @@ class RingMembers:
 
     @cached_property
     def query_rows(self) -> OwnedRows:
-        """The owners of the query rows of each attention slice."""
+        """The owners of the query rows of each area."""
         return OwnedRows.of(self.areas.queries, self.queries)
 
     @cached_property
     def key_rows(self) -> OwnedRows:
-        """The owners of the key rows of each attention slice."""
+        """The owners of the key rows of each area."""
         a = self.areas
         if self.keys is self.queries and np.array_equal(a.q_start, a.k_start) and np.array_equal(a.q_stop, a.k_stop):
             return self.query_rows
@@ -221,7 +219,7 @@ class RingMembers:
 
     @cached_property
     def _key_rows_of(self) -> list[OwnedRows]:
-        """The key rows of each attention slice that each ring member has."""
+        """The key rows of each area that each ring member has."""
         order, ends = ordered_by(self.key_rows.member, self.member_count)
         rows = self.key_rows.take(order)
         return [rows.take(slice(a, b)) for a, b in pairwise(ends)]
@@ -260,8 +258,8 @@ def _only_owner(spans: Spans, rows: Fragments) -> tuple[Column, Column]:
     return rows.rank[first], changes[first] == changes[last]
 
 
-def _apart(areas: AttentionSlices, some: Column) -> Column:
-    """Which of some attention slices share no row with one of the others."""
+def _apart(areas: Areas, some: Column) -> Column:
+    """Which of some areas share no row with one of the others."""
     while some.any():
         others = areas.take(~some)
         meets = np.zeros(len(some), dtype=bool)
@@ -273,7 +271,7 @@ def _apart(areas: AttentionSlices, some: Column) -> Column:
     return some
 
 
-def _seen_tiles(areas: AttentionSlices, queries: Fragments, keys: Fragments, bucket_of: Column) -> list[SeenTiles]:
+def _seen_tiles(areas: Areas, queries: Fragments, keys: Fragments, bucket_of: Column) -> list[SeenTiles]:
     """The rectangles in which these queries see these keys, by bucket of the ring member that has the keys."""
     area, _, q0, q1 = areas.queries.overlaps(queries.spans)
     lo, hi = areas.lo[area], areas.hi[area]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_ref.schedules.attention_slices import AttentionSlices, pairs
+from cp_ref.schedules.attention_slices import Areas, pairs
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Message, RankSchedule, Schedule, Step, Tiles
 from cp_ref.schedules.table import Column
@@ -66,7 +66,7 @@ def report(problem: Problem, schedule: Schedule) -> Report:
     return Report(tuple(costs))
 
 
-def tile_pairs(areas: AttentionSlices, tiles: Tiles) -> Column:
+def tile_pairs(areas: Areas, tiles: Tiles) -> Column:
     """The number of visible pairs of each tile, for each head."""
     band = areas.lo[tiles.area], areas.hi[tiles.area]
     return pairs(tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop, *band)

@@ -1,8 +1,8 @@
 """Is every visible (query, key) pair computed exactly once? Decided on a small grid, whatever the lengths.
 
-The tiles' edges cut an attention slice into cells; inside a cell every pair is covered by the same tiles. So it is
-enough to count the tiles over each cell, and to ask the area's diagonal band whether the cell has a visible pair at
-all. Heads are a third axis.
+The tiles' edges cut an area into cells; inside a cell every pair is covered by the same tiles. So it is enough to count
+the tiles over each cell, and to ask the area's diagonal band whether the cell has a visible pair at all. Heads are a
+third axis.
 
           k0   k1        k2
        q0 .----.---------.        a cell covered by no tile, with a visible pair in it: computed never
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.schedules.attention_slices import AttentionSlices, crop, pairs
+from cp_ref.schedules.attention_slices import Areas, crop, pairs
 from cp_ref.schedules.ownership import Fragments, Ownership
 from cp_ref.schedules.schedule import Schedule, Tiles, side_of
 from cp_ref.schedules.table import Column, ranges
@@ -152,10 +152,10 @@ class TileUses(NamedTuple):
 
 
 def coverage_errors(
-    areas: AttentionSlices, heads_q: int, uses: TileUses, name: Callable[[Pair], str], holders: Callable[[Pair], str]
+    areas: Areas, heads_q: int, uses: TileUses, name: Callable[[Pair], str], holders: Callable[[Pair], str]
 ) -> Iterator[str]:
     """One sentence for every cell that is computed twice or never. `name(pair)` says which pair is meant, and
-    `holders(pair)` who has it. The tiles lie inside their attention slices.
+    `holders(pair)` who has it. The tiles lie inside their areas.
     """
     order = np.argsort(uses.tiles.area, kind="stable")
     ends = np.searchsorted(uses.tiles.area[order], np.arange(len(areas) + 1)).tolist()

@@ -13,7 +13,7 @@ It finds
     a deadlock
 
 and names rank and step of each. A schedule without an error gets a report: work, balance and bytes. `verify_tables`
-knows only the three tables: attention slices, ownership and the schedule.
+knows only the three tables: areas, ownership and the schedule.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def verify(problem: Problem, schedule: Schedule) -> Report:
 
 
 def verify_tables(work: Workload, schedule: Schedule, place: Place = lambda side, row: "") -> None:
-    """Check that `schedule` computes all attention slices of `work`, each row starting and ending at its owner.
+    """Check that `schedule` computes all areas of `work`, each row starting and ending at its owner.
 
     Args:
         place: (side, row) -> words for a row in addition to its number, such as "position 3 of sequence 0".

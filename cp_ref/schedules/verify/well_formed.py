@@ -10,7 +10,7 @@ from typing import TypeGuard, cast
 
 import numpy as np
 
-from cp_ref.schedules.attention_slices import AttentionSlices
+from cp_ref.schedules.attention_slices import Areas
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import KINDS, MOST_TAGS, RESULTS, Message, Schedule, Step, Tiles
 from cp_ref.schedules.table import Column, Table
@@ -115,10 +115,10 @@ def _no_heads(start: Column, stop: Column, heads: int) -> Column:
     return (start < 0) | (start >= stop) | (stop > heads)
 
 
-def _wrong_tiles(tiles: Tiles, areas: AttentionSlices, heads: int) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Tiles that are not rectangles of an attention slice, each with its error."""
+def _wrong_tiles(tiles: Tiles, areas: Areas, heads: int) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Tiles that are not rectangles of an area, each with its error."""
     there = (tiles.area >= 0) & (tiles.area < len(areas))
-    of = areas.take(np.where(there, tiles.area, 0)) if len(areas) else AttentionSlices.of_rows([[0] * 6] * len(tiles))
+    of = areas.take(np.where(there, tiles.area, 0)) if len(areas) else Areas.of_rows([[0] * 6] * len(tiles))
     empty = (tiles.q_start >= tiles.q_stop) | (tiles.k_start >= tiles.k_stop)
     outside = (tiles.q_start < of.q_start) | (tiles.q_stop > of.q_stop)
     outside |= (tiles.k_start < of.k_start) | (tiles.k_stop > of.k_stop)

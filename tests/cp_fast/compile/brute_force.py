@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cp_fast.compile.program import Launch
 from cp_fast.compile.segments import Segments, WindowedTiles, WindowRule, with_windows
 from cp_fast.movers.mover_protocol import Rows
-from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices
+from cp_ref.schedules.attention_slices import UNBOUNDED, Areas
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import Tiles
 from cp_ref.schedules.table import Spans
@@ -97,9 +97,9 @@ def spans(draw: st.DrawFn, end: int = 30, most: int = 6) -> Spans:
 
 @st.composite
 def ruled_tiles(draw: st.DrawFn) -> tuple[WindowedTiles, WindowRule]:
-    """Tiles of several attention slices, which share no rows and no keys; tiles of an attention slice share no pair.
-    All attention slices have the problem's window, aligned anywhere, or any diagonal bands. In some of them queries and
-    keys are cut alike, as the own chunks of a sequence are.
+    """Tiles of several areas, which share no rows and no keys; tiles of an area share no pair. All areas have the
+    problem's window, aligned anywhere, or any diagonal bands. In some of them queries and keys are cut alike, as the
+    own chunks of a sequence are.
     """
     window = draw(st.one_of(st.none(), st.sampled_from([(-1, 0), (-1, -1), (0, 0), (2, 0), (3, 1), (1, -1)])))
     table: list[tuple[int, ...]] = []
@@ -122,7 +122,7 @@ def ruled_tiles(draw: st.DrawFn) -> tuple[WindowedTiles, WindowRule]:
         q_begin += size + draw(st.integers(0, 2))
         k_begin += size_k + draw(st.integers(0, 2))
     rule = WindowRule(window or (-1, -1), draw(st.sampled_from([0, 3, 6, 2048])))
-    return with_windows(AttentionSlices.of_rows(table), Tiles.of_rows(tiles)), rule
+    return with_windows(Areas.of_rows(table), Tiles.of_rows(tiles)), rule
 
 
 def rows_twice(launch: Segments) -> Iterator[int]:

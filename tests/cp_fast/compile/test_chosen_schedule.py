@@ -85,8 +85,8 @@ def test_the_cuts_to_choose_from() -> None:
 
 # ---- Own keys that wait
 #
-# Own keys that wait for the others: the rewrite is proven on trees and on any attention slices. It adds no launch and
-# no row to one, and the messages that were hidden stay hidden.
+# Own keys that wait for the others: the rewrite is proven on trees and on any areas. It adds no launch and no row to
+# one, and the messages that were hidden stay hidden.
 
 
 def planned(problem: Problem) -> Schedule:

@@ -79,7 +79,7 @@ def check(problem: Problem, *, fits: bool = True) -> None:
 
 
 def has_positions(problem: Problem) -> bool:
-    """Whether the pairs of each attention slice lie in one document."""
+    """Whether the pairs of each area lie in one document."""
     try:
         check_one_document(problem, "score_mod")
     except ValueError:

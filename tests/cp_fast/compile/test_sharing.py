@@ -1,4 +1,4 @@
-"""Attention slices that share rows: the same pairs in few segments and few launches, by brute force."""
+"""Areas that share rows: the same pairs in few segments and few launches, by brute force."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cp_fast.compile.row_spans import Placement
 from cp_fast.compile.segments import Segments, WindowedTiles, WindowRule, one_each, with_windows
 from cp_fast.compile.shared_rows import factor_keys, prepend_keys, split_disjoint
 from cp_fast.runtime.packed_tensors import Packing
-from cp_ref.schedules.attention_slices import slices_of_windows
+from cp_ref.schedules.attention_slices import areas_of_windows
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, saved_kinds
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Tiles
@@ -43,8 +43,8 @@ WINDOWS = [(-1, -1), (-1, 0), (2, 0), (0, -1), (1, 2)]
 
 @st.composite
 def tiles_of_areas(draw: st.DrawFn) -> WindowedTiles:
-    """Attention slices that share rows, all cut along the same rows and keys; some tiles are missing."""
-    areas = slices_of_windows(draw(drawn_areas((Sequence(16, 16, 16, 16),))))
+    """Areas that share rows, all cut along the same rows and keys; some tiles are missing."""
+    areas = areas_of_windows(draw(drawn_areas((Sequence(16, 16, 16, 16),))))
     cuts = [[(0, 16)], [(0, 8), (8, 16)], disjoint(draw, 16, 4)]
     q, k = draw(st.sampled_from(cuts)), draw(st.sampled_from(cuts))
     tiles = [
@@ -88,7 +88,7 @@ def cut_masks(draw: st.DrawFn) -> WindowedTiles:
             [masks.block_causal(size, draw(st.integers(1, 6))), masks.prefix_lm(draw(st.integers(0, size)), size)]
         )
     )
-    areas = slices_of_windows(tuple(map(tuple, mask.tolist())))
+    areas = areas_of_windows(tuple(map(tuple, mask.tolist())))
     cuts = disjoint(draw, size, 3, least=1)
     tiles = [
         (n, max(q0, a), min(q1, b), max(k0, c), min(k1, d), 0, 1)

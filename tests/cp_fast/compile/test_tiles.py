@@ -17,7 +17,7 @@ from cp_fast.compile.merge_tiles import merge_causal, merge_dense
 from cp_fast.compile.pipeline import optimized
 from cp_fast.compile.program import Launch
 from cp_fast.compile.segments import WindowedTiles, WindowRule, one_each, split_windows, windowed, with_windows
-from cp_ref.schedules.attention_slices import UNBOUNDED, AttentionSlices
+from cp_ref.schedules.attention_slices import UNBOUNDED, Areas
 from cp_ref.schedules.ownership import Fragments, Ownership
 from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
 from cp_ref.schedules.planners.p2p import plan_p2p_rank
@@ -48,7 +48,7 @@ def test_windows_of_bands(edges: tuple[int, int, int, int], lo: int, hi: int, un
     """The kernel's window, aligned to the cropped tile's corner, lets through what the diagonal band does."""
     q, k = sorted(edges[:2]), sorted(edges[2:])
     lo, hi = -UNBOUNDED if unbounded & 1 else lo, UNBOUNDED if unbounded & 2 else hi
-    areas = AttentionSlices.of_rows([(0, 9, 0, 9, lo, hi)])
+    areas = Areas.of_rows([(0, 9, 0, 9, lo, hi)])
     tiles = with_windows(areas, Tiles.of_rows([(0, *q, *k, 0, 1)]))
     visible = {(i, j) for i, j in product(range(*q), range(*k)) if lo <= j - i <= hi}
     assert set(band_pairs(tiles)) == visible
@@ -99,7 +99,7 @@ def test_squares(drawn: Ruled) -> None:
 
 
 @st.composite
-def own_chunks(draw: st.DrawFn) -> tuple[AttentionSlices, list[list[tuple[int, int]]]]:
+def own_chunks(draw: st.DrawFn) -> tuple[Areas, list[list[tuple[int, int]]]]:
     """Causal sequences, and the chunks of each that a rank has."""
     table: list[tuple[int, ...]] = []
     chunks: list[list[tuple[int, int]]] = []
@@ -109,12 +109,12 @@ def own_chunks(draw: st.DrawFn) -> tuple[AttentionSlices, list[list[tuple[int, i
         table.append((q_begin, q_begin + size, k_begin, k_begin + size, -UNBOUNDED, k_begin - q_begin))
         chunks.append([(q_begin + a, q_begin + b) for a, b in disjoint(draw, size, 3)])
         q_begin, k_begin = q_begin + size, k_begin + size
-    return AttentionSlices.of_rows(table), chunks
+    return Areas.of_rows(table), chunks
 
 
 @given(own_chunks(), st.randoms(use_true_random=False))
 def test_own_chunks_are_one_square(
-    drawn: tuple[AttentionSlices, list[list[tuple[int, int]]]], random: np.random.Generator
+    drawn: tuple[Areas, list[list[tuple[int, int]]]], random: np.random.Generator
 ) -> None:
     """All chunks of a causal sequence that a rank has, in any order of the tiles, are one segment; so a whole rank is
     one launch.
@@ -142,7 +142,7 @@ def test_own_chunks_are_one_square(
 
 @given(own_chunks(), st.data())
 def test_chunks_that_lack_a_tile_are_no_square(
-    drawn: tuple[AttentionSlices, list[list[tuple[int, int]]]], data: st.DataObject
+    drawn: tuple[Areas, list[list[tuple[int, int]]]], data: st.DataObject
 ) -> None:
     """Nothing is computed that is not asked for."""
     areas, chunks = drawn
@@ -169,7 +169,7 @@ def full_tiles(rows: list[tuple[int, ...]]) -> WindowedTiles:
 def rectangles(draw: st.DrawFn) -> WindowedTiles:
     """Tiles with nothing hidden, in any order."""
     rows: list[tuple[int, ...]] = []
-    begin = draw(st.sampled_from([0, 20]))  # 0: attention slices of the same keys
+    begin = draw(st.sampled_from([0, 20]))  # 0: areas of the same keys
     k = disjoint(draw, 12, 4)
     for number in range(draw(st.integers(1, 3))):
         q, k = disjoint(draw, 12, 4), k if draw(st.booleans()) else disjoint(draw, 12, 4)
@@ -233,8 +233,8 @@ def test_one_each(drawn: Ruled) -> None:
 
 
 def test_areas_that_share_rows_are_launched_apart() -> None:
-    """Two attention slices of the same queries: their tiles never meet in one launch, as results are added by rows."""
-    areas = AttentionSlices.of_rows([(0, 4, 0, 4, -UNBOUNDED, UNBOUNDED), (0, 4, 6, 9, -UNBOUNDED, UNBOUNDED)])
+    """Two areas of the same queries: their tiles never meet in one launch, as results are added by rows."""
+    areas = Areas.of_rows([(0, 4, 0, 4, -UNBOUNDED, UNBOUNDED), (0, 4, 6, 9, -UNBOUNDED, UNBOUNDED)])
     tiles = with_windows(areas, Tiles.of_rows([(0, 0, 4, 0, 4, 0, 1), (1, 0, 2, 6, 9, 0, 1), (1, 2, 4, 6, 9, 0, 1)]))
     launches = tile_launches(tiles, WindowRule((-1, -1), 0))
     assert not any(list(rows_twice(launch)) for launch in launches)
@@ -258,7 +258,7 @@ def stairs(draw: st.DrawFn) -> WindowedTiles:
             for (m, *q), (n, *k) in product(spans, spans)
             if m % cp_size == queries and n % cp_size in keys
         ]
-    return with_windows(AttentionSlices.of_rows(areas), Tiles.of_rows(rows))
+    return with_windows(Areas.of_rows(areas), Tiles.of_rows(rows))
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -285,7 +285,7 @@ def test_the_work_for_stripes_does_not_grow_with_them(comm: str, window: int, mo
 
     def planned(tokens: int) -> tuple[int, int]:
         rows = Fragments.of_rows([(rank, n, n + 1, n // 8) for rank in range(8) for n in range(rank, tokens, 8)])
-        areas = AttentionSlices.of_rows([(0, tokens, 0, tokens, -window, 0)])
+        areas = Areas.of_rows([(0, tokens, 0, tokens, -window, 0)])
         work = Workload(areas, Ownership(8, rows, rows))
         planners = {"p2p": plan_p2p_rank, "all_gather": plan_all_gather_rank}
         calls = 0

@@ -20,7 +20,7 @@ NAMED = {
         "Problem(cp_size=2, sequences=[(8, 8, 8, 8), (8, 8, 8, 8)], layout='contiguous', attn_mask_type='no_mask', "
         "window_size=(2, 3), d_qk=24, d_v=24, dtype='float64'), deterministic=True, return_lse=True"
     ),
-    "attention slices, and rows that see nothing": (
+    "areas, and rows that see nothing": (
         "Problem(cp_size=2, sequences=[(16, 16, 16, 16)], layout='contiguous', qkv_format='thd', "
         "areas=((2, 9, 1, 12, 3, 1), (9, 16, 0, 16, -1, 0)), dtype='float64'), return_lse=True"
     ),
