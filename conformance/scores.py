@@ -56,19 +56,19 @@ def philox(counter: tuple[Words, Words, Words, Words], key: int, rounds: int = 7
 
 
 def kept_pairs(
-    document: int, head: int, q_idx: _Positions, kv_idx: _Positions, seed: int, dropout_p: float
+    sequence: int, head: int, q_idx: _Positions, kv_idx: _Positions, seed: int, dropout_p: float
 ) -> NDArray[np.bool_]:
     """Whether each pair is kept: bool [n, m].
 
     Args:
-        q_idx: [n] positions of queries inside the document; kv_idx: [m] those of keys. Integers.
+        q_idx: [n] positions of queries inside the sequence; kv_idx: [m] those of keys. Integers.
         seed: of 64 bits, signed or not.
     """
     i, j = np.asarray(q_idx, np.uint64)[:, None], np.asarray(kv_idx, np.uint64)[None]
     block, inside, half = np.uint64(16), np.uint64(8), np.uint64(2)
     counter = (j // block * inside + j % inside, i // block * inside + i % inside)
     shape = np.broadcast_shapes(i.shape, j.shape)
-    fixed = (np.full(shape, head, np.uint64), np.full(shape, document, np.uint64))
+    fixed = (np.full(shape, head, np.uint64), np.full(shape, sequence, np.uint64))
     words = np.stack(philox((*(np.broadcast_to(x, shape) for x in counter), *fixed), seed))  # pyright: ignore[reportArgumentType]
     word = half * (i // inside % half) + j // inside % half
     chosen = np.take_along_axis(words, np.broadcast_to(word, shape)[None].astype(np.int64), axis=0)[0]
@@ -135,10 +135,10 @@ _NONE: Mapping[str, torch.Tensor] = {}
 class PairPlaces(NamedTuple):
     """Where pairs are: int64 tensors that broadcast to [queries, keys]."""
 
-    document: torch.Tensor
+    sequence: torch.Tensor
     q_idx: torch.Tensor
     kv_idx: torch.Tensor
-    shift: torch.Tensor  # len_kv - len_q of the document
+    shift: torch.Tensor  # len_kv - len_q of the sequence
 
 
 class CaseScores(NamedTuple):
@@ -180,15 +180,15 @@ class CaseScores(NamedTuple):
         """The factors of the probabilities [h, n, m]: 0, or 1 / (1 - dropout_p)."""
         if self.problem is None or not self.problem.dropout_p:
             return 1.0
-        documents, rows, columns = (x.cpu().numpy() for x in places[:3])
+        sequences, rows, columns = (x.cpu().numpy() for x in places[:3])
         kept = np.zeros((heads, len(rows), len(columns)), dtype=bool)
-        of_row = np.broadcast_to(documents[:, 0], len(rows))
+        of_row = np.broadcast_to(sequences[:, 0], len(rows))
         for n in np.unique(of_row):
-            of_document = of_row == n
+            of_sequence = of_row == n
             for head in range(heads):
-                pairs = kept_pairs(int(n), head, rows[of_document, 0], columns, self.seed, self.problem.dropout_p)
-                kept[head, of_document] = pairs
-        return torch.from_numpy(kept).to(places.document.device, dtype) / (1 - self.problem.dropout_p)
+                pairs = kept_pairs(int(n), head, rows[of_sequence, 0], columns, self.seed, self.problem.dropout_p)
+                kept[head, of_sequence] = pairs
+        return torch.from_numpy(kept).to(places.sequence.device, dtype) / (1 - self.problem.dropout_p)
 
 
 PLAIN = CaseScores()

@@ -145,17 +145,17 @@ def scopes(problem: Problem, device: torch.device | str = "cpu") -> Iterator[Sco
         rows, keys = _index(problem, n, q, s.len_q), _index(problem, n, k, s.len_kv)
         lse_rows = (slice(None), *rows) if problem.qkv_format == "thd" else (n, slice(None), slice(0, s.len_q))
         positions = (torch.arange(length, device=device) for length in (s.len_q, s.len_kv))
-        document, shift = (torch.full((1, 1), x, device=device) for x in (n, s.len_kv - s.len_q))
+        sequence, shift = (torch.full((1, 1), x, device=device) for x in (n, s.len_kv - s.len_q))
         q_idx, kv_idx = positions
-        yield Scope(rows, keys, lse_rows, visible, PairPlaces(document, q_idx[:, None], kv_idx, shift))
+        yield Scope(rows, keys, lse_rows, visible, PairPlaces(sequence, q_idx[:, None], kv_idx, shift))
 
 
 def _places(problem: Problem) -> PairPlaces:
-    """Those of all real tokens. A pair of two documents has none, and is hidden."""
+    """Those of all real tokens. A pair of two sequences has none, and is hidden."""
     rows = [(n, i, s.len_kv - s.len_q) for n, s in enumerate(problem.sequences) for i in range(s.len_q)]
     columns = [j for s in problem.sequences for j in range(s.len_kv)]
-    document, q_idx, shift = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).unbind(1)
-    return PairPlaces(document[:, None], q_idx[:, None], torch.tensor(columns, dtype=torch.int64), shift[:, None])
+    sequence, q_idx, shift = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).unbind(1)
+    return PairPlaces(sequence[:, None], q_idx[:, None], torch.tensor(columns, dtype=torch.int64), shift[:, None])
 
 
 def _index(problem: Problem, n: int, start: int, length: int) -> Any:

@@ -30,7 +30,7 @@ class Pass:
         on: the input of the pass: a schedule, tiles before they are launches, the instructions of a plan, or the
             launches of a kernel library.
         does: what it does, in one sentence.
-        needs_position_free_scores: whether a row then stands for several documents, and a head for several numbers. If
+        needs_position_free_scores: whether a row then stands for several sequences, and a head for several numbers. If
             scores depend on them, the pass is skipped.
         keeps_places: whether buffers and messages keep their places. If not, a plan that is updated in place skips the
             pass.

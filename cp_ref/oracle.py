@@ -92,26 +92,26 @@ def _masks(problem: Problem, device: torch.device) -> Iterator[tuple[torch.Tenso
 
 
 def _pairs(problem: Problem, rows: torch.Tensor, columns: torch.Tensor) -> ScorePlaces:
-    """The places of scores [n, h, m], for query rows [n] and key rows [m] of the packed tensors. Pairs of two documents
+    """The places of scores [n, h, m], for query rows [n] and key rows [m] of the packed tensors. Pairs of two sequences
     have no place, and are hidden.
     """
-    document, slot = _slots(problem.starts_q, rows)
+    sequence, slot = _slots(problem.starts_q, rows)
     lengths = torch.tensor([(s.len_q, s.len_kv) for s in problem.sequences], device=rows.device)
     places = {
-        "document": document[:, None, None],
+        "sequence": sequence[:, None, None],
         "head": torch.arange(problem.heads_q, device=rows.device)[None, :, None],
         "q_idx": slot[:, None, None],
         "kv_idx": _slots(problem.starts_kv, columns)[1][None, None, :],
-        "shift": (lengths[document, 1] - lengths[document, 0])[:, None, None],
+        "shift": (lengths[sequence, 1] - lengths[sequence, 0])[:, None, None],
     }
     return ScorePlaces(**{name: x.to(torch.int32) for name, x in places.items()})
 
 
 def _slots(starts: tuple[int, ...], rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The document of each row [n], the last one that starts at or before it, and the row's slot in it."""
+    """The sequence of each row [n], the last one that starts at or before it, and the row's slot in it."""
     first = torch.tensor(starts[:-1], device=rows.device)
-    document = (first <= rows[:, None]).sum(dim=1) - 1
-    return document, rows - first[document]
+    sequence = (first <= rows[:, None]).sum(dim=1) - 1
+    return sequence, rows - first[sequence]
 
 
 def inside_areas(areas: Iterable[AreaRow], i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:

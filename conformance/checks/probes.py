@@ -11,7 +11,7 @@ more with a sink of logit 0):
 The right answers are integers, counted by the definition (`conformance.tensors`), with no oracle. Scores of
 places are seen as exactly:
 
-    score_mod    becomes one that hides pairs by document, head and both positions (`hidden`)
+    score_mod    becomes one that hides pairs by sequence, head and both positions (`hidden`)
     dropout      n * out and dv count what is kept, times 1 / (1 - p); by an implementation of the documented hash in
                  numpy. Where d_v has room, v and dout are indicators: then every bit of the mask is one number
 """
@@ -138,7 +138,7 @@ def shown_pairs(case: Case) -> torch.Tensor:
 def dropout_factors(case: Case) -> torch.Tensor:
     """Dropout's factor for each pair's probability, of every head: float64 [h, rows of q, rows of kv].
 
-    It is 0 in tails, and for pairs of two documents.
+    It is 0 in tails, and for pairs of two sequences.
     """
     p = case.problem
     b, i, j = (x.numpy() for x in _places(case))
@@ -152,14 +152,14 @@ def dropout_factors(case: Case) -> torch.Tensor:
 
 
 def _places(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of packed rows: the document and the position of queries, and the position of keys; 0 in tails. int64 [rows]."""
+    """Of packed rows: the sequence and the position of queries, and the position of keys; 0 in tails. int64 [rows]."""
     p = case.problem
-    documents = [n for n, (a, b) in enumerate(pairwise(p.starts_q)) for _ in range(b - a)]
+    sequences = [n for n, (a, b) in enumerate(pairwise(p.starts_q)) for _ in range(b - a)]
     rows = [[i for a, b in pairwise(starts) for i in range(b - a)] for starts in (p.starts_q, p.starts_kv)]
     tails = (case.tail_q, case.tail_q, case.tail_kv)
-    columns = zip((documents, *rows), tails, strict=True)
-    document, q_idx, kv_idx = (torch.tensor(x + [0] * tail, dtype=torch.int64) for x, tail in columns)
-    return document, q_idx, kv_idx
+    columns = zip((sequences, *rows), tails, strict=True)
+    sequence, q_idx, kv_idx = (torch.tensor(x + [0] * tail, dtype=torch.int64) for x, tail in columns)
+    return sequence, q_idx, kv_idx
 
 
 def _counting(case: Case, plain: GlobalTensors, denominators: torch.Tensor) -> GlobalTensors:

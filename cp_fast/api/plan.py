@@ -80,7 +80,7 @@ class Plan(OfThisProcess, plans.Plan):
         packing: how the user's tensors are seen as packed rows.
         instructions: the instructions of this rank's runtime in both passes, in order. Printed, one line an
             instruction.
-        positions: the documents and positions of the rows of its launches.
+        positions: the sequences and positions of the rows of its launches.
         steps: this rank's part of `schedule`, the source of `instructions`. In a custom one the tags give the order of
             the messages.
         head_chunks: the kv heads of each rank that an a2a schedule exchanges at a time; () for all at once. A plan that

@@ -229,7 +229,7 @@ def mask(s: torch.Tensor, seen: ColumnBlock, value: float) -> None:
 
 # ---- scores that depend on places
 #
-# The places of a block of scores: its documents, heads and positions, for ALiBi, score_mod and dropout.
+# The places of a block of scores: its sequences, heads and positions, for ALiBi, score_mod and dropout.
 
 
 def placed_scores(launch: LaunchScores | None, block: ScoreBlock, columns: slice) -> PairScores | None:
@@ -240,8 +240,8 @@ def placed_scores(launch: LaunchScores | None, block: ScoreBlock, columns: slice
     heads = range(launch.first_head + block.heads_q.start, launch.first_head + block.heads_q.stop)
     device = at.k_positions.device
     head = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=device)[:, None, None]
-    document, position, diagonal = (x[rows][:, None] for x in (at.q_documents, at.q_positions, at.q_diagonals))
-    pairs = ScorePlaces(document, head, position, at.k_positions[columns], diagonal - position)
+    sequence, position, diagonal = (x[rows][:, None] for x in (at.q_sequences, at.q_positions, at.q_diagonals))
+    pairs = ScorePlaces(sequence, head, position, at.k_positions[columns], diagonal - position)
     return PairScores(launch.inputs, pairs)
 
 

@@ -252,7 +252,7 @@ class Folding:
     @cached_property
     def folded(self) -> bool:
         """Whether the batch is folded into the heads. Not if heads are exchanged, since a head's number decides its
-        rank. Not where scores depend on documents and heads. Not under a user's schedule, since it may treat the
+        rank. Not where scores depend on sequences and heads. Not under a user's schedule, since it may treat the
         sequences differently (`may_fold`).
         """
         p = self.problem

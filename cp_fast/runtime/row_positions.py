@@ -1,12 +1,12 @@
-"""The documents and positions of the rows of a plan's launches, for scores that depend on them.
+"""The sequences and positions of the rows of a plan's launches, for scores that depend on them.
 
-A launch has rows from anywhere, keys in any order, and several documents. So it gets tables with an entry for each of
+A launch has rows from anywhere, keys in any order, and several sequences. So it gets tables with an entry for each of
 its rows, in the order in which it reads them. The host computes a few numbers for each span of rows, and uploads those
 of all launches at once; the device expands them. Launches with the same rows share a table.
 
-    documents of 4 and 3 tokens; a launch with rows 5 to 6, and then 0 to 2
+    sequences of 4 and 3 tokens; a launch with rows 5 to 6, and then 0 to 2
     global row   5 6 0 1 2
-    document     1 1 0 0 0
+    sequence     1 1 0 0 0
     position     1 2 0 1 2
 """
 
@@ -26,7 +26,7 @@ from cp_ref.schedules.table import Spans
 
 __all__ = ["RowPositions", "segment_places", "span_places"]
 
-Side = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # documents, positions, diagonals: int32 [rows]
+Side = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # sequences, positions, diagonals: int32 [rows]
 _ALIGNED = 16  # Rows of a block for which a kernel draws random numbers together.
 
 
@@ -100,21 +100,21 @@ class RowPositions:
 
 
 def span_places(problem: Problem, side: str, spans: Spans) -> np.ndarray:
-    """Int32 [4, spans]: the number of rows of each span, its document, and the position and diagonal of its first row.
-    Each lies in one document.
+    """Int32 [4, spans]: the number of rows of each span, its sequence, and the position and diagonal of its first row.
+    Each lies in one sequence.
 
     >>> from cp_ref.schedules.problem import Sequence
     >>> problem = Problem(2, (Sequence(4, 4, 4, 4), Sequence(3, 5, 4, 8)))
     >>> span_places(problem, "q", Spans(np.array([5, 0]), np.array([7, 3]))).T.tolist()
     [[2, 1, 1, 3], [3, 0, 0, 0]]
     """
-    document, position = row_positions(problem, side, spans.start)
-    shift = np.subtract(problem.lengths.len_kv, problem.lengths.len_q)[document]
-    return np.stack([spans.size, document, position, position + shift]).astype(np.int32)
+    sequence, position = row_positions(problem, side, spans.start)
+    shift = np.subtract(problem.lengths.len_kv, problem.lengths.len_q)[sequence]
+    return np.stack([spans.size, sequence, position, position + shift]).astype(np.int32)
 
 
 def segment_places(launch: Launch[Rows], q: np.ndarray, kv: np.ndarray) -> np.ndarray | None:
-    """Int32 [4, segments]: the document of each segment, the position and the diagonal of its first query, and the
+    """Int32 [4, segments]: the sequence of each segment, the position and the diagonal of its first query, and the
     position of its first key. None unless the positions of each segment's queries, and of its keys, are consecutive.
 
     Args:
@@ -123,14 +123,14 @@ def segment_places(launch: Launch[Rows], q: np.ndarray, kv: np.ndarray) -> np.nd
     if launch.batch.updated_in_place:
         return None
     found: list[np.ndarray] = []
-    for (count, document, position, diagonal), cumulative in ((q, launch.batch.cu_q), (kv, launch.batch.cu_kv)):
+    for (count, sequence, position, diagonal), cumulative in ((q, launch.batch.cu_q), (kv, launch.batch.cu_kv)):
         begin = np.cumsum(count) - count
         first = np.searchsorted(begin, np.asarray(cumulative)[:-1])
         follows = np.append(False, position[1:] == position[:-1] + count[:-1])
         follows[first] = True
         if not follows.all():
             return None
-        found += [document[first], position[first], diagonal[first]]
+        found += [sequence[first], position[first], diagonal[first]]
     return np.stack([*found[:3], found[4]])
 
 
@@ -140,10 +140,10 @@ def _is_aligned(places: np.ndarray | None) -> bool:
 
 def _expanded(places: torch.Tensor, total: int, size: int) -> Side:
     """The places of spans as tables with a number for each row, followed by zeros up to `size`."""
-    count, document, position, diagonal = (x.contiguous() for x in places)
-    found = (document, position, diagonal)
+    count, sequence, position, diagonal = (x.contiguous() for x in places)
+    found = (sequence, position, diagonal)
     if total:
-        each = torch.repeat_interleave(document, count, output_size=total)
+        each = torch.repeat_interleave(sequence, count, output_size=total)
         found = each, spread(count, position, total), spread(count, diagonal, total)
     if not size:
         return found

@@ -1,7 +1,7 @@
 """Scores that know where they are: ALiBi, score_mod and dropout. One definition for the oracle, for both packages and
 for `conformance`.
 
-The order of operations on a pair, query i and key j of one document:
+The order of operations on a pair, query i and key j of one sequence:
 
     s = scale * q.k            softcap
     s = s + ALiBi              `alibi`
@@ -10,7 +10,7 @@ The order of operations on a pair, query i and key j of one document:
     p = p * keep / (1 - dropout_p)      `philox`
     out = p v
 
-i and j count from the document's first slot, h is the global query head, b the document's number in the batch. So no
+i and j are slots of the sequence, h is the global query head, b the sequence's number in the batch. So no
 score depends on the rank, the schedule or the layout.
 """
 
@@ -66,7 +66,7 @@ class ScoreTensors(NamedTuple):
     (frozenset(), frozenset({<Feature.DROPOUT: 'dropout'>}))
     """
 
-    alibi_slopes: torch.Tensor | None = None  # float32 [h_q], or [b, h_q] with a row for each document
+    alibi_slopes: torch.Tensor | None = None  # float32 [h_q], or [b, h_q] with a row for each sequence
     score_mod: ScoreMod | None = None
     aux_tensors: Mapping[str, torch.Tensor] = _NO_TENSORS  # those that score_mod takes by name
     dropout_p: float = 0.0
@@ -178,21 +178,21 @@ def read_scores(
 
 def _some_places(problem: Problem, device: torch.device) -> list[torch.Tensor]:
     """b, h, q_idx and kv_idx of some pairs, int32 tensors that broadcast to [rows, 2, 2]: of the first and last heads,
-    queries and keys of every document. On a GPU of a document's first pair alone, as no value may travel there.
-    Nothing if no document has a pair.
+    queries and keys of every sequence. On a GPU of a sequence's first pair alone, as no value may travel there.
+    Nothing if no sequence has a pair.
     """
     lengths = enumerate(zip(problem.lengths.len_q, problem.lengths.len_kv, strict=True))
     there = ((number, len_q - 1, len_kv - 1) for number, (len_q, len_kv) in lengths if len_q and len_kv)
-    documents = list(there) if device.type == "cpu" else [*islice(there, 1)]
-    if not documents:
+    sequences = list(there) if device.type == "cpu" else [*islice(there, 1)]
+    if not sequences:
         return []
     if device.type != "cpu":
-        shapes, values = ((2, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2)), (documents[0][0], 0, 0, 0)
+        shapes, values = ((2, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2)), (sequences[0][0], 0, 0, 0)
         return [torch.full(x, n, dtype=torch.int32, device=device) for x, n in zip(shapes, values, strict=True)]
-    b = [n for n, *_ in documents for _ in range(2)]
+    b = [n for n, *_ in sequences for _ in range(2)]
     h = [0, problem.heads_q - 1]
-    i = [row for _, last, _ in documents for row in (0, last)]
-    j = [[0, last] for *_, last in documents for _ in range(2)]
+    i = [row for _, last, _ in sequences for row in (0, last)]
+    j = [[0, last] for *_, last in sequences for _ in range(2)]
     shaped = ((b, (-1, 1, 1)), (h, (1, -1, 1)), (i, (-1, 1, 1)), (j, (-1, 1, 2)))
     return [torch.tensor(values, dtype=torch.int32, device=device).view(shape) for values, shape in shaped]
 
@@ -201,11 +201,11 @@ def _read_slopes(problem: Problem, slopes: Any, q: torch.Tensor, room: Room | No
     if slopes is None:
         return None
     _check_tensor("alibi_slopes", slopes, q)
-    documents = len(problem.lengths) if room is None else room.max_sequences
-    if tuple(slopes.shape) not in ((problem.heads_q,), (documents, problem.heads_q)):
+    sequences = len(problem.lengths) if room is None else room.max_sequences
+    if tuple(slopes.shape) not in ((problem.heads_q,), (sequences, problem.heads_q)):
         raise ValueError(
             f"alibi_slopes has shape {list(slopes.shape)}; it must be [h_q] = [{problem.heads_q}] or [b, h_q] = "
-            f"[{documents}, {problem.heads_q}]"
+            f"[{sequences}, {problem.heads_q}]"
         )
     if slopes.dtype != torch.float32:
         raise TypeError(f"alibi_slopes has dtype {slopes.dtype}; it must be float32")
@@ -272,7 +272,7 @@ def _listed(names: Any) -> str:
 
 def alibi_bias(
     slopes: torch.Tensor,
-    document: torch.Tensor,
+    sequence: torch.Tensor,
     head: torch.Tensor,
     q_idx: torch.Tensor,
     kv_idx: torch.Tensor,
@@ -282,9 +282,9 @@ def alibi_bias(
     """The addition of ALiBi to scores: -slope * |i + shift - j|.
 
     Args:
-        slopes: float32 [h_q], or [b, h_q] with a row for each document.
-        document, head, q_idx, kv_idx: int32 or int64 tensors that broadcast against a block of scores.
-        shift: len_kv - len_q of the document, in real tokens.
+        slopes: float32 [h_q], or [b, h_q] with a row for each sequence.
+        sequence, head, q_idx, kv_idx: int32 or int64 tensors that broadcast against a block of scores.
+        shift: len_kv - len_q of the sequence, in real tokens.
         dtype: of the scores.
 
     Returns:
@@ -294,7 +294,7 @@ def alibi_bias(
     >>> alibi_bias(torch.tensor([0.5]), zero, zero, i, j, torch.tensor(1), torch.float32).tolist()
     [[-0.5, -0.0, -0.5], [-1.0, -0.5, -0.0]]
     """
-    slope = slopes[head.long()] if slopes.dim() == 1 else slopes[document.long(), head.long()]
+    slope = slopes[head.long()] if slopes.dim() == 1 else slopes[sequence.long(), head.long()]
     return -slope.to(dtype) * (q_idx + shift - kv_idx).abs().to(dtype)
 
 
@@ -330,7 +330,7 @@ def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor], rounds: i
 
 
 def kept(
-    document: torch.Tensor,
+    sequence: torch.Tensor,
     head: torch.Tensor,
     q_idx: torch.Tensor,
     kv_idx: torch.Tensor,
@@ -340,7 +340,7 @@ def kept(
     """Which pairs dropout keeps.
 
     Args:
-        document, head, q_idx, kv_idx: int32 or int64 tensors that broadcast against a block of scores.
+        sequence, head, q_idx, kv_idx: int32 or int64 tensors that broadcast against a block of scores.
         seed: int64, one element; its 64 bits are the key.
         dropout_p: the probability of dropping a pair.
 
@@ -351,7 +351,7 @@ def kept(
     >>> kept(zero, zero, zero, torch.tensor([0, 8]), torch.tensor(0), 0.3).int().tolist()
     [1, 0]
     """
-    b, h, i, j = (x.long() for x in (document, head, q_idx, kv_idx))
+    b, h, i, j = (x.long() for x in (sequence, head, q_idx, kv_idx))
     seed = seed.reshape(())
     counter = (j >> 4) * 8 + (j & 7), (i >> 4) * 8 + (i & 7), h, b
     first, second, third, fourth = philox4x32(counter, (seed & _LOW, (seed >> 32) & _LOW))
@@ -381,11 +381,11 @@ class ScorePlaces(NamedTuple):
     kv_idx varies along the last axis alone, and the others do not vary there.
     """
 
-    document: torch.Tensor  # number of the document in the batch
+    sequence: torch.Tensor  # its number in the batch
     head: torch.Tensor  # global query head
-    q_idx: torch.Tensor  # slot of the query, from the document's first
-    kv_idx: torch.Tensor  # slot of the key, from the document's first
-    shift: torch.Tensor  # len_kv - len_q of the document
+    q_idx: torch.Tensor  # slot of the query in the sequence
+    kv_idx: torch.Tensor  # slot of the key in the sequence
+    shift: torch.Tensor  # len_kv - len_q of the sequence
 
 
 class PairScores(NamedTuple):

@@ -144,7 +144,7 @@ def pair_scores(problem: Problem, inputs: ScoreTensors, tile: Sequence[int], dev
 
 
 def pair_indices(problem: Problem, tile: Sequence[int], device: torch.device) -> ScorePlaces:
-    """Document, head and positions of a tile's scores [n, h, m]. A tile lies in one area, and so in one document:
+    """Sequence, head and slots of a tile's scores [n, h, m]. A tile lies in one area, and so in one sequence:
     `check_one_document` (`contract/read_problem`) refuses other areas where scores need places.
 
     >>> from cp_ref.schedules.problem import Sequence
@@ -154,16 +154,16 @@ def pair_indices(problem: Problem, tile: Sequence[int], device: torch.device) ->
     [[1], [2, 3], [2, 3], [1, 2, 3], [2]]
     """
     _, q_start, q_stop, k_start, k_stop, head_start, head_stop = tile
-    document, q_slot = row_positions(problem, "q", np.array([q_start]))
+    sequence, q_slot = row_positions(problem, "q", np.array([q_start]))
     _, k_slot = row_positions(problem, "kv", np.array([k_start]))
-    number, i, j = int(document[0]), int(q_slot[0]), int(k_slot[0])
+    number, i, j = int(sequence[0]), int(q_slot[0]), int(k_slot[0])
 
     def integers(start: int, stop: int, *shape: int) -> torch.Tensor:
         return torch.arange(start, stop, dtype=torch.int32, device=device).view(*shape)
 
     shift = problem.lengths.len_kv[number] - problem.lengths.len_q[number]
     return ScorePlaces(
-        document=integers(number, number + 1, 1, 1, 1),
+        sequence=integers(number, number + 1, 1, 1, 1),
         head=integers(head_start, head_stop, 1, -1, 1),
         q_idx=integers(i, i + q_stop - q_start, -1, 1, 1),
         kv_idx=integers(j, j + k_stop - k_start, 1, 1, -1),

@@ -72,8 +72,8 @@ def balanced(starts: Column, tokens: Column, areas: Areas, cp_size: int) -> Frag
     """The rows of each rank: equally many rows and equally many visible pairs on all ranks.
 
     Args:
-        starts: where each document begins in the global buffer, and where the last ends, [b + 1].
-        tokens: how many real tokens each document begins with, [b]; its other rows are padding.
+        starts: where each sequence begins in the global buffer, and where the last ends, [b + 1].
+        tokens: how many rows of each are its document, [b]; those behind them are padding.
         areas: who may see whom.
 
     >>> starts, tokens = np.array([0, 6, 8, 10, 12]), np.array([6, 2, 2, 2])

@@ -289,20 +289,20 @@ class Problem:
 
 
 def row_positions(problem: Problem, side: str, rows: Column) -> tuple[Column, Column]:
-    """The document of each row of the global buffer, and the row's slot, from the document's first.
+    """The sequence that each row of the global buffer belongs to, and which of its slots the row is.
 
     Args:
         side: "q" or "kv".
-        rows: int64 [n], rows of documents, padding included.
+        rows: int64 [n], rows of sequences, padding included.
 
     >>> p = Problem(2, (Sequence(8, 8, 8, 8), Sequence(0, 0, 0, 0), Sequence(4, 4, 4, 4)), qkv_format="thd")
-    >>> document, slot = row_positions(p, "q", np.array([0, 7, 8, 11]))
-    >>> document.tolist(), slot.tolist()
+    >>> sequence, slot = row_positions(p, "q", np.array([0, 7, 8, 11]))
+    >>> sequence.tolist(), slot.tolist()
     ([0, 0, 2, 2], [0, 7, 0, 3])
     """
     starts = np.array(problem.starts(side), dtype=np.int64)
-    document = np.searchsorted(starts[:-1], rows, side="right") - 1
-    return document, rows - starts[document]
+    sequence = np.searchsorted(starts[:-1], rows, side="right") - 1
+    return sequence, rows - starts[sequence]
 
 
 # ---- the problem as tables

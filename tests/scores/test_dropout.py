@@ -107,14 +107,14 @@ SCHEDULES = [
 
 @cache
 def expected(lengths: tuple[int, ...]) -> torch.Tensor:
-    """bool [rows, h, rows]: which visible pairs are kept, by the definition, document by document."""
+    """bool [rows, h, rows]: which visible pairs are kept, by the definition, sequence by sequence."""
     rows = sum(lengths)
     found = torch.zeros(rows, HEADS, rows, dtype=torch.bool)
     head = torch.arange(HEADS, dtype=torch.int32)[None, :, None]
     for number, (start, length) in enumerate(zip(accumulate(lengths, initial=0), lengths, strict=False)):
         i = torch.arange(length, dtype=torch.int32)
-        document = torch.full((1, 1, 1), number, dtype=torch.int32)
-        drawn = kept(document, head, i[:, None, None], i[None, None, :], torch.tensor(SEED), DROPOUT)
+        sequence = torch.full((1, 1, 1), number, dtype=torch.int32)
+        drawn = kept(sequence, head, i[:, None, None], i[None, None, :], torch.tensor(SEED), DROPOUT)
         found[start : start + length, :, start : start + length] = drawn & (i[:, None, None] >= i[None, None, :])
     return found
 

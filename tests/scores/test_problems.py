@@ -144,11 +144,11 @@ cp_ref.executor.tile_attention.pair_indices
 
 document (dropout): always the first document
 cp_ref.executor.tile_attention.pair_indices
-> result = result._replace(document=torch.zeros_like(result.document))
+> result = result._replace(sequence=torch.zeros_like(result.sequence))
 
 slopes (alibi of documents): slopes of another document
 cp_ref.executor.tile_attention.pair_indices
-> result = result._replace(document=(result.document - 1).abs())
+> result = result._replace(sequence=(result.sequence - 1).abs())
 
 heads (dropout): one mask for all heads
 cp_ref.executor.tile_attention.pair_indices

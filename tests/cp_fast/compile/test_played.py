@@ -88,7 +88,7 @@ def has_positions(problem: Problem) -> bool:
 
 
 def check_positions(programs: Programs[Rows], problem: Problem) -> None:
-    """Each launch knows the documents and positions of its rows, which `play` has compared with the rows it reads."""
+    """Each launch knows the sequences and positions of its rows, which `play` has compared with the rows it reads."""
     tables = RowPositions(programs, problem, CPU)
     for launch in (*programs.forward.of(Launch), *programs.backward.of(Launch)):
         found = tables.of(launch)
@@ -96,9 +96,9 @@ def check_positions(programs: Programs[Rows], problem: Problem) -> None:
         of_keys = [position_of(row, problem.starts_kv) for row in rows_of(launch.kv_rows)]
         shifts = [s.len_kv - s.len_q for s in problem.sequences]
         wanted = [
-            [document for document, _ in of_queries],
+            [sequence for sequence, _ in of_queries],
             [position for _, position in of_queries],
-            [position + shifts[document] for document, position in of_queries],
+            [position + shifts[sequence] for sequence, position in of_queries],
             [position for _, position in of_keys],
         ]
         if programs.spare_rows:  # then the tables have zeros behind the rows
@@ -114,23 +114,23 @@ def check_positions(programs: Programs[Rows], problem: Problem) -> None:
 
 
 def segments_of(tables: list[list[int]], cu_q: list[int], cu_kv: list[int]) -> list[list[int]] | None:
-    """The document of each segment, its first positions; None unless the positions of each one are consecutive."""
-    documents, *positions = tables
+    """The sequence of each segment, its first positions; None unless the positions of each one are consecutive."""
+    sequences, *positions = tables
     found: list[list[int]] = []
     for q, q_stop, kv, kv_stop in zip(cu_q, cu_q[1:], cu_kv, cu_kv[1:], strict=False):
         spans = [(q, q_stop), (q, q_stop), (kv, kv_stop)]
         for table, (start, stop) in zip(positions, spans, strict=True):
             if table[start:stop] != [*range(table[start], table[start] + stop - start)]:
                 return None
-        assert len(set(documents[q:q_stop])) == 1
-        found.append([documents[q], *(table[start] for table, (start, _) in zip(positions, spans, strict=True))])
+        assert len(set(sequences[q:q_stop])) == 1
+        found.append([sequences[q], *(table[start] for table, (start, _) in zip(positions, spans, strict=True))])
     return found
 
 
 def position_of(row: int, starts: Seq[int]) -> tuple[int, int]:
-    """The document of a global row, and its position there."""
-    document = max(n for n, start in enumerate(starts[:-1]) if start <= row)
-    return document, row - starts[document]
+    """The sequence of a global row, and its position there."""
+    sequence = max(n for n, start in enumerate(starts[:-1]) if start <= row)
+    return sequence, row - starts[sequence]
 
 
 def sizes_of(problem: Problem) -> tuple[int, int]:

@@ -204,7 +204,7 @@ def wrong_masks(case: Case, backend: Backend) -> list[str]:
     for s in range(len(case.lengths)):
         rows, columns = (slice(cu[s], cu[s + 1]) for cu in (batch.cu_q, batch.cu_kv))
         expected = kept(
-            positions.q_documents[rows][None, :, None],
+            positions.q_sequences[rows][None, :, None],
             heads[:, None, None],
             positions.q_positions[rows][None, :, None],
             positions.k_positions[columns][None, None],

@@ -84,7 +84,7 @@ def _segment(
     heads = torch.arange(q.shape[1], device=q.device, dtype=torch.int32) + given.first_head
     i = positions.q_positions[rows]
     pairs = ScorePlaces(
-        positions.q_documents[rows][None, :, None],
+        positions.q_sequences[rows][None, :, None],
         heads[:, None, None],
         i[None, :, None],
         positions.k_positions[columns][None, None],

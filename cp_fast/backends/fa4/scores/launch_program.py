@@ -35,7 +35,7 @@ __all__ = [
 class PlaceTables(NamedTuple):
     """How a kernel finds the places of its pairs.
 
-    by_segment: each segment has one row of a table: its document, and the places of its first rows. Without it each row
+    by_segment: each segment has one row of a table: its sequence, and the places of its first rows. Without it each row
     has its own. aligned: these places are multiples of 16, and dropout, which alone asks, is on.
     """
 
@@ -93,7 +93,7 @@ def launch_program(given: LaunchScores, options: ScoreSpec) -> LaunchProgram:
     if positions.segment_places is not None:
         tensors = [positions.segment_places.flatten()]
     else:
-        tensors = [positions.q_documents, positions.q_positions, positions.q_diagonals, positions.k_positions]
+        tensors = [positions.q_sequences, positions.q_positions, positions.q_diagonals, positions.k_positions]
     if inputs.dropout_seed is not None and inputs.dropout_p:
         tensors.append(inputs.dropout_seed.reshape(1).view(torch.int32))  # The low 32 bits, and the high ones.
     return LaunchProgram(program, [*tensors, *(_flat(captured[name]) for name in traced.captured)], given.first_head)
@@ -115,7 +115,7 @@ def _captured(inputs: ScoreTensors) -> Mapping[str, torch.Tensor]:
 
 def _forms(captured: Mapping[str, torch.Tensor]) -> tuple[Form, ...]:
     for name, x in captured.items():
-        if name != SLOPES and not 0 < x.numel() < 2**31:  # Slopes are empty where there is no document, so no launch.
+        if name != SLOPES and not 0 < x.numel() < 2**31:  # Slopes are empty where there is no sequence, so no launch.
             reason = f"aux_tensors[{name!r}] has shape {list(x.shape)}; it must have from 1 to 2**31 - 1 elements"
             raise Unsupported("score_mod on backend 'fa4'", {}, reason)
     return tuple((name, x.dtype, tuple(x.shape)) for name, x in captured.items())
