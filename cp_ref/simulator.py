@@ -112,7 +112,6 @@ class RankScheduler:
     """
 
     size: int
-    running: int = 0
     sent: dict[tuple[int, int], list[PostedMessage | None]] = field(default_factory=lambda: defaultdict(list))
     awaited: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     taken: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
@@ -121,14 +120,15 @@ class RankScheduler:
     def __post_init__(self) -> None:
         self.gathered: dict[tuple[int, ...], dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
         self.read: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)  # by how many ranks, of those gathered
-        self._changed = threading.Condition()
+        self._turns = [threading.Lock() for _ in range(self.size)]  # held, but for that of the rank whose turn it is
+        for turn in self._turns[1:]:
+            turn.acquire()
         self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}
         self._finished: set[int] = set()
         self._dead = ""
 
     def wait_to_run(self, rank: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.running == rank)
+        self._turns[rank].acquire()
 
     def wait(self, rank: int, ready: Callable[[], bool], what: str) -> None:
         """Let other ranks run until `ready()`."""
@@ -152,9 +152,8 @@ class RankScheduler:
         able = [r for r in waiting if r not in self._blocked or self._blocked[r][0]()]
         if not able and waiting and not self._dead:
             self._dead = self._describe()
-        with self._changed:
-            self.running = (able or waiting or [-1])[0]
-            self._changed.notify_all()
+        for following in (able or waiting)[:1]:
+            self._turns[following].release()
 
     def _describe(self) -> str:
         lines = ["deadlock: no rank can go on"]

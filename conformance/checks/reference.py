@@ -23,6 +23,7 @@ from cp_ref import SimGroup, dense_attention, masks
 from cp_ref.contract.score_mod import digest_of
 from cp_ref.linear.recurrence import dense_causal_conv1d, dense_linear_attention
 from cp_ref.schedules.problem import Problem
+from cp_ref.simulator import RankScheduler
 from cp_ref.sparse_oracle import (
     chosen_keys,
     dense_index_loss,
@@ -180,17 +181,14 @@ def running_ranks_by(runner: RankRunner) -> None:
 
 
 def _where_they_are(ranks: list[int], threads: list[int | None]) -> str:
-    """The line that each rank is at; ranks that wait are only named."""
+    """The line that each rank is at; ranks that wait for their turn are only named."""
     frames, running, waiting = sys._current_frames(), [], []
     for rank in ranks:
         frame = frames.get(threads[rank] or 0)
-        place = None if frame is None else f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-        while frame is not None and not frame.f_code.co_filename.endswith("rank_scheduler.py"):
-            frame = frame.f_back
-        if place is None or frame is not None:
+        if frame is None or frame.f_code is RankScheduler.wait_to_run.__code__:
             waiting.append(str(rank))
         else:
-            running.append(f"rank {rank} is at {place}")
+            running.append(f"rank {rank} is at {frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}")
     return ", ".join(running + ([f"ranks {' '.join(waiting)} wait"] if waiting else [])) or "all ranks returned"
 
 

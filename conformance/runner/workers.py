@@ -209,7 +209,8 @@ def _places_in(output: str) -> list[str]:
     found = []
     for thread in re.split(r"(?:Current t|T)hread 0x", output.rpartition("Fatal Python error")[2])[1:]:
         frames = re.findall(r'File "(?:[^"]*/)?([^"/]*)", line (\d+) in (\S+)', thread)
-        if frames and not any(file in ("threading.py", "rank_scheduler.py") for file, _, _ in frames[:4]):
+        waits = frames and frames[0][2] == "wait_to_run"  # for its rank's turn, in the simulated group
+        if frames and not waits and not any(file == "threading.py" for file, _, _ in frames[:4]):
             found.append("at {}:{} in {}".format(*frames[0]))
     return list(dict.fromkeys(found))
 

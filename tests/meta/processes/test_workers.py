@@ -35,7 +35,7 @@ def sample(name: str, limit_s: float = LIMIT_S, cp_size: int = 2) -> WorkerRunne
     [
         ("Exits", LIMIT_S, "crashed", ["the worker process died", "exit code 3"]),
         ("Segfaults", LIMIT_S, "crashed", ["SIGSEGV", "Segmentation fault", "string_at"]),
-        ("Hangs", 4.0, "hung", ["did not finish", "rank 1 is at samples.py"]),
+        ("Hangs", 4.0, "hung", ["did not finish", "rank 1 is at samples.py", ", ranks 0 wait"]),
         ("HangsInC", 4.0, "hung", ["did not finish within 4 s", "samples.py"]),
         ("EatsMemory", LIMIT_S, "out of memory", ["rank 0 ran out of memory", "1024.00 GiB"]),
         ("EatsHostMemory", LIMIT_S, "out of memory", ["rank 0 ran out of memory"]),
