@@ -17,7 +17,7 @@ from cp_fast.dispatch.handles import hide_from_checkpointing
 from cp_fast.runtime.prepared_exchange import prepares
 from cp_fast.runtime.run import CompiledCall
 from cp_ref.contract.attention_call import Call, CallFlags
-from cp_ref.contract.call_checks import check_plan_owner
+from cp_ref.contract.call_checks import check_plan_device, check_plan_owner
 from cp_ref.contract.room import Agreement
 from cp_ref.contract.score_mod import with_digest
 from cp_ref.contract.scores import ScoreTensors, read_scores
@@ -242,8 +242,7 @@ def check_planned_call(call: Call, plan: Plan) -> ScoreTensors | None:
         call.check_placements(problem)
     if not _are_plain(q, k, v) or plan.calls.get(_key(plan, call.cp, *_kinds(q, k, v))) is None:
         call.check_tensors(problem, plan.room)
-        if q.device.type != plan.device.type or plan.device.index not in (None, q.device.index):
-            raise ValueError(f"q is on {q.device}, but the plan was made for {plan.device}")
+        check_plan_device(plan.device, "q", q)
     call.check_offset(problem)
     if missing := _missing(plan, call.flags):
         raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, "say so in make_plan")

@@ -23,7 +23,7 @@ from cp_ref.contract.sharding import position_ids as positions_of
 from cp_ref.contract.sharding import shard, unshard
 from cp_ref.contract.tensors import autocast, differentiable_once, wide_dtype
 from cp_ref.schedules.layouts import divisor
-from cp_ref.schedules.values import kind_of, read_count
+from cp_ref.schedules.values import check_tensor, read_count
 
 __all__ = ["CpBatch", "raise_on_all_ranks", "shard_batch"]
 
@@ -79,8 +79,7 @@ class CpBatch:
         >>> SimGroup(2).run(one)
         [tensor([[0.1000, 0.2000]]), tensor([[0.3000, 0.0000]])]
         """
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x is {kind_of(x)}; it must be a tensor [b, s, ...]")
+        check_tensor("x", x, "a tensor [b, s, ...]")
         numbers, shape = self._numbers.to(x.device), list(self._known_rows.ids.shape)
         if list(x.shape[:2]) != shape:
             raise ValueError(f"x has shape {list(x.shape)}; it must begin with that of input_ids, {shape}")
@@ -112,8 +111,7 @@ class CpBatch:
 
         def read() -> torch.Tensor:
             numbers = self._numbers
-            if not isinstance(x, torch.Tensor):
-                raise TypeError(f"x is {kind_of(x)}; it must be a tensor [b, s/cp, ...]")
+            check_tensor("x", x, "a tensor [b, s/cp, ...]")
             if x.shape[:2] != numbers.shape:
                 raise ValueError(
                     f"x has shape {list(x.shape)}; it must begin with that of this rank's input_ids, "

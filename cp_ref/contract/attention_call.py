@@ -8,7 +8,6 @@ import torch
 
 from cp_ref.contract.arguments import CallArguments, takes
 from cp_ref.contract.call_checks import (
-    check_global_lengths,
     check_local_tensors,
     check_placements,
     check_plan_owner,
@@ -18,7 +17,7 @@ from cp_ref.contract.call_checks import (
 from cp_ref.contract.context import ContextParallel
 from cp_ref.contract.plan_arguments import Plan, read_call
 from cp_ref.contract.read_problem import check_offset, read_sizes
-from cp_ref.contract.room import Room, check_room_tensors
+from cp_ref.contract.room import Room
 from cp_ref.contract.score_mod import with_digest
 from cp_ref.contract.scores import ScoreTensors
 from cp_ref.schedules.problem import Problem
@@ -237,10 +236,7 @@ class Call(NamedTuple):
 
     def check_tensors(self, problem: Problem, room: Room | None = None) -> None:
         """q, k and v are this rank's slices of the problem, which is the plan's if there is one."""
-        q, k, _ = self.tensors
-        check_local_tensors(problem, self.cp.rank, *self.tensors)
-        check_room_tensors(room, q, k)
-        check_global_lengths(problem, room, q, k)
+        check_local_tensors(problem, room, self.cp.rank, *self.tensors)
         if self.plan is None:
             alibi, max_logit = self.scores.alibi_slopes is not None, self.flags.return_max_logit
             check_uneven(self.cp, problem, alibi=alibi, max_logit=max_logit)

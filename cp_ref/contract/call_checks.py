@@ -17,11 +17,12 @@ __all__ = [
     "AXES",
     "check_apart",
     "check_context",
-    "check_global_lengths",
     "check_local_tensors",
     "check_placements",
+    "check_plan_device",
     "check_plan_owner",
     "check_settled",
+    "check_slice",
     "check_uneven",
     "local_lengths",
     "local_part",
@@ -207,29 +208,6 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
             raise ValueError(f"{name} is given beside a plan, which has its own; leave it out, or make a new plan")
 
 
-def check_global_lengths(problem: Problem, room: Any, q: Any, k: Any) -> None:
-    """Packed lengths are those of the whole batch, and not of this rank's slices alone.
-
-    Lengths that end at this rank's number of rows mean a buffer cp_size times too large: a tail of exactly that length
-    is much rarer than this mistake. A plan with room fixes the size of its buffers, so there it is no mistake.
-
-    Raises:
-        ValueError: naming the lengths, and the cure.
-    """
-    if room is not None or problem.qkv_format != "thd":
-        return
-    for name, side, tensor in (("q", "q", q), ("k", "kv", k)):
-        rows = tensor.shape[0]
-        if local_lengths(problem, side, rows):
-            raise ValueError(
-                f"{_name_of_slots(problem, side)} ends at {rows}, and {name} has {rows} rows on this rank alone; "
-                "cu_seqlens are global, so that of slices without a tail they end at "
-                f"{rows * problem.cp_size} on {problem.cp_size} ranks. Give the lengths of the whole batch. "
-                f"If {rows - slice_rows(problem, side)} rows of {name} are a tail, "
-                f"give it another row, or make a plan with max_sequences and max_tokens_{side}"
-            )
-
-
 def check_uneven(cp: Any, problem: Problem, *, alibi: bool, max_logit: bool) -> None:
     """Refuse a call of bshd or sbhd without a plan whose result depends on where a sequence ends, if `shard` has cut a
     length into slices of as many rows that does not divide: the slices do not say which of the two they are of.
@@ -278,8 +256,8 @@ def _name_of_slots(problem: Problem, side: str) -> str:
     return f"cu_seqlens_{side}{'_padded' if padded else ''}"
 
 
-def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> None:
-    """This rank's slices must have the shapes that the problem gives them; in thd they may be longer (a tail).
+def check_local_tensors(problem: Problem, room: Any, rank: int, q: Any, k: Any, v: Any) -> None:
+    """This rank's slices must have the shapes that the problem gives them.
 
     Raises:
         ValueError, TypeError: naming the tensor, its shape and the expected one.
@@ -289,22 +267,54 @@ def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> 
         got, wanted = getattr(sizes, name), getattr(problem, name)
         if got != wanted:
             raise ValueError(f"{name} of q, k, v is {got}, but the plan was made for {wanted}")
-    for name, side, tensor in (("q", "q", q), ("k", "kv", k)):
-        slots, rows, shape = problem.lengths.slots(side), slice_rows(problem, side), list(tensor.shape)
-        if problem.qkv_format == "thd":
-            if shape[0] < rows:
-                raise ValueError(
-                    f"{name} has {shape[0]} tokens; by the global lengths, {_name_of_slots(problem, side)}, which end "
-                    f"at {sum(slots)}, rank {rank} of a group of {problem.cp_size} holds {rows} (more is a tail, fewer "
-                    "is a mistake)"
-                )
-            continue
+    check_slice(problem, room, rank, "q", q, "q")
+    check_slice(problem, room, rank, "k", k, "kv")
+
+
+def check_slice(problem: Problem, room: Any, rank: int, name: str, x: Any, side: str) -> None:
+    """A tensor of one side ("q" or "kv") has the rows of this rank's slice; in thd more are a tail. A plan with room
+    fixes their number (those after the batch are its tail).
+
+    Packed lengths are those of the whole batch, and not of this rank's slices alone: lengths that end at this rank's
+    number of rows mean a buffer cp_size times too large. A tail of exactly that length is much rarer than this mistake.
+
+    Raises:
+        ValueError: naming the tensor, its shape and the expected one; or the lengths, and the cure.
+    """
+    slots, wanted, shape = problem.lengths.slots(side), slice_rows(problem, side), list(x.shape)
+    who = f"rank {rank} of a group of {problem.cp_size}"
+    if problem.qkv_format != "thd":
         batch_axis, axis = (0, 1) if problem.qkv_format == "bshd" else (1, 0)
         batch = len(problem.sequences)
-        if shape[batch_axis] != batch or shape[axis] != rows:
-            longest = max(slots, default=0)
-            rest = f": a sequence of {longest} is cut as if padded to {rows * problem.cp_size}"
+        if shape[batch_axis] != batch or shape[axis] != wanted:
+            longest, whole = max(slots, default=0), wanted * problem.cp_size
+            rest = f": a sequence of {longest} is cut as if padded to {whole}" if longest < whole else ""
             raise ValueError(
-                f"{name} has shape {shape}; rank {rank} of a group of {problem.cp_size} needs batch size {batch} and "
-                f"local sequence length {rows}{rest if longest < rows * problem.cp_size else ''}"
+                f"{name} has shape {shape}; {who} needs batch size {batch} and local sequence length {wanted}{rest}"
             )
+        return
+    rows, lengths = shape[0], _name_of_slots(problem, side)
+    if room is not None:
+        if rows != (held := room.rows_q if side == "q" else room.rows_kv):
+            raise ValueError(
+                f"{name} has {rows} tokens, but the plan was made with max_tokens_{side} = {held} * {room.cp_size} "
+                "ranks; a plan that can be updated needs buffers of that size"
+            )
+    elif rows < wanted:
+        raise ValueError(
+            f"{name} has {rows} tokens; by the global lengths, {lengths}, which end at {sum(slots)}, {who} holds "
+            f"{wanted} (more is a tail, fewer is a mistake)"
+        )
+    elif local_lengths(problem, side, rows):
+        raise ValueError(
+            f"{lengths} ends at {rows}, and {name} has {rows} rows on this rank alone; cu_seqlens are global, so that "
+            f"of slices without a tail they end at {rows * problem.cp_size} on {problem.cp_size} ranks. Give the "
+            f"lengths of the whole batch. If {rows - wanted} rows of {name} are a tail, give it another row, or make a "
+            f"plan with max_sequences and max_tokens_{side}"
+        )
+
+
+def check_plan_device(device: Any, name: str, x: Any) -> None:
+    """A tensor is on the device that a plan was made for; of a device without a number any of its kind."""
+    if x.device.type != device.type or device.index not in (None, x.device.index):
+        raise ValueError(f"{name} is on {x.device}, but the plan was made for {device}")

@@ -20,7 +20,15 @@ from cp_ref.schedules.layouts import LAYOUTS_OF_LENGTHS, padded_to_cut, slots_of
 from cp_ref.schedules.ownership import Fragments
 from cp_ref.schedules.problem import Problem, slice_rows
 from cp_ref.schedules.table import Column, ranges, starts_of
-from cp_ref.schedules.values import MOST, check_choice, check_data, differences, kind_of, read_count, read_lengths
+from cp_ref.schedules.values import (
+    MOST,
+    check_choice,
+    check_tensor,
+    differences,
+    kind_of,
+    read_count,
+    read_lengths,
+)
 from cp_ref.schedules.words import QKV_FORMATS
 
 __all__ = [
@@ -87,9 +95,7 @@ def slice_axis(x: Any, qkv_format: str) -> int:
     """
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     axis = 1 if qkv_format == "bshd" else 0
-    if not str(getattr(x, "dtype", "")).startswith("torch."):
-        raise TypeError(f"x is a {type(x).__name__}; it must be a tensor")
-    check_data("x", x)
+    check_tensor("x", x)
     if len(x.shape) <= axis:
         raise ValueError(f"x has shape {list(x.shape)}; qkv_format {qkv_format!r} has its sequence on axis {axis}")
     return axis

@@ -11,13 +11,21 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from cp_ref.contract.call_checks import check_plan_owner, local_lengths
+from cp_ref.contract.call_checks import check_plan_device, check_plan_owner, check_slice
 from cp_ref.contract.context import ContextParallel
 from cp_ref.contract.group import read_together
 from cp_ref.contract.plan_arguments import Plan
-from cp_ref.contract.read_problem import DTYPES
-from cp_ref.schedules.problem import slice_rows
-from cp_ref.schedules.values import check_choice, check_data, check_flag, kind_of
+from cp_ref.contract.read_problem import DTYPES, ROW_AXES, check_axes
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.values import (
+    check_choice,
+    check_dtype,
+    check_flag,
+    check_one_device,
+    check_tensor,
+    dtype_of,
+    kind_of,
+)
 
 __all__ = [
     "ACTIVATIONS",
@@ -29,13 +37,12 @@ __all__ = [
     "LinearKind",
     "agree_on_layer",
     "causal_conv1d",
-    "check_dtype",
     "check_last",
+    "check_local",
     "check_plan",
     "check_rows",
-    "check_tensor",
+    "check_same_rows",
     "linear_attention",
-    "name_of",
     "needs_grad",
     "read_convolution",
     "read_linear_attention",
@@ -206,23 +213,13 @@ def check_plan(cp: ContextParallel, plan: Any, package_plan: type) -> None:
     check_plan_owner(plan.problem, plan.rank, cp)
 
 
-def check_tensor(name: str, x: Any, like: Any = None) -> None:
-    """A plain tensor with values, on the device of another one."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is {kind_of(x)}; it must be a tensor")
+def check_local(name: str, x: Any, first: str = "", like: Any = None) -> None:
+    """A plain tensor with values, on the device of another one, which is named."""
+    check_tensor(name, x)
     if hasattr(x, "placements"):
         raise TypeError(f"{name} is a DTensor; give its local tensor, this rank's slice")
-    check_data(name, x)
-    if like is not None and x.device != like.device:
-        raise ValueError(f"{name} is on {x.device}, and other tensors are on {like.device}; they must be on one device")
-
-
-def check_dtype(name: str, x: torch.Tensor, like: torch.Tensor, *, wide: bool = False, wider: bool = False) -> None:
-    """The dtype of another tensor, or where that is allowed float32 (or float64)."""
-    allowed = [like.dtype, *([torch.float32] if wide else []), *([torch.float64] if wider else [])]
-    if x.dtype not in allowed:
-        words = " or ".join(dict.fromkeys(map(name_of, allowed)))
-        raise TypeError(f"{name} has dtype {x.dtype}; it must be {words}")
+    if like is not None:
+        check_one_device(name, x, first, like)
 
 
 def check_rows(
@@ -238,62 +235,31 @@ def check_rows(
 ) -> None:
     """A slice of the plan's format with these last axes; of the same rows, device and dtype as the `first` tensor.
 
-    side: "kv" for a slice of keys, whose rows are not those of `first`.
+    wide: it may be float32 too. side: "kv" for a slice of keys, whose rows are not those of `first`.
     """
-    problem, room = plan.problem, plan.room
-    fmt = problem.qkv_format
-    axes = {"thd": "t", "bshd": "b, s", "sbhd": "s, b"}[fmt]
-    check_tensor(name, x, first)
-    leading = len(axes.split(", "))
-    if len(x.shape) != leading + len(last.split(", ")):
-        raise ValueError(f"{name} has shape {list(x.shape)}; qkv_format {fmt!r} needs [{axes}, {last}]")
+    check_local(name, x, first_name, first)
+    check_axes(name, x, plan.problem.qkv_format, last)
     if first is not None:
-        check_dtype(name, x, first, wide=wide)
+        check_dtype(name, x, dtype_of(first), *(("float32",) if wide else ()))
     if first is not None and side == "q":
-        if x.shape[:leading] != first.shape[:leading]:
-            there = f"{first_name} {list(first.shape)}"
-            raise ValueError(f"{name} has shape {list(x.shape)}, and {there}; [{axes}] must be equal")
+        check_same_rows(plan.problem, name, x, first_name, first)
         return
-    if name_of(x.dtype) not in DTYPES:
-        raise TypeError(f"{name} has dtype {x.dtype}; it must be one of {', '.join(DTYPES)}")
-    device = plan.device
-    if x.device.type != device.type or device.index not in (None, x.device.index):
-        raise ValueError(f"{name} is on {x.device}, but the plan was made for {device}")
-    rows, wanted = x.shape[axes.split(", ").index("t" if fmt == "thd" else "s")], slice_rows(problem, side)
-    if fmt != "thd":
-        batch = len(problem.sequences)
-        if rows != wanted or x.shape[axes.split(", ").index("b")] != batch:
-            raise ValueError(
-                f"{name} has shape {list(x.shape)}; rank {plan.rank} of a group of {problem.cp_size} needs batch size "
-                f"{batch} and local sequence length {wanted}"
-            )
-    elif room is not None:
-        if rows != (held := room.rows_q if side == "q" else room.rows_kv):
-            raise ValueError(
-                f"{name} has {rows} tokens, but the plan was made with max_tokens_{side} = {held} * {room.cp_size} "
-                "ranks; a plan that can be updated needs buffers of that size"
-            )
-    elif rows < wanted:
-        raise ValueError(
-            f"{name} has {rows} tokens; by the plan's lengths rank {plan.rank} of a group of {problem.cp_size} holds "
-            f"{wanted} (more is a tail, fewer is a mistake)"
-        )
-    elif local_lengths(problem, side, rows):
-        raise ValueError(
-            f"{name} has {rows} rows on this rank alone, as many as the plan's lengths have on all {problem.cp_size} "
-            f"ranks; cu_seqlens are global. If {rows - wanted} rows are a tail, give {name} another row"
-        )
+    check_dtype(name, x, *DTYPES)
+    check_plan_device(plan.device, name, x)
+    check_slice(plan.problem, plan.room, plan.rank, name, x, side)
+
+
+def check_same_rows(problem: Problem, name: str, x: Any, other: str, like: Any) -> None:
+    """The leading axes of two slices."""
+    leading = len(ROW_AXES[problem.qkv_format].split(", "))
+    if x.shape[:leading] != like.shape[:leading]:
+        raise ValueError(f"{name} has shape {list(x.shape)} and {other} {list(like.shape)}; their rows must be equal")
 
 
 def check_last(name: str, x: torch.Tensor, wanted: tuple[int, ...]) -> None:
     """The sizes of the last axes."""
     if tuple(x.shape[-len(wanted) :]) != wanted:
         raise ValueError(f"{name} has shape {list(x.shape)}; its last sizes must be {list(wanted)}")
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """A dtype's name, without "torch."."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -392,20 +358,20 @@ def read_linear_attention(
         check_rows(plan, "beta", beta, "h_v", q, wide=True)
         check_last("beta", beta, (heads_v,))
     if initial_state is not None:
-        check_tensor("initial_state", initial_state, q)
+        check_local("initial_state", initial_state, "q", q)
         wanted = [len(plan.problem.sequences), heads_v, d_k, d_v]
         if list(initial_state.shape) != wanted:
             raise ValueError(
                 f"initial_state has shape {list(initial_state.shape)}; it must be [b, h_v, d_k, d_v] = {wanted}"
             )
-        check_dtype("initial_state", initial_state, q, wide=True, wider=True)
+        check_dtype("initial_state", initial_state, dtype_of(q), "float32", "float64")
     return LinearCall(
         kind,
         heads,
         heads_v,
         d_k,
         d_v,
-        name_of(q.dtype),
+        dtype_of(q),
         read_scale(scale, d_k),
         initial_state is not None,
         output_final_state,
@@ -429,8 +395,8 @@ def read_convolution(
     for name, tensor, shape in (("weight", weight, "channels, kernel_size"), ("bias", bias, "channels")):
         if name == "bias" and tensor is None:
             continue
-        check_tensor(name, tensor, x)
-        check_dtype(name, tensor, x, wide=True)
+        check_local(name, tensor, "x", x)
+        check_dtype(name, tensor, dtype_of(x), "float32")
         if len(tensor.shape) != len(shape.split(", ")) or tensor.shape[0] != channels:
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)}, and x has {channels} channels; it must be [{shape}]"
@@ -441,7 +407,7 @@ def read_convolution(
     return ConvolutionCall(
         channels,
         weight.shape[1],
-        name_of(x.dtype),
+        dtype_of(x),
         bias is not None,
         None if activation is None else "silu",
         needs_grad(x, weight, bias),

@@ -26,8 +26,11 @@ from cp_ref.schedules.planners.make_schedule import SCHEDULES
 from cp_ref.schedules.problem import Problem, Sequence, Sequences, row_positions
 from cp_ref.schedules.values import (
     check_choice,
-    check_data,
+    check_dtype,
+    check_one_device,
+    check_tensor,
     differences,
+    dtype_of,
     read_count,
     read_lengths,
 )
@@ -35,7 +38,9 @@ from cp_ref.schedules.words import QKV_FORMATS
 
 __all__ = [
     "DTYPES",
+    "ROW_AXES",
     "Sizes",
+    "check_axes",
     "check_heads",
     "check_layout",
     "check_offset",
@@ -224,32 +229,38 @@ class Sizes:
     seqlen_kv: int | None = None
 
 
+ROW_AXES = {"thd": "t", "bshd": "b, s", "sbhd": "s, b"}
+
+
+def check_axes(name: str, x: Any, qkv_format: str, last: str) -> None:
+    """Raise unless a slice has the axes of its format, and then these.
+
+    >>> import torch
+    >>> check_axes("q", torch.zeros(2, 3), "thd", "h, d")
+    Traceback (most recent call last):
+        ...
+    ValueError: q has shape [2, 3]; qkv_format 'thd' needs [t, h, d]
+    """
+    axes = f"{ROW_AXES[qkv_format]}, {last}"
+    if len(x.shape) != len(axes.split(", ")):
+        raise ValueError(f"{name} has shape {list(x.shape)}; qkv_format {qkv_format!r} needs [{axes}]")
+
+
 def read_sizes(q: Any, k: Any, v: Any, qkv_format: str, cp_size: int) -> Sizes:
     """The sizes of one rank's q, k, v (pass cp_size 1 for global tensors); they must agree in rank, dtype, device
     and heads.
     """
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
-    dims = "t h d" if qkv_format == "thd" else " ".join(qkv_format)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not str(getattr(x, "dtype", "")).startswith("torch."):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
-        check_data(name, x)
-        if len(x.shape) != len(qkv_format):
-            raise ValueError(
-                f"{name} has shape {list(x.shape)}; qkv_format {qkv_format!r} needs [{dims.replace(' ', ', ')}]"
-            )
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype} and q has {q.dtype}; q, k and v must have one dtype")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} and q is on {q.device}; q, k and v must be on one device")
-    dtype = str(q.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise TypeError(f"q has dtype {q.dtype}; it must be one of {', '.join(DTYPES)}")
+        check_tensor(name, x)
+        check_axes(name, x, qkv_format, "h, d")
+        check_dtype(name, x, *(DTYPES if x is q else [dtype_of(q)]), why="" if x is q else ", as q is")
+        check_one_device(name, x, "q", q)
     if tuple(k.shape[:-1]) != tuple(v.shape[:-1]):
         raise ValueError(f"k has shape {list(k.shape)} and v {list(v.shape)}; all but the last size must be equal")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q has head dim {q.shape[-1]} and k has {k.shape[-1]}; they must be equal (d_qk)")
-    heads = Sizes(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], dtype)
+    heads = Sizes(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], dtype_of(q))
     if qkv_format == "thd":
         return heads
     batch, seq = (0, 1) if qkv_format == "bshd" else (1, 0)
@@ -321,20 +332,14 @@ def check_offset(problem: Problem, softmax_offset: Any, q: Any) -> None:
                 f"softmax_offset is given, but softmax_type is {problem.softmax_type!r}; it needs 'learnable'"
             )
         return
-    if not str(getattr(softmax_offset, "dtype", "")).startswith("torch."):
-        raise TypeError(f"softmax_offset is {softmax_offset!r}; softmax_type 'learnable' needs a tensor [h_q]")
-    check_data("softmax_offset", softmax_offset)
+    check_tensor("softmax_offset", softmax_offset, "a tensor [h_q] for softmax_type 'learnable'")
     if tuple(softmax_offset.shape) != (problem.heads_q,):
         raise ValueError(
             f"softmax_offset has shape {list(softmax_offset.shape)}; it must be [h_q] = [{problem.heads_q}], or "
             "[1, h_q, 1, 1]"
         )
-    if str(softmax_offset.dtype).removeprefix("torch.") not in DTYPES:
-        raise TypeError(f"softmax_offset has dtype {softmax_offset.dtype}; it must be one of {', '.join(DTYPES)}")
-    if softmax_offset.device != q.device:
-        raise ValueError(
-            f"softmax_offset is on {softmax_offset.device} and q is on {q.device}; they must be on one device"
-        )
+    check_dtype("softmax_offset", softmax_offset, *DTYPES)
+    check_one_device("softmax_offset", softmax_offset, "q", q)
 
 
 def _check_alone(qkv_format: str, attn_mask_type: str | None, window_size: tuple[int, int]) -> None:

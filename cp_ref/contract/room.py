@@ -20,7 +20,6 @@ __all__ = [
     "Agreement",
     "Room",
     "check_room",
-    "check_room_tensors",
     "next_batch",
     "read_room",
 ]
@@ -121,23 +120,6 @@ def check_room(problem: Problem, room: Room) -> None:
     for name, (value, what) in found.items():
         if value > getattr(room, name):
             raise ValueError(f"there are {value} {what}, but the plan has room for {name} = {getattr(room, name)}")
-
-
-def check_room_tensors(room: Room | None, q: Any, k: Any) -> None:
-    """A rank's buffers have exactly the rows that the plan has room for (those after the batch are its tail).
-
-    Raises:
-        ValueError: naming the tensor.
-    """
-    if room is None:
-        return
-    for name, tensor, rows in (("q", q, room.rows_q), ("k", k, room.rows_kv)):
-        if tensor.shape[0] != rows:
-            side = "q" if name == "q" else "kv"
-            raise ValueError(
-                f"{name} has {tensor.shape[0]} tokens, but the plan was made with max_tokens_{side} = {rows} * "
-                f"{room.cp_size} ranks; a plan that can be updated needs buffers of that size"
-            )
 
 
 def next_batch(problem: Problem, room: Room | None, cu_seqlens: Mapping[str, Any]) -> Problem:

@@ -30,7 +30,7 @@ from cp_ref.contract.read_problem import check_one_document
 from cp_ref.contract.room import Room
 from cp_ref.contract.score_mod import ScoreMod, check_result, modified_scores, parameters_of
 from cp_ref.schedules.problem import Problem
-from cp_ref.schedules.values import check_data, kind_of
+from cp_ref.schedules.values import check_dtype, check_one_device, check_tensor, kind_of
 from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
@@ -207,8 +207,7 @@ def _read_slopes(problem: Problem, slopes: Any, q: torch.Tensor, room: Room | No
             f"alibi_slopes has shape {list(slopes.shape)}; it must be [h_q] = [{problem.heads_q}] or [b, h_q] = "
             f"[{sequences}, {problem.heads_q}]"
         )
-    if slopes.dtype != torch.float32:
-        raise TypeError(f"alibi_slopes has dtype {slopes.dtype}; it must be float32")
+    check_dtype("alibi_slopes", slopes, "float32")
     return slopes
 
 
@@ -252,15 +251,12 @@ def _read_seed(seed: Any, q: torch.Tensor) -> torch.Tensor | None:
 
 def _check_tensor(name: str, x: Any, q: torch.Tensor) -> None:
     """A plain tensor on q's device that no gradient is asked of."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is {kind_of(x)}; it must be a tensor")
+    check_tensor(name, x)
     if hasattr(x, "placements"):
         raise TypeError(f"{name} is a DTensor; give a plain tensor, the same on all ranks")
-    check_data(name, x)
     if x.requires_grad:
         raise Unsupported(f"{name} that requires a gradient", {}, f"no gradient flows to it; give {name}.detach()")
-    if x.device != q.device:
-        raise ValueError(f"{name} is on {x.device} and q is on {q.device}; they must be on one device")
+    check_one_device(name, x, "q", q)
 
 
 def _listed(names: Any) -> str:

@@ -7,21 +7,21 @@ from typing import Any, Literal, overload
 
 import torch
 
-from cp_ref.contract.call_checks import AXES, check_plan_owner
+from cp_ref.contract.call_checks import check_plan_owner
 from cp_ref.contract.context import ContextParallel
 from cp_ref.contract.linear_calls import (
     LayerCall,
     check_last,
+    check_local,
     check_rows,
-    check_tensor,
-    name_of,
+    check_same_rows,
     needs_grad,
     read_scale,
 )
 from cp_ref.contract.plan_arguments import Plan, check_sparse, check_sparse_scores
-from cp_ref.contract.read_problem import check_offset
+from cp_ref.contract.read_problem import ROW_AXES, check_offset
 from cp_ref.schedules.problem import Problem
-from cp_ref.schedules.values import check_flag, kind_of, read_count, read_number
+from cp_ref.schedules.values import check_dtype, check_flag, dtype_of, kind_of, read_count, read_number
 
 __all__ = [
     "IndexLossCall",
@@ -290,7 +290,7 @@ def read_selection(
     _check_plan(cp, plan, package_plan, "select_keys")
     top_k = read_count("top_k", top_k, at_least=1)
     heads, d_index = _read_indexer(plan, q_index, k_index, weights)
-    return SelectionCall(heads, d_index, name_of(q_index.dtype), top_k, read_scale(scale, d_index))
+    return SelectionCall(heads, d_index, dtype_of(q_index), top_k, read_scale(scale, d_index))
 
 
 def read_sparse_attention(
@@ -318,7 +318,7 @@ def read_sparse_attention(
     problem: Problem = plan.problem
     _check_attention(plan, q, k)
     check_rows(plan, "v", v, "h_kv, d_v", q, side="kv")
-    _check_same_rows(problem, "v", v, "k", k)
+    check_same_rows(problem, "v", v, "k", k)
     check_last("v", v, (problem.heads_kv, problem.d_v))
     check_offset(problem, softmax_offset, q)
     top_k, index_heads = _read_indices(plan, indices, q, of_kv_heads=True)
@@ -364,13 +364,13 @@ def read_index_loss(
     heads, d_index = _read_indexer(plan, q_index, k_index, weights)
     _check_attention(plan, q, k)
     top_k, _ = _read_indices(plan, indices, q, of_kv_heads=False)
-    _check_same_rows(problem, "q", q, "q_index", q_index)
-    _check_same_rows(problem, "k", k, "k_index", k_index)
+    check_same_rows(problem, "q", q, "q_index", q_index)
+    check_same_rows(problem, "k", k, "k_index", k_index)
     _check_lse(problem, lse, q)
     return IndexLossCall(
         heads,
         d_index,
-        name_of(q_index.dtype),
+        dtype_of(q_index),
         problem.heads_q,
         problem.heads_kv,
         problem.d_qk,
@@ -410,7 +410,7 @@ def _check_attention(plan: Plan, q: Any, k: Any) -> None:
     problem = plan.problem
     d_qk, heads_kv = problem.d_qk, problem.heads_kv
     check_rows(plan, "q", q, "h_q, d_qk")
-    if name_of(q.dtype) != problem.dtype:
+    if dtype_of(q) != problem.dtype:
         raise TypeError(f"q has dtype {q.dtype}, but the plan was made for {problem.dtype}")
     check_rows(plan, "k", k, "h_kv, d_qk", q, side="kv")
     check_last("q", q, (problem.heads_q, d_qk))
@@ -420,37 +420,29 @@ def _check_attention(plan: Plan, q: Any, k: Any) -> None:
 def _read_indices(plan: Plan, indices: Any, q: Any, *, of_kv_heads: bool) -> tuple[int, int]:
     """top_k, and of how many heads there are indices of their own."""
     problem = plan.problem
-    check_tensor("indices", indices, q)
-    if indices.dtype != torch.int32:
-        raise TypeError(f"indices has dtype {indices.dtype}; it must be torch.int32, as select_keys gives it")
-    leading = 1 if problem.qkv_format == "thd" else 2
-    axes = {"thd": "t", "bshd": "b, s", "sbhd": "s, b"}[problem.qkv_format]
+    check_local("indices", indices, "q", q)
+    check_dtype("indices", indices, "int32", why=", as select_keys gives it")
+    axes = ROW_AXES[problem.qkv_format]
+    leading = len(axes.split(", "))
     by_head = len(indices.shape) == leading + 2 and of_kv_heads
     if len(indices.shape) != leading + 1 and not by_head:
         more = f" or [{axes}, h_kv, top_k]" if of_kv_heads else ""
         raise ValueError(
             f"indices has shape {list(indices.shape)}; qkv_format {problem.qkv_format!r} needs [{axes}, top_k]{more}"
         )
-    _check_same_rows(problem, "indices", indices, "q", q)
+    check_same_rows(problem, "indices", indices, "q", q)
     if by_head:
         check_last("indices", indices, (problem.heads_kv, indices.shape[-1]))
     return read_count("top_k of indices", indices.shape[-1], at_least=1), problem.heads_kv if by_head else 1
 
 
-def _check_same_rows(problem: Problem, name: str, x: Any, other: str, like: Any) -> None:
-    leading = 1 if problem.qkv_format == "thd" else 2
-    if x.shape[:leading] != like.shape[:leading]:
-        raise ValueError(f"{name} has shape {list(x.shape)} and {other} {list(like.shape)}; their rows must be equal")
-
-
 def _check_lse(problem: Problem, lse: Any, q: Any) -> None:
-    check_tensor("lse", lse, q)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if lse.dtype != wide:
-        raise TypeError(f"lse has dtype {lse.dtype}; it must be {wide}, as sparse_attention returns it")
-    axes = dict(zip(AXES[problem.qkv_format], q.shape, strict=False))
-    batch = [] if problem.qkv_format == "thd" else [axes["batch"]]
-    wanted = [*batch, problem.heads_q, axes["sequence"]]
+    check_local("lse", lse, "q", q)
+    wide = "float64" if dtype_of(q) == "float64" else "float32"
+    check_dtype("lse", lse, wide, why=", as sparse_attention returns it")
+    sizes = dict(zip(ROW_AXES[problem.qkv_format].split(", "), q.shape, strict=False))
+    batch = [sizes["b"]] if "b" in sizes else []
+    wanted = [*batch, problem.heads_q, sizes["s" if batch else "t"]]
     if list(lse.shape) != wanted:
         raise ValueError(f"lse has shape {list(lse.shape)}; it must be [{'b, ' if batch else ''}h_q, s] = {wanted}")
 

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from cp_ref.schedules.table import Column, Spans, Table, in_blocks
-from cp_ref.schedules.values import FURTHEST, check_data
+from cp_ref.schedules.values import FURTHEST, check_dtype, check_tensor
 
 __all__ = [
     "UNBOUNDED",
@@ -203,11 +203,8 @@ def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[AreaRow, ...]:
         TypeError, ValueError: it is no such tensor, or a row has no meaning, sees nothing, reaches outside the buffers,
         or has a pair of another row too. (Where there is a rectangle its last row sees its last column.)
     """
-    if not str(getattr(areas, "dtype", "")).startswith("torch."):
-        raise TypeError(f"areas is a {type(areas).__name__}; it must be {_FORM}")
-    if str(areas.dtype).removeprefix("torch.") not in ("int32", "int64"):
-        raise TypeError(f"areas has dtype {areas.dtype}; it must be {_FORM}")
-    check_data("areas", areas)
+    check_tensor("areas", areas, _FORM)
+    check_dtype("areas", areas, "int32", "int64")
     if len(areas.shape) != 2 or areas.shape[1] != 6:
         raise ValueError(f"areas has shape {list(areas.shape)}; it must be {_FORM}")
     table = areas.cpu().numpy().astype(np.int64)

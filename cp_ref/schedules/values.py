@@ -19,9 +19,13 @@ from typing import Any, cast
 __all__ = [
     "check_choice",
     "check_data",
+    "check_dtype",
     "check_flag",
     "check_lengths",
+    "check_one_device",
+    "check_tensor",
     "differences",
+    "dtype_of",
     "kind_of",
     "parse_call",
     "parse_toml",
@@ -76,6 +80,39 @@ def check_data(name: str, x: Any) -> None:
         raise TypeError(f"{name} is a nested or sparse tensor; it must be a strided one")
     if getattr(x, "is_meta", False):
         raise ValueError(f"{name} is on meta; it must be on a device where tensors have values")
+
+
+def dtype_of(x: Any) -> str:
+    """The dtype of a tensor, without "torch."; "" for anything else."""
+    kind = str(getattr(x, "dtype", ""))
+    return kind.removeprefix("torch.") if kind.startswith("torch.") else ""
+
+
+def check_tensor(name: str, x: Any, what: str = "a tensor") -> None:
+    """Raise unless x is a tensor whose values lie in memory. what: it must be.
+
+    >>> check_tensor("q", [1.0], "a tensor [t, h, d]")
+    Traceback (most recent call last):
+        ...
+    TypeError: q is of type list; it must be a tensor [t, h, d]
+    """
+    if not dtype_of(x):
+        raise TypeError(f"{name} is {kind_of(x)}; it must be {what}")
+    check_data(name, x)
+
+
+def check_dtype(name: str, x: Any, *allowed: str, why: str = "") -> None:
+    """Raise unless a tensor has one of these dtypes, named without "torch.". why: ends the error."""
+    if dtype_of(x) not in allowed:
+        *others, last = dict.fromkeys(allowed)
+        words = f"{', '.join(others)} or {last}" if others else last
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be {words}{why}")
+
+
+def check_one_device(name: str, x: Any, first: str, like: Any) -> None:
+    """Raise unless two tensors are on one device. first: the name of the other one."""
+    if x.device != like.device:
+        raise ValueError(f"{name} is on {x.device} and {first} is on {like.device}; they must be on one device")
 
 
 def read_count(name: str, value: Any, *, at_least: int, at_most: int = MOST) -> int:
@@ -183,11 +220,8 @@ def read_lengths(name: str, cu_seqlens: Any) -> list[int] | None:
 
 def check_lengths(name: str, cu_seqlens: Any) -> None:
     """Raise unless it is a tensor of cumulative lengths, of which no value is looked at."""
-    if not str(getattr(cu_seqlens, "dtype", "")).startswith("torch."):
-        raise TypeError(f"{name} is a {type(cu_seqlens).__name__}; it must be an int32 or int64 tensor [b + 1]")
-    if str(cu_seqlens.dtype).removeprefix("torch.") not in ("int32", "int64"):
-        raise TypeError(f"{name} has dtype {cu_seqlens.dtype}; it must be int32 or int64")
-    check_data(name, cu_seqlens)
+    check_tensor(name, cu_seqlens, "an int32 or int64 tensor [b + 1]")
+    check_dtype(name, cu_seqlens, "int32", "int64")
     if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"{name} has shape {list(cu_seqlens.shape)}; it must be [b + 1]")
 

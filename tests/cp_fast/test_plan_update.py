@@ -327,7 +327,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "80 tokens in cu_seqlens_kv_padded, .* max_tokens_kv = 72",
     ),
     "decreasing": ({"cu_seqlens_q": torch.tensor([0, 8, 4])}, "must not decrease"),
-    "no tensor": ({"cu_seqlens_q": [0, 8]}, "TypeError: cu_seqlens_q is a list"),
+    "no tensor": ({"cu_seqlens_q": [0, 8]}, "TypeError: cu_seqlens_q is of type list"),
     "window": (MANY.arguments() | {"cu_seqlens_q": cumulative([8, 0, 8, 8])}, "window|message"),
 }
 

@@ -276,7 +276,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     ),
     "indices-none": ("attention", {"indices": lambda x: x[:, :0]}, ValueError, r"top_k of indices is 0; it must be"),
     "q-heads": ("attention", {"q": lambda x: x[:, :4]}, ValueError, r"q has shape \[10, 4, 6\]; its last sizes"),
-    "k-rows": ("attention", {"k": lambda x: x[:-1]}, ValueError, r"k has 9 tokens; by the plan's lengths"),
+    "k-rows": ("attention", {"k": lambda x: x[:-1]}, ValueError, r"k has 9 tokens; by the global lengths"),
     "v-dtype": ("attention", {"v": torch.Tensor.double}, TypeError, r"v has dtype torch.float64; it must be float32"),
     "softmax_scale": ("attention", {"softmax_scale": -1.0}, ValueError, r"softmax_scale is -1.0; it must be finite"),
     "softmax_offset": ("attention", {"softmax_offset": torch.ones(8)}, ValueError, r"'vanilla'; it needs 'learnable'"),

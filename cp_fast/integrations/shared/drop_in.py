@@ -17,7 +17,13 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.collectives import raise_on_all, together
 from cp_ref.contract.masks import documents
-from cp_ref.schedules.values import check_data, check_flag, check_lengths, kind_of, read_count, read_window
+from cp_ref.schedules.values import (
+    check_flag,
+    check_lengths,
+    check_tensor,
+    read_count,
+    read_window,
+)
 
 __all__ = [
     "Asked",
@@ -93,12 +99,11 @@ def check_tensors(axes: str, **tensors: Any) -> None:
         ...
     ValueError: query has shape [2, 3]; it must be [b, h, s/cp, d]
     """
+    form = f"[{axes.replace(' ', ', ')}]"
     for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is {kind_of(x)}; it must be a tensor [{axes.replace(' ', ', ')}]")
-        check_data(name, x)
+        check_tensor(name, x, f"a tensor {form}")
         if x.ndim != len(axes.split()):
-            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [{axes.replace(' ', ', ')}]")
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must be {form}")
 
 
 def lengths_on_host(**lengths: Any) -> dict[str, torch.Tensor]:
@@ -301,9 +306,7 @@ def _as_one(function: Callable[..., Any], name: str, one: str, parts: tuple[str,
         given = signature.bind(*args, **kwargs).arguments
         x = given.pop(one)
         axes = f"[..., {len(parts)}, h, d]"
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{one} is {kind_of(x)}; it must be a tensor {axes}")
-        check_data(one, x)
+        check_tensor(one, x, f"a tensor {axes}")
         if x.ndim < 4 or x.shape[-3] != len(parts):
             raise ValueError(f"{one} has shape {list(x.shape)}; it must be {axes}")
         return read(**given, **dict(zip(parts, x.unbind(-3), strict=True)))

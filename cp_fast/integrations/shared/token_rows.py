@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 import torch.nn.functional as F
 
-from cp_ref.schedules.values import check_data, check_flag, kind_of
+from cp_ref.schedules.values import check_flag, check_tensor, kind_of
 
 __all__ = ["Digests", "TokenRows", "digests", "read_rows"]
 
@@ -139,15 +139,11 @@ def _check_entries(batch: Any, fill: Mapping[str, float], whole: Collection[str]
         if name in (*_ENTRIES, *_MADE, *fill) or name not in batch:
             why = "which batch does not have" if name not in batch else "which shard_batch cuts or makes"
             raise ValueError(f"whole names {name!r}, {why}; name only further tensors that every rank gets as they are")
-        if not isinstance(batch[name], torch.Tensor):
-            raise TypeError(f"{name} is {kind_of(batch[name])}; it must be a tensor")
-        check_data(name, batch[name])
+        check_tensor(name, batch[name])
     shape: list[int] = []
     for name in (name for name in _ENTRIES if name in batch):  # input_ids first
         x = batch[name]
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is {kind_of(x)}; it must be a tensor of integers")
-        check_data(name, x)
+        check_tensor(name, x, "a tensor of integers")
         if x.dtype.is_floating_point or x.dtype.is_complex or (x.dtype == torch.bool and name != "attention_mask"):
             raise TypeError(f"{name} has dtype {x.dtype}; it must be an integer dtype")
         shape = shape or list(x.shape)
@@ -167,9 +163,7 @@ def _check_entries(batch: Any, fill: Mapping[str, float], whole: Collection[str]
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be that of input_ids, {shape}")
     for name in fill:
         x = batch[name]
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is {kind_of(x)}; it must be a tensor [b, s, ...]")
-        check_data(name, x)
+        check_tensor(name, x, "a tensor [b, s, ...]")
         if list(x.shape[:2]) != shape:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must begin with that of input_ids, {shape}")
         if x.dtype.is_complex:

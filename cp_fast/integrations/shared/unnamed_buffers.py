@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cp_ref.schedules.values import check_data, kind_of
+from cp_ref.schedules.values import check_tensor
 
 __all__ = ["check_buffers", "check_filled", "padding_of", "put", "rows_of", "said_by"]
 
@@ -29,9 +29,7 @@ def check_buffers(buffers: Sequence[Any], dims: Sequence[int], kept: Any) -> tup
     if len(buffers) != len(dims):
         raise ValueError(f"buffer_seq_dims has {len(dims)} entries for {len(buffers)} buffers; it must have as many")
     for i, x in enumerate(buffers):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"buffers[{i}] is {kind_of(x)}; it must be a tensor")
-        check_data(f"buffers[{i}]", x)
+        check_tensor(f"buffers[{i}]", x)
         if x.requires_grad:
             raise ValueError(f"buffers[{i}] requires a gradient, and would be cut in place; give the batch's tensors")
         if not 0 <= dims[i] < x.dim():
