@@ -43,7 +43,7 @@ def build(context: cp.ContextParallel | None) -> tuple[Any, Any, Any]:
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    contexts = None if context is None else GroupsOfAllSizes(context.group)
+    contexts = None if context is None else GroupsOfAllSizes(context.group, layout="balanced")
     if context is not None:
         prepare(model, context)
 

@@ -95,9 +95,10 @@ class DocumentSampler:
     Args:
         lengths: tokens of each document of the data.
         rank, ranks: which one of how many, a power of two.
-        tokens: how many a rank holds at most in a round.
+        tokens: how many a rank holds at most in a round: of documents. Contexts with layout "balanced" add no padding;
+            the other layouts fill each document up to a multiple of 2 * size or of size.
         documents: how many a step has. The last step of an epoch has what is left.
-        seed: of the order of documents, which `set_epoch` changes; None keeps their order.
+        seed: an integer, of the order of documents, which `set_epoch` changes; None keeps their order.
 
     Iterating gives each step as a list of (size, numbers of documents): with which context this rank is called in each
     round, and for what. No numbers: `pack([])` is a batch without labels, so that the rank calls its model too.
@@ -113,6 +114,8 @@ class DocumentSampler:
         _check_ranks(ranks)
         self.rank = read_count("rank", rank, at_least=0, at_most=ranks - 1)
         self.documents = read_count("documents", documents, at_least=1)
+        if seed is not None:  # a string has another hash in each process, and so each rank another order
+            read_count("seed", seed, at_least=0)
         read_count("tokens", tokens, at_least=1)
         for number, length in enumerate(lengths):
             _size_for(number, read_count(f"lengths[{number}]", length, at_least=0), ranks, tokens)

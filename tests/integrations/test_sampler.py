@@ -80,6 +80,7 @@ def test_all_ranks_draw_the_same_steps_and_epochs_differ() -> None:
         ({"rank": 4}, "rank is 4"),
         ({"tokens": 0}, "tokens is 0"),
         ({"documents": 0}, "documents is 0"),
+        ({"seed": "a"}, "seed is 'a'; it must be an integer"),
         ({"lengths": [5, 99]}, r"lengths\[1\] is 99; 4 ranks hold 40 tokens, 10 each: give more ranks, or"),
         ({"lengths": [5, "6"]}, r"lengths\[1\] is '6'; it must be an integer"),
     ],
