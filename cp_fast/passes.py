@@ -13,7 +13,7 @@ from typing import Literal
 
 __all__ = [
     "PASSES",
-    "Pass",
+    "CompilerPass",
     "bit_of",
     "is_on",
     "names_of",
@@ -23,7 +23,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Pass:
+class CompilerPass:
     """One line of the table.
 
     Attributes:
@@ -44,81 +44,83 @@ class Pass:
 
 
 PASSES = (
-    Pass("split_heads", "schedule", "lets an a2a exchange a few heads at a time, so that launches hide its messages"),
-    Pass("delay_keys", "schedule", "lets own keys wait for the keys that arrive, so that both are one launch"),
-    Pass(
+    CompilerPass(
+        "split_heads", "schedule", "lets an a2a exchange a few heads at a time, so that launches hide its messages"
+    ),
+    CompilerPass("delay_keys", "schedule", "lets own keys wait for the keys that arrive, so that both are one launch"),
+    CompilerPass(
         "fold_batch",
         "schedule",
         "makes sbhd without padding one sequence of b * h heads, which needs no copy",
         needs_position_free_scores=True,
     ),
-    Pass(
+    CompilerPass(
         "merge_adjacent",
         "tiles",
         "makes touching tiles of an area the rectangle around them, if that has no other rows and pairs",
     ),
-    Pass(
+    CompilerPass(
         "merge_causal",
         "tiles",
         "makes the own tiles of a causal area (early x early, late x early, late x late) one causal square; "
         "makes it and tiles that see what it hides rectangles, where common keys cost nothing; makes many rows that "
         "see a key more each one causal segment",
     ),
-    Pass(
+    CompilerPass(
         "split_windows", "tiles", "splits a tile into at most three, so that tiles of all sequences share four windows"
     ),
-    Pass(
+    CompilerPass(
         "merge_dense",
         "tiles",
         "makes tiles without hidden pairs and with the same queries one segment with all keys",
     ),
-    Pass(
+    CompilerPass(
         "factor_keys",
         "tiles",
         "where areas share rows, or one has many segments that share keys: lets queries take the keys that "
         "they share together",
     ),
-    Pass(
+    CompilerPass(
         "dedupe_queries",
         "tiles",
         "the same case: makes all queries that see the same keys one segment",
     ),
-    Pass(
+    CompilerPass(
         "prepend_keys",
         "tiles",
         "puts keys that all queries of a causal segment see before its own keys",
     ),
-    Pass("batch_segments", "tiles", "makes segments with equal windows one varlen launch"),
-    Pass(
+    CompilerPass("batch_segments", "tiles", "makes segments with equal windows one varlen launch"),
+    CompilerPass(
         "split_disjoint",
         "tiles",
         "puts segments that share rows into few launches without common queries; forward, where the kernel library "
         "can, with any common keys",
     ),
-    Pass(
+    CompilerPass(
         "split_queries", "tiles", "splits queries that see few keys, because a backward pass divides its work by keys"
     ),
-    Pass(
+    CompilerPass(
         "sort_keys",
         "tiles",
         "lets a launch read keys in the order of their buffer, without a copy",
     ),
-    Pass(
+    CompilerPass(
         "accumulate_late",
         "instructions",
         "accumulates partial results beside the next messages, those of one sum together",
     ),
-    Pass(
+    CompilerPass(
         "recv_in_place", "instructions", "receives rows where a launch reads them, without a copy", keeps_places=False
     ),
-    Pass("free_early", "instructions", "frees every buffer after its last use"),
-    Pass(
+    CompilerPass("free_early", "instructions", "frees every buffer after its last use"),
+    CompilerPass(
         "low_precision_grads",
         "instructions",
         "sends gradients from a single launch in the launch's dtype; the ranks agree on it once",
         keeps_places=False,
     ),
-    Pass(
+    CompilerPass(
         "record_launches", "launches", "records FlashAttention 4's launches once, and repeats them without its Python"
     ),
 )

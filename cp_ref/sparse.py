@@ -210,7 +210,7 @@ def select_keys(
     return to_format(found, fmt, len(plan.problem.sequences))
 
 
-class _Document(NamedTuple):
+class _DocumentRows(NamedTuple):
     """The rows of a document that are this rank's."""
 
     rows: torch.Tensor  # of the rank's packed buffer, int64 [n]
@@ -223,7 +223,7 @@ class _Met(NamedTuple):
 
     schedule: Schedule
     held: RankTensors  # its "kv" are the tensors that were given, in rows of the global buffer
-    documents: list[_Document]
+    documents: list[_DocumentRows]
 
     @property
     def keys(self) -> torch.Tensor:
@@ -247,14 +247,14 @@ def _meet(plan: Plan, cp: ContextParallel, *keys: torch.Tensor) -> _Met:
     own = problem.workload.ownership.q.of(cp.rank)
     there, here = ranges(own.start, own.stop - own.start), real_rows(plan, held.device)
     number, _ = row_positions(problem, "q", there)
-    documents: list[_Document] = []
+    documents: list[_DocumentRows] = []
     of_rows: list[int] = number.tolist()
     for n in sorted(set(of_rows)):
         places = torch.tensor(np.flatnonzero(number == n).tolist(), device=held.device)
         rows_of_all = torch.tensor(there.tolist(), device=held.device)[places]
         first: int = problem.starts_kv[n]
         span = slice(first, first + problem.lengths.len_kv[n])
-        documents.append(_Document(here[places], span, visible[rows_of_all, span]))
+        documents.append(_DocumentRows(here[places], span, visible[rows_of_all, span]))
     return _Met(schedule, held, documents)
 
 

@@ -16,7 +16,7 @@ from cp_ref.oracle import attend, inside_areas, visible_in
 from cp_ref.schedules.problem import Problem
 
 __all__ = [
-    "Document",
+    "DocumentRows",
     "chosen_keys",
     "dense_index_loss",
     "dense_index_scores",
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-class Document(NamedTuple):
+class DocumentRows(NamedTuple):
     """A document's rows of the packed global tensors, and who sees whom."""
 
     rows: slice
@@ -34,7 +34,7 @@ class Document(NamedTuple):
     visible: torch.Tensor  # bool [n, m]
 
 
-def documents_of(problem: Problem, device: torch.device | str = "cpu") -> Iterator[Document]:
+def documents_of(problem: Problem, device: torch.device | str = "cpu") -> Iterator[DocumentRows]:
     """All documents of a problem, whose areas, if there are any, lie inside of documents.
 
     >>> from cp_ref.schedules.problem import Sequence
@@ -46,10 +46,10 @@ def documents_of(problem: Problem, device: torch.device | str = "cpu") -> Iterat
     for s, q, k in zip(problem.sequences, problem.starts_q, problem.starts_kv, strict=False):
         rows, keys = slice(q, q + s.len_q), slice(k, k + s.len_kv)
         if problem.areas is None:
-            yield Document(rows, keys, visible_in(problem, s, device))
+            yield DocumentRows(rows, keys, visible_in(problem, s, device))
         else:
             i, j = (torch.arange(x.start, x.stop, device=device) for x in (rows, keys))
-            yield Document(rows, keys, inside_areas(problem.areas, i[:, None], j[None, :]))
+            yield DocumentRows(rows, keys, inside_areas(problem.areas, i[:, None], j[None, :]))
 
 
 def dense_index_scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, scale: float) -> torch.Tensor:

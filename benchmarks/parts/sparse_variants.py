@@ -81,19 +81,19 @@ def variants(shape: Shape) -> Iterator[tuple[str, Any, Callable[[], Any], float]
     grads.normal_()
     ops = shape.pairs * shape.heads * 2
     for on in PAIRS:
-        of = gradient_kernels.Pass(
+        of = gradient_kernels.BackwardInputs(
             x["q"], x["k"], x["v"], rows, x["dout"], weights, grads, BackwardTilings(on, QUERIES[0], KEYS[0])
         )  # fmt: skip
         yield "pairs", on, lambda of=of: of.write_pairs(out, lse, None, shape.scale, 0, shape.rows), ops * (
             shape.d + shape.d_v
         )  # fmt: skip
     for on in QUERIES:
-        of = gradient_kernels.Pass(
+        of = gradient_kernels.BackwardInputs(
             x["q"], x["k"], x["v"], rows, x["dout"], weights, grads, BackwardTilings(PAIRS[0], on, KEYS[0])
         )  # fmt: skip
         yield "queries", on, lambda of=of: of.add_queries(dq, 0, shape.rows), ops * shape.d
     for on in KEYS:
-        of = gradient_kernels.Pass(
+        of = gradient_kernels.BackwardInputs(
             x["q"], x["k"], x["v"], rows, x["dout"], weights, grads, BackwardTilings(PAIRS[0], QUERIES[0], on)
         )  # fmt: skip
         yield "keys", on, lambda of=of: of.add_keys(dk, 0, shape.rows, False, False, shape.d_v), ops * (
@@ -103,7 +103,7 @@ def variants(shape: Shape) -> Iterator[tuple[str, Any, Callable[[], Any], float]
             of.add_keys(dk, 0, shape.rows, False, False, 0), of.add_keys(dv, 0, shape.rows, False, True, 0)
         ), ops * (shape.d + shape.d_v)  # fmt: skip
     parts = torch.empty(1, shape.rows, 1, shape.top_k, shape.d, device="cuda")
-    of = gradient_kernels.Pass(
+    of = gradient_kernels.BackwardInputs(
         x["q"], x["k"], x["v"], rows, x["dout"], weights, grads, BackwardTilings(PAIRS[0], QUERIES[0], KEYS[0])
     )  # fmt: skip
     yield "keys as parts", KEYS[0], lambda: of.add_keys(parts, 0, shape.rows, True, False, shape.d_v), ops * (

@@ -28,6 +28,7 @@ __all__ = [
     "FUSED_KERNELS",
     "Backend",
     "BackwardOperands",
+    "BatchPlaces",
     "Cumulative",
     "Gradients",
     "LaunchOptions",
@@ -35,7 +36,6 @@ __all__ = [
     "LaunchScores",
     "NotInstalled",
     "Partial",
-    "Places",
     "VarlenBatch",
     "check_scores",
     "longest",
@@ -160,7 +160,7 @@ class NotInstalled(str):
     __slots__ = ()
 
 
-class Places(NamedTuple):
+class BatchPlaces(NamedTuple):
     """Where the segments of a batch lie, in any order: the first row of each, and on the device its number of rows too.
     Segments have no common rows of q, but may have common rows of k and v. Together they have all rows.
     """
@@ -201,7 +201,7 @@ class VarlenBatch:
     right: int | None
     device_cu_q: torch.Tensor  # int32 [segments + 1], on the tiles' device.
     device_cu_kv: torch.Tensor  # int32 [segments + 1].
-    places: Places | None = None  # For a forward launch of a backend that shares keys.
+    places: BatchPlaces | None = None  # For a forward launch of a backend that shares keys.
     max_q: int = field(init=False)  # The longest segment's query rows.
     max_kv: int = field(init=False)  # The longest segment's key columns.
 

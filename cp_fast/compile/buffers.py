@@ -21,9 +21,9 @@ __all__ = [
     "Buffers",
     "Held",
     "Lowering",
+    "LoweringInputs",
     "MessagePart",
     "Operands",
-    "Shared",
     "Sums",
     "in_order",
     "message_parts",
@@ -307,7 +307,7 @@ class Sums:
 # ---- The state
 
 
-class Shared(NamedTuple):
+class LoweringInputs(NamedTuple):
     """What the lowering of both programs reads."""
 
     work: Workload
@@ -334,7 +334,7 @@ class Lowering:
             so they are not sent again with the gradient.
     """
 
-    shared: Shared
+    shared: LoweringInputs
     direction: str
     kinds: Sequence[str]
     results: Sequence[str]

@@ -80,7 +80,7 @@ def ways_to_cut(heads: int) -> list[tuple[int, ...]]:
     return sorted(equal + between, key=len)
 
 
-class _Pass(NamedTuple):
+class _PassTimes(NamedTuple):
     """Microseconds of one pass, for each kv head of a rank."""
 
     come: float  # Its rows, in an exchange.
@@ -89,7 +89,7 @@ class _Pass(NamedTuple):
     tail: float  # The time lost at the end of a launch, for any number of heads.
 
 
-def _passes(problem: Problem, at: Costs) -> tuple[_Pass, _Pass]:
+def _passes(problem: Problem, at: Costs) -> tuple[_PassTimes, _PassTimes]:
     """The forward and the backward pass."""
     d_qk, d_v, group = problem.d_qk, problem.d_v, problem.heads_q // problem.heads_kv
     to_peers = (problem.a2a_size - 1) / problem.cp_size  # The share of all rows that a rank sends.
@@ -100,10 +100,10 @@ def _passes(problem: Problem, at: Costs) -> tuple[_Pass, _Pass]:
     product = 2 * group * own_pairs / at.flops_per_us  # Of unit head dimension.
     forward, backward = product * (d_qk + d_v), product * (3 * d_qk + 2 * d_v)
     idle = at.idle_rows / max(tokens_q * group * problem.a2a_size / problem.cp_size, 1.0)
-    return _Pass(q + kv, forward, do, idle * forward), _Pass(do, backward, q + kv, idle * backward)
+    return _PassTimes(q + kv, forward, do, idle * forward), _PassTimes(do, backward, q + kv, idle * backward)
 
 
-def _time(one: _Pass, cut: tuple[int, ...], rings: int, at: Costs) -> float:
+def _time(one: _PassTimes, cut: tuple[int, ...], rings: int, at: Costs) -> float:
     """Microseconds of a pass: the computation of a step hides its messages."""
     come, leave = ([at.exchange_us + heads * each for heads in cut] for each in (one.come, one.leave))
     attend = [at.launch_us + one.tail + heads * one.attend for heads in cut]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from cp_fast.compile.buffers import Held, Lowering, MessagePart, Shared, message_parts
+from cp_fast.compile.buffers import Held, Lowering, LoweringInputs, MessagePart, message_parts
 from cp_fast.compile.index_tables import RowKey, Tables
 from cp_fast.compile.program import (
     OWN,
@@ -334,7 +334,7 @@ def lower(
     own = {side: work.ownership.side(side).of(rank) for side in ("q", "kv")}
     own_q = Placement.of(own["q"])
     own_kv = own_q if work.ownership.kv is work.ownership.q else Placement.of(own["kv"])
-    shared = Shared(work, rank, groups, tables, sets, {"q": own_q, "kv": own_kv}, sink)
+    shared = LoweringInputs(work, rank, groups, tables, sets, {"q": own_q, "kv": own_kv}, sink)
     sent, received = (
         _parts_of_messages([m for step in forward for m in getattr(step, name) if m.kind == "out" and m.complete], sets)
         for name in ("sends", "recvs")

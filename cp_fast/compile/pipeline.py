@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cp_fast.backends import VarlenBatch
-from cp_fast.backends.backend_protocol import Places
+from cp_fast.backends.backend_protocol import BatchPlaces
 from cp_fast.compile.chosen_schedule import Folding, Schedules, choose_head_chunks, chosen_rank_schedule, fold_batch
 from cp_fast.compile.index_tables import RowKey, Uploaded
 from cp_fast.compile.instruction_passes import accumulate_late, free_early, recv_in_place
@@ -53,7 +53,7 @@ def linked(programs: Programs[Any], tables: Uploaded) -> Programs[Rows]:
             batch = VarlenBatch(cu_q, cu_kv, keys.left, keys.right, device_q, device_kv)
             if keys.places is not None:
                 (host_q, of_q), (_, rows), (host_kv, of_kv), (_, columns) = map(tables.lengths, keys.places)
-                batch = replace(batch, places=Places(host_q[:-1], host_kv[:-1], of_q, rows, of_kv, columns))
+                batch = replace(batch, places=BatchPlaces(host_q[:-1], host_kv[:-1], of_q, rows, of_kv, columns))
             batches[keys] = batch
         return batches[keys]
 

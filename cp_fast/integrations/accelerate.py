@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.image_models import has_images
 from cp_fast.integrations.hugging_face.model_batches import FLAT, positions_said
-from cp_fast.integrations.hugging_face.model_edge import Call, edge_of
+from cp_fast.integrations.hugging_face.model_edge import ModelCall, edge_of
 from cp_fast.integrations.shared.own_numbers import own_numbers
 from cp_fast.integrations.shared.unnamed_buffers import (
     check_buffers,
@@ -378,7 +378,7 @@ def _read_call(model: Any, batch: _Batch, given: dict[str, Any]) -> int:
 
 def _refuse_outside(layer: Any, _: tuple[Any, ...], given: dict[str, Any]) -> None:
     """A pre-hook of attention: a checkpointed layer runs again in the backward pass."""
-    if isinstance(given.get("cp_batch"), Call) and layer.config._attn_implementation != NAME:
+    if isinstance(given.get("cp_batch"), ModelCall) and layer.config._attn_implementation != NAME:
         raise RuntimeError(
             f"{type(layer).__name__} runs again, for the backward pass, outside of maybe_context_parallel, where its "
             "attention is that of whole sequences; call accelerator.backward inside"

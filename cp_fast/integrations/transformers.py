@@ -33,8 +33,8 @@ from cp_fast.integrations.hugging_face.linear_mixers import linear_mixers, put_o
 from cp_fast.integrations.hugging_face.model_batches import shard_batch
 from cp_fast.integrations.hugging_face.model_edge import (
     SILENT,
-    Call,
     Edge,
+    ModelCall,
     mark_layers,
     put_around,
     sequences_of,
@@ -160,7 +160,7 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
-    cp_batch: CpBatch | Call | Probe | None = None,
+    cp_batch: CpBatch | ModelCall | Probe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention, as transformers calls it: [b, h, s/cp, d] -> ([b, s/cp, h, d], None).
@@ -196,7 +196,7 @@ def attention_forward(
         raise RuntimeError(f"{name} was not prepared: call cp_fast.integrations.transformers.prepare(model, cp) first")
     if prepared != causal:
         raise ValueError(f"{name} is called with is_causal={causal}; when it was prepared it was {prepared}")
-    if isinstance(cp_batch, Call):
+    if isinstance(cp_batch, ModelCall):
         cast(Any, module)._cp_fast_call = cp_batch
     if chosen is not None:
         if indices is None or not causal or window != (-1, -1):

@@ -18,7 +18,7 @@ from cp_fast.api.plan import Plan, captured, check_not_captured
 from cp_fast.backends.sparse_kernels import choose_sparse, shared_storage
 from cp_fast.dispatch.handles import hide_from_checkpointing, is_selective, object_of
 from cp_fast.runtime.forward_backward import sink_shares
-from cp_fast.sparse.sparse_tables import KeyExchange, Sent, sparse_tables
+from cp_fast.sparse.sparse_tables import KeyExchange, RowsOfHeads, sparse_tables
 from cp_ref.contract import sparse_calls
 from cp_ref.contract.call_checks import check_context, one_a_head
 from cp_ref.contract.collectives import offset_grad
@@ -197,19 +197,19 @@ class _Attended:
         self.kernels = choose_sparse(q, cp.backend)
 
         rows = [tables.kv.take(x) for x in ((k,) if latent else (k, v))]
-        gathered = self._exchange.gather(where, self._gathered.kv, *(Sent(x, self._of_kv) for x in rows))
+        gathered = self._exchange.gather(where, self._gathered.kv, *(RowsOfHeads(x, self._of_kv) for x in rows))
         self.k, self.v = (gathered[0], gathered[0][..., : v.shape[-1]]) if latent else gathered
         named = tables.q.take(indices)
         named = named if named.ndim == 3 else named[:, None]
         of_named = self._of_kv if named.shape[1] == k.shape[-2] else ((0, 1),) * cp.size
-        self.q, named = self._travelled(Sent(tables.q.take(q), self._of_q), Sent(named, of_named))
+        self.q, named = self._travelled(RowsOfHeads(tables.q.take(q), self._of_q), RowsOfHeads(named, of_named))
         self.rows = self.kernels.rows_of(named, self._gathered.visible)
 
     def taken(self, *own: Tensor) -> list[Tensor]:
         """Rows of own queries [n, h_q, ...], as `q` has them."""
-        return self._travelled(*(Sent(x, self._of_q) for x in own))
+        return self._travelled(*(RowsOfHeads(x, self._of_q) for x in own))
 
-    def _travelled(self, *own: Sent) -> list[Tensor]:
+    def _travelled(self, *own: RowsOfHeads) -> list[Tensor]:
         if self._gathered.q is None:
             return [x.rows for x in own]
         return self._exchange.gather(f"{self._where}, queries", self._gathered.q, *own)
@@ -219,13 +219,13 @@ class _Attended:
         if self._gathered.q is None:
             return list(found)
         total, n = self.tables.problem.heads_q, len(self.tables.q.rows)
-        results = (Sent(x, self._of_q) for x in found)
+        results = (RowsOfHeads(x, self._of_q) for x in found)
         return self._exchange.bring_back(f"{self._where}, results", self._gathered.q, n, total, *results)
 
     def keys_home(self, *found: Tensor) -> list[Tensor]:
         """Gradients of the rows of `k` as sums for the own keys [n, h_kv, ...]."""
         total, n = self.tables.problem.heads_kv, len(self.tables.kv.rows)
-        gradients = (Sent(x, self._of_kv) for x in found)
+        gradients = (RowsOfHeads(x, self._of_kv) for x in found)
         return self._exchange.bring_back(f"{self._where}, gradients", self._gathered.kv, n, total, *gradients)
 
 
@@ -331,7 +331,7 @@ def _selected(
     with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q_index.device):
         tables = sparse_tables(plan)
         own, gathered = tables.q, tables.by_rows
-        keys = Sent(tables.kv.take(k_index)[:, None], ((0, 1),) * cp.size)
+        keys = RowsOfHeads(tables.kv.take(k_index)[:, None], ((0, 1),) * cp.size)
         (found,) = KeyExchange(plan, cp, tables).gather(where, gathered.kv, keys)
         operands = own.take(q_index), found[:, 0], own.take(weights).to(wide_dtype(q_index.dtype))
         return own.put(
@@ -354,7 +354,7 @@ class _Compared:
         self.kernels = choose_sparse(q if q.dtype == torch.float64 else q_index, cp.backend)
         own, everything = tables.q, ((0, tables.problem.heads_kv),) * cp.size
         self._one = ((0, 1),) * cp.size
-        keys = Sent(tables.kv.take(k_index)[:, None], self._one), Sent(tables.kv.take(k), everything)
+        keys = RowsOfHeads(tables.kv.take(k_index)[:, None], self._one), RowsOfHeads(tables.kv.take(k), everything)
         k_index, k = self._exchange.gather(where, self._keys, *keys)
         rows = self.kernels.rows_of(own.take(indices)[:, None], tables.by_rows.visible)
         weights = own.take(weights).to(wide_dtype(q_index.dtype))
@@ -364,7 +364,7 @@ class _Compared:
     def keys_home(self, dk: Tensor) -> Tensor:
         """Gradients of the gathered keys of the indexer as sums for the own ones [n, d_i]."""
         where, n = f"{self._where}, gradients", len(self.tables.kv.rows)
-        (found,) = self._exchange.bring_back(where, self._keys, n, 1, Sent(dk[:, None], self._one))
+        (found,) = self._exchange.bring_back(where, self._keys, n, 1, RowsOfHeads(dk[:, None], self._one))
         return found[:, 0]
 
 

@@ -35,7 +35,16 @@ from cp_ref.schedules.problem import Problem, row_positions
 from cp_ref.schedules.schedule import Heads, Message
 from cp_ref.schedules.table import Column, Spans, ranges, runs
 
-__all__ = ["Gathered", "KeyExchange", "OwnRows", "Sent", "SparseTables", "Travel", "intervals", "sparse_tables"]
+__all__ = [
+    "GatheredRows",
+    "KeyExchange",
+    "OwnRows",
+    "RowsOfHeads",
+    "SparseTables",
+    "Travel",
+    "intervals",
+    "sparse_tables",
+]
 
 Rows = slice | torch.Tensor
 """Rows of a tensor, in order: a slice, or int64 numbers on its device."""
@@ -111,7 +120,7 @@ class Travel(NamedTuple):
         return not self.sends and not self.recvs and isinstance(self.own, slice)
 
 
-class Gathered(NamedTuple):
+class GatheredRows(NamedTuple):
     """The queries and keys that a rank computes with, and who sees whom.
 
     Attributes:
@@ -155,7 +164,7 @@ class SparseTables:
 
     @cached_property
     @torch.inference_mode(False)
-    def by_rows(self) -> Gathered:
+    def by_rows(self) -> GatheredRows:
         """Own queries, all heads, and the keys that they see: as all_gather has it. Selection and the indexer's loss
         always work like this.
         """
@@ -164,11 +173,11 @@ class SparseTables:
         sends, recvs = ({m.peer: _global_rows(m) for m in some} for some in (forward[0].sends, forward[0].recvs))
         held, travel = _travel(self.kv.rows, sends, recvs, self.device)
         everything = (0, self.problem.heads_q), (0, self.problem.heads_kv)
-        return Gathered(None, travel, self._visible(self.q.rows, held), (everything,) * self.problem.cp_size)
+        return GatheredRows(None, travel, self._visible(self.q.rows, held), (everything,) * self.problem.cp_size)
 
     @cached_property
     @torch.inference_mode(False)
-    def by_heads(self) -> Gathered:
+    def by_heads(self) -> GatheredRows:
         """All queries for the rank's share of the heads, and all keys that are seen: as a2a has it."""
         work = self.problem.workload
         others = [rank for rank in range(work.cp_size) if rank != self.rank]
@@ -180,10 +189,10 @@ class SparseTables:
         mine = keys.pop(self.rank)
         held, kv = _travel(self.kv.rows, dict.fromkeys(others, mine), keys, self.device)
         heads = tuple(head_ranges(work, rank) for rank in range(work.cp_size))
-        return Gathered(q, kv, self._visible(rows, held), heads)
+        return GatheredRows(q, kv, self._visible(rows, held), heads)
 
     @property
-    def of_attention(self) -> Gathered:
+    def of_attention(self) -> GatheredRows:
         """That of the plan's `cp_comm_type`."""
         return self.by_heads if self.problem.cp_comm_type == "a2a" else self.by_rows
 
@@ -288,7 +297,7 @@ def _global_rows(message: Message) -> Column:
 # bring back  results for these                ->  the sum of all ranks' results for the own rows, all heads [n, h, d]
 
 
-class Sent(NamedTuple):
+class RowsOfHeads(NamedTuple):
     """A tensor of rows [n, h, ...], and the heads of it that each rank computes with."""
 
     rows: torch.Tensor
@@ -302,7 +311,7 @@ class KeyExchange:
         self._group = messages_of(plan, cp.comm)
         self._tables, self._rank = tables, tables.rank
 
-    def gather(self, where: str, travel: Travel, *tensors: Sent) -> list[torch.Tensor]:
+    def gather(self, where: str, travel: Travel, *tensors: RowsOfHeads) -> list[torch.Tensor]:
         """The rows that this rank computes with, of each tensor [size, its heads, ...]. `where`: for errors."""
         if travel.stays:
             return [_of(x.rows, x.heads[self._rank]) for x in tensors]
@@ -325,7 +334,7 @@ class KeyExchange:
             whole[places] = part
         return found
 
-    def bring_back(self, where: str, travel: Travel, n: int, total: int, *tensors: Sent) -> list[torch.Tensor]:
+    def bring_back(self, where: str, travel: Travel, n: int, total: int, *tensors: RowsOfHeads) -> list[torch.Tensor]:
         """The sums of all ranks' results for the own rows, of each tensor [n, h, ...], added in the order of the ranks.
 
         tensors: results for gathered rows [size, its heads, ...], and the heads of each rank; all of them together are

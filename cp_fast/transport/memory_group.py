@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from cp_fast.log import log, log_once
 from cp_fast.runtime.prepared_exchange import Exchange, Located, MessageSpec, by_tag, places, prepare
-from cp_fast.transport.peer_exchange import PeerMessages, Shared
+from cp_fast.transport.peer_exchange import PeerMessages, SharedMemory
 from cp_fast.transport.staging_buffers import staging_sizes
 from cp_fast.transport.streams import CudaStreams, why_not_driver
 from cp_fast.transport.watch import Watch
@@ -105,7 +105,7 @@ def _messages(member: ProcessMember, memory: torch.Tensor, sizes: tuple[int, ...
 
     here = member.rank
     assert 8 * member.size <= _WORDS
-    shared = Shared(
+    shared = SharedMemory(
         [address + _WORDS for address in first],
         ready=[word(here, sender) for sender in ranks],
         ready_of=[word(receiver, here) for receiver in ranks],

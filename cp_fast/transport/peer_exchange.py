@@ -15,13 +15,13 @@ from cp_fast.transport.streams import Streams
 from cp_fast.transport.watch import Watch
 from cp_ref.contract.group import Group, Parcel, Pending
 
-__all__ = ["PeerMessages", "Shared"]
+__all__ = ["PeerMessages", "SharedMemory"]
 
 _FOR_EVER = 2**30  # Larger than the number of any trial's exchange.
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedMemory:
     """The memory of all ranks of a group, in one rank's addresses.
 
     Attributes:
@@ -45,7 +45,7 @@ class Shared:
 class PeerMessages:
     """One rank of a group whose messages are pulled from the peers' memory."""
 
-    def __init__(self, group: Group, shared: Shared, streams: Streams, watch: Watch) -> None:
+    def __init__(self, group: Group, shared: SharedMemory, streams: Streams, watch: Watch) -> None:
         self.group, self.shared, self.streams, self.watch = group, shared, streams, watch
         self.rank, self.size = group.rank, group.size
         distances = [(peer - self.rank) % self.size for peer in range(self.size)]

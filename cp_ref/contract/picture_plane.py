@@ -31,7 +31,7 @@ __all__ = [
     "Block",
     "Box",
     "Owner",
-    "Part",
+    "PlacedTile",
     "Plane",
     "Point",
     "band_edge",
@@ -203,7 +203,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PlacedTile:
     """A tile where it lies in the plane, computed by whom and when."""
 
     block: Block
@@ -239,7 +239,7 @@ class Plane:
     rows: int
     columns: int
     blocks: tuple[Block, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[PlacedTile, ...]
     owners_q: tuple[Owner, ...]
     owners_kv: tuple[Owner, ...]
     some_heads: bool = False
@@ -273,7 +273,7 @@ def plane(problem: Problem, schedule: Schedule, sequences: Iterable[int], head: 
             rows, columns = rows + sequence.slots_q, columns + sequence.slots_kv
         places_q, places_kv = {n: b.y for n, b in blocks.items()}, {n: b.x for n, b in blocks.items()}
     bands = [(lo, hi) for *_, lo, hi in problem.workload.areas.rows()]
-    parts: list[Part] = []
+    parts: list[PlacedTile] = []
     some_heads = False
     for direction, rank, number, step in schedule.steps():
         for tile in step.tiles.rows() if direction == "forward" else ():
@@ -282,7 +282,7 @@ def plane(problem: Problem, schedule: Schedule, sequences: Iterable[int], head: 
             if block is not None and first <= head < last:
                 down, right = block.y - problem.starts_q[block.number], block.x - problem.starts_kv[block.number]
                 box = Box(q0, q1, k0, k1, *bands[n]).moved(down, right)
-                parts.append(Part(block, box, schedule.tile_text(tile), rank, number))
+                parts.append(PlacedTile(block, box, schedule.tile_text(tile), rank, number))
                 some_heads |= (first, last) != (0, problem.heads_q)
     owners_q, owners_kv = _owners(problem, "q", places_q), _owners(problem, "kv", places_kv)
     return Plane(rows, columns, tuple(blocks.values()), tuple(parts), owners_q, owners_kv, some_heads)
@@ -299,11 +299,11 @@ def few_colours(view: Plane, ranks: int) -> Plane:
     for part in view.parts:
         found[part.block.number, part.rank // each].append(part.box.cropped())
     blocks = {block.number: block for block in view.blocks}
-    parts: list[Part] = []
+    parts: list[PlacedTile] = []
     for (number, group), boxes in found.items():
         boxes = _merged(sorted(boxes, key=lambda b: (b.q0, b.q1, b.k0)))
         boxes = _merged(sorted(boxes, key=lambda b: (b.k0, b.q0)))
-        parts += [Part(blocks[number], box, "all steps", group, 0) for box in boxes]
+        parts += [PlacedTile(blocks[number], box, "all steps", group, 0) for box in boxes]
     owners = (_together(side, each) for side in (view.owners_q, view.owners_kv))
     return replace(view, parts=tuple(parts), owners_q=next(owners), owners_kv=next(owners), ranks_each=each)
 

@@ -1,4 +1,4 @@
-"""The makers of attention slices that users call: `masks` of both packages."""
+"""The makers of areas that users call: `masks` of both packages."""
 
 from cp_ref.contract.foreign_masks import from_block_mask, from_magi
 from cp_ref.contract.masks import (

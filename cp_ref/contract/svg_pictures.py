@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 from cp_ref.contract.picture_plane import (
     Block,
     Owner,
-    Part,
+    PlacedTile,
     Plane,
     band_edge,
     centre,
@@ -151,7 +151,7 @@ class Matrix(Drawing):
         if columns > 0 and rows > 0:
             self.box(x * self.sx, y * self.sy, columns * self.sx, rows * self.sy, fill, name)
 
-    def _tile(self, part: Part) -> None:
+    def _tile(self, part: PlacedTile) -> None:
         """A tile's visible pairs, with the rank and step, or the step alone, where there is room."""
         box = part.box.cropped()
         exact = min(self.sx, self.sy) >= _EXACT or part.pairs < 4

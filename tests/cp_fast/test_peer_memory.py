@@ -22,7 +22,7 @@ from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.prepared_exchange import MessageSpec
 from cp_fast.transport import peer_exchange as exchange
 from cp_fast.transport.memory_group import carried_by
-from cp_fast.transport.peer_exchange import PeerMessages, Shared
+from cp_fast.transport.peer_exchange import PeerMessages, SharedMemory
 from cp_fast.transport.staging_buffers import staging_sizes
 from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup
@@ -179,7 +179,7 @@ def member(host: Host, rank: int, limit: float = 600.0) -> PeerMessages:
         return host.words[where][number : number + 1]
 
     ranks, ended = range(host.size), torch.zeros(1, dtype=torch.int32)
-    shared = Shared(
+    shared = SharedMemory(
         [x.data_ptr() for x in host.staging_buffers],
         [word(rank, sender) for sender in ranks],
         [word(receiver, rank) for receiver in ranks],

@@ -25,8 +25,18 @@ from cp_fast.backends.triton_sparse.attention_kernels import Tiling, chosen_rows
 from cp_fast.backends.triton_sparse.tiles import columns, launch_device, precision, widths
 
 __all__ = [
-    "PAIRS_BYTES", "PARTS_BYTES", "BackwardTilings", "Pass", "add_parts", "backward", "backward_tiles", "keys_kernel",
-    "pairs_kernel", "put_tile", "queries_kernel", "sums_kernel",
+    "PAIRS_BYTES",
+    "PARTS_BYTES",
+    "BackwardInputs",
+    "BackwardTilings",
+    "add_parts",
+    "backward",
+    "backward_tiles",
+    "keys_kernel",
+    "pairs_kernel",
+    "put_tile",
+    "queries_kernel",
+    "sums_kernel",
 ]  # fmt: skip
 
 PAIRS_BYTES = 1 << 30  # of weights and gradients of scores of some query rows
@@ -246,7 +256,7 @@ def backward_tiles(q: torch.Tensor, group: int) -> BackwardTilings:
     return BackwardTilings(Tiling(few, 64, 256, 4, 2), Tiling(few, 64, 256, 4, 2), Tiling(all_, 64, 128, 4, 2))
 
 
-class Pass(NamedTuple):
+class BackwardInputs(NamedTuple):
     """What the launches of one backward pass share."""
 
     q: torch.Tensor
@@ -336,7 +346,7 @@ def backward(
     weights, grads = q.new_empty(2, at_once, h_q, places)
     out, lse, dlse = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
     dout = dout if dout.stride(2) == 1 else dout.contiguous()
-    of = Pass(q, k, v, rows, dout, weights, grads, on)
+    of = BackwardInputs(q, k, v, rows, dout, weights, grads, on)
     with launch_device(q):
         for first in range(0, n, at_once):
             now = min(at_once, n - first)

@@ -26,7 +26,7 @@ from cp_ref.schedules.values import kind_of
 
 __all__ = [
     "ImageBatch",
-    "Places",
+    "ImagePlaces",
     "has_images",
     "images_of",
     "is_whole",
@@ -172,7 +172,7 @@ class ImageBatch:
     types: torch.Tensor | None
     positions: torch.Tensor | None
 
-    def placed(self, rows: Mapping[str, Any]) -> Places:
+    def placed(self, rows: Mapping[str, Any]) -> ImagePlaces:
         """Where everything lies in the whole batch. rows: the batch, with its documents as position_ids.
 
         Raises:
@@ -180,7 +180,7 @@ class ImageBatch:
         """
         ids, mask, documents = rows["input_ids"], rows.get("attention_mask"), rows.get("position_ids")
         if documents is not None and (len(ids) != 1 or mask is not None or documents.shape != ids.shape):
-            return Places({}, None, ())  # which is refused with the text
+            return ImagePlaces({}, None, ())  # which is refused with the text
         config: Any = self.holder.config
         numbers: dict[str, torch.Tensor] = {}
         for modality, name in self.kind.pixels.items():
@@ -197,7 +197,7 @@ class ImageBatch:
             positions = self._mrope(ids, mask, documents)
         if self.kind.both_ways and self.types is not None:
             runs = _runs(self.types, mask, documents)
-        return Places(numbers, positions, runs)
+        return ImagePlaces(numbers, positions, runs)
 
     def _mrope(self, ids: torch.Tensor, mask: Any, documents: Any) -> torch.Tensor:
         """[3, b, s]: the positions that the model itself gives, to a packed batch's documents as if each were alone."""
@@ -226,14 +226,14 @@ class ImageBatch:
     def _lacks(self, modality: str, name: str) -> bool:
         return self.kind.pixels[modality] in self.given and name not in self.given
 
-    def whole(self, places: Places) -> dict[str, torch.Tensor]:
+    def whole(self, places: ImagePlaces) -> dict[str, torch.Tensor]:
         """What all ranks must have alike, beside the rest."""
         found = dict(self.given)
         if self.types is not None and self.kind.types not in self.rest:
             found[self.kind.types] = self.types
         return found if places.positions is None else found | {_AXES: places.positions}
 
-    def cut(self, places: Places, part: dict[str, Any]) -> dict[str, Any]:
+    def cut(self, places: ImagePlaces, part: dict[str, Any]) -> dict[str, Any]:
         """What `shard_batch` made of the rest and of the whole, with what is this rank's of the images."""
         sequences: CpBatch = part["cp_batch"]
         sequences.image_rows = {}
@@ -254,7 +254,7 @@ class ImageBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class ImagePlaces:
     """Where a whole batch has its images.
 
     Attributes:

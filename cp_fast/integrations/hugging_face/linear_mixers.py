@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cp_fast.integrations.hugging_face.model_edge import SILENT, Call, sequences_of
+from cp_fast.integrations.hugging_face.model_edge import SILENT, ModelCall, sequences_of
 from cp_fast.integrations.hugging_face.slice_probe import Probe
 from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.token_batches import CpBatch
@@ -239,7 +239,7 @@ def _forward(theirs: Callable[..., Any]) -> Callable[..., Any]:
                 raise NotImplementedError(f"{cache} is given to {type(self).__name__}; a cache is not supported")
         if isinstance(sequences, Probe):
             sequences.linear.add(self)
-        if isinstance(sequences, Call):
+        if isinstance(sequences, ModelCall):
             cast(Any, self)._cp_fast_call = sequences
         return ours(self, *given, **named)
 

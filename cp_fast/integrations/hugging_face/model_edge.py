@@ -17,7 +17,7 @@ from cp_fast.integrations.hugging_face.task_head import Head, part_of_the_mean
 from cp_fast.integrations.hugging_face.token_mixers import NAME
 from cp_fast.integrations.token_batches import CpBatch
 
-__all__ = ["ALONE", "SILENT", "Call", "Edge", "edge_of", "mark_layers", "put_around", "sequences_of", "take_off"]
+__all__ = ["ALONE", "SILENT", "Edge", "ModelCall", "edge_of", "mark_layers", "put_around", "sequences_of", "take_off"]
 
 SILENT = {  # Keywords that models pass on and that do not change attention or linear layers.
     *("position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels", "labels", "logits_to_keep"),
@@ -26,7 +26,7 @@ SILENT = {  # Keywords that models pass on and that do not change attention or l
 ALONE = 'for generate() and for whole sequences call model.set_attn_implementation("sdpa") first'
 
 
-class Call:
+class ModelCall:
     """One call of a prepared model: what reaches its layers as `cp_batch`. Layers leave it behind as a mark.
 
     It is no dataclass, for the reason of `CpBatch`.
@@ -42,7 +42,7 @@ class Call:
     ) -> None:
         self.edge, self.sequences, self.targets, self.count = edge, sequences, targets, count
 
-    def __deepcopy__(self, _: Any) -> Call:
+    def __deepcopy__(self, _: Any) -> ModelCall:
         return self
 
 
@@ -81,7 +81,7 @@ class Edge:
             TypeError, ValueError, NotImplementedError: what is given would be taken for something else.
         """
         name, sequences = type(model).__name__, given.get("cp_batch")
-        if isinstance(sequences, Call) or (self.inner and sequences is None):
+        if isinstance(sequences, ModelCall) or (self.inner and sequences is None):
             return None
         if model.config._attn_implementation != NAME:
             if sequences is not None:
@@ -125,7 +125,7 @@ class Edge:
             given["position_ids"] = given["position_ids"] + self.first_position
         return self._with_labels(name, sequences, given)
 
-    def leave(self, model: nn.Module, call: Call, out: Any) -> Any:
+    def leave(self, model: nn.Module, call: ModelCall, out: Any) -> Any:
         """The model's outputs, with the loss where its edge has the labels.
 
         Raises:
@@ -166,7 +166,7 @@ class Edge:
     def _with_labels(self, name: str, sequences: CpBatch, given: dict[str, Any]) -> dict[str, Any]:
         labels, shifted = given.get("labels"), given.get("shift_labels")
         if labels is None and shifted is None:
-            return given | {"cp_batch": Call(self, sequences)}
+            return given | {"cp_batch": ModelCall(self, sequences)}
         head = self.labels_head(name)
         if (shifted is not None) != head.shifts:
             how, other = ("shifted", "own") if shifted is not None else ("each token's own", "next")
@@ -177,11 +177,11 @@ class Edge:
         if given.get("num_items_in_batch") is None:
             raise ValueError(f"{name} is given labels without num_items_in_batch; shard_batch returns both")
         if head.native:
-            return given | {"cp_batch": Call(self, sequences)}
+            return given | {"cp_batch": ModelCall(self, sequences)}
         targets: Any = shifted if head.shifts else labels
         count = torch.as_tensor(given["num_items_in_batch"])
         rest = {n: x for n, x in given.items() if n not in ("labels", "shift_labels", "num_items_in_batch")}
-        return rest | {"cp_batch": Call(self, sequences, targets, count)}
+        return rest | {"cp_batch": ModelCall(self, sequences, targets, count)}
 
 
 def _check_mask(name: str, mask: torch.Tensor, sequences: CpBatch) -> None:
@@ -213,7 +213,7 @@ def sequences_of(name: str, cp_batch: Any) -> CpBatch | Probe:
     Raises:
         TypeError: there are none.
     """
-    sequences = cp_batch.sequences if isinstance(cp_batch, Call) else cp_batch
+    sequences = cp_batch.sequences if isinstance(cp_batch, ModelCall) else cp_batch
     if not isinstance(sequences, CpBatch | Probe):
         raise TypeError(
             f"{name} is given cp_batch={cp_batch!r}: call the model with what shard_batch returns; a model that does "
@@ -293,7 +293,7 @@ def _enter_block(block: Any, _: tuple[Any, ...], given: dict[str, Any]) -> None:
     block._cp_fast_entered = given.get("cp_batch")
 
 
-def _check_layers(model: nn.Module, call: Call) -> None:
+def _check_layers(model: nn.Module, call: ModelCall) -> None:
     """Raise for a layer that did not call its attention, or its linear layer's functions, in a call that ends."""
     blocks = _layers_of_blocks(model)
     ran = [block for block in blocks if block is model or block.__dict__["_cp_fast_entered"] is call]
@@ -358,21 +358,21 @@ def edge_of(model: nn.Module) -> Edge:
 
 def _before(model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any:
     edge = model.__dict__["_cp_fast_edge"]
-    if not isinstance(given.get("cp_batch"), Call):
+    if not isinstance(given.get("cp_batch"), ModelCall):
         say_longest(model, None)
     handed_on = None if edge is None else edge.enter(model, by_place, given)
     if handed_on is not None:
         say_longest(model, given["cp_batch"].longest - 1, given["position_ids"].device)
         by_place, given = (), handed_on
     call = given.get("cp_batch")
-    if edge is not None and edge.images and isinstance(call, Call):
+    if edge is not None and edge.images and isinstance(call, ModelCall):
         return by_place, run_vision(model, call.sequences, given)
     return None if handed_on is None else (by_place, given)
 
 
 def _after(model: Any, _: tuple[Any, ...], given: dict[str, Any], out: Any) -> Any:
     edge, call = model.__dict__["_cp_fast_edge"], given.get("cp_batch")
-    if edge is None or not isinstance(call, Call) or call.edge is not edge:
+    if edge is None or not isinstance(call, ModelCall) or call.edge is not edge:
         return out
     say_longest(model, None)
     return edge.leave(model, call, out)

@@ -13,7 +13,7 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan, check_not_captured, messages_of
 from cp_fast.dispatch.handles import hide_from_checkpointing
 from cp_fast.linear.convolution import torch_convolution
-from cp_fast.linear.convolution.halo_tables import HaloTables, Sent
+from cp_fast.linear.convolution.halo_tables import HaloMessage, HaloTables
 from cp_fast.linear.convolution.torch_convolution import ConvolutionInputs
 from cp_fast.linear.linear_plan import LinearTables, linear_tables
 from cp_fast.log import log_once
@@ -102,7 +102,7 @@ def exchange_rows(tables: HaloTables, exchanges: Exchanges, group: Group, x: tor
     return halo
 
 
-def _taken(send: Sent, x: torch.Tensor, halo: torch.Tensor) -> torch.Tensor:
+def _taken(send: HaloMessage, x: torch.Tensor, halo: torch.Tensor) -> torch.Tensor:
     """The rows of a message. A pair of groups forwards rows that arrived before."""
     if not len(send.forwarded):
         return x.index_select(0, send.own)

@@ -18,10 +18,10 @@ from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Message
 from cp_ref.schedules.table import Column
 
-__all__ = ["HaloTables", "Reads", "Received", "Sent", "halo_tables"]
+__all__ = ["HaloMessage", "HaloTables", "Reads", "Received", "halo_tables"]
 
 
-class Sent(NamedTuple):
+class HaloMessage(NamedTuple):
     """A message of the forward pass at its sender: where its rows are."""
 
     peer: int
@@ -73,7 +73,7 @@ class HaloTables:
     """
 
     arriving: int
-    forward: tuple[tuple[tuple[Sent, ...], tuple[Received, ...]], ...]
+    forward: tuple[tuple[tuple[HaloMessage, ...], tuple[Received, ...]], ...]
     reads: Reads
     edges: torch.Tensor
     edges_read_by: torch.Tensor
@@ -117,15 +117,15 @@ def halo_tables(
     for column in range(kernel_size):
         read_by[reads[:, column], column] = np.arange(n)
 
-    def sent(message: Message) -> Sent:
+    def sent(message: Message) -> HaloMessage:
         slots = slots_of(_rows(message))
         mine = slots < n
         order = np.empty_like(slots)
         order[np.append(np.flatnonzero(mine), np.flatnonzero(~mine))] = np.arange(len(slots))
         mixed = None if mine.all() or not mine.any() else table(order)
-        return Sent(message.peer, message.tag, table(slots[mine]), table(slots[~mine] - n), mixed)
+        return HaloMessage(message.peer, message.tag, table(slots[mine]), table(slots[~mine] - n), mixed)
 
-    forward: list[tuple[tuple[Sent, ...], tuple[Received, ...]]] = []
+    forward: list[tuple[tuple[HaloMessage, ...], tuple[Received, ...]]] = []
     arrived = 0
     for step in there:
         received: list[Received] = []

@@ -200,7 +200,8 @@ def priced(counts: Counts, machine: Machine, messages: str = "peer_memory") -> P
     flops = 2.0 * (problem.d_qk + problem.d_v)
     inside = machine.peer_memory if messages == "peer_memory" and problem.cp_size <= machine.domain else machine.group
     passes = [
-        _Pass(machine, inside, kernel, work) for kernel, work in ((rates.forward, flops), (rates.backward, 2.5 * flops))
+        _PassPrices(machine, inside, kernel, work)
+        for kernel, work in ((rates.forward, flops), (rates.backward, 2.5 * flops))
     ]
     forward = [passes[0].time(rank, one.forward) for rank, one in counts.ranks.items()]
     backward = [passes[1].time(rank, one.backward) for rank, one in counts.ranks.items()]
@@ -213,7 +214,7 @@ def _slowest(times: Sequence[PassTime]) -> PassTime:
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _PassPrices:
     """The prices of one pass; `flops` are those of a pair and a head."""
 
     machine: Machine

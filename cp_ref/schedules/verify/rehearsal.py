@@ -84,7 +84,7 @@ _NEEDS = {"forward": ("q", "kv"), "backward": ("q", "kv", "do")}
 _GIVES = {"forward": ("out",), "backward": ("dq", "dkv")}
 
 
-class Sent(NamedTuple):
+class RehearsedMessage(NamedTuple):
     """A message that was posted, and its content."""
 
     message: Message
@@ -134,7 +134,7 @@ class Rehearsal:
         self._tiles: list[tuple[Tiles, int, int]] = []
         self._count = 0
         channels = [(a, b) for a in range(len(rank_schedules)) for b in range(len(rank_schedules))]
-        self._sent: dict[tuple[int, int], list[Sent]] = {channel: [] for channel in channels}
+        self._sent: dict[tuple[int, int], list[RehearsedMessage]] = {channel: [] for channel in channels}
         self._awaited: dict[tuple[int, int], int] = dict.fromkeys(channels, 0)  # how many receives were posted
 
     @property
@@ -182,7 +182,7 @@ class Rehearsal:
         if len(step.scans):
             self._compose(rank, step.scans)
 
-    def _take(self, rank: int, message: Message) -> Sent:
+    def _take(self, rank: int, message: Message) -> RehearsedMessage:
         """The rows that the rank sends; results leave the rank."""
         cells = self.grids[side_of(message.kind)].cells(*message.pieces.columns)
         if message.kind in RESULTS:
@@ -196,7 +196,7 @@ class Rehearsal:
         for n in np.unique(cells.box[lacking]).tolist():
             rows = self.describe(message.kind, int(pieces.start[n]), int(pieces.stop[n]))
             self.errors.append(f"{self._where(rank)}: sends {rows} to rank {message.peer}, but does not have it")
-        return Sent(message, cells, tiles, self._where(rank))
+        return RehearsedMessage(message, cells, tiles, self._where(rank))
 
     def _compute(self, rank: int, tiles: Tiles) -> None:
         """Check that the operands are there, and leave results."""
@@ -246,7 +246,7 @@ class Rehearsal:
             return number < self._awaited[rank, message.peer]
         return number < len(self._sent[message.peer, rank])
 
-    def _receive(self, rank: int, message: Message, sent: Sent) -> None:
+    def _receive(self, rank: int, message: Message, sent: RehearsedMessage) -> None:
         arrives = replace(sent.message, peer=message.peer)
         kind = arrives.kind
         if arrives != message:

@@ -18,7 +18,7 @@ import cp_fast
 from cp_fast.backends import Backend, BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
 from cp_fast.compile.instruction_passes import low_precision_grads, of_one_launch
 from cp_fast.compile.program import Send
-from cp_fast.transport.peer_exchange import PeerMessages, Shared
+from cp_fast.transport.peer_exchange import PeerMessages, SharedMemory
 from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup
 from cp_ref.contract.declared import replaced
@@ -100,7 +100,7 @@ class _Said(PaperGroup):
 
 def _messages(rank: int, size: int) -> PeerMessages:
     words, staging = list(range(size)), 2**40
-    shared = Shared(words, words, words, words, words, (staging,) * (size - 1), torch.zeros(1), None)
+    shared = SharedMemory(words, words, words, words, words, (staging,) * (size - 1), torch.zeros(1), None)
     watch = Watch([f"rank {n}" for n in range(size)], rank, 600, lambda: 2**30, 0, lambda why: None)
     return PeerMessages(PaperGroup(size, rank), shared, _Streams(), watch)
 
