@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 import cp_fast
-from cp_fast.checkpoint import offload, save_attention
+from cp_fast.checkpoint import save_attention
 from cp_fast.tools.cost import predict, read_machine
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.simulator import RankScheduler, SimMember
@@ -45,7 +45,7 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     account = Host()
-    monkeypatch.setattr(offload, "host_memory_for", account.give)
+    monkeypatch.setattr("cp_fast.checkpoint.host_memory_for", account.give)
     yield account
     gc.collect()
     assert account.now == 0  # nothing outlives its step
