@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem
 
 __all__ = ["ALIGNMENT", "PART", "BlockPlace", "StagingBuffer", "rounded", "staging_sizes"]
@@ -72,8 +73,8 @@ def staging_sizes(problem: Problem, rows: tuple[int, int], way: str, ranks: int)
 
     Args:
         rows: of q and of k and v on a rank, padding included.
-        way: "ring" (a block and the gradients of another), "gather" (either of them) or "heads" (all kinds, for a
-            share of the heads).
+        way: "ring" (a block and the gradients of another, to the next rank, or to any rank where the schedule sends
+            straight), "gather" (either of them) or "heads" (all kinds, for a share of the heads).
 
     >>> from cp_ref.schedules.problem import Problem
     >>> sizes = dict(heads_q=4, heads_kv=2, d_qk=64, d_v=64, dtype="bfloat16", qkv_format="thd")
@@ -91,5 +92,5 @@ def staging_sizes(problem: Problem, rows: tuple[int, int], way: str, ranks: int)
         sized = q * problem.heads_q * (max(problem.d_qk, problem.d_v) * element + 2 * wide)
         return (rounded((sized + kv * heads_kv * head * partial) // ranks) + slack,) * (ranks - 1)
     block = rounded(kv * heads_kv * head * (wide + (element if way == "ring" else 0)) + slack)
-    windowed = problem.window_size[0] >= 0
-    return (block,) * (ranks - 1) if way == "gather" or windowed else (block, *(0,) * (ranks - 2))
+    straight = way == "gather" or (ranks > 2 and RingMembers(problem.workload).sends_directly)
+    return (block,) * (ranks - 1) if straight else (block, *(0,) * (ranks - 2))

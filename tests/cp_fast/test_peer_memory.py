@@ -282,6 +282,36 @@ def test_attention_has_the_bits_of_the_simulated_group(comm: str, window: int, m
     assert not host.by_group, "the staging buffers of a planner's schedule have room for all of it"
 
 
+def attend_to_documents(group: Any, comm: Any) -> list[torch.Tensor]:
+    cp = cp_fast.ContextParallel(group, comm, layout="balanced")
+    sizes: dict[str, Any] = {"heads_q": 8, "heads_kv": 4, "d_qk": 8, "d_v": 8, "dtype": torch.float32}
+    cu = torch.tensor([0, *DOCUMENTS]).cumsum(0).int()
+    plan = cp_fast.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, device="cpu", **sizes)
+    draw = torch.Generator().manual_seed(cp.rank)
+    q, k, v, dout = (torch.randn(len(plan.position_ids), h, 8, generator=draw) for h in (8, 4, 4, 8))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = cp_fast.attention(*leaves, cp=cp, plan=plan)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+DOCUMENTS = (64, 32, 16, 8, 8)
+
+
+@pytest.mark.parametrize(("comm", "way"), [("p2p", "ring"), ("all_gather", "gather"), ("a2a", "heads")])
+def test_packed_documents_travel_through_peer_memory(comm: str, way: str) -> None:
+    """They lie on some ranks alone, so that p2p sends keys straight from their owners, to any rank."""
+    lengths = tuple(Lengths(n, n, n, n) for n in DOCUMENTS)
+    sizes: dict[str, Any] = {"heads_q": 8, "heads_kv": 4, "d_qk": 8, "d_v": 8, "dtype": "float32"}
+    packed: dict[str, Any] = {"layout": "balanced", "qkv_format": "thd", "attn_mask_type": "padding_causal"}
+    problem = Problem(4, lengths, comm, 4 if comm == "a2a" else 1, **packed, **sizes)
+    host = Host(4, staging_sizes(problem, (32, 32), way, 4))
+    found = run(host, lambda messages: attend_to_documents(messages, comm))
+    expected = SimGroup(4).run(lambda sim: attend_to_documents(sim, comm))
+    for mine, its in zip(found, expected, strict=True):
+        assert all(map(torch.equal, mine, its))
+    assert not host.by_group
+
+
 def hybrid(group: Any) -> list[torch.Tensor]:
     """A convolution and linear attention, twice, over documents that several ranks have."""
     cp = cp_fast.ContextParallel(group, "p2p")

@@ -12,8 +12,8 @@ its heads. Attention then needs no merging inside the group, whatever the mask.
 and the ranks with equal a2a_rank form a ring across the groups.
 
 A document that one rank has whole needs no exchange: the rank attends to it with all heads, while the rows of the other
-documents travel. As each rank attends to an equal share of what is exchanged, documents stay at home only as far as
-they are equal work for all ranks (`RingMembers.at_home`).
+documents travel. All ranks attend to an equal share of what is exchanged, and not of what stays at home. So a document
+stays only where that takes less time (`RingMembers.at_home`).
 
 Heads are exchanged all at once, or in head chunks (`head_chunks.py`): one chunk attends while the next chunk's rows
 arrive and the previous chunk's results return to their owners.

@@ -29,10 +29,10 @@ from cp_ref.schedules.attention_slices import UNBOUNDED, Areas, crop
 from cp_ref.schedules.ownership import Fragments, grouped
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import Heads, Tiles
-from cp_ref.schedules.table import Column, Spans, Table, constant, in_blocks, ordered_by
+from cp_ref.schedules.table import Column, Spans, Table, constant, in_blocks, ordered_by, starts_of
 
 __all__ = [
-    "HOME_SHARE",
+    "ROW_PAIRS",
     "RingMembers",
     "SeenTiles",
     "spans_by",
@@ -84,7 +84,9 @@ class OwnedRows(Table):
         return OwnedRows(area, rows.rank[n], first, last)
 
 
-HOME_SHARE = 0.05  # of a rank's equal share of all pairs: by so much may ranks differ in the pairs that stay at home
+ROW_PAIRS = 1000  # the exchange of a row takes about as long as attention to so many keys (two H100s, both passes)
+_LEAST_GAIN = 0.03  # of the time: a launch of documents at home takes some time, too
+_MOST_LIMITS = 256  # on the pairs that ranks keep at home that are compared
 _KEPT = 4  # tables of `KeyBounds`, which are large: what one rank of a ring asks for
 
 
@@ -163,9 +165,10 @@ class RingMembers:
     @cached_property
     def _stays_home(self) -> Column:
         """Whether each area stays at home: one rank has all its rows, and they are in no area that is exchanged. Each
-        rank keeps its smallest areas, and its pairs of them are by `HOME_SHARE` more than another rank's at the most.
+        rank keeps its smallest areas, up to a limit on their pairs. The limit is the one of the least time: more areas
+        at home are fewer rows to exchange, but their pairs are not shared equally.
         """
-        areas, owned = self.areas, self.workload.ownership
+        areas, owned, ranks = self.areas, self.workload.ownership, range(self.workload.cp_size)
         rank, stays = _only_owner(areas.queries, owned.q)
         if owned.kv is not owned.q or not all(map(np.array_equal, areas.queries, areas.keys)):
             other, too = _only_owner(areas.keys, owned.kv)
@@ -173,12 +176,21 @@ class RingMembers:
         stays = _apart(areas, stays)
         if not stays.any():
             return stays
-        pairs = np.where(stays, areas.pairs, 0)
-        kept = np.bincount(rank, weights=pairs, minlength=self.workload.cp_size)
-        most = kept.min() + HOME_SHARE * float(areas.pairs.sum()) / self.workload.cp_size
-        order = np.lexsort((pairs, rank))  # by rank, the smallest first
-        before = (np.cumsum(kept) - kept)[rank[order]]  # pairs of lower ranks
-        stays[order] &= np.cumsum(pairs[order]) - before <= most
+        pairs, rows = areas.pairs, np.bincount(owned.q.rank, owned.q.stop - owned.q.start, minlength=len(ranks))
+        of_rank = [np.flatnonzero(stays & (rank == n)) for n in ranks]
+        of_rank = [some[np.argsort(pairs[some], kind="stable")] for some in of_rank]  # the smallest first
+        sums = [starts_of(pairs[some]) for some in of_rank]
+        limits = np.unique(np.concatenate(sums))
+        limits = limits[:: -(-len(limits) // _MOST_LIMITS)]
+        counts = [np.searchsorted(total, limits, side="right") - 1 for total in sums]  # [limits], of each rank
+        kept = np.stack([total[n] for total, n in zip(sums, counts, strict=True)])
+        left = np.stack([rows[r] - starts_of(areas.queries.size[of_rank[r]])[counts[r]] for r in ranks])
+        times = kept.max(0) + (pairs.sum() - kept.sum(0)) / len(ranks) + ROW_PAIRS * left.max(0)
+        best = int(times.argmin())
+        if times[best] > (1 - _LEAST_GAIN) * times[0]:
+            return np.zeros_like(stays)
+        for some, n in zip(of_rank, counts, strict=True):
+            stays[some[n[best] :]] = False
         return _apart(areas, stays)
 
     @cached_property
