@@ -275,9 +275,9 @@ def _documents(
         raise ValueError(f"q has {q.shape[0]} rows; prepare_context_parallel_input makes one packed row of a batch")
     if not enable_gqa and q.shape[2] != k.shape[2]:
         raise ValueError(f"q has {q.shape[2]} heads and k {k.shape[2]}; that needs enable_gqa=True")
-    named = {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k}
-    cu_q, _, same = lengths_of_both(named, longest or dict.fromkeys(("max_q", "max_k")))
-    if not same:
+    given = {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k, "max_q": None, "max_k": None} | longest
+    cu_q, others = lengths_of_both(given, ("cu_seq_q", "cu_seq_k"), ("max_q", "max_k"))
+    if others is not None:
         raise ValueError("attention_masks has other lengths for keys than for queries; documents attend to themselves")
     arguments: dict[str, Any] = {
         "qkv_format": "thd",

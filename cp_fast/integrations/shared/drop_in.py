@@ -412,10 +412,14 @@ def lengths_of_one(given: dict[str, Any]) -> torch.Tensor:
     return lengths
 
 
-def lengths_of_both(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Those of queries and keys, on the CPU; None for keys as long as the queries."""
-    q, k = lengths_on_host(**{one: given[one] for one in ("cu_seqlens_q", "cu_seqlens_k")}).values()
-    for one, lengths in (("max_seqlen_q", q), ("max_seqlen_k", k)):
+def lengths_of_both(
+    given: dict[str, Any],
+    names: tuple[str, str] = ("cu_seqlens_q", "cu_seqlens_k"),
+    longest: tuple[str, str] = ("max_seqlen_q", "max_seqlen_k"),
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Those of queries and keys, by these arguments, on the CPU; None for keys as long as the queries."""
+    q, k = lengths_on_host(**{one: given[one] for one in names}).values()
+    for one, lengths in zip(longest, (q, k), strict=True):
         check_longest(one, given[one], lengths)
     return q, None if q is k or torch.equal(q.long(), k.long()) else k
 
