@@ -28,19 +28,19 @@ def watched_calls(seen: Seen) -> Iterator[None]:
     """While it lasts, `seen(problem, softmax_offset, what)` is called before every forward pass, eager and compiled:
     of "attention", "linear_attention" and "causal_conv1d".
     """
-    original, agree = api.forward_pass, linear.agree_on_layer_call
+    original, agree = api.forward_pass, linear.layer_call
 
     def watched(call: Any, cp: Any, q: Any, k: Any, v: Any, offset: Any, *more: Any, **how: Any) -> Any:
         seen(call.packing.problem, offset, "attention")
         return original(call, cp, q, k, v, offset, *more, **how)
 
-    def agreed(cp: Any, plan: Any, what: str, read: Any) -> Any:
-        found = agree(cp, plan, what, read)
+    def agreed(cp: Any, plan: Any, what: str, *given: Any) -> Any:
+        found = agree(cp, plan, what, *given)
         seen(plan.problem, None, what)
         return found
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(api, "forward_pass", watched))
         for module in (linear, convolution):
-            stack.enter_context(patch.object(module, "agree_on_layer_call", agreed))
+            stack.enter_context(patch.object(module, "layer_call", agreed))
         yield

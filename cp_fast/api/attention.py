@@ -22,7 +22,7 @@ from cp_fast.api.calls import (
 from cp_fast.api.checked_calls import agree_on_call, checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
-from cp_fast.dispatch.handles import hide_from_checkpointing, is_selective, object_of
+from cp_fast.dispatch.handles import hide_from_checkpointing, is_selective, object_of, outside_of_graphs
 from cp_fast.runtime.forward_backward import backward_pass, forward_pass
 from cp_fast.runtime.run import ForwardResults
 from cp_ref.contract import attention_call
@@ -350,10 +350,8 @@ def _while_compiling(
     """A call under torch.compile: an operator of the graph if there is a plan, else a graph break."""
     eager = not can_travel(scores) or arguments.get("score_mod") is not None  # a digest is no part of a graph
     if eager or not isinstance(plan, Plan) or any(hasattr(x, "placements") for x in given.values()):
-        from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as slow as importing PyTorch
-
         arguments = {**given, "cp": cp, "softmax_offset": softmax_offset, "plan": plan, **arguments, **scores.arguments}
-        return graph_break(attention, **arguments, **dict(zip(CallFlags._fields, flags, strict=True)))
+        return outside_of_graphs(attention, **arguments, **dict(zip(CallFlags._fields, flags, strict=True)))
     problem_arguments(arguments)
     q, k, v = (autocast(x) for x in given.values())
     flags.check()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cp_fast.api.checked_calls import agree_on_call, checking, describe
+from cp_fast.api.checked_calls import PLAIN_TENSORS, WORDS, agree_on_call, checking, describe
 from cp_fast.api.fast_context import ContextParallel, Signature
 from cp_fast.api.plan import Made, Plan, agree_on, backend_for, messages_of, prepared
 from cp_fast.backends import BACKENDS, features_of
@@ -21,13 +21,12 @@ from cp_ref.contract.call_checks import check_plan_device, check_plan_owner
 from cp_ref.contract.room import Agreement
 from cp_ref.contract.score_mod import with_digest
 from cp_ref.contract.scores import ScoreTensors, read_scores
-from cp_ref.contract.tensors import refuse_transforms
+from cp_ref.contract.tensors import needs_grad, refuse_transforms
 from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
     "CheckedCall",
     "agree_on_forward",
-    "call_key",
     "call_of_kinds",
     "can_travel",
     "check_planned_call",
@@ -36,7 +35,6 @@ __all__ = [
     "on_host",
     "packed_scores",
     "plan_of_call",
-    "requires_grad",
     "scores_with_plan",
     "unpacked_scores",
 ]
@@ -182,10 +180,7 @@ def _digest(x: torch.Tensor) -> str:
 # A call of `attention` with a plan: its checks before anything is sent, and the plan compiled for its tensors.
 
 
-PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
-_PLAIN_OR_NONE = {*PLAIN_TENSORS, type(None)}
-_WORDS = {str, int, float, bool, type(None)}  # Equal values of one of these types mean the same.
-_WORDS_AND_PAIRS = {*_WORDS, tuple, list}
+_WORDS_AND_PAIRS = {*WORDS, tuple, list}
 Kind = tuple[Sequence[int], torch.dtype, torch.device, torch.layout]  # Of a tensor: all that the checks read.
 
 
@@ -198,11 +193,6 @@ class CheckedCall(NamedTuple):
     flags: CallFlags
     number: int  # of a checked call, whose backward pass is checked too; 0 for one that is not
     scores: ScoreTensors | None  # what scores depend on besides q and k; None for nothing
-
-
-def requires_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether a call of these tensors will have a backward pass."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def agree_on_forward(call: Call, plan: Plan) -> CheckedCall:
@@ -220,7 +210,7 @@ def agree_on_forward(call: Call, plan: Plan) -> CheckedCall:
     else:
         tensors = {"q": q, "k": k, "v": v, "softmax_offset": call.offset}
         shapes, how = (describe(*one) for one in tensors.items()), zip(CallFlags._fields, call.flags, strict=True)
-        grads = requires_grad(*(x for x in tensors.values() if isinstance(x, torch.Tensor)))
+        grads = needs_grad(*tensors.values())
         details = (*shapes, *how, *_values(call.scores), ("requires_grad", grads))
         number = agree_on_call(call.cp, plan, "forward", look, *details)
     return CheckedCall(plan, compiled_call(plan, call.cp, q, k, v), call.cp, call.flags, number, found[0])
@@ -296,21 +286,6 @@ def _key(plan: Plan, cp: ContextParallel, *kinds: Kind) -> Any:
     """All values that a compiled call depends on. The transport comes first, if it prepares exchanges."""
     comm = messages_of(plan, cp.comm)
     return comm if prepares(comm) else None, *kinds
-
-
-def call_key(plan: Any, cp: ContextParallel, words: tuple[Any, ...], *tensors: Any) -> Any:
-    """The key of a linear layer's call among the plan's known calls: all values that its checks depend on. None for a
-    call that is always checked.
-
-    words: the call's options.
-    """
-    types = (*map(type, words),)  # since True == 1 == 1.0
-    if not isinstance(plan, Plan) or not _WORDS.issuperset(types) or not _PLAIN_OR_NONE.issuperset(map(type, tensors)):
-        return None
-    if any(x is not None and x.is_nested for x in tensors):  # which have no shape, and are refused
-        return None
-    kinds = [None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors]
-    return cp, words, types, requires_grad(*tensors), *kinds
 
 
 def _are_plain(q: Any, k: Any, v: Any) -> bool:
@@ -389,11 +364,11 @@ def _extras(call: Call) -> tuple[tuple[str, object], ...]:
     cp = call.cp
     extras: dict[str, object] = {
         "return_max_logit": call.flags.return_max_logit,
-        "requires_grad": requires_grad(*call.tensors),
+        "requires_grad": needs_grad(*call.tensors),
     }
     extras["softmax_offset_grad"] = cp.softmax_offset_grad
     if cp.softmax_offset_grad == "total":
-        extras["softmax_offset.requires_grad"] = requires_grad(call.offset)
+        extras["softmax_offset.requires_grad"] = needs_grad(call.offset)
     if cp.a2a_size > 1:
         extras["return_lse"] = call.flags.return_lse
     return *extras.items(), *_agreed(call.scores)
@@ -419,7 +394,7 @@ def _signature_of_call(call: Call) -> Signature:
             sizes = (q.shape[1:], k.shape[1:], v.shape[1:]) if packed else (q.shape, k.shape, v.shape)
         except (RuntimeError, TypeError):  # Without values or without a shape: sparse, nested, on meta.
             return Signature((object(),), stream, ())
-        grads = requires_grad(q, k, v), isinstance(call.offset, torch.Tensor) and requires_grad(call.offset)
+        grads = needs_grad(q, k, v), needs_grad(call.offset)
         context = cp.cp_comm_type, cp.a2a_size, cp.layout, cp.backend, cp.softmax_offset_grad
         context += tuple(rows in cp.uneven for rows in (*q.shape, *k.shape))  # `check_uneven` reads it
         words = types, items, sizes, q.dtype, q.device, grads, context, _signature(call.scores, q.device)

@@ -18,7 +18,7 @@ from cp_fast.compile.index_tables import check_row_numbers
 from cp_fast.compile.instruction_passes import low_precision_grads, may_have_low_precision
 from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.compile.program import Programs
-from cp_fast.dispatch.handles import OfThisProcess, forget, new_handle
+from cp_fast.dispatch.handles import OfThisProcess, forget, new_handle, outside_of_graphs
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.select_movers import kernels
 from cp_fast.passes import is_on
@@ -259,9 +259,7 @@ def agree_on(cp: ContextParallel, read: Callable[[], Found], known: Set[bytes] =
 @same_parameters(plans.make_plan)
 def make_plan(**arguments: Any) -> Plan:
     if torch.compiler.is_compiling():
-        from cp_fast.dispatch.graph_break import graph_break  # Imports Dynamo, as slow as PyTorch's import.
-
-        return graph_break(make_plan, **arguments)
+        return outside_of_graphs(make_plan, **arguments)
     cp: Any = arguments.get("cp")
     custom = arguments.get("schedule")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any
@@ -19,7 +20,18 @@ __all__ = [
     "is_selective",
     "new_handle",
     "object_of",
+    "outside_of_graphs",
 ]
+
+# ---- graph breaks
+
+
+def outside_of_graphs(function: Callable[..., Any], *given: Any, **arguments: Any) -> Any:
+    """Call a function that torch.compile has come to as a graph break."""
+    from cp_fast.dispatch.graph_break import graph_break  # Imports Dynamo, as slow as PyTorch's import.
+
+    return graph_break(function, *given, **arguments)
+
 
 # ---- handles
 #
@@ -57,11 +69,7 @@ class OfThisProcess:
 
 def new_handle(thing: Any) -> torch.Tensor:
     """A new handle, int64 [], of an object that has all its attributes; it keeps their values alive."""
-    if torch.compiler.is_compiling():
-        from cp_fast.dispatch.graph_break import graph_break  # Imports Dynamo, as slow as PyTorch's import.
-
-        return graph_break(_made, thing)
-    return _made(thing)
+    return outside_of_graphs(_made, thing) if torch.compiler.is_compiling() else _made(thing)
 
 
 @torch.inference_mode(False)  # autograd saves a handle

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan, make_plan
-from cp_fast.dispatch.handles import hide_from_checkpointing
+from cp_fast.dispatch.handles import hide_from_checkpointing, outside_of_graphs
 from cp_fast.integrations.shared.balanced_table import check_holds, groups_of, table_of_batch
 from cp_fast.integrations.shared.both_ways import BothWays
 from cp_fast.integrations.shared.token_rows import Digests, TokenRows, digests, read_rows
@@ -187,9 +187,7 @@ class CpBatch:
     def _plan(self, x: torch.Tensor, dtype: torch.dtype, kind: tuple[Any, ...], **sizes: Any) -> Plan:
         """A causal plan of the batch, made once for each kind."""
         if torch.compiler.is_compiling():
-            from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as slow as importing PyTorch
-
-            return graph_break(CpBatch._plan, self, x, dtype, kind, **sizes)
+            return outside_of_graphs(CpBatch._plan, self, x, dtype, kind, **sizes)
         key = x.shape[:2], x.device, *kind
         if key not in self._plans:
             if self.qkv_format != "thd":

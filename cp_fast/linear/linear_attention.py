@@ -8,12 +8,11 @@ from typing import Any, cast
 
 import torch
 
-from cp_fast.api.calls import call_key
-from cp_fast.api.checked_calls import agree_on_backward, agree_on_layer_call, checking
+from cp_fast.api.checked_calls import agree_on_backward, layer_call
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan, captured, check_not_captured, messages_of
+from cp_fast.api.plan import Plan, messages_of
 from cp_fast.backends.backend_protocol import NotInstalled
-from cp_fast.dispatch.handles import hide_from_checkpointing
+from cp_fast.dispatch.handles import hide_from_checkpointing, outside_of_graphs
 from cp_fast.linear.chunked import ChunkedKernels
 from cp_fast.linear.fla.fla_kernels import FlaKernels
 from cp_fast.linear.linear_kernels import Kind, LinearInputs, LinearKernels
@@ -110,36 +109,31 @@ def linear_attention(
     check_context(cp, ContextParallel)
     options = {"kind": kind, "scale": scale, "initial_state": initial_state, "output_final_state": output_final_state}
     if torch.compiler.is_compiling():
-        from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as slow as importing PyTorch
-
-        return graph_break(linear_attention, q, k, v, g, beta, cp=cp, plan=plan, **options)
+        return outside_of_graphs(linear_attention, q, k, v, g, beta, cp=cp, plan=plan, **options)
     refuse_transforms()
 
     tensors = {"q": autocast(q), "k": autocast(k), "v": autocast(v), "g": g, "beta": beta}
-    words, given = (kind, scale, output_final_state), (*tensors.values(), initial_state)
-    key = None if checking() or captured(plan) else call_key(plan, cp, words, *given)
-    number = 0
-    if key is None or (found := plan.calls.get(key)) is None:
+    given = *tensors.values(), initial_state
 
-        def read() -> LinearCall:
-            check_not_captured(plan)
-            call = read_linear_attention(cp, plan, Plan, tensors, **options)
-            kernels_for(call, cp, tensors["q"].device)
-            return call
+    def read() -> LinearCall:
+        call = read_linear_attention(cp, plan, Plan, tensors, **options)
+        kernels_for(call, cp, tensors["q"].device)
+        return call
 
-        with hide_from_checkpointing():
-            call, number = agree_on_layer_call(cp, plan, "linear_attention", read)
-        found = call, kernels_for(call, cp, tensors["q"].device)
-        if key is not None:
-            plan.calls.find(key, lambda: found)
-    call, kernels = found
+    call, number = layer_call(cp, plan, "linear_attention", (kind, scale, output_final_state), given, read)
+    kernels = kernels_for(call, cp, tensors["q"].device)
     out, final = LinearAttention.apply(plan, kernels, cp, call, number, *given)
     return (out, final) if output_final_state else out
 
 
 def kernels_for(call: LinearCall, cp: ContextParallel, device: torch.device) -> LinearKernels:
     """The library of a call. Raises Unsupported."""
-    return choose_kernels(features_of_call(device.type, call.dtype, call.d_k, call.d_v), cp.backend)
+    return _kernels_for(device.type, call.dtype, call.d_k, call.d_v, cp.backend)
+
+
+@cache
+def _kernels_for(device: str, dtype: str, d_k: int, d_v: int, backend: str) -> LinearKernels:
+    return choose_kernels(features_of_call(device, dtype, d_k, d_v), backend)
 
 
 class LinearAttention(torch.autograd.Function):

@@ -4,19 +4,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from cp_fast.api.calls import call_key
-from cp_fast.api.checked_calls import agree_on_backward, agree_on_layer_call, checking
+from cp_fast.api.checked_calls import agree_on_backward, layer_call
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan, captured, check_not_captured
+from cp_fast.api.plan import Plan
 from cp_fast.backends.sparse_kernels import choose_sparse, shared_storage
-from cp_fast.dispatch.handles import hide_from_checkpointing, is_selective, object_of
+from cp_fast.dispatch.handles import hide_from_checkpointing, is_selective, object_of, outside_of_graphs
 from cp_fast.runtime.forward_backward import sink_shares
 from cp_fast.sparse.sparse_tables import KeyExchange, RowsOfHeads, sparse_tables
 from cp_ref.contract import sparse_calls
@@ -60,12 +58,11 @@ def select_keys(
     check_context(cp, ContextParallel)
     options = {"top_k": top_k, "scale": scale}
     if torch.compiler.is_compiling():
-        return _outside_of_graphs(select_keys, q_index, k_index, weights, cp=cp, plan=plan, **options)
+        return outside_of_graphs(select_keys, q_index, k_index, weights, cp=cp, plan=plan, **options)
     refuse_transforms()
     given = q_index, k_index, weights
-    call, _ = _agreed(
-        cp, plan, "select_keys", options, given, partial(read_selection, cp, plan, Plan, *given, **options)
-    )
+    read = partial(read_selection, cp, plan, Plan, *given, **options)
+    call, _ = layer_call(cp, plan, "select_keys", [*options.values()], given, read)
     q_index, k_index, weights = (x.detach() for x in given)
     if is_selective():
         return _select_operator(q_index, k_index, weights, plan.handle, cp.handle, call.top_k, call.scale)[0]
@@ -89,7 +86,7 @@ def sparse_attention(
     options = {"softmax_scale": softmax_scale, "return_lse": return_lse}
     if torch.compiler.is_compiling():
         options["softmax_offset"] = softmax_offset
-        return _outside_of_graphs(sparse_attention, q, k, v, indices, cp=cp, plan=plan, **options)
+        return outside_of_graphs(sparse_attention, q, k, v, indices, cp=cp, plan=plan, **options)
     refuse_transforms()
     offset, joined = one_a_head(softmax_offset), _is_joined(v, k)
     q, k, v = autocast(q), (keys := autocast(k)), keys[..., : v.shape[-1]] if joined else autocast(v)
@@ -100,7 +97,7 @@ def sparse_attention(
         found = read_sparse_attention(cp, plan, Plan, *given, softmax_offset=offset, **options)
         return _Call(**(vars(found) | how))
 
-    call, number = _agreed(cp, plan, "sparse_attention", options | how, (*given, offset), read)
+    call, number = layer_call(cp, plan, "sparse_attention", [*options.values(), *how.values()], (*given, offset), read)
     out, lse = SparseAttention.apply(plan, cp, call, number, *given, offset)
     return (out, lse) if return_lse else out
 
@@ -124,45 +121,13 @@ def index_loss(
     options = {"scale": scale, "softmax_scale": softmax_scale}
     given = q_index, k_index, weights, lse, q, k, indices
     if torch.compiler.is_compiling():
-        return _outside_of_graphs(index_loss, *given, cp=cp, plan=plan, **options)
+        return outside_of_graphs(index_loss, *given, cp=cp, plan=plan, **options)
     refuse_transforms()
     given = *given[:4], autocast(q), autocast(k), indices
     read = partial(read_index_loss, cp, plan, Plan, *given, **options)
-    call, number = _agreed(cp, plan, "index_loss", options, given, read)
+    call, number = layer_call(cp, plan, "index_loss", [*options.values()], given, read)
     constants = (x.detach() for x in given[3:])
     return IndexLoss.apply(plan, cp, call, number, *given[:3], *constants)
-
-
-def _outside_of_graphs(function: Callable[..., Any], *given: Any, **arguments: Any) -> Any:
-    from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as slow as importing PyTorch
-
-    return graph_break(function, *given, **arguments)
-
-
-def _agreed(
-    cp: ContextParallel,
-    plan: Any,
-    what: str,
-    options: dict[str, Any],
-    given: Sequence[Any],
-    read: Callable[[], Any],
-) -> tuple[Any, int]:
-    """The checked call, on which all ranks agree, and its number under `checked`. Nothing is read of a call of the same
-    kinds again.
-    """
-    key = None if checking() or captured(plan) else call_key(plan, cp, (what, *options.values()), *given)
-    if key is not None and (found := plan.calls.get(key)) is not None:
-        return found, 0
-
-    def looked_at() -> Any:
-        check_not_captured(plan)
-        return read()
-
-    with hide_from_checkpointing():
-        call, number = agree_on_layer_call(cp, plan, what, looked_at)
-    if key is not None:
-        plan.calls.find(key, lambda: call)
-    return call, number
 
 
 # ---- attention

@@ -16,6 +16,7 @@ from cp_ref.contract.context import ContextParallel
 from cp_ref.contract.group import read_together
 from cp_ref.contract.plan_arguments import Plan
 from cp_ref.contract.read_problem import DTYPES, ROW_AXES, check_axes
+from cp_ref.contract.tensors import needs_grad
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import (
     check_choice,
@@ -43,7 +44,6 @@ __all__ = [
     "check_rows",
     "check_same_rows",
     "linear_attention",
-    "needs_grad",
     "read_convolution",
     "read_linear_attention",
     "read_scale",
@@ -426,7 +426,3 @@ def read_scale(scale: Any, d_k: int) -> float:
     if not isfinite(number):
         raise ValueError(f"scale is {scale!r}; it must be finite")
     return number
-
-
-def needs_grad(*tensors: Any) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors if isinstance(x, torch.Tensor))

@@ -15,11 +15,11 @@ from cp_ref.contract.linear_calls import (
     check_local,
     check_rows,
     check_same_rows,
-    needs_grad,
     read_scale,
 )
 from cp_ref.contract.plan_arguments import Plan, check_sparse, check_sparse_scores
 from cp_ref.contract.read_problem import ROW_AXES, check_offset
+from cp_ref.contract.tensors import needs_grad
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import check_dtype, check_flag, dtype_of, kind_of, read_count, read_number
 

@@ -18,6 +18,7 @@ __all__ = [
     "differentiable_once",
     "lse_from_packed",
     "lse_to_packed",
+    "needs_grad",
     "no_autocast",
     "placed_like",
     "raise_for_batched",
@@ -50,6 +51,11 @@ def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Turn autocast off, so that the passes keep their dtypes."""
     on = torch.is_autocast_enabled(device.type)  # turning it off when it is off costs the host as much as a launch
     return torch.autocast(device.type, enabled=False) if on else nullcontext()
+
+
+def needs_grad(*tensors: Any) -> bool:
+    """Whether a call of these will have a backward pass; those that are no tensors count for nothing."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors if isinstance(x, torch.Tensor))
 
 
 def refuse_transforms() -> None:

@@ -398,14 +398,19 @@ def test_wrong_linear_layers(call: Any, package: Any) -> None:
 def test_a_known_call_hides_no_wrong_one() -> None:
     def one(member: Any) -> None:
         cp = cp_fast.ContextParallel(member)
-        made = cp_fast.make_plan(cp=cp, **LINEAR, linear=True)
-        good: dict[str, Any] = ROWS | {"cp": cp, "plan": made, "scale": 1.0, "output_final_state": True}
-        for odd, words in LAYERS:
-            for _ in range(2):
-                cp_fast.linear_attention(**good)
-            with pytest.raises((ValueError, TypeError)) as caught:
-                cp_fast.linear_attention(**(good | odd))
-            assert says(caught.value, words), caught.value
+        made = {"cp": cp, "plan": cp_fast.make_plan(cp=cp, **LINEAR, linear=True)}
+        layer: dict[str, Any] = ROWS | made | {"scale": 1.0, "output_final_state": True}
+        convolution: dict[str, Any] = {"x": ONES(4, 3), "weight": ONES(3, 4), "activation": "silu"} | made
+        for call, good, wrong in (
+            (cp_fast.linear_attention, layer, LAYERS),
+            (cp_fast.causal_conv1d, convolution, CONVOLUTIONS),
+        ):
+            for odd, words in wrong:
+                for _ in range(2):
+                    call(**good)
+                with pytest.raises((ValueError, TypeError)) as caught:
+                    call(**(good | odd))
+                assert says(caught.value, words), caught.value
 
     SimGroup(2).run(one)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from cp_fast.api.fast_context import ContextParallel
+from cp_fast.dispatch.handles import outside_of_graphs
 from cp_fast.integrations.hugging_face.image_models import has_images, run_vision
 from cp_fast.integrations.hugging_face.longest_position import give_longest, say_longest
 from cp_fast.integrations.hugging_face.slice_probe import Probe, takes_cache
@@ -132,9 +133,7 @@ class Edge:
             RuntimeError: a layer's attention was not cp_fast's.
         """
         if torch.compiler.is_compiling():
-            from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as slow as importing PyTorch
-
-            graph_break(_check_layers, model, call)
+            outside_of_graphs(_check_layers, model, call)
         else:
             _check_layers(model, call)
         if self.pools:

@@ -14,6 +14,7 @@ import torch
 
 from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
+from cp_fast.dispatch.handles import outside_of_graphs
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.collectives import raise_on_all, together
 from cp_ref.contract.masks import documents
@@ -255,9 +256,7 @@ def drop_in(
             if torch.compiler.is_compiling():
                 if in_graph is not None:
                     return in_graph(*args, **kwargs)
-                from cp_fast.dispatch.graph_break import graph_break  # Imports Dynamo, as slow as PyTorch's import.
-
-                return graph_break(call, *args, **kwargs)
+                return outside_of_graphs(call, *args, **kwargs)
             with raise_on_all(context_of(dict(zip(names, args, strict=False)) | kwargs)):
                 asked = read(*args, **kwargs)
             arguments = asked.arguments | asked.gathered()

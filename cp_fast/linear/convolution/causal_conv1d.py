@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
 
-from cp_fast.api.checked_calls import agree_on_backward, agree_on_layer_call
+from cp_fast.api.checked_calls import agree_on_backward, layer_call
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan, check_not_captured, messages_of
-from cp_fast.dispatch.handles import hide_from_checkpointing
+from cp_fast.api.plan import Plan, messages_of
+from cp_fast.dispatch.handles import hide_from_checkpointing, outside_of_graphs
 from cp_fast.linear.convolution import torch_convolution
 from cp_fast.linear.convolution.halo_tables import HaloMessage, HaloTables
 from cp_fast.linear.convolution.torch_convolution import ConvolutionInputs
@@ -138,18 +138,11 @@ def causal_conv1d(
 ) -> torch.Tensor:
     check_context(cp, ContextParallel)
     if torch.compiler.is_compiling():
-        from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as slow as importing PyTorch
-
-        return graph_break(causal_conv1d, x, weight, bias, cp=cp, plan=plan, activation=activation)
+        return outside_of_graphs(causal_conv1d, x, weight, bias, cp=cp, plan=plan, activation=activation)
     refuse_transforms()
     x = autocast(x)
-
-    def read() -> ConvolutionCall:
-        check_not_captured(plan)
-        return read_convolution(cp, plan, Plan, x, weight, bias, activation)
-
-    with hide_from_checkpointing():
-        call, number = agree_on_layer_call(cp, plan, "causal_conv1d", read)
+    read = partial(read_convolution, cp, plan, Plan, x, weight, bias, activation)
+    call, number = layer_call(cp, plan, "causal_conv1d", [activation], (x, weight, bias), read)
     return Convolution.apply(plan, cp, call, number, x, weight, bias)
 
 
