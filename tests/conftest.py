@@ -105,6 +105,12 @@ def _processes(size: int) -> Iterator[Processes]:
 
 
 @pytest.fixture(scope="module")
+def one() -> Iterator[Processes]:
+    """A process, started once for the tests of a file."""
+    yield from _processes(1)
+
+
+@pytest.fixture(scope="module")
 def two() -> Iterator[Processes]:
     """Two processes, started once for the tests of a file."""
     yield from _processes(2)

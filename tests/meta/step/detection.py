@@ -33,7 +33,7 @@ from cp_fast.integrations.loss import token_mean
 from tests.dist.workers import Processes
 from tests.meta.step.step_variations import llama
 
-__all__ = ["MISTAKES", "REASONS", "WAYS", "Cells", "markdown"]
+__all__ = ["MISTAKES", "REASONS", "WAYS", "Cells", "found_in", "markdown", "report_in"]
 
 WORDS, HEADS, DIM = 29, 2, 8
 WIDTH = HEADS * DIM
@@ -256,6 +256,20 @@ def found_in(jobs: Sequence[Job]) -> Any:
     return found_of(job)
 
 
+def report_in(ranks: Processes, alone: Callable[[Job], Any], job: Job, world: int) -> StepReport:
+    """The report of a step in processes that are there already; `alone` says what the one process found."""
+
+    def run(jobs: Sequence[Job], on_stage: Callable[..., None]) -> list[Any]:
+        found = [alone(each) for each in jobs if not each.world]
+        found += ranks.run(found_in, [each for each in jobs if each.world])
+        for each in found:
+            if isinstance(each, BaseException):
+                raise StepError(str(each)) from each
+        return found
+
+    return report_of(Runs(job, world, lambda *_: None, run))
+
+
 class Cells:
     """Plays cells of the table in processes that it is given: one alone, and groups of two and of four."""
 
@@ -274,21 +288,14 @@ class Cells:
             mistake if mistake in ("dropout by one seed", "clipped before the sum", "a z-loss of each rank") else ""
         )
 
-        def run(jobs: Sequence[Job], on_stage: Callable[..., None]) -> list[Any]:
-            found = []
-            for each in (each for each in jobs if not each.world):
-                key = way, shared, each.noise, each.look, each.without
-                if key not in self._known:
-                    build = partial(step_of, way=way, mistake=shared)
-                    self._known[key] = self._one.run(found_in, [replace(each, build=build)])[0]
-                found.append(self._known[key])
-            found += self._ranks[world].run(found_in, [each for each in jobs if each.world])
-            for each in found:
-                if isinstance(each, BaseException):
-                    raise StepError(str(each)) from each
-            return found
+        def alone(each: Job) -> Any:
+            key = way, shared, each.noise, each.look, each.without
+            if key not in self._known:
+                build = partial(step_of, way=way, mistake=shared)
+                self._known[key] = self._one.run(found_in, [replace(each, build=build)])[0]
+            return self._known[key]
 
-        return report_of(Runs(job, world, lambda *_: None, run))
+        return report_in(self._ranks[world], alone, job, world)
 
     def cell(self, way: str, mistake: str) -> str:
         """What the table says: the cause that is named, or why the cell is empty."""

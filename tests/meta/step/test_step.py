@@ -19,9 +19,10 @@ import cp_fast
 from conformance.report import read_record
 from conformance.step import CAUSES, StepError, compare_step
 from conformance.step.report import StepRecord
+from conformance.step.step_record import Job
 from conformance.step_command import app
-from tests.dist.workers import run_module
-from tests.meta.step.detection import MISTAKES
+from tests.dist.workers import Processes, run_module
+from tests.meta.step.detection import MISTAKES, found_in, report_in
 from tests.meta.step_mutants.model import Shape, batch_of, build_of
 from tests.meta.step_mutants.table import MUTANTS, Mutant
 
@@ -52,8 +53,16 @@ def mutants() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("mutant", list(mutants()))
-def test_a_planted_mistake_is_found_and_named(mutant: Mutant) -> None:
-    report = step_of(mutant.shape, mutant.bug, **mutant.how)
+def test_a_planted_mistake_is_found_and_named(
+    mutant: Mutant, one: Processes, two: Processes, request: pytest.FixtureRequest
+) -> None:
+    how = {"cp_size": 2, "dp_size": 1, **mutant.how}
+    build = partial(build_of, shape=mutant.shape, bug=mutant.bug)
+    batch = partial(batch_of, mutant.shape, how["dp_size"])
+    world = how["cp_size"] * how.pop("dp_size")
+    ranks = two if world == 2 else request.getfixturevalue("four")
+    job = Job(build, batch, "", Path(), "", **how)
+    report = report_in(ranks, lambda each: one.run(found_in, [each])[0], job, world)
     assert not report.right
     assert report.causes == ((mutant.cause,) if mutant.cause else ()), report
     assert mutant.first in report.first, report
