@@ -211,15 +211,31 @@ def test_the_speed_of_convolutions() -> None:
     assert f"the backward pass takes {short / one:.1f} times as long" in page
 
 
+def test_documents_that_stay_at_home() -> None:
+    page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+
+    def shares(name: str) -> str:
+        row = next(r for r in record(name) if r["schedule"] == "a2a" and r["lengths"].startswith("2048 2048"))
+        return ", ".join(f"{float(row[f'{way}_efficiency']):.2f}" for way in ("forward", "forward_backward"))
+
+    before, two, four = (shares(f"a2a_{name}x_h100.csv") for name in ("before_2", "home_2", "home_4"))
+    assert f"on two H100s: {before} before and {two} after. 32 of them on four: {four} (" in page
+
+
 def test_sparse_attention() -> None:
     """Milliseconds of the page on sparse attention."""
     page = " ".join((ROOT / "docs" / "how_to" / "sparse.md").read_text().split())
-    one, two = (json.loads((ROOT / "benchmarks" / "results" / f"sparse_{n}x_h200.json").read_text()) for n in (1, 2))
-    long, short = one["sizes"]["65536"], one["sizes"]["16384"]
-    ms, dense = long["ms"], long["dense_ms"]
-    chosen = ms["select"] + ms["rows_of"], ms["forward"], ms["backward"]
-    for name, numbers in (("chosen keys |", chosen), ("all keys | |", (dense["forward"], dense["backward"]))):
-        assert f"| {name} {' | '.join(f'{x:,.0f}' for x in (*numbers, sum(numbers)))} |" in page
+    one, two, eighth = (
+        json.loads((ROOT / "benchmarks" / "results" / f"sparse_{name}.json").read_text())
+        for name in ("1x_h200", "2x_h200", "rank_of_8_1x_h100")
+    )
+    long, short, last = one["sizes"]["65536"], one["sizes"]["16384"], eighth["sizes"]["65536"]
+    for size in (last, long):
+        ms, dense = size["ms"], size["dense_ms"]
+        chosen = ms["select"] + ms["rows_of"], ms["forward"], ms["backward"]
+        for name, numbers in (("chosen keys |", chosen), ("all keys | |", (dense["forward"], dense["backward"]))):
+            assert f"| {name} {' | '.join(f'{x:,.0f}' for x in (*numbers, sum(numbers)))} |" in page
+    assert f"That is {last['dense_over_sparse']['both passes']:.1f} times as fast" in page
     ratios = [size["dense_over_sparse"]["both passes"] for size in (long, short)]
     assert [round(1 / x, 1) for x in ratios] == [0.7, 2.1], "two thirds of the time, and twice the time"
     assert two["same_indices"]
