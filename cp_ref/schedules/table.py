@@ -120,7 +120,7 @@ def one_value(column: Column) -> bool:
     return column.strides == (0,) or bool((column == column[:1]).all())
 
 
-def starts_of(sizes: Sequence[int]) -> Column:
+def starts_of(sizes: Sequence[int] | Column) -> Column:
     """Where each part begins if parts of these sizes follow one another, and where the last one ends.
 
     >>> starts_of([4, 0, 3]).tolist()
