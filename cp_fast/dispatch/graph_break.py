@@ -11,11 +11,11 @@ __all__ = ["graph_break", "graph_break_of_a2a"]
 
 
 @torch.compiler.disable(
-    reason="linear layers run outside of graphs; attention makes plans and looks at DTensors there: call make_plan "
-    "outside, give local tensors"
+    reason="linear layers and sparse attention run outside of graphs; attention makes plans and looks at DTensors "
+    "there: call make_plan outside, give local tensors"
 )
 def graph_break(function: Callable[..., Any], *given: Any, **arguments: Any) -> Any:
-    """Call `attention`, a function that calls it, or a linear layer, with the same arguments."""
+    """Call `attention`, a function that calls it, a linear layer or sparse attention, with the same arguments."""
     return function(*given, **arguments)
 
 

@@ -143,6 +143,12 @@ def test_inside_torch_compile() -> None:
     torch._dynamo.reset()
     assert all(map(all_equal, SimGroup(2).run(lambda member: step(member, compiled)), want))
 
+    def whole(*given: Any) -> torch.Tensor:
+        return torch.compile(layer, backend="eager", fullgraph=True)(*given)
+
+    with pytest.raises(RuntimeError, match="sparse attention run outside of graphs"):
+        SimGroup(1).run(lambda member: step(member, whole))
+
 
 def test_modes_without_gradients_leave_nothing_behind() -> None:
     """Tables that are made in an evaluation serve training."""
