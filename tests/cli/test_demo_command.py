@@ -112,6 +112,7 @@ def test_a_failing_rank_is_named_and_ends_all() -> None:
     assert "All results are right." not in result.output
 
 
+@pytest.mark.thorough
 def test_a_cache_that_cannot_be_written_is_one_line() -> None:
     result = demo_process(*SMALL, CP_ATTENTION_CACHE="/dev/null", CP_FAST_KERNELS="native")
     assert result.returncode == 1
@@ -141,6 +142,7 @@ def test_two_dimensions_of_ranks() -> None:
     assert "4 ranks, a2a+p2p (a2a in groups of 2), dual_chunk" in said
 
 
+@pytest.mark.thorough
 def test_what_the_ranks_refuse_is_one_line() -> None:
     done = demo_process(*SMALL, "--backend", "fa4", "--device", "cpu")
     assert done.returncode == 2

@@ -103,6 +103,7 @@ SCHEDULES = [
     for inner in ((2, 4) if comm == "a2a+p2p" else (1,))
     if size % inner == 0 and (inner == 1 or size > inner)
 ]
+QUICK = [pytest.param(*given, marks=() if given[1] == 4 else pytest.mark.thorough) for given in SCHEDULES]
 
 
 @cache
@@ -170,7 +171,7 @@ def masks(package: Any, qkv_format: str, layout: str, comm: str, size: int, inne
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize(("comm", "size", "inner"), SCHEDULES)
+@pytest.mark.parametrize(("comm", "size", "inner"), QUICK)
 def test_packed_documents(comm: str, size: int, inner: int, package: str) -> None:
     for layout in ("dual_chunk", "contiguous", "balanced", "table"):
         for mask in masks(PACKAGES[package], "thd", layout, comm, size, inner):
@@ -179,10 +180,7 @@ def test_packed_documents(comm: str, size: int, inner: int, package: str) -> Non
 
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("qkv_format", ["bshd", "sbhd"])
-@pytest.mark.parametrize(
-    ("comm", "size", "inner"),
-    [pytest.param(*one, marks=() if one[1] == 4 else pytest.mark.thorough) for one in SCHEDULES],
-)
+@pytest.mark.parametrize(("comm", "size", "inner"), QUICK)
 def test_batches(comm: str, size: int, inner: int, qkv_format: str, package: str) -> None:
     for layout in ("dual_chunk", "contiguous"):
         for mask in masks(PACKAGES[package], qkv_format, layout, comm, size, inner):

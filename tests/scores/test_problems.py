@@ -44,7 +44,7 @@ def whole(problem: Problem, **fields: Any) -> Case:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
+@pytest.mark.parametrize("layout", ["dual_chunk", pytest.param("contiguous", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
 def test_every_schedule(comm: str, layout: str, package: str) -> None:
     sizes = {"cp_comm_type": comm, "a2a_size": {"a2a": 4, "a2a+p2p": 2}.get(comm, 1), "layout": layout}
