@@ -80,7 +80,7 @@ def _known_scores(plan: Plan, given: ScoreTensors, q: torch.Tensor) -> ScoreTens
     with hide_from_checkpointing():
         seed = _seed(given, q.device)
     aux = {name: given.aux_tensors[name] for name in names}
-    return ScoreTensors(given.alibi_slopes, plan.score_mod, aux, plan.problem.dropout_p, seed)
+    return given.for_kernels(plan.problem, plan.score_mod, aux, seed)
 
 
 def _seed(given: ScoreTensors, device: torch.device | None) -> torch.Tensor | None:

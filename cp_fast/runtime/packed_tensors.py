@@ -71,10 +71,7 @@ class Packing(Folding):
 
     def scores_in(self, inputs: ScoreTensors) -> ScoreTensors:
         """The inputs of scores with slopes of packed heads. Scores of a folded batch depend on no other place."""
-        slopes = inputs.alibi_slopes
-        if not self.folded or slopes is None:
-            return inputs
-        return inputs._replace(alibi_slopes=slopes.expand(self.batch, -1).flatten())
+        return inputs.with_folded_heads(self.batch) if self.folded else inputs
 
     def heads_out(self, per_packed_head: torch.Tensor) -> torch.Tensor:
         """View one value a packed head as [copies, h_q], to be reduced over the copies."""

@@ -238,8 +238,7 @@ class Call(NamedTuple):
         """q, k and v are this rank's slices of the problem, which is the plan's if there is one."""
         check_local_tensors(problem, room, self.cp.rank, *self.tensors)
         if self.plan is None:
-            alibi, max_logit = self.scores.alibi_slopes is not None, self.flags.return_max_logit
-            check_uneven(self.cp, problem, alibi=alibi, max_logit=max_logit)
+            check_uneven(self.cp, problem, self.scores.features, max_logit=self.flags.return_max_logit)
 
     def check_offset(self, problem: Problem) -> None:
         """softmax_offset is there exactly when the problem has a learnable sink."""

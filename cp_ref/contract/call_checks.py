@@ -4,6 +4,7 @@ settled.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from cp_ref.contract.arguments import ARGUMENTS, NONE_OF
@@ -11,7 +12,7 @@ from cp_ref.contract.group import PairGroup
 from cp_ref.contract.read_problem import read_sizes
 from cp_ref.schedules.problem import Problem, slice_rows
 from cp_ref.schedules.values import check_choice, kind_of
-from cp_ref.schedules.words import QKV_FORMATS
+from cp_ref.schedules.words import QKV_FORMATS, Feature
 
 __all__ = [
     "AXES",
@@ -208,14 +209,14 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
             raise ValueError(f"{name} is given beside a plan, which has its own; leave it out, or make a new plan")
 
 
-def check_uneven(cp: Any, problem: Problem, *, alibi: bool, max_logit: bool) -> None:
+def check_uneven(cp: Any, problem: Problem, features: Set[Feature], *, max_logit: bool) -> None:
     """Refuse a call of bshd or sbhd without a plan whose result depends on where a sequence ends, if `shard` has cut a
     length into slices of as many rows that does not divide: the slices do not say which of the two they are of.
 
     Causal self-attention is right without the end: padding comes after all tokens, and no token sees it.
 
     Args:
-        alibi, max_logit: whether the call has alibi_slopes, and return_max_logit.
+        features: what the tensors of scores ask for. max_logit: whether the call has return_max_logit.
 
     Raises:
         ValueError: naming the length, what depends on it, and the cure.
@@ -231,7 +232,7 @@ def check_uneven(cp: Any, problem: Problem, *, alibi: bool, max_logit: bool) -> 
     depends = [
         (mask, problem.bottom_right and crossed != 0),
         (mask, "kv" in uneven and (right != 0 or crossed > 0)),
-        ("alibi_slopes", alibi and crossed != 0),
+        (Feature.ALIBI, Feature.ALIBI in features and crossed != 0),
         ("return_max_logit", max_logit),
     ]
     what = next((words for words, here in depends if here), None)

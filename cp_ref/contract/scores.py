@@ -111,6 +111,17 @@ class ScoreTensors(NamedTuple):
         """The same scores; dropout does not change them."""
         return self._replace(dropout_p=0.0, dropout_seed=None)
 
+    def for_kernels(
+        self, problem: Problem, score_mod: ScoreMod | None, aux: Mapping[str, torch.Tensor], seed: torch.Tensor | None
+    ) -> ScoreTensors:
+        """The record that kernels get, of the one that a call gives: with what belongs to the problem."""
+        return ScoreTensors(self.alibi_slopes, score_mod, aux, problem.dropout_p, seed)
+
+    def with_folded_heads(self, batch: int) -> ScoreTensors:
+        """The same with slopes of the heads of all sequences as heads of one: [h_q] or [b, h_q] -> [b * h_q]."""
+        slopes = self.alibi_slopes
+        return self if slopes is None else self._replace(alibi_slopes=slopes.expand(batch, -1).flatten())
+
     @property
     def named(self) -> dict[str, Any]:
         """All that there is, by name: tensors, and a seed that may be a number."""
@@ -162,9 +173,8 @@ def read_scores(
         What score_mod raises.
     """
     dropout_seed: Any = given.dropout_seed
-    slopes = _read_slopes(problem, given.alibi_slopes, q, room)
-    if slopes is not None:
-        check_one_document(problem, "alibi_slopes")
+    if given.alibi_slopes is not None:
+        _check_slopes(problem, given.alibi_slopes, q, room)
     aux = _read_aux_tensors(score_mod, given.aux_tensors, q)
     if score_mod is not None and (places := _some_places(problem, q.device)):
         rows = places[0].shape[0]
@@ -173,7 +183,7 @@ def read_scores(
     if (dropout_seed is None) != (problem.dropout_p == 0):
         found = "is None" if dropout_seed is None else "is given"
         raise ValueError(f"dropout_seed {found}, but dropout_p is {problem.dropout_p}; they belong together")
-    return ScoreTensors(slopes, score_mod, aux, problem.dropout_p, _read_seed(dropout_seed, q))
+    return given.for_kernels(problem, score_mod, aux, _read_seed(dropout_seed, q))
 
 
 def _some_places(problem: Problem, device: torch.device) -> list[torch.Tensor]:
@@ -197,9 +207,7 @@ def _some_places(problem: Problem, device: torch.device) -> list[torch.Tensor]:
     return [torch.tensor(values, dtype=torch.int32, device=device).view(shape) for values, shape in shaped]
 
 
-def _read_slopes(problem: Problem, slopes: Any, q: torch.Tensor, room: Room | None) -> torch.Tensor | None:
-    if slopes is None:
-        return None
+def _check_slopes(problem: Problem, slopes: Any, q: torch.Tensor, room: Room | None) -> None:
     _check_tensor("alibi_slopes", slopes, q)
     sequences = len(problem.lengths) if room is None else room.max_sequences
     if tuple(slopes.shape) not in ((problem.heads_q,), (sequences, problem.heads_q)):
@@ -208,7 +216,7 @@ def _read_slopes(problem: Problem, slopes: Any, q: torch.Tensor, room: Room | No
             f"[{sequences}, {problem.heads_q}]"
         )
     check_dtype("alibi_slopes", slopes, "float32")
-    return slopes
+    check_one_document(problem, "alibi_slopes")
 
 
 def _read_aux_tensors(score_mod: ScoreMod | None, given: Any, q: torch.Tensor) -> Mapping[str, torch.Tensor]:

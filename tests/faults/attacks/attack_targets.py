@@ -318,7 +318,6 @@ NOT_ATTACKED = {  # and why
     "patch": "needs TransformerEngine",
     "unpatch": "needs TransformerEngine",
     "from_block_mask": "takes an object of PyTorch's, with tests of its own",
-    "asked_aligned": "is called by the functions that are attacked",
     "loss_for_backward": "one multiplication",
     "raise_on_all_ranks": "only raises",
 }
