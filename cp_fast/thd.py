@@ -30,6 +30,7 @@ from cp_fast.movers.operands import end_of, sizes_of
 from cp_ref.contract import thd_batches, thd_corrections, thd_indices
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.cuts import check_known
+from cp_ref.contract.declared import refuse_names
 from cp_ref.contract.plan_arguments import check_plan
 from cp_ref.contract.sharding import shard
 from cp_ref.contract.thd_checks import (
@@ -65,14 +66,12 @@ __all__ = [
     "trim_out",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name == "generate_positional_ids_for_cp":  # an AttributeError's words would be lost in `from thd import name`
-        raise ImportError(
-            f"{__name__} has no {name}; cp_fast.position_ids(cp=cp, qkv_format='thd', cu_seqlens_padded=...) gives "
-            "the positions of this rank's rows, or of the whole batch over one rank"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_INSTEAD = (
+    "cp_fast.position_ids(cp=cp, qkv_format='thd', cu_seqlens_padded=...) gives the positions of this rank's rows"
+)
+__getattr__ = refuse_names(
+    __name__, {"generate_positional_ids_for_cp": f"{_INSTEAD}, or of the whole batch over one rank"}
+)
 
 
 # ---- the helpers that are one operator each

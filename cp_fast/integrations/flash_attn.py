@@ -19,10 +19,10 @@ from cp_fast.integrations.shared.drop_in import (
     drop_in,
     lengths_of_both,
     lengths_of_one,
-    refuse_names,
     taking_kv,
     taking_qkv,
 )
+from cp_ref.contract.declared import refuse_names
 
 __all__ = [
     "flash_attn_func",

@@ -23,10 +23,10 @@ from cp_fast.integrations.shared.drop_in import (
     lengths_of_both,
     lengths_of_one,
     lengths_on_host,
-    refuse_names,
     taking_kv,
     taking_qkv,
 )
+from cp_ref.contract.declared import refuse_names
 from cp_ref.schedules.values import check_flag, read_count, read_lengths
 
 __all__ = [

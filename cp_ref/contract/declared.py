@@ -13,13 +13,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
 __all__ = [
     "bind",
     "declare",
     "implements",
     "not_a_dataclass",
+    "refuse_names",
     "replaced",
     "same_parameters",
 ]
@@ -119,3 +120,23 @@ def not_a_dataclass(kind: type[T]) -> type[T]:
 def replaced(thing: T, **changes: Any) -> T:
     """An object of an `not_a_dataclass` class with other values of some arguments."""
     return cast(Any, thing).__replace__(**changes)
+
+
+def refuse_names(module: str, instead: dict[str, str]) -> Callable[[str], NoReturn]:
+    """A module's `__getattr__` that names the replacement of what other libraries have and this package has not.
+
+    Args:
+        instead: by name, what to use.
+
+    >>> refuse_names("ring", {"stripe": "use zigzag"})("stripe")
+    Traceback (most recent call last):
+        ...
+    ImportError: ring has no stripe; use zigzag
+    """
+
+    def missing(name: str) -> NoReturn:
+        if name in instead:  # an AttributeError's words would be lost in `from module import name`
+            raise ImportError(f"{module} has no {name}; {instead[name]}")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return missing

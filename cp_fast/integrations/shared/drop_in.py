@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from functools import wraps
 from numbers import Number
-from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -39,7 +39,6 @@ __all__ = [
     "lengths_on_host",
     "read_equal",
     "refuse",
-    "refuse_names",
     "taking_kv",
     "taking_qkv",
 ]
@@ -317,26 +316,6 @@ def _as_one(function: Callable[..., Any], name: str, one: str, parts: tuple[str,
         f"`{read.__name__}` with {one} [..., {len(parts)}, h, d], a tensor of {', '.join(parts)}. Collective."
     )
     return drop_in()(packed)
-
-
-def refuse_names(module: str, instead: dict[str, str]) -> Callable[[str], NoReturn]:
-    """A module's `__getattr__` that names the replacement of what other libraries have and this package has not.
-
-    Args:
-        instead: by name, what to use.
-
-    >>> refuse_names("ring", {"stripe": "use zigzag"})("stripe")
-    Traceback (most recent call last):
-        ...
-    ImportError: ring has no stripe; use zigzag
-    """
-
-    def missing(name: str) -> NoReturn:
-        if name in instead:  # an AttributeError's words would be lost in `from module import name`
-            raise ImportError(f"{module} has no {name}; {instead[name]}")
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-    return missing
 
 
 # ---- functions of flash-attn's family
