@@ -45,7 +45,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import cp_fast
 from cp_fast import masks
 from cp_fast.backends import BackwardOperands, LaunchOptions, VarlenBatch, by_name
-from cp_ref.schedules.attention_slices import Areas, areas_of_windows
+from cp_ref.schedules.areas import Areas, areas_of_windows
 from cp_ref.schedules.problem import ScoreSpec
 
 if __package__:

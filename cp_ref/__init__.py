@@ -9,7 +9,7 @@ a schedule of your choice, message by message. (The repository has the four sche
 docs/concepts.md.) What a file has behind the part that is named here can wait.
 
     schedules/table                      tables of integers as columns, and `Spans`: what all that follows is made of
-    schedules/attention_slices           the three tables: who sees whom (up to the reading of what users give),
+    schedules/areas                      the three tables: who sees whom (up to the reading of what users give),
     schedules/ownership                  who holds which row,
     schedules/schedule                   who computes and sends what, step by step (up to its text form)
     schedules/problem                    one call as integers: `Problem`, and `Workload`, the first two tables of it

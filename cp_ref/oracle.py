@@ -17,7 +17,7 @@ from cp_ref.contract.read_problem import check_offset, read_problem, read_sizes
 from cp_ref.contract.score_mod import with_digest
 from cp_ref.contract.scores import PairScores, ScorePlaces, ScoreTensors, read_scores
 from cp_ref.contract.tensors import lse_from_packed, to_format, to_packed
-from cp_ref.schedules.attention_slices import AreaRow
+from cp_ref.schedules.areas import AreaRow
 from cp_ref.schedules.problem import Problem, Sequence
 
 __all__ = ["attend", "dense_attention", "inside_areas", "visible_in"]

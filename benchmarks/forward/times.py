@@ -29,7 +29,7 @@ from benchmarks.parts.ranks import Commit, JsonOut, Schedules
 from benchmarks.parts.switches import switched
 from cp_fast.backends import LaunchOptions, VarlenBatch, by_name
 from cp_ref import SimGroup
-from cp_ref.schedules.attention_slices import areas_of_windows
+from cp_ref.schedules.areas import areas_of_windows
 from cp_ref.schedules.problem import ScoreSpec
 
 _MOST = 1e-2  # Relative error of out.

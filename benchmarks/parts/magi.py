@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_ref.schedules.attention_slices import Areas
+from cp_ref.schedules.areas import Areas
 
 __all__ = ["SETTINGS", "magi_way"]
 

@@ -25,7 +25,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cp_ref.schedules.attention_slices import Areas
+from cp_ref.schedules.areas import Areas
 from cp_ref.schedules.balanced import balanced, pairs_before
 from cp_ref.schedules.ownership import Fragments
 from cp_ref.schedules.table import Column

@@ -12,7 +12,7 @@ from conformance.case import wide_dtype
 from cp_ref.executor.merge_partials import merge as merge_two
 from cp_ref.executor.tile_attention import tile_backward as exact_backward
 from cp_ref.executor.tile_attention import tile_forward, visible_pairs
-from cp_ref.schedules.attention_slices import UNBOUNDED
+from cp_ref.schedules.areas import UNBOUNDED
 from cp_ref.schedules.problem import ScoreSpec
 
 __all__ = [

@@ -40,7 +40,7 @@ from conformance.adapters.peers import (
     number_of_ranks,
     rank_in,
 )
-from cp_ref.schedules.attention_slices import Areas, areas_of_windows
+from cp_ref.schedules.areas import Areas, areas_of_windows
 
 __all__ = [
     "MagiRange",

@@ -22,7 +22,7 @@ from conformance.problems.capabilities import EVERYTHING, Capabilities
 from conformance.problems.features import SCORE_AXES
 from cp_ref.contract.arguments import OF_PLACES
 from cp_ref.contract.read_problem import check_one_document
-from cp_ref.schedules.attention_slices import UNBOUNDED, AreaRow, Areas, crop
+from cp_ref.schedules.areas import UNBOUNDED, AreaRow, Areas, crop
 from cp_ref.schedules.layouts import divisor
 from cp_ref.schedules.problem import Problem, Sequence
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from cp_fast.compile.machine import Costs, costs
 from cp_fast.passes import is_on
-from cp_ref.schedules.attention_slices import Areas
+from cp_ref.schedules.areas import Areas
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Schedule, Step, Tiles, side_of

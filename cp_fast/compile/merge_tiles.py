@@ -26,7 +26,7 @@ import numpy as np
 
 from cp_fast.compile.segments import SegmentRows, Segments, WindowedTiles, WindowRule, one_each, windowed
 from cp_fast.passes import bit_of
-from cp_ref.schedules.attention_slices import UNBOUNDED, pairs
+from cp_ref.schedules.areas import UNBOUNDED, pairs
 from cp_ref.schedules.table import Column, constant, ranges, runs
 
 __all__ = [

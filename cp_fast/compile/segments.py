@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_fast.passes import bit_of
-from cp_ref.schedules.attention_slices import UNBOUNDED, Areas, crop
+from cp_ref.schedules.areas import UNBOUNDED, Areas, crop
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Tiles
 from cp_ref.schedules.table import Column, Spans, Table, constant, in_blocks, ranges

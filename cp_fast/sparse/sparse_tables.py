@@ -26,7 +26,7 @@ from cp_fast.backends.sparse_kernels import Visible
 from cp_fast.runtime.prepared_exchange import Exchanges
 from cp_ref.contract.group import Parcel
 from cp_ref.contract.tensors import lse_from_packed, lse_to_packed, to_format, to_packed
-from cp_ref.schedules.attention_slices import Areas
+from cp_ref.schedules.areas import Areas
 from cp_ref.schedules.ownership import Fragments
 from cp_ref.schedules.planners.a2a import head_ranges
 from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
@@ -215,7 +215,7 @@ def intervals(areas: Areas, rows: Column) -> tuple[Column, Column]:
     """The keys that each query row sees, as intervals of rows of the global buffer: (starts, stops), [n, s], ascending;
     behind the last of a row equal ones. Those that meet are one.
 
-    >>> from cp_ref.schedules.attention_slices import areas_of_windows
+    >>> from cp_ref.schedules.areas import areas_of_windows
     >>> areas = areas_of_windows(((0, 4, 0, 2, -1, -1), (0, 4, 3, 7, -1, 0)))   # two first keys, and a causal part
     >>> starts, stops = intervals(areas, np.array([0, 3, 9]))
     >>> starts.tolist(), stops.tolist()

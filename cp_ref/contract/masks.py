@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from cp_ref.contract.text_pictures import areas_picture
-from cp_ref.schedules.attention_slices import AreaRow, areas_of_windows
+from cp_ref.schedules.areas import AreaRow, areas_of_windows
 from cp_ref.schedules.values import check_data, kind_of, parse_call, read_count, read_window
 
 __all__ = [

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.schedules.attention_slices import UNBOUNDED, crop, pairs
+from cp_ref.schedules.areas import UNBOUNDED, crop, pairs
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Schedule
 

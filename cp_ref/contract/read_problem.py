@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from cp_ref.contract.arguments import ARGUMENTS, OF_PLACES, SCORE_OPTIONS
-from cp_ref.schedules.attention_slices import read_areas
+from cp_ref.schedules.areas import read_areas
 from cp_ref.schedules.layouts import (
     LAYOUTS_OF_LENGTHS,
     LayoutTable,

@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Literal
 
 from cp_ref.contract.linear_schedules import document_fragments
-from cp_ref.schedules.attention_slices import Areas
+from cp_ref.schedules.areas import Areas
 from cp_ref.schedules.problem import Problem, Workload
 from cp_ref.schedules.schedule import STATES, RankSchedule, Schedule
 from cp_ref.schedules.verify.coverage import grids

@@ -2,7 +2,7 @@
 
     words, values       the words that arguments take; reading of single values
     table               tables of integers, as columns
-    attention_slices    who sees whom                    (the first table)
+    areas               who sees whom                    (the first table)
     ownership           who holds which row              (the second)
     schedule            who computes and sends what      (the third)
     problem             one call as integers, and the first two tables made of it

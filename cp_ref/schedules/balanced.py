@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.schedules.attention_slices import Areas, crop
+from cp_ref.schedules.areas import Areas, crop
 from cp_ref.schedules.ownership import Fragments, contiguous
 from cp_ref.schedules.table import Column
 

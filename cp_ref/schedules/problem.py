@@ -17,7 +17,7 @@ from typing import NamedTuple, overload
 
 import numpy as np
 
-from cp_ref.schedules.attention_slices import UNBOUNDED, AreaRow, Areas, areas_of_windows, crop
+from cp_ref.schedules.areas import UNBOUNDED, AreaRow, Areas, areas_of_windows, crop
 from cp_ref.schedules.balanced import balanced
 from cp_ref.schedules.layouts import LayoutTable, padded_to_cut, slots_of_lengths, slots_of_table
 from cp_ref.schedules.ownership import Fragments, Ownership

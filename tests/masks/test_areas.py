@@ -24,7 +24,7 @@ from conformance.checks.values import check_logic
 from conformance.problems.strategies import areas as drawn_areas
 from conformance.tensors import seen
 from cp_ref import SimGroup, dense_attention
-from cp_ref.schedules.attention_slices import AreaRow, areas_of_windows, common_pair
+from cp_ref.schedules.areas import AreaRow, areas_of_windows, common_pair
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.verify.proof import verify

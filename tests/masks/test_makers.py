@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from cp_ref import Unsupported, masks
-from cp_ref.schedules.attention_slices import read_areas
+from cp_ref.schedules.areas import read_areas
 
 LENGTH = st.integers(0, 14)
 Mask = torch.Tensor  # bool [queries, keys]

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from cp_ref.schedules.attention_slices import UNBOUNDED, Areas, crop
+from cp_ref.schedules.areas import UNBOUNDED, Areas, crop
 from cp_ref.schedules.ownership import Fragments, Ownership
 from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem, Workload

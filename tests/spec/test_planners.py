@@ -22,7 +22,7 @@ from cp_ref import ContextParallel, SimGroup, attention, dense_attention, shard,
 from cp_ref.cli import app
 from cp_ref.cli.plan import Request
 from cp_ref.contract.call_checks import check_apart, overlap
-from cp_ref.schedules.attention_slices import AreaRow, Areas, areas_of_windows
+from cp_ref.schedules.areas import AreaRow, Areas, areas_of_windows
 from cp_ref.schedules.balanced import balanced, pairs_before
 from cp_ref.schedules.ownership import Fragments, contiguous
 from cp_ref.schedules.planners.make_schedule import SCHEDULES, Planner, make_rank_schedule, make_schedule

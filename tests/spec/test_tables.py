@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from conformance.tensors import DiagonalBand
 from cp_ref.contract.group import agree
 from cp_ref.contract.text_pictures import areas_picture, ownership_picture
-from cp_ref.schedules.attention_slices import UNBOUNDED, Areas
+from cp_ref.schedules.areas import UNBOUNDED, Areas
 from cp_ref.schedules.ownership import Fragments, Ownership, contiguous, dual_chunk, grouped
 from cp_ref.schedules.problem import Problem, Sequence, Sequences, slice_rows
 from tests.spec.problems import problems, small_problems

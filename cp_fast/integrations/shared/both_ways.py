@@ -9,7 +9,7 @@ import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_ref.contract.masks import tensor, upper
-from cp_ref.schedules.attention_slices import AreaRow
+from cp_ref.schedules.areas import AreaRow
 
 __all__ = ["BothWays"]
 

@@ -21,7 +21,7 @@ from cp_fast.compile.instruction_passes import in_input_dtype, may_have_low_prec
 from cp_fast.compile.lower import Draft
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Accumulate, Copy, Free, Launch, Program, Recv, Send, View
-from cp_ref.schedules.attention_slices import UNBOUNDED, pairs
+from cp_ref.schedules.areas import UNBOUNDED, pairs
 from cp_ref.schedules.problem import Problem, slice_rows
 from cp_ref.schedules.schedule import side_of
 from cp_ref.schedules.table import Column

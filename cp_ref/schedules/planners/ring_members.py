@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.schedules.attention_slices import UNBOUNDED, Areas, crop
+from cp_ref.schedules.areas import UNBOUNDED, Areas, crop
 from cp_ref.schedules.ownership import Fragments, grouped
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import Heads, Tiles

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_ref.schedules.attention_slices import Areas, pairs
+from cp_ref.schedules.areas import Areas, pairs
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Message, RankSchedule, Schedule, Step, Tiles
 from cp_ref.schedules.table import Column

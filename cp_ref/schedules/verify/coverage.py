@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.schedules.attention_slices import Areas, crop, pairs
+from cp_ref.schedules.areas import Areas, crop, pairs
 from cp_ref.schedules.ownership import Fragments, Ownership
 from cp_ref.schedules.schedule import Schedule, Tiles, side_of
 from cp_ref.schedules.table import Column, ranges

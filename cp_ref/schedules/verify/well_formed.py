@@ -10,7 +10,7 @@ from typing import TypeGuard, cast
 
 import numpy as np
 
-from cp_ref.schedules.attention_slices import Areas
+from cp_ref.schedules.areas import Areas
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import KINDS, MOST_TAGS, RESULTS, Message, Schedule, Step, Tiles
 from cp_ref.schedules.table import Column, Table

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cp_fast.compile.program import Launch
 from cp_fast.compile.segments import Segments, WindowedTiles, WindowRule, with_windows
 from cp_fast.movers.mover_protocol import Rows
-from cp_ref.schedules.attention_slices import UNBOUNDED, Areas
+from cp_ref.schedules.areas import UNBOUNDED, Areas
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import Tiles
 from cp_ref.schedules.table import Spans

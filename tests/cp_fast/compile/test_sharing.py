@@ -29,7 +29,7 @@ from cp_fast.compile.row_spans import Placement
 from cp_fast.compile.segments import Segments, WindowedTiles, WindowRule, one_each, with_windows
 from cp_fast.compile.shared_rows import factor_keys, prepend_keys, split_disjoint
 from cp_fast.runtime.packed_tensors import Packing
-from cp_ref.schedules.attention_slices import areas_of_windows
+from cp_ref.schedules.areas import areas_of_windows
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, saved_kinds
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Tiles

@@ -17,7 +17,7 @@ from cp_fast.compile.merge_tiles import merge_causal, merge_dense
 from cp_fast.compile.pipeline import optimized
 from cp_fast.compile.program import Launch
 from cp_fast.compile.segments import WindowedTiles, WindowRule, one_each, split_windows, windowed, with_windows
-from cp_ref.schedules.attention_slices import UNBOUNDED, Areas
+from cp_ref.schedules.areas import UNBOUNDED, Areas
 from cp_ref.schedules.ownership import Fragments, Ownership
 from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
 from cp_ref.schedules.planners.p2p import plan_p2p_rank

@@ -17,7 +17,7 @@ from cp_fast.compile.program import Accumulate, Launch
 from cp_fast.linear.affine_maps import Maps
 from cp_fast.movers import RowRule
 from cp_ref.contract.cuts import Cut
-from cp_ref.schedules.attention_slices import UNBOUNDED, Areas
+from cp_ref.schedules.areas import UNBOUNDED, Areas
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Message, Schedule, Step, Tiles
 
