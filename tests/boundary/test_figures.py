@@ -195,8 +195,8 @@ def test_whole_models_on_a_gpu() -> None:
         for name in ("1x_h100", "qwen3_next_1x_h100")
     )
     reached = sum(all_models.values()) - all_models["not reached"]
-    assert set(all_models) == {"right", "died", "skipped", "not reached"}
-    assert (all_models["died"], all_models["skipped"]) == (8, 1)
+    others = {"refused": 16, "skipped": 1, "raised": 1, "wrong": 2}
+    assert all_models == {"right": all_models["right"], **others, "not reached": all_models["not reached"]}
     assert f"{all_models['right']} of the {reached} cases" in page
     assert f"and {one['right']} of {sum(one.values())} of Qwen3-Next" in page
 
