@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+import numpy as np
+
 from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem
 
@@ -73,8 +75,8 @@ def staging_sizes(problem: Problem, rows: tuple[int, int], way: str, ranks: int)
 
     Args:
         rows: of q and of k and v on a rank, padding included.
-        way: "ring" (a block and the gradients of another, to the next rank, or to any rank where the schedule sends
-            straight), "gather" (either of them) or "heads" (all kinds, for a share of the heads).
+        way: "ring" (a block and the gradients of another, to the next rank; where they go straight, what each rank may
+            see of another), "gather" (either of them) or "heads" (all kinds, for a share of the heads).
 
     >>> from cp_ref.schedules.problem import Problem
     >>> sizes = dict(heads_q=4, heads_kv=2, d_qk=64, d_v=64, dtype="bfloat16", qkv_format="thd")
@@ -92,5 +94,16 @@ def staging_sizes(problem: Problem, rows: tuple[int, int], way: str, ranks: int)
         sized = q * problem.heads_q * (max(problem.d_qk, problem.d_v) * element + 2 * wide)
         return (rounded((sized + kv * heads_kv * head * partial) // ranks) + slack,) * (ranks - 1)
     block = rounded(kv * heads_kv * head * (wide + (element if way == "ring" else 0)) + slack)
-    straight = way == "gather" or (ranks > 2 and RingMembers(problem.workload).sends_directly)
-    return (block,) * (ranks - 1) if straight else (block, *(0,) * (ranks - 2))
+    if way == "gather" or ranks == 2:
+        return (block,) * (ranks - 1)
+    members = RingMembers(problem.workload)
+    if not members.sends_directly:
+        return (block, *(0,) * (ranks - 2))
+    row = heads_kv // problem.a2a_size * head
+    lent, here = members.rows_lent, np.arange(ranks)
+    sizes = list[int]()
+    for distance in range(1, ranks):  # keys to a reader, and gradients of keys to their owner
+        peer = (here + distance) % ranks
+        most = int((lent[here, peer] * row * element + lent[peer, here] * row * wide).max())
+        sizes.append(min(block, rounded(most) + slack))
+    return tuple(sizes)

@@ -5,6 +5,7 @@ Planners ask `RingMembers` for
     sees, seen          the rectangles in which one ring member's queries see keys, or its keys are seen
     rows_seen_by        one ring member's key rows that some others see: what has to travel
     sends_directly      whether keys go straight to those that see them, and not round the ring
+    rows_lent           how many rows then go from one to another at the most
     at_home, exchanged  the same for some areas alone: those that one rank can attend to by itself, and all others
 
 A ring member takes one place in a ring. It is a rank, or a group of `a2a_size` ranks where these exchange heads: each
@@ -149,6 +150,17 @@ class RingMembers:
         """
         windowed = (self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)
         return bool(windowed.any()) or self._on_some_members
+
+    @property
+    def rows_lent(self) -> Column:
+        """The most key rows of each ring member that each other one may see, [owner, reader]: all that the owner has of
+        areas of which the reader has queries.
+        """
+        held = np.zeros((self.member_count, len(self.areas)), dtype=np.int64)
+        np.add.at(held, (self.key_rows.member, self.key_rows.area), self.key_rows.stop - self.key_rows.start)
+        reads = np.zeros_like(held)
+        reads[self.query_rows.member, self.query_rows.area] = 1
+        return held @ reads.T
 
     @cached_property
     def at_home(self) -> RingMembers:
