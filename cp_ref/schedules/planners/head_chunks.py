@@ -14,8 +14,8 @@ the first heads attend while the rows of the next arrive, and the next attend wh
                                             step 4                              results 3:4
 
 A head chunk is the whole schedule for some of each rank's heads, whatever the rows. Documents that stay at home attend
-in the first step, with all heads. In a ring of a2a groups a chunk
-attends in one step per group, and the next chunk's rows arrive in the last of these steps.
+in the first step, with all heads. In a ring of a2a groups a chunk attends in one step per group, and the next chunk's
+rows arrive in the last of these steps.
 
 The sizes of the chunks are a parameter of `make_schedule`. All heads at once is the default, which the reference takes:
 skip this on a first reading. The fast package chooses sizes for speed (`cp_fast/compile/chosen_schedule.py`).
