@@ -104,6 +104,6 @@ def staging_sizes(problem: Problem, rows: tuple[int, int], way: str, ranks: int)
     sizes = list[int]()
     for distance in range(1, ranks):  # keys to a reader, and gradients of keys to their owner
         peer = (here + distance) % ranks
-        most = int((lent[here, peer] * row * element + lent[peer, here] * row * wide).max())
-        sizes.append(min(block, rounded(most) + slack))
+        most = int((lent[here, peer] * row * element + lent[peer, here] * row * wide).max()) + slack
+        sizes.append(min(block, 1 << (max(most, PART // 16) - 1).bit_length()))  # A new size is shared anew: few sizes.
     return tuple(sizes)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -310,6 +311,25 @@ def test_packed_documents_travel_through_peer_memory(comm: str, way: str) -> Non
     for mine, its in zip(found, expected, strict=True):
         assert all(map(torch.equal, mine, its))
     assert not host.by_group
+
+
+def test_batches_of_other_documents_seldom_need_larger_staging_buffers() -> None:
+    """Each new size is memory that all ranks share anew. A block for every rank would be seven of them."""
+    draw, packed = (
+        np.random.default_rng(0),
+        {"layout": "balanced", "qkv_format": "thd", "attn_mask_type": "padding_causal"},
+    )
+    sizes: dict[str, Any] = {"heads_q": 32, "heads_kv": 8, "d_qk": 128, "d_v": 128, "dtype": "bfloat16"} | packed
+    asked, times = (0,) * 7, 0
+    for _ in range(40):
+        lengths = (int(n) // 16 * 16 for n in np.exp(draw.normal(7, 1, 100)) + 16)
+        problem = Problem(8, tuple(Lengths(n, n, n, n) for n in lengths), "p2p", **sizes)
+        rows = -(-sum(each.len_q for each in problem.sequences) // 8)
+        needed = tuple(map(max, asked, staging_sizes(problem, (rows, rows), "ring", 8)))
+        times, asked = times + (needed != asked), needed
+    block = 30_000 * 8 * 256 * (2 + 4)
+    assert times <= 5
+    assert 2 * sum(asked) < 7 * block
 
 
 def hybrid(group: Any) -> list[torch.Tensor]:
