@@ -43,20 +43,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 import cp_fast
+from benchmarks.parts import timeline
+from benchmarks.parts.others import Other, others
+from benchmarks.parts.ranks import Commit, Schedules, connect, largest, passes_of, seconds, switched
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch, by_name
 from cp_ref.contract.declared import replaced
 from cp_ref.schedules.problem import Problem, ScoreSpec, Sequence
-
-if __package__:
-    from benchmarks.parts import timeline
-    from benchmarks.parts.others import Other, others
-    from benchmarks.parts.ranks import Commit, Schedules, connect, largest, seconds
-    from benchmarks.parts.switches import passes_of, switched
-else:
-    from parts import timeline
-    from parts.others import Other, others
-    from parts.ranks import Commit, Schedules, connect, largest, seconds
-    from parts.switches import passes_of, switched
 
 
 @dataclass(frozen=True)

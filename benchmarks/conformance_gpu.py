@@ -34,15 +34,18 @@ Exit code 1 if a problem failed or a worker died, 2 if the time was up before al
 
 from __future__ import annotations
 
+import collections
+import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from multiprocessing import Value, get_context
+from pathlib import Path
 from queue import Empty
 from typing import Annotated, Any, NamedTuple
 
@@ -53,7 +56,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from benchmarks.parts.linear_layers.tuning import use_few_kernels
 from benchmarks.parts.random_cases import KINDS, parts_of
-from benchmarks.parts.random_counts import Counts, Job, added, summary, write
 from benchmarks.parts.ranks import Commit, Device, JsonOut
 from conformance.adapters.cp_fast import OneBackend
 from conformance.case import Case
@@ -72,6 +74,7 @@ PACKAGES = ("flash-attn-4", "flash-attn", "nvidia-cudnn-frontend", "nvidia-cudnn
 LIMIT_S, LIMIT_OF_RANKS_S = 300.0, 120.0  # of one problem: many processes compile at once
 GRACE_S = 60.0  # for the last problems, when the time is up
 TOLD_S = 30.0  # between two lines of progress
+Job = tuple[str, str]  # backend, kind
 
 
 class Part(NamedTuple):
@@ -103,6 +106,34 @@ class Left:
 
     def __int__(self) -> int:
         return self._count.value
+
+
+@dataclass
+class Counts:
+    """The findings of one worker, or of all, for problems of one kind on one backend."""
+
+    problems: int = 0
+    right: collections.Counter[str] = field(default_factory=collections.Counter)  # by tier
+    unsupported: int = 0
+    by_cp_size: collections.Counter[int] = field(default_factory=collections.Counter)
+    by_schedule: collections.Counter[str] = field(default_factory=collections.Counter)
+    by_layout: collections.Counter[str] = field(default_factory=collections.Counter)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts and lists. (`asdict` makes counters of pairs out of counters.)"""
+        return {name: dict(x) if isinstance(x, collections.Counter) else x for name, x in vars(self).items()}
+
+    def add(self, other: Counts) -> None:
+        """Add what another worker found; seconds: the longest."""
+        for name, value in vars(other).items():
+            setattr(self, name, max(self.seconds, value) if name == "seconds" else getattr(self, name) + value)
+
+    @property
+    def wrong(self) -> int:
+        """How many problems failed."""
+        return len({failure["case"] for failure in self.failures})
 
 
 class Enough(KeyboardInterrupt):
@@ -211,6 +242,45 @@ def worker(number: int, seed: int, work: Work, results: Any) -> None:
         except BaseException as error:
             results.put((number, part, f"{type(error).__name__}: {error}"))
     results.put((number, None, None))
+
+
+# ---- what was found
+
+
+def added(jobs: list[Job], found: Iterable[tuple[Job, Counts]]) -> dict[Job, Counts]:
+    """The findings of all workers."""
+    total = {job: Counts() for job in jobs}
+    for job, counts in found:
+        total[job].add(counts)
+    return total
+
+
+def write(out: Path | None, record: dict[str, Any], total: dict[Job, Counts]) -> None:
+    """The record, and what was found."""
+    if out is not None:
+        found = {"backends": {", ".join(job): counts.to_json() for job, counts in total.items()}}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(record | found, indent=2, default=str) + "\n")
+
+
+def summary(total: dict[Job, Counts], problems: int, died: list[str]) -> int:
+    """Print what was found, the worst last; the exit code."""
+    late = 0
+    for job, c in total.items():
+        late += (unplayed := max(problems - c.problems, 0))
+        print(
+            f"{', '.join(job):16} right {c.problems - c.wrong}, WRONG {c.wrong}, refused {c.unsupported}, "
+            f"NOT REACHED {unplayed}; {dict(c.by_cp_size)} {dict(c.by_schedule)} {dict(c.by_layout)}"
+        )
+        for failure in c.failures[:6]:
+            print("   ", failure["tier"], failure["verdict"], failure["case"], *failure["findings"], sep="\n      ")
+    failed = sum(len(c.failures) for c in total.values())
+    print(*died, sep="\n")
+    if failed or died:
+        print(f"FAILED: {failed} findings, {len(died)} parts that did not run")
+        return 1
+    print(f"NOT REACHED: {late} problems; those that were played are right" if late else "ALL RIGHT")
+    return 2 if late else 0
 
 
 def version(package: str) -> str | None:

@@ -18,7 +18,6 @@ is not affected, so the refusal is lifted here, and no gradient of it is read.
 from __future__ import annotations
 
 import faulthandler
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,9 +34,18 @@ import torch.multiprocessing as mp
 import typer
 
 import cp_fast
-from benchmarks.parts.linear_layers.convolution_speed import convolution_times
 from benchmarks.parts.linear_layers.tuning import tune_only, use_pieces
-from benchmarks.parts.ranks import Commit, Device, JsonOut, Silent, connect, largest, seconds_alone, seconds_queued
+from benchmarks.parts.ranks import (
+    Commit,
+    Device,
+    JsonOut,
+    Silent,
+    connect,
+    largest,
+    seconds_alone,
+    seconds_queued,
+    write_json,
+)
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
 from tests.linear.problems import Layer, relative_errors
@@ -93,7 +101,7 @@ def check(
                 found[case] = {"spread": spread, "alone": alone, "wrong": bad}
                 text = " ".join(f"{x} {spread[x]:.1e}/{alone[x]:.1e}" for x in spread)
                 print(f"{'WRONG ' + ','.join(bad) if bad else 'right'} {case}: {text}", flush=True)
-                _write(out, found)
+                write_json(out, found)
     print(f"{wrong} wrong")
     raise typer.Exit(1 if wrong else 0)
 
@@ -132,7 +140,7 @@ def convolution(
     """Times of a causal convolution with SiLU, beside a copy of its input and flash-linear-attention's."""
     torch.cuda.set_device(0)
     found = convolution_times(rows, channels, turns)
-    _write(out, {"commit": commit, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()} | found)
+    write_json(out, {"commit": commit, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()} | found)
 
 
 @app.command()
@@ -215,12 +223,12 @@ def _speed(group: Any, options: Speed) -> None:
         record = versions | {"commit": options.commit} | _in_turns(found, options, device)
         first = options.gpus == 1 or dist.get_rank() == 0
         if first:
-            _write(options.out, record)
+            write_json(options.out, record)
         if others:
             alone = {"kernel alone": found["kernel alone"]}
             record["flash-linear-attention's"] = _in_turns(alone | others, options, device)
             if first:
-                _write(options.out, record)
+                write_json(options.out, record)
 
 
 def _in_turns(some: dict[str, tuple[Call, int]], options: Speed, device: torch.device) -> dict[str, Any]:
@@ -349,10 +357,61 @@ def layer_of(rows: int, device: torch.device) -> dict[str, torch.Tensor]:
     return {name: x.requires_grad_() for name, x in found.items()}
 
 
-def _write(out: Path | None, found: Any) -> None:
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found, indent=2) + "\n")
+# ---- causal convolutions: one rank of two whose messages are left out, as shares of a copy
+
+
+def convolution_times(rows: int, channels: int, turns: int) -> dict[str, Any]:
+    """Milliseconds of the forward pass and of both, on the GPU alone and of calls in a row, the best of all turns. A
+    forward pass has to read and write the bytes of one copy. Both passes read x twice and dout once, and write two
+    results: the bytes of 2.5 copies.
+    """
+    x, dout = (torch.randn(rows, channels, device="cuda").bfloat16() for _ in range(2))
+    weight, target = torch.randn(channels, 4, device="cuda").bfloat16(), torch.empty_like(x)
+    x.requires_grad_()
+    weight.requires_grad_()
+    calls = _convolutions(rows)
+    times: dict[str, list[list[float]]] = {}
+    for turn in range(turns + 1):
+        copied = seconds_queued(lambda: target.copy_(x.detach()), 6)
+        if turn:
+            times.setdefault("copy", []).append([copied, 2.5 * copied, copied, 2.5 * copied])
+        for name, call in calls.items():
+            forward = partial(call, x.detach(), weight.detach())
+
+            def both(call: Call = call) -> None:
+                torch.autograd.grad(call(x, weight), (x, weight), dout)
+
+            found = [measure(one, 6) for measure in (seconds_queued, seconds_alone) for one in (forward, both)]
+            if turn:
+                times.setdefault(name, []).append(found)
+    if not turns:  # everything is compiled now
+        return {}
+    best = {name: [min(column) * 1e3 for column in zip(*found, strict=True)] for name, found in times.items()}
+    print("ms of forward, both on the GPU alone; of calls in a row; each as a share of the bytes' time")
+    for name, found in best.items():
+        shares = " ".join(f"{bound / x:.3f}" for bound, x in zip(best["copy"], found, strict=True))
+        print(f"{name:44} {' '.join(f'{x:.3f}' for x in found)}   {shares}", flush=True)
+    return {"rows": rows, "channels": channels, "ms": best}
+
+
+def _convolutions(rows: int) -> dict[str, Call]:
+    found: dict[str, Call] = {}
+    sizes = {"heads_q": 2, "heads_kv": 2, "d_qk": 64, "d_v": 64, "dtype": torch.bfloat16, "device": "cuda"}
+    cu = torch.tensor([0, 2 * rows])
+    for layout, backend in (("contiguous", "torch"), ("contiguous", "auto"), ("dual_chunk", "auto")):
+        cp = cp_fast.ContextParallel(Silent(0, 2), layout=layout, backend=backend)  # type: ignore[arg-type]
+        plan = cp_fast.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, linear=True, **sizes)  # type: ignore[arg-type]
+        name = f"cp_fast, {layout}" if backend == "auto" else f"cp_fast, {layout}, {backend}"
+        found[name] = partial(cp_fast.causal_conv1d, cp=cp, plan=plan, activation="silu")
+    try:
+        from fla.modules.causal_conv1d import causal_conv1d  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return found
+
+    def fla(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return causal_conv1d(x[None], weight, activation="silu")[0][0]
+
+    return found | {"flash-linear-attention": fla}
 
 
 if __name__ == "__main__":

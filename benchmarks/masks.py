@@ -10,7 +10,7 @@ its pairs cost. All are measured in turns by CUDA events (A B C A B C), several 
 slowest GPU counts, and the median of the rounds is reported. Before that out, dq, dk and dv are compared with attention
 written out with the whole mask, in float32; what differs has a row that says so, and no time.
 
-With `--peers` MagiAttention computes the same masks in the same turns (`parts/magi.py`), with its own placement of
+With `--peers` MagiAttention computes the same masks in the same turns (`parts/others.py`), with its own placement of
 tokens; TransformerEngine refuses every mask of several areas, and has `causal` by `attention.py --peers`.
 
 With fewer GPUs than ranks, ranks share a GPU: then results are compared, and no time is reported.
@@ -43,19 +43,12 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cp_fast
+from benchmarks.parts.others import magi_way
+from benchmarks.parts.ranks import connect, largest, passes_of, seconds, seconds_alone, switched
 from cp_fast import masks
 from cp_fast.backends import BackwardOperands, LaunchOptions, VarlenBatch, by_name
 from cp_ref.schedules.areas import Areas, areas_of_windows
 from cp_ref.schedules.problem import ScoreSpec
-
-if __package__:
-    from benchmarks.parts.magi import magi_way
-    from benchmarks.parts.ranks import connect, largest, seconds, seconds_alone
-    from benchmarks.parts.switches import passes_of, switched
-else:
-    from parts.magi import magi_way
-    from parts.ranks import connect, largest, seconds, seconds_alone
-    from parts.switches import passes_of, switched
 
 Maker = Callable[[int], torch.Tensor]
 MaskMod = Callable[..., torch.Tensor]

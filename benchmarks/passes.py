@@ -29,16 +29,10 @@ import torch
 import typer
 
 import cp_fast
+from benchmarks.parts.ranks import Commit, Device, Schedules, passes_of, switched
 from cp_fast import masks
 from cp_fast.compile.program import Launch
 from cp_ref import SimGroup
-
-if __package__:
-    from benchmarks.parts.ranks import Commit, Device, Schedules
-    from benchmarks.parts.switches import passes_of, switched
-else:
-    from parts.ranks import Commit, Device, Schedules
-    from parts.switches import passes_of, switched
 
 _MOST = 1e-2  # Relative error.
 _SCHEDULES: tuple[str, ...] = ("p2p", "all_gather", "a2a")

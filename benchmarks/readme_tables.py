@@ -23,8 +23,19 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from benchmarks.parts.performance_tables import linear_tables, performance_tables, score_table
-from benchmarks.parts.record_tables import RESULTS, SCHEDULES, SIXTEEN, Line, is_of, markdown, record, rounded
+from benchmarks.parts.performance_tables import (
+    RESULTS,
+    SCHEDULES,
+    SIXTEEN,
+    Line,
+    is_of,
+    linear_tables,
+    markdown,
+    performance_tables,
+    record,
+    rounded,
+    score_table,
+)
 
 __all__ = [
     "MEASURED",

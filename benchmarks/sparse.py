@@ -30,9 +30,8 @@ import torch.multiprocessing as mp
 import typer
 
 import cp_fast
-from benchmarks.parts.ranks import Commit, JsonOut, connect, seconds
-from benchmarks.parts.sparse_shape import Shape, dense_tensors, sample_mistakes
-from benchmarks.parts.sparse_variants import milliseconds, variants
+from benchmarks.parts.ranks import Commit, JsonOut, connect, seconds, write_json
+from benchmarks.parts.sparse_shape import Shape, dense_tensors, milliseconds, sample_mistakes, variants
 from cp_fast.backends import BackwardOperands, LaunchOptions, VarlenBatch, by_name
 from cp_fast.backends.triton_sparse import triton_kernels
 from cp_ref.schedules.problem import ScoreSpec
@@ -64,7 +63,7 @@ def check(
             if found:
                 wrong[str(problem)] = found
                 print(f"WRONG {problem}", *found, sep="\n  ", flush=True)
-            _write(out, {"dtype": dtype, "problems": done, "wrong": wrong} | _versions(""))
+            write_json(out, {"dtype": dtype, "problems": done, "wrong": wrong} | _versions(""))
     print(f"part {part}: {len(wrong)} wrong of {done}")
     raise typer.Exit(1 if wrong else 0)
 
@@ -93,7 +92,7 @@ def _variants(
             rate = flops / ms / 1e9
             found.append({"kernel": name, "constants": str(on), "ms": ms, "tflops": rate})
             print(f"{name:14} {ms:8.3f} ms {rate:6.0f} TFLOP/s  {on}", flush=True)
-        _write(out, _versions(commit) | {"rows": rows, "keys": keys, "variants": found})
+        write_json(out, _versions(commit) | {"rows": rows, "keys": keys, "variants": found})
 
 
 @app.command()
@@ -128,7 +127,7 @@ def speed(
                 print(f"{size} dense {_short(both)} ms; times faster, selection included: {_short(ratios)}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-        _write(out, _versions(commit) | {"of_ranks": of_ranks, "sizes": found})
+        write_json(out, _versions(commit) | {"of_ranks": of_ranks, "sizes": found})
     raise typer.Exit(1 if wrong else 0)
 
 
@@ -146,7 +145,7 @@ def ranks(
         mp.spawn(_rank, (gpus, tokens, calls, schedule, folder), nprocs=gpus)  # pyright: ignore[reportPrivateImportUsage]
         found = json.loads((Path(folder) / "found.json").read_text())
     print(f"{gpus} GPUs, {schedule}: {found}")
-    _write(out, _versions(commit) | {"gpus": gpus, "tokens": tokens, "schedule": schedule} | found)
+    write_json(out, _versions(commit) | {"gpus": gpus, "tokens": tokens, "schedule": schedule} | found)
 
 
 def _speed(shape: Shape, calls: int) -> tuple[bool, dict[str, Any]]:
@@ -279,12 +278,6 @@ def _versions(commit: str) -> dict[str, str]:
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {"commit": commit, "torch": torch.__version__, "triton": triton.__version__, "gpu": gpu}
-
-
-def _write(out: Path | None, found: Any) -> None:
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

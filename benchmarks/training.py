@@ -30,14 +30,10 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 import cp_fast
+from benchmarks.parts.ranks import Commit, Device, Schedules, connect
 from cp_fast.tools.cli.demo import read_documents
 from cp_ref import SimGroup
 from cp_ref.contract.collectives import all_reduce_sum
-
-if __package__:
-    from benchmarks.parts.ranks import Commit, Device, Schedules, connect
-else:
-    from parts.ranks import Commit, Device, Schedules, connect
 
 ALONE, AGAIN = "one device, PyTorch's attention", "one device, once more"
 

@@ -20,15 +20,11 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.cost_model.records import Record, read_records
 from cp_fast.tools.cost import Host, Kernel, Machine, Rates, counted, priced, read_machine
 from cp_fast.tools.cost.counts import count_alone
 from cp_fast.tools.cost.measure_machine import LIKELY, least_squares
 from cp_fast.tools.cost.predict import Counts
-
-if __package__:
-    from benchmarks.cost_model.records import Record, read_records
-else:
-    from records import Record, read_records
 
 Measured = list[tuple[Record, Counts]]
 

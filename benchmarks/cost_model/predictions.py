@@ -18,14 +18,10 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.cost_model.records import RESULTS, Record, read_records
 from cp_fast.tools.cost import Machine, candidates, counted, predict, priced, read_machine
 from cp_fast.tools.cost.predict import MESSAGES
 from cp_ref.schedules.problem import Problem, Sequence
-
-if __package__:
-    from benchmarks.cost_model.records import RESULTS, Record, read_records
-else:
-    from records import RESULTS, Record, read_records
 
 FILES = ("speed_2x_h200", "speed_4x_h200")  # of the executor as it is; older records are of slower ones
 WITHIN = 0.1

@@ -25,8 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.forward.cases import SCHEDULES, Case, cases_of
-from benchmarks.parts.ranks import Schedules
-from benchmarks.parts.switches import switched
+from benchmarks.parts.ranks import Schedules, switched
 from cp_fast.compile.index_tables import Tables
 from cp_fast.compile.program import Accumulate, Copy, Launch, Send
 from cp_fast.tools.cost.counts import PassBytes, count_rank, is_gathered

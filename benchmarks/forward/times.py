@@ -25,8 +25,7 @@ import typer
 
 import cp_fast
 from benchmarks.forward.cases import HEADS, SCHEDULES, Case, cases_of
-from benchmarks.parts.ranks import Commit, JsonOut, Schedules
-from benchmarks.parts.switches import switched
+from benchmarks.parts.ranks import Commit, JsonOut, Schedules, switched
 from cp_fast.backends import LaunchOptions, VarlenBatch, by_name
 from cp_ref import SimGroup
 from cp_ref.schedules.areas import areas_of_windows

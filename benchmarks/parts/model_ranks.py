@@ -163,27 +163,28 @@ def plain_linear_layers(model: torch.nn.Module) -> None:
 
 
 class Reference:
-    """One process's loss and gradients, in float32 and in the dtype of the ranks; the last ones are kept.
+    """One process's loss and gradients, in float32 and in the dtype of the ranks; those of the last model and batch
+    are kept.
 
     A compiled model rounds in other places than one that is not. compiled: the errors are those of a compiled model.
     """
 
     def __init__(self, place: torch.device, dtype: torch.dtype) -> None:
         self.place, self.dtype = place, dtype
-        self._key: Any = None
-        self._found: tuple[Found, Found] = {}, {}
+        self._of: tuple[str, str] | None = None  # model and batch
+        self._found: dict[tuple[torch.dtype, bool], Found] = {}
 
     def of(self, case: Case, compiled: bool = False) -> tuple[Found, Found]:
         """Exact ones, and those that have rounding errors."""
-        key = case.model, case.batch, compiled
-        if key != self._key:
-            exact = self._alone(case, torch.float32)
-            rounded = self.dtype != torch.float32 or compiled
-            narrow = self._alone(case, self.dtype, compiled) if rounded else exact
-            self._key, self._found = key, (exact, narrow)
-        return self._found
+        if self._of != (case.model, case.batch):
+            self._of, self._found = (case.model, case.batch), {}
+        exact, narrow = (torch.float32, False), (self.dtype, compiled)
+        for how in (exact, narrow):
+            if how not in self._found:
+                self._found[how] = self._alone(case, *how)
+        return self._found[exact], self._found[narrow]
 
-    def _alone(self, case: Case, dtype: torch.dtype, compiled: bool = False) -> Found:
+    def _alone(self, case: Case, dtype: torch.dtype, compiled: bool) -> Found:
         device = self.place.type
         batch = {name: x.to(self.place) for name, x in table.batch_of(case.batch, device).items()}
         if case.of_gpt:

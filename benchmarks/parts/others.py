@@ -3,7 +3,7 @@
     ring_flash_attn      zigzag, on the kernels of the run's backend, which stand in for FlashAttention 2's
     pytorch              `context_parallel` with cuDNN's kernels, both ways of passing K and V on
     transformer_engine   `DotProductAttention` with cuDNN's kernels, p2p, all_gather and a2a
-    magi_attention       its kernels, in the setting that was the fastest of those it documents (`magi.py`)
+    magi_attention       its kernels, in the setting that was the fastest of those it documents (`magi_way`)
 
 What each takes is what its adapter in `conformance.adapters` says. A library that is not installed, or does not take
 the problem, is named with its reason. All have the tokens of `dual_chunk`, but MagiAttention, which places them itself.
@@ -25,15 +25,14 @@ import torch
 import torch.distributed as dist
 
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch
+from cp_ref.schedules.areas import Areas
 from cp_ref.schedules.problem import Problem, ScoreSpec
 from cp_ref.schedules.table import ranges
 
-if __package__ == "parts":
-    from parts.magi import magi_way
-else:
-    from benchmarks.parts.magi import magi_way
+__all__ = ["MAGI_SETTINGS", "WAYS", "Attend", "Other", "Slices", "flash_attn_interface", "magi_way", "others"]
 
-__all__ = ["WAYS", "Other", "flash_attn_interface", "others"]
+Slices = Callable[[torch.Tensor], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 WAYS = (  # library, its adapter's object, cp_comm_type
     ("ring_flash_attn", "documented", "p2p"),
@@ -58,8 +57,8 @@ class Other(NamedTuple):
 
     library: str
     schedule: str
-    slices: Callable[[torch.Tensor], torch.Tensor]
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    slices: Slices
+    attend: Attend
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
     layout: str = "dual_chunk"
 
@@ -280,3 +279,41 @@ _MAKERS: dict[str, Callable[[Problem, str, Any, torch.device], Any]] = {
     "pytorch": _pytorch,
     "transformer_engine": _transformer_engine,
 }
+
+
+# ---- MagiAttention
+#
+# On two H200s this was the fastest of the settings that it documents: one remote stage, which is its default, over a
+# process group of high priority; CatGQA, and the tail of the backward pass's reduction hidden, both of which it calls
+# experimental. Remote dK and dV travel in bfloat16, as it does by default. `benchmarks/masks.py --peers` takes it too.
+
+
+MAGI_SETTINGS = {
+    "MAGI_ATTENTION_KERNEL_BACKEND": "ffa",
+    "MAGI_ATTENTION_CATGQA": "1",
+    "MAGI_ATTENTION_BWD_HIDE_TAIL_REDUCE": "1",
+}
+
+
+def magi_way(areas: Areas, tokens: int, sizes: tuple[int, int, int], scale: float) -> tuple[Slices, Attend]:
+    """How it cuts global tensors [t, h, d] into this rank's slices, and out of slices of q, k and v. Collective: over
+    all processes. Raises ImportError where it is not installed.
+
+    Args:
+        tokens: of the batch.
+        sizes: heads_q, heads_kv, head dim.
+    """
+    api, adapter = (import_module(name) for name in ("magi_attention.api", "conformance.adapters.magi_attention"))
+    os.environ |= MAGI_SETTINGS
+    key = adapter.key_of(areas, tokens, *sizes, _urgent_group())
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return api.calc_attn(q, k, v, key, softmax_scale=scale)[0]
+
+    return partial(api.dispatch, key=key), attend
+
+
+@cache
+def _urgent_group() -> Any:
+    """All processes, whose messages overtake kernels."""
+    return dist.new_group(pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))

@@ -1,9 +1,12 @@
-"""What the scripts have in common whose ranks are processes: their options, how a rank begins, and times of GPUs."""
+"""What the scripts have in common: their options, how a rank that is a process begins, and times of GPUs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +15,7 @@ import torch.distributed as dist
 import typer
 
 from conformance.runner.processes import own_gpu
+from cp_fast.passes import PASSES, switched_off
 
 __all__ = [
     "Commit",
@@ -21,15 +25,36 @@ __all__ = [
     "Silent",
     "connect",
     "largest",
+    "passes_of",
     "seconds",
     "seconds_alone",
     "seconds_queued",
+    "switched",
+    "write_json",
 ]
 
 Commit = Annotated[str, typer.Option(help="The commit that is run.")]
 Device = Annotated[str, typer.Option(help="cuda; cpu to try it.")]
 JsonOut = Annotated[Path | None, typer.Option("--out", help="JSON file to write.")]
 Schedules = Annotated[str, typer.Option(help="cp_comm_type, several with commas.")]
+_PASSES = tuple(one.name for one in PASSES)
+
+
+def passes_of(words: str) -> tuple[str, ...]:
+    """Compiler passes of an option `--without`: words with commas; "each" stands for "-", every pass, and "all"."""
+    return ("-", *_PASSES, "all") if words == "each" else tuple(words.split(","))
+
+
+def switched(word: str) -> Callable[[], AbstractContextManager[None]]:
+    """Plans are made, and called, inside this: "-" for all passes, "all" for none of them, or without one."""
+    return partial(switched_off, *{"-": (), "all": _PASSES}.get(word, (word,)))
+
+
+def write_json(out: Path | None, found: Any) -> None:
+    """Write a record, if there is a file for it; its folder is made."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def connect(

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.parts import magi
 from benchmarks.parts import others as module
 from benchmarks.parts.others import WAYS, flash_attn_interface, others
 from cp_fast.backends import by_name
@@ -93,8 +92,8 @@ def test_magi_attention_is_given_the_mask_and_places_tokens_itself(monkeypatch: 
     api = SimpleNamespace(dispatch=lambda x, key: (x, key), calc_attn=calc_attn)
     adapter = SimpleNamespace(bf16=SimpleNamespace(why_not=lambda *_: ""), key_of=key_of)
     monkeypatch.setattr(module, "WAYS", [("magi_attention", "bf16", "p2p")])
-    monkeypatch.setattr(magi, "_urgent_group", lambda: "its group")
-    for name in magi.SETTINGS:
+    monkeypatch.setattr(module, "_urgent_group", lambda: "its group")
+    for name in module.MAGI_SETTINGS:
         monkeypatch.setenv(name, "")  # so that it is as before, afterwards
     monkeypatch.setitem(sys.modules, "conformance.adapters.magi_attention", adapter)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "magi_attention", ModuleType("magi_attention"))
@@ -106,7 +105,7 @@ def test_magi_attention_is_given_the_mask_and_places_tokens_itself(monkeypatch: 
     assert one.slices(x) == (x, "the key")
     assert one.attend(x, x, x) == ("the key", 8**-0.5)
     assert one.layout == "its own"
-    assert {name: os.environ[name] for name in magi.SETTINGS} == magi.SETTINGS
+    assert {name: os.environ[name] for name in module.MAGI_SETTINGS} == module.MAGI_SETTINGS
 
 
 @pytest.mark.parametrize("packed", [False, True])

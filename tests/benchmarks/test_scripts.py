@@ -18,12 +18,11 @@ import torch
 import typer
 
 from benchmarks import conformance_gpu, gpu_tests
-from benchmarks.conformance_gpu import Left, Part, Work, play
+from benchmarks.conformance_gpu import Counts, Left, Part, Work, play, summary
 from benchmarks.forward import counts, times
 from benchmarks.forward.cases import SCHEDULES, cases_of
 from benchmarks.parts import model_ranks
 from benchmarks.parts.random_cases import ATTENTION, KINDS
-from benchmarks.parts.random_counts import Counts, summary
 from benchmarks.planning import host_time
 from benchmarks.whole_models import Record
 from conformance.adapters.cp_fast import cpu

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import cp_fast
-from benchmarks.parts.record_tables import record
+from benchmarks.parts.performance_tables import record
 from cp_fast.passes import PASSES
 
 ROOT = Path(__file__).parents[2]
