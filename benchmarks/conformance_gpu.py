@@ -43,7 +43,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
-from importlib import metadata
 from multiprocessing import Value, get_context
 from pathlib import Path
 from queue import Empty
@@ -56,7 +55,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from benchmarks.parts.linear_layers.tuning import use_few_kernels
 from benchmarks.parts.random_cases import KINDS, parts_of
-from benchmarks.parts.ranks import Commit, Device, JsonOut
+from benchmarks.parts.ranks import Commit, Device, JsonOut, version
 from conformance.adapters.cp_fast import OneBackend
 from conformance.case import Case
 from conformance.problems.linear import LinearCase
@@ -281,13 +280,6 @@ def summary(total: dict[Job, Counts], problems: int, died: list[str]) -> int:
         return 1
     print(f"NOT REACHED: {late} problems; those that were played are right" if late else "ALL RIGHT")
     return 2 if late else 0
-
-
-def version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def main(

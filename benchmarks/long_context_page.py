@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.parts.performance_tables import markdown
+
 __all__ = ["PAGE", "RECORD", "longest_table", "page_of", "picture", "speed_table"]
 
 ROOT = Path(__file__).parents[1]
@@ -30,10 +32,6 @@ LIBRARIES = {
     "ring_flash_attn": "ring-flash-attn",
 }
 Row = dict[str, Any]
-
-
-def _markdown(head: list[str], rows: list[list[str]]) -> str:
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ["---"] * len(head), *rows))
 
 
 def _result(row: Row | None) -> str:
@@ -56,7 +54,7 @@ def speed_table(rows: list[Row]) -> str:
     found = {(row["tokens"], row["layers"], row["library"]): row for row in rows}
     cases = sorted({(row["tokens"], row["layers"]) for row in rows}, key=lambda case: (case[1] == 36, case))
     lines = [[f"{n:,}", str(layers), *(_result(found.get((n, layers, name))) for name in shown)] for n, layers in cases]
-    return _markdown(["tokens", "layers", *(LIBRARIES[name] for name in shown)], lines)
+    return markdown(["tokens", "layers", *(LIBRARIES[name] for name in shown)], lines)
 
 
 def _tried(row: Row | None) -> str:
@@ -76,7 +74,7 @@ def longest_table(rows: list[Row]) -> str:
             continue
         tried = [_tried(row.get(where)) for where in ("below", "above")]
         lines.append([name, f"{row['predicted']:,}", f"{row['bytes_per_token']:,}", *tried])
-    return _markdown(["library", "longest, predicted", "bytes a token", "a shorter one", "a longer one"], lines)
+    return markdown(["library", "longest, predicted", "bytes a token", "a shorter one", "a longer one"], lines)
 
 
 def picture(rows: list[Row], path: Path) -> None:

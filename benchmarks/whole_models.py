@@ -30,7 +30,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,7 +41,7 @@ from benchmarks.gpu_tests import turned
 from benchmarks.parts import model_ranks
 from benchmarks.parts.model_cases import Case, cases
 from benchmarks.parts.model_ranks import PLANTS, Ranks, TrainerRun, trainer_losses
-from benchmarks.parts.ranks import Commit, Device, JsonOut
+from benchmarks.parts.ranks import Commit, Device, JsonOut, version
 from conformance.runner.processes import run_together
 from conformance.step import compare_step
 from cp_fast.backends import by_name
@@ -274,14 +273,6 @@ class Run:
         figures |= {"causes": list(found.causes), "seconds": round(time.monotonic() - began, 1)}
         right = step.cause in found.causes and not found.right if step.cause else found.right
         self.record.add(name, "right" if right else "wrong", "" if right else str(found), **figures)
-
-
-def version(package: str) -> str | None:
-    """The installed version of a package, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def main(

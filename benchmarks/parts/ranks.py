@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,7 @@ __all__ = [
     "seconds_alone",
     "seconds_queued",
     "switched",
+    "version",
     "write_json",
 ]
 
@@ -55,6 +57,14 @@ def write_json(out: Path | None, found: Any) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def connect(
