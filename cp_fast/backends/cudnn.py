@@ -49,6 +49,7 @@ from cp_fast.backends.backend_protocol import (
     Partial,
     VarlenBatch,
     check_scores,
+    hopper_why_not,
 )
 from cp_fast.backends.kernel_operands import copied_if_unaligned, round_up, trim, widen, with_lse_gradient
 from cp_ref.schedules.words import Feature
@@ -441,11 +442,8 @@ def _gradients(operands: BackwardOperands, stats: torch.Tensor, segments: Varlen
 @cache
 def _why_not() -> str | None:
     """The reason why the library does not run here, found once."""
-    if not torch.cuda.is_available():
-        return "PyTorch sees no CUDA device"
-    major, minor = torch.cuda.get_device_capability()
-    if major != 9:
-        return f"it is checked on Hopper (compute capability 9.0) only, and this GPU has {major}.{minor}"
+    if (reason := hopper_why_not()) is not None:
+        return reason
     try:
         version = library().backend_version()
     except Exception as error:  # a broken installation fails in many ways, and all of them mean "not here"

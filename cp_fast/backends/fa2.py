@@ -29,6 +29,7 @@ from cp_fast.backends.backend_protocol import (
     LaunchOptions,
     Partial,
     VarlenBatch,
+    ampere_why_not,
     check_scores,
 )
 from cp_fast.backends.kernel_operands import copied_if_unaligned, round_up, trim, widen, with_lse_gradient
@@ -43,7 +44,6 @@ __all__ = [
     "Package",
     "Varlen",
     "checked_lse",
-    "gpu_why_not",
     "installed",
     "origin_of",
     "varlen_arguments",
@@ -119,17 +119,6 @@ def checked_lse(lse: torch.Tensor, q: torch.Tensor, whose: str) -> torch.Tensor:
             "not know this layout"
         )
     return lse
-
-
-@cache
-def gpu_why_not() -> str | None:
-    """The reason why no kernels of FlashAttention 2 run on this GPU, found once."""
-    if not torch.cuda.is_available():
-        return "PyTorch sees no CUDA device"
-    if torch.version.hip is not None:
-        return "this is a ROCm build of PyTorch"
-    major, minor = torch.cuda.get_device_capability()
-    return None if major >= 8 else f"it needs compute capability 8.0 or later, and this GPU has {major}.{minor}"
 
 
 # ---- what both have in common
@@ -250,7 +239,7 @@ class BuiltIn(Fa2Backend):
 
     def why_not(self) -> str | None:
         """None where this PyTorch has the kernels and the GPU runs them, else the reason."""
-        reason = gpu_why_not()
+        reason = ampere_why_not()
         if reason is None and not torch.backends.cuda.is_flash_attention_available():
             return "this PyTorch was built without FlashAttention"
         return reason
@@ -340,7 +329,7 @@ class Package(Fa2Backend):
 
     def why_not(self) -> str | None:
         """None if the package is installed, its release is supported and the GPU runs it, else the reason."""
-        return gpu_why_not() or self.broken() or (None if _found().library else "it is not installed")
+        return ampere_why_not() or self.broken() or (None if _found().library else "it is not installed")
 
     def broken(self) -> str | None:
         """Why the installed package does not work; None if it works or is not installed."""

@@ -10,13 +10,11 @@ legend   n = own query rows, m = rows of gathered keys, s = intervals of a query
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from functools import cache
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from cp_fast.log import log_once
+from cp_fast.backends.backend_protocol import on_triton
 
 __all__ = ["SparseKernels", "Visible", "choose_sparse", "shared_storage"]
 
@@ -190,19 +188,8 @@ def choose_sparse(x: torch.Tensor, backend: str) -> SparseKernels:
 
     x: a tensor of the call: its device and dtype decide.
     """
-    if x.device.type == "cuda" and backend not in ("torch", "cpu") and _on_triton():
+    if x.device.type == "cuda" and backend not in ("torch", "cpu") and on_triton("sparse attention"):
         kernels: Any = importlib.import_module(_TRITON)
         if x.dtype in kernels.DTYPES:
             return cast(SparseKernels, kernels)
     return cast(SparseKernels, importlib.import_module(_TORCH))
-
-
-@cache
-def _on_triton() -> bool:
-    """Whether Triton works on this GPU."""
-    if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
-        return False
-    if importlib.util.find_spec("triton") is not None:
-        return True
-    log_once("sparse attention runs on torch; what this GPU prefers is not installed (Triton: pip install triton)")
-    return False

@@ -43,6 +43,7 @@ from cp_fast.backends.backend_protocol import (
     NotInstalled,
     Partial,
     VarlenBatch,
+    hopper_why_not,
 )
 from cp_fast.backends.fa4.fa4_cache import keep_on_disk
 from cp_fast.backends.fa4.fa4_recorded import Launches
@@ -218,11 +219,8 @@ def _interface() -> ModuleType:
 @cache
 def _why_not() -> str | None:
     """The reason why the library does not run here, found once."""
-    if not torch.cuda.is_available():
-        return "PyTorch sees no CUDA device"
-    major, minor = torch.cuda.get_device_capability()
-    if major != 9:
-        return f"it is checked on Hopper (compute capability 9.0) only, and this GPU has {major}.{minor}"
+    if (reason := hopper_why_not()) is not None:
+        return reason
     try:
         library = _interface()
     except Exception as error:  # A broken installation raises errors of many types.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache, partial
+import importlib
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,12 +11,12 @@ import torch
 from cp_fast.api.checked_calls import agree_on_backward, layer_call
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan, messages_of
+from cp_fast.backends.backend_protocol import on_triton
 from cp_fast.dispatch.handles import hide_from_checkpointing, outside_of_graphs
 from cp_fast.linear.convolution import torch_convolution
 from cp_fast.linear.convolution.halo_tables import HaloMessage, HaloTables
 from cp_fast.linear.convolution.torch_convolution import ConvolutionInputs
 from cp_fast.linear.linear_plan import LinearTables, linear_tables
-from cp_fast.log import log_once
 from cp_fast.runtime.prepared_exchange import Exchanges
 from cp_ref.contract import linear_calls
 from cp_ref.contract.call_checks import check_context
@@ -71,20 +71,9 @@ def choose_convolution(x: torch.Tensor, kernel_size: int, backend: str) -> Convo
     `ContextParallel.backend` "torch" or "cpu" take plain PyTorch.
     """
     given = x.device.type != "cuda" or x.dtype == torch.float64 or kernel_size > _MOST or backend in ("torch", "cpu")
-    if given or not _on_triton():
+    if given or not on_triton("causal_conv1d"):
         return torch_convolution
     return importlib.import_module("cp_fast.linear.convolution.triton_convolution")  # pyright: ignore[reportReturnType]
-
-
-@cache
-def _on_triton() -> bool:
-    """Whether Triton works on this GPU."""
-    if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
-        return False
-    if importlib.util.find_spec("triton") is not None:
-        return True
-    log_once("causal_conv1d runs on torch; what this GPU prefers is not installed (Triton: pip install triton)")
-    return False
 
 
 # ---- messages

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cp_fast.backends.backend_protocol import NotInstalled
+from cp_fast.backends.backend_protocol import NotInstalled, ampere_why_not
 from cp_fast.linear.affine_maps import Maps, compose_in_waves
 from cp_fast.linear.linear_kernels import BackwardRun, ForwardRun, FragmentRows, LinearInputs
 from cp_fast.linear.state_tables import StateTables
@@ -35,11 +35,7 @@ class FlaKernels:
 
     def why_not(self) -> str | None:
         """None if the package works here, else the reason in one line. It imports the package."""
-        if not torch.cuda.is_available():
-            return "PyTorch sees no GPU"
-        if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
-            return "it needs an NVIDIA GPU of compute capability 8.0 or more"
-        return _broken()
+        return ampere_why_not() or _broken()
 
     def forward(self, inputs: LinearInputs, fragments: FragmentRows) -> ForwardRun:
         return _runs().FORWARD[inputs.kind](inputs, fragments)

@@ -53,7 +53,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         forget()
 
     for module in (flash_attn_adapter, built_in):
-        monkeypatch.setattr(module, "gpu_why_not", lambda: None)
+        monkeypatch.setattr(module, "ampere_why_not", lambda: None)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(fa2, "probe", lambda backend, device: None)  # right, on that GPU
     yield do
@@ -376,7 +376,7 @@ def test_doctor_says_whose_kernels(monkeypatch: Any, install: Any) -> None:
 
 def test_without_a_gpu_the_package_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (flash_attn_adapter, built_in):
-        monkeypatch.setattr(module, "gpu_why_not", lambda: "PyTorch sees no CUDA device")
+        monkeypatch.setattr(module, "ampere_why_not", lambda: "PyTorch sees no CUDA device")
     monkeypatch.setattr(flash_attn_adapter.importlib, "import_module", lambda name: pytest.fail(f"imports {name}"))
     forget()
     assert by_name("fa2") is BUILT_IN
