@@ -148,19 +148,19 @@ class RingMembers:
         an area is bounded on both sides, or lies on some ring members alone, so that a ring would carry its keys by
         ring members that see none of them.
         """
-        windowed = (self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)
-        return bool(windowed.any()) or self._on_some_members
+        if bool(((self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)).any()):
+            return True
+        queries, keys = self._rows_held
+        members = ((queries > 0) | (keys > 0)).sum(axis=0)
+        return bool(((members > 1) & (members < self.member_count)).any())
 
     @property
     def rows_lent(self) -> Column:
         """The most key rows of each ring member that each other one may see, [owner, reader]: all that the owner has of
         areas of which the reader has queries.
         """
-        held = np.zeros((self.member_count, len(self.areas)), dtype=np.int64)
-        np.add.at(held, (self.key_rows.member, self.key_rows.area), self.key_rows.stop - self.key_rows.start)
-        reads = np.zeros_like(held)
-        reads[self.query_rows.member, self.query_rows.area] = 1
-        return held @ reads.T
+        queries, keys = self._rows_held
+        return keys @ (queries > 0).T
 
     @cached_property
     def at_home(self) -> RingMembers:
@@ -219,14 +219,17 @@ class RingMembers:
         fragments = self.workload.ownership.side(side)
         return (fragments if self.a2a_size == 1 else grouped(fragments, self.a2a_size)).sorted()
 
-    @property
-    def _on_some_members(self) -> bool:
-        """Whether an area has rows on several ring members, but not on all."""
-        holds = np.zeros((self.member_count, len(self.areas)), dtype=bool)
-        for rows in {id(rows): rows for rows in (self.query_rows, self.key_rows)}.values():
-            holds[rows.member, rows.area] = True
-        members = holds.sum(axis=0)
-        return bool(((members > 1) & (members < self.member_count)).any())
+    @cached_property
+    def _rows_held(self) -> tuple[Column, Column]:
+        """How many query rows and how many key rows each ring member has of each area, [ring members, areas]."""
+        shape = self.member_count, len(self.areas)
+
+        def count(rows: OwnedRows) -> Column:
+            cells = rows.member * shape[1] + rows.area
+            return np.bincount(cells, rows.stop - rows.start, shape[0] * shape[1]).astype(np.int64).reshape(shape)
+
+        queries = count(self.query_rows)
+        return queries, queries if self.key_rows is self.query_rows else count(self.key_rows)
 
     @cached_property
     def query_rows(self) -> OwnedRows:
