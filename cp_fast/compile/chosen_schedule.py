@@ -12,6 +12,7 @@ from cp_fast.compile.machine import Costs, costs
 from cp_fast.passes import is_on
 from cp_ref.schedules.areas import Areas
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule
+from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Schedule, Step, Tiles, side_of
 from cp_ref.schedules.table import Column, Spans
@@ -43,7 +44,8 @@ Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward
 # waits (`benchmarks/results/head_chunks_2x_h100.json`).
 #
 # The estimate is a formula: compiling every cut and counting its instructions would take longer than the plan itself.
-# It depends on the problem alone, so all ranks choose the same. Documents that stay at home count as exchanged.
+# It depends on the problem alone, so all ranks choose the same. Documents that stay at home are not exchanged, and hide
+# the first chunk's inputs: the more of them there are, the less a cut gains.
 
 
 def choose_head_chunks(problem: Problem) -> tuple[int, ...]:
@@ -81,12 +83,13 @@ def ways_to_cut(heads: int) -> list[tuple[int, ...]]:
 
 
 class _PassTimes(NamedTuple):
-    """Microseconds of one pass, for each kv head of a rank."""
+    """Microseconds of one pass, the first three for each kv head of a rank."""
 
     come: float  # Its rows, in an exchange.
     attend: float  # One step of the ring.
     leave: float  # Its results.
     tail: float  # The time lost at the end of a launch, for any number of heads.
+    home: float  # Documents at home, with all heads, while the first rows come: of the rank that has most.
 
 
 def _passes(problem: Problem, at: Costs) -> tuple[_PassTimes, _PassTimes]:
@@ -94,13 +97,29 @@ def _passes(problem: Problem, at: Costs) -> tuple[_PassTimes, _PassTimes]:
     d_qk, d_v, group = problem.d_qk, problem.d_v, problem.heads_q // problem.heads_kv
     to_peers = (problem.a2a_size - 1) / problem.cp_size  # The share of all rows that a rank sends.
     a_number = ITEM_BYTES[problem.dtype] * to_peers / at.bytes_per_us
-    tokens_q, tokens_kv = sum(problem.lengths.len_q), sum(problem.lengths.len_kv)
+    members = RingMembers(problem.workload)
+    home, pairs = members.at_home, int(members.exchanged.areas.pairs.sum())
+    tokens_q = sum(problem.lengths.len_q) - home.areas.queries.merged().total
+    tokens_kv = sum(problem.lengths.len_kv) - home.areas.keys.merged().total
     q, do, kv = (n * a_number for n in (tokens_q * group * d_qk, tokens_q * group * d_v, tokens_kv * (d_qk + d_v)))
-    own_pairs = problem.pairs * (problem.a2a_size / problem.cp_size) ** 2  # Of one step.
+    own_pairs = pairs * (problem.a2a_size / problem.cp_size) ** 2  # Of one step.
     product = 2 * group * own_pairs / at.flops_per_us  # Of unit head dimension.
-    forward, backward = product * (d_qk + d_v), product * (3 * d_qk + 2 * d_v)
+    dims = d_qk + d_v, 3 * d_qk + 2 * d_v
+    forward, backward = (product * d for d in dims)
+    alone = 2 * problem.heads_q * _most_pairs(home) / at.flops_per_us
+    whole = [at.launch_us + alone * d if alone else 0.0 for d in dims]
     idle = at.idle_rows / max(tokens_q * group * problem.a2a_size / problem.cp_size, 1.0)
-    return _PassTimes(q + kv, forward, do, idle * forward), _PassTimes(do, backward, q + kv, idle * backward)
+    return (
+        _PassTimes(q + kv, forward, do, idle * forward, whole[0]),
+        _PassTimes(do, backward, q + kv, idle * backward, whole[1]),
+    )
+
+
+def _most_pairs(home: RingMembers) -> int:
+    """The visible pairs of the rank that has most of them at home."""
+    rank = np.zeros(len(home.areas), dtype=int)
+    rank[home.query_rows.area] = home.query_rows.member
+    return int(np.bincount(rank, home.areas.pairs, minlength=1).max())
 
 
 def _time(one: _PassTimes, cut: tuple[int, ...], rings: int, at: Costs) -> float:
@@ -109,7 +128,7 @@ def _time(one: _PassTimes, cut: tuple[int, ...], rings: int, at: Costs) -> float
     attend = [at.launch_us + one.tail + heads * one.attend for heads in cut]
     steps = zip(attend, [*come[1:], 0.0], [0.0, *leave[:-1]], strict=True)
     hidden = sum((rings - 1) * computed + max(computed, next_rows + last) for computed, next_rows, last in steps)
-    return max(come[0] + hidden + leave[-1], (len(cut) * rings + 2) * at.host_us)
+    return max(max(come[0], one.home) + hidden + leave[-1], (len(cut) * rings + 2) * at.host_us)
 
 
 # ---- Own keys that wait

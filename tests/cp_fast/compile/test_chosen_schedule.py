@@ -17,6 +17,7 @@ from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Launch
 from cp_ref import masks
 from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Schedule, Tiles
 from cp_ref.schedules.verify.proof import verify
@@ -37,7 +38,8 @@ def test_a_chosen_cut_is_a_cut_of_the_heads(drawn: tuple[Problem, tuple[int, ...
     with planned_at(ALWAYS_CHUNKS):
         chosen = choose_head_chunks(problem)
         assert sum(chosen) in (0, sum(any_cut))
-        assert problem.pairs == 0 or sum(any_cut) == 1 or len(chosen) > 1
+        exchanged = RingMembers(problem.workload).exchanged.areas.pairs.sum()
+        assert exchanged == 0 or sum(any_cut) == 1 or len(chosen) > 1
         verify(problem, chosen_schedule(problem, chosen, {}))
     with planned_at(NEVER_CHUNKS):
         assert choose_head_chunks(problem) == ()
@@ -72,6 +74,23 @@ def test_heads_are_cut_where_there_is_much_to_hide(heads_kv: int, cuts: list[tup
         problem = Problem(2, (Sequence(tokens, tokens, tokens, tokens),), "a2a", 2, heads_kv=heads_kv, **H200)
         found.append(choose_head_chunks(problem))
     assert found == cuts
+
+
+def test_documents_at_home_are_not_exchanged_and_hide_messages() -> None:
+    """A document over both ranks, 16,384 tokens on each, beside documents of 2,048 on one rank. A few of these are
+    exchanged too. From 16 a rank on they stay at home and hide what comes. Alone, they exchange nothing.
+    """
+
+    def chosen(long: int, short: int) -> tuple[int, ...]:
+        parts = [(rank, 0, rank * long, (rank + 1) * long) for rank in range(2) if long]
+        home = [(n % 2, n + len(parts) // 2, 0, 2048) for n in range(2 * short)]
+        lengths = [2 * long] * (len(parts) // 2) + [2048] * 2 * short
+        documents, layout = tuple(Sequence(*[n] * 4) for n in lengths), tuple(sorted(parts + home))
+        given = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "heads_kv": 32, **H200}
+        return choose_head_chunks(Problem(2, documents, "a2a", 2, layout=layout, **given))
+
+    assert [chosen(16_384, short) for short in (0, 1, 4, 16, 64)] == [(1, 14, 1), (1, 14, 1), (2, 12, 2), (), ()]
+    assert chosen(0, 64) == ()
 
 
 def test_the_cuts_to_choose_from() -> None:
