@@ -32,6 +32,7 @@ _CHUNK_BYTES = 2**29  # of one chunk's logits and their gradients
 _COPIES = 5  # how many float32 numbers a logit takes, with its gradient
 # entries of configurations: logits are multiplied by them, to this power
 _SCALES = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1}
+_OF_MODELS = {"hyperclovax": {"logits_scaling": 1}}  # by model_type: that of Granite divides
 _CAP = "final_logit_softcapping"
 _MARK = -64.0  # beside each log-probability: what a model makes of it shows what it makes of its logits
 
@@ -137,7 +138,8 @@ def _log_probs_for_logits(inner: Any, head: Any, targets: torch.Tensor) -> Itera
         What the model multiplies its head's results by afterwards, and a list with an entry for each call of the head.
     """
     config = getattr(inner.config, "get_text_config", lambda: inner.config)()
-    powers = [(getattr(config, name, None), power) for name, power in _SCALES.items()]
+    scales = _SCALES | _OF_MODELS.get(config.model_type, {})
+    powers = [(getattr(config, name, None), power) for name, power in scales.items()]
     factor = 1.0
     for value, power in powers:
         factor *= 1.0 if value is None else float(value) ** power

@@ -131,6 +131,11 @@ def agree(group: Group, problem: Agreed | None, error: Exception | None) -> None
     texts = group.all_gather_object(str(problem))  # all ranks see the same fingerprints, so all come here
     for rank, text in enumerate(texts):
         if text != texts[group.rank]:
+            here, there = (_function(one) for one in (texts[group.rank], text))
+            if here != there:
+                raise ValueError(
+                    f"the ranks call different functions: rank {group.rank} calls {here}; rank {rank} calls {there}"
+                )
             here, there = _difference(texts[group.rank], text)
             raise ValueError(
                 f"the ranks have different problems: rank {group.rank} has {here} where rank {rank} has {there}"
@@ -190,6 +195,22 @@ def _difference(one: str, other: str) -> tuple[str, str]:
                 return _in_lists(name, here, there)
             return _word(name, here), _word(name, there)
     return "nothing", "nothing"
+
+
+def _function(text: str) -> str:
+    """The call that a canonical text is of.
+
+    >>> _function("select_keys(heads=3)"), _function("Problem(cp_size=2, call=1, what=select_keys, forward)")
+    ('select_keys', 'select_keys, forward, under checked()')
+    """
+    name, what = text.partition("(")[0], _words(text).get("what")
+    if what is not None:
+        return f"{what if ', ' in what else f'attention, {what}'}, under checked()"
+    return _FUNCTIONS.get(name, name)
+
+
+# of texts that do not begin with the function
+_FUNCTIONS = {"Problem": "make_plan, or attention without a plan", "Gathering": "unshard or roll"}
 
 
 def _word(name: str, value: str | None) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from math import isfinite
 from numbers import Real
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import torch
 
@@ -266,16 +266,22 @@ def check_last(name: str, x: torch.Tensor, wanted: tuple[int, ...]) -> None:
 class LayerCall:
     """The sizes of a call that all ranks must have in common: they decide what is sent."""
 
+    function: ClassVar[str]  # which is called
+
+    def __str__(self) -> str:
+        return f"{self.function}({repr(self).partition('(')[2]}"
+
     @property
     def fingerprint(self) -> bytes:
         """32 bytes that are equal for equal calls."""
-        return blake2b(repr(self).encode()).digest()[:32]
+        return blake2b(str(self).encode()).digest()[:32]
 
 
 @dataclass(frozen=True)
 class LinearCall(LayerCall):
     """A checked call of `linear_attention`. `scale` is resolved, dtypes are PyTorch's names without "torch."."""
 
+    function = "linear_attention"
     kind: str
     heads: int
     heads_v: int
@@ -292,6 +298,7 @@ class LinearCall(LayerCall):
 class ConvolutionCall(LayerCall):
     """A checked call of `causal_conv1d`. `activation` is "silu" or None."""
 
+    function = "causal_conv1d"
     channels: int
     kernel_size: int
     dtype: str

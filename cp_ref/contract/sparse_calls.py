@@ -228,6 +228,7 @@ def index_loss(
 class SelectionCall(LayerCall):
     """A checked call of `select_keys`. `scale` is resolved, dtypes are PyTorch's names without "torch."."""
 
+    function = "select_keys"
     heads: int
     d_index: int
     dtype: str
@@ -241,6 +242,7 @@ class SparseAttentionCall(LayerCall):
     `scale` is resolved.
     """
 
+    function = "sparse_attention"
     heads_q: int
     heads_kv: int
     d_qk: int
@@ -258,6 +260,7 @@ class SparseAttentionCall(LayerCall):
 class IndexLossCall(LayerCall):
     """A checked call of `index_loss`: the sizes of the indexer, then those of attention. Both scales are resolved."""
 
+    function = "index_loss"
     heads: int
     d_index: int
     dtype_index: str

@@ -84,8 +84,8 @@ def raise_for_batched(*_: Any, **__: Any) -> NoReturn:
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the backward of an autograd function: its results are constants, or raise when differentiated. Batched
-    gradients are refused.
+    """For the backward of an autograd function: its results are constants, or raise when differentiated, by `backward`
+    and by `torch.autograd.grad`. Batched gradients are refused.
 
     PyTorch's `once_differentiable` lets results through as constants where only the saved tensors require grad, so that
     a penalty on a gradient has no gradient, without a word.
@@ -99,24 +99,41 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():  # it is with create_graph=True alone
             return results
         tensors = [x.detach().requires_grad_() for x in results if isinstance(x, torch.Tensor)]
-        marked = iter(cast(Any, _Last).apply(*tensors))  # torch leaves apply untyped
+        behind = [x for x in grads if x is not None and x.requires_grad]
+        marked = iter(cast(Any, _Last).apply(len(tensors), *tensors, *behind, *_leaves(ctx)))  # torch leaves it untyped
         return tuple(next(marked) if isinstance(x, torch.Tensor) else x for x in results)
 
     return guarded
 
 
+def _leaves(node: Any) -> list[torch.Tensor]:
+    """The tensors that a node of the autograd graph was made of. `torch.autograd.grad` runs those nodes alone that lie
+    on a way to what it differentiates by, so a node that is to raise has to lie on a way to these.
+    """
+    seen, found, waiting = {node}, list[torch.Tensor](), [node]
+    while waiting:
+        for other, _ in waiting.pop().next_functions:
+            if other is not None and other not in seen:
+                seen.add(other)
+                waiting.append(other)
+                found += [other.variable] if hasattr(other, "variable") else []
+    return found
+
+
 class _Last(torch.autograd.Function):
-    """Tensors with the same values, whose backward pass raises."""
+    """The first tensors, with the same values; their backward pass raises."""
 
     @staticmethod
-    def forward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(x.view_as(x) for x in grads)
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise RuntimeError(
-            "attention, linear layers, unshard and roll are differentiable once: a gradient that one of them gave has "
-            "no gradient"
+        raise NotImplementedError(
+            "a gradient of a gradient (create_graph=True) is not supported: attention, linear and sparse layers, "
+            "unshard and roll are differentiable once. For a penalty on gradients, or a product with second "
+            "derivatives, take the difference of the gradients at two near points, or compute this part of the model "
+            "with PyTorch's own attention, on one rank"
         )
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import combinations
 from typing import Any
 from unittest.mock import patch
 import pytest
@@ -15,9 +20,7 @@ import cp_fast.build
 from cp_fast.movers import select_movers as select
 from cp_ref import SimGroup
 from tests.dist.workers import Processes
-import gc
 from cp_fast.api import fast_context
-from concurrent.futures import ThreadPoolExecutor
 from cp_ref.schedules.words import CPCommType
 
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
@@ -100,6 +103,50 @@ def test_requires_grad_on_one_rank_without_a_plan(four: Processes) -> None:
         assert isinstance(error, ValueError), (rank, error)
         assert "requires_grad=True" in text
         assert "requires_grad=False" in text
+
+
+FUNCTIONS = ["select_keys", "sparse_attention", "index_loss", "causal_conv1d", "linear_attention", "unshard", "attention"]
+
+
+def one_function(names: tuple[str, str], under: tuple[bool, bool], member: Any = None) -> None:
+    """Each rank calls another function, of rows that fit."""
+    cp = cp_fast.ContextParallel(dist.group.WORLD if member is None else member, "all_gather")
+    plan = cp_fast.make_plan(cp=cp, batch_size=1, seqlen_q=8, linear=True, **SIZES)
+    x, how = torch.randn(1, 4, 2, 8), {"cp": cp, "plan": plan}
+    one, chosen = x[..., 0], torch.zeros(1, 4, 1, dtype=torch.int32)
+    calls: dict[str, Any] = {
+        "select_keys": lambda: cp_fast.select_keys(x, x[:, :, 0], one, top_k=1, **how),
+        "sparse_attention": lambda: cp_fast.sparse_attention(x, x, x, chosen, **how),
+        "index_loss": lambda: cp_fast.index_loss(x, x[:, :, 0], one, one.transpose(1, 2), x, x, chosen, **how),
+        "causal_conv1d": lambda: cp_fast.causal_conv1d(one, torch.ones(2, 3), **how),
+        "linear_attention": lambda: cp_fast.linear_attention(x, x, x, -one.abs(), kind="mamba2", **how),
+        "unshard": lambda: cp_fast.unshard(x, cp=cp),
+        "attention": lambda: cp_fast.attention(x, x, x, cp=cp, softmax_scale=0.5),
+    }
+    with cp_fast.checked() if under[cp.rank] else nullcontext():
+        calls[names[cp.rank]]()
+
+
+@pytest.mark.parametrize("under", [(False, False), (True, True), (True, False)])
+@pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_ranks_that_call_different_functions(two: Processes, under: tuple[bool, bool], processes: bool) -> None:
+    """Both calls are named, on both ranks."""
+
+    def all_errors(names: tuple[str, str]) -> list[Any]:
+        def one(member: Any) -> Any:
+            try:
+                return one_function(names, under, member)
+            except Exception as error:
+                return error
+
+        return two.run(one_function, names, under) if processes else SimGroup(2).run(one)
+
+    for names in combinations(FUNCTIONS, 2):
+        for rank, error in enumerate(all_errors(names)):
+            assert isinstance(error, ValueError), (rank, error)
+            assert "the ranks call different functions" in str(error)
+            for one, name in enumerate(names):
+                assert re.search(rf"rank {one} calls (.* or )?{name}", str(error)), (names, error)
 
 
 def swapped(package: str, member: Any = None) -> None:

@@ -213,10 +213,10 @@ CASES: list[tuple[Callable[..., None], str, str, str]] = [
     (swapped_windows, "forward, call ", "window_size=(1, 0)", "window_size=(2, 0)"),
     (swapped_layers, " in Model.layers.", "module=Model.layers.0", "module=Model.layers.1"),
     (swapped_backwards, "backward, call ", "of_call=", "of_call="),
-    (one_call_more, ", call ", "what=forward", "what=backward"),
+    (one_call_more, ", call ", "attention, forward", "attention, backward"),
     (other_states, "linear_attention, forward, call ", "1 sequences", "2 sequences"),
     (other_halos, "causal_conv1d, forward, call ", "1 sequences", "2 sequences"),
-    (other_layers, ", call ", "what=linear_attention, forward", "what=causal_conv1d, forward"),
+    (other_layers, ", call ", "linear_attention, forward", "causal_conv1d, forward"),
     (other_scales, "linear_attention, forward, call ", "scale=1.0", "scale=2.0"),
     (swapped_linear_backwards, "causal_conv1d, backward, call ", "of_call=", "of_call="),
 ]
@@ -230,8 +230,9 @@ def test_the_first_difference_raises_on_all_ranks(run: Run, fn: Any, where: str,
         assert text.startswith("checked, ")
         assert where in text
         ours, theirs = (first, second) if rank == 0 else (second, first)
-        assert f"rank {rank} has {ours}" in text
-        assert f"where rank {1 - rank} has {theirs}" in text
+        called = "the ranks call different functions" in text
+        assert f"rank {rank} {'calls' if called else 'has'} {ours}" in text
+        assert f"rank {1 - rank} {'calls' if called else 'has'} {theirs}" in text
 
 
 def test_what_one_rank_refuses_is_raised_on_all(run: Run) -> None:

@@ -248,6 +248,8 @@ def test_derivatives_that_are_refused(package: str) -> None:
         (dq,) = torch.autograd.grad(out.sum(), mine["q"], create_graph=True)
         with pytest.raises(RuntimeError, match="differentiable once"):
             dq.sum().backward()
+        with pytest.raises(NotImplementedError, match="a gradient of a gradient"):
+            torch.autograd.grad(dq.sum(), mine["k"], allow_unused=True)
         for result in (out, module.causal_conv1d(mine["v"].flatten(1), torch.ones(6, 3), cp=cp, plan=plan)):
             both = torch.stack([torch.ones_like(result)] * 2)
             with pytest.raises(NotImplementedError, match=r"is_grads_batched=True.* is not supported"):

@@ -226,6 +226,13 @@ def test_there_are_no_second_derivatives(package: Any, comm: str) -> None:
         assert torch.equal(grad, plain)
         with pytest.raises(RuntimeError, match="differentiable once"):
             (out.sum() + grad.square().sum()).backward()
+        for loss in (torch.Tensor.sum, lambda x: x.square().sum()):
+            out = package.attention(q, k, v, cp=context(package, member, comm))
+            (grad,) = torch.autograd.grad(loss(out), q, create_graph=True)
+            for penalty in (grad.square().sum(), grad.square().sum() + q.pow(3).sum()):
+                for x in (q, v):  # the second is on no way of its own
+                    with pytest.raises(NotImplementedError, match=r"a gradient of a gradient .* take the difference"):
+                        torch.autograd.grad(penalty, x, allow_unused=True, retain_graph=True)
 
     SimGroup(1 if comm != "a2a+p2p" else 2).run(one)
 

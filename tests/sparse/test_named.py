@@ -258,6 +258,8 @@ def test_derivatives_that_are_refused(package: str) -> None:
             (dx,) = torch.autograd.grad(result.sum(), x, create_graph=True)
             with pytest.raises(RuntimeError, match="differentiable once"):
                 dx.sum().backward()
+            with pytest.raises(NotImplementedError, match="a gradient of a gradient"):
+                torch.autograd.grad(dx.sum(), x, allow_unused=True)
         both = torch.stack([torch.ones_like(out)] * 2)
         with pytest.raises(NotImplementedError, match=r"is_grads_batched=True.* is not supported"):
             torch.autograd.grad(out, mine["v"], both, is_grads_batched=True)

@@ -207,6 +207,11 @@ class ImageBatch:
         given = {name: x.cpu() for name, x in self.given.items() if name in names}
         if missing := [name for one, name in self.kind.beside.items() if self._lacks(one, name)]:
             raise ValueError(f"batch has images and no {missing[0]}, which the model's processor returns beside them")
+        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape and not (tokens := mask.bool().any(1)).all():
+            raise ValueError(
+                f"attention_mask has no token in row {int(tokens.int().argmin())}, and the positions of images begin "
+                "with one; leave this row out"
+            )
         packed = documents is not None
         if packed:
             starts = (documents[0].cpu() == 0).nonzero()[:, 0].tolist()

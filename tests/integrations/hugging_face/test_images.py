@@ -229,6 +229,10 @@ def test_calls_of_a_prepared_model_of_images() -> None:
         ),
         ({"image_sizes": torch.ones(3, 2)}, "batch has image_sizes, which Qwen2_5_VLModel does not take"),
         ({"image_grid_thw": torch.ones(3, 3).long()}, "the positions of images cannot be found .* the same images"),
+        (
+            {"attention_mask": torch.ones(3, 34).long().index_fill(0, torch.tensor([1]), 0)},
+            "attention_mask has no token in row 1, .* leave this row out",
+        ),
         ({"position_ids": torch.zeros(4, 3, 34).long()}, r"four axes are of a packed row .* \[3, b, s\]"),
         ({"position_ids": torch.zeros(2, 3, 34).long()}, r"position_ids has shape \[2, 3, 34\]"),
         ({"input_ids": torch.zeros(5).long()}, r"input_ids is \[5\]; it must be a tensor \[b, s\]"),

@@ -27,6 +27,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {  # models that change their log
     "Llama": ("LlamaConfig", {}),
     "Gemma 2": ("Gemma2Config", {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16, "sliding_window": 5}),
     "Granite": ("GraniteConfig", {"logits_scaling": 3.0}),
+    "HyperCLOVA-X": ("HyperCLOVAXConfig", {"logits_scaling": 0.3}),
     "Cohere": ("CohereConfig", {"logit_scale": 0.3, "eos_token_id": 1, "bos_token_id": 1}),
 }
 
