@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from conformance.checks.play import _limit_s
 from conformance.cli import app
 from conformance.implementation import LoadError, load
 from conformance.record import LEVELS
+from cp_ref.schedules.problem import Problem
+from tests.marks import HANGS_S
 from tests.meta.mutants import MUTANTS
-
-pytestmark = pytest.mark.thorough
 
 _RUN = CliRunner()
 HERE = ("--impl", "cp_ref", "--in-process")  # so that mutants can be planted
@@ -25,6 +31,7 @@ def _play(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.thorough
 def test_a_right_implementation() -> None:
     code, output = _play(*HERE, "--tier", "plan", "--tier", "probes", "--max-examples", "5", "--cp-size", "2,3")
     assert code == 0, output
@@ -33,6 +40,7 @@ def test_a_right_implementation() -> None:
     assert "logic" not in output
 
 
+@pytest.mark.thorough
 def test_a_wrong_one_and_its_replay() -> None:
     with MUTANTS["lse-in-base-2"].planted():
         code, output = _play(*HERE, "--tier", "logic", "--max-examples", "20")
@@ -47,6 +55,7 @@ def test_a_wrong_one_and_its_replay() -> None:
     assert code == 0, healed
 
 
+@pytest.mark.thorough
 def test_a_crash_in_a_worker_is_reported_with_its_problem(tmp_path: Path) -> None:
     """From the door to the record: it crashes, the run goes on, and the report has it."""
     arguments = ("--impl", "tests.meta.zoo.samples:Exits", "--cp-size", "2", "--max-examples", "12")
@@ -66,6 +75,7 @@ def test_a_crash_in_a_worker_is_reported_with_its_problem(tmp_path: Path) -> Non
     assert 'classname="conformance.schedule.probes"' in (tmp_path / "junit.xml").read_text()
 
 
+@pytest.mark.thorough
 def test_levels() -> None:
     code, output = _play("--impl", "tests.meta.zoo.samples:Lower", "--level", "kernel", "--max-examples", "5")
     assert code == 0, output
@@ -75,6 +85,7 @@ def test_levels() -> None:
     assert code == 0, output
 
 
+@pytest.mark.thorough
 def test_nothing_to_test_is_no_success() -> None:
     code, output = _play("--impl", "tests.meta.zoo.samples:Lower", "--level", "schedule")
     assert code == 4
@@ -82,6 +93,7 @@ def test_nothing_to_test_is_no_success() -> None:
     assert "nothing was computed" in output
 
 
+@pytest.mark.thorough
 def test_known_failures(tmp_path: Path) -> None:
     """A known failure is no failure; one that no longer fails is."""
     file = tmp_path / "known_failures.toml"
@@ -107,11 +119,13 @@ def test_known_failures(tmp_path: Path) -> None:
     assert "--known-failures" in output
 
 
+@pytest.mark.thorough
 def test_an_error_case_replays() -> None:
     code, output = _play(*HERE, "--repro", "error lengths-decrease")
     assert code == 0, output
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -133,12 +147,14 @@ def test_wrong_options_are_named(arguments: tuple[str, str]) -> None:
     assert arguments[0] == "--time-limit" or arguments[1].split()[-1] in output
 
 
+@pytest.mark.thorough
 def test_processes_need_processes() -> None:
     code, output = _play("--impl", "tests.meta.zoo.samples:AllGather", "--in-process")
     assert code == 2
     assert "--in-process" in output
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["no_such_module", "math", "cp_ref:nothing", "cp_ref.no_such_module"])
 @pytest.mark.parametrize("where", ["--isolate", "--in-process"])
 def test_what_cannot_be_loaded(name: str, where: str) -> None:
@@ -147,6 +163,7 @@ def test_what_cannot_be_loaded(name: str, where: str) -> None:
     assert name in output
 
 
+@pytest.mark.thorough
 def test_an_implementation_may_be_an_object_of_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cp_ref.schedules.mine", load("cp_ref").offered, raising=False)
     assert load("cp_ref.schedules:mine").offered is load("cp_ref").offered
@@ -155,7 +172,71 @@ def test_an_implementation_may_be_an_object_of_a_module(monkeypatch: pytest.Monk
     assert load("tests.meta.zoo.samples:Lower").levels == ("helpers", "merge", "kernel")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("module", ["cp_ref.reference_attention", "cp_fast.api.attention"])
 def test_the_bare_names_mean_all_four_levels_and_longer_ones_what_they_say(module: str) -> None:
     assert load(module.partition(".")[0]).levels == LEVELS
     assert load(module).levels == ("schedule",)
+
+
+# ---- what is refused before anything is played
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--device", "tpu"], 2, "Invalid value for --device: 'tpu' is neither cpu nor cuda"),
+        (["--device", "cuda:x"], 2, "Invalid value for --device: 'cuda:x' is neither cpu nor cuda"),
+        (["--impl", ""], 3, "the implementation's name is empty"),
+        (["--repro", "Case(Problem(cp_size=2))"], 2, "sequences is missing"),
+    ],
+)
+def test_options(options: list[str], code: int, words: str) -> None:
+    done = CliRunner().invoke(app, ["--impl", "cp_ref", *options], env={"COLUMNS": "200"})
+    assert done.exit_code == code, done.output
+    assert words in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_machine_without_a_gpu() -> None:
+    done = CliRunner().invoke(app, ["--device", "cuda"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert "Invalid value for --device: 'cuda', but PyTorch sees no CUDA device" in done.stderr
+
+
+def test_a_module_of_the_folder_that_python_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `pytest`, which unlike `python -m pytest` does not look into the current folder."""
+    (tmp_path / "my_attention.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LoadError, match=r"my_attention is in this folder, .*`python -m pytest`, or set PYTHONPATH"):
+        load("my_attention")
+    with pytest.raises(LoadError, match=r"No module named 'no_such_module'$"):
+        load("no_such_module")
+
+
+@pytest.mark.parametrize("text", ["x", "0", "-1", "nan"])
+def test_the_limit_of_a_call(text: str) -> None:
+    with patch.dict(os.environ, CONFORMANCE_LIMIT_S=text), pytest.raises(ValueError, match=f"LIMIT_S is '{text}'; it"):
+        _limit_s("cpu")
+    with patch.dict(os.environ, CONFORMANCE_LIMIT_S="7.5"):
+        assert _limit_s("cpu") == 7.5
+
+
+def test_a_problem_without_sequences() -> None:
+    with pytest.raises(ValueError, match=r"cannot read a problem from 'Problem\(cp_size=2\)': sequences is missing"):
+        Problem.parse("Problem(cp_size=2)")
+
+
+WITHOUT = """
+import runpy, sys
+sys.modules["hypothesis"] = None
+sys.argv = ["conformance", "--impl", "cp_ref"]
+runpy.run_module("conformance", run_name="__main__")
+"""
+
+
+def test_the_missing_packages_are_named() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=HANGS_S)
+    assert done.returncode == 1
+    assert "pip install hypothesis jinja2" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,17 +10,19 @@ import sys
 import time
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.progress import Progress
 
 from conformance.implementation import LoadError
 from conformance.problems.capabilities import Capabilities
 from conformance.runner.play_problem import Task, task_of
+from conformance.runner.processes import run_together, say
 from conformance.runner.run_tiers import Profile, run_tier
 from conformance.runner.workers import WorkerRunner, start_runner
+from conformance.step_command import _Bars
 from tests.dist.workers import start_server
-
-pytestmark = pytest.mark.thorough
 
 LIMIT_S = 20.0  # of what should finish: this machine may be busy
 GOOD = Task("schedule", "logic", "Case(Problem(cp_size=2, sequences=[(8, 8, 8, 8)]))")
@@ -30,6 +33,7 @@ def sample(name: str, limit_s: float = LIMIT_S, cp_size: int = 2) -> WorkerRunne
     return start_runner(f"tests.meta.zoo.samples:{name}", "cpu", limit_s, lambda kind: (cp_size,))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "limit_s", "verdict", "words"),
     [
@@ -54,6 +58,7 @@ def test_a_sick_implementation(name: str, limit_s: float, verdict: str, words: l
         assert runner.play(GOOD).verdict == "right"
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_ran_out_of_memory() -> None:
     with sample("Killed") as runner:
         played = runner.play(BAD)
@@ -62,6 +67,7 @@ def test_a_killed_worker_ran_out_of_memory() -> None:
         assert runner.play(GOOD).verdict == "right"
 
 
+@pytest.mark.thorough
 def test_a_crash_is_shrunk_and_the_run_goes_on() -> None:
     with sample("Exits") as runner:
         capabilities = runner.capabilities()
@@ -73,6 +79,7 @@ def test_a_crash_is_shrunk_and_the_run_goes_on() -> None:
         assert plan.passed == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -87,6 +94,7 @@ def test_what_cannot_be_loaded(name: str, message: str) -> None:
         start_runner(name, "cpu", LIMIT_S, lambda kind: (2,))
 
 
+@pytest.mark.thorough
 def test_a_task_that_means_nothing_is_no_failure_of_the_implementation() -> None:
     with sample("Sick") as runner:
         for task in (Task("schedule", "logic", "Case(1)"), Task("schedule", "errors", "error no-such-thing")):
@@ -96,6 +104,7 @@ def test_a_task_that_means_nothing_is_no_failure_of_the_implementation() -> None
         assert runner.play(merge).verdict == "missing"
 
 
+@pytest.mark.thorough
 def test_no_worker_outlives_its_runner() -> None:
     runner = sample("Lower")
     (worker,) = runner.workers
@@ -105,6 +114,7 @@ def test_no_worker_outlives_its_runner() -> None:
         os.kill(pid, signal.SIG_DFL)
 
 
+@pytest.mark.thorough
 def test_a_worker_has_the_environment_the_folder_and_the_path_of_its_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +140,7 @@ def kill_server() -> None:
     os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
 
 
+@pytest.mark.thorough
 def test_a_fork_server_that_was_killed_is_started_again() -> None:
     sample("Lower").close()
     kill_server()
@@ -149,6 +160,7 @@ runner.play(BAD)
 """
 
 
+@pytest.mark.thorough
 def test_a_script_without_a_guard_runs_once_and_a_hanging_worker_ends_with_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(HANGS)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -179,6 +191,7 @@ def gathering() -> Capabilities:
         return runner.capabilities()
 
 
+@pytest.mark.thorough
 def test_what_it_supports_is_found_by_trying(gathering: Capabilities) -> None:
     assert gathering.choices["cp_comm_type"] == ("all_gather",)
     assert gathering.choices["layout"] == ("contiguous",)
@@ -186,6 +199,7 @@ def test_what_it_supports_is_found_by_trying(gathering: Capabilities) -> None:
     assert gathering.wishes == ("deterministic",)
 
 
+@pytest.mark.thorough
 def test_a_plain_all_gather_over_gloo(gathering: Capabilities) -> None:
     with sample("AllGather") as runner:
         result = run_tier(runner, "logic", gathering, Profile(25, derandomize=True), cp_sizes=(2,))
@@ -195,12 +209,14 @@ def test_a_plain_all_gather_over_gloo(gathering: Capabilities) -> None:
         assert run_tier(runner, "plan", gathering, Profile(3, derandomize=True)).count("missing") == 1
 
 
+@pytest.mark.thorough
 def test_its_planted_bug(gathering: Capabilities) -> None:
     with sample("AllGatherWithABug") as runner:
         result = run_tier(runner, "logic", gathering, Profile(40, derandomize=True, shrink_s=0.0), cp_sizes=(2,))
         assert [p.verdict for p in result.smallest] == ["wrong"]
 
 
+@pytest.mark.thorough
 def test_the_reference_over_gloo() -> None:
     with sample("OverProcesses", cp_size=4) as runner:
         capabilities = runner.capabilities()
@@ -216,6 +232,7 @@ def test_the_reference_over_gloo() -> None:
         assert larger.verdict == "missing"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "verdict", "words"),
     [("OneRankExits", "crashed", "rank 1 died: exit code 7"), ("OneRankHangs", "hung", "rank 1 did not finish")],
@@ -230,6 +247,7 @@ def test_one_rank(name: str, verdict: str, words: str) -> None:
         assert runner.play(GOOD).verdict == "right"
 
 
+@pytest.mark.thorough
 def test_a_rank_that_raises_alone_does_not_keep_the_others_waiting_for_ever() -> None:
     with sample("OneRankRaises") as runner:
         began = time.monotonic()
@@ -240,6 +258,7 @@ def test_a_rank_that_raises_alone_does_not_keep_the_others_waiting_for_ever() ->
         assert any("rank 0 did not finish" in finding for finding in played.findings)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("entry", "verdicts"),
     [
@@ -252,3 +271,34 @@ def test_a_rank_that_raises_alone_does_not_keep_the_others_waiting_for_ever() ->
 def test_tables_over_processes(entry: str, verdicts: set[str]) -> None:
     with sample("AllGather") as runner:
         assert runner.play(Task("schedule", "errors", f"error {entry}")).verdict in verdicts
+
+
+# ---- processes that run at the same time, and say what they do
+
+
+def _twice(job: Any) -> Any:
+    say(f"counts to {job}")
+    if job == 3:
+        time.sleep(600)
+    return 2 * job
+
+
+def test_what_each_process_does_is_told() -> None:
+    stages: list[tuple[str, str]] = []
+    context = multiprocessing.get_context("fork")
+    told = run_together(context, _twice, {"a": 1, "b": 2}, RuntimeError, 60.0, lambda *stage: stages.append(stage))
+    assert told == [2, 4]
+    assert [stage for name, stage in stages if name == "b"] == ["starts", "counts to 2", "done"]
+    late = r"^not ended within 1 s: b \(counts to 3, for [01] s\); the ranks may wait for each other$"
+    with pytest.raises(RuntimeError, match=late):
+        run_together(context, _twice, {"a": 1, "b": 3}, RuntimeError, 1.0)
+
+
+def test_the_command_shows_who_runs() -> None:
+    with _Bars() as bars:
+        progress: Progress = bars._progress
+        for stage in (("rank 0", "starts"), ("rank 1", "starts"), ("rank 0", "step 1 of 2"), ("rank 1", "done")):
+            bars.went_on("the step", *stage)
+        assert [task.description for task in progress.tasks] == ["the step: rank 0, step 1 of 2"]
+        bars.went_on("the step, recorded", "rank 0", "starts")
+        assert [task.description for task in progress.tasks] == ["the step, recorded: rank 0, starts"]

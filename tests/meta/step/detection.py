@@ -31,9 +31,9 @@ from conformance.step.runs import Runs
 from conformance.step.step_record import Job
 from cp_fast.integrations.loss import token_mean
 from tests.dist.workers import Processes
-from tests.meta.step.step_variations import llama
+from tests.meta.step.step_variations import llama, rows_of
 
-__all__ = ["MISTAKES", "REASONS", "WAYS", "Cells", "found_in", "markdown", "report_in"]
+__all__ = ["MISTAKES", "REASONS", "WAYS", "Cells", "StepProcesses", "found_in", "markdown"]
 
 WORDS, HEADS, DIM = 29, 2, 8
 WIDTH = HEADS * DIM
@@ -256,34 +256,63 @@ def found_in(jobs: Sequence[Job]) -> Any:
     return found_of(job)
 
 
-def report_in(ranks: Processes, alone: Callable[[Job], Any], job: Job, world: int) -> StepReport:
-    """The report of a step in processes that are there already; `alone` says what the one process found."""
+class StepProcesses:
+    """Compares steps in processes that are there already: one alone, and groups, each begun when it is first needed."""
 
-    def run(jobs: Sequence[Job], on_stage: Callable[..., None]) -> list[Any]:
-        found = [alone(each) for each in jobs if not each.world]
-        found += ranks.run(found_in, [each for each in jobs if each.world])
-        for each in found:
-            if isinstance(each, BaseException):
-                raise StepError(str(each)) from each
-        return found
+    def __init__(self) -> None:
+        self._groups: dict[int, Processes] = {}
 
-    return report_of(Runs(job, world, lambda *_: None, run))
+    def compare(
+        self,
+        build: Any,
+        batch: Any,
+        cp_size: int = 2,
+        *,
+        dp_size: int = 1,
+        loss: str = "mean",
+        alone: Callable[[Job], Any] | None = None,
+        **how: Any,
+    ) -> StepReport:
+        """`compare_step`; `alone` says what the one process found, where that is known."""
+        found_alone = alone or self.found_alone
+
+        def run(jobs: Sequence[Job], on_stage: Callable[..., None]) -> list[Any]:
+            found = [found_alone(each) for each in jobs if not each.world]
+            found += self._group(world).run(found_in, [each for each in jobs if each.world])
+            for each in found:
+                if isinstance(each, BaseException):
+                    raise StepError(str(each)) from each
+            return found
+
+        world = cp_size * dp_size
+        job = Job(build, batch, "", Path(), "", cp_size=cp_size, **how)
+        return report_of(Runs(job, world, lambda *_: None, run), loss)
+
+    def found_alone(self, job: Job) -> Any:
+        """What the one process finds."""
+        return self._group(1).run(found_in, [job])[0]
+
+    def _group(self, size: int) -> Processes:
+        if size not in self._groups:
+            self._groups[size] = Processes(size)
+        return self._groups[size]
+
+    def close(self) -> None:
+        """End the processes."""
+        for group in self._groups.values():
+            group.close()
 
 
 class Cells:
-    """Plays cells of the table in processes that it is given: one alone, and groups of two and of four."""
+    """Plays cells of the table in these processes."""
 
-    def __init__(self, one: Processes, two: Processes, four: Processes) -> None:
-        self._one, self._ranks = one, {2: two, 4: four}
+    def __init__(self, processes: StepProcesses) -> None:
+        self._processes = processes
         self._known: dict[Any, Any] = {}
 
     def report(self, way: str, mistake: str) -> StepReport:
         """The report of a cell; "" is no mistake."""
-        from tests.meta.step.step_variations import rows_of
-
         batch = rows_of if way == "Trainer" else partial(batch_of, way)
-        job = Job(partial(step_of, way=way, mistake=mistake), batch, "", Path(), "", cp_size=2)
-        world = 4 if way == "dp 2" else 2
         shared = (
             mistake if mistake in ("dropout by one seed", "clipped before the sum", "a z-loss of each rank") else ""
         )
@@ -292,10 +321,11 @@ class Cells:
             key = way, shared, each.noise, each.look, each.without
             if key not in self._known:
                 build = partial(step_of, way=way, mistake=shared)
-                self._known[key] = self._one.run(found_in, [replace(each, build=build)])[0]
+                self._known[key] = self._processes.found_alone(replace(each, build=build))
             return self._known[key]
 
-        return report_in(self._ranks[world], alone, job, world)
+        build = partial(step_of, way=way, mistake=mistake)
+        return self._processes.compare(build, batch, dp_size=2 if way == "dp 2" else 1, alone=alone)
 
     def cell(self, way: str, mistake: str) -> str:
         """What the table says: the cause that is named, or why the cell is empty."""
@@ -315,9 +345,9 @@ def markdown(cells: Cells, ways: Sequence[str] = WAYS) -> list[str]:
 if __name__ == "__main__":
     import sys
 
-    groups = [Processes(size) for size in (1, 2, 4)]
+    processes = StepProcesses()
     try:
-        table = Cells(*groups)
+        table = Cells(processes)
         for planted in sys.argv[2:] or MISTAKES:
             for chosen in sys.argv[1].split(",") if len(sys.argv) > 1 else WAYS:
                 said = table.cell(chosen, planted)
@@ -325,5 +355,4 @@ if __name__ == "__main__":
                 if MISTAKES.get(planted, "") not in said or not said:
                     print(table.report(chosen, planted))
     finally:
-        for group in groups:
-            group.close()
+        processes.close()

@@ -19,12 +19,10 @@ import cp_fast
 from conformance.report import read_record
 from conformance.step import CAUSES, StepError, compare_step
 from conformance.step.report import StepRecord
-from conformance.step.step_record import Job
 from conformance.step_command import app
-from tests.dist.workers import Processes, run_module
-from tests.meta.step.detection import MISTAKES, found_in, report_in
-from tests.meta.step_mutants.model import Shape, batch_of, build_of
-from tests.meta.step_mutants.table import MUTANTS, Mutant
+from tests.dist.workers import run_module
+from tests.meta.step.detection import MISTAKES, REASONS, WAYS, Cells, StepProcesses
+from tests.meta.step.step_mutants import MUTANTS, Mutant, Shape, batch_of, build_of
 
 NAN, INF = float("nan"), float("inf")
 ROOT = Path(__file__).parents[3]
@@ -53,16 +51,9 @@ def mutants() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("mutant", list(mutants()))
-def test_a_planted_mistake_is_found_and_named(
-    mutant: Mutant, one: Processes, two: Processes, request: pytest.FixtureRequest
-) -> None:
-    how = {"cp_size": 2, "dp_size": 1, **mutant.how}
-    build = partial(build_of, shape=mutant.shape, bug=mutant.bug)
-    batch = partial(batch_of, mutant.shape, how["dp_size"])
-    world = how["cp_size"] * how.pop("dp_size")
-    ranks = two if world == 2 else request.getfixturevalue("four")
-    job = Job(build, batch, "", Path(), "", **how)
-    report = report_in(ranks, lambda each: one.run(found_in, [each])[0], job, world)
+def test_a_planted_mistake_is_found_and_named(mutant: Mutant, steps: StepProcesses) -> None:
+    batch = partial(batch_of, mutant.shape, mutant.how.get("dp_size", 1))
+    report = steps.compare(partial(build_of, shape=mutant.shape, bug=mutant.bug), batch, **mutant.how)
     assert not report.right
     assert report.causes == ((mutant.cause,) if mutant.cause else ()), report
     assert mutant.first in report.first, report
@@ -309,3 +300,50 @@ def test_the_script_for_gpus_is_tried_on_the_cpu(tmp_path: Path) -> None:
     assert record["right"]
     assert record["seconds"] > 0
     assert record["compared"] > 20
+
+
+# ---- the table of docs/conformance/detection.md
+
+
+TABLE = (ROOT / "docs" / "conformance" / "detection.md").read_text()
+SHOWN_CELLS = (  # in docs/how_to/training.md, as the way "plain", or "padded", has them
+    *(("plain", "a layer scaled on one rank"), ("plain", "a z-loss of each rank")),
+    *(("padded", "padding in the denominator"), ("plain", "a rank skips a micro-batch")),
+)
+
+
+@pytest.fixture(scope="module")
+def cells(steps: StepProcesses) -> Cells:
+    return Cells(steps)
+
+
+def in_table(mistake: str, way: str) -> str:
+    [row] = [line for line in TABLE.splitlines() if line.startswith(f"| {mistake} |")]
+    return row.strip("| ").split(" | ")[1 + WAYS.index(way)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", WAYS)
+def test_each_mistake_is_found_and_named_in_each_way(way: str, cells: Cells) -> None:
+    if way == "Trainer":
+        pytest.importorskip("accelerate", reason="needs transformers: pip install '.[test-integrations]'")
+    for mistake, cause in MISTAKES.items():
+        said = cells.cell(way, mistake)
+        assert said == in_table(mistake, way), (way, mistake)
+        assert said in (f"`{cause}`", REASONS.get((mistake, way))), (way, mistake, cells.report(way, mistake))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_step_without_a_mistake_is_right(way: str, cells: Cells) -> None:
+    if way == "Trainer":
+        pytest.importorskip("accelerate", reason="needs transformers: pip install '.[test-integrations]'")
+    report = cells.report(way, "")
+    assert report.right, report
+
+
+@pytest.mark.thorough
+def test_the_page_shows_what_is_said(cells: Cells) -> None:
+    for way, mistake in SHOWN_CELLS:
+        report = cells.report(way, mistake)
+        assert report.findings[0].text in " ".join(PAGE.split()), report

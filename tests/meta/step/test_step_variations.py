@@ -11,7 +11,8 @@ import torch
 
 from conformance.step import StepReport, compare_step
 from tests.meta.step import step_variations as of
-from tests.meta.step_mutants.model import Shape, batch_of, build_of
+from tests.meta.step.detection import StepProcesses
+from tests.meta.step.step_mutants import Shape, batch_of, build_of
 
 WIDE = torch.float32
 SHAPES: dict[str, tuple[Shape, dict[str, Any]]] = {
@@ -62,6 +63,7 @@ FRAMEWORKS: dict[str, tuple[Callable[..., Any], Callable[[], Any], dict[str, Any
     "Trainer": (of.trainer_step, of.rows_of, {}),
     "Megatron": (of.megatron_step, of.megatron_batch, {"cp_comm_type": "all_gather"}),
 }
+OF_THEIR_OWN = ("accelerate", "Trainer", "Megatron")  # processes, whose state these frameworks keep
 NEEDED = {
     "transformers": "transformers",
     "accelerate": "accelerate",
@@ -79,20 +81,21 @@ def check(report: StepReport) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in SHAPES]
 )
-def test_a_right_step_is_called_right(name: str) -> None:
+def test_a_right_step_is_called_right(name: str, steps: StepProcesses) -> None:
     shape, how = SHAPES[name]
-    bug = "shares" if name == "shares of the loss" else ""
-    check(compare_step(partial(build_of, shape=shape, bug=bug), partial(batch_of, shape, how.get("dp_size", 1)), **how))
+    bug, batch = "shares" if name == "shares of the loss" else "", partial(batch_of, shape, how.get("dp_size", 1))
+    check(steps.compare(partial(build_of, shape=shape, bug=bug), batch, **how))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_a_framework_s_step_is_called_right(name: str) -> None:
+def test_a_framework_s_step_is_called_right(name: str, steps: StepProcesses) -> None:
     for framework, module in NEEDED.items():
         if name.startswith(framework):
             pytest.importorskip(module, reason=f"needs {module}: pip install '.[test-integrations]'")
     build, batch, how = FRAMEWORKS[name]
-    check(compare_step(build, batch, **{"cp_size": 2, **how}))
+    compare = compare_step if name in OF_THEIR_OWN else steps.compare
+    check(compare(build, batch, **{"cp_size": 2, **how}))
 
 
 @pytest.mark.thorough

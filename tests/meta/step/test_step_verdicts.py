@@ -11,14 +11,21 @@ import torch
 
 import cp_fast
 from conformance.step import StepError, StepReport, compare_step
+from tests.meta.step.detection import StepProcesses
 from tests.meta.step.step_habits import HABITS, batch_of, build_of
 
 QUICK = ("GradScaler that skips", "autocast")  # in the default run
 
 
-def judged(habit: str, change: Callable[[Any, Any], None] | None = None, **how: Any) -> StepReport:
-    """The report of a habit's step, whose model `change(cp, model)` has changed."""
-    return compare_step(partial(changed, habit=habit, change=change), batch_of, 2, **how)
+Judge = Callable[..., StepReport]
+
+
+@pytest.fixture
+def judged(steps: StepProcesses) -> Judge:
+    """`judged(habit, change)`: the report of a habit's step, whose model `change(cp, model)` has changed."""
+    return lambda habit, change=None, **how: steps.compare(
+        partial(changed, habit=habit, change=change), batch_of, **how
+    )
 
 
 def changed(cp: Any, habit: str, change: Any) -> Any:
@@ -31,7 +38,7 @@ def changed(cp: Any, habit: str, change: Any) -> Any:
 @pytest.mark.parametrize(
     "habit", [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in HABITS]
 )
-def test_no_false_alarm(habit: str) -> None:
+def test_no_false_alarm(habit: str, judged: Judge) -> None:
     report = judged(habit, dp_size=2 if habit == "HSDP" else 1)
     assert report.right, report
     assert not report.findings
@@ -74,7 +81,7 @@ def infinite_gradients(cp: Any, model: Any) -> None:
         ),
     ],
 )
-def test_what_is_not_finite_is_never_agreement(change: Any, said: str) -> None:
+def test_what_is_not_finite_is_never_agreement(change: Any, said: str, judged: Judge) -> None:
     report = judged("plain", change)
     assert not report.right
     assert report.causes == ("not-finite",), report
@@ -86,7 +93,7 @@ def wrong_child(cp: Any, model: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_a_weight_beside_a_module_called_module_is_compared() -> None:
+def test_a_weight_beside_a_module_called_module_is_compared(judged: Judge) -> None:
     report = judged("a child called module", wrong_child)
     assert not report.right
     assert [row.name for row in report.rows if not row.ok and row.name.startswith("gradient of")] == [
@@ -116,12 +123,13 @@ def test_two_parameters_of_one_name_are_refused() -> None:
         compare_step(of_one_name, None, 1)
 
 
-@pytest.mark.thorough
-def test_a_wrong_step_under_autocast_is_found() -> None:
-    def scaled(cp: Any, model: Any) -> None:
-        if cp is not None and cp.rank == 1:
-            model.blocks[1].register_forward_hook(lambda *given: given[-1] * 1.5)
+def scaled(cp: Any, model: Any) -> None:
+    if cp is not None and cp.rank == 1:
+        model.blocks[1].register_forward_hook(lambda *given: given[-1] * 1.5)
 
+
+@pytest.mark.thorough
+def test_a_wrong_step_under_autocast_is_found(judged: Judge) -> None:
     report = judged("autocast", scaled)
     assert not report.right
     assert "bfloat16" in report.title
@@ -179,8 +187,8 @@ def averaged(cp: Any, kind: str) -> Any:
         ("weight", "without a gradient, the weight average.mean is not that of one process, and not the same on all"),
     ],
 )
-def test_an_average_is_compared_where_build_returns_it(kind: str, said: str) -> None:
-    report = compare_step(partial(averaged, kind=kind), batch_of, 2)
+def test_an_average_is_compared_where_build_returns_it(kind: str, said: str, steps: StepProcesses) -> None:
+    report = steps.compare(partial(averaged, kind=kind), batch_of)
     assert report.right == (kind == "outside"), report
     assert report.causes == (() if report.right else ("buffers",)), report
     assert all(finding.text.startswith(said) for finding in report.findings), report
@@ -215,8 +223,8 @@ def of_rows() -> Any:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
-def test_a_gradient_that_no_weight_moves_has_the_roundings_of_its_dtype(precision: str) -> None:
-    report = compare_step(partial(of_a_linear_loss, precision=precision), of_rows, 2)
+def test_a_gradient_that_no_weight_moves_has_the_roundings_of_its_dtype(precision: str, steps: StepProcesses) -> None:
+    report = steps.compare(partial(of_a_linear_loss, precision=precision), of_rows)
     assert report.right, report
     assert "bfloat16" in report.title
-    assert not compare_step(partial(of_a_linear_loss, precision=precision, factor=1.03), of_rows, 2).right
+    assert not steps.compare(partial(of_a_linear_loss, precision=precision, factor=1.03), of_rows).right

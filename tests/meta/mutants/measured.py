@@ -1,15 +1,21 @@
-"""How often a tier sees a planted error, by the length of the row: python -m tests.meta.mutants.rates [SEEDS]
+"""What docs/conformance/detection.md says of mutants, measured:
 
-One sequence of n tokens under p2p, 2 heads over 1, head dim 16. Mask errors: causal, 4 ranks, in one row of n keys.
-Arithmetic errors: no mask, 8 ranks.
+    python -m tests.meta.mutants.measured tiers [OUT.json] [PROBLEMS PER TIER]
+    python -m tests.meta.mutants.measured rates [SEEDS]
+
+`tiers`: which tier sees which mutant. Every mutant is played by every tier of its level until the first problem that
+fails. `rates`: how often a tier sees a planted error, by the length of the row. One sequence of n tokens under p2p, 2
+heads over 1, head dim 16. Mask errors: causal, 4 ranks, in one row of n keys. Arithmetic errors: no mask, 8 ranks.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -18,9 +24,41 @@ from conformance.implementation import load
 from conformance.problems.named import dense, problem
 from conformance.runner.tiers import TIERS
 from tests.meta.mutants import MUTANTS
+from tests.meta.mutants.hunt import QUICK, hunt, tier_names
 from tests.meta.mutants.model import Mutant, read_mutants
 
-__all__ = ["PLANTED", "rate"]
+Table = dict[str, dict[str, int]]  # mutant -> tier -> the number of the problem that saw it, 0 for none
+
+
+def measure(out: Path, most: int) -> Table:
+    """All mutants against all tiers; written to `out` after every mutant, and taken up from there."""
+    table: Table = json.loads(out.read_text()) if out.exists() else {}
+    for name, mutant in MUTANTS.items():
+        if name in table:
+            continue
+        row: dict[str, int] = {}
+        for tier in tier_names(mutant):
+            found = hunt(name, mutant, tier, most)
+            row[tier] = found.played if found.killed else 0
+        table[name] = row
+        out.write_text(json.dumps(table))
+    return table
+
+
+def markdown(table: Table) -> str:
+    """One line a mutant: the tiers that see it, with the number of the first problem that did."""
+    lines = [
+        "| mutant | what is wrong | named tier | seen by (at problem) | not by |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, row in table.items():
+        if name not in MUTANTS:
+            continue
+        seen = ", ".join(f"{tier} {n}" for tier, n in row.items() if n)
+        missed = ", ".join(tier for tier, n in row.items() if not n)
+        lines.append(f"| `{name}` | {MUTANTS[name].text} | {MUTANTS[name].tier} | {seen} | {missed} |")
+    return "\n".join(lines) + "\n"
+
 
 _LATE_ROW = read_mutants(
     "cp_ref",
@@ -68,13 +106,21 @@ def rate(mutant: Mutant, tier: str, dtype: str, length: int, seeds: int) -> floa
     return seen / seeds
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+def rates(seeds: int) -> None:
+    """The table of `rate`, printed."""
     columns = (("probes", "bfloat16"), ("budget", "bfloat16"), ("metamorphic", "bfloat16"), ("logic", "float32"))
     print("| planted | row | " + " | ".join(f"{tier}, {dtype}" for tier, dtype in columns) + " |")
     print("| --- | --- |" + " --- |" * len(columns))
     for name, planted in PLANTED.items():
         for n in (16, 64, 256):
-            shares = [f"{rate(planted(n), tier, dtype, n, count):.0%}" for tier, dtype in columns]
+            shares = [f"{rate(planted(n), tier, dtype, n, seeds):.0%}" for tier, dtype in columns]
             print(f"| {name} | {n} | {' | '.join(shares)} |", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    what, *given = sys.argv[1:]
+    if what == "tiers":
+        print(markdown(measure(Path(given[0] if given else "mutants.json"), int(given[1]) if given[1:] else QUICK)))
+    else:
+        rates(int(given[0]) if given else 20)

@@ -1,9 +1,9 @@
-"""A small model and its training step over ranks, with a place for every planted mistake."""
+"""A small model and its training step over ranks, with a place for every planted mistake; and the mistakes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import cp_fast
 from cp_ref import dense_attention
 from cp_ref.linear.recurrence import dense_causal_conv1d, dense_linear_attention
 
-__all__ = ["GPT", "LENGTHS", "Shape", "batch_of", "build_of"]
+__all__ = ["GPT", "LENGTHS", "MUTANTS", "Mutant", "Shape", "batch_of", "build_of"]
 
 LENGTHS = (24, 9, 40, 15, 24, 8)  # of packed documents
 WORDS, HEADS, DIM = 31, 4, 8
@@ -415,3 +415,65 @@ def _clip(model: nn.Module, shape: Shape, bug: str, cp: Any) -> None:
                 weight.grad *= (shape.clip / local).clamp(max=1)
     elif shape.clip and bug != "clipped before the sum":
         nn.utils.clip_grad_norm_(model.parameters(), shape.clip)
+
+
+# ---- the planted mistakes
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake by its name, as the step knows it; `cause` is what the report should name, "" where it has no name."""
+
+    bug: str
+    cause: str
+    shape: Shape = field(default_factory=Shape)
+    how: dict[str, Any] = field(default_factory=lambda: {"cp_size": 2})
+    first: str = ""  # a part of the report's first difference
+
+
+_PADDED = Shape(packed=False)
+MUTANTS = (
+    Mutant("loss times ranks", "factor"),
+    Mutant("loss over ranks", "factor", _PADDED, {"cp_size": 4, "cp_comm_type": "all_gather"}),
+    Mutant("gradients averaged", "factor", Shape(), {"cp_size": 2, "dp_size": 2}),
+    Mutant("loss averaged", "factor"),
+    Mutant("loss of the rank", "factor"),
+    Mutant("mean of each rank", "mean-per-rank", Shape(), {"cp_size": 2, "layout": "contiguous"}),
+    Mutant("labels shifted after the cut", "labels"),
+    Mutant("second labels shifted after the cut", "labels", Shape(mtp=True)),
+    Mutant("labels not shifted", ""),
+    Mutant("positions of the slice", "positions"),
+    Mutant("positions off by the rank", "positions", Shape(), {"cp_size": 2, "layout": "balanced"}),
+    Mutant("learned positions of the slice", "positions", Shape(packed=False, learned=True)),
+    Mutant("sinks reduced twice", "sinks", Shape(sinks=True)),
+    Mutant("sinks not reduced", "reduction", Shape(sinks=True)),
+    Mutant("gradients not reduced", "reduction"),
+    Mutant("one weight not reduced", "reduction"),
+    Mutant("reduced over context parallel ranks alone", "reduction", Shape(), {"cp_size": 2, "dp_size": 2}),
+    Mutant("tied weights reduced twice", "reduction", Shape(tied=True)),
+    Mutant("a frozen parameter", "reduction"),
+    Mutant("padding counts", "padding", _PADDED),
+    Mutant("mask not applied", "padding"),
+    Mutant("mask of the first slice", "padding", _PADDED),
+    Mutant("one layer on its slice", "slice", Shape(layers=3, packed=False)),
+    Mutant("all layers on their slices", "slice", _PADDED),
+    Mutant("convolution of the slice", "slice", Shape(conv=True)),
+    Mutant("linear layer of the slice", "slice", Shape(linear=True)),
+    Mutant("states go on in one process", "leak", Shape(linear=True), first="blocks.0"),
+    Mutant("", "random", Shape(dropout=0.2)),
+    Mutant("", "random", Shape(noise=0.5)),
+    Mutant("reduced for each micro-batch", "micro-batches", Shape(accumulate=2)),
+    Mutant("mean of each micro-batch", "micro-batches", Shape(accumulate=2)),
+    Mutant("loss over micro-batches", "micro-batches", Shape(accumulate=3)),
+    Mutant("clipped before the sum", "clipping", Shape(clip=0.1)),
+    Mutant("clipped by the rank's norm", "clipping", Shape(clip=0.1)),
+    Mutant("NaN on one rank", "not-finite"),
+    Mutant("tied in one process alone", "tied"),
+    Mutant("a buffer of the rank's tokens", "buffers", Shape(tracked=True)),
+    Mutant("ids of another layout", ""),
+    Mutant(
+        "a flag at the slice's start", "", Shape(flagged=True), first="what comes before blocks.0 (Block) in the model"
+    ),
+    Mutant("documents see each other", "", first="attention"),
+    Mutant("window over ranks alone", "", first="attention"),
+)

@@ -1,8 +1,11 @@
-"""Known bugs: where one is planted in the reference, the case that carries its number sees it."""
+"""The tables of known bugs and of special cases: complete, playable one by one, and able to fail. Where a bug is
+planted in the reference, the case that carries its number, or its kind of edge, sees it.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +14,9 @@ from conformance.checks.reference import UnsupportedCase
 from conformance.implementation import Implementation, load
 from conformance.problems.capabilities import EVERYTHING
 from conformance.problems.known_frameworks import KNOWN, KnownBug
+from conformance.problems.named import NamedCases
+from conformance.problems.special import SPECIAL, SpecialCase
 from tests.meta.mutants import MUTANTS
-
-__all__ = [
-    "REPORTED",
-]
 
 REPORTED = {  # known case -> mutant
     "te-3331": "padding-counted-by-division",
@@ -54,6 +55,23 @@ REPORTED = {  # known case -> mutant
     "megatron-1764": "empty-rows-are-nan",
     "megatron-5597": "halo-one-short",
 }
+SEEN_BY = {  # special case, one for each kind of edge -> mutant
+    "no-keys": "empty-rows-are-nan",
+    "bottom-right-fewer-keys": "bottom-right-taken-for-top-left",
+    "window-of-itself": "window-off-by-one",
+    "window-one-short-of-all": "window-dropped",
+    "a-rank-of-padding": "padding-is-attended",
+    "tail-after-padding": "tail-never-written",
+    "fewer-kv-heads-than-ranks": "replicated-kv-heads-not-summed",
+    "head-dim-192-128": "scale-of-d-v",
+    "very-positive-scores": "merge-without-a-maximum",
+    "softcap-saturated": "softcap-divides-twice",
+    "no-keys-learnable": "sink-dropped",
+    "lse-gradient-alone": "lse-gradient-lost",
+    "max-logit-on-one-rank": "max-logit-of-one-rank",
+    "padding-mask-in-sbhd": "batch-and-sequence-exchanged",
+    "one-key-too-few": "one-key-lost-in-long-rows",
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +105,18 @@ def test_a_report_is_well_formed(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.thorough if n % 4 else ()) for n, name in enumerate(REPORTED)]
+    ("case", "mutant"),
+    [
+        *(
+            pytest.param(KnownBug(name), mutant, marks=pytest.mark.thorough if n % 4 else (), id=name)
+            for n, (name, mutant) in enumerate(REPORTED.items())
+        ),
+        *(pytest.param(SpecialCase(name), mutant, id=name) for name, mutant in SEEN_BY.items()),
+    ],
 )
-def test_the_case_sees_the_bug(name: str, reference: Implementation) -> None:
-    with MUTANTS[REPORTED[name]].planted():
-        assert KNOWN[name].play(reference)
+def test_a_case_sees_the_bug(case: NamedCases, mutant: str, reference: Implementation) -> None:
+    with MUTANTS[mutant].planted():
+        assert case.check(reference)
 
 
 @pytest.mark.parametrize("name", ["te-2868", "usp-120", "bridge-2667", "bridge-1964", "deepspeed-7384"])
@@ -105,3 +130,35 @@ def test_without_helpers_a_helper_report_is_unsupported() -> None:
 
     with pytest.raises(UnsupportedCase, match="thd"):
         KNOWN["bridge-1964"].play(NoHelpers())  # pyright: ignore[reportArgumentType]
+
+
+def test_the_table_is_complete() -> None:
+    assert len(SPECIAL) >= 40
+    for name, entry in SPECIAL.items():
+        assert entry.cases, name
+        assert entry.text, name
+    schedules = {case.problem.cp_comm_type for entry in SPECIAL.values() for case in entry.cases}
+    assert schedules == {"p2p", "all_gather", "a2a", "a2a+p2p"}
+    assert sum(len({c.problem.cp_comm_type for c in entry.cases}) >= 3 for entry in SPECIAL.values()) > 70
+    on_gpus = replace(EVERYTHING, device="cuda:0")
+    assert SpecialCase.items(on_gpus) == list(SPECIAL)
+    assert SpecialCase.items(EVERYTHING) == [name for name in SPECIAL if name != "positions-beyond-65536"]
+
+
+def test_an_entry_that_is_not_supported_says_why(reference: Implementation) -> None:
+    class NoSoftcap:
+        """`cp_ref`, which refuses a softcap everywhere."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(reference, name)
+
+        def supports(self, **arguments: object) -> tuple[bool, str]:
+            return (False, "no softcap") if arguments["softcap"] else (True, "")
+
+        def attention(self, *tensors: torch.Tensor, softcap: float = 0.0, **arguments: object) -> object:
+            if softcap:
+                raise reference.Unsupported("softcap", {"here": set()})
+            return reference.attention(*tensors, **arguments)
+
+    with pytest.raises(UnsupportedCase, match="no softcap"):
+        SpecialCase("softcap-saturated").check(NoSoftcap())  # pyright: ignore[reportArgumentType]
