@@ -43,12 +43,13 @@ def smokes(path: Path) -> bool:
     return path.is_relative_to(HERE) and path.relative_to(HERE).as_posix() in SMOKE
 
 
-# Run by tests; they import what the tests' extra lacks.
+# Run by tests; they import what the tests' extra lacks, or end their process.
 PROGRAMS = (
     *(
         HERE / "integrations" / "hugging_face" / f"{name}.py"
         for name in ("accelerate_losses", "accelerate_steps", "trainer_losses", "trl_losses")
     ),
+    HERE / "meta" / "zoo" / "exits_when_imported.py",
     HERE / "sparse" / "interpreted_kernels.py",
 )
 

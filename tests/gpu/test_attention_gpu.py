@@ -5,21 +5,30 @@ Lengths lie around the kernels' block sizes; head dims are few, since each costs
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
 
 from conformance.adapters.cp_fast import OneBackend
 from conformance.case import Case
 from conformance.checks.probes import check_probes
 from conformance.checks.reference import UnsupportedCase
-from conformance.checks.values import check_budget
+from conformance.checks.values import check_budget, check_logic
+from cp_fast import masks
 from cp_fast.backends import by_name
+from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_ref.schedules.problem import Problem, Sequence
-from cp_ref.schedules.words import Feature
+from cp_ref.schedules.words import CP_COMM_TYPES, Feature
+from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, ALWAYS_WAIT, planned_at
+from tests.cp_fast.compile.test_sharing import always as always_spread
+from tests.masks.problems import problems
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -180,3 +189,83 @@ def test_fa2_has_softcap_with_the_package(comm: str) -> None:
 def test_what_is_lacking_is_named(backend: str, problem: dict[str, Any], call: dict[str, Any], what: str) -> None:
     with pytest.raises(UnsupportedCase, match=f"{backend}'? lacks .*{what}"):
         check_budget(implementation(backend), Case(Problem(2, dense(2, 8), **(HEADS | problem)), **call), "cuda")
+
+
+# ---- areas: named and random masks, counted exactly and within budget
+
+
+LENGTHS = (300, 200, 140)  # tokens, each document with some padding behind it
+SLOTS = (320, 200, 160)
+MASKS = {
+    "prefix_lm": [masks.prefix_lm(n // 2, n) for n in LENGTHS],
+    "shared_prefix": [masks.shared_prefix(n // 5, [n // 5] * 4) for n in LENGTHS],
+    "tree": [masks.tree([n // 4] * 4, [-1, 0, 1, 0]) for n in LENGTHS],
+    "block_causal": [masks.block_causal(n, 48) for n in LENGTHS],
+    "chunked": [masks.chunked(n, 64) for n in LENGTHS],
+    "first_tokens_and_window": [masks.first_tokens_and_window(n, 9, 50) for n in LENGTHS],
+    "dilated_blocks": [masks.dilated_blocks(n, 20, 2) for n in LENGTHS],
+}
+SEQUENCES = tuple(Sequence(n, n, s, s) for n, s in zip(LENGTHS, SLOTS, strict=True))
+
+
+@pytest.mark.parametrize("comm", CP_COMM_TYPES)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("backend", ["fa4", "torch"])
+def test_named_masks(backend: str, name: str, comm: str) -> None:
+    rows = masks.packed(MASKS[name], [0, *accumulate(SLOTS)])
+    size = {"a2a": 4, "a2a+p2p": 2}.get(comm, 1)
+    areas = tuple(map(tuple, rows.tolist()))
+    problem = replace(Problem(4, SEQUENCES, comm, size, **THD), areas=areas)
+    impl: Any = implementation(backend)
+    case = Case(problem, use_plan=True, return_lse=True, loss="out+lse")
+    assert check_probes(impl, case, "cuda") == []
+    assert check_budget(impl, case, "cuda") == []
+
+
+@pytest.mark.parametrize("comm", ["p2p", "all_gather"])
+@pytest.mark.parametrize("name", MASKS)
+def test_keys_that_wait_and_keys_that_are_spread(name: str, comm: str) -> None:
+    """As with many rows, of which these have too few."""
+    with always_spread(), planned_at(ALWAYS_WAIT):
+        test_named_masks("fa4", name, comm)
+
+
+@pytest.mark.parametrize("backend", ["fa4", "torch"])
+@settings(
+    max_examples=int(os.environ.get("CP_AREAS", "10")), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+@given(problem=problems())
+def test_random_areas(backend: str, problem: Problem) -> None:
+    """Every pair is counted; `torch` in float64 meets the oracle besides. `benchmarks.conformance_gpu` draws many."""
+    impl: Any = implementation(backend)
+    dims = {"d_qk": 64, "d_v": 64, "dtype": "bfloat16"} if backend == "fa4" else {}
+    case = Case(replace(problem, **dims), return_lse=True, loss="out+lse")
+    try:
+        assert check_probes(impl, case, "cuda") == []
+        if backend == "torch":
+            assert check_logic(impl, case, "cuda") == []
+    except UnsupportedCase as refusal:
+        pytest.fail(str(refusal))
+
+
+# ---- head chunks
+
+
+CHUNKED = {"a2a": (2, 2), "a2a+p2p": (4, 2)}  # cp_size and a2a_size
+
+
+@pytest.mark.parametrize("window", [-1, 90])
+@pytest.mark.parametrize("comm", CHUNKED)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_head_chunks(backend: str, comm: str, window: int) -> None:
+    """With a plan and a tail, a sink where there is a window."""
+    cp_size, a2a_size = CHUNKED[comm]
+    sizes: dict[str, Any] = {**THD, "heads_q": 16, "heads_kv": 8}
+    problem = Problem(cp_size, packed(cp_size), comm, a2a_size, window_size=(window, 0), **sizes)
+    case = Case(
+        replace(problem, softmax_type="vanilla" if window < 0 else "learnable"), cp_size, cp_size, use_plan=True
+    )
+    with planned_at(ALWAYS_CHUNKS):
+        assert len(choose_head_chunks(problem)) > 1
+        assert check_budget(implementation(backend), case, "cuda") == []
+        assert check_probes(implementation(backend), case, "cuda") == []

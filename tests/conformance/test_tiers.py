@@ -1,14 +1,18 @@
-"""What the gradient of softmax_offset is said to be, a share or the total, is what the suite looks for; and a sink is
+"""Both packages pass the tiers of the suite. For more problems: `python -m conformance --impl cp_ref --profile ci`.
+
+What the gradient of softmax_offset is said to be, a share or the total, is what the suite looks for; and a sink is
 added to a row in the same way whatever other rows there are.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import os
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import cp_fast
 import cp_ref
@@ -16,9 +20,53 @@ from conformance.case import Case
 from conformance.checks.metamorphic import check_metamorphic
 from conformance.checks.play import play
 from conformance.checks.values import check_logic
-from conformance.implementation import load
+from conformance.implementation import Implementation, load
+from conformance.problems.capabilities import Capabilities, probe
+from conformance.record import replay_command
+from conformance.runner.run_tiers import Profile, run_tier
+from conformance.runner.tiers import TIERS
 from conformance.tensors import build
 from cp_ref.schedules.problem import Problem, Sequence
+
+SCHEDULES = [name for name, tier in TIERS.items() if tier.level == "schedule"]
+SLOW = ("special", "known", "torch", "pairs")
+
+
+@lru_cache
+def probed(name: str) -> tuple[Implementation, Capabilities]:
+    impl = load(name)
+    return impl, probe(impl)
+
+
+def check_tier(name: str, tier: str, examples: int) -> None:
+    """Draw problems for a tier, the same ones every time, or play its table, in this process. CONFORMANCE_EXAMPLES says
+    how many in place of `examples`.
+    """
+    torch.set_num_threads(1)  # the tensors are tiny
+    profile = Profile(int(os.environ.get("CONFORMANCE_EXAMPLES", examples)), derandomize=True)
+    impl, capabilities = probed(name)
+    result = run_tier(impl, tier, capabilities, profile)
+    lines = []
+    for played in result.smallest:
+        lines += ["", *played.findings, replay_command({"impl": name, "device": "cpu"}, played)]
+    assert not lines, "\n".join(lines)
+    assert result.unsupported <= result.run / 2, f"{result.unsupported} of {result.run} problems are unsupported"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("tier", SCHEDULES)
+def test_cp_ref_passes(tier: str) -> None:
+    check_tier("cp_ref", tier, 60)
+
+
+@pytest.mark.parametrize("tier", [pytest.param(t, marks=pytest.mark.thorough if t in SLOW else ()) for t in SCHEDULES])
+def test_cp_fast_passes(tier: str) -> None:
+    """A few problems each: CI plays all tiers by `python -m conformance`."""
+    check_tier("cp_fast", tier, 10)
+
+
+# ---- sinks
+
 
 PACKAGES = pytest.mark.parametrize("package", [cp_ref, cp_fast])
 CASE = Case(Problem(4, (Sequence(16, 16, 16, 16),), qkv_format="thd", heads_q=2, softmax_type="learnable"))
