@@ -42,7 +42,7 @@ from cp_fast.integrations.hugging_face.model_edge import (
 )
 from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over, takes_cache
 from cp_fast.integrations.hugging_face.task_head import head_of, pools_last_tokens
-from cp_fast.integrations.hugging_face.token_mixers import LAYERS, NAME, refuse_by_name
+from cp_fast.integrations.hugging_face.token_mixers import LAYERS, NAME, refuse_adapters, refuse_by_name
 from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.token_batches import CpBatch
 from cp_ref.contract.call_checks import check_context
@@ -53,7 +53,6 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 _UNSAID = object()
 _POOLED = "{}'s labels are one for each sequence"
-_OWN_TOKENS = ("ADAPTION_PROMPT", "XLORA", "CARTRIDGE")  # kinds of PEFT adapters beside prompt learning
 
 
 def prepare(model: Model, cp: ContextParallel) -> Model:
@@ -75,12 +74,13 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     Raises:
         NotImplementedError: a module mixes tokens and cannot be sharded; the error has its name in the model. A model
         that reads images in a way that is not known here. Adapters that add tokens or attention of their own (prompt
-        learning, adaption prompts), or that look for tokens.
+        learning, adaption prompts), or that look for tokens or mix them; they raise later too.
         ValueError: weights are not loaded yet. TypeError: not a model of transformers.
     """
     check_context(cp, ContextParallel)
     if callable(getattr(model, "get_base_model", None)):
-        prepare(_without_adapters(model), cp)
+        refuse_adapters(model)
+        prepare(cast(Any, model).get_base_model(), cp)
         return model
     switch: Any = getattr(model, "set_attn_implementation", None)
     if switch is None:
@@ -122,21 +122,6 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     blocks = mark_layers(model, {*seen.callers, *seen.linear}, seen.heard)
     put_around(model, Edge(cp, head, seen.first_position, takes_cache(model), blocks, pools=pools))
     return model
-
-
-def _without_adapters(model: Any) -> Any:
-    """The model of transformers in a PeftModel whose adapters work on one token at a time."""
-    configs: dict[str, Any] = getattr(model, "peft_config", {})
-    for name, config in configs.items():
-        kind = str(getattr(config.peft_type, "value", config.peft_type))
-        tokens = getattr(config, "alora_invocation_tokens", None)
-        if getattr(config, "is_prompt_learning", False) or kind in _OWN_TOKENS or tokens:
-            what = "alora_invocation_tokens, which it looks for in" if tokens else f"{kind}, which adds tokens to"
-            raise NotImplementedError(
-                f"adapter {name!r} of the {type(model).__name__} has {what} the whole sequence; cp_fast takes adapters "
-                "of linear layers, such as LoraConfig"
-            )
-    return model.get_base_model()
 
 
 def register() -> None:
@@ -186,7 +171,10 @@ def attention_forward(
     else:
         refuse(name, dropout=dropout, softcap=softcap, s_aux=s_aux, alibi_slopes=alibi_slopes, **unheard)
     if key.shape[2] != query.shape[2]:
-        raise NotImplementedError(f"key has {key.shape[2]} tokens and query {query.shape[2]}: a cache is not supported")
+        raise NotImplementedError(
+            f"key has {key.shape[2]} tokens and query {query.shape[2]}: a cache is not supported, "
+            "nor are adapters that add keys (prefix tuning)"
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = _window(module, sliding_window, causal)
     if isinstance(sequences, Probe):

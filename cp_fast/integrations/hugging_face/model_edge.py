@@ -15,7 +15,7 @@ from cp_fast.integrations.hugging_face.image_models import has_images, run_visio
 from cp_fast.integrations.hugging_face.longest_position import give_longest, say_longest
 from cp_fast.integrations.hugging_face.slice_probe import Probe, takes_cache
 from cp_fast.integrations.hugging_face.task_head import Head, part_of_the_mean
-from cp_fast.integrations.hugging_face.token_mixers import NAME
+from cp_fast.integrations.hugging_face.token_mixers import NAME, refuse_adapters
 from cp_fast.integrations.token_batches import CpBatch
 
 __all__ = ["ALONE", "SILENT", "Edge", "ModelCall", "edge_of", "mark_layers", "put_around", "sequences_of", "take_off"]
@@ -100,7 +100,7 @@ class Edge:
             if isinstance(x, torch.Tensor) and shape is not None and x.shape[:2] != shape:
                 raise ValueError(
                     f"{name} is given {argument} {list(x.shape)}, and a cp_batch of [b, s/cp] = {list(shape)}: call it "
-                    "with all that one shard_batch returned"
+                    "with all that one shard_batch returned, and without adapters that add tokens"
                 )
         if given.get("output_router_logits"):
             raise NotImplementedError(
@@ -154,7 +154,11 @@ class Edge:
             TypeError, NotImplementedError: it takes no labels over ranks.
         """
         if self.head is None:
-            raise TypeError(f"{name} takes no labels; cp_fast.integrations.loss has losses of what it returns")
+            around = ", or call the model around it by its hooks, model(...): PEFT's AdaLoRA does not"
+            raise TypeError(
+                f"{name} takes no labels; cp_fast.integrations.loss has losses of what it returns"
+                f"{around if self.inner else ''}"
+            )
         if isinstance(self.head, str):
             raise NotImplementedError(
                 f"{self.head}. Leave labels away, and compute the loss from what the model returns "
@@ -293,7 +297,10 @@ def _enter_block(block: Any, _: tuple[Any, ...], given: dict[str, Any]) -> None:
 
 
 def _check_layers(model: nn.Module, call: ModelCall) -> None:
-    """Raise for a layer that did not call its attention, or its linear layer's functions, in a call that ends."""
+    """Raise for a layer that did not call its attention, or its linear layer's functions, in a call that ends, and for
+    adapters that mix tokens.
+    """
+    refuse_adapters(model)
     blocks = _layers_of_blocks(model)
     ran = [block for block in blocks if block is model or block.__dict__["_cp_fast_entered"] is call]
     odd: set[nn.Module] = set()
@@ -344,8 +351,9 @@ def edge_of(model: nn.Module) -> Edge:
     """A prepared model's edge, also through wrappers (DDP, FSDP, PEFT).
 
     Raises:
-        ValueError: the model was not prepared.
+        ValueError: the model was not prepared. NotImplementedError: an adapter that came later mixes tokens.
     """
+    refuse_adapters(model)
     edges = (module.__dict__.get("_cp_fast_edge") for module in model.modules())
     found = next((edge for edge in edges if edge is not None), None)
     if found is None:

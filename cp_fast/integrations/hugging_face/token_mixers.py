@@ -1,4 +1,4 @@
-"""Entries of configurations and kinds of modules that are known by name to mix tokens."""
+"""Entries of configurations, kinds of modules and adapters that are known by name to mix tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["LAYERS", "NAME", "refuse_by_name", "token_axis"]
+__all__ = ["LAYERS", "NAME", "refuse_adapters", "refuse_by_name", "token_axis"]
 
 NAME = "cp_fast"  # of the attention implementation
 LAYERS = ("full_attention", "sliding_attention")  # what cp_fast has of a configuration's layer_types
@@ -29,6 +29,11 @@ _MIXING = (
     nn.Upsample,
 )
 _OF_EXPERTS = ("expert_capacity", "capacity_factor", "expert_capacity_factor")  # who is dropped depends on other tokens
+_ADAPTERS = {  # kinds of PEFT's, beside prompt learning
+    **dict.fromkeys(("ADAPTION_PROMPT", "XLORA", "CARTRIDGE", "SHADOW"), "adds tokens or attention to"),
+    "LILY": "averages its routers over",
+}
+_INVOKED = "alora_invocation_tokens"
 _OF_LAYERS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")  # how likely a layer is skipped in training
 
 
@@ -64,6 +69,22 @@ def refuse_by_name(
         raise ValueError(
             f"{absent[0]} has no values yet; prepare runs the model once, so call it when weights are loaded"
         )
+
+
+def refuse_adapters(model: Any) -> None:
+    """Raise NotImplementedError for an adapter of a PeftModel, or of the model inside, that does not work on one token
+    at a time; it may have come after `prepare`.
+    """
+    configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
+    for name, config in configs.items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        does = _ADAPTERS.get(kind) or ("adds tokens to" if getattr(config, "is_prompt_learning", False) else None)
+        what = "alora_invocation_tokens, which it looks for in" if getattr(config, _INVOKED, None) else None
+        if does or what:
+            raise NotImplementedError(
+                f"adapter {name!r} of the {type(model).__name__} has {what or f'{kind}, which {does}'} the whole "
+                "sequence; cp_fast takes adapters of linear layers, such as LoraConfig"
+            )
 
 
 def _refuse_entries(config: Any, layers: tuple[str, ...]) -> None:

@@ -299,20 +299,39 @@ def test_a_model_with_adapters(when: str, tmp_path: Path) -> None:
         torch.testing.assert_close(sum(mine[n] for _, mine in found), grad, rtol=1e-6, atol=1e-6)
 
 
-def test_adapters_that_add_tokens_are_refused() -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_adapters_that_add_tokens_or_mix_them_are_refused(when: str) -> None:
     peft: Any = pytest.importorskip("peft", reason="needs peft: pip install '.[test-integrations]'")
-    kinds = {
-        "PROMPT_TUNING": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-        "PREFIX_TUNING": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    batch, _ = packed()
+    of_tokens, of_linear = {"num_virtual_tokens": 3}, {"target_modules": ["q_proj"]}
+    called = batch["input_ids"][0, 4:6].tolist()
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "PROMPT_TUNING, which adds tokens": ("PromptTuningConfig", of_tokens),
+        "PREFIX_TUNING, which adds tokens": ("PrefixTuningConfig", of_tokens),
+        "ADAPTION_PROMPT, which adds": ("AdaptionPromptConfig", {"adapter_len": 3, "adapter_layers": 1}),
+        "alora_invocation_tokens, which it": ("LoraConfig", {**of_linear, "alora_invocation_tokens": called}),
+        "LILY, which averages its routers": ("LilyConfig", of_linear),
     }
 
     def one(member: Any) -> None:
-        for kind, config in kinds.items():
-            model = peft.get_peft_model(model_of("Llama"), config)
-            with pytest.raises(NotImplementedError, match=rf"adapter 'default' .* {kind}, which adds tokens"):
-                ours.prepare(model, cp_fast.ContextParallel(member))
+        context = cp_fast.ContextParallel(member)
+        for said, (kind, how) in kinds.items():
+            if not hasattr(peft, kind):  # of an older version
+                continue
+            config = getattr(peft, kind)(task_type="CAUSAL_LM", **how)
+            expected = pytest.raises(NotImplementedError, match=rf"adapter 'default' of the .* {said}")
+            if when == "before":
+                with expected:
+                    ours.prepare(peft.get_peft_model(model_of("Llama"), config), context)
+                continue
+            model = peft.get_peft_model(ours.prepare(model_of("Llama"), context), config)
+            with expected:
+                ours.shard_batch(batch, cp=context, model=model)
+            part = ours.shard_batch(batch, cp=context)
+            with pytest.raises((NotImplementedError, ValueError, TypeError), match=r"adapter|around it by its hooks"):
+                model(**part)
 
-    SimGroup(1).run(one)
+    SimGroup(2).run(one)
 
 
 @pytest.mark.thorough
