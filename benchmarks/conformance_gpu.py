@@ -60,7 +60,7 @@ from conformance.adapters.cp_fast import OneBackend
 from conformance.case import Case
 from conformance.problems.linear import LinearCase
 from conformance.problems.sparse import SparseCase
-from conformance.runner.play_problem import InProcess, Runner, Task, task_of
+from conformance.runner.play_problem import InProcess, Runner, Task, tasks_of
 from conformance.runner.workers import WorkerRunner
 from cp_fast.backends import by_name
 
@@ -139,10 +139,10 @@ class Enough(KeyboardInterrupt):
     """Ends the drawing: Hypothesis takes any other exception for a finding, and would go on."""
 
 
-def tasks_of(case: Case | LinearCase | SparseCase) -> list[Task]:
+def tasks_of_case(case: Case | LinearCase | SparseCase) -> list[Task]:
     """A problem in every tier that plays it."""
     if isinstance(case, LinearCase | SparseCase):
-        return task_of(str(case))
+        return tasks_of(str(case))
     return [Task("schedule", tier, str(case)) for tier in TIERS]
 
 
@@ -170,7 +170,7 @@ def play(
     def one(case: Case | LinearCase | SparseCase) -> None:
         if time.time() > until or not left.take():
             raise Enough
-        played = [runner.play(task) for task in tasks_of(case)]
+        played = [runner.play(task) for task in tasks_of_case(case)]
         verdicts = {p.verdict for p in played}
         if verdicts == {"unsupported"}:
             left.give_back()

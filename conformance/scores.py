@@ -39,15 +39,15 @@ _MASK = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 
-def philox(counter: tuple[Words, Words, Words, Words], key: int, rounds: int = 7) -> tuple[Words, Words, Words, Words]:
-    """Four words of 32 bits for each counter, under a key of 64 bits.
+def philox(counter: tuple[Words, Words, Words, Words], key: int) -> tuple[Words, Words, Words, Words]:
+    """Four words of 32 bits for each counter, under a key of 64 bits: Philox4x32 with 7 rounds.
 
     >>> zero = np.zeros((), dtype=np.uint64)
     >>> [f"{int(word):08x}" for word in philox((zero, zero, zero, zero), 0)]
     ['5f6fb709', '0d893f64', '4f121f81', '4f730a48']
     """
     x0, x1, x2, x3 = counter
-    for n in range(rounds):
+    for n in range(7):
         low = np.uint64(((key & 0xFFFFFFFF) + n * 0x9E3779B9) & 0xFFFFFFFF)
         high = np.uint64(((key >> 32 & 0xFFFFFFFF) + n * 0xBB67AE85) & 0xFFFFFFFF)
         first, second = x0 * np.uint64(0xD2511F53), x2 * np.uint64(0xCD9E8D57)

@@ -126,7 +126,7 @@ def seen_table(problem: Problem, rows_q: int, rows_kv: int) -> torch.Tensor:
     return visible
 
 
-def scopes(problem: Problem, device: torch.device | str = "cpu") -> Iterator[Scope]:
+def scopes(problem: Problem, device: torch.device | str) -> Iterator[Scope]:
     """All scopes of a problem; padding is in none."""
     if problem.areas is not None:
         rows, keys = (torch.tensor(_tokens(problem, side), dtype=torch.int64, device=device) for side in ("q", "kv"))
@@ -259,7 +259,7 @@ def in_format(case: Case, rows: torch.Tensor, model: torch.Tensor) -> torch.Tens
     return rows.reshape(model.shape).to(model.dtype).masked_fill(model.isnan(), float("nan"))
 
 
-def attention_arguments(problem: Problem, device: str = "cpu") -> dict[str, Any]:
+def attention_arguments(problem: Problem, device: str) -> dict[str, Any]:
     """The problem arguments of `attention` (no tensors, no offset). Lengths equal to their default are left
     out, and so are options of scores of places, which others may not have."""
     arguments: dict[str, Any] = {

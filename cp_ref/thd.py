@@ -287,7 +287,7 @@ def thd_read_second_half_lse(
 def _read_even(cu_seqlens_padded: torch.Tensor, device: torch.device) -> Lengths:
     """Lengths of sequences that all have two halves."""
     lengths = _read("cu_seqlens_padded", cu_seqlens_padded, device)
-    check_divisible("cu_seqlens_padded", _sizes(lengths), 2, "a half")
+    check_divisible(_sizes(lengths), 2, "a half")
     return lengths
 
 

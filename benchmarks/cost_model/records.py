@@ -47,14 +47,14 @@ class Record:
         return f"{problem.cp_size} x {problem.cp_comm_type} {problem.layout} {self.messages}: {shape}{window}"
 
 
-def read_records(name: str, folder: Path = RESULTS) -> list[Record]:
+def read_records(name: str) -> list[Record]:
     """The rows of `name`.csv.
 
     >>> first = read_records("messages_2x_h200")[0]
     >>> first.name, first.both_ms
     ('2 x p2p dual_chunk peer_memory: 32,768 tokens', 27.094)
     """
-    with (folder / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+    with (RESULTS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
         return [_record(name, row) for row in csv.DictReader(file)]
 
 

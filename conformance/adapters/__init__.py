@@ -10,7 +10,7 @@ yunchang              feifeibear/long-context-attention (USP)
 transformer_engine    DotProductAttention with set_context_parallel_group
 magi_attention        SandAI-org/MagiAttention
 
-An adapter of a library says in a table what the library supports (`supported.SupportTable`), maps the suite's call
+An adapter of a library says in a table what the library supports (`peers.SupportTable`), maps the suite's call
 to the library's, and refuses what the library refuses. No adapter catches what the library raises: a crash inside that
 table is a finding. Findings are in docs/conformance/findings.md.
 """

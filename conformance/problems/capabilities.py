@@ -208,7 +208,7 @@ def probe_by(
     return Capabilities(choices, refused, device, (("use_plan",) if plans else ()) + wishes, hung)
 
 
-def capabilities_of(impl: Any, device: str = "cpu") -> Capabilities:
+def capabilities_of(impl: Any, device: str) -> Capabilities:
     """The capabilities that `probe` found, asked once of every `Implementation`. If the probe fails, all
     capabilities, so that everything is tried.
     """

@@ -54,7 +54,7 @@ class SmallCall:
         """Make the ContextParallel and the call."""
         arguments = dict(self.arguments)
         if self.plan_of:
-            plan_call = replace(good_call("plan", dtype=self.plan_dtype), context=self.context | self.plan_context)
+            plan_call = replace(good_call("plan", "cpu", self.plan_dtype), context=self.context | self.plan_context)
             arguments["plan"] = _plan(impl, member, self.plan_of, plan_call)
         cp = impl.ContextParallel(**{"group": member, **self.context})
         if self.what == "attention":
@@ -99,7 +99,7 @@ def call_of(impl: Implementation, base: str, device: str = "cpu") -> SmallCall:
     return replace(good_call(base, device, dtype), context={k: v for k, v in context.items() if v != _PLAIN[k]})
 
 
-def good_call(base: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> SmallCall:
+def good_call(base: str, device: str, dtype: torch.dtype) -> SmallCall:
     """A well-formed call: "bshd" or "thd" (attention), "dropout" (the first with dropout), "plan" (make_plan, bshd)."""
     if base == "plan":
         sizes = {
@@ -372,7 +372,7 @@ class MalformedCall(NamedProblem):
         found = [] if entry.one_rank_only else _check_everywhere(impl, entry, device)
         return found + (_check_alone(impl, entry, device) if entry.alone else [])
 
-    def refused_anyway(self, impl: Implementation, device: str = "cpu") -> str:
+    def refused_anyway(self, impl: Implementation, device: str) -> str:
         """Why the well-formed call that the entry changes is itself unsupported; empty when it is not."""
         entry = ERRORS.get(self.name)
         for base in ("bshd", "thd") if entry is None else (entry.base,):

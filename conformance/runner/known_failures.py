@@ -73,7 +73,7 @@ class KnownFailure:
         words = ", ".join(f"{name} = {wanted!r}" for name, wanted in self.match.items())
         return f"{self.source}: entry {self.number} ({words})"
 
-    def matches(self, text: str, level: str | None, tier: str | None, case: str | None = None) -> bool:
+    def matches(self, text: str, level: str | None, tier: str | None, case: str | None) -> bool:
         """Whether the entry covers a problem at this level and tier.
 
         Args:

@@ -25,7 +25,7 @@ from conformance.problems.problem import NamedProblem, Raised, SuiteProblem
 from conformance.record import FAILING, Judged, Level, Played, Verdict
 from conformance.runner.tiers import TIERS, tiers_of
 
-__all__ = ["InProcess", "Offer", "Pairs", "Patience", "Runner", "Task", "pairs_of", "play_task", "task_of"]
+__all__ = ["InProcess", "Offer", "Pairs", "Patience", "Runner", "Task", "pairs_of", "play_task", "tasks_of"]
 
 Pairs = tuple[tuple[int, int], ...]
 _MOST_HUNG = 2.5  # Times the limit: three hangs, or dozens of problems with one rank that raised while others wait.
@@ -219,13 +219,10 @@ def _verdict(judged: list[str], watch: Watch) -> tuple[Verdict, list[str]]:
     return "wrong", list(judged)
 
 
-def task_of(text: str, tier: str | None = None) -> list[Task]:
-    """The tasks of a `--repro` text: the tasks that a text names, one for each tier that plays it, or for `tier` alone.
+def tasks_of(text: str) -> list[Task]:
+    """The tasks of a `--repro` text, one for each tier that plays it.
 
     Raises:
-        ValueError: the text cannot be read, or the tier does not play it.
+        ValueError: the text cannot be read.
     """
-    found = [Task(each.level, each.name, text.strip()) for each, _ in tiers_of(text) if tier in (None, each.name)]
-    if not found:
-        raise ValueError(f"the tier {tier!r} does not play {text!r}")
-    return found
+    return [Task(tier.level, tier.name, text.strip()) for tier, _ in tiers_of(text)]

@@ -22,7 +22,7 @@ from conformance.problems.features import distinctive_features
 from conformance.problems.problem import SuiteProblem
 from conformance.problems.strategies import CP_SIZES
 from conformance.record import FAILING, Played, TierResult
-from conformance.runner.play_problem import InProcess, Runner, Task, task_of
+from conformance.runner.play_problem import InProcess, Runner, Task, tasks_of
 from conformance.runner.tiers import TIERS, Tier
 from cp_ref.schedules.problem import Problem
 
@@ -268,7 +268,7 @@ def replay(impl: Any, text: str, tier_names: Sequence[str] = (), device: str = "
         ValueError: the text cannot be read, or names nothing.
     """
     results = []
-    for task in task_of(text):
+    for task in tasks_of(text):
         if TIERS[task.tier].kind is Case and tier_names and task.tier not in tier_names:
             continue
         played = _runner(impl, device).play(task)

@@ -169,6 +169,18 @@ def _of_level(
     return Tier(name, level, kind, lambda _, item, __, cp_sizes: draw(item, cp_sizes), lambda _: listed, **more)
 
 
+def _of_ranks(
+    name: str,
+    level: Level,
+    kind: type[LevelProblem],
+    function: str,
+    draw: Callable[[Sequence[int]], Drawn],
+    **more: Any,
+) -> Tier:
+    """A level of one function that ranks call together."""
+    return _of_level(name, level, kind, [function], lambda _, cp_sizes: draw(cp_sizes), sizes=SIZES, **more)
+
+
 def _of_table(name: str, kind: type[NamedProblem]) -> Tier:
     return Tier(name, "schedule", kind, lambda _, item, *__: [kind(item)], kind.items)
 
@@ -188,50 +200,19 @@ TIERS = {
         _of_level("merge", "merge", Merge, ["merge"], lambda *_: merges),
         _of_level("kernel", "kernel", Tile, ["tile"], lambda *_: tiles),
         _of_level("kernel-backward", "kernel", TileGradients, ["tile"], lambda *_: tile_gradients),
-        _of_level(
-            "linear",
-            "linear",
-            LinearAttention,
-            ["linear_attention"],
-            lambda _, cp_sizes: linear_attentions(cp_sizes),
-            sizes=SIZES,
-        ),
-        _of_level(
-            "linear-convolution",
-            "linear",
-            CausalConv1d,
-            ["causal_conv1d"],
-            lambda _, cp_sizes: convolutions(cp_sizes),
-            sizes=SIZES,
-        ),
-        _of_level(
-            "sparse",
-            "sparse",
-            SparseAttention,
-            ["sparse_attention"],
-            lambda _, cp_sizes: sparse_attentions(cp_sizes),
-            sizes=SIZES,
-        ),
-        _of_level(
+        _of_ranks("linear", "linear", LinearAttention, "linear_attention", linear_attentions),
+        _of_ranks("linear-convolution", "linear", CausalConv1d, "causal_conv1d", convolutions),
+        _of_ranks("sparse", "sparse", SparseAttention, "sparse_attention", sparse_attentions),
+        _of_ranks(
             "sparse-probes",
             "sparse",
             SparseAttention,
-            ["sparse_attention"],
-            lambda _, cp_sizes: sparse_attentions(cp_sizes),
-            sizes=SIZES,
+            "sparse_attention",
+            sparse_attentions,
             judged=check_sparse_probes,
         ),
-        _of_level(
-            "sparse-selection",
-            "sparse",
-            SelectKeys,
-            ["select_keys"],
-            lambda _, cp_sizes: selections(cp_sizes),
-            sizes=SIZES,
-        ),
-        _of_level(
-            "sparse-loss", "sparse", IndexLoss, ["index_loss"], lambda _, cp_sizes: index_losses(cp_sizes), sizes=SIZES
-        ),
+        _of_ranks("sparse-selection", "sparse", SelectKeys, "select_keys", selections),
+        _of_ranks("sparse-loss", "sparse", IndexLoss, "index_loss", index_losses),
         _of_cases("plan", check_plan, needs=("make_plan", "shard", "unshard", "position_ids")),
         _of_cases("logic", check_logic, ("float64", "float32")),
         _of_cases("probes", check_probes),

@@ -259,7 +259,7 @@ def _serve(
 
 
 def open_runner(
-    impl: Any, device: str, limit_s: float, cp_sizes: Callable[[str], tuple[int, ...]], isolate: bool = True
+    impl: Any, device: str, limit_s: float, cp_sizes: Callable[[str], tuple[int, ...]], isolate: bool
 ) -> Runner:
     """`start_runner` for a name; an object, and what is not isolated, is played in this process.
 

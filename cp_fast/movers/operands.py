@@ -190,4 +190,4 @@ def check_chunks(cu_seqlens_padded: Tensor, name: str, tokens: int, cp_size: int
 
 def check_halves(cu_seqlens_padded: Tensor) -> None:
     """The values of LOCAL lengths, each of which has two halves."""
-    check_divisible("cu_seqlens_padded", sizes_of("cu_seqlens_padded", cu_seqlens_padded), 2, "a half")
+    check_divisible(sizes_of("cu_seqlens_padded", cu_seqlens_padded), 2, "a half")

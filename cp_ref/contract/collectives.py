@@ -74,7 +74,7 @@ def offset_grad(cp: ContextParallel, share: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def raise_on_all(cp: ContextParallel, what: str = "an agreement on a call") -> Generator[None]:
+def raise_on_all(cp: ContextParallel) -> Generator[None]:
     """Read a call's arguments inside, and send nothing; a call that begins with an agreement follows.
 
     Raises:
@@ -92,7 +92,7 @@ def raise_on_all(cp: ContextParallel, what: str = "an agreement on a call") -> G
     try:
         yield
     except Exception as error:  # any error: the other ranks must not wait for this one
-        with cp.naming_errors(what):
+        with cp.naming_errors("an agreement on a call"):
             tell(cp.comm, error)
         raise
 

@@ -305,7 +305,7 @@ def agreed_cut(
     seqlen: Any,
     roll: tuple[Any, Any] | None = None,
     *,
-    with_grad: bool = False,
+    with_grad: bool,
 ) -> Cut:
     """How the tensor was cut of which every rank has a slice. Collective: all ranks get it, or all raise.
 

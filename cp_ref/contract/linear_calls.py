@@ -213,8 +213,8 @@ def check_plan(cp: ContextParallel, plan: Any, package_plan: type) -> None:
     check_plan_owner(plan.problem, plan.rank, cp)
 
 
-def check_local(name: str, x: Any, first: str = "", like: Any = None) -> None:
-    """A plain tensor with values, on the device of another one, which is named."""
+def check_local(name: str, x: Any, first: str, like: Any) -> None:
+    """A plain tensor with values, on the device of the tensor `like`, whose name is `first`; None: on any device."""
     check_tensor(name, x)
     if hasattr(x, "placements"):
         raise TypeError(f"{name} is a DTensor; give its local tensor, this rank's slice")

@@ -37,7 +37,7 @@ def numbers(values: Column, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(values, dtype=torch.int64, device="cpu").to(device)
 
 
-def slice_of(x: torch.Tensor, cut: Cut, rank: int, fill_value: float = 0) -> torch.Tensor:
+def slice_of(x: torch.Tensor, cut: Cut, rank: int, fill_value: float) -> torch.Tensor:
     """One rank's slice of a global tensor. Differentiable."""
     axis, rows = rows_axis(cut), lined_up(x, cut)
     if (missing := cut.cp_size * cut.rows * (cut.batch or 1) - rows.shape[axis]) > 0:

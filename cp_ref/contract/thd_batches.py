@@ -164,7 +164,7 @@ def check_lengths_divide(cp: ContextParallel, cu_seqlens_padded: torch.Tensor) -
         check_chunk_lengths(cu_seqlens_padded.diff(), cp.size)
     else:
         end = cu_seqlens_padded[-1:]
-        check_divisible("cu_seqlens_padded", end, cp.size, f"layout {cp.layout!r} at cp_size {cp.size}")
+        check_divisible(end, cp.size, f"layout {cp.layout!r} at cp_size {cp.size}")
 
 
 def cut_entries(

@@ -169,10 +169,10 @@ def check_lse(name: str, lse: Any, sequences: int, tokens: int | None, heads: in
         raise ValueError(f"{name} has shape {shape}; with lse_packed={lse_packed} it must be {rule}")
 
 
-def check_divisible(name: str, sizes: Any, divisor: int, why: str) -> None:
+def check_divisible(sizes: Any, divisor: int, why: str) -> None:
     """Raise unless every sequence's length divides. sizes: int64 [b], an array or a tensor; None: not checked.
 
-    >>> check_divisible("cu_seqlens_padded", torch.tensor([4, 3]), 2, "a half")
+    >>> check_divisible(torch.tensor([4, 3]), 2, "a half")
     Traceback (most recent call last):
         ...
     ValueError: cu_seqlens_padded gives sequence 1 the length 3, padding included, but a half needs a multiple of 2
@@ -180,8 +180,8 @@ def check_divisible(name: str, sizes: Any, divisor: int, why: str) -> None:
     if sizes is not None and (sizes % divisor).any():
         number = (sizes % divisor != 0).tolist().index(True)
         raise ValueError(
-            f"{name} gives sequence {number} the length {sizes[number]}, padding included, but {why} needs a multiple "
-            f"of {divisor}"
+            f"cu_seqlens_padded gives sequence {number} the length {sizes[number]}, padding included, but {why} needs "
+            f"a multiple of {divisor}"
         )
 
 
@@ -196,13 +196,13 @@ def chunks_of(cp_size: int) -> int:
 
 def check_chunk_lengths(sizes: Any, cp_size: int) -> None:
     """Raise unless every sequence divides into the equal chunks of layout dual_chunk; sizes as in `check_divisible`."""
-    check_divisible("cu_seqlens_padded", sizes, chunks_of(cp_size), f"layout 'dual_chunk' at cp_size {cp_size}")
+    check_divisible(sizes, chunks_of(cp_size), f"layout 'dual_chunk' at cp_size {cp_size}")
 
 
 def check_counted(sizes: Any, cp_size: int, first_half: bool, second_half: bool) -> int:
     """The same for the chunks that are counted: a half of a sequence on one rank needs an even length. The divisor."""
     if cp_size == 1 and first_half != second_half:
-        check_divisible("cu_seqlens_padded", sizes, 2, "a half")
+        check_divisible(sizes, 2, "a half")
         return 2
     check_chunk_lengths(sizes, cp_size)
     return chunks_of(cp_size)

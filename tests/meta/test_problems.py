@@ -23,7 +23,7 @@ from conformance.problems.helpers import HELPERS, Helper
 from conformance.problems.linear import LinearAttention
 from conformance.record import RunRecord
 from conformance.report.page import summary
-from conformance.runner.play_problem import InProcess, Task, play_task, task_of
+from conformance.runner.play_problem import InProcess, Task, play_task, tasks_of
 from conformance.runner.run_tiers import PROFILES, Profile, TierResult, run_tier
 from conformance.runner.suite_run import SuiteRun
 from conformance.runner.tiers import TIERS, group_sizes, tiers_of
@@ -106,7 +106,7 @@ def test_texts_read_back(data: st.DataObject) -> None:
 )
 def test_a_mistyped_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"cannot read a|there is no (helper|error|special|known|torch) |no meaning"):
-        task_of(text)
+        tasks_of(text)
 
 
 # ---- what is right, missing, or refused
@@ -456,7 +456,7 @@ def test_a_failure_replays_and_is_in_the_report(name: str) -> None:
     with mutant.planted():
         result = run_tier(impl, mutant.tier, EVERYTHING, Profile(60, derandomize=True, shrink_s=2.0))
         (smallest,) = result.smallest
-        assert task_of(smallest.text) == [Task("linear", mutant.tier, smallest.text)]
+        assert tasks_of(smallest.text) == [Task("linear", mutant.tier, smallest.text)]
         (again,) = replay(impl, smallest.text)
         assert again.count("wrong") == 1
     assert replay(impl, smallest.text)[0].passed == 1

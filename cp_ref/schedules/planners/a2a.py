@@ -96,16 +96,18 @@ def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSc
     if len(home.areas):
         whole = home.sees(rank, np.zeros(work.cp_size, dtype=int))[0].tiles((0, work.heads_q))
 
-    def rows_for_heads(kinds: tuple[str, ...], step: int) -> Step:
-        """Own rows go to those that have their heads, and the peers' rows come; meanwhile documents at home attend."""
-        return Step(messages(kinds, step, own_rows=True), messages(kinds, step, own_rows=False), whole)
+    def rows_for_heads(kinds: tuple[str, ...]) -> Step:
+        """The first step: own rows go to those that have their heads, and the peers' rows come; meanwhile documents at
+        home attend.
+        """
+        return Step(messages(kinds, 0, own_rows=True), messages(kinds, 0, own_rows=False), whole)
 
     def results_home(kinds: tuple[str, ...], step: int) -> Step:
         """The other way: results of the peers' rows go to them, and those of the own rows come."""
         return Step(sends=messages(kinds, step, own_rows=False), recvs=messages(kinds, step, own_rows=True))
 
-    forward = rows_for_heads(("q", "kv"), 0), *ring_forward, results_home(("out",), len(ring_forward) + 1)
-    backward = rows_for_heads(("do",), 0), *ring_backward, results_home(("dq", "dkv"), len(ring_backward) + 1)
+    forward = rows_for_heads(("q", "kv")), *ring_forward, results_home(("out",), len(ring_forward) + 1)
+    backward = rows_for_heads(("do",)), *ring_backward, results_home(("dq", "dkv"), len(ring_backward) + 1)
     return forward, backward
 
 

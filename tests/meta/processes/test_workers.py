@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from conformance.implementation import LoadError
 from conformance.problems.capabilities import Capabilities
-from conformance.runner.play_problem import Task, task_of
+from conformance.runner.play_problem import Task, tasks_of
 from conformance.runner.processes import run_together, say
 from conformance.runner.run_tiers import Profile, run_tier
 from conformance.runner.workers import WorkerRunner, start_runner
@@ -100,7 +100,7 @@ def test_a_task_that_means_nothing_is_no_failure_of_the_implementation() -> None
         for task in (Task("schedule", "logic", "Case(1)"), Task("schedule", "errors", "error no-such-thing")):
             with pytest.raises(ValueError, match=r"Case\(1\)|no-such-thing"):
                 runner.play(task)
-        (merge,) = task_of('Merge(parts=2, dtype="bfloat16")')
+        (merge,) = tasks_of('Merge(parts=2, dtype="bfloat16")')
         assert runner.play(merge).verdict == "missing"
 
 
