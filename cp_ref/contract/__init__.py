@@ -11,7 +11,7 @@ It has no arithmetic but that of scores. It imports torch and, of the two packag
     cuts, compare_layouts           which rows a rank holds; layouts compared by cost
     scores, score_mod               the definition of ALiBi, score_mod and dropout
     linear_schedules, verify_states the schedules of linear layers and convolutions, and their proof
-    masks, foreign_masks            makers of areas; readers of others' masks
+    masks, area_rows, foreign_masks makers of areas; areas as tensors; readers of others' masks
     *_pictures                      problems, tables and schedules as text and SVG
     tensors                         autocast, derivatives, devices, DTensors
     cli                             options and tables of both command lines

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cp_ref.contract.masks import listed, numbers, packed, tensor
+from cp_ref.contract.area_rows import listed, numbers, packed, tensor
 from cp_ref.schedules.areas import AreaRow
 from cp_ref.schedules.values import check_data, read_several
 from cp_ref.schedules.words import Feature, Unsupported

@@ -25,8 +25,8 @@ import cp_ref.cli
 from conformance.case import Case
 from cp_fast.backends import BACKENDS, KERNEL_FEATURES, features_of
 from cp_fast.passes import PASSES
+from cp_ref.contract.area_rows import MOST_ROWS
 from cp_ref.contract.linear_schedules import make_states
-from cp_ref.contract.masks import MOST_ROWS
 from cp_ref.contract.text_pictures import areas_picture, ownership_picture, text_picture
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence, table_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_ref.contract.masks import tensor, upper
+from cp_ref.contract.area_rows import tensor, upper
 from cp_ref.schedules.areas import AreaRow
 
 __all__ = ["BothWays"]
@@ -61,7 +61,7 @@ class BothWays:
 
         >>> from cp_ref.contract.group import PaperGroup
         >>> one = BothWays(ContextParallel(PaperGroup(1)), ((0, 1, 3),), torch.tensor([0, 4]), None, 4)
-        >>> from cp_ref.contract.masks import picture
+        >>> from cp_ref.contract.area_rows import picture
         >>> print(picture(one.arguments(-1)["areas"]))
         4 query rows x 4 key rows; a cell is 1 x 1
              k 0
