@@ -17,7 +17,7 @@ from cp_ref.contract.read_problem import check_offset, read_problem, read_sizes
 from cp_ref.contract.score_mod import with_digest
 from cp_ref.contract.scores import PairScores, ScorePlaces, ScoreTensors, read_scores
 from cp_ref.contract.tensors import lse_from_packed, to_format, to_packed
-from cp_ref.schedules.areas import AreaRow
+from cp_ref.schedules.areas import WindowRow
 from cp_ref.schedules.problem import Problem, Sequence
 
 __all__ = ["attend", "dense_attention", "inside_areas", "visible_in"]
@@ -114,7 +114,7 @@ def _slots(starts: tuple[int, ...], rows: torch.Tensor) -> tuple[torch.Tensor, t
     return sequence, rows - first[sequence]
 
 
-def inside_areas(areas: Iterable[AreaRow], i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+def inside_areas(areas: Iterable[WindowRow], i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
     """Which pairs of rows i [n, 1] and j [1, m] are in an area, bool [n, m]: the definition, and on purpose not the
     arithmetic of `cp_ref.schedules`.
     """

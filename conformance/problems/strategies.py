@@ -22,7 +22,7 @@ from conformance.problems.capabilities import EVERYTHING, Capabilities
 from conformance.problems.features import SCORE_AXES
 from cp_ref.contract.arguments import OF_PLACES
 from cp_ref.contract.read_problem import check_one_document
-from cp_ref.schedules.areas import UNBOUNDED, AreaRow, Areas, crop
+from cp_ref.schedules.areas import UNBOUNDED, Areas, WindowRow, crop
 from cp_ref.schedules.layouts import divisor
 from cp_ref.schedules.problem import Problem, Sequence
 
@@ -193,7 +193,7 @@ Part = tuple[int, int, int, int, int, int]  # a row of `Areas`
 
 
 @st.composite
-def areas(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[AreaRow, ...]:
+def areas(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[WindowRow, ...]:
     """Areas of a packed batch: any that are disjoint, over documents and padding, or a named mask in each document."""
     rows_q, rows_kv = sum(s.slots_q for s in sequences), sum(s.slots_kv for s in sequences)
     itself = all((s.len_q, s.slots_q) == (s.len_kv, s.slots_kv) for s in sequences)
@@ -230,7 +230,7 @@ def _cropped(parts: list[Part]) -> Areas:
 
 
 @st.composite
-def named_areas(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[AreaRow, ...]:
+def named_areas(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[WindowRow, ...]:
     """A mask by name in each document."""
     made: list[Any] = []
     starts = np.cumsum([0, *(s.slots_q for s in sequences)])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cp_ref.contract.text_pictures import areas_picture
-from cp_ref.schedules.areas import AreaRow, areas_of_windows
+from cp_ref.schedules.areas import WindowRow, areas_of_windows
 from cp_ref.schedules.values import check_data, kind_of, read_count
 
 __all__ = [
@@ -30,12 +30,12 @@ MOST_ROWS = 2**18  # of a mask: planning takes 15 s for each 100,000 of them
 Lengths = torch.Tensor | Sequence[int]
 
 
-def causal(start: int, stop: int) -> AreaRow:
+def causal(start: int, stop: int) -> WindowRow:
     """Rows that see each other up to themselves."""
     return (start, stop, start, stop, -1, 0)
 
 
-def upper(start: int, stop: int) -> AreaRow:
+def upper(start: int, stop: int) -> WindowRow:
     """The area that makes a causal square dense: for each row, the keys after it.
 
     >>> tensor([causal(0, 3), upper(0, 3)]).tolist()
@@ -44,7 +44,7 @@ def upper(start: int, stop: int) -> AreaRow:
     return (start, stop - 1, start + 1, stop, 0, -1)
 
 
-def tensor(rows: Iterable[AreaRow]) -> torch.Tensor:
+def tensor(rows: Iterable[WindowRow]) -> torch.Tensor:
     """The areas, int64 [n, 6], without those that have no row or no column.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cp_ref.contract.area_rows import listed, numbers, packed, tensor
-from cp_ref.schedules.areas import AreaRow
+from cp_ref.schedules.areas import WindowRow
 from cp_ref.schedules.values import check_data, read_several
 from cp_ref.schedules.words import Feature, Unsupported
 
@@ -222,7 +222,7 @@ class _Band:
         self.stop_stays |= run[1] == self.last_run[1]
         self.rows, self.last_run = self.rows + 1, run
 
-    def row(self) -> AreaRow:
+    def row(self) -> WindowRow:
         """The area."""
         q_start, q_stop = self.first_row, self.first_row + self.rows
         k_start, k_stop = self.first_run[0], self.last_run[1]
@@ -300,7 +300,7 @@ def from_magi(q_ranges: Any, k_ranges: Any, types: Sequence[int | str]) -> torch
     q, k = _spans("q_ranges", q_ranges), _spans("k_ranges", k_ranges)
     if not isinstance(types, list | tuple) or not len(q) == len(k) == len(types):
         raise ValueError(f"types is {types!r}; it must be a list as long as q_ranges ({len(q)}), k_ranges ({len(k)})")
-    rows: list[AreaRow] = []
+    rows: list[WindowRow] = []
     for n, ((q_start, q_stop), (k_start, k_stop), kind) in enumerate(zip(q, k, types, strict=True)):
         if kind not in list(_TYPES):
             raise ValueError(f"types[{n}] is {kind!r}; it must be one of {', '.join(map(repr, _TYPES))}")

@@ -24,7 +24,7 @@ import torch
 
 from cp_ref.contract.area_rows import FULL, Lengths, causal, numbers, packed, picture, tensor, upper
 from cp_ref.contract.foreign_masks import from_block_mask, from_magi
-from cp_ref.schedules.areas import AreaRow
+from cp_ref.schedules.areas import WindowRow
 from cp_ref.schedules.values import kind_of, parse_call, read_count, read_window
 
 __all__ = [
@@ -177,7 +177,7 @@ def tree(lengths: Lengths, parents: Lengths) -> torch.Tensor:
             else:
                 stretches.append((start, stop))
             parent = above[parent]
-    rows: list[AreaRow] = []
+    rows: list[WindowRow] = []
     for (start, stop), stretches in zip(spans, below, strict=True):
         rows.append(causal(start, stop))
         rows += [(first, last, start, stop, *FULL) for first, last in stretches]

@@ -34,8 +34,8 @@ from cp_ref.schedules.values import FURTHEST, check_dtype, check_tensor
 
 __all__ = [
     "UNBOUNDED",
-    "AreaRow",
     "Areas",
+    "WindowRow",
     "areas_of_windows",
     "common_pair",
     "crop",
@@ -180,20 +180,20 @@ def _triangle(first: Column, rows: Column) -> Column:
 #
 # The argument `areas`: rectangles with windows, as users give them, checked and read.
 #
-# An `AreaRow` is (q_start, q_stop, k_start, k_stop, left, right): no row of `Areas`, which has the edges lo and hi of a
-# diagonal band. Inside its rectangle the window has the meaning that it has for a sequence, aligned to the last row and
-# the last column ("bottom-right"), -1 for unbounded:
+# A `WindowRow` is (q_start, q_stop, k_start, k_stop, left, right); a row of `Areas` has the edges lo and hi of a diagonal
+# band in place of left and right. Inside its rectangle the window has the meaning that it has for a sequence, aligned to
+# the last row and the last column ("bottom-right"), -1 for unbounded:
 #
 #     i = q_start ... q_stop - 1 sees j = k_start ... k_stop - 1      iff      left < 0   or  j >= i + d - left
 #     d = k_stop - q_stop                                             and      right < 0  or  j <= i + d + right
 
 
-AreaRow = tuple[int, int, int, int, int, int]  # q_start, q_stop, k_start, k_stop, left, right
+WindowRow = tuple[int, int, int, int, int, int]  # q_start, q_stop, k_start, k_stop, left, right
 
 _FORM = "an int32 or int64 tensor [n, 6]: q_start, q_stop, k_start, k_stop, left, right"
 
 
-def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[AreaRow, ...]:
+def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[WindowRow, ...]:
     """The rows of a tensor of areas.
 
     Args:
@@ -226,7 +226,7 @@ def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[AreaRow, ...]:
     return tuple(zip(*table.T.tolist(), strict=True))
 
 
-def areas_of_windows(rows: tuple[AreaRow, ...] | Column) -> Areas:
+def areas_of_windows(rows: tuple[WindowRow, ...] | Column) -> Areas:
     """Rectangles with windows as `Areas`, cut down to the queries and keys that see anything.
 
     >>> print(areas_of_windows(((0, 4, 0, 6, 1, 0), (4, 6, 0, 6, -1, -1))), end="")

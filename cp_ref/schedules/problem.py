@@ -17,7 +17,7 @@ from typing import NamedTuple, overload
 
 import numpy as np
 
-from cp_ref.schedules.areas import UNBOUNDED, AreaRow, Areas, areas_of_windows, crop
+from cp_ref.schedules.areas import UNBOUNDED, Areas, WindowRow, areas_of_windows, crop
 from cp_ref.schedules.balanced import balanced
 from cp_ref.schedules.layouts import LayoutTable, padded_to_cut, slots_of_lengths, slots_of_table
 from cp_ref.schedules.ownership import Fragments, Ownership
@@ -161,7 +161,7 @@ class Problem:
     qkv_format: str = "bshd"
     attn_mask_type: str = "causal"
     window_size: tuple[int, int] = (-1, -1)
-    areas: tuple[AreaRow, ...] | None = None
+    areas: tuple[WindowRow, ...] | None = None
     heads_q: int = 1
     heads_kv: int = 1
     d_qk: int = 8

@@ -24,7 +24,7 @@ from conformance.checks.values import check_logic
 from conformance.problems.strategies import areas as drawn_areas
 from conformance.tensors import seen
 from cp_ref import SimGroup, dense_attention
-from cp_ref.schedules.areas import AreaRow, areas_of_windows, common_pair
+from cp_ref.schedules.areas import WindowRow, areas_of_windows, common_pair
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.verify.proof import verify
@@ -111,13 +111,13 @@ def test_areas_beside_a_plan_and_rows_that_see_nothing(package: Any) -> None:
     SimGroup(2).run(one)
 
 
-def shared(areas: list[AreaRow]) -> set[tuple[int, int, int, int]]:
+def shared(areas: list[WindowRow]) -> set[tuple[int, int, int, int]]:
     """Every (area, area, query, key) that two areas have, by the definition."""
     sets = [{(i, j) for i in range(a[0], a[1]) for j in range(a[2], a[3]) if _sees(a, i, j)} for a in areas]
     return {(n, m, *pair) for m in range(len(sets)) for n in range(m) for pair in sets[n] & sets[m]}
 
 
-def _sees(area: AreaRow, i: int, j: int) -> bool:
+def _sees(area: WindowRow, i: int, j: int) -> bool:
     aligned = i + area[3] - area[1]
     return (area[4] < 0 or j >= aligned - area[4]) and (area[5] < 0 or j <= aligned + area[5])
 
@@ -129,7 +129,7 @@ ROWS = st.lists(st.integers(0, 9), min_size=2, max_size=2, unique=True).map(sort
     drawn_areas((Sequence(9, 9, 9, 9),)),
     st.lists(st.tuples(ROWS, ROWS, st.integers(-1, 4), st.integers(-1, 4)), max_size=2),
 )
-def test_overlaps_are_found_exactly(disjoint: tuple[AreaRow, ...], more: list[Any]) -> None:
+def test_overlaps_are_found_exactly(disjoint: tuple[WindowRow, ...], more: list[Any]) -> None:
     rows = [*disjoint, *((*q, *k, left, right) for q, k, left, right in more)]
     rows = [row for row in rows if areas_of_windows((row,)).pairs[0]]
     found, expected = common_pair(areas_of_windows(tuple(rows))), shared(rows)

@@ -22,7 +22,7 @@ from cp_ref import ContextParallel, SimGroup, attention, dense_attention, shard,
 from cp_ref.cli import app
 from cp_ref.cli.plan import Request
 from cp_ref.contract.call_checks import check_apart, overlap
-from cp_ref.schedules.areas import AreaRow, Areas, areas_of_windows
+from cp_ref.schedules.areas import Areas, WindowRow, areas_of_windows
 from cp_ref.schedules.balanced import balanced, pairs_before
 from cp_ref.schedules.ownership import Fragments, contiguous
 from cp_ref.schedules.planners.make_schedule import SCHEDULES, Planner, make_rank_schedule, make_schedule
@@ -183,7 +183,7 @@ def test_any_documents(lengths: list[int], cp_size: int, padding: int, window: i
 
 
 @given(drawn_areas((Lengths(12, 12, 12, 12), Lengths(9, 9, 10, 10))))
-def test_pairs_of_rows(rows: tuple[AreaRow, ...]) -> None:
+def test_pairs_of_rows(rows: tuple[WindowRow, ...]) -> None:
     areas = areas_of_windows(rows)
     seen = [
         max(0, min(k1, i + hi + 1) - max(k0, i + lo)) if q0 <= i < q1 else 0

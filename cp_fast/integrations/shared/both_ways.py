@@ -9,7 +9,7 @@ import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_ref.contract.area_rows import tensor, upper
-from cp_ref.schedules.areas import AreaRow
+from cp_ref.schedules.areas import WindowRow
 
 __all__ = ["BothWays"]
 
@@ -56,7 +56,7 @@ class BothWays:
             self._areas[left] = tensor(self._slices(left))
         return {"cp": self.cp, "qkv_format": "thd", "areas": self._areas[left], **self.lengths}
 
-    def _slices(self, left: int) -> Iterator[AreaRow]:
+    def _slices(self, left: int) -> Iterator[WindowRow]:
         """Each sequence sees itself up to each token, and each token of a run what is behind it in the run.
 
         >>> from cp_ref.contract.group import PaperGroup
