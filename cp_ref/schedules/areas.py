@@ -180,9 +180,9 @@ def _triangle(first: Column, rows: Column) -> Column:
 #
 # The argument `areas`: rectangles with windows, as users give them, checked and read.
 #
-# A `WindowRow` is (q_start, q_stop, k_start, k_stop, left, right); a row of `Areas` has the edges lo and hi of a diagonal
-# band in place of left and right. Inside its rectangle the window has the meaning that it has for a sequence, aligned to
-# the last row and the last column ("bottom-right"), -1 for unbounded:
+# A `WindowRow` is (q_start, q_stop, k_start, k_stop, left, right); a row of `Areas` has the edges lo and hi of a
+# diagonal band in place of left and right. Inside its rectangle the window has the meaning that it has for a sequence,
+# aligned to the last row and the last column ("bottom-right"), -1 for unbounded:
 #
 #     i = q_start ... q_stop - 1 sees j = k_start ... k_stop - 1      iff      left < 0   or  j >= i + d - left
 #     d = k_stop - q_stop                                             and      right < 0  or  j <= i + d + right
