@@ -10,7 +10,7 @@ docs/concepts.md.) What a file has behind the part that is named here can wait.
 
     schedules/table                      tables of integers as columns, and `Spans`: what all that follows is made of
     schedules/areas                      the three tables: who sees whom (up to the reading of what users give),
-    schedules/ownership                  who holds which row,
+    schedules/ownership                  who holds which row (up to the layouts by name),
     schedules/schedule                   who computes and sends what, step by step (up to its text form)
     schedules/problem                    one call as integers: `Problem`, and `Workload`, the first two tables of it
     schedules/planners/ring_members      who sees which keys of whom: what all planners ask (up to how it is found)
@@ -27,10 +27,10 @@ docs/concepts.md.) What a file has behind the part that is named here can wait.
     executor/merge_partials              how partial results become one
     reference_attention                  a call: read it, run the passes, add the sink, return
     oracle                               the definition, which all of this has to agree with
-    schedules/verify/proof               why a schedule is right, without a tensor; its parts are
-    schedules/verify/well_formed         lines that mean something,
-    schedules/verify/rehearsal           messages that meet, on sets of rows,
-    schedules/verify/coverage            and every visible pair computed once
+    schedules/verify/proof               why a schedule is right, without a tensor. It asks three things:
+    schedules/verify/well_formed         does every line mean something?
+    schedules/verify/rehearsal           does every message meet its receive?
+    schedules/verify/coverage            is every visible pair computed exactly once?
 
 Of the rest, `contract` has what both packages promise (arguments, checks, groups, masks), `linear` the linear layers,
 `sparse` attention to chosen keys, `thd` helpers for packed batches, and `tracing` the traces.

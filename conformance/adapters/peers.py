@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cp_ref.schedules.layouts import divisor
+from cp_ref.schedules.ownership import divisor
 
 __all__ = [
     "Peer",

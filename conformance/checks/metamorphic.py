@@ -28,7 +28,7 @@ from conformance.checks.reference import UnsupportedCase
 from conformance.implementation import Implementation
 from conformance.scores import depends_on_number
 from conformance.tensors import GlobalTensors, build, real_tokens
-from cp_ref.schedules.layouts import divisor
+from cp_ref.schedules.ownership import divisor
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as OneSequence
 from cp_ref.schedules.schedule import side_of

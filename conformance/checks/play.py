@@ -25,7 +25,7 @@ from conformance.tensors import (
     slice_rows_of,
     take_slice,
 )
-from cp_ref.schedules.layouts import LAYOUTS_OF_LENGTHS, divisor
+from cp_ref.schedules.ownership import LAYOUTS_OF_LENGTHS, divisor
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import side_of
 

@@ -13,7 +13,7 @@ from conformance.checks.reference import Hang, UnsupportedCase, describe_error, 
 from conformance.implementation import as_implementation, context
 from conformance.problems.features import SCORE_AXES
 from conformance.tensors import build, plan_arguments
-from cp_ref.schedules.layouts import divisor
+from cp_ref.schedules.ownership import divisor
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS
 

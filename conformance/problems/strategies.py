@@ -23,7 +23,7 @@ from conformance.problems.features import SCORE_AXES
 from cp_ref.contract.arguments import OF_PLACES
 from cp_ref.contract.read_problem import check_one_document
 from cp_ref.schedules.areas import UNBOUNDED, Areas, WindowRow, crop
-from cp_ref.schedules.layouts import divisor
+from cp_ref.schedules.ownership import divisor
 from cp_ref.schedules.problem import Problem, Sequence
 
 __all__ = ["CP_SIZES", "SHAPES", "Units", "areas", "batched", "cases", "named_areas", "packed", "problems", "tables"]

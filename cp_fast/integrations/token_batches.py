@@ -22,7 +22,7 @@ from cp_ref.contract.collectives import all_reduce_sum, collective, together
 from cp_ref.contract.sharding import position_ids as positions_of
 from cp_ref.contract.sharding import shard, unshard
 from cp_ref.contract.tensors import autocast, differentiable_once, wide_dtype
-from cp_ref.schedules.layouts import divisor
+from cp_ref.schedules.ownership import divisor
 from cp_ref.schedules.values import check_tensor, read_count
 
 __all__ = ["CpBatch", "raise_on_all_ranks", "shard_batch"]

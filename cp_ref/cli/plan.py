@@ -18,7 +18,7 @@ from cp_ref.contract.cli.description import (
 )
 from cp_ref.contract.cli.options import ProblemOptions, cumulative, with_options
 from cp_ref.reference_plan import ContextParallel, Plan, make_plan
-from cp_ref.schedules.layouts import divisor
+from cp_ref.schedules.ownership import divisor
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Schedule
 from cp_ref.simulator import SimGroup, SimMember

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from cp_ref.contract.declared import not_a_dataclass, replaced
 from cp_ref.contract.process_groups import as_group, error_context
-from cp_ref.schedules.layouts import read_layout
+from cp_ref.schedules.ownership import read_layout
 from cp_ref.schedules.planners.make_schedule import SCHEDULES
 from cp_ref.schedules.values import check_choice
 from cp_ref.schedules.words import (

@@ -16,8 +16,7 @@ import numpy as np
 
 from cp_ref.contract.call_checks import check_plan_owner, check_settled
 from cp_ref.contract.group import read_together
-from cp_ref.schedules.layouts import LAYOUTS_OF_LENGTHS, padded_to_cut, slots_of_lengths
-from cp_ref.schedules.ownership import Fragments
+from cp_ref.schedules.ownership import LAYOUTS_OF_LENGTHS, Fragments, padded_to_cut, slots_of_lengths
 from cp_ref.schedules.problem import Problem, slice_rows
 from cp_ref.schedules.table import Column, ranges, starts_of
 from cp_ref.schedules.values import (

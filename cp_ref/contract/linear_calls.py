@@ -30,7 +30,7 @@ from cp_ref.schedules.values import (
 
 __all__ = [
     "ACTIVATIONS",
-    "KINDS",
+    "LINEAR_KINDS",
     "Activation",
     "ConvolutionCall",
     "LayerCall",
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 LinearKind = Literal["gated_delta_rule", "kda", "mamba2"]
-KINDS: tuple[LinearKind, ...] = ("gated_delta_rule", "kda", "mamba2")
+LINEAR_KINDS: tuple[LinearKind, ...] = ("gated_delta_rule", "kda", "mamba2")
 Activation = Literal["silu", "swish"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "swish")
 
@@ -341,7 +341,7 @@ def read_linear_attention(
         ValueError, TypeError: naming the argument, its value and the rule.
     """
     check_plan(cp, plan, package_plan)
-    check_choice("kind", kind, KINDS)
+    check_choice("kind", kind, LINEAR_KINDS)
     check_flag("output_final_state", output_final_state)
     q, k, v, g, beta = (tensors[name] for name in ("q", "k", "v", "g", "beta"))
     if kind == "mamba2" and beta is not None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from cp_ref.contract.arguments import ARGUMENTS, OF_PLACES, SCORE_OPTIONS
 from cp_ref.schedules.areas import read_areas
-from cp_ref.schedules.layouts import (
+from cp_ref.schedules.ownership import (
     LAYOUTS_OF_LENGTHS,
     LayoutTable,
     read_layout,

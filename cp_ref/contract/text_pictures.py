@@ -33,8 +33,7 @@ import numpy as np
 
 from cp_ref.contract.picture_plane import Block, Box, Owner, Plane, plane, title
 from cp_ref.schedules.areas import Areas, pairs
-from cp_ref.schedules.layouts import divisor
-from cp_ref.schedules.ownership import Fragments, Ownership
+from cp_ref.schedules.ownership import Fragments, Ownership, divisor
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Schedule
 

@@ -166,5 +166,5 @@ def _places(pieces: Pieces) -> Iterator[tuple[slice, slice]]:
 
 
 def _tag(message: Message, number: int) -> int:
-    """Each tensor of a message has its tag."""
+    """The tag of a message's n-th tensor: each tensor travels by itself."""
     return TENSOR_TAGS * message.tag + number

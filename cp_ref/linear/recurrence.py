@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from cp_ref.contract.group import Group, Parcel
-from cp_ref.contract.linear_calls import ACTIVATIONS, KINDS
+from cp_ref.contract.linear_calls import ACTIVATIONS, LINEAR_KINDS
 from cp_ref.contract.process_groups import error_context
 from cp_ref.contract.tensors import to_format, to_packed
 from cp_ref.schedules.schedule import Message, RankSchedule, Scans
@@ -192,7 +192,7 @@ def dense_linear_attention(
     >>> out.flatten().tolist(), state.item()                             # no decay: S = 1, then 2
     ([1.0, 2.0], 2.0)
     """
-    check_choice("kind", kind, KINDS)
+    check_choice("kind", kind, LINEAR_KINDS)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     documents = list(_documents(v, qkv_format, cu_seqlens, cu_seqlens_padded))
     q, k, v, g = (to_packed(x, qkv_format).double() for x in (q, k, v, g))

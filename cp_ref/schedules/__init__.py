@@ -3,10 +3,10 @@
     words, values       the words that arguments take; reading of single values
     table               tables of integers, as columns
     areas               who sees whom                    (the first table)
-    ownership           who holds which row              (the second)
+    ownership           who holds which row, and layouts (the second)
     schedule            who computes and sends what      (the third)
     problem             one call as integers, and the first two tables made of it
-    layouts, balanced   makers of ownership
+    balanced            the layout "balanced", decided by the work of each document
     planners            makers of schedules, one for each `cp_comm_type`
     verify              the proof that a schedule computes every pair once, and its costs
 

@@ -251,13 +251,13 @@ def _refuse(table: Column, wrong: Any, rule: str) -> None:
 # ---- areas that overlap
 #
 # Two areas overlap where a query sees a key in both. What two have in common is an area too, from the later start to
-# the earlier stop on each side (`Areas.common`). So two overlap if, and only if, that one has a visible pair.
+# the earlier stop on each side (`Areas.common`). So two areas overlap if, and only if, that area has a visible pair.
 #
-# A million areas are half a million million twos, so `common_pair` asks this of a few. Straight cuts set most areas
+# A million areas make half a million million couples, so `common_pair` asks this of a few. Straight cuts set most areas
 # apart from all others (`_not_set_apart`). Of the rest, those that meet first lie side by side (`_side_by_side`).
 
 
-_AT_ONCE = 2**16  # twos that are compared at a time
+_AT_ONCE = 2**16  # couples of areas that are compared at a time
 _ROUNDS = 4  # of cuts
 
 
@@ -271,8 +271,8 @@ def common_pair(areas: Areas) -> tuple[int, int, int, int] | None:
     True
     """
     rest = _not_set_apart(areas)
-    twos = _side_by_side(areas.take(rest))
-    while some := list(islice(twos, _AT_ONCE)):
+    couples = _side_by_side(areas.take(rest))
+    while some := list(islice(couples, _AT_ONCE)):
         one, other = np.sort(rest[np.array(some)], axis=1).T
         common = areas.take(one).common(areas.take(other))
         overlap = np.flatnonzero(common.pairs)
@@ -324,8 +324,8 @@ def _cut(part: Column, spans: Spans) -> Column:
 
 
 def _side_by_side(areas: Areas) -> Iterator[tuple[int, int]]:
-    """The twos that lie side by side in some row: a line sweeps over the rows, and knows the areas that it crosses, in
-    the order of their keys.
+    """The couples that lie side by side in some row. A line sweeps over the rows, and knows the areas that it crosses,
+    in the order of their keys.
 
     In each row an area sees one stretch of keys. From row to row each end of it stays or moves on by one. So no stretch
     can pass another without meeting it: until two meet, the order never changes, and the two that meet first are side

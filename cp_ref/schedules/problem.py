@@ -19,8 +19,14 @@ import numpy as np
 
 from cp_ref.schedules.areas import UNBOUNDED, Areas, WindowRow, areas_of_windows, crop
 from cp_ref.schedules.balanced import balanced
-from cp_ref.schedules.layouts import LayoutTable, padded_to_cut, slots_of_lengths, slots_of_table
-from cp_ref.schedules.ownership import Fragments, Ownership
+from cp_ref.schedules.ownership import (
+    Fragments,
+    LayoutTable,
+    Ownership,
+    padded_to_cut,
+    slots_of_lengths,
+    slots_of_table,
+)
 from cp_ref.schedules.table import Column, Spans, starts_of
 from cp_ref.schedules.values import parse_call
 from cp_ref.schedules.words import canonical_layout
@@ -305,9 +311,7 @@ def row_positions(problem: Problem, side: str, rows: Column) -> tuple[Column, Co
     return sequence, rows - starts[sequence]
 
 
-# ---- the problem as tables
-#
-# A problem as two tables, areas and ownership: all that planners, `verify` and executors know of its sequences.
+# ---- the problem as tables: all that planners, `verify` and executors know of its sequences
 
 
 @dataclass(frozen=True)
@@ -405,9 +409,7 @@ def _tokens(problem: Problem, side: str) -> tuple[Column, Column]:
     return starts_of(lengths.slots(side))[:-1], np.array(lengths.tokens(side), dtype=np.int64)
 
 
-# ---- its layout
-#
-# Layouts of problems.
+# ---- the layout of a problem
 
 
 def slice_rows(problem: Problem, side: str) -> int:

@@ -61,11 +61,9 @@ __all__ = [
     "tag",
 ]
 
-# ---- messages
+# ---- messages: pieces of rows of one kind, from one rank to another
 #
-# The messages of schedules: pieces of rows of one kind, from one rank to another.
-#
-# Kinds of rows in messages:
+# The kinds of rows:
 #     operands, copied to the receiver:    q      query rows                   kv     key and value rows
 #                                          do     rows of the output's gradient, with the final lse and delta
 #     results, sent once and added up:     out    partial output rows with their lse (the receiver merges them by lse)

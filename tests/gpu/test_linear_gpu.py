@@ -14,7 +14,7 @@ from cp_fast.linear.convolution import torch_convolution
 from cp_fast.linear.convolution.causal_conv1d import choose_convolution
 from cp_fast.linear.linear_attention import LIBRARIES
 from cp_ref import SimGroup
-from cp_ref.contract.linear_calls import KINDS
+from cp_ref.contract.linear_calls import LINEAR_KINDS
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
 from tests.linear.problems import Layer, relative_errors
@@ -37,7 +37,7 @@ DOCUMENTS = {
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LINEAR_KINDS)
 def test_linear_attention(kind: str, dtype: str, name: str) -> None:
     reason = LIBRARIES[0].why_not()
     if dtype in ("bfloat16", "float16") and reason is not None:

@@ -28,7 +28,7 @@ from conformance.problems.linear import (
 )
 from cp_fast.linear.linear_plan import LinearTables
 from cp_ref import SimGroup
-from cp_ref.contract.linear_calls import KINDS
+from cp_ref.contract.linear_calls import LINEAR_KINDS
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.simulator import SimMember
 from tests.dist.workers import Processes
@@ -66,7 +66,7 @@ def exact(kind: str, given: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LINEAR_KINDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dtypes(dtype: torch.dtype, kind: str, package: str) -> None:
     """q, k and v in any dtype, g and beta in float32; states in float32."""
@@ -89,7 +89,7 @@ def test_dtypes(dtype: torch.dtype, kind: str, package: str) -> None:
         torch.testing.assert_close(out.double(), exact(kind, given), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LINEAR_KINDS)
 @pytest.mark.parametrize("strongest", [1.0, 90.0])
 def test_strong_decays_lose_no_digit(strongest: float, kind: str) -> None:
     """Sums of g inside a chunk reach thousands. What counts are their small differences."""
@@ -133,7 +133,7 @@ def test_autocast_casts_what_attention_casts(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LINEAR_KINDS)
 def test_documents_do_not_see_each_other(kind: str, package: str) -> None:
     """NaN in all tokens of one document, and in the gradients of its results, reaches no other document."""
 
@@ -296,7 +296,7 @@ def test_processes(four: Processes, comm: str, layout: str, package: str) -> Non
     assert compare_linear(case, build_linear(case), ranks) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LINEAR_KINDS)
 def test_little_padding_is_not_cut_out(kind: str) -> None:
     problem = Problem(2, tuple(Sequence(n, n, size, size) for n, size in ((41, 44), (30, 32))), qkv_format="thd")
     plan = LinearTables(problem, 0, torch.device("cpu"))

@@ -63,11 +63,13 @@ def head_ranges(work: Workload, a2a_rank: int) -> tuple[Heads, Heads]:
 
 def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward schedule: exchange, ring across the groups (one step in `a2a`), exchange back."""
-    size, work, home, members = members.a2a_size, members.workload, members.at_home, members.exchanged
+    size, work, home = members.a2a_size, members.workload, members.at_home
+    members = members.exchanged  # from here on: of the areas whose heads are exchanged
     member, a2a_rank = divmod(rank, size)
     heads = [dict[str, Heads](zip(("q", "kv"), head_ranges(work, other), strict=True)) for other in range(size)]
 
     def rank_of(other: int) -> int:
+        """The rank of another ring member that has the same heads."""
         return other * size + a2a_rank
 
     role = RingRole(member, rank_of, heads[a2a_rank]["q"], heads[a2a_rank]["kv"], first_step=1)

@@ -36,9 +36,9 @@ __all__ = [
     "grids",
 ]
 
-# ---- the grid of rows and ranks
+# ---- the grid of rows and heads
 #
-# Rows and heads as few cells, for `verify`: a schedule treats all rows and heads of a cell alike.
+# Rows and heads as few cells: a schedule treats all rows and heads of a cell alike.
 #
 # The edges of everything that a schedule names cut the rows of a buffer, and its heads, into cells. So for any lengths,
 # the rows of a rank are a small array of [cells of rows, cells of heads], here as one flat axis.
