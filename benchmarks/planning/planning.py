@@ -41,9 +41,9 @@ from rich.table import Table
 
 from cp_fast.backends import required
 from cp_fast.compile.chosen_schedule import choose_head_chunks, chosen_rank_schedule
+from cp_fast.compile.packing import Packing
 from cp_fast.compile.pipeline import linked, lowered
 from cp_fast.compile.program import Launch
-from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.contract.arguments import SCORE_OPTIONS
 from cp_ref.contract.group import PaperGroup, agree
 from cp_ref.contract.read_problem import Sizes, read_problem

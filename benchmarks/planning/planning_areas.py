@@ -26,8 +26,8 @@ import typer
 
 from cp_fast.api.plan import lowered
 from cp_fast.compile.chosen_schedule import choose_head_chunks, chosen_rank_schedule
+from cp_fast.compile.packing import Packing
 from cp_fast.compile.program import Launch
-from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.contract.arguments import SCORE_OPTIONS
 from cp_ref.contract.group import PaperGroup
 from cp_ref.contract.read_problem import Sizes, read_problem

@@ -16,13 +16,13 @@ from cp_fast.compile.chosen_schedule import Schedules, choose_head_chunks, chose
 from cp_fast.compile.in_place import Fitted, FixedTables, Shape
 from cp_fast.compile.index_tables import check_row_numbers
 from cp_fast.compile.instruction_passes import low_precision_grads, may_have_low_precision
+from cp_fast.compile.packing import Packing
 from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.compile.program import Programs
 from cp_fast.dispatch.handles import OfThisProcess, forget, new_handle, outside_of_graphs
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.select_movers import kernels
 from cp_fast.passes import is_on
-from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.transport import carried_by, carries, messages_for
 from cp_ref.contract import plan_arguments as plans

@@ -6,7 +6,8 @@ Read from the bottom up; a chapter imports those above it.
 - row_spans            rows as spans, and where they lie in a buffer
 - program              a flat list of instructions on numbered buffers
 - machine              a machine as data, and `machines` that are built in
-- chosen_schedule      the schedule that runs: its head chunks, own keys that wait, folded sequences
+- chosen_schedule      the schedule that runs: its head chunks, and own keys that wait
+- packing              between users' formats and packed rows, and equal sequences folded into heads
 - segments             a tile's window, and the segments of launches
 - merge_tiles          passes on tiles of one area
 - shared_rows          passes on areas that share rows

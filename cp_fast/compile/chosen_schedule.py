@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,17 +13,15 @@ from cp_ref.schedules.areas import Areas
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule
 from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem
-from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Schedule, Step, Tiles, side_of
+from cp_ref.schedules.schedule import RankSchedule, Schedule, Step, Tiles
 from cp_ref.schedules.table import Column, Spans
 from cp_ref.schedules.verify.costs import ITEM_BYTES, message_bytes, tile_pairs
 
 __all__ = [
-    "Folding",
     "Schedules",
     "choose_head_chunks",
     "chosen_rank_schedule",
     "chosen_schedule",
-    "fold_batch",
     "own_keys_wait",
     "ways_to_cut",
 ]
@@ -254,67 +251,3 @@ def _with_waiting_keys(problem: Problem, rank_schedules: Schedules) -> Schedules
     if problem.areas is None or not is_on("delay_keys"):
         return rank_schedules
     return own_keys_wait(problem, rank_schedules)
-
-
-# ---- A batch folded into heads
-#
-# Equal sequences folded into heads: sbhd without padding is one sequence of b * h heads, which needs no copy.
-
-
-@dataclass(frozen=True)
-class Folding:
-    """A problem as the user gives it, and as kernels see it."""
-
-    problem: Problem
-    may_fold: bool = True
-
-    @cached_property
-    def folded(self) -> bool:
-        """Whether the batch is folded into the heads. Not if heads are exchanged, since a head's number decides its
-        rank. Not where scores depend on sequences and heads. Not under a user's schedule, since it may treat the
-        sequences differently (`may_fold`).
-        """
-        p = self.problem
-        equal_lengths = p.position_free_scores and not p.attn_mask_type.startswith("padding")
-        return self.may_fold and p.qkv_format == "sbhd" and equal_lengths and p.a2a_size == 1
-
-    @property
-    def batch(self) -> int:
-        """The number of sequences."""
-        return len(self.problem.sequences)
-
-    @cached_property
-    def packed_problem(self) -> Problem:
-        """The problem that the kernels see."""
-        p = self.problem
-        if not self.folded:
-            return p
-        return replace(p, sequences=p.sequences[:1], heads_q=p.heads_q * self.batch, heads_kv=p.heads_kv * self.batch)
-
-
-def fold_batch(steps: Schedules, problem: Problem) -> Schedules:
-    """A rank's steps, which treat all sequences of the batch alike, as those of the first one for the heads of all.
-
-    The schedule is then one of `Folding.packed_problem`. Only for messages and tiles of all heads.
-    """
-    return _folded(steps[0], problem), _folded(steps[1], problem)
-
-
-def _folded(rank_schedule: RankSchedule, problem: Problem) -> RankSchedule:
-    batch = len(problem.sequences)
-    slots = {"q": problem.sequences[0].slots_q, "kv": problem.sequences[0].slots_kv}
-
-    def message(m: Message) -> Message:
-        p = m.pieces
-        end = slots[side_of(m.kind)]
-        first = p.take(p.start < end)  # a piece may go on in the next sequence
-        stop = np.minimum(first.stop, end)
-        return replace(m, pieces=Pieces(first.start, stop, first.head_start, first.head_stop * batch))
-
-    def tiles(t: Tiles) -> Tiles:
-        first = t.take(t.q_start < slots["q"])
-        return replace(first, area=np.zeros_like(first.area), head_stop=first.head_stop * batch)
-
-    return tuple(
-        Step(tuple(map(message, s.sends)), tuple(map(message, s.recvs)), tiles(s.tiles)) for s in rank_schedule
-    )

@@ -13,10 +13,11 @@ import torch
 
 from cp_fast.backends import VarlenBatch
 from cp_fast.backends.backend_protocol import BatchPlaces
-from cp_fast.compile.chosen_schedule import Folding, Schedules, choose_head_chunks, chosen_rank_schedule, fold_batch
+from cp_fast.compile.chosen_schedule import Schedules, choose_head_chunks, chosen_rank_schedule
 from cp_fast.compile.index_tables import RowKey, Uploaded
 from cp_fast.compile.instruction_passes import accumulate_late, free_early, recv_in_place
 from cp_fast.compile.lower import Draft, lower
+from cp_fast.compile.packing import Packing, fold_batch
 from cp_fast.compile.program import Instruction, Launch, Program, Programs, View, with_views
 from cp_fast.compile.segments import WindowRule, own_window
 from cp_fast.compile.tile_groups import SegmentKeys
@@ -80,7 +81,7 @@ _LARGE = 2048  # query rows from which a tile of a packed batch keeps its own wi
 
 
 def lowered(
-    folding: Folding, rank: int, schedules: Schedules, saved: tuple[str, ...], *, shares_keys: int = 0
+    packing: Packing, rank: int, schedules: Schedules, saved: tuple[str, ...], *, shares_keys: int = 0
 ) -> Draft:
     """One rank's part of a schedule, lowered.
 
@@ -88,8 +89,8 @@ def lowered(
         saved: the kinds of operands that are kept between the passes.
         shares_keys: see `TileGroups`.
     """
-    problem, packed = folding.problem, folding.packed_problem
-    if folding.folded:
+    problem, packed = packing.problem, packing.packed_problem
+    if packing.folded:
         schedules = fold_batch(schedules, problem)
     rule = WindowRule(own_window(problem), _LARGE if problem.qkv_format == "thd" else 0)
     off = skipped(position_free_scores=problem.position_free_scores)
@@ -101,9 +102,9 @@ def lowered(
 def compiled(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None = None) -> Draft:
     """The programs of one rank, made as for a call. `head_chunks`: see `make_schedule`; None for the chosen ones."""
     head_chunks = choose_head_chunks(problem) if head_chunks is None else head_chunks
-    folding = Folding(problem, may_fold=is_on("fold_batch"))
+    packing = Packing(problem, may_fold=is_on("fold_batch"))
     steps = chosen_rank_schedule(problem, rank, head_chunks)
-    return optimized(lowered(folding, rank, steps, saved_kinds(problem), shares_keys=_TILE))
+    return optimized(lowered(packing, rank, steps, saved_kinds(problem), shares_keys=_TILE))
 
 
 def optimized(draft: Draft, *, in_place: bool = False) -> Draft:

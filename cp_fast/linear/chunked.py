@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cp_fast.linear.affine_maps import Maps, compose_in_waves
-from cp_fast.linear.linear_kernels import FragmentRows, LinearGradients, LinearInputs
+from cp_fast.linear.linear_kernels import FragmentRows, LinearGradients, LinearInputs, Maps, compose_in_waves
 from cp_ref.schedules.words import Feature
 
 __all__ = [

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
+from cp_fast.compile.packing import Packing
 from cp_fast.movers.mover_protocol import take
-from cp_fast.runtime.packed_tensors import Packing
-from cp_fast.runtime.row_selection import is_mask
+from cp_fast.runtime.pass_buffers import is_mask
 from cp_fast.runtime.run import CompiledCall, ForwardResults
 from cp_ref.contract.collectives import all_reduce_max, offset_grad
 from cp_ref.contract.context import ContextParallel

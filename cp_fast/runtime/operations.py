@@ -13,11 +13,22 @@ from cp_fast.backends.backend_protocol import LaunchScores
 from cp_fast.compile.program import OWN, Accumulate, Accumulations, Copy, Free, Launch, Recv, Send
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.torch_movers import log_add_exp
-from cp_fast.runtime.pass_buffers import MISSING, PassBuffers
+from cp_fast.runtime.pass_buffers import (
+    MISSING,
+    Allocation,
+    Operation,
+    PassBuffers,
+    State,
+    Tensors,
+    columns_of,
+    count,
+    is_all,
+    is_mask,
+    put_columns,
+    rows_of,
+)
 from cp_fast.runtime.prepared_exchange import MessageSpec, prepare
 from cp_fast.runtime.row_positions import RowPositions
-from cp_fast.runtime.row_selection import columns_of, count, is_all, is_mask, put_columns, rows_of
-from cp_fast.runtime.tensors import Allocation, Operation, State, Tensors
 from cp_ref.contract.group import Group
 
 __all__ = [

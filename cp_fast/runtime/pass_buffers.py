@@ -1,17 +1,220 @@
-"""The buffers of one pass in calls of one shape: their sizes, and functions that take or allocate their tensors."""
+"""The buffers of one pass: their tensors and sizes, and functions that take or allocate them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeGuard
 
+import torch
+
+from cp_fast.backends import LaunchOptions
 from cp_fast.compile.program import BufferSpec, Copy, Program, View, writes
 from cp_fast.movers.mover_protocol import Movers, Rows
-from cp_fast.runtime.row_selection import columns_of, count, is_all, rows_of
-from cp_fast.runtime.tensors import Shapes, State, Tensors
+from cp_ref.contract.group import Group, Pending
+from cp_ref.contract.scores import ScoreTensors
+from cp_ref.contract.tensors import wide_dtype
 
-__all__ = ["MISSING", "PassBuffers"]
+__all__ = [
+    "MISSING",
+    "Allocation",
+    "Operation",
+    "PassBuffers",
+    "Shapes",
+    "State",
+    "Tensors",
+    "columns_of",
+    "count",
+    "is_all",
+    "is_mask",
+    "put_columns",
+    "rows_of",
+]
+
+# ---- rows and columns of tensors
+#
+# What a selection of rows gives: rows of tensors by row, columns of tensors by column.
+
+
+def is_all(rows: Rows, size: int) -> bool:
+    """Whether these are all `size` rows, in their order.
+
+    >>> is_all(slice(0, 3), 3), is_all(slice(1, 3), 3), is_all(torch.arange(3), 3)
+    (True, False, False)
+    """
+    return isinstance(rows, slice) and (rows.start, rows.stop) == (0, size)
+
+
+def count(rows: Rows) -> int:
+    """The number of rows.
+
+    >>> count(slice(2, 5)), count(torch.tensor([4, 0]))
+    (3, 2)
+    """
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+
+def rows_of(
+    tensors: Sequence[torch.Tensor],
+    rows: Rows,
+    heads: tuple[int, int],
+    gather: Callable[[Sequence[torch.Tensor], Rows], Sequence[torch.Tensor]],
+) -> Sequence[torch.Tensor]:
+    """Rows and heads of tensors by row [t, h, d]: views if possible. gather: that of `Movers`."""
+    size, count, _ = tensors[0].shape
+    if heads != (0, count):
+        tensors = [x[:, heads[0] : heads[1]] for x in tensors]
+    return tensors if is_all(rows, size) else gather(tensors, rows)
+
+
+def columns_of(tensors: Sequence[torch.Tensor], rows: Rows, heads: tuple[int, int]) -> list[torch.Tensor]:
+    """Rows and heads of LSEs [h, t], with rows on the second axis; contiguous."""
+    found: list[torch.Tensor] = []
+    for x in tensors:
+        count, size = x.shape
+        if heads != (0, count):
+            x = x[heads[0] : heads[1]]
+        if not is_all(rows, size):
+            x = x[:, rows] if isinstance(rows, slice) else x.index_select(1, rows)
+        found.append(x.contiguous())
+    return found
+
+
+def put_columns(
+    into: torch.Tensor,
+    x: torch.Tensor,
+    rows: Rows,
+    scatter: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Rows], None],
+) -> None:
+    """Write x [h, n] to rows of an LSE [h, t]. scatter: that of `Movers`, whose indices are int32."""
+    if isinstance(rows, slice):
+        into[:, rows] = x
+    else:
+        scatter([into.t()], [x.t()], rows)
+
+
+def is_mask(rows: Rows) -> TypeGuard[torch.Tensor]:
+    """Whether these are not row numbers but a mask of all rows, bool [t].
+
+    >>> is_mask(torch.tensor([True, False])), is_mask(torch.tensor([0])), is_mask(slice(0, 1))
+    (True, False, False)
+    """
+    return isinstance(rows, torch.Tensor) and rows.dtype == torch.bool
+
+
+# ---- the tensors of a buffer
+#
+# The tensors of buffers: their shapes, their allocation, and views of their rows and heads.
+
+
+class Tensors(NamedTuple):
+    """The tensors of a buffer: by row [n, h, d] (stacked: [parts, n, h, d]), by column [h, n] (stacked: one a part)."""
+
+    rows: Sequence[torch.Tensor]
+    columns: Sequence[torch.Tensor]
+
+
+class State:
+    """One call of a pass: the tensors of its buffers, and the messages in flight."""
+
+    __slots__ = ("arrived", "buffers", "gathered", "group", "inputs", "max_logit", "options", "pending")
+
+    def __init__(self, buffers: int, group: Group, options: LaunchOptions, inputs: ScoreTensors | None = None) -> None:
+        self.buffers: list[Any] = [None] * buffers  # Tensors, or None before and after their use.
+        self.gathered: dict[int, tuple[Any, Tensors]] = {}  # the last rows gathered from each own buffer
+        self.pending: Pending | None = None
+        self.arrived: list[tuple[torch.Tensor, torch.Tensor]] = []  # Columns to be filled once messages arrive.
+        self.max_logit: list[tuple[int, torch.Tensor | None]] = []  # First head, and the logit of a launch.
+        self.group, self.options = group, options
+        self.inputs = inputs  # Of scores that depend on the places of their rows and heads.
+
+
+Operation = Callable[[State], None]
+
+
+@lru_cache
+def _new_empty(dtype: torch.dtype, device: torch.device) -> Callable[[Sequence[int]], torch.Tensor]:
+    """A function that allocates tensors of a shape, as `torch.empty` does, which reads a dtype and a device each time.
+
+    >>> _new_empty(torch.float16, torch.device("cpu"))((2, 3)).shape
+    torch.Size([2, 3])
+    """
+    return torch.empty(0, dtype=dtype, device=device).new_empty
+
+
+class Allocation(NamedTuple):
+    """The shapes and dtypes of a buffer's tensors."""
+
+    rows: tuple[tuple[int, ...], ...]
+    columns: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    wide: torch.dtype
+    device: torch.device
+
+    def empty(self, dtypes: Sequence[torch.dtype] = ()) -> Tensors:
+        """Tensors with any values. `dtypes`: one for each tensor by row."""
+        rows, columns, dtype, wide, device = self
+        each = zip(rows, dtypes or [dtype] * len(rows), strict=True)
+        return Tensors(
+            [_new_empty(dtype, device)(shape) for shape, dtype in each],
+            [_new_empty(wide, device)(shape) for shape in columns] if columns else (),
+        )
+
+    def nothing(self, dtypes: Sequence[torch.dtype] = ()) -> Tensors:
+        """The result of no pairs: zeros, and an lse of -inf. `dtypes`: one for each tensor by row."""
+        dtypes = dtypes or [self.dtype] * len(self.rows)
+        return Tensors(
+            [
+                torch.zeros(shape, dtype=dtype, device=self.device)
+                for shape, dtype in zip(self.rows, dtypes, strict=True)
+            ],
+            [torch.full(shape, float("-inf"), dtype=self.wide, device=self.device) for shape in self.columns],
+        )
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The sizes shared by all calls of one shape.
+
+    Attributes:
+        sizes: rows of the rank's q, and of its k and v.
+        dims: by kind, the head dimensions of the tensors by row.
+        spare_rows: see `Programs`.
+        has_dlse: whether the gradient of out comes with one of lse.
+    """
+
+    sizes: tuple[int, int]
+    dims: dict[str, tuple[int, ...]]
+    spare_rows: int
+    dtype: torch.dtype
+    device: torch.device
+    has_dlse: bool
+
+    def rows(self, spec: BufferSpec) -> int:
+        """The rows of a buffer, spare ones included."""
+        written = spec.role in ("operand", "sum", "result") and not spec.parts
+        rows = self.own_rows(spec) if spec.rows is None else spec.rows
+        return rows + written * self.spare_rows
+
+    def own_rows(self, spec: BufferSpec) -> int:
+        """The rows of the rank's own tensors of this kind."""
+        return self.sizes[spec.kind in ("kv", "dkv")]
+
+    def allocation(self, spec: BufferSpec, rows: int | None = None, *, stacked: bool = True) -> Allocation:
+        """The allocation of a buffer, or of a message with this many of its rows, of one part if it is stacked."""
+        n, heads = self.rows(spec) if rows is None else rows, spec.all_heads[1]
+        parts = (spec.parts,) if spec.parts and stacked else ()
+        by_row = tuple((*parts, n, heads, d) for d in self.dims[spec.kind])
+        has_column = spec.kind in ("res", "out") or (spec.kind == "do" and self.has_dlse)
+        wide = wide_dtype(self.dtype)
+        dtype = wide if spec.dtype == "wide" else self.dtype
+        return Allocation(by_row, ((heads, n),) * (has_column * (parts or (1,))[0]), dtype, wide, self.device)
+
+
+# ---- the buffers of a pass
+
 
 MISSING = "a buffer is read before it was filled, or after it was freed"
 

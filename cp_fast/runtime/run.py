@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.backends import Backend, LaunchOptions
+from cp_fast.compile.packing import Packing
 from cp_fast.compile.program import (
     OWN,
     Accumulate,
@@ -37,11 +38,9 @@ from cp_fast.runtime.operations import (
     go_together,
     wait,
 )
-from cp_fast.runtime.packed_tensors import Packing
-from cp_fast.runtime.pass_buffers import PassBuffers
+from cp_fast.runtime.pass_buffers import Operation, PassBuffers, Shapes, State, Tensors
 from cp_fast.runtime.prepared_exchange import Prepares
 from cp_fast.runtime.row_positions import RowPositions
-from cp_fast.runtime.tensors import Operation, Shapes, State, Tensors
 from cp_ref.contract.group import Group
 from cp_ref.contract.scores import ScoreTensors
 from cp_ref.contract.tensors import wide_dtype

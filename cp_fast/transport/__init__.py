@@ -11,9 +11,8 @@ tensor could be freed after the copy and a concurrent kernel needs the memory, `
 Copy engines do the copies, and the streams themselves do the waits and signals (cuStreamWaitValue32,
 cuStreamBatchMemOp): nothing spins on a multiprocessor.
 
-    staging_buffers   where in the sender's memory the bytes of each message lie: both ends count, and nobody asks
     streams           the operations on streams, and words of memory that streams wait for
-    peer_exchange     an exchange of parcels through staging buffers
+    peer_exchange     an exchange of parcels through staging buffers: both ends count where each message lies
     memory_group      the memory that the ranks of a group share, which groups can do that, and two that cross in a rank
     watch             a peer that does not answer within the time-out
 

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from cp_fast.log import log, log_once
 from cp_fast.runtime.prepared_exchange import Exchange, Located, MessageSpec, by_tag, places, prepare
-from cp_fast.transport.peer_exchange import PeerMessages, SharedMemory
-from cp_fast.transport.staging_buffers import staging_sizes
+from cp_fast.transport.peer_exchange import PeerMessages, SharedMemory, staging_sizes
 from cp_fast.transport.streams import CudaStreams, why_not_driver
 from cp_fast.transport.watch import Watch
 from cp_ref.contract.group import Group, PairGroup, Parcel, Pending

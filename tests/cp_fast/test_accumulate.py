@@ -15,8 +15,7 @@ from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.select_movers import kernels
 from cp_fast.movers.torch_movers import log_add_exp
 from cp_fast.runtime.operations import accumulate, copy
-from cp_fast.runtime.pass_buffers import PassBuffers
-from cp_fast.runtime.tensors import Shapes, State, Tensors
+from cp_fast.runtime.pass_buffers import PassBuffers, Shapes, State, Tensors
 from cp_ref.contract.group import PaperGroup
 from cp_ref.schedules.problem import ScoreSpec
 

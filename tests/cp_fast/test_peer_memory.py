@@ -17,14 +17,13 @@ from hypothesis import given, settings
 
 import cp_fast
 from cp_fast.compile.chosen_schedule import choose_head_chunks
+from cp_fast.compile.packing import Packing
 from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.program import Recv, Send
-from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.prepared_exchange import MessageSpec
 from cp_fast.transport import peer_exchange as exchange
 from cp_fast.transport.memory_group import carried_by
-from cp_fast.transport.peer_exchange import PeerMessages, SharedMemory
-from cp_fast.transport.staging_buffers import staging_sizes
+from cp_fast.transport.peer_exchange import PeerMessages, SharedMemory, staging_sizes
 from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup
 from cp_ref.contract.group import Parcel

@@ -96,7 +96,7 @@ def test_gradients_of_a_convolution_have_the_same_bits_every_time() -> None:
 
 def test_the_same_kernels_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from cp_fast.linear.fla.kernels import map_kernels
+    from cp_fast.linear.fla import triton_kernels
 
     draw = torch.Generator("cuda").manual_seed(1)
 
@@ -113,9 +113,9 @@ def test_the_same_kernels_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
         found = []
         for direct in (False, True, True):
             with monkeypatch.context() as patch:
-                patch.setattr(map_kernels._forward_maps, "_direct", direct)
-                found.append(map_kernels.forward_maps(k, w, u, table, g=g))
+                patch.setattr(triton_kernels._forward_maps, "_direct", direct)
+                found.append(triton_kernels.forward_maps(k, w, u, table, g=g))
         for again in found[1:]:
             for one, other in zip(found[0], again, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=0)
-    assert map_kernels._forward_maps._compiled
+    assert triton_kernels._forward_maps._compiled

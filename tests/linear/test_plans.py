@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 import cp_ref
-from cp_fast.linear.affine_maps import Maps, apply, compose_in_waves
+from cp_fast.linear.linear_kernels import Maps, apply, compose_in_waves
 from cp_fast.linear.linear_plan import LinearTables
 from cp_fast.linear.state_tables import ScanTable
 from cp_ref import SimGroup

@@ -45,8 +45,7 @@ from cp_fast.backends.backend_protocol import (
     VarlenBatch,
     hopper_why_not,
 )
-from cp_fast.backends.fa4.fa4_cache import keep_on_disk
-from cp_fast.backends.fa4.fa4_recorded import Launches
+from cp_fast.backends.fa4.fa4_recorded import Launches, keep_on_disk
 from cp_fast.backends.fa4.scores.launch_program import launch_program, traced_scores
 from cp_fast.backends.fa4.scores.score_kernels import score_arguments, score_call
 from cp_fast.backends.kernel_operands import round_up, trim, widen

@@ -12,8 +12,7 @@ from torch import nn
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.dispatch.handles import outside_of_graphs
 from cp_fast.integrations.hugging_face.image_models import has_images, run_vision
-from cp_fast.integrations.hugging_face.longest_position import give_longest, say_longest
-from cp_fast.integrations.hugging_face.slice_probe import Probe, takes_cache
+from cp_fast.integrations.hugging_face.slice_probe import Probe, give_longest, say_longest, takes_cache
 from cp_fast.integrations.hugging_face.task_head import Head, part_of_the_mean
 from cp_fast.integrations.hugging_face.token_mixers import NAME, refuse_adapters
 from cp_fast.integrations.token_batches import CpBatch

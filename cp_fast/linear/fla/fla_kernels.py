@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from cp_fast.backends.backend_protocol import NotInstalled, ampere_why_not
-from cp_fast.linear.affine_maps import Maps, compose_in_waves
-from cp_fast.linear.linear_kernels import BackwardRun, ForwardRun, FragmentRows, LinearInputs
+from cp_fast.linear.linear_kernels import BackwardRun, ForwardRun, FragmentRows, LinearInputs, Maps, compose_in_waves
 from cp_fast.linear.state_tables import StateTables
 from cp_ref.schedules.words import Feature
 

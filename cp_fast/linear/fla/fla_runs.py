@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from cp_fast.linear.affine_maps import Maps
 from cp_fast.linear.fla.fla_run import (
     CHUNK,
     FlaRun,
@@ -33,10 +32,15 @@ from cp_fast.linear.fla.fla_run import (
     sums,
     sums_back,
 )
-from cp_fast.linear.fla.kernels.gradient_kernels import chunk_gradients
-from cp_fast.linear.fla.kernels.map_kernels import forward_maps, reverse_maps
-from cp_fast.linear.fla.kernels.scan_kernel import LARGEST, composed_maps, states_before
-from cp_fast.linear.linear_kernels import BackwardRun, ForwardRun, FragmentRows, LinearGradients, LinearInputs
+from cp_fast.linear.fla.triton_kernels import (
+    LARGEST,
+    chunk_gradients,
+    composed_maps,
+    forward_maps,
+    reverse_maps,
+    states_before,
+)
+from cp_fast.linear.linear_kernels import BackwardRun, ForwardRun, FragmentRows, LinearGradients, LinearInputs, Maps
 from cp_fast.linear.state_tables import ScanTable, scan_table
 
 __all__ = [

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from cp_fast import build as native
 from cp_fast.backends import VarlenBatch, by_name
-from cp_fast.backends.fa4 import fa4_cache
+from cp_fast.backends.fa4 import fa4_recorded
 from cp_fast.build.recipe import VARIABLE, read_archs
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Launch
@@ -171,7 +171,7 @@ def compile_shapes(
             back()
             took = time.perf_counter() - began
             console.print(f"{problem.dtype} {problem.d_qk}/{problem.d_v}, {one}: {took:.1f} s, forward and backward")
-    console.print(f"kept {escape(fa4_cache.kept_where())}")
+    console.print(f"kept {escape(fa4_recorded.kept_where())}")
     return True
 
 

@@ -22,7 +22,7 @@ from torch.cuda import nccl
 from cp_fast import build
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.backends import BACKENDS, Backend, installed, probe, remark_on
-from cp_fast.backends.fa4 import fa4_cache
+from cp_fast.backends.fa4 import fa4_recorded
 from cp_fast.backends.sparse_kernels import choose_sparse
 from cp_fast.build import recipe
 from cp_fast.movers.numba_cuda.memory_sim import SIMULATED
@@ -190,8 +190,8 @@ def installed_rows() -> list[dict[str, Any]]:
     for package, remark in _PACKAGES.items():
         version = _version(package)
         add(package, version, _numba_remark() if version and package == "numba-cuda" else "" if version else remark)
-    fa4_cache.keep_on_disk()
-    kept = fa4_cache.kept_where()
+    fa4_recorded.keep_on_disk()
+    kept = fa4_recorded.kept_where()
     add("fa4's kernels", "on disk" if kept.startswith(os.sep) else None, kept)
     add("messages", *_messages())
     add("sparse attention", *_sparse_attention())

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast as cp
 import cp_ref
-from cp_fast.backends.fa4 import fa4_cache
-from cp_fast.backends.fa4.fa4_cache import ENABLED, FOLDER, keep_on_disk, kept_where, says_when_it_compiles
+from cp_fast.backends.fa4 import fa4_recorded
+from cp_fast.backends.fa4.fa4_recorded import ENABLED, FOLDER, keep_on_disk, kept_where, says_when_it_compiles
 from cp_fast.backends.fa4.scores.launch_program import _traced
 from cp_fast.build.cache import own_folder
 from cp_fast.checkpoint import save_attention
@@ -235,7 +235,7 @@ def test_a_compilation_is_said_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     keep_on_disk()
-    monkeypatch.setattr(fa4_cache, "_LONG", 0.0)
+    monkeypatch.setattr(fa4_recorded, "_LONG", 0.0)
     log_once.cache_clear()
     launch = SimpleNamespace(compile_cache=SimpleNamespace(cache={}))
     for key in (1, 1, 2):

@@ -15,6 +15,7 @@ import torch
 import cp_fast
 from cp_fast.api.plan import Plan
 from cp_fast.compile.lower import Draft
+from cp_fast.compile.packing import Packing
 from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.compile.program import (
     OWN,
@@ -30,7 +31,6 @@ from cp_fast.compile.program import (
     View,
 )
 from cp_fast.movers.mover_protocol import Rows
-from cp_fast.runtime.packed_tensors import Packing
 from cp_ref import SimGroup
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule, saved_kinds
 from cp_ref.schedules.problem import Problem, Sequence

@@ -13,15 +13,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cp_fast.compile.chosen_schedule import fold_batch
 from cp_fast.compile.in_place import Shape, fit
 from cp_fast.compile.lower import Draft, lower
+from cp_fast.compile.packing import Packing, fold_batch
 from cp_fast.compile.pipeline import linked, lowered, optimized, upload
 from cp_fast.compile.program import Launch, Programs
 from cp_fast.compile.segments import WindowRule
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.passes import PASSES, is_on, skipped, switched_off
-from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_positions import RowPositions
 from cp_ref.contract.read_problem import check_one_document
 from cp_ref.contract.room import Room

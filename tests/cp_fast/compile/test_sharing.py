@@ -23,12 +23,12 @@ from cp_fast import masks
 from cp_fast.compile import launches
 from cp_fast.compile.launches import share_keys, tile_launches
 from cp_fast.compile.merge_tiles import merge_dense, merge_triangles
+from cp_fast.compile.packing import Packing
 from cp_fast.compile.pipeline import compiled, lowered
 from cp_fast.compile.program import Launch
 from cp_fast.compile.row_spans import Placement
 from cp_fast.compile.segments import Segments, WindowedTiles, WindowRule, one_each, with_windows
 from cp_fast.compile.shared_rows import factor_keys, prepend_keys, split_disjoint
-from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.schedules.areas import areas_of_windows
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, saved_kinds
 from cp_ref.schedules.problem import Problem, Sequence

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from cp_fast.compile.program import Accumulate, Launch
-from cp_fast.linear.affine_maps import Maps
+from cp_fast.linear.linear_kernels import Maps
 from cp_fast.movers import RowRule
 from cp_ref.contract.cuts import Cut
 from cp_ref.schedules.areas import UNBOUNDED, Areas
