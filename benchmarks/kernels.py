@@ -24,7 +24,7 @@ import typer
 
 from benchmarks.parts.kernels_cases import Case, cases
 from benchmarks.parts.ranks import Commit, Device
-from cp_fast.movers import kernels, why_not
+from cp_fast.movers.select_movers import kernels, why_not
 
 LIMIT = 4.2e12  # bytes a second, read and written, of an H200
 

@@ -4,13 +4,13 @@ import pytest
 from _pytest.mark import ParameterSet
 from hypothesis import settings
 
-from cp_fast import build
+from cp_fast.build import builder
 
 __all__ = ["HANGS_S", "examples", "needs_cxx", "seeds"]
 
 HANGS_S = 1800.0  # seconds after which something hangs: no test may fail because a machine is busy
 
-needs_cxx = pytest.mark.skipif(build.why_not("cpu") is not None, reason="needs a C++ compiler")
+needs_cxx = pytest.mark.skipif(builder.why_not("cpu") is not None, reason="needs a C++ compiler")
 
 
 def examples(count: int, fast: int | None = None) -> int:

@@ -21,10 +21,10 @@ from typing import Annotated
 import typer
 
 from benchmarks.cost_model.records import Record, read_records
-from cp_fast.tools.cost import Host, Kernel, Machine, Rates, counted, priced, read_machine
+from cp_fast.compile.machine import Host, Kernel, Machine, Rates, read_machine
 from cp_fast.tools.cost.counts import count_alone
 from cp_fast.tools.cost.measure_machine import LIKELY, least_squares
-from cp_fast.tools.cost.predict import Counts
+from cp_fast.tools.cost.predict import Counts, counted, priced
 
 Measured = list[tuple[Record, Counts]]
 

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.cost_model.records import RESULTS, Record, read_records
-from cp_fast.tools.cost import Machine, candidates, counted, predict, priced, read_machine
-from cp_fast.tools.cost.predict import MESSAGES
+from cp_fast.compile.machine import Machine, read_machine
+from cp_fast.tools.cost.predict import MESSAGES, candidates, counted, predict, priced
 from cp_ref.schedules.problem import Problem, Sequence
 
 FILES = ("speed_2x_h200", "speed_4x_h200")  # of the executor as it is; older records are of slower ones

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from cp_fast.movers import Movers, RowRule
+from cp_fast.movers.mover_protocol import Movers, RowRule
 from cp_ref.thd import thd_get_partitioned_indices
 
 __all__ = ["Case", "Target", "Work", "cases"]

@@ -19,7 +19,7 @@ import cp_fast as package
 import cp_fast.thd
 from conformance.adapters.band_tiles import crop, empty_tile, out_of_nothing
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch, choose
-from cp_fast.movers import kernels
+from cp_fast.movers.select_movers import kernels
 from cp_ref.contract.arguments import features_of
 from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem, ScoreSpec

@@ -24,7 +24,7 @@ from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.select_movers import kernels
 from cp_fast.passes import is_on
 from cp_fast.runtime.row_positions import RowPositions
-from cp_fast.transport import carried_by, carries, messages_for
+from cp_fast.transport.memory_group import carried_by, carries, messages_for
 from cp_ref.contract import plan_arguments as plans
 from cp_ref.contract.call_checks import check_context, check_plan_owner
 from cp_ref.contract.cuts import planned_positions

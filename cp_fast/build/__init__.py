@@ -8,8 +8,3 @@ The cache is $CP_ATTENTION_CACHE, or else cp-attention in $XDG_CACHE_HOME or ~/.
 (or CUDA_HOME) and CP_ATTENTION_CUDA_ARCHS ("90", "80;90", "all") choose the compilers and the GPU architectures.
 CP_ATTENTION_BUILD_WAIT is how many seconds (600) a process waits for another one's build before it builds itself.
 """
-
-from cp_fast.build.builder import build, find, library, status, why_not
-from cp_fast.build.recipe import DEVICES, BuildError, Unavailable
-
-__all__ = ["DEVICES", "BuildError", "Unavailable", "build", "find", "library", "status", "why_not"]

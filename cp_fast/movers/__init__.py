@@ -9,7 +9,6 @@ operands          what operators check and bring into shape
 operators         the registered operators (`torch.ops.cp_attention`) for `cp_fast.thd`
 """
 
-from cp_fast.movers.mover_protocol import Movers, RowRule
-from cp_fast.movers.select_movers import NAMES, chosen, kernels, use, why_not
+from cp_fast.movers.select_movers import use
 
-__all__ = ["NAMES", "Movers", "RowRule", "chosen", "kernels", "use", "why_not"]
+__all__ = ["use"]

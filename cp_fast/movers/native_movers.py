@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from cp_fast import build
+from cp_fast.build import builder
+from cp_fast.build.recipe import BuildError
 from cp_fast.movers.mover_protocol import HELPERS, KINDS, Movers, RowRule, Rows
 
 __all__ = [
@@ -36,7 +37,7 @@ def load(device: str) -> NativeMovers:
         device: "cpu" or "cuda".
 
     Raises:
-        cp_fast.build.Unavailable: why they cannot be used here. cp_fast.build.BuildError: the compiler
+        cp_fast.build.recipe.Unavailable: why they cannot be used here. BuildError of the same file: the compiler
         failed, or its library cannot be loaded.
     """
     return NativeMovers(_namespace(device))
@@ -44,11 +45,11 @@ def load(device: str) -> NativeMovers:
 
 def _namespace(device: str) -> Any:
     """`torch.ops.cp_attention_native_cpu` or `_cuda`, loaded."""
-    path = build.library(device)
+    path = builder.library(device)
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        raise build.BuildError(f"the native kernels in {path} cannot be loaded: {error}") from error
+        raise BuildError(f"the native kernels in {path} cannot be loaded: {error}") from error
     return getattr(torch.ops, f"cp_attention_native_{device}")
 
 

@@ -39,7 +39,7 @@ _MODULES = {  # With the function `load`.
     "numba": "cp_fast.movers.numba_cuda",
     "torch": "cp_fast.movers.torch_movers",
 }
-_REASONS = {"native": "cp_fast.build", "numba": "cp_fast.movers.numba_cuda"}  # With the function `why_not`.
+_REASONS = {"native": "cp_fast.build.builder", "numba": "cp_fast.movers.numba_cuda"}  # With the function `why_not`.
 _used: list[str] = []  # Of `use`, the innermost last; for all threads, since autograd has its own.
 
 

@@ -22,9 +22,3 @@ choice, the group's own messages carry calls captured in a CUDA graph (a replay 
 calls without a plan, and messages larger than a staging buffer. They also carry a user's own schedule: its two ends may
 cut their messages into steps differently.
 """
-
-from __future__ import annotations
-
-from cp_fast.transport.memory_group import VARIABLE, carried_by, carries, messages_for, why_not
-
-__all__ = ["VARIABLE", "carried_by", "carries", "messages_for", "why_not"]

@@ -15,7 +15,7 @@ from torch.distributed.utils import _apply_to_tensors
 import cp_fast
 import cp_ref
 from cp_fast.dispatch.handles import object_of
-from cp_fast.movers import use
+from cp_fast.movers.select_movers import use
 from cp_ref import SimGroup
 from cp_ref.contract.declared import replaced
 from cp_ref.simulator import SimMember

@@ -25,7 +25,7 @@ from conformance.step.compare_step import compare_step
 from cp_fast.backends import BACKENDS
 from cp_fast.tools.cli import app as fast_app
 from cp_fast.tools.cli.demo import Job
-from cp_fast.tools.cost import candidates
+from cp_fast.tools.cost.predict import candidates
 from cp_ref.cli import app as ref_app
 from cp_ref.contract.context import ContextParallel
 from cp_ref.contract.group import PaperGroup

@@ -19,11 +19,11 @@ from benchmarks.cost_model.predictions import FARTHER, compared, why_farther, wr
 from benchmarks.cost_model.records import RESULTS, read_records
 from cp_fast import ContextParallel
 from cp_fast.compile.chosen_schedule import choose_head_chunks
+from cp_fast.compile.machine import Kernel, Machine, read_machine
 from cp_fast.tools.cli import app
-from cp_fast.tools.cost import Kernel, Machine, candidates, predict, read_machine, recommended
 from cp_fast.tools.cost.counts import count_rank
 from cp_fast.tools.cost.measure_machine import measure
-from cp_fast.tools.cost.predict import SAVED, ModelShape, step_memory
+from cp_fast.tools.cost.predict import SAVED, ModelShape, candidates, predict, recommended, step_memory
 from cp_ref import SimGroup
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence

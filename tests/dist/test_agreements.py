@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import cp_fast
-import cp_fast.build
+import cp_fast.build.builder
+from cp_fast.build.recipe import BuildError
 from cp_fast.movers import select_movers as select
 from cp_ref import SimGroup
 from tests.dist.workers import Processes
@@ -36,21 +37,21 @@ def call(planned: bool, cp: Any, x: torch.Tensor) -> None:
 def bad_kernels(planned: bool, how: str) -> None:
     """Rank 1 has a wrong choice of kernels, or its build fails."""
     cp, x = cp_fast.ContextParallel(dist.group.WORLD), torch.zeros(1, 4, 2, 8)
-    found, before = cp_fast.build.library, os.environ.get(select.VARIABLE)
+    found, before = cp_fast.build.builder.library, os.environ.get(select.VARIABLE)
 
     def fails(device: str) -> Any:
-        raise cp_fast.build.BuildError("the compiler says no")
+        raise BuildError("the compiler says no")
 
     if cp.rank == 1:
         os.environ[select.VARIABLE] = "native" if how == "build" else how
-        cp_fast.build.library = fails
+        cp_fast.build.builder.library = fails
         select._choice.cache_clear()
         select._loaded.cache_clear()
         importlib.import_module("cp_fast.movers.native_movers").load.cache_clear()
     try:
         call(planned, cp, x)
     finally:
-        cp_fast.build.library = found
+        cp_fast.build.builder.library = found
         os.environ.pop(select.VARIABLE, None)
         if before is not None:
             os.environ[select.VARIABLE] = before

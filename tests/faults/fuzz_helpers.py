@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from conformance.problems.helpers import HELPERS, Helper
-from cp_fast import movers as kernels
 from cp_fast import thd
+from cp_fast.movers import select_movers as kernels
 
 __all__ = ["fuzz"]
 

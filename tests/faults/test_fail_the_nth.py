@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_fast
 import cp_fast.api.plan
-import cp_fast.build
+import cp_fast.build.builder
 from cp_fast.movers import select_movers as select
 from tests.dist.workers import Processes
 from tests.marks import needs_cxx

@@ -15,7 +15,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from cp_fast.movers import why_not
+from cp_fast.movers.select_movers import why_not
 from tests.cp_fast.kernels.checks.case import Where
 
 os.environ.setdefault("CONFORMANCE_LIMIT_S", "300")

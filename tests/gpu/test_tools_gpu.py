@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from cp_fast.backends import by_name
+from cp_fast.compile.machine import read_machine
 from cp_fast.tools.cli import app
-from cp_fast.tools.cost import read_machine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1", "WORLD_SIZE": "1"})

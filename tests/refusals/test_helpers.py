@@ -14,8 +14,9 @@ import torch
 
 import cp_fast
 import cp_ref
-from cp_fast.movers import RowRule, use
+from cp_fast.movers.mover_protocol import RowRule
 from cp_fast.movers.native_movers import load
+from cp_fast.movers.select_movers import use
 from tests.marks import needs_cxx
 
 CU = torch.tensor([0, 8, 12])  # divides at cp_size 2

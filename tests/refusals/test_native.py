@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cp_fast.movers import RowRule
+from cp_fast.movers.mover_protocol import RowRule
 from tests.cp_fast.kernels.test_native import cumulative, native
 from tests.marks import needs_cxx
 from tests.refusals import says

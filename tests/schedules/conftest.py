@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cp_fast.movers import kernels
+from cp_fast.movers.select_movers import kernels
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ import torch
 
 import cp_fast
 import cp_ref
-from cp_fast.movers import use
+from cp_fast.movers.select_movers import use
 from cp_ref import SimGroup, dense_attention
 from tests.marks import needs_cxx
 

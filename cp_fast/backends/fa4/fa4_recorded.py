@@ -56,8 +56,8 @@ def keep_on_disk() -> None:
     """Set the library's variables, unless the user has, to a folder next to our builds. Call it before the import."""
     if ENABLED in os.environ or FOLDER in os.environ or "flash_attn.cute.cache_utils" in sys.modules:
         return
-    from cp_fast.build import Unavailable  # The build code is not imported with the package.
     from cp_fast.build.cache import own_folder
+    from cp_fast.build.recipe import Unavailable  # The build code is not imported with the package.
 
     with suppress(OSError, Unavailable):  # No home, or a folder that others can write to: no disk cache.
         folder = own_folder(_NAME)

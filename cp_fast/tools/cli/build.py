@@ -12,15 +12,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cp_fast import build as native
 from cp_fast.backends import VarlenBatch, by_name
 from cp_fast.backends.fa4 import fa4_recorded
-from cp_fast.build.recipe import VARIABLE, read_archs
+from cp_fast.build import builder as native
+from cp_fast.build.recipe import DEVICES, VARIABLE, BuildError, Unavailable, read_archs
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Launch
 from cp_fast.tools.cli.plan import Request, problem_of
-from cp_fast.tools.cost import candidates
 from cp_fast.tools.cost.measure_machine import launch_calls
+from cp_fast.tools.cost.predict import candidates
 from cp_ref.contract.cli.description import size_text
 from cp_ref.contract.cli.options import lengths, window
 from cp_ref.contract.cli.terminal import CHECK_FAILED, readable_errors
@@ -82,9 +82,7 @@ def build(
         chosen = _devices(device)
     console = Console(soft_wrap=True, highlight=False)
     if not chosen:
-        console.print(
-            "nothing can be built here: " + escape("; ".join(filter(None, map(native.why_not, native.DEVICES))))
-        )
+        console.print("nothing can be built here: " + escape("; ".join(filter(None, map(native.why_not, DEVICES)))))
         raise typer.Exit(CHECK_FAILED)
     outcomes = [_built(console, name, numbers, check) for name in chosen]
     if not all(outcomes):
@@ -93,8 +91,8 @@ def build(
 
 def _devices(device: str | None) -> list[str]:
     if device is None:
-        return [name for name in native.DEVICES if native.why_not(name) is None]
-    return list(native.DEVICES) if device == "all" else [device]
+        return [name for name in DEVICES if native.why_not(name) is None]
+    return list(DEVICES) if device == "all" else [device]
 
 
 def _built(console: Console, device: str, archs: tuple[int, ...] | None, check: bool) -> bool:
@@ -107,7 +105,7 @@ def _built(console: Console, device: str, archs: tuple[int, ...] | None, check: 
     fresh: list[str] = []
     try:
         path = native.build(device, archs, fresh.append)
-    except (native.Unavailable, native.BuildError, ValueError) as error:
+    except (Unavailable, BuildError, ValueError) as error:
         console.print(f"{device}: [red]failed[/]: {escape(str(error))}")
         return False
     how = f"built in {time.perf_counter() - began:.1f} s" if fresh else "there already"

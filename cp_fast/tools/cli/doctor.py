@@ -19,19 +19,18 @@ from rich.markup import escape
 from rich.table import Table
 from torch.cuda import nccl
 
-from cp_fast import build
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.backends import BACKENDS, Backend, installed, probe, remark_on
 from cp_fast.backends.fa4 import fa4_recorded
 from cp_fast.backends.sparse_kernels import choose_sparse
-from cp_fast.build import recipe
+from cp_fast.build import builder, recipe
+from cp_fast.compile.machine import read_machine
 from cp_fast.movers.numba_cuda.memory_sim import SIMULATED
 from cp_fast.movers.select_movers import chosen, why_not
-from cp_fast.tools.cost import read_machine
 from cp_fast.tools.cost.measure_machine import measure
-from cp_fast.transport import VARIABLE as MESSAGES
-from cp_fast.transport import carried_by
-from cp_fast.transport import why_not as why_not_peer_memory
+from cp_fast.transport.memory_group import VARIABLE as MESSAGES
+from cp_fast.transport.memory_group import carried_by
+from cp_fast.transport.memory_group import why_not as why_not_peer_memory
 from cp_ref.contract.cli.options import lengths
 from cp_ref.contract.cli.terminal import BAD_INPUT, CHECK_FAILED, complain, readable_errors, table
 from cp_ref.contract.group import PaperGroup
@@ -129,9 +128,9 @@ def _try(backend: Backend, device: str) -> str | None:
 def _kernels() -> list[Row]:
     """For every device, the kernels that move and merge there, the reason, and the state of the native ones."""
     made: list[Row] = []
-    for device in build.DEVICES:
+    for device in recipe.DEVICES:
         try:
-            built, why_not_built = build.status(device)
+            built, why_not_built = builder.status(device)
         except ValueError as error:
             built, why_not_built = None, str(error)
         in_use: str | None = None
@@ -243,7 +242,7 @@ def _version(package: str) -> str | None:
 def _compiler() -> tuple[str | None, str]:
     try:
         program, _ = recipe.host_compiler(recipe.cxx())
-    except (build.Unavailable, ValueError) as error:
+    except (recipe.Unavailable, ValueError) as error:
         return None, str(error)
     return _tool(program)
 

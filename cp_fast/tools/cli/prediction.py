@@ -10,8 +10,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cp_fast.tools.cost import Machine, Prediction, candidates, predict, recommended
-from cp_fast.tools.cost.predict import SAVED, Candidate, ModelShape, step_memory
+from cp_fast.compile.machine import Machine
+from cp_fast.tools.cost.predict import (
+    SAVED,
+    Candidate,
+    ModelShape,
+    Prediction,
+    candidates,
+    predict,
+    recommended,
+    step_memory,
+)
 from cp_ref.contract.cli.options import ProblemOptions
 from cp_ref.contract.cli.terminal import table
 from cp_ref.schedules.problem import Problem

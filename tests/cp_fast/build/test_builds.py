@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from cp_fast import build
+from cp_fast.build import builder as build
 from cp_fast.build import cache, recipe
-from cp_fast.build.recipe import ALL_ARCHS, VARIABLE, Recipe, machine_archs, read_archs
+from cp_fast.build.recipe import ALL_ARCHS, VARIABLE, BuildError, Recipe, Unavailable, machine_archs, read_archs
 from tests.cp_fast.build.small import make_small, use_small
 from tests.dist.workers import CONTEXT
 from tests.marks import HANGS_S, needs_cxx
@@ -28,7 +28,7 @@ from tests.marks import HANGS_S, needs_cxx
 def nvcc_missing() -> bool:
     try:
         recipe.nvcc()
-    except build.Unavailable:
+    except Unavailable:
         return True
     return False
 
@@ -132,7 +132,7 @@ def test_a_first_build_says_one_line(
 def test_a_compiler_that_fails(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = use_small(tmp_path, monkeypatch)
     (sources / "cpu" / "heads.cpp").write_text("int broken(;\n")
-    with pytest.raises(build.BuildError) as caught:
+    with pytest.raises(BuildError) as caught:
         build.build("cpu", say=lambda line: None)
     said = str(caught.value)
     assert "building the native kernels for the CPU failed after" in said
@@ -169,9 +169,9 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rule = r"a C\+\+ compiler was not found: looked for c\+\+, g\+\+, clang\+\+ \(\$CXX is not set\)"
     reason = build.why_not("cpu")
     assert reason is not None
-    with pytest.raises(build.Unavailable, match=f"the native kernels for the CPU cannot be had: {rule}"):
+    with pytest.raises(Unavailable, match=f"the native kernels for the CPU cannot be had: {rule}"):
         build.library("cpu")
-    with pytest.raises(build.Unavailable, match=rule):
+    with pytest.raises(Unavailable, match=rule):
         build.build("cpu")
     assert build.status("cpu") == (None, reason)
 
@@ -249,7 +249,7 @@ def test_a_full_disk_says_where_and_what_to_do(
     rule = (
         rf"{own_cache}, is full \(.*compilers write to .*make room there, or set {cache.VARIABLE} to a folder with room"
     )
-    with pytest.raises(build.Unavailable, match=rule):
+    with pytest.raises(Unavailable, match=rule):
         build.library("cpu")
 
 
@@ -259,7 +259,7 @@ def test_cudas_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         recipe.nvcc()
     monkeypatch.delenv("NVCC")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    with pytest.raises(build.Unavailable, match=rf"looked for {tmp_path}/bin/nvcc \(\$CUDA_HOME\)"):
+    with pytest.raises(Unavailable, match=rf"looked for {tmp_path}/bin/nvcc \(\$CUDA_HOME\)"):
         recipe.nvcc()
 
 
@@ -267,7 +267,7 @@ def test_cudas_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 def test_without_cuda_the_gpu_kernels_say_so() -> None:
     reason = f"PyTorch {torch.__version__} is built without CUDA"
     assert build.why_not("cuda") == reason
-    with pytest.raises(build.Unavailable, match=r"the native kernels for GPUs cannot be had: PyTorch .* without CUDA"):
+    with pytest.raises(Unavailable, match=r"the native kernels for GPUs cannot be had: PyTorch .* without CUDA"):
         build.library("cuda")
 
 
@@ -276,9 +276,7 @@ def test_a_cuda_that_the_driver_may_not_know(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(recipe, "identity", lambda program: "Cuda compilation tools, release 13.0, V13.0.88")
-    with pytest.raises(
-        build.Unavailable, match=r"nvcc is of CUDA 13.0, newer than the 12.8 that PyTorch was built for"
-    ):
+    with pytest.raises(Unavailable, match=r"nvcc is of CUDA 13.0, newer than the 12.8 that PyTorch was built for"):
         builder._check_nvcc("nvcc")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     builder._check_nvcc("nvcc")
@@ -299,7 +297,7 @@ def test_architectures_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "get_device_capability", [(9, 0), (12, 0), (9, 0)].__getitem__)
     assert machine_archs() == (90, 120)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(build.Unavailable, match=f"no GPU here to choose an architecture for: set {VARIABLE}"):
+    with pytest.raises(Unavailable, match=f"no GPU here to choose an architecture for: set {VARIABLE}"):
         machine_archs()
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from cp_fast.build import BuildError, Unavailable, cache
+from cp_fast.build import cache
+from cp_fast.build.recipe import BuildError, Unavailable
 from tests.dist.workers import CONTEXT
 from tests.marks import HANGS_S
 

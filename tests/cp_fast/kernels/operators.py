@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from cp_fast import thd
-from cp_fast.movers import RowRule, kernels
+from cp_fast.movers.mover_protocol import RowRule
+from cp_fast.movers.select_movers import kernels
 
 
 def other_values(t: dict[str, torch.Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from cp_fast.movers import why_not
+from cp_fast.movers.select_movers import why_not
 from tests.cp_fast.kernels.checks.suite import (
     CHECKS,
     MERGED_SHAPES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cp_fast.movers import why_not
+from cp_fast.movers.select_movers import why_not
 from tests.cp_fast.kernels.checks.case import Boxed, bytes_of
 from tests.cp_fast.kernels.checks.suite import CHECKS, Case, Where
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cp_fast.movers import RowRule, use
+from cp_fast.movers.mover_protocol import RowRule
 from cp_fast.movers.native_movers import NativeMovers, load
+from cp_fast.movers.select_movers import use
 from cp_ref.thd import thd_cp_rank_order_to_sequence_order, thd_get_partitioned_indices, thd_read_half_tensor
 from tests.cp_fast.kernels.checks.suite import Where, merged_shapes
 from tests.marks import needs_cxx

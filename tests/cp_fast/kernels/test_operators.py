@@ -7,7 +7,7 @@ import torch
 
 from conformance.adapters.cp_fast import operator_calls, tensors
 from cp_fast import thd
-from cp_fast.movers import use, why_not
+from cp_fast.movers.select_movers import use, why_not
 from tests.cp_fast.kernels.operators import HELPERS, KERNELS, flat, other_values
 
 CALLS = list(operator_calls("cpu"))

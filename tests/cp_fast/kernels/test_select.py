@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import cp_fast.build
-from cp_fast import movers as package
+import cp_fast.build.builder
 from cp_fast.log import log_once
-from cp_fast.movers import chosen, kernels, use, why_not
 from cp_fast.movers import select_movers as select
+from cp_fast.movers.select_movers import chosen, kernels, use, why_not
 from cp_fast.movers.torch_movers import TorchMovers
 
 
@@ -27,7 +26,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_without_a_compiler_pytorch_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cp_fast.build, "why_not", lambda device_type: "no C++ compiler")
+    monkeypatch.setattr(cp_fast.build.builder, "why_not", lambda device_type: "no C++ compiler")
     assert chosen("cpu") == ("torch", "not native: no C++ compiler; not numba: numba is for 'cuda', not 'cpu'")
     assert isinstance(kernels("cpu"), TorchMovers)
     with pytest.raises(RuntimeError, match=r"'native' cannot be had: no C\+\+ compiler"):
@@ -39,7 +38,7 @@ def test_without_a_compiler_pytorch_is_taken(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_first_use_of_a_slower_one_says_so_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cp_fast.build, "why_not", lambda device_type: "no C++ compiler")
+    monkeypatch.setattr(cp_fast.build.builder, "why_not", lambda device_type: "no C++ compiler")
     log_once.cache_clear()
     for _ in range(2):
         kernels("cpu")
@@ -60,7 +59,7 @@ def test_the_first_use_of_a_slower_one_says_so_once(
 
 def test_a_compiler_that_is_not_there_is_no_reason_to_take_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    cp_fast.build.why_not.cache_clear()
+    cp_fast.build.builder.why_not.cache_clear()
     with pytest.raises(ValueError, match="CXX is 'no-such-compiler'; it must name a C"):
         kernels("cpu")
     with use("torch"):
@@ -71,7 +70,7 @@ def test_a_build_that_fails_is_no_reason_to_take_another(monkeypatch: pytest.Mon
     def load(device: str) -> None:
         raise RuntimeError("the build failed: error on line 3")
 
-    monkeypatch.setattr(cp_fast.build, "why_not", lambda device_type: None)
+    monkeypatch.setattr(cp_fast.build.builder, "why_not", lambda device_type: None)
     monkeypatch.setattr("cp_fast.movers.native_movers.load", load)
     with pytest.raises(RuntimeError, match="the build failed"):
         kernels("cpu")
@@ -96,7 +95,7 @@ def test_names() -> None:
     with pytest.raises(ValueError, match="name is 'cutlass'"):
         kernels("cpu", "cutlass")
     assert why_not("torch", "meta") is None
-    assert set(package.NAMES) == {"native", "numba", "torch"}
+    assert set(select.NAMES) == {"native", "numba", "torch"}
 
 
 def test_the_helpers_use_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

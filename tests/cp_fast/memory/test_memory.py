@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 from cp_fast.checkpoint import save_attention
-from cp_fast.tools.cost import predict, read_machine
+from cp_fast.compile.machine import read_machine
+from cp_fast.tools.cost.predict import predict
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.simulator import RankScheduler, SimMember
 from tests.cp_fast.memory.one_rank import Allocated, call_of

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from cp_fast.movers import RowRule, kernels, why_not
+from cp_fast.movers.mover_protocol import RowRule
+from cp_fast.movers.select_movers import kernels, why_not
 from tests.cp_fast.kernels.checks.suite import (
     CHECKS,
     MERGED_SHAPES,

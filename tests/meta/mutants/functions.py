@@ -15,7 +15,7 @@ import torch
 
 from cp_fast.compile.program import Accumulate, Launch
 from cp_fast.linear.linear_kernels import Maps
-from cp_fast.movers import RowRule
+from cp_fast.movers.mover_protocol import RowRule
 from cp_ref.contract.cuts import Cut
 from cp_ref.schedules.areas import UNBOUNDED, Areas
 from cp_ref.schedules.problem import Problem, Sequence

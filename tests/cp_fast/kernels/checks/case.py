@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from cp_fast.movers import Movers, kernels, use
+from cp_fast.movers.mover_protocol import Movers
+from cp_fast.movers.select_movers import kernels, use
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from cp_fast.movers import RowRule, why_not
+from cp_fast.movers.mover_protocol import RowRule
 from cp_fast.movers.numba_cuda.memory_sim import SIMULATED
+from cp_fast.movers.select_movers import why_not
 from tests.cp_fast.kernels.checks.suite import CHECKS, Case, Where, cases, many_sequences, row_sizes
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="needs NUMBA_ENABLE_CUDASIM=1")

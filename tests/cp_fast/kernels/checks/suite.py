@@ -12,7 +12,7 @@ import torch
 
 import cp_fast
 import cp_ref
-from cp_fast.movers import RowRule
+from cp_fast.movers.mover_protocol import RowRule
 from tests.cp_fast.kernels.checks.case import (
     FLOATS,
     INF,
