@@ -182,7 +182,8 @@ def problem(cp_size: int, *sequences: Sequence, **fields: object) -> Problem:
 
 def every_schedule(case: Case, only: tuple[str, ...] = CP_COMM_TYPES) -> tuple[Case, ...]:
     """The case under every schedule whose a2a the heads allow; a2a+p2p with the inner group as large as it can be,
-    short of all ranks.
+    short of all ranks. Where that is a group of one, as on two ranks, it is p2p and left out beside it: the special
+    case inner-group-of-one has it.
     """
     p, found = case.problem, []
     for comm in only:
@@ -190,7 +191,7 @@ def every_schedule(case: Case, only: tuple[str, ...] = CP_COMM_TYPES) -> tuple[C
         if comm == "a2a":
             sizes = sizes[:1] if sizes[0] == p.cp_size else []
         elif comm == "a2a+p2p":
-            sizes = [n for n in sizes if n < p.cp_size][:1]
+            sizes = [n for n in sizes if n < p.cp_size and (n > 1 or "p2p" not in only)][:1]
         else:
             sizes = [1]
         found += [replace(case, problem=replace(p, cp_comm_type=comm, a2a_size=n)) for n in sizes]

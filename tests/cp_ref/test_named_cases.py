@@ -22,8 +22,10 @@ IMPLEMENTATIONS: list[Any] = [cp_ref, cp_fast]
 
 
 def schedules(cp_size: int) -> list[tuple[str, int]]:
-    """Every cp_comm_type with its a2a_size; a2a+p2p in every factorisation."""
-    pairs = [("a2a+p2p", n) for n in range(1, cp_size + 1) if cp_size % n == 0]
+    """Every cp_comm_type with its a2a_size; a2a+p2p in every factorisation, of many ranks without those that are p2p
+    and a2a.
+    """
+    pairs = [("a2a+p2p", n) for n in range(1, cp_size + 1) if cp_size % n == 0 and (cp_size < 9 or 1 < n < cp_size)]
     return [("p2p", 1), ("all_gather", 1), ("a2a", cp_size), *pairs]
 
 

@@ -299,7 +299,7 @@ def messages(schedule: Schedule) -> int:
     return sum(len(step.sends) for ranks in (schedule.forward, schedule.backward) for steps in ranks for step in steps)
 
 
-@settings(max_examples=examples(int(os.environ.get("CP_PLANS", "600"))), deadline=None)
+@settings(max_examples=examples(int(os.environ.get("CP_PLANS", "250"))), deadline=None)
 @given(linear_problems(), st.integers(1, 40))
 def test_random_problems_are_proved(problem: Problem, kernel_size: int) -> None:
     states, halo = make_states(problem), conv_schedule(problem, kernel_size)

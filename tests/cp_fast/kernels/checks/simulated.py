@@ -21,7 +21,7 @@ WHERE = Where("numba", "cpu")
 def test_properties(check: str) -> None:
     assert why_not("numba", "cpu") is None
 
-    @settings(max_examples=6)
+    @settings(max_examples=4)
     @given(cases(most_chunks=2, most_sequences=5, most_heads=2))
     def run(case: Case) -> None:
         CHECKS[check](WHERE, case)
