@@ -158,7 +158,7 @@ def jit(*_, **__):
 """
 LOOK = """
 import json
-from cp_fast.movers import chosen, use
+from cp_fast.movers.select_movers import chosen, use
 from typer.testing import CliRunner
 from cp_fast.tools.cli import app
 try:

@@ -126,7 +126,7 @@ FAULTS = {
 }
 SCRIPT = """
 import torch, cp_fast.thd
-from cp_fast.movers import kernels
+from cp_fast.movers.select_movers import kernels
 rows, ops, x = kernels("cuda", "native"), torch.ops.cp_attention, torch.ones(16, 64, device="cuda")
 ids = torch.arange(16, device="cuda")
 try:
