@@ -3,16 +3,16 @@
     python benchmarks/attention.py --gpus 4 --tokens 65536 --schedules p2p,all_gather,a2a,a2a+p2p --out results.csv
 
 efficiency = (time of the whole problem on one GPU, kernel alone, no context parallelism) / gpus / (time over the gpus).
-A time is that of several calls in a row over their number, as layers follow each other in training; the one GPU makes
-`gpus` times fewer, so that both take equally long, and what the host needs for the first call weighs equally. Both are
-measured in turns (A B A B), with CUDA events, on all GPUs at once; of both the slowest GPU counts, and the median of
-the rounds is reported. Before that, each schedule's out, dq, dk, dv are compared with the single GPU's; where they
-differ nothing is reported. `host_ms` is what the host needs to launch one call, forward and backward.
+A time is that of several calls in a row over their number, as layers follow each other in training. The one GPU makes
+`gpus` times fewer calls. So both take equally long, and the host's time for the first call weighs equally. Both are
+measured in turns (A B A B), with CUDA events, on all GPUs at once. Of both the slowest GPU counts, and the median of
+the rounds is reported. Before that, each schedule's out, dq, dk, dv are compared with the single GPU's. If they differ,
+nothing is reported. `host_ms` is the host's time to launch one call, forward and backward.
 
     --layouts dual_chunk,balanced   each schedule under each layout, in turns too
     --messages peer_memory,group,graph   each schedule with each transport: peer memory, NCCL, NCCL in a CUDA graph
     --without -,free_early,all     each without a compiler pass (`cp_fast.passes`), in turns too; `each`
-                             stands for -, every pass, and all
+                             means -, every pass, and all
     --peers                  ring-flash-attention, PyTorch's `context_parallel`, TransformerEngine and MagiAttention
                              (`others.py`), in turns too, each compared with the single GPU; which are left out and why,
                              each row says
@@ -227,7 +227,7 @@ def captured(fn: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def host_seconds(fn: Callable[[], Any], calls: int) -> float:
-    """What the host needs to launch one of several calls in a row; the median of five, of the slowest rank."""
+    """The host's time to launch one of several calls in a row; the median of five, of the slowest rank."""
     taken = []
     for _ in range(5):
         dist.barrier()

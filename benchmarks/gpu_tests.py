@@ -2,13 +2,13 @@
 
     python benchmarks/gpu_tests.py -j 16 --seconds 240 --out gpu_tests_1x.json
 
-Each failure is printed and stands in the file as soon as it happens. The file is whole JSON at every moment: a run that
-is cut has said what failed, what was running, and what it did not reach. With several GPUs, the processes share them
-equally. The tests need nothing of docs/ and of benchmarks/results/. Exit code 1 if a test failed, 2 if the time was up
-before the last one.
+Each failure is printed, and written to the file, as soon as it happens. The file is whole JSON at every moment. So if a
+run is cut, the file names the failures, the tests that were running, and those that were not reached. With several
+GPUs, the processes share them equally. The tests need nothing of docs/ and of benchmarks/results/. Exit code 1 if a
+test failed, 2 if the time was up before the last one.
 
-This file is also the plugin of pytest that does so: pytest runs in a process of its own, which is ended with all that
-it started when the time is up.
+This file is also the plugin of pytest that writes the record. Pytest runs in a separate process. When the time is up,
+that process ends with all that it started.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Recorder:
         self.write()
 
     def fail(self, name: str, text: str, took: float) -> None:
-        """Keep what is said of a failure, print it, and write the file."""
+        """Keep the text of a failure, print it, and write the file."""
         lines = text.splitlines()
         message = next((line.removeprefix("E ").strip() for line in lines if line.startswith("E ")), lines[-1:])
         self.failures[name] = "\n".join(lines[-LINES:])

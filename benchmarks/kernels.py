@@ -3,10 +3,10 @@
     python benchmarks/kernels.py --out benchmarks/results/kernels_h200.csv --plot benchmarks/results/kernels_h200.svg
     python benchmarks/kernels.py --device cpu --scale 16 --implementations native,torch
 
-Each kernel's result is checked first; where it is wrong nothing is reported. Then the implementations and
-`torch.Tensor.copy_` of the same bytes are timed in turns in the same run: on a GPU by replays of CUDA graphs, each of
-several launches on different tensors (together many times the L2), the median of the replays; on a CPU by the clock,
-and next to `torch.index_select` with a ready index.
+Each kernel's result is checked first; if it is wrong, nothing is reported. Then the implementations and
+`torch.Tensor.copy_` of the same bytes are timed in turns in the same run. On a GPU, CUDA graphs are replayed, each of
+several launches on different tensors (together many times the L2); the median of the replays counts. On a CPU the clock
+counts, and `torch.index_select` with a ready index is timed too.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ CPU_BYTES = 256 << 20
 
 
 def sets_for(moved: int, device: str) -> int:
-    """How many sets of tensors, for launches that move so many bytes."""
+    """The number of sets of tensors, for launches that move `moved` bytes each."""
     if device == "cpu":
         return min(max(CPU_BYTES // max(moved, 1), 2), 16)
     return min(max(LEAST_BYTES // max(moved, 1), min(8, MOST_BYTES // max(moved, 1))), 48)

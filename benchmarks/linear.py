@@ -1,4 +1,4 @@
-"""Linear attention on GPUs: errors of every kind against the oracle, and times beside flash-linear-attention's own.
+"""Linear attention on GPUs: errors of every kind against the oracle, and times compared with flash-linear-attention's.
 
     python -m benchmarks.linear check --kinds kda --out check.json            # all ranks of a simulated group, one GPU
     python -m benchmarks.linear warm --part 0 --parts 8 &                     # of 8 processes: compile for `speed`
@@ -6,13 +6,15 @@
     python -m benchmarks.linear speed --gpus 2 --no-tuned --out speed.json    # two ranks, in a minute and a half
     python -m benchmarks.linear convolution --out convolution.json            # a causal convolution, by its bytes
 
-`check` prints, for each problem, the errors of all results and gradients relative to the oracle's, as roots of mean
-squares, and beside them those of the same call on one rank: spreading may add a half to them. Random problems are a
-kind of `benchmarks.conformance_gpu`. `speed` has gated delta rule layers of 16 heads of 128, 16,384 tokens a GPU, in
-turns in one run: times of calls in a row, which a slow host makes longer, times of the GPU alone, whose launches wait
-in its queue, the processor's time for a call, all in one thread, and the launches of a call. Flash-linear-attention
-refuses its backward pass on Hopper GPUs with Triton 3.4 to 3.7.0, whose compiler makes a wrong gradient of it. Its time
-is not affected, so the refusal is lifted here, and no gradient of it is read.
+`check` prints the errors of all results and gradients of each problem, relative to the oracle's, as roots of mean
+squares. Next to them it prints those of the same call on one rank: spreading may add a half to them. Random problems
+are a kind of `benchmarks.conformance_gpu`.
+
+`speed` measures gated delta rule layers of 16 heads of 128, 16,384 tokens a GPU, in turns in one run. It has times of
+calls in a row, which a slow host makes longer; times of the GPU alone, whose launches wait in its queue; the
+processor's time for a call, all in one thread; and the launches of a call. Flash-linear-attention refuses its backward
+pass on Hopper GPUs with Triton 3.4 to 3.7.0, whose compiler makes a wrong gradient of it. Its time is not affected. So
+the refusal is lifted here, and no gradient of it is read.
 """
 
 from __future__ import annotations

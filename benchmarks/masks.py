@@ -2,13 +2,13 @@
 
     python benchmarks/masks.py --gpus 2 --tokens 16384 --layouts dual_chunk,balanced --seconds 125 --out masks.csv
 
-`--without -,factor_keys,all` measures each schedule without a compiler pass too, in the same turns; `each` stands for
+`--without -,factor_keys,all` measures each schedule without a compiler pass too, in the same turns; `each` means
 -, every pass, and all (see `benchmarks/attention.py`).
 
 `share` = (visible pairs / the rate of the dense causal kernel on one GPU) / gpus / time: 1 is a mask that costs what
 its pairs cost. All are measured in turns by CUDA events (A B C A B C), several calls in a row, on all GPUs at once; the
 slowest GPU counts, and the median of the rounds is reported. Before that out, dq, dk and dv are compared with attention
-written out with the whole mask, in float32; what differs has a row that says so, and no time.
+written out with the whole mask, in float32. If they differ, the row says so and has no time.
 
 With `--peers` MagiAttention computes the same masks in the same turns (`parts/others.py`), with its own placement of
 tokens; TransformerEngine refuses every mask of several areas, and has `causal` by `attention.py --peers`.

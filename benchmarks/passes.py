@@ -1,4 +1,4 @@
-"""What each compiler pass is worth, on one GPU: all ranks of a simulated group, with and without the pass.
+"""The worth of each compiler pass, on one GPU: all ranks of a simulated group, with and without the pass.
 
     python benchmarks/passes.py --cp-size 4 --rounds 3 --out passes_1x_h200.csv
     python benchmarks/passes.py --device cpu --scale 64 --rounds 1       # to try it

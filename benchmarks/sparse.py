@@ -1,4 +1,4 @@
-"""Attention over chosen keys on GPUs, at DeepSeek-V3.2's shape: errors, times, and both beside dense attention.
+"""Attention over chosen keys on GPUs, at DeepSeek-V3.2's shape: errors and times, compared with dense attention.
 
     python -m benchmarks.sparse check --problems 200 --part 0 --parts 8    # random problems against PyTorch, in float64
     python -m benchmarks.sparse warm --part 0 --parts 8 &                  # of 8 processes: compile for the two below
@@ -9,8 +9,8 @@
 
 `speed` has 128 query heads on the latent form (one kv head, d_qk 576, v its first 512 columns), 64 heads of 128 in the
 indexer, and 2,048 keys a row. The indexer's inputs are random, so the keys of a row are spread over its document, and
-reading them is as scattered as it can be. Operations are counted over chosen pairs. Dense attention beside it is
-FlashAttention 4 on the same rows: 128 heads of 192 and 128, causal. A size is reported if its results are right: some
+reading them is as scattered as it can be. Operations are counted over chosen pairs. Dense attention is measured too:
+FlashAttention 4 on the same rows, 128 heads of 192 and 128, causal. A size is reported if its results are right: some
 rows of each are compared with PyTorch, in float32.
 """
 

@@ -3,9 +3,9 @@
     python benchmarks/thread_sanitizer.py --commit "$(git rev-parse HEAD)" --out thread_sanitizer.json
 
 The sanitizer does not see how PyTorch's pool of threads hands work over, as that is not compiled for it. So a library
-that is loaded first has `torch_parallel_for` by threads that are made and joined for each loop; and in the copy of the
-sources that is built, loops are divided however short they are. First each part of a loop is played by two threads at
-once, which the sanitizer has to find.
+is loaded first whose `torch_parallel_for` makes and joins threads for each loop. The script builds a copy of the
+sources, in which even short loops are divided. First two threads play each part of a loop at once: the sanitizer has
+to find this race.
 """
 
 from __future__ import annotations

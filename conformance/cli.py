@@ -56,10 +56,7 @@ from cp_ref.schedules.values import MOST_RANKS
 
 __all__ = ["app", "command_line", "cp_sizes_of", "print_coverage", "print_failures", "print_separating", "print_table"]
 
-# ---- printed output
-#
-# The printed output of a run: failures with the command that plays each again, a table of tiers, and the pairs it
-# exercised.
+# ---- printed output: failures with the command that plays each again, a table of tiers, and pairs of features
 
 
 _MOST_FINDINGS = 8

@@ -208,9 +208,7 @@ class TierResult:
         return shrunk or [p for p in self.played if p.verdict in FAILING]
 
 
-# ---- commands to type, versions, the machine
-#
-# Commands to type: what plays one problem again, what started this run; and the versions and machine that ran it.
+# ---- commands that play one problem again, or the run; versions, and the machine
 
 
 DEFAULT_TIME_LIMIT_S = 60.0

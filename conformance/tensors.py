@@ -47,9 +47,7 @@ __all__ = [
     "where",
 ]
 
-# ---- who sees whom
-#
-# Who sees whom, by the definition: what the suite counts, draws and computes with, and no planner has a part in.
+# ---- who sees whom, by the definition: no planner has a part in it
 
 
 class Scope(NamedTuple):

@@ -1,7 +1,7 @@
 """`attention`: context-parallel attention of one layer, as any model calls it.
 
 A call is read into a plan and the tensors that its scores depend on. `_Attention` plays the plan's schedule, forward
-and backward, and adds what is no part of any schedule: the sink, and the maximum and the sum over ranks.
+and backward, and adds the rest, which schedules do not have: the sink, and the maximum and the sum over ranks.
 """
 
 from __future__ import annotations

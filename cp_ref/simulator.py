@@ -119,8 +119,8 @@ class RankScheduler:
 
     def __post_init__(self) -> None:
         self.gathered: dict[tuple[int, ...], dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
-        self.read: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)  # by how many ranks, of those gathered
-        self._turns = [threading.Lock() for _ in range(self.size)]  # held, but for that of the rank whose turn it is
+        self.read: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)  # how many ranks read it
+        self._turns = [threading.Lock() for _ in range(self.size)]  # only the running rank's is free
         for turn in self._turns[1:]:
             turn.acquire()
         self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}

@@ -1,9 +1,9 @@
 """Sparse attention over ranks: rows read only the keys that they name.
 
 Sparse attention is attention with one more mask. So the schedules of attention play it, with their tiles and their
-merge: the positions that a row names travel with its query, and a tile sees the pairs that its band shows and that its
-rows name. An indexer's scores, and its loss, need all keys of a row at once: the keys travel as in all_gather, and what
-follows is the definition, on the rows that this rank holds.
+merge. The positions that a row names travel with its query. A tile sees the pairs that its band shows, if their rows
+name them. An indexer's scores, and its loss, need all keys of a row at once: the keys travel as in all_gather. Then
+each rank computes its own rows by the definition.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ __all__ = ["index_loss", "select_keys", "sparse_attention"]
 class NamingTensors(RankTensors):
     """The tensors of a rank whose rows name their keys.
 
-    named: [t, h_q, top_k], positions in the document of each of this rank's packed rows, for every query head; float64,
-    so that what was forgotten shows as NaN, which is no position.
+    named: [t, h_q, top_k], positions in the document of each of this rank's packed rows, for every query head. float64:
+    a position that was forgotten shows as NaN.
     """
 
     def __init__(self, problem: Problem, rank: int, device: torch.device, named: torch.Tensor) -> None:

@@ -5,9 +5,9 @@ are, over NCCL, or on the CPU over gloo.
     python benchmarks/checks/peers_conformance.py --only yunchang --ranks 4 --minutes 2.5 --out benchmarks/results
     python benchmarks/checks/peers_conformance.py --only yunchang --device cpu --minutes 1 --out /tmp
 
-Every object of every adapter is played by a driver of its own, all at once. For each library there is one file,
-`peers_NAME_DEVICE.json` (with `_4` behind it for 4 ranks): what was played and how it went, by tier; what is refused,
-and why; and each failing problem, shrunk, with the command that plays it again. Exit code 1 if a driver died.
+Each object of each adapter has its own driver, and all drivers play at once. Each library gets one file,
+`peers_NAME_DEVICE.json` (for 4 ranks `peers_NAME_DEVICE_4.json`). It has the verdicts by tier, the refusals with their
+reasons, and each failing problem, shrunk, with the command that plays it again. Exit code 1 if a driver died.
 """
 
 from __future__ import annotations

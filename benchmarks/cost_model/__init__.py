@@ -1,1 +1,1 @@
-"""The cost model: machines fitted to records, and its predictions beside them."""
+"""The cost model: machines fitted to records, and predictions compared with records."""

@@ -3,9 +3,9 @@ r"""Fit a machine of the cost model (`cp_fast.tools.cost`) to rows that `benchma
     python benchmarks/cost_model/fit_machine.py --records messages_2x_h200,layouts_2x_h200 \
         --out cp_fast/tools/cost/machines/h200-nvlink.toml
 
-Kernel rates by least squares of relative errors, from the columns of one GPU alone; the host's times from `host_ms`;
-what a launch and a step cost beside that by a search that begins with the machine as it is and changes one number at
-a time. Bandwidths and the links that the records do not have stay as they are.
+Kernel rates come from the columns of one GPU alone, by least squares of relative errors. The host's times come from
+`host_ms`. A search finds the other costs of a launch and of a step: it begins with the given machine, and changes one
+number at a time. It does not change bandwidths, and links that the records do not have.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a forward pass costs: counted on the CPU, and measured on one GPU."""
+"""The cost of a forward pass: counted on the CPU, and measured on one GPU."""

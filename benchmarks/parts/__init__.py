@@ -1,1 +1,1 @@
-"""What the scripts are made of: ranks and their clocks, other libraries, compiler switches, cases of kernels."""
+"""Parts of the scripts: ranks and their clocks, other libraries, compiler switches, cases of kernels."""

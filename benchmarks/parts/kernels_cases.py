@@ -1,4 +1,4 @@
-"""What `benchmarks/kernels.py` measures: the cases of the kernels, each with its inputs, its check and its target.
+"""The cases of `benchmarks/kernels.py`: kernels, each with its inputs, its check and its target.
 
 A case makes one set of tensors for each launch in a row, so that no launch finds its data in a cache.
 """

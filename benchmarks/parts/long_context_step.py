@@ -13,9 +13,9 @@ in what checkpointing recomputes. Rank 0 appends one JSON row for each length to
     ring_flash_attn           its adapter for Transformers, on cp_fast's kernels; full checkpointing
 
 With `--documents N` the tokens are N documents of log-normal lengths. `cp_fast` packs them in one row. The context
-parallelism of the others knows no packed documents: they take rows padded to the longest of a micro-batch, which has at
-most as many tokens, padding included, in the order drawn or (`accelerate+by_length`) in that of their lengths. One
-optimizer step has all of them.
+parallelism of the others knows no packed documents. They take micro-batches, whose rows are padded to the longest one.
+A micro-batch has no more tokens than the packed row, padding included. Documents come in the order drawn or
+(`accelerate+by_length`) in that of their lengths. One optimizer step has all of them.
 """
 
 # pyright: reportMissingImports=false

@@ -1,7 +1,8 @@
 """Whole models, batches and ways to train them, as tables: what `benchmarks.whole_models` plays.
 
-Models are small and have random weights. Experts are chosen by the token: the embedding of a token and the weights of
-the routers share directions, so that every choice has a margin, hangs on no rounding, and all experts are compared.
+Models are small and have random weights. The embedding of a token and the weights of the
+routers share directions. So the token alone chooses the experts, with a margin that no rounding removes, and all
+experts are compared.
 """
 
 # pyright: reportMissingImports=false

@@ -1,7 +1,7 @@
 """One rank's part of `benchmarks.whole_models`: plays cases, compares them with one process, and writes lines of JSON.
 
-Ranks tell each other in a store how a case went. Where only some of them raised, the group is of no more use, and its
-processes end; who started them starts others for the cases that are left.
+Ranks tell each other in a store how a case went. If only some of them raised, the group is of no more use, and its
+processes end. The program that started them then starts others for the cases that are left.
 """
 
 # pyright: reportMissingImports=false
@@ -122,14 +122,14 @@ def play(job: Ranks) -> None:
 
 
 def print_to(path: Path) -> None:
-    """What this process prints goes to a file."""
+    """Print to a file from now on."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
 
 
 def everyone(store: Any, number: int, job: Ranks, error: str) -> list[str]:
-    """What all ranks raised in a case, by rank; "" for nothing."""
+    """The error of each rank in a case, by rank; "" for none."""
     store.set(f"{number}/{job.rank}", error or "-")
     found = []
     for rank in range(job.size):
@@ -288,7 +288,7 @@ def gpt_step(
 
 
 def checkpointing_of(way: str) -> dict[str, Any] | None:
-    """What a way gives to `torch.utils.checkpoint`; None: nothing is recomputed."""
+    """The arguments of a way for `torch.utils.checkpoint`; None: nothing is recomputed."""
     if "save_attention" in way or "offload" in way:
         return {"context_fn": save_attention(offload="offload" in way)}
     return {} if "checkpointed" in way else None

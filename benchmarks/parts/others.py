@@ -5,8 +5,8 @@
     transformer_engine   `DotProductAttention` with cuDNN's kernels, p2p, all_gather and a2a
     magi_attention       its kernels, in the setting that was the fastest of those it documents (`magi_way`)
 
-What each takes is what its adapter in `conformance.adapters` says. A library that is not installed, or does not take
-the problem, is named with its reason. All have the tokens of `dual_chunk`, but MagiAttention, which places them itself.
+Its adapter in `conformance.adapters` says which problems a library takes. A library that is not installed, or does not
+take the problem, is named with its reason. MagiAttention places tokens itself; all others have those of `dual_chunk`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Other(NamedTuple):
 
 
 def others(problem: Problem, backend: Backend, group: Any, device: torch.device) -> tuple[list[Other], dict[str, str]]:
-    """The libraries' ways that can be had here, and why not the others: by "library schedule".
+    """The libraries' ways that work here, and the reasons against the others: by "library schedule".
 
     Args:
         problem: packed, causal, in dual_chunk.

@@ -1,4 +1,4 @@
-"""What the scripts have in common: their options, how a rank that is a process begins, and times of GPUs."""
+"""The common part of the scripts: their options, how a rank that is a process begins, and times of GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the GPUs do during calls in a row: a Chrome trace a rank, and one picture of kernels, transfers and gaps.
+"""The GPUs' work during calls in a row: a Chrome trace a rank, and one picture of kernels, transfers and gaps.
 
 `benchmarks/attention.py --trace FOLDER` writes both. The picture is of one of the calls. In it every rank has a line
 for each stream; the time begins with the rank's first event of that call, so that lines of different ranks are not

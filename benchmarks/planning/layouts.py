@@ -2,13 +2,20 @@
 
     python benchmarks/planning/layouts.py --out benchmarks/results/layouts.csv
 
-No group, no tensor. Of each batch: the largest rank's visible pairs over the mean; the K/V rows that ranks receive (a
-rank needs its documents' rows before its last one there, less those it has), by the rank that receives most and as the
-mean of all ranks; what some rank receives at least, however rows are shared out (below); the pieces of the rank that
-has most of them; and how long deciding ownership takes a processor here. `dual_chunk` receives all rows but the own.
+No group, no tensor. It prints of each batch
 
-Some rank has the last row of the longest document, and needs all its rows. Of these it has at most as many as fit, and
-as see no more than a rank may: m rows of one document see m * m / 2 pairs and more. It receives the others.
+- the largest rank's visible pairs over the mean;
+- the K/V rows that ranks receive: of the rank that receives most, and the mean. (A rank needs its documents' rows
+  before its last row there, less those it has.)
+- a lower bound of the largest number of rows received, for any layout (below);
+- the pieces of the rank that has most of them;
+- a processor's time to decide ownership.
+
+`dual_chunk` receives all rows but the own.
+
+The lower bound: some rank has the last row of the longest document, and needs all its rows. It holds no more of them
+than fit, and no more than see the pairs that a rank may have: m rows of one document see m * m / 2 pairs and more. It
+receives the others.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ A plan is made as `make_plan` makes it, for one rank of a group that is only pre
     link      the plan that refers to them
 
 Sequences are packed (thd), causal, of random lengths around --mean tokens, padded to a multiple of 2 * cp_size; with
-`lengths full` they need no padding. The medians of several plans are reported: wall time by part and, because other
-work may share the processor, the time that this thread had it, which is nearer to what an idle machine takes: for all
-parts but `spread` (`host_cpu_ms`), and for `spread` (`spread_cpu_ms`), which is a GPU's work where there is one.
-A machine that is shared is slow for seconds at a time: with --repeats the whole table is measured several times, and
-each line is the fastest of its repeats.
+`lengths full` they need no padding. The medians of several plans are reported. The wall time is by part. Other work may
+share the processor; so there is the processor's time of this thread too, which is nearer to an idle machine's: of all
+parts but `spread` (`host_cpu_ms`), and of `spread` (`spread_cpu_ms`), which a GPU does if there is one. A shared
+machine is slow for seconds at a time: with --repeats the whole table is measured several times, and each line is the
+fastest of its repeats.
 """
 
 from __future__ import annotations

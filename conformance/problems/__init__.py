@@ -1,9 +1,9 @@
-"""What the suite plays besides cases of attention, and how all of it is drawn.
+"""The problems that the suite plays besides cases of attention, and how all of them are drawn.
 
-problem                             what every kind of problem has: text, parse, play, judge
-features, capabilities              what a case exercises, and what an implementation has
+problem                             the members of every kind of problem: text, parse, play, judge
+features, capabilities              the features of a case, and those of an implementation
 strategies, covering                cases that are drawn, and cases that together have every pair of features
 helper_calls, helper_definitions, helpers   calls of THD helpers
-tiles, linear                       tiles and merges; linear layers
+tiles, linear, sparse               tiles and merges; linear layers; attention to chosen keys
 malformed, named, special, known_libraries, known_frameworks, torch_uses    tables of named problems
 """

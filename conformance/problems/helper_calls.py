@@ -1,5 +1,6 @@
-"""Calls of THD helpers: their fields, the values that show what a helper must not touch, the rows that definitions
-name, and the rules that a call has to keep."""
+"""Calls of THD helpers: their fields and rules, the values of memory that a helper must not touch, and the rows that
+definitions name.
+"""
 
 from __future__ import annotations
 

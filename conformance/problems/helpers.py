@@ -1,4 +1,4 @@
-"""What a helper returned, by its definition, on buffers that show what a helper must not touch.
+"""A helper's results against its definition, on buffers that show every row that a helper must not touch.
 
 A target that is changed in place lies inside a larger buffer, and its margins must stay. Rows outside the sequences
 (the tail, the other half) keep their bits. Memory that must not be read holds NaN. Helpers that move data have to give

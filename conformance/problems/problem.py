@@ -1,4 +1,4 @@
-"""What every kind of problem has: a text that reads back, and a way to play and judge it."""
+"""The base of all problems: a text that reads back, and a way to play and judge it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["LevelProblem", "NamedProblem", "Raised", "SuiteProblem", "call", "pa
 
 
 class SuiteProblem(Protocol):
-    """What the suite plays: one line of text. `conformance.case.Case`, the calls of lower levels and the entries of
-    tables are such problems.
+    """A problem that the suite plays: one line of text. `conformance.case.Case`, the calls of lower levels and the
+    entries of tables are such problems.
 
     text    `str(problem)`, which a failure prints and `--repro` takes; it begins with `begins`
     parse   reads it back
-    draw    a function beside the class: a strategy, or the list of a table
-    play    what the implementation returns, on all ranks
+    draw    a function next to the class: a strategy, or the list of a table
+    play    the results of the implementation, on all ranks
     judge   findings: sentences, none when all is well. A `Case` is judged by many tiers, the others by their `check`
     """
 

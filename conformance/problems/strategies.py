@@ -36,7 +36,7 @@ __all__ = ["CP_SIZES", "SHAPES", "Units", "areas", "batched", "cases", "named_ar
 # milliseconds. The rest have these shapes:
 #
 #     few     up to 4 sequences, up to some 50 slots together
-#     tile    1 or 2 sequences, at or beside 64, 96, 128 tokens: the borders of a kernel's tiles
+#     tile    1 or 2 sequences, of 64, 96 or 128 tokens or one more or less: the borders of a kernel's tiles
 #     huge    1 sequence of 256 to 768 tokens
 #     many    hundreds of sequences of a few tokens each (thousands are among the special cases)
 #

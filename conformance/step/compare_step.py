@@ -100,7 +100,7 @@ def report_of(runs: Runs, loss: str = "mean", dtype: torch.dtype | None = None) 
 
 
 def _notes(found: Measured) -> list[str]:
-    """What a reader of the report has to know beside its numbers."""
+    """Notes that a reader of the report needs."""
     skipped = found.one["skipped"]
     if not skipped or any(rank["skipped"] != skipped for rank in found.ranks):
         return []

@@ -110,7 +110,7 @@ def _stepped(
 ) -> dict[str, Any]:
     """Steps until the optimizer has stepped twice, or once without an optimizer or with a look at it.
 
-    Gradients are those that the optimizer is given first; where it does not step, those that are left.
+    It keeps the gradients that the optimizer is given first. If it does not step, it keeps those at the end.
     """
     found: dict[str, Any] = {"losses": [], "tokens": None, "skipped": []}
     before = _buffers(model)
@@ -154,7 +154,7 @@ def _stepped(
 
 
 class _Watched:
-    """What a step does with gradients, as a context: who steps, who skips, who clears them.
+    """Watches a step's gradients, as a context: who steps, who skips, who clears them.
 
     Attributes:
         steps: of the optimizer in this step. grads: by name, on the CPU; None as long as there are none. left: those of
@@ -341,8 +341,8 @@ def _parts(built: Any) -> tuple[torch.nn.Module, Callable[[Any], Any], Any]:
 def plain_names(model: torch.nn.Module) -> Callable[[str], str]:
     """A function that gives names of modules and parameters without what wrappers add.
 
-    A wrapper is a module that has one module, called as DDP, FSDP, torch.compile and checkpointing call it, and no
-    parameters beside it.
+    A wrapper is a module that has one module and no other parameters. The inner module has a name that DDP, FSDP,
+    torch.compile or checkpointing gives.
 
     >>> plain = plain_names(torch.nn.ModuleDict({"module": torch.nn.ModuleDict({"out": torch.nn.Linear(2, 2)})}))
     >>> plain("module.out.weight")

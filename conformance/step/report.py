@@ -157,7 +157,7 @@ class StepReport:
 
     @property
     def diagnosis(self) -> tuple[str, ...]:
-        """What is wrong, in sentences; nothing for a step that is right."""
+        """The mistakes, in sentences; nothing for a step that is right."""
         if self.right:
             return ()
         lines = [str(finding) for finding in self.findings]

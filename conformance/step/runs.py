@@ -211,7 +211,7 @@ def _passes(each: Any) -> int:
 
 
 def _problem(each: Any, forward: int) -> Problem | None:
-    """What attention is called for in a forward pass."""
+    """The calls of attention in a forward pass."""
     calls = each.get("look", {}).get("calls", [])
     problems = [call["problem"] for call in calls if call["forward"] == forward] or each["plans"]
     return problems[min(forward, len(problems) - 1)] if problems else None

@@ -162,8 +162,8 @@ class Look(TorchFunctionMode):
     """Records one step of a model, as a context around it.
 
     A module's inputs and outputs are kept as two numbers a token, so that a large model's fit into memory. Losses are
-    those of `cross_entropy` and `nll_loss`, also where a loss module or transformers calls them. Everything has the
-    moment at which it happened, so that what lies between two modules is known.
+    those of `cross_entropy` and `nll_loss`, also where a loss module or transformers calls them. Every
+    record has its time, so that the records between two modules are known.
 
     A forward pass is a call of the model with gradients. If the model itself is not called, a pass begins where the
     first of its modules is called again. Calls without gradients, as of `prepare` or of an evaluation, do not count.

@@ -1,13 +1,13 @@
 """The table of the arguments that say what attention is: `attention`, `make_plan`, `supports` and `dense_attention`
 have them from here.
 
-A row is a name, a type and an `Argument`: default, reader, feature. From the rows come the signatures (`takes`), what
-is read into a `Problem` (`read_problem`), what may stand beside a plan (`check_settled`) and the features that are
-asked for. What each argument means is said once, in the docstring of `attention`. So a new argument of a problem is a
-row, a field of `Problem`, an entry there, and its use where scores are computed.
+A row is a name, a type and an `Argument`: default, reader, feature. Four things are made from the rows: the signatures
+(`takes`), the arguments that a `Problem` is read from (`read_problem`), those that a call with a plan may have
+(`check_settled`), and the features that a call asks for. The docstring of `attention` explains each argument. So a new
+argument of a problem is a row, a field of `Problem`, an entry there, and its use where scores are computed.
 
-The types are text, since nothing here imports torch; and the rows are read when this file is imported, which
-`from __future__ import annotations` would hinder.
+The types are text, since nothing here imports torch. The rows are read when this file is imported;
+`from __future__ import annotations` would prevent that.
 """
 
 import inspect
@@ -44,12 +44,12 @@ Reader = Callable[[str, Any], Any]  # of an argument's name and value: checks it
 
 
 class Argument(NamedTuple):
-    """What a row says besides the name and the type.
+    """The rest of a row, after the name and the type.
 
     Attributes:
-        default: what a call has that does not give it.
+        default: the value of a call that does not give it.
         read: None for a tensor, which is read with others.
-        feature: what a call asks for that gives another value.
+        feature: the feature that a call with another value asks for.
         of_scores: whether it is an option of scores.
         of_places: whether scores then depend on places of pairs, so that every pair has to be of one document.
         after: of a tensor that belongs to a call: the row that it follows in signatures.
@@ -72,7 +72,7 @@ def _window(_: str, value: Any) -> Any:
 
 
 def _digest(_: str, value: Any) -> Any:
-    """What `with_digest` has put in the function's place."""
+    """The digest that `with_digest` has put in the function's place."""
     return value or ""
 
 

@@ -210,10 +210,11 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
 
 
 def check_uneven(cp: Any, problem: Problem, features: Set[Feature], *, max_logit: bool) -> None:
-    """Refuse a call of bshd or sbhd without a plan whose result depends on where a sequence ends, if `shard` has cut a
-    length into slices of as many rows that does not divide: the slices do not say which of the two they are of.
+    """Refuse a call of bshd or sbhd without a plan if its slices may end in padding, and its result depends on that.
 
-    Causal self-attention is right without the end: padding comes after all tokens, and no token sees it.
+    `shard` cuts a length that does not divide into slices as large as those of the next length that does. So the slices
+    alone do not tell the length. Causal self-attention is right without it: padding comes after all tokens, and no
+    token sees it.
 
     Args:
         features: what the tensors of scores ask for. max_logit: whether the call has return_max_logit.

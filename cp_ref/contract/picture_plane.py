@@ -233,7 +233,7 @@ class Plane:
     """Everything that is drawn.
 
     `some_heads`: tiles of some heads only are among it. `ranks_each`: how many ranks each `rank` of a part or an owner
-    stands for; above 1 parts have no steps.
+    means; above 1 parts have no steps.
     """
 
     rows: int
@@ -246,7 +246,7 @@ class Plane:
     ranks_each: int = 1
 
     def ranks_of(self, rank: int, ranks: int) -> str:
-        """The ranks that a part's or an owner's `rank` stands for, of all `ranks`: "3", or "24-31"."""
+        """The ranks that a part's or an owner's `rank` means, of all `ranks`: "3", or "24-31"."""
         first, last = rank * self.ranks_each, min((rank + 1) * self.ranks_each, ranks) - 1
         return str(first) if first == last else f"{first}-{last}"
 

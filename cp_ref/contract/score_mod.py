@@ -221,8 +221,8 @@ def _is_of_flash_attention(score_mod: Any) -> bool:
 def _library_text(value: Any) -> str:
     """The name of a module, a class or a function of a library; "" for anything else.
 
-    What a value says of itself does not count: `functools.wraps` copies a library's names to a function of the user's,
-    and a method of a tensor or a dictionary is a built-in function too. The library has to have the value by this name.
+    The value's own name does not count: `functools.wraps` copies a library's names to a function of the user's, and a
+    method of a tensor or a dictionary is a built-in function too. The library has to have the value by this name.
     """
     if isinstance(value, types.ModuleType):
         name = value.__name__

@@ -47,9 +47,7 @@ __all__ = [
     "threshold",
 ]
 
-# ---- what a call gives
-#
-# The inputs of scores besides q and k, as one record from a call's arguments to the kernels.
+# ---- the inputs of scores besides q and k: one record, from a call's arguments to the kernels
 
 
 _NO_TENSORS: Mapping[str, torch.Tensor] = MappingProxyType({})
@@ -57,7 +55,7 @@ _AUX = "aux_tensors."  # in front of the names of aux tensors
 
 
 class ScoreTensors(NamedTuple):
-    """What a call's scores read besides q and k; without any, scores depend on q and k alone.
+    """The inputs of a call's scores besides q and k; without any, scores depend on q and k alone.
 
     `attention` makes one of its arguments, in which nothing is checked, and which has no score_mod and no dropout_p:
     those belong to the problem. `read_scores` makes the one that kernels get.

@@ -54,10 +54,11 @@ def select_keys(
 
     among the keys that the plan's mask shows to the row. Of equal scores the lower position is better.
 
-    Scores are in float32 (float64 for float64), of products added in one order whatever the shapes are: along d_i by
-    halves (padded with zeros to a power of two, the upper half is added to the lower one, until one number is left),
-    then along the heads, the first one first. So the same inputs choose the same keys for every number of ranks, layout
-    and schedule. Nothing is differentiable here: `index_loss` trains an indexer. torch.autocast changes nothing.
+    Scores are in float32 (float64 for float64). Products are added in one order, whatever the shapes are. Along d_i
+    they are added by halves: they are padded with zeros to a power of two, and the upper half is added to the lower
+    one, until one number is left. Then the heads are added, the first one first. So the same inputs choose the same
+    keys for every number of ranks, layout and schedule. Nothing is differentiable here: `index_loss` trains an indexer.
+    torch.autocast changes nothing.
 
     Args:
         q_index: the indexer's queries, this rank's slice: bshd [b, s_q/cp, h_i, d_i], sbhd [s_q/cp, b, h_i, d_i], thd

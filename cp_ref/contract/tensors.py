@@ -107,8 +107,10 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leaves(node: Any) -> list[torch.Tensor]:
-    """The tensors that a node of the autograd graph was made of. `torch.autograd.grad` runs those nodes alone that lie
-    on a way to what it differentiates by, so a node that is to raise has to lie on a way to these.
+    """The tensors that a node of the autograd graph was made of.
+
+    `torch.autograd.grad` runs only the nodes on a way to its inputs. So a node that must raise has to lie on a way to
+    these tensors.
     """
     seen, found, waiting = {node}, list[torch.Tensor](), [node]
     while waiting:

@@ -99,7 +99,7 @@ class Areas(Table):
         return q, max(k, q + int(self.lo[0]))
 
     def common(self, other: Areas) -> Areas:
-        """What each one has in common with the one of `other` in its place: the pairs that are visible in both."""
+        """The pairs that each area shares with the area of `other` in its place."""
         later, earlier = np.maximum, np.minimum
         return Areas(
             later(self.q_start, other.q_start),
@@ -250,8 +250,9 @@ def _refuse(table: Column, wrong: Any, rule: str) -> None:
 
 # ---- areas that overlap
 #
-# Two areas overlap where a query sees a key in both. What two have in common is an area too, from the later start to
-# the earlier stop on each side (`Areas.common`). So two areas overlap if, and only if, that area has a visible pair.
+# Two areas overlap where a query sees a key in both. The common pairs of two areas are an area too, from the later
+# start to the earlier stop on each side (`Areas.common`). So two areas overlap if, and only if, that area has a visible
+# pair.
 #
 # A million areas make half a million million couples, so `common_pair` asks this of a few. Straight cuts set most areas
 # apart from all others (`_not_set_apart`). Of the rest, those that meet first lie side by side (`_side_by_side`).

@@ -132,7 +132,7 @@ class _Recording(Recorder):
 
 
 class _RecordedTensors(RankTensors):
-    """A rank's tensors that record what is put in, what tiles add, what arrives, and what is copied out."""
+    """A rank's tensors, with a record of all values: put in, added by tiles, received, and copied out."""
 
     def __init__(self, recording: _Recording, direction: str, device: torch.device) -> None:
         super().__init__(recording.problem.workload, recording.rank, device)

@@ -1,4 +1,4 @@
-"""What the command `plan` says of a problem, for both packages, in sections: each is named, and can be had alone.
+"""The sections that the command `plan` prints of a problem, for both packages; the user may ask for some of them.
 
 walk        the schedule step by step, for somebody who has never seen context parallelism (`explain`)
 schedule    the score matrix with who computes what, and the messages and tiles of each step

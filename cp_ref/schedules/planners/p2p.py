@@ -65,8 +65,10 @@ class Hop(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The messages of one ring member, by distance h = 1, 2, ... of the block that is met: keys travel at step h - 1,
-    to the ring member that meets it; gradients travel at step h + 1, from the ring member that has met it.
+    """The messages of one ring member, by distance h = 1, 2, ... of the block.
+
+    A ring member meets the block at step h. Its keys travel to this ring member at step h - 1; the gradients leave this
+    ring member at step h + 1.
     """
 
     keys_sent: dict[int, Hop]  # for the other ring member to meet

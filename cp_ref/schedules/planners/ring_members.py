@@ -85,7 +85,7 @@ class OwnedRows(Table):
         return OwnedRows(area, rows.rank[n], first, last)
 
 
-ROW_PAIRS = 1000  # the exchange of a row takes about as long as attention to so many keys (two H100s, both passes)
+ROW_PAIRS = 1000  # attention to as many keys takes about as long as the exchange of a row (two H100s, both passes)
 _LEAST_GAIN = 0.03  # of the time: a launch of documents at home takes some time, too
 _MOST_LIMITS = 256  # on the pairs that ranks keep at home that are compared
 _KEPT = 4  # tables of `KeyBounds`, which are large: what one rank of a ring asks for
@@ -131,8 +131,8 @@ class RingMembers:
 
     def rows_seen_by(self, owner: int, members: range) -> Spans:
         """The key rows of one ring member that some others see: in each area all rows from the first to the last key
-        that any of them sees. (Rows between that nobody sees travel too.) Ring members are counted modulo their number;
-        calls whose ranges differ in their length alone share the work.
+        seen. (Rows in between travel too, if nobody sees them.) Ring members are counted modulo their number. Calls
+        share the work if their ranges differ in length alone.
         """
         bounds, last = self._bounds_from(members.start % self.member_count, members.step), len(members) - 1
         rows = self._key_rows_of[owner % self.member_count]
@@ -144,9 +144,9 @@ class RingMembers:
 
     @cached_property
     def sends_directly(self) -> bool:
-        """Whether keys go straight from their owner to those that see them, as ring members see little of most others:
-        an area is bounded on both sides, or lies on some ring members alone, so that a ring would carry its keys by
-        ring members that see none of them.
+        """Whether keys go straight from their owner to those that see them. That is so where ring members see little of
+        most others: an area is bounded on both sides, or lies on some ring members alone. A ring would carry its keys
+        past ring members that see none of them.
         """
         if bool(((self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)).any()):
             return True
@@ -156,8 +156,8 @@ class RingMembers:
 
     @property
     def rows_lent(self) -> Column:
-        """The most key rows of each ring member that each other one may see, [owner, reader]: all that the owner has of
-        areas of which the reader has queries.
+        """An upper bound of the key rows of each ring member that each other one sees, [owner, reader]. It counts all
+        rows of the owner in areas in which the reader has queries.
         """
         queries, keys = self._rows_held
         return keys @ (queries > 0).T
