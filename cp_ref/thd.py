@@ -231,7 +231,7 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
 ) -> None:
     thd_indices.check_copy(out, inp, cu_seqlens_padded, cu_seqlens)
     check_leaf("out", out)
-    padded = _read_moved("cu_seqlens_padded", cu_seqlens_padded, out.device)
+    padded = _read_moved(cu_seqlens_padded, out.device)
     real = _read("cu_seqlens", cu_seqlens, out.device)
     check_fits(_sizes(real), _sizes(padded))
     check_room("out", out.shape[0], "cu_seqlens_padded", padded[-1])
@@ -242,12 +242,12 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
     as_integers(out)[rows] = as_integers(moved)
 
 
-def _read_moved(name: str, cu_seqlens: torch.Tensor, device: torch.device) -> Lengths:
-    """`_read` where the first entry need not be 0."""
-    first = int(cu_seqlens[0])
-    lengths = [first, *_read(name, torch.cat([cu_seqlens.new_zeros(1), cu_seqlens[1:]]), device)[1:]]
+def _read_moved(cu_seqlens_padded: torch.Tensor, device: torch.device) -> Lengths:
+    """`_read` of cu_seqlens_padded, whose first entry need not be 0."""
+    first, moved = int(cu_seqlens_padded[0]), torch.cat([cu_seqlens_padded.new_zeros(1), cu_seqlens_padded[1:]])
+    lengths = [first, *_read("cu_seqlens_padded", moved, device)[1:]]
     if first < 0 or min(lengths) < first:
-        raise ValueError(f"{name} is {lengths}; it must be at least 0 and must not decrease")
+        raise ValueError(f"cu_seqlens_padded is {lengths}; it must be at least 0 and must not decrease")
     return lengths
 
 

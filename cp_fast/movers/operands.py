@@ -105,8 +105,8 @@ def plain_out(name: str, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def rows_out(name: str, x: torch.Tensor) -> torch.Tensor:
-    """`rows` of an operand that is written.
+def rows_out(x: torch.Tensor) -> torch.Tensor:
+    """`rows` of `out`, which is written.
 
     Raises:
         ValueError: its strides allow no view.
@@ -116,10 +116,10 @@ def rows_out(name: str, x: torch.Tensor) -> torch.Tensor:
             x = x.view(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
         except RuntimeError:
             raise ValueError(
-                f"{name} has shape {list(x.shape)} and strides {list(x.stride())}; to be changed in place all axes "
+                f"out has shape {list(x.shape)} and strides {list(x.stride())}; to be changed in place all axes "
                 "between tokens and the last must be dense"
             ) from None
-    return plain_out(name, x)
+    return plain_out("out", x)
 
 
 def _last_axis_is_dense(x: torch.Tensor) -> bool:

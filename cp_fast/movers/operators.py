@@ -180,7 +180,7 @@ def _copy_valid_(out: Tensor, inp: Tensor, cu_seqlens_padded: Tensor, cu_seqlens
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, out.device)
     real = lengths_on("cu_seqlens", cu_seqlens, out.device)
     valid = RowRule("copy_valid_", "valid", lengths, real)
-    kernels(out.device.type).scatter_([rows_out("out", out)], [rows(inp)], valid)
+    kernels(out.device.type).scatter_([rows_out(out)], [rows(inp)], valid)
     touched(out)
 
 

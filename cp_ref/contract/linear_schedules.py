@@ -62,9 +62,9 @@ def delivered(needs: Deliveries, rank: int, kind: str, a2a_size: int) -> RankSch
     return tuple(steps)
 
 
-def brought_back(needs: Deliveries, rank: int, kind: str, a2a_size: int) -> RankSchedule:
-    """The messages of `delivered` backwards: results for the rows that were read go to the rows' owner."""
-    there = delivered(needs, rank, kind, a2a_size)
+def brought_back(needs: Deliveries, rank: int, a2a_size: int) -> RankSchedule:
+    """The messages of `delivered` backwards: gradients of the rows that were read go to the rows' owner."""
+    there = delivered(needs, rank, "dkv", a2a_size)
     return tuple(Step(step.recvs, step.sends) for step in reversed(there))
 
 
@@ -267,7 +267,7 @@ def _halos_of_rank(
     tiles = Step(tiles=_tiles(fragments, kernel_size, rank))
     return (
         (*delivered(needs, rank, "kv", a2a_size), tiles),
-        (tiles, *brought_back(needs, rank, "dkv", a2a_size)),
+        (tiles, *brought_back(needs, rank, a2a_size)),
     )
 
 

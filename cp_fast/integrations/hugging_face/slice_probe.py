@@ -132,7 +132,7 @@ class Seen:
     arguments: dict[str, Any] = field(repr=False)
 
 
-def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: bool = True) -> Seen:
+def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: bool) -> Seen:
     """Run the model on a few tokens.
 
     Args:

@@ -38,7 +38,7 @@ _OF_LAYERS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")  # how like
 
 
 def refuse_by_name(
-    model: nn.Module, covered: Mapping[str, nn.Module], whole: tuple[str, ...] = (), more: tuple[str, ...] = ()
+    model: nn.Module, covered: Mapping[str, nn.Module], whole: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
     """Raise for what a model's configuration and modules say that they do, before anything runs.
 

@@ -267,11 +267,9 @@ def drop_in(
     return decorate
 
 
-def taking_kv(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-    """The same drop-in with keys and values as one tensor kv [..., 2, h, d], for k and v.
-
-    Args:
-        name: of the result; by default the function's, with "_kvpacked_func" for "_func".
+def taking_kv(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same drop-in with keys and values as one tensor kv [..., 2, h, d], for k and v. Its name has
+    "_kvpacked_func" for "_func".
 
     >>> from cp_ref import SimGroup
     >>> @drop_in()
@@ -286,7 +284,7 @@ def taking_kv(function: Callable[..., Any], name: str = "") -> Callable[..., Any
     >>> SimGroup(2).run(lambda member: packed(q, kv, cp=ContextParallel(member)))
     [16.0, 16.0]
     """
-    return _as_one(function, name, "kv", ("k", "v"))
+    return _as_one(function, "", "kv", ("k", "v"))
 
 
 def taking_qkv(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:

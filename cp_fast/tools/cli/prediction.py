@@ -61,7 +61,7 @@ def show_prediction(
     problem_of: Callable[[Request], Problem],
     machine: Machine,
     messages: str,
-    step: TrainingStep | None = None,
+    step: TrainingStep | None,
 ) -> None:
     """Print the best layout and schedule, a line for each, and of the best one the memory of a whole step. Layout of
     the request: "" for all; its schedule is ignored. problem_of: the checked problem of a request.
