@@ -27,6 +27,7 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.image_models import has_images
 from cp_fast.integrations.hugging_face.model_batches import FLAT, positions_said
 from cp_fast.integrations.hugging_face.model_edge import ModelCall, edge_of
+from cp_fast.integrations.hugging_face.token_mixers import refuse_adapters
 from cp_fast.integrations.shared.own_numbers import own_numbers
 from cp_fast.integrations.shared.unnamed_buffers import (
     check_buffers,
@@ -143,6 +144,7 @@ class _Switch:
         return args
 
     def _prepare(self, model: Any) -> None:
+        refuse_adapters(model)
         model = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
         if model in self.models:
             return

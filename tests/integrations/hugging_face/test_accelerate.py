@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
@@ -175,6 +176,23 @@ def refused_of_models() -> list[str]:
         said(lambda x=x: accelerator._prepare_cp(x))
         for x in (tiny_images("LlavaForConditionalGeneration"), empty, torch.nn.Linear(2, 2))
     ]
+
+
+def prompted() -> str:
+    """A prompt of adapters, whose tokens one rank's slice would begin with."""
+    peft = importlib.import_module("peft")
+    accelerator: Any = Stand()
+    ours.use(accelerator)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    return said(lambda: accelerator._prepare_cp(peft.get_peft_model(tiny("LlamaForCausalLM"), config)))
+
+
+def test_adapters_that_add_tokens_are_refused_at_once(two: Processes) -> None:
+    pytest.importorskip("peft", reason="needs peft: pip install '.[test-integrations]'")
+    for found in two.run(prompted):
+        assert re.match(r"NotImplementedError: adapter 'default' of the \w+ has PROMPT_TUNING, which adds", found), (
+            found
+        )
 
 
 def test_models_that_are_refused(two: Processes) -> None:
