@@ -111,7 +111,7 @@ class Recorder:
         self.write()
 
     def record(self) -> dict[str, Any]:
-        """What is known now."""
+        """The record up to now."""
         total: collections.Counter[str] = collections.Counter()
         for counts in self.counts.values():
             total.update(counts)

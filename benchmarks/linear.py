@@ -139,7 +139,7 @@ def convolution(
     commit: Commit = "",
     out: JsonOut = None,
 ) -> None:
-    """Times of a causal convolution with SiLU, beside a copy of its input and flash-linear-attention's."""
+    """Times of a causal convolution with SiLU, of a copy of its input, and of flash-linear-attention's."""
     torch.cuda.set_device(0)
     found = convolution_times(rows, channels, turns)
     write_json(out, {"commit": commit, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()} | found)
@@ -167,7 +167,7 @@ def warm(
 
 @dataclass(frozen=True)
 class Speed:
-    """What is measured, and how often."""
+    """The options of a measurement."""
 
     gpus: int
     turns: int
@@ -271,7 +271,7 @@ def _in_turns(some: dict[str, tuple[Call, int]], options: Speed, device: torch.d
 
 
 def compared_calls(group: Any, options: Speed, device: torch.device) -> dict[str, tuple[Call, int]]:
-    """What is compared, and the rows of each."""
+    """The calls that are compared, by name, and the rows of each."""
     from fla.ops.cp import build_cp_context  # pyright: ignore[reportMissingImports]
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
 

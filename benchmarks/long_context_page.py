@@ -2,7 +2,7 @@
 
     python benchmarks/long_context_page.py --write
 
-A cell has tokens/s and the peak memory of a GPU in GiB, or why there are none. The picture needs matplotlib.
+A cell has tokens/s and the peak memory of a GPU in GiB, or says why it has none. The picture needs matplotlib.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 def _result(row: Row | None) -> str:
-    """What a length gave.
+    """The cell of a length: tokens/s and memory, or the reason why there are none.
 
     >>> _result({"tokens_per_s": 39362, "peak_gib": 13.472}), _result({"error": "torch.OutOfMemoryError: CUDA"})
     ('39,362, 13.5 GiB', 'out of memory')

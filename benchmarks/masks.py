@@ -78,7 +78,7 @@ MASKS: dict[str, tuple[Maker, MaskMod]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured: `tokens` is of each GPU."""
+    """The options of a run: `tokens` is of each GPU."""
 
     gpus: int
     tokens: int
@@ -266,7 +266,7 @@ class Rows:
         self._write(mask, what, layout, round(1e3 * seconds, 3), round(ideal / seconds, 3), "")
 
     def note(self, mask: str, what: str, layout: str, why: str) -> None:
-        """What was not measured."""
+        """A row without a measurement."""
         self._write(mask, what, layout, "", "", why)
 
     def _write(self, *row: Any) -> None:

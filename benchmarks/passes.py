@@ -85,7 +85,7 @@ def cases(scale: int) -> list[Case]:
 
 @dataclass(frozen=True)
 class Job:
-    """What every measurement has in common."""
+    """The options of all measurements."""
 
     cp_size: int
     device: str

@@ -213,7 +213,7 @@ def tables_of(folder: Path = RESULTS) -> dict[str, list[str]]:
     }
 
 
-# What a record measures, by its name: files and folders. The first pattern that fits counts.
+# The files and folders that a record measures, by its name. The first pattern that fits counts.
 _SPEC = ("cp_ref/schedules", "cp_ref/contract")
 _CALLS = ("cp_fast", *_SPEC, "csrc")
 MEASURED: Mapping[str, tuple[str, ...]] = {
@@ -313,7 +313,7 @@ def commit_table(page: str, root: Path = ROOT) -> str | None:
 
 
 def _changed(root: Path, wanted: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Those of (commit, path) whose path is not as it was at the commit."""
+    """Those of (commit, path) whose path has changed since the commit."""
     pairs = sorted(wanted)
     asked = [f"{commit}:{path}\nHEAD:{path}\n" for commit, path in pairs]
     found = _git(root, "cat-file", "--batch-check=%(objectname)", stdin="".join(asked))

@@ -40,7 +40,7 @@ ALONE, AGAIN = "one device, PyTorch's attention", "one device, once more"
 
 @dataclass(frozen=True)
 class Job:
-    """What all runs have in common."""
+    """The options of all runs."""
 
     ranks: int
     device: str

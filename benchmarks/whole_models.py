@@ -106,7 +106,7 @@ STEPS = (
 
 
 class Record:
-    """What was found, in a file that is written after each result."""
+    """The results; the file is written after each one."""
 
     def __init__(self, head: dict[str, Any], names: list[str], out: Path | None) -> None:
         self.head, self.names, self._out = head, names, out
@@ -155,7 +155,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Run:
-    """What all parts have in common."""
+    """The options of all parts."""
 
     size: int
     device: str

@@ -259,7 +259,7 @@ def run_command() -> str:
 
 
 def what_runs(device: str, *packages: str) -> dict[str, Any]:
-    """What this run is, for the `meta` of a record: command, date, device, platform, versions, and the commit of the
+    """The `meta` of a record of this run: command, date, device, platform, versions, and the commit of the
     checkout that it runs in, if it is one.
 
     Args:

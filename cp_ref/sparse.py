@@ -374,7 +374,7 @@ class _IndexLoss(torch.autograd.Function):
 
 
 class _Given(NamedTuple):
-    """What the loss of a document's rows reads of attention."""
+    """The part of attention that the loss of a document's rows reads."""
 
     rows: torch.Tensor  # of the rank's packed buffer
     keys: slice  # of the global buffer

@@ -52,7 +52,7 @@ class Compared:
 
     @property
     def kind(self) -> tuple[str, str, str, int, bool, int]:
-        """What `FARTHER` goes by."""
+        """The key of `FARTHER`."""
         problem = self.record.problem
         window = problem.window_size[0] >= 0
         documents = len(problem.sequences)

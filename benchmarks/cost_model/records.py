@@ -39,7 +39,7 @@ class Record:
 
     @property
     def name(self) -> str:
-        """What was measured, in few words."""
+        """The measurement in few words."""
         problem = self.problem
         lengths = problem.lengths.len_q
         shape = f"{sum(lengths):,} tokens" + (f" in {len(lengths)} documents" if len(lengths) > 1 else "")

@@ -43,7 +43,7 @@ _PASSES = tuple(one.name for one in PASSES)
 
 
 def passes_of(words: str) -> tuple[str, ...]:
-    """Compiler passes of an option `--without`: words with commas; "each" stands for "-", every pass, and "all"."""
+    """Compiler passes of an option `--without`: words with commas; "each" means "-", every pass, and "all"."""
     return ("-", *_PASSES, "all") if words == "each" else tuple(words.split(","))
 
 

@@ -55,7 +55,7 @@ def one_call(found: list[Span]) -> list[Span]:
 
 
 def spans(trace: dict[str, Any]) -> list[Span]:
-    """What a Chrome trace says of the GPU, by start.
+    """The GPU's part of a Chrome trace, by start.
 
     >>> event = {"ph": "X", "cat": "kernel", "name": "flash_bwd", "ts": 5.0, "dur": 2.0, "args": {"stream": 7}}
     >>> spans({"traceEvents": [event, {**event, "cat": "gpu_memcpy", "ts": 6.0}, {"ph": "M"}]})[1]

@@ -74,7 +74,7 @@ class Measured(NamedTuple):
 
 
 def measured(own: Fragments, starts: Column, before: Column, cp_size: int) -> Measured:
-    """What becomes of a batch."""
+    """The results for a batch."""
     cut = own.within(starts[:-1], starts[1:])
     document = np.searchsorted(starts, cut.start, side="right") - 1
     pairs, received, pieces = [], [], []

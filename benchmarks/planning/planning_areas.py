@@ -3,7 +3,7 @@
     python benchmarks/planning/planning_areas.py --commit "$(git rev-parse --short HEAD)" --out planning_areas.csv
 
 Areas are read as `make_plan` reads them; one rank of four is planned and lowered, p2p. Times are processor time of this
-thread in seconds, the least of --rounds; a machine that is shared makes them longer. "-" stands for what was not tried.
+thread in seconds, the least of --rounds; a machine that is shared makes them longer. "-": not tried.
 
     nested    area i: the first i blocks of queries, key block i
     holes     the same, with keys between the blocks that nobody sees

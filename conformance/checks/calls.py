@@ -11,7 +11,7 @@ import torch
 
 from conformance.case import Case, score_mod_of
 from conformance.checks.budgets import Tensors, close, same_bits
-from conformance.checks.play import Call, lengths_to_cut, needs_plan, on_every_rank
+from conformance.checks.play import Call, lengths_to_cut, needs_plan, on_every_rank, refused_as_said
 from conformance.checks.reference import UnsupportedCase, context_of, digest_of, values_of_ranks
 from conformance.implementation import Implementation
 from conformance.tensors import build, plan_arguments, positions, sequence_axis, take_slice, unsharded
@@ -68,14 +68,8 @@ def _one_rank(impl: Implementation, case: Case, member: Any, device: str) -> tup
         if not supported or needs_plan(p):
             raise UnsupportedCase(reason or "there is no make_plan, which this problem needs")
         return None, _sharding(impl, case, cp, None, device)
-    try:
+    with refused_as_said(impl, supported, reason, "make_plan"):
         plan = impl.make_plan(cp=cp, **plan_arguments(p, device))
-    except impl.Unsupported as refusal:
-        if supported:
-            raise
-        raise UnsupportedCase(reason) from refusal
-    if not supported:
-        raise AssertionError(f"supports(...) is False ({reason}), but make_plan did not raise Unsupported")
     findings = _sharding(impl, case, cp, plan, device)
     want, got = positions(p, member.rank), plan.position_ids.tolist()
     if got != want:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +29,17 @@ from cp_ref.schedules.ownership import LAYOUTS_OF_LENGTHS, divisor
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import side_of
 
-__all__ = ["Call", "Gathered", "grad_of", "lengths_to_cut", "named_results", "needs_plan", "on_every_rank", "play"]
+__all__ = [
+    "Call",
+    "Gathered",
+    "grad_of",
+    "lengths_to_cut",
+    "named_results",
+    "needs_plan",
+    "on_every_rank",
+    "play",
+    "refused_as_said",
+]
 
 LIMITS_S = {"cpu": 20.0, "cuda": 55.0}
 """When ranks that do not finish one call are given up, in seconds: on a GPU, libraries compile kernels on first use.
@@ -85,6 +95,23 @@ def _limit_s(device: str) -> float:
     raise ValueError(f"CONFORMANCE_LIMIT_S is {text!r}; it must be a number of seconds above 0")
 
 
+@contextmanager
+def refused_as_said(impl: Implementation, supported: bool, reason: str, what: str) -> Iterator[None]:
+    """The call inside, of the function `what`, raises Unsupported where `supports` refused it, and nowhere else.
+
+    Raises:
+        UnsupportedCase: both refuse it. AssertionError: `supports` alone does. Unsupported: the call alone does.
+    """
+    try:
+        yield
+    except impl.Unsupported as refusal:
+        if supported:
+            raise
+        raise UnsupportedCase(reason) from refusal
+    if not supported:
+        raise AssertionError(f"supports(...) is False ({reason}), but {what} did not raise Unsupported")
+
+
 def _one_rank(impl: Implementation, case: Case, tensors: GlobalTensors, member: Any) -> Tensors:
     p, device = case.problem, str(tensors.q.device)
     cp = context_of(impl, p, member)
@@ -101,16 +128,10 @@ def _one_rank(impl: Implementation, case: Case, tensors: GlobalTensors, member: 
         guarded.append((name, buffer, buffer.clone()))
         return inside
 
-    try:
+    with refused_as_said(impl, supported, reason, "attention"):
         call = _call(impl, case, tensors, cp, member.rank, embedded if case.strided else lambda _, x: x)
         leaves = {name: x.detach().requires_grad_(name[0] in case.wanted) for name, x in call.inputs.items()}
         results = call.attend(leaves, call.plan() if case.use_plan else None)
-    except impl.Unsupported as refusal:
-        if supported:
-            raise
-        raise UnsupportedCase(reason) from refusal
-    if not supported:
-        raise AssertionError(f"supports(...) is False ({reason}), but attention did not raise Unsupported")
     pairs = call.upstream(results)
     if case.wanted and pairs:
         torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])

@@ -1,5 +1,5 @@
-"""The one module that imports `cp_ref`: its oracle and its simulated group. All others import
-`cp_ref.schedules`, and what knows no tensor of `cp_ref.contract`, at most.
+"""The one module that imports `cp_ref`: its oracle and its simulated group. All others import at most
+`cp_ref.schedules`, and the parts of `cp_ref.contract` that know no tensor.
 """
 
 from __future__ import annotations

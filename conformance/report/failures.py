@@ -244,7 +244,7 @@ class Separating:
 
 
 def separating(record: RunRecord) -> tuple[Separating, ...]:
-    """What separates failing from passing cases, the most telling first; nothing where no feature does.
+    """The features that separate failing from passing cases, the most telling first; nothing where none does.
 
     A case is a drawn problem, or one that a named problem plays.
 

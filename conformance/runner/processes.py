@@ -103,7 +103,7 @@ def _since(stage: str, since: float) -> str:
 
 
 def _message(pipe: Any, name: str, process: Any, failed: Any) -> tuple[Any, ...]:
-    """What a process does now; or "done", when it answered, the error or None, the value."""
+    """A message of a process: the stage that begins; or "done", when it answered, the error or None, the value."""
     try:
         said = pipe.recv_bytes()
     except EOFError:

@@ -368,7 +368,7 @@ def _terms(node: Any, outer: tuple[str, ...] = ()) -> list[str]:
 
 
 def _mask(x: torch.Tensor) -> int:
-    """What tells one dropped set of values from another; 0 where nothing is dropped."""
+    """A number that tells one dropped set of values from another; 0 where nothing is dropped."""
     dropped = (x.detach() == 0).flatten().cpu()
     return crc32(dropped.numpy().tobytes()) if dropped.any() else 0
 

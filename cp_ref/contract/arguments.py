@@ -145,7 +145,7 @@ def takes(table: Any) -> Callable[[F], F]:
 ARGUMENTS = {name: one for name, (_, one) in _rows(ProblemArguments).items()}
 SCORE_OPTIONS = {name: one.read for name, one in ARGUMENTS.items() if one.of_scores and one.read is not None}
 NONE_OF = {name: one.read(name, one.default) for name, one in ARGUMENTS.items() if one.read is not None}
-"""What a `Problem` has of an argument that is not given."""
+"""The value that a `Problem` has for an argument that is not given."""
 
 OF_PLACES = {name: NONE_OF[name] for name, one in ARGUMENTS.items() if one.of_places}
 _DEFAULTS = {name: one.default for name, one in ARGUMENTS.items()}

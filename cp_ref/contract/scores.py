@@ -139,7 +139,7 @@ class ScoreTensors(NamedTuple):
 
     @property
     def kinds(self) -> tuple[tuple[str, object], ...]:
-        """What the ranks agree on, by name: dtypes and shapes, never the values of tensors.
+        """The values that the ranks agree on, by name: dtypes and shapes, never the values of tensors.
 
         >>> ScoreTensors(torch.ones(2), aux_tensors={"table": torch.ones(3, 4)}, dropout_seed=7).kinds
         (('alibi_slopes', 'float32[2]'), ('aux_tensors.table', 'float32[3, 4]'), ('dropout_seed', 7))

@@ -276,7 +276,7 @@ class Spans:
         return np.repeat(np.arange(len(self)), count), ranges(first, count)
 
     def overlaps(self, others: Spans) -> tuple[Column, Column, Column, Column]:
-        """What spans have in common with others: (number of a span, number of one of the others, start, stop), as in
+        """The rows that spans share with others: (number of a span, number of one of the others, start, stop), as in
         `meeting`.
 
         >>> others = Spans(np.array([0, 3, 6]), np.array([2, 5, 9]))

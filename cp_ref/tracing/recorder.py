@@ -73,7 +73,7 @@ def trace(call: int = 0) -> Generator[Trace]:
 
 
 class Recorder:
-    """What one rank records during one call. This one records nothing."""
+    """One rank's record of one call. This one records nothing."""
 
     def held(self, direction: str, device: torch.device) -> RankTensors | None:
         """Tensors for a pass that begins, "forward" or "backward"; None for plain ones."""

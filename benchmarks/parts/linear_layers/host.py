@@ -36,7 +36,7 @@ class NoLauncher:
 
 
 class NoGpu:
-    """What Triton asks of a driver."""
+    """A driver that answers Triton's questions."""
 
     launcher_cls = NoLauncher
     utils = SimpleNamespace(

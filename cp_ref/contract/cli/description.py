@@ -65,7 +65,7 @@ _FEW_SHARES = 4  # Up to this number of head ranges, all are named.
 
 @dataclass(frozen=True)
 class Description:
-    """What is asked of a problem's plan, and how it is answered.
+    """A user's questions about a problem's plan, and the form of the answers.
 
     request: the options that describe the problem. sections: names, as given; empty for all but the walk. more: the
     caller's sections. A section that is not asked for by name says in a line why it does not take the problem.
