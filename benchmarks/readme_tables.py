@@ -5,9 +5,9 @@ records.
     python benchmarks/readme_tables.py --write
     python benchmarks/readme_tables.py --check
 
-`features.csv` has what was read in sources and documents, by library; how many random problems found nothing wrong is
-counted in `conformance_1x.json`. A line of a speed table is of one run of `benchmarks/attention.py --peers`, whose file
-`SPEEDS` names: all in it were measured in turns, but for libraries whose column names an earlier record.
+`features.csv` has the features of each library, from its sources and documents. `conformance_1x.json` counts the random
+problems that were right. A line of a speed table is of one run of `benchmarks/attention.py --peers`, whose file
+`SPEEDS` names. All libraries in it were measured in turns, except those whose column names an earlier record.
 """
 
 from __future__ import annotations

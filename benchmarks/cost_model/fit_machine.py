@@ -42,7 +42,7 @@ def with_counts(records: Iterable[Record]) -> Measured:
 
 
 def _kernels(start: Machine, rows: Measured) -> tuple[Rates, ...]:
-    """Rates of all head dims that were measured alone. A launch alone waits for the host, which is none of its own."""
+    """Rates of all head dims that were measured alone. There a launch waits for the host; its rate leaves that out."""
     found = {(rates.d_qk, rates.d_v, rates.dtype): rates for rates in start.kernels}
     for dims in {(one.problem.d_qk, one.problem.d_v, one.problem.dtype) for one, _ in rows}:
         alone: dict[tuple[object, ...], list[tuple[float, float]]] = {}

@@ -115,7 +115,7 @@ def _against_measured(rows: list[Compared], path: Path) -> None:
 
 
 def _to_many_ranks(machine: Machine, tokens: int, path: Path) -> None:
-    """Efficiency by number of ranks, one causal sequence of so many tokens a rank, by schedule."""
+    """Efficiency by number of ranks and schedule, of one causal sequence whose tokens grow with the ranks."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4))

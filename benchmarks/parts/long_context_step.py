@@ -149,8 +149,10 @@ def accelerate(model: Any, option: str) -> Way:
 
 
 def ring_flash_attn(model: Any, option: str) -> Way:
-    """ring-flash-attention's adapter for Transformers. The function that it looks for left Transformers 5, and so did
-    the signature that it replaces: it gets the one, and its attention is registered under a name of its own.
+    """ring-flash-attention's adapter for Transformers.
+
+    Transformers 5 has removed a function that the adapter looks for, and a signature that it replaces. So the function
+    is put back, and the adapter's attention is registered under another name.
     """
     import transformers.modeling_flash_attention_utils as utils
 
@@ -231,7 +233,7 @@ def lengths_of(tokens: int, documents: int) -> list[int]:
 
 
 def padded(batch: Batch, lengths: list[int], *, by_length: bool) -> Iterator[Batch]:
-    """The documents of a packed batch as micro-batches of padded rows, of at most as many tokens."""
+    """The documents of a packed batch as micro-batches of padded rows, none of more tokens than the batch."""
     documents = {name: list(batch[name][0].split(lengths)) for name in ("input_ids", "shift_labels")}
     if by_length:
         documents = {name: sorted(some, key=len) for name, some in documents.items()}

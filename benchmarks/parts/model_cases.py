@@ -61,7 +61,7 @@ GATED_ON_CPU = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "shared_
 
 @dataclass(frozen=True)
 class Family:
-    """A class of transformers, its sizes beside `SIZES`, and those that a CPU has."""
+    """A class of transformers, its sizes in addition to `SIZES`, and those on a CPU."""
 
     kind: str
     sizes: dict[str, Any]
@@ -173,7 +173,7 @@ def model_of(name: str, place: str | torch.device, dtype: torch.dtype, **how: An
 
 
 def rounded(model: Any, place: str | torch.device, dtype: torch.dtype) -> Any:
-    """A model on a device, its weights rounded to bfloat16 and then in a dtype; buffers stay as they are."""
+    """A model on a device, its weights rounded to bfloat16 and then in a dtype; buffers do not change."""
     for weight in model.parameters():
         weight.data = weight.data.bfloat16().to(dtype)
     return model.to(place).train()

@@ -62,8 +62,8 @@ def draw(kind: tuple[float, float, int] | None, cp_size: int, generator: np.rand
 
 
 class Measured(NamedTuple):
-    """One batch: work, rows received and pieces of the rank that has most; rows received by all ranks, the mean; rows
-    that some rank receives at least where work is at most 1.02.
+    """One batch: the most work, rows received and pieces of a rank; the mean of the rows received; a lower bound of the
+    most rows received, if work is at most 1.02.
     """
 
     work: float
