@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cp_fast import backends
+from cp_fast.backends import choose_backend as backends
 from cp_fast.backends.fa4 import fa4_backend
 from cp_fast.backends.fa4.fa4_backend import Fa4Backend
 from cp_fast.backends.fa4.scores import score_kernels

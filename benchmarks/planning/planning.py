@@ -39,7 +39,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cp_fast.backends import required
+from cp_fast.backends.choose_backend import required
 from cp_fast.compile.chosen_schedule import choose_head_chunks, chosen_rank_schedule
 from cp_fast.compile.packing import Packing
 from cp_fast.compile.pipeline import linked, lowered

@@ -18,7 +18,8 @@ import torch as pytorch
 import cp_fast as package
 import cp_fast.thd
 from conformance.adapters.band_tiles import crop, empty_tile, out_of_nothing
-from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch, choose
+from cp_fast.backends.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.backends.choose_backend import choose
 from cp_fast.movers.select_movers import kernels
 from cp_ref.contract.arguments import features_of
 from cp_ref.schedules.planners.ring_members import RingMembers

@@ -11,7 +11,7 @@ import torch
 from cp_fast.api.checked_calls import PLAIN_TENSORS, WORDS, agree_on_call, checking, describe
 from cp_fast.api.fast_context import ContextParallel, Signature
 from cp_fast.api.plan import Made, Plan, agree_on, backend_for, messages_of, prepared
-from cp_fast.backends import BACKENDS, features_of
+from cp_fast.backends.choose_backend import BACKENDS, features_of
 from cp_fast.compile.index_tables import check_row_numbers
 from cp_fast.dispatch.handles import hide_from_checkpointing
 from cp_fast.runtime.prepared_exchange import prepares

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_fast.backends import BACKENDS
+from cp_fast.backends.choose_backend import BACKENDS
 from cp_fast.dispatch.handles import OfThisProcess, new_handle
 from cp_ref.contract import context
 from cp_ref.contract.process_groups import error_context

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from cp_fast.api.fast_context import ContextParallel, PlanCache
-from cp_fast.backends import EXECUTOR, KERNEL_FEATURES, Backend, choose, required
+from cp_fast.backends.backend_protocol import Backend
+from cp_fast.backends.choose_backend import EXECUTOR, KERNEL_FEATURES, choose, required
 from cp_fast.compile.buffers import in_order
 from cp_fast.compile.chosen_schedule import Schedules, choose_head_chunks, chosen_rank_schedule, chosen_schedule
 from cp_fast.compile.in_place import Fitted, FixedTables, Shape

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from cp_fast.backends import VarlenBatch
-from cp_fast.backends.backend_protocol import BatchPlaces
+from cp_fast.backends.backend_protocol import BatchPlaces, VarlenBatch
 from cp_fast.compile.chosen_schedule import Schedules, choose_head_chunks, chosen_rank_schedule
 from cp_fast.compile.index_tables import RowKey, Uploaded
 from cp_fast.compile.instruction_passes import accumulate_late, free_early, recv_in_place

@@ -47,7 +47,7 @@ __all__ = [
 
 # ---- the choice of a library
 #
-# The choice of a library of linear attention, by the rule of `cp_fast.backends.choose`.
+# The choice of a library of linear attention, by the rule of `cp_fast.backends.choose_backend`.
 
 
 LIBRARIES: tuple[LinearKernels, ...] = FlaKernels(), ChunkedKernels()

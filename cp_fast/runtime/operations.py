@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.backends import Backend, BackwardOperands, LaunchOptions
-from cp_fast.backends.backend_protocol import LaunchScores
+from cp_fast.backends.backend_protocol import Backend, BackwardOperands, LaunchOptions, LaunchScores
 from cp_fast.compile.program import OWN, Accumulate, Accumulations, Copy, Free, Launch, Recv, Send
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.torch_movers import log_add_exp

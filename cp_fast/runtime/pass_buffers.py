@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from cp_fast.backends import LaunchOptions
+from cp_fast.backends.backend_protocol import LaunchOptions
 from cp_fast.compile.program import BufferSpec, Copy, Program, View, writes
 from cp_fast.movers.mover_protocol import Movers, Rows
 from cp_ref.contract.group import Group, Pending

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.backends import Backend, LaunchOptions
+from cp_fast.backends.backend_protocol import Backend, LaunchOptions
 from cp_fast.compile.packing import Packing
 from cp_fast.compile.program import (
     OWN,

@@ -23,7 +23,7 @@ import cp_fast.tools.cli
 import cp_ref
 import cp_ref.cli
 from conformance.case import Case
-from cp_fast.backends import BACKENDS, KERNEL_FEATURES, features_of
+from cp_fast.backends.choose_backend import BACKENDS, KERNEL_FEATURES, features_of
 from cp_fast.passes import PASSES
 from cp_ref.contract.area_rows import MOST_ROWS
 from cp_ref.contract.linear_schedules import make_states

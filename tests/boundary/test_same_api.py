@@ -22,7 +22,7 @@ import cp_ref
 from conformance.case import Case
 from conformance.implementation import Context
 from conformance.step.compare_step import compare_step
-from cp_fast.backends import BACKENDS
+from cp_fast.backends.choose_backend import BACKENDS
 from cp_fast.tools.cli import app as fast_app
 from cp_fast.tools.cli.demo import Job
 from cp_fast.tools.cost.predict import candidates

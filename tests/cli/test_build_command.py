@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cp_fast.backends import by_name
+from cp_fast.backends.choose_backend import by_name
 from cp_fast.build import builder as build
 from cp_fast.build import cache
 from cp_fast.tools.cli import app

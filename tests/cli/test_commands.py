@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import conformance.cli
 import cp_fast.tools.cli
-from cp_fast.backends import BACKENDS
+from cp_fast.backends.choose_backend import BACKENDS
 from cp_fast.tools.cli import app
 from cp_fast.tools.cli.doctor import doctor
 from cp_ref.contract.cli.lazy_commands import lazy_commands

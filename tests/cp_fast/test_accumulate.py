@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_fast.backends import LaunchOptions
+from cp_fast.backends.backend_protocol import LaunchOptions
 from cp_fast.compile.program import OWN, Accumulate, Accumulations, BufferSpec, Copy, View
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.select_movers import kernels

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_fast
 import cp_ref
-from cp_fast.backends import Backend, by_name
+from cp_fast.backends.backend_protocol import Backend
+from cp_fast.backends.choose_backend import by_name
 from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.program import Accumulate, Launch, Recv
 from cp_ref import SimGroup

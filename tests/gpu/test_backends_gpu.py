@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cp_fast import backends
+from cp_fast.backends import choose_backend as backends
 from cp_fast.backends import fa2
 from cp_fast.backends.backend_probe import probe, probe_segments
 from cp_fast.backends.backend_protocol import (
@@ -21,7 +21,7 @@ from cp_fast.backends.backend_protocol import (
     LaunchOptions,
     VarlenBatch,
 )
-from cp_fast.backends.backend_variants import LargestLogit, variants
+from cp_fast.backends.choose_backend import LargestLogit, variants
 from cp_fast.backends.cudnn import backward_graph, forward_graph
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature

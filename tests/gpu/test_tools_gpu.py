@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cp_fast.backends import by_name
+from cp_fast.backends.choose_backend import by_name
 from cp_fast.compile.machine import read_machine
 from cp_fast.tools.cli import app
 

@@ -13,9 +13,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import cp_fast
 import cp_ref
 from cp_fast.api import calls
-from cp_fast.backends import Backend, BackwardOperands, Gradients, VarlenBatch, by_name
-from cp_fast.backends.backend_protocol import LaunchOptions, LaunchPositions, LaunchScores
-from cp_fast.backends.backend_variants import largest_logit
+from cp_fast.backends.backend_protocol import (
+    Backend,
+    BackwardOperands,
+    Gradients,
+    LaunchOptions,
+    LaunchPositions,
+    LaunchScores,
+    VarlenBatch,
+)
+from cp_fast.backends.choose_backend import by_name, largest_logit
 from cp_fast.checkpoint import save_attention
 from cp_ref import SimGroup, Unsupported
 from cp_ref.contract.scores import ScoreTensors, read_scores
@@ -203,7 +210,7 @@ def test_a_library_without_them_is_never_asked() -> None:
             found.append(why)
         return found
 
-    with patch("cp_fast.backends.BACKENDS", (WithoutPlaces(),)):
+    with patch("cp_fast.backends.choose_backend.BACKENDS", (WithoutPlaces(),)):
         planned, *others = SimGroup(2).run(one)[0]
     assert "the plan's backend 'plain'" in planned
     assert "backend='fa4' or backend='cpu' or backend='torch'" in planned

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cp_fast.backends import VarlenBatch, by_name
+from cp_fast.backends.backend_protocol import VarlenBatch
+from cp_fast.backends.choose_backend import by_name
 from cp_fast.backends.fa4 import fa4_recorded
 from cp_fast.build import builder as native
 from cp_fast.build.recipe import DEVICES, VARIABLE, BuildError, Unavailable, read_archs

@@ -30,7 +30,7 @@ from typer import Option
 
 import cp_fast
 from conformance.runner.processes import run_together
-from cp_fast.backends import BACKENDS
+from cp_fast.backends.choose_backend import BACKENDS
 from cp_fast.build.recipe import BuildError, Unavailable
 from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_ref.contract.cli.description import cost_table, show_picture

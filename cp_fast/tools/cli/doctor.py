@@ -20,7 +20,9 @@ from rich.table import Table
 from torch.cuda import nccl
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.backends import BACKENDS, Backend, installed, probe, remark_on
+from cp_fast.backends.backend_probe import probe
+from cp_fast.backends.backend_protocol import Backend
+from cp_fast.backends.choose_backend import BACKENDS, installed, remark_on
 from cp_fast.backends.fa4 import fa4_recorded
 from cp_fast.backends.sparse_kernels import choose_sparse
 from cp_fast.build import builder, recipe

@@ -54,7 +54,7 @@ def window_pairs(tiles: WindowedTiles) -> PairCounts:
 
 
 def kernel_pairs(segments: Iterable[Segment]) -> PairCounts:
-    """What a kernel computes, by the rule of `cp_fast.backends.Segments`; every row has to see a key."""
+    """What a kernel computes, by the rule of `VarlenBatch`; every row has to see a key."""
     found: PairCounts = Counter()
     for (left, right), q, k in segments:
         assert q

@@ -29,7 +29,7 @@ from conformance.problems.capabilities import Capabilities, probe
 from conformance.problems.strategies import cases
 from conformance.runner.tiers import TIERS
 from cp_fast import masks
-from cp_fast.backends import Backend, BackwardOperands, Gradients
+from cp_fast.backends.backend_protocol import Backend, BackwardOperands, Gradients
 from cp_fast.compile import chosen_schedule
 from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_fast.compile.instruction_passes import low_precision_grads, of_one_launch

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cp_fast
-from cp_fast.backends import Backend, BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
+from cp_fast.backends.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
 from cp_fast.compile.instruction_passes import low_precision_grads, of_one_launch
 from cp_fast.compile.program import Send
 from cp_fast.transport.peer_exchange import PeerMessages, SharedMemory

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cp_fast.backends import by_name
 from cp_fast.backends.backend_protocol import (
     Backend,
     BackwardOperands,
@@ -23,6 +22,7 @@ from cp_fast.backends.backend_protocol import (
     LaunchScores,
     VarlenBatch,
 )
+from cp_fast.backends.choose_backend import by_name
 from cp_ref.contract.scores import ScoreTensors, kept
 from cp_ref.schedules.problem import ScoreSpec
 from tests.gpu.scores.launch_oracle import LaunchResults, Operands, dense

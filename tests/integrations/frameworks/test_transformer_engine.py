@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast import backends
+from cp_fast.backends import choose_backend as backends
 from cp_fast.integrations import transformer_engine as ours
 from cp_ref import SimGroup, dense_attention
 
