@@ -21,7 +21,7 @@ from cp_ref.contract.call_checks import check_plan_device, check_plan_owner
 from cp_ref.contract.room import Agreement
 from cp_ref.contract.score_mod import with_digest
 from cp_ref.contract.scores import ScoreTensors, read_scores
-from cp_ref.contract.tensors import needs_grad, refuse_transforms
+from cp_ref.contract.tensors import bytes_of, needs_grad, refuse_transforms
 from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
@@ -171,8 +171,7 @@ def _has_shape(x: Any) -> bool:
 
 def _digest(x: torch.Tensor) -> str:
     """A tensor's values, in a word."""
-    values = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return blake2b(values, digest_size=8).hexdigest()
+    return blake2b(bytes_of(x), digest_size=8).hexdigest()
 
 
 # ---- with a plan

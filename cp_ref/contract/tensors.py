@@ -14,6 +14,7 @@ from cp_ref.contract.call_checks import AXES
 __all__ = [
     "as_integers",
     "autocast",
+    "bytes_of",
     "check_usable",
     "differentiable_once",
     "lse_from_packed",
@@ -161,6 +162,18 @@ def as_integers(x: torch.Tensor) -> torch.Tensor:
     if x.dtype.is_floating_point and x.element_size() == 1:
         return x.detach().view(torch.uint8)
     return x.view(_SIGNED[x.dtype]) if x.dtype in _SIGNED else x
+
+
+def bytes_of(x: torch.Tensor) -> bytes:
+    """The values of a tensor of any strides, in the order of its elements.
+
+    >>> bytes_of(torch.arange(8, dtype=torch.uint8)[::3])
+    b'\\x00\\x03\\x06'
+    """
+    if not x.numel():
+        return b""
+    # an axis of one element behind all others has the stride that PyTorch wants
+    return x.detach().cpu().flatten()[:, None].contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def taken(x: torch.Tensor, axis: int, rows: torch.Tensor) -> torch.Tensor:

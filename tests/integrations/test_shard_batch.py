@@ -445,3 +445,18 @@ def test_wrappers_that_say_nothing_are_refused(four: Processes) -> None:
     assert "with a communication hook" in hooked
     assert "averaged_over is of type str" in word
     assert "averaged_over is True" in flag
+
+
+def test_a_batch_of_any_strides() -> None:
+    """Columns, every other token, and values that are expanded, of one row or of one token too."""
+
+    def parts(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+        def one(member: Any) -> list[int]:
+            batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+            return shard_batch(batch, cp=cp_fast.ContextParallel(member))["input_ids"].flatten().tolist()
+
+        return SimGroup(2).run(one)
+
+    for ids in (IDS[:, :1], IDS[:1, :1], IDS[:1, ::2], IDS[:, ::2], IDS.t()[:, :1], IDS.t()[:2]):
+        mask = torch.ones((), dtype=torch.int64).expand(ids.shape)
+        assert parts(ids, mask) == parts(ids.contiguous().clone(), torch.ones(ids.shape, dtype=torch.int64))

@@ -10,6 +10,7 @@ from zlib import crc32
 import torch
 import torch.nn.functional as F
 
+from cp_ref.contract.tensors import bytes_of
 from cp_ref.schedules.values import check_flag, check_tensor, kind_of
 
 __all__ = ["Digests", "TokenRows", "digests", "read_rows"]
@@ -99,11 +100,7 @@ def read_rows(batch: Any, shift_labels: bool, fill: Any = None, whole: Collectio
 
 def digests(batch: Mapping[str, torch.Tensor]) -> Digests:
     """Each entry of a checked batch in a few bytes, to be compared between ranks."""
-    return {name: (list(x.shape), crc32(_bytes_of(x))) for name, x in sorted(batch.items())}
-
-
-def _bytes_of(x: torch.Tensor) -> bytes:
-    return x.detach().cpu().flatten().view(torch.uint8).numpy().tobytes() if x.numel() else b""
+    return {name: (list(x.shape), crc32(bytes_of(x))) for name, x in sorted(batch.items())}
 
 
 def _read_fill(fill: Any) -> dict[str, float]:
