@@ -40,7 +40,6 @@ def one_thread() -> None:
 FEW = Profile(60, derandomize=True)
 LOWER = [name for name, tier in TIERS.items() if tier.level != "schedule"]
 LINEAR = [name for name in LOWER if TIERS[name].level == "linear"]
-SPARSE = [name for name in LOWER if TIERS[name].level == "sparse"]
 SLOW = [name for name in LOWER if "helpers" in name or name in ("sparse", "sparse-probes", "sparse-loss")]
 EVERY_ITEM = [(tier, item) for name, tier in TIERS.items() if name != "pairs" for item in tier.items(EVERYTHING)]
 
@@ -114,7 +113,7 @@ def test_a_mistyped_text_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("tier", [pytest.param(t, marks=pytest.mark.thorough if t in SLOW else ()) for t in LOWER])
 def test_the_reference_is_right(tier: str) -> None:
-    result = run(load("cp_ref") if tier in LINEAR + SPARSE else Lower(), tier)
+    result = run(load("conformance.adapters.cp_ref"), tier)
     assert not result.smallest
     assert result.passed >= 60
 
