@@ -251,7 +251,7 @@ def group_sizes(problem: SuiteProblem) -> tuple[int, ...]:
     """The sizes of the groups that a problem needs.
 
     >>> group_sizes(SpecialCase("group-of-seven"))
-    (7, 7, 7, 7)
+    (7, 7, 7)
     """
     if isinstance(problem, LinearCase | SparseCase):
         return (problem.cp_size,)
