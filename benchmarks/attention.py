@@ -1,6 +1,6 @@
 """Context-parallel attention against one GPU alone, in the same run: time, efficiency, peak memory.
 
-    python benchmarks/attention.py --gpus 4 --tokens 65536 --schedules p2p,all_gather,a2a,a2a+p2p --out results.csv
+    python -m benchmarks.attention --gpus 4 --tokens 65536 --schedules p2p,all_gather,a2a,a2a+p2p --out results.csv
 
 efficiency = (time of the whole problem on one GPU, kernel alone, no context parallelism) / gpus / (time over the gpus).
 A time is that of several calls in a row over their number, as layers follow each other in training. The one GPU makes

@@ -1,6 +1,6 @@
 """Run `tests/gpu` on a GPU machine, in time, and write a record: commit, GPUs, versions, counts and seconds by test.
 
-    python benchmarks/gpu_tests.py -j 16 --seconds 240 --out gpu_tests_1x.json
+    python -m benchmarks.gpu_tests -j 16 --seconds 240 --out gpu_tests_1x.json
 
 Each failure is printed, and written to the file, as soon as it happens. The file is whole JSON at every moment. So if a
 run is cut, the file names the failures, the tests that were running, and those that were not reached. With several

@@ -1,7 +1,7 @@
 """The data-moving kernels against a copy of the same bytes and against the memory's limit, for every implementation.
 
-    python benchmarks/kernels.py --out benchmarks/results/kernels_h200.csv --plot benchmarks/results/kernels_h200.svg
-    python benchmarks/kernels.py --device cpu --scale 16 --implementations native,torch
+    python -m benchmarks.kernels --out benchmarks/results/kernels_h200.csv --plot benchmarks/results/kernels_h200.svg
+    python -m benchmarks.kernels --device cpu --scale 16 --implementations native,torch
 
 Each kernel's result is checked first; if it is wrong, nothing is reported. Then the implementations and
 `torch.Tensor.copy_` of the same bytes are timed in turns in the same run. On a GPU, CUDA graphs are replayed, each of

@@ -1,11 +1,11 @@
 """Training steps of long sequences on two GPUs, by this project and by other libraries, and each one's longest.
 
-    python benchmarks/long_context.py --out long_context.json --commit "$(git rev-parse HEAD)"
-    python benchmarks/long_context.py --out long_context.json --lengths 524288 --layers 2        # adds its rows
-    python benchmarks/long_context.py --out long_context.json --documents 100 --libraries cp_fast+balanced,accelerate \
+    python -m benchmarks.long_context --out long_context.json --commit "$(git rev-parse HEAD)"
+    python -m benchmarks.long_context --out long_context.json --lengths 524288 --layers 2        # adds its rows
+    python -m benchmarks.long_context --out long_context.json --documents 100 --libraries cp_fast+balanced,accelerate \
         --lengths 131072
-    python benchmarks/long_context.py --out long_context.json --longest                          # with all 36 layers
-    python benchmarks/long_context.py --out /tmp/rows.json --tiny --lengths 256 --libraries cp_fast
+    python -m benchmarks.long_context --out long_context.json --longest                          # with all 36 layers
+    python -m benchmarks.long_context --out /tmp/rows.json --tiny --lengths 256 --libraries cp_fast
 
 `long_context_step.py` says what the libraries are. One process group of a library takes a list of lengths. A length
 that fails, or that takes longer than its share of `--budget-seconds`, is a row with its error; a new process group

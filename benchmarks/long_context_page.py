@@ -1,6 +1,6 @@
 """The tables and the picture of docs/how_to/long_context.md, from the record of `long_context.py`.
 
-    python benchmarks/long_context_page.py --write
+    python -m benchmarks.long_context_page --write
 
 A cell has tokens/s and the peak memory of a GPU in GiB, or says why it has none. The picture needs matplotlib.
 """

@@ -1,6 +1,6 @@
 """Masks of several areas: context parallelism and FlexAttention against the rate of the dense causal kernel.
 
-    python benchmarks/masks.py --gpus 2 --tokens 16384 --layouts dual_chunk,balanced --seconds 125 --out masks.csv
+    python -m benchmarks.masks --gpus 2 --tokens 16384 --layouts dual_chunk,balanced --seconds 125 --out masks.csv
 
 `--without -,factor_keys,all` measures each schedule without a compiler pass too, in the same turns; `each` means
 -, every pass, and all (see `benchmarks/attention.py`).

@@ -1,7 +1,7 @@
 """The worth of each compiler pass, on one GPU: all ranks of a simulated group, with and without the pass.
 
-    python benchmarks/passes.py --cp-size 4 --rounds 3 --out passes_1x_h200.csv
-    python benchmarks/passes.py --device cpu --scale 64 --rounds 1       # to try it
+    python -m benchmarks.passes --cp-size 4 --rounds 3 --out passes_1x_h200.csv
+    python -m benchmarks.passes --device cpu --scale 64 --rounds 1       # to try it
 
 The ranks of a simulated group run one after the other on one GPU, and their messages are copies. So a time has the
 kernels, copies, accumulations and host work of all ranks, and no message over a link: it is what a pass saves in

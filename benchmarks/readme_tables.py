@@ -2,8 +2,8 @@
 docs/performance.md and of two pages of docs/how_to, and the table of commits in benchmarks/results/README.md, from
 records.
 
-    python benchmarks/readme_tables.py --write
-    python benchmarks/readme_tables.py --check
+    python -m benchmarks.readme_tables --write
+    python -m benchmarks.readme_tables --check
 
 `features.csv` has the features of each library, from its sources and documents. `conformance_1x.json` counts the random
 problems that were right. A line of a speed table is of one run of `benchmarks/attention.py --peers`, whose file

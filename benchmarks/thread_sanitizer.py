@@ -1,6 +1,6 @@
 """The native kernels for the CPU under the thread sanitizer: their tests and the fuzzer of the helpers; a record.
 
-    python benchmarks/thread_sanitizer.py --commit "$(git rev-parse HEAD)" --out thread_sanitizer.json
+    python -m benchmarks.thread_sanitizer --commit "$(git rev-parse HEAD)" --out thread_sanitizer.json
 
 The sanitizer does not see how PyTorch's pool of threads hands work over, as that is not compiled for it. So a library
 is loaded first whose `torch_parallel_for` makes and joins threads for each loop. The script builds a copy of the

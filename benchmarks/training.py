@@ -1,9 +1,9 @@
 """Train a small transformer on packed documents, once on one device with PyTorch's own attention and once with each
 schedule over several ranks: the loss curves have to be the same.
 
-    python benchmarks/training.py --ranks 4 --out benchmarks/results/training_4x_h200      # .csv and .png
-    python benchmarks/training.py --simulated --ranks 4      # all ranks on one GPU, over the simulated group
-    python benchmarks/training.py --device cpu --ranks 2 --steps 5 --tokens 256
+    python -m benchmarks.training --ranks 4 --out benchmarks/results/training_4x_h200      # .csv and .png
+    python -m benchmarks.training --simulated --ranks 4      # all ranks on one GPU, over the simulated group
+    python -m benchmarks.training --device cpu --ranks 2 --steps 5 --tokens 256
 
 The model (bytes, RoPE, grouped heads, autocast to bfloat16 on a GPU) and the order of the documents are the same in
 every run. A rank holds its share of each document, so that every step moves keys and values between the ranks, forward

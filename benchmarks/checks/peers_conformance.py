@@ -1,9 +1,9 @@
 """The conformance suite on other libraries, over 2 (or 4) processes: with a GPU for each, or sharing those that there
 are, over NCCL, or on the CPU over gloo.
 
-    python benchmarks/checks/peers_conformance.py --device cuda --minutes 2.5 --out benchmarks/results
-    python benchmarks/checks/peers_conformance.py --only yunchang --ranks 4 --minutes 2.5 --out benchmarks/results
-    python benchmarks/checks/peers_conformance.py --only yunchang --device cpu --minutes 1 --out /tmp
+    python -m benchmarks.checks.peers_conformance --device cuda --minutes 2.5 --out benchmarks/results
+    python -m benchmarks.checks.peers_conformance --only yunchang --ranks 4 --minutes 2.5 --out benchmarks/results
+    python -m benchmarks.checks.peers_conformance --only yunchang --device cpu --minutes 1 --out /tmp
 
 Each object of each adapter has its own driver, and all drivers play at once. Each library gets one file,
 `peers_NAME_DEVICE.json` (for 4 ranks `peers_NAME_DEVICE_4.json`). It has the verdicts by tier, the refusals with their

@@ -1,7 +1,7 @@
 """Run the kernels' suite on a GPU under compute-sanitizer and write a record: commit, GPU, versions, what was found.
 
-    python benchmarks/checks/sanitizer.py record --commit "$(git rev-parse HEAD)" --out kernels_sanitizer.json
-    python benchmarks/checks/sanitizer.py suite --implementation native --device cpu    # the suite alone, under no tool
+    python -m benchmarks.checks.sanitizer record --commit "$(git rev-parse HEAD)" --out kernels_sanitizer.json
+    python -m benchmarks.checks.sanitizer suite --implementation native --device cpu    # the suite alone, under no tool
 
 The suite compares results as well: a tool's verdict is "clean" if it found nothing and all checks passed in time. The
 record is written after each tool; PyTorch's cache of memory is off.

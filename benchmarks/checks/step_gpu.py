@@ -1,7 +1,7 @@
 """One training step of the Qwen3-0.6B shape over GPUs, compared with one process, and how long that takes.
 
-    python benchmarks/checks/step_gpu.py --commit "$(git rev-parse HEAD)" --out step_2x.json    # two GPUs over NCCL
-    python benchmarks/checks/step_gpu.py --device cpu --tiny --tokens 64 --out /tmp/step.json   # to try it
+    python -m benchmarks.checks.step_gpu --commit "$(git rev-parse HEAD)" --out step_2x.json    # two GPUs over NCCL
+    python -m benchmarks.checks.step_gpu --device cpu --tiny --tokens 64 --out /tmp/step.json   # to try it
 
 Weights are random, in bfloat16 (float32 on a CPU). The record has the time of the whole comparison, and the report.
 Exit code 1 where the step is wrong. Needs transformers.

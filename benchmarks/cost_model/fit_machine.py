@@ -1,6 +1,6 @@
 r"""Fit a machine of the cost model (`cp_fast.tools.cost`) to rows that `benchmarks/attention.py` measured.
 
-    python benchmarks/cost_model/fit_machine.py --records messages_2x_h200,layouts_2x_h200 \
+    python -m benchmarks.cost_model.fit_machine --records messages_2x_h200,layouts_2x_h200 \
         --out cp_fast/tools/cost/machines/h200-nvlink.toml
 
 Kernel rates come from the columns of one GPU alone, by least squares of relative errors. The host's times come from

@@ -1,6 +1,6 @@
 """The cost model against what was measured, and what it says of many ranks.
 
-    python benchmarks/cost_model/predictions.py   # predictions.csv, predictions.png and predictions_1024.png in results
+    python -m benchmarks.cost_model.predictions   # predictions.csv, predictions.png and predictions_1024.png in results
 
 Each row of the records is predicted by `cp_fast.tools.cost` on the machine that was fitted to some of them
 (`benchmarks/cost_model/fit_machine.py`; its `source` says to which). `FARTHER` names what is more than 10 % off,

@@ -1,6 +1,6 @@
 """How much host time a call of `attention` without a plan costs more than one with, from a batch's second layer on.
 
-    python benchmarks/planning/calls.py --out benchmarks/results/calls.csv
+    python -m benchmarks.planning.calls --out benchmarks/results/calls.csv
 
 One rank, on a CPU, packed documents of two tokens. Calls with and without a plan are made in turns. Medians of the time
 that this thread had a processor, as other work may share it; of several repeats the fastest:

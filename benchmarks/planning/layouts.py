@@ -1,6 +1,6 @@
 """The layout "balanced" on paper: work, and K/V rows received, for random batches of 16,384 tokens a rank.
 
-    python benchmarks/planning/layouts.py --out benchmarks/results/layouts.csv
+    python -m benchmarks.planning.layouts --out benchmarks/results/layouts.csv
 
 No group, no tensor. It prints of each batch
 

@@ -1,6 +1,6 @@
 """How long a plan takes on the host, part by part.
 
-    python benchmarks/planning/planning.py --out benchmarks/results/planning.csv
+    python -m benchmarks.planning.planning --out benchmarks/results/planning.csv
 
 A plan is made as `make_plan` makes it, for one rank of a group that is only pretended (every other rank says the same):
 

@@ -1,6 +1,6 @@
 """How long areas take to read and to plan, where many share queries or keys.
 
-    python benchmarks/planning/planning_areas.py --commit "$(git rev-parse --short HEAD)" --out planning_areas.csv
+    python -m benchmarks.planning.planning_areas --commit "$(git rev-parse --short HEAD)" --out planning_areas.csv
 
 Areas are read as `make_plan` reads them; one rank of four is planned and lowered, p2p. Times are processor time of this
 thread in seconds, the least of --rounds; a machine that is shared makes them longer. "-": not tried.

@@ -20,7 +20,7 @@ def test_a_document_has_what_the_records_say(name: str) -> None:
 
 
 def test_the_page_of_records_says_which_commit_each_is_of() -> None:
-    """Mended by `python benchmarks/readme_tables.py --write`, also where what a record measures has changed."""
+    """Mended by `python -m benchmarks.readme_tables --write`, also where what a record measures has changed."""
     text = (RESULTS / "README.md").read_text()
     table = commit_table(text)
     assert table is None or replaced(text, table) == text  # None: a shallow clone, which does not know

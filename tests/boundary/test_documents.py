@@ -109,6 +109,16 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert any(ROOT.glob(target)), target
 
 
+def test_benchmarks_are_called_as_modules() -> None:
+    """They import each other from the checkout, which a script's path leaves out where the package is installed."""
+    paths = [*DOCUMENTS, *ROOT.glob("benchmarks/**/*.py")]
+    text = "\n".join(path.read_text() for path in paths)
+    assert "python benchmarks/" not in text
+    called = {name.replace(".", "/") for name in re.findall(r"python -m (benchmarks(?:\.\w+)+)", text)}
+    assert "benchmarks/attention" in called
+    assert [name for name in called if not (ROOT / f"{name}.py").exists()] == []
+
+
 def test_the_design_names_files_that_exist() -> None:
     names = set(re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)`", (ROOT / "DESIGN.md").read_text()))
     assert len(names) > 30
