@@ -19,6 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_ref.contract.group import Group, PairGroup, Parcel, Pending
 from cp_ref.schedules.planners.make_schedule import SCHEDULES
 
+if not dist.is_initialized():
+    # Its functions have the default group of the moment as a default argument. Imported later, as an optimizer does,
+    # they keep that group for ever, and PyTorch 2.13 then aborts at exit: a thread of gloo outlives the interpreter.
+    import torch.distributed.nn  # pyright: ignore[reportUnusedImport]
+
 __all__ = [
     "PeerError",
     "ProcessMember",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_ref import SimGroup, Trace, compare, dense_attention, trace
 from tests.dist.workers import Processes
+from tests.marks import HANGS_S
 
 
 def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -239,3 +242,19 @@ def balance(package: str) -> None:
 @pytest.mark.parametrize("package", ["cp_ref", "cp_fast"])
 def test_documents_of_any_length(groups: Groups, package: str) -> None:
     assert groups(2).run(balance, package) == [None, None]
+
+
+KEPT = """
+import torch, torch.distributed as dist
+from {package} import ContextParallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+from torch.distributed.nn.functional import all_reduce
+assert dist.group.WORLD not in all_reduce.__defaults__
+"""
+
+
+@pytest.mark.parametrize("package", ["cp_ref", "cp_fast"])
+def test_an_optimizer_keeps_no_group(package: str) -> None:
+    """A default argument of PyTorch's would: a group that outlives the interpreter aborts the process."""
+    subprocess.run([sys.executable, "-c", KEPT.format(package=package)], check=True, timeout=HANGS_S)
