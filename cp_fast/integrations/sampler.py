@@ -16,7 +16,7 @@ often, as FSDP and DDP need it. One denominator counts the labels of the whole s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,8 +92,12 @@ RankGroup(first=2, size=1, documents=[1]), RankGroup(first=3, size=1, documents=
 class DocumentSampler:
     """The rounds of each step for one rank, the same steps on all ranks.
 
+    The documents of a step do not depend on the number of ranks. So a run that ended behind step k of an epoch goes on
+    with `itertools.islice(sampler, k, None)` and the same seed and epoch, also on another number of ranks. A DataLoader
+    takes it as `sampler`, with `batch_size=None`, and calls `dataset[rounds]`.
+
     Args:
-        lengths: tokens of each document of the data.
+        lengths: tokens of each document of the data, the same on all ranks.
         rank, ranks: which one of how many, a power of two.
         tokens: how many a rank holds at most in a round: of documents. Contexts with layout "balanced" add no padding;
             the other layouts fill each document up to a multiple of 2 * size or of size.
@@ -109,7 +113,7 @@ class DocumentSampler:
     """
 
     def __init__(
-        self, lengths: Sequence[int], *, rank: int, ranks: int, tokens: int, documents: int, seed: int | None = 0
+        self, lengths: Iterable[int], *, rank: int, ranks: int, tokens: int, documents: int, seed: int | None = 0
     ) -> None:
         _check_ranks(ranks)
         self.rank = read_count("rank", rank, at_least=0, at_most=ranks - 1)
@@ -117,9 +121,12 @@ class DocumentSampler:
         if seed is not None:  # a string has another hash in each process, and so each rank another order
             read_count("seed", seed, at_least=0)
         read_count("tokens", tokens, at_least=1)
-        for number, length in enumerate(lengths):
-            _size_for(number, read_count(f"lengths[{number}]", length, at_least=0), ranks, tokens)
-        self.lengths, self.ranks, self.tokens, self.seed, self.epoch = list(lengths), ranks, tokens, seed, 0
+        if not isinstance(lengths, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"lengths is {kind_of(lengths)}; it must be a list of the documents' numbers of tokens")
+        self.lengths = [read_count(f"lengths[{n}]", length, at_least=0) for n, length in enumerate(lengths)]
+        for number, length in enumerate(self.lengths):
+            _size_for(number, length, ranks, tokens)
+        self.ranks, self.tokens, self.seed, self.epoch = ranks, tokens, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of another epoch from now on."""
@@ -131,8 +138,8 @@ class DocumentSampler:
     def __iter__(self) -> Iterator[list[tuple[int, list[int]]]]:
         order = list(range(len(self.lengths)))
         if self.seed is not None:
-            generator = torch.Generator().manual_seed(hash((self.seed, self.epoch)) % 2**63)
-            order = torch.randperm(len(order), generator=generator).tolist()
+            generator = torch.Generator("cpu").manual_seed(hash((self.seed, self.epoch)) % 2**63)
+            order = torch.randperm(len(order), generator=generator, device="cpu").tolist()
         for start in range(0, len(order), self.documents):
             step = order[start : start + self.documents]
             rounds = share_out([self.lengths[number] for number in step], self.ranks, self.tokens)
@@ -178,23 +185,70 @@ def pack(documents: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[
     """One packed row of documents, as `shard_batch` takes it.
 
     Args:
-        documents: each with input_ids [t], and labels [t] or none, which then are the input_ids.
+        documents: each with input_ids [t], and labels [t] or none, which then are the input_ids. An attention_mask [t]
+            of ones and position_ids 0, 1, 2 ... say nothing else. Texts and numbers of a document are left out.
         pad_token_id: the one token of a row without documents, which learns nothing.
+
+    Raises:
+        ValueError, TypeError: naming the document, the entry and the rule: labels are not one a token, a mask or
+            positions say padding or several documents, or there are other entries with one value a token.
 
     >>> pack([{"input_ids": [5, 6]}, {"input_ids": [7], "labels": [-100]}])
     {'input_ids': tensor([[5, 6, 7]]), 'position_ids': tensor([[0, 1, 0]]), 'labels': tensor([[   5,    6, -100]])}
     """
     if not isinstance(documents, Sequence):
         raise TypeError(f"documents is {kind_of(documents)}; it must be a list of documents with input_ids")
-    if not any(len(document["input_ids"]) for document in documents):
-        documents = [{"input_ids": [pad_token_id], "labels": [-100]}]
-    ids = [torch.as_tensor(document["input_ids"]) for document in documents]
-    labels = [torch.as_tensor(document.get("labels", x)) for document, x in zip(documents, ids, strict=True)]
-    positions = [torch.arange(len(x)) for x in ids]
-    return {name: torch.cat(list(found))[None] for name, found in zip(_NAMES, (ids, positions, labels), strict=True)}
+    rows = [_row(f"documents[{number}]", document) for number, document in enumerate(documents)]
+    if not any(len(ids) for ids, *_ in rows):
+        rows = [_row("pad_token_id", {"input_ids": [pad_token_id], "labels": [-100]})]
+    return {name: torch.cat(found)[None] for name, found in zip(_NAMES, zip(*rows, strict=True), strict=True)}
+
+
+def _row(name: str, document: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The ids, positions and labels of a document, one each a token."""
+    if not isinstance(document, Mapping) or "input_ids" not in document:
+        what = "a dict without input_ids" if isinstance(document, Mapping) else kind_of(document)
+        raise TypeError(f"{name} is {what}; it must be a dict with input_ids [t]")
+    ids = _integers(f"{name}['input_ids']", document["input_ids"], None)
+    for entry, x in document.items():
+        length = [len(x)] if isinstance(x, list | tuple) else list(getattr(x, "shape", ()))[:1]
+        if length == [len(ids)] and entry not in ("input_ids", *_SAID):
+            raise ValueError(
+                f"{name} has {entry!r}, one value a token, which pack does not join; leave it out, and let labels be "
+                "-100 where a mask says that nothing is learnt"
+            )
+    positions = torch.arange(len(ids))
+    rest = {entry: _integers(f"{name}[{entry!r}]", x, len(ids)) for entry, x in document.items() if entry in _SAID}
+    rules = {"attention_mask": (torch.ones_like(positions), "1 for each token")}
+    rules["position_ids"] = positions, "0, 1, 2 and so on"
+    for entry, (plain, rule) in rules.items():
+        if entry in rest and not torch.equal(rest[entry].cpu(), plain.cpu()):
+            raise ValueError(
+                f"{name}[{entry!r}] is not {rule}; pack takes documents one by one and without padding, and makes "
+                "position_ids itself"
+            )
+    return ids, positions, rest.get("labels", ids)
+
+
+def _integers(name: str, values: Any, length: int | None) -> torch.Tensor:
+    """A row of integers, int64; length: of the document's tokens."""
+    if values is None:
+        raise TypeError(f"{name} is None; leave it out, or give integers, one a token")
+    x = (
+        torch.as_tensor(values)
+        if isinstance(values, torch.Tensor) or len(values)
+        else torch.zeros(0, dtype=torch.int64)
+    )
+    if x.ndim != 1 or x.dtype.is_floating_point or x.dtype.is_complex or (length is not None and len(x) != length):
+        raise ValueError(
+            f"{name} has shape {list(x.shape)} and dtype {x.dtype}; it must be integers "
+            f"[{'t' if length is None else length}], one a token"
+        )
+    return x.to(torch.int64)
 
 
 _NAMES = ("input_ids", "position_ids", "labels")
+_SAID = ("labels", "attention_mask", "position_ids")  # what a document may have beside input_ids
 
 
 def _size_for(number: int, length: int, ranks: int, tokens: int) -> int:

@@ -99,7 +99,8 @@ def token_log_probs(model: torch.nn.Module, part: Mapping[str, Any]) -> torch.Te
         token behind it; 0 where that is -100.
 
     Raises:
-        TypeError, ValueError: the part has no labels; the model has no head that gives logits of a vocabulary.
+        TypeError, ValueError: the part has no labels; the model has no head that gives logits of a vocabulary; a
+        wrapper rounds the model's outputs (`output_dtype` of FSDP's MixedPrecisionPolicy).
         NotImplementedError: the model changes logits in a way that is not known here; its name is in the error.
     """
     _sequences(part)
@@ -119,6 +120,11 @@ def token_log_probs(model: torch.nn.Module, part: Mapping[str, Any]) -> torch.Te
         raise NotImplementedError(
             f"{type(inner).__name__} does not call its output embeddings ({type(head).__name__}) on each token once; "
             "compute log-probabilities from model(**part).logits"
+        )
+    if logits.dtype != wide_dtype(logits.dtype):
+        raise TypeError(
+            f"the model's outputs are {logits.dtype}, which would round log-probabilities; give FSDP's "
+            "MixedPrecisionPolicy no output_dtype, or torch.float32"
         )
     found, marks = logits.unbind(-1)
     rounding = 4 * torch.finfo(logits.dtype).eps

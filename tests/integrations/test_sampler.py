@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.step import compare_step
-from cp_fast.integrations.sampler import DocumentSampler, share_out
+from cp_fast.integrations.sampler import DocumentSampler, pack, share_out
 from tests.dist.workers import run_program
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "document_sampler.py"
@@ -83,11 +86,71 @@ def test_all_ranks_draw_the_same_steps_and_epochs_differ() -> None:
         ({"seed": "a"}, "seed is 'a'; it must be an integer"),
         ({"lengths": [5, 99]}, r"lengths\[1\] is 99; 4 ranks hold 40 tokens, 10 each: give more ranks, or"),
         ({"lengths": [5, "6"]}, r"lengths\[1\] is '6'; it must be an integer"),
+        ({"lengths": 5}, "lengths is of type int; it must be a list of the documents' numbers of tokens"),
     ],
 )
 def test_what_a_sampler_refuses(odd: dict[str, object], said: str) -> None:
     with pytest.raises((ValueError, TypeError), match=said):
         DocumentSampler(**{"lengths": [1], "rank": 0, "ranks": 4, "tokens": 10, "documents": 2} | odd)  # type: ignore[arg-type]
+
+
+def test_a_run_goes_on_inside_an_epoch_on_another_number_of_ranks() -> None:
+    """By a DataLoader; the lengths come one by one."""
+    lengths = [1 + 7 * n % 23 for n in range(50)]
+
+    def documents(ranks: int, first: int) -> list[list[int]]:
+        steps: list[list[int]] = [[] for _ in range(first, 5)]
+        for rank in range(ranks):
+            sampler = DocumentSampler(iter(lengths), rank=rank, ranks=ranks, tokens=24, documents=12)
+            sampler.set_epoch(3)
+            with torch.device("meta"):
+                assert len(list(sampler)) == 5
+            loader: Any = torch.utils.data.DataLoader(_Rounds(), sampler=sampler, batch_size=None)
+            for step, rounds in zip(steps, islice(loader, first, None), strict=True):
+                step += [n for size, chosen in rounds if rank % size == 0 for n in chosen]
+        return [sorted(step) for step in steps]
+
+    before, after = documents(2, 0)[:2], documents(8, 2)
+    assert [len(step) for step in before + after] == [12, 12, 12, 12, 2]
+    assert sorted(n for step in before + after for n in step) == list(range(50))
+
+
+class _Rounds(torch.utils.data.Dataset[Any]):
+    """Gives the rounds that it is asked for."""
+
+    def __getitem__(self, rounds: Any) -> Any:
+        return rounds
+
+
+def test_a_packed_row_says_what_each_document_says() -> None:
+    documents = [{"input_ids": []}, {"input_ids": np.array([5, 6], dtype=np.int32), "length": 2, "text": "ab"}]
+    documents.append({"input_ids": torch.tensor([7]), "labels": [-100], "attention_mask": [1], "position_ids": [0]})
+    row = pack(documents)
+    assert {name: x.tolist() for name, x in row.items()} == {
+        "input_ids": [[5, 6, 7]],
+        "position_ids": [[0, 1, 0]],
+        "labels": [[5, 6, -100]],
+    }
+    assert {x.dtype for x in row.values()} == {torch.int64}
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"labels": [5]}, r"documents\[1\]\['labels'\] has shape \[1\] .* it must be integers \[2\], one a token"),
+        ({"labels": [0.5, 1.0]}, r"\['labels'\] has shape \[2\] and dtype torch.float32"),
+        ({"labels": None}, r"\['labels'\] is None"),
+        ({"input_ids": [[5, 6]]}, r"\['input_ids'\] has shape \[1, 2\]"),
+        ({"attention_mask": [1, 0]}, r"\['attention_mask'\] is not 1 for each token.*without padding"),
+        ({"position_ids": [0, 0]}, r"\['position_ids'\] is not 0, 1, 2 and so on; pack takes documents one by one"),
+        ({"completion_mask": [0, 1]}, r"documents\[1\] has 'completion_mask', one value a token, .*labels be -100"),
+        ("ab", r"documents\[1\] is of type str; it must be a dict with input_ids"),
+    ],
+)
+def test_what_a_packed_row_refuses(odd: Any, said: str) -> None:
+    document = {"input_ids": [5, 6], **odd} if isinstance(odd, dict) else odd
+    with pytest.raises((ValueError, TypeError), match=said):
+        pack([{"input_ids": [7]}, document])
 
 
 @pytest.mark.thorough

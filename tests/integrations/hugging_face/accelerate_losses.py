@@ -28,6 +28,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from trl.data_utils import pack_dataset
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.sft_config import SFTConfig
@@ -52,6 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
     "not averaged": {"average_tokens_across_devices": False},
     "sft": {"sft": True, "gradient_accumulation_steps": 2},
     "sft, padding free": {"sft": True, "padding_free": True, "max_length": None},
+    "sft, packed before": {"sft": True, "packed": 24, "padding_free": True, "max_length": None},
     "sft, adapters": {"sft": True, "adapters": True},
     "rewards": {"rewards": True, "max_length": 32},
 }
@@ -94,6 +96,8 @@ def trained(options: dict[str, Any], alone: bool, dp: int) -> list[float]:
     pairs = zip(rows_of(18)[::2], rows_of(18)[1::2], strict=True)
     rows = [{"chosen_ids": a["input_ids"], "rejected_ids": b["input_ids"]} for a, b in pairs]
     data = Dataset.from_list([row | {"margin": 0.5} for row in rows] if rewards else rows_of(9))
+    if (length := options.pop("packed", None)) is not None:  # SFTTrainer does not pack for contexts
+        data = pack_dataset(data, length, "bfd")
     with tempfile.TemporaryDirectory() as folder:
         config: Any = SFTConfig if sft else RewardConfig if rewards else TrainingArguments
         args: Any = config(folder, **fixed | options)
