@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,9 +23,11 @@ __all__ = [
     "SCORE_MODS",
     "Case",
     "aux_tensors",
+    "check_counts",
     "dtype_of",
     "score_features",
     "score_mod_of",
+    "text_of",
     "wide_dtype",
 ]
 
@@ -33,6 +35,24 @@ __all__ = [
 def dtype_of(name: str) -> torch.dtype:
     """torch's dtype of this name."""
     return getattr(torch, name)
+
+
+def text_of(record: Any, *first: object) -> str:
+    """A record as one line: words for its first fields, then every other field that is not its default.
+
+    >>> text_of(Case(Problem(2, ()), seed=3), "problem")
+    'Case(problem, seed=3)'
+    """
+    rest = fields(record)[len(first) :]
+    words = [*map(str, first), *(f"{f.name}={v!r}" for f in rest if (v := getattr(record, f.name)) != f.default)]
+    return f"{type(record).__name__}({', '.join(words)})".replace("'", '"')  # A shell's '...' holds it.
+
+
+def check_counts(record: Any, names: Iterable[str]) -> None:
+    """Raise ValueError for a field that is no positive integer."""
+    for name in names:
+        if type(value := getattr(record, name)) is not int or value < 1:
+            raise ValueError(f"{name} is {value!r}; it must be a positive integer")
 
 
 def wide_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -155,7 +175,6 @@ _CHOICES = {
     "softmax_type": SOFTMAX_TYPES,
     "dtype": ("float64", "float32", "bfloat16", "float16"),
 }
-_POSITIVE = ("cp_size", "a2a_size", "heads_q", "heads_kv", "d_qk", "d_v")
 
 LOSSES = ("out", "lse", "out+lse")
 ALIBI = ("", "head", "document")
@@ -251,8 +270,7 @@ class Case:
 
     def __str__(self) -> str:
         """One line that `parse` reads back: the problem, and every other field that differs from its default."""
-        words = [f"{f.name}={v!r}" for f in fields(self)[1:] if (v := getattr(self, f.name)) != f.default]
-        return f"Case({', '.join([str(self.problem), *words])})".replace("'", '"')  # A shell's '...' holds it.
+        return text_of(self, self.problem)
 
     @staticmethod
     def parse(text: str) -> Case:
@@ -275,9 +293,7 @@ def _check_meaning(p: Problem) -> None:
     for name, choices in _CHOICES.items():
         if name != "layout" or isinstance(p.layout, str):  # A layout may be a table of ownership.
             check_choice(name, getattr(p, name), choices)
-    for name in _POSITIVE:
-        if type(value := getattr(p, name)) is not int or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+    check_counts(p, ("cp_size", "a2a_size", "heads_q", "heads_kv", "d_qk", "d_v"))
     if p.cp_size > MOST_RANKS:
         raise ValueError(f"cp_size is {p.cp_size}; it must be at most {MOST_RANKS}")
     whole = {"a2a": p.cp_size, "a2a+p2p": p.a2a_size}.get(p.cp_comm_type, 1)

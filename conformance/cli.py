@@ -36,6 +36,7 @@ from conformance.record import (
     LEVELS,
     Played,
     RunRecord,
+    TierResult,
     replay_command,
     replay_options,
     version_of,
@@ -46,7 +47,7 @@ from conformance.report.failures import separating
 from conformance.runner.known_failures import KnownFailures, KnownFailuresError
 from conformance.runner.play_problem import Runner
 from conformance.runner.processes import LONGEST_S
-from conformance.runner.run_tiers import PROFILES, TierResult
+from conformance.runner.run_tiers import PROFILES
 from conformance.runner.suite_run import ALL_TIERS, SuiteRun, describe_run, nothing_tested
 from conformance.runner.tiers import TIERS, group_sizes, tiers_of
 from conformance.runner.workers import open_runner

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -37,19 +37,10 @@ __all__ = [
 ]
 
 Level = Literal["helpers", "merge", "kernel", "schedule", "linear", "sparse"]
-LEVELS: tuple[Level, ...] = ("helpers", "merge", "kernel", "schedule", "linear", "sparse")
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 Verdict = Literal["right", "unsupported", "wrong", "missing", "crashed", "hung", "out of memory", "known"]
-VERDICTS: tuple[Verdict, ...] = (
-    "right",
-    "unsupported",
-    "wrong",
-    "missing",
-    "crashed",
-    "hung",
-    "out of memory",
-    "known",
-)
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 """right: all checks held. unsupported: refused as it should be. wrong: computed, and not what the oracle says, or an
 error that should not be. missing: the implementation does not offer this level or function. crashed: the worker process
 died. hung: the watchdog ended it. known: wrong or crashed, and an expected failure.

@@ -27,9 +27,9 @@ import torch
 from conformance.cli import cp_sizes_of
 from conformance.implementation import LoadError
 from conformance.plugin import Settings, settings_of
-from conformance.record import replay_command, replay_options
+from conformance.record import TierResult, replay_command, replay_options
 from conformance.runner.known_failures import KnownFailures
-from conformance.runner.run_tiers import PROFILES, TierResult
+from conformance.runner.run_tiers import PROFILES
 from conformance.runner.suite_run import Part, SuiteRun, describe_run, play_part
 from conformance.runner.workers import open_runner
 

@@ -31,8 +31,10 @@ __all__ = [
     "attention_arguments",
     "batch_axis",
     "build",
+    "cumulative",
     "global_rows",
     "in_format",
+    "marked_slots",
     "packed_rows",
     "plan_arguments",
     "positions",
@@ -215,10 +217,15 @@ def real_tokens(case: Case, side: str) -> torch.Tensor:
     """Which slots hold a real token: bool [b, s] (bshd), [s, b] (sbhd) or [t + tail] (thd); side is "q" or "kv"."""
     lengths = case.problem.lengths
     per_sequence = [torch.arange(n) < m for n, m in zip(lengths.slots(side), lengths.tokens(side), strict=True)]
+    return marked_slots(case, side, per_sequence, tail=False)
+
+
+def marked_slots(case: Case, side: str, per_sequence: list[torch.Tensor], *, tail: bool) -> torch.Tensor:
+    """A mark for each slot, axes as in `real_tokens`: bool [slots] of each sequence, and that of the tail."""
     if case.problem.qkv_format == "thd":
-        return torch.cat([*per_sequence, torch.zeros(case.tail(side), dtype=torch.bool)])
-    real = torch.stack(per_sequence)
-    return real if case.problem.qkv_format == "bshd" else real.t().contiguous()
+        return torch.cat([*per_sequence, torch.full((case.tail(side),), tail)])
+    rows = torch.stack(per_sequence)
+    return rows if case.problem.qkv_format == "bshd" else rows.t().contiguous()
 
 
 def _blind(case: Case) -> torch.Tensor:
@@ -273,12 +280,12 @@ def attention_arguments(problem: Problem, device: str) -> dict[str, Any]:
         arguments["areas"] = torch.tensor(problem.areas, dtype=torch.int64).reshape(-1, 6)
     if problem.qkv_format != "thd" and not problem.attn_mask_type.startswith("padding"):
         return arguments
-    lens_q, lens_kv = _cumulative(problem, "len_q"), _cumulative(problem, "len_kv")
+    lens_q, lens_kv = cumulative(problem, "len_q"), cumulative(problem, "len_kv")
     lengths = {"cu_seqlens_q": lens_q}
     if lens_kv != lens_q:
         lengths["cu_seqlens_kv"] = lens_kv
     if problem.qkv_format == "thd":
-        slots_q, slots_kv = _cumulative(problem, "slots_q"), _cumulative(problem, "slots_kv")
+        slots_q, slots_kv = cumulative(problem, "slots_q"), cumulative(problem, "slots_kv")
         if slots_q != lens_q:
             lengths["cu_seqlens_q_padded"] = slots_q
         if slots_kv != (slots_q if lens_kv == lens_q else lens_kv):
@@ -297,7 +304,8 @@ def plan_arguments(problem: Problem, device: str = "cpu") -> dict[str, Any]:
     return attention_arguments(problem, device) | sizes | types | table
 
 
-def _cumulative(problem: Problem, name: str) -> list[int]:
+def cumulative(problem: Problem, name: str) -> list[int]:
+    """cu_seqlens of a field of its sequences."""
     return list(accumulate((getattr(s, name) for s in problem.sequences), initial=0))
 
 

@@ -29,9 +29,9 @@ import typer
 
 from conformance.case import Case
 from conformance.implementation import LoadError
-from conformance.record import FAILING, Played, replay_command
+from conformance.record import FAILING, Played, TierResult, replay_command
 from conformance.runner.play_problem import Pairs, Task
-from conformance.runner.run_tiers import PROFILES, TierResult
+from conformance.runner.run_tiers import PROFILES
 from conformance.runner.suite_run import SuiteRun, describe_run
 from conformance.runner.workers import WorkerRunner
 from cp_ref.schedules.problem import Problem, Sequence

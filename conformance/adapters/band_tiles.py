@@ -8,7 +8,7 @@ import torch
 
 from conformance.case import wide_dtype
 
-__all__ = ["Crop", "crop", "empty_tile", "out_of_nothing"]
+__all__ = ["Crop", "crop", "out_of_nothing"]
 
 
 class Crop(NamedTuple):
@@ -27,8 +27,8 @@ def crop(n: int, m: int, left: int | None, right: int | None) -> Crop | None:
 
     >>> crop(4, 4, None, -2)          # row 2 sees column 0, row 3 sees columns 0 and 1
     Crop(rows=slice(2, 4, None), columns=slice(0, 2, None), left=None, right=0)
-    >>> crop(2, 2, 5, -2) is None
-    True
+    >>> crop(2, 2, 5, -2), crop(0, 2, None, 0), crop(2, 0, 1, None)
+    (None, None, None)
     """
     shift = m - n
     low = None if left is None else shift - left  # the first column is i + low
@@ -50,11 +50,6 @@ def crop(n: int, m: int, left: int | None, right: int | None) -> Crop | None:
         None if low is None else inside - (low + moved),
         None if high is None else high + moved - inside,
     )
-
-
-def empty_tile(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether the tile has no row or no column."""
-    return not len(q) or not len(k)
 
 
 def out_of_nothing(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

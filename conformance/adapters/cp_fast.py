@@ -17,7 +17,7 @@ import torch as pytorch
 
 import cp_fast as package
 import cp_fast.thd
-from conformance.adapters.band_tiles import crop, empty_tile, out_of_nothing
+from conformance.adapters.band_tiles import crop, out_of_nothing
 from cp_fast.backends.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
 from cp_fast.backends.choose_backend import choose
 from cp_fast.movers.select_movers import kernels
@@ -140,7 +140,7 @@ class OneBackend:
         options = LaunchOptions(ScoreSpec(**scores))
         backend = self._backend(q, k, v, options.scores)
         out, lse = out_of_nothing(q, v)
-        cut = None if empty_tile(q, k) else crop(len(q), len(k), left, right)
+        cut = crop(len(q), len(k), left, right)
         if cut is not None:
             segments = _segment(cut.rows, cut.columns, cut.left, cut.right, q.device)
             operands = (q[cut.rows], k[cut.columns], v[cut.columns])
@@ -156,7 +156,7 @@ class OneBackend:
         options = LaunchOptions(ScoreSpec(**scores))
         backend = self._backend(q, k, v, options.scores)
         dq, dk, dv = (pytorch.zeros_like(x) for x in (q, k, v))
-        cut = None if empty_tile(q, k) else crop(len(q), len(k), left, right)
+        cut = crop(len(q), len(k), left, right)
         if cut is not None:
             rows, columns = cut.rows, cut.columns
             segments = _segment(rows, columns, cut.left, cut.right, q.device)

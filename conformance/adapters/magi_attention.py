@@ -30,16 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from conformance.adapters.peers import (
-    Peer,
-    Sizes,
-    SupportTable,
-    Unsupported,
-    library,
-    no_gradient,
-    number_of_ranks,
-    rank_in,
-)
+from conformance.adapters.peers import Peer, Sizes, SupportTable, Unsupported, library, no_gradient, of_all_ranks
 from cp_ref.schedules.areas import Areas, areas_of_windows
 
 __all__ = [
@@ -301,7 +292,7 @@ class _OwnRows:
     """Which rows of the whole batch, [t, h, d] without a tail, are in a rank's slice."""
 
     def __init__(self, shape: torch.Size, group: Any, options: dict[str, Any]) -> None:
-        self.group, self.rank, self.ranks = group, rank_in(group), number_of_ranks(group)
+        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.batch = shape[0] if options.get("qkv_format", "bshd") == "bshd" else None
         self.slice_rows = shape[0 if self.batch is None else 1]
         self.rows = self.slice_rows * self.ranks  # of a sequence of bshd
@@ -330,13 +321,11 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any, axis: int) -> torch.Tensor:
         ctx.group, ctx.axis = group, axis
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(number_of_ranks(group))]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, dim=axis)
+        return torch.cat(of_all_ranks(x, group), dim=axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        mine = grads[0].tensor_split(number_of_ranks(ctx.group), dim=ctx.axis)[rank_in(ctx.group)]
+        mine = grads[0].tensor_split(dist.get_world_size(ctx.group), dim=ctx.axis)[dist.get_rank(ctx.group)]
         return mine, None, None
 
 

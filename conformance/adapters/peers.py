@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from cp_ref.schedules.ownership import divisor
 
@@ -22,11 +23,11 @@ __all__ = [
     "asked",
     "library",
     "no_gradient",
-    "number_of_ranks",
-    "rank_in",
+    "of_all_ranks",
 ]
 
 Words = dict[str, str]
+Sizes = tuple[int, int, int, int]  # heads_q, heads_kv, d_qk, d_v
 
 
 class Unsupported(NotImplementedError):
@@ -93,14 +94,11 @@ _PLAIN = {
 }
 
 
-def asked(
-    cp: Any, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, arguments: Mapping[str, Any]
-) -> Words:
+def asked(cp: Any, sizes: Sizes, dtype: torch.dtype, device: torch.device, arguments: Mapping[str, Any]) -> Words:
     """A call in the table's words.
 
     Args:
         cp: the `ContextParallel`; anything with `cp_comm_type` and `layout`.
-        sizes: (heads_q, heads_kv, d_qk, d_v).
         arguments: those of `attention` or `supports`.
     """
     heads_q, heads_kv, d_qk, d_v = sizes
@@ -187,9 +185,6 @@ def library(name: str, install: str) -> ModuleType:
         raise ImportError(f"this adapter needs {name}: {install} ({error})") from error
 
 
-Sizes = tuple[int, int, int, int]  # heads_q, heads_kv, d_qk, d_v
-
-
 class Peer(ABC):
     """An implementation of the level schedule that is a library over torch.distributed."""
 
@@ -223,9 +218,10 @@ class Peer(ABC):
             raise Unsupported(f"{self.supported.library}: softmax_offset without a learnable sink")
         try:
             sizes = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
-            axis = 1 if options.get("qkv_format", "bshd") == "bshd" else 0
+            fmt = options.get("qkv_format", "bshd")
+            axis = 1 if fmt == "bshd" else 0
             whole = {"seqlen_q": cp.size * q.shape[axis], "seqlen_kv": cp.size * k.shape[axis]}
-            lengths = whole if _has_sequence_axis(options) else {}
+            lengths = whole if fmt != "thd" else {}
             reason = self.why_not(cp, sizes, q.dtype, q.device, {**lengths, **options})
         except Exception:  # a q that is no tensor, a window of three sides
             reason = ""
@@ -238,18 +234,11 @@ class Peer(ABC):
         """The library's call, for what its table has: out, or (out, lse)."""
 
 
-def _has_sequence_axis(options: dict[str, Any]) -> bool:
-    return options.get("qkv_format", "bshd") != "thd"
-
-
-def rank_in(group: Any) -> int:
-    """The rank of this process in a group."""
-    return torch.distributed.get_rank(group)
-
-
-def number_of_ranks(group: Any) -> int:
-    """How many processes a group has."""
-    return torch.distributed.get_world_size(group)
+def of_all_ranks(x: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """The tensors that the ranks of a group have, by rank. Without gradients."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return parts
 
 
 class _NoGradient(torch.autograd.Function):

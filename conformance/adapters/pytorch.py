@@ -23,11 +23,12 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from conformance.adapters.peers import Peer, SupportTable, Unsupported, library, number_of_ranks
+from conformance.adapters.peers import Peer, SupportTable, Unsupported, library
 
 __all__ = ["Unsupported", "attention", "chosen", "cudnn", "efficient", "flash", "group_kind", "supports"]
 
@@ -94,7 +95,7 @@ class PyTorch(Peer):
         mesh = _mesh(cp.group, device.type)
         _cp.set_rotate_method({"p2p": "alltoall", "all_gather": "allgather"}[cp.cp_comm_type])
         _cp._cp_options.enable_load_balance = cp.layout == "dual_chunk"
-        positions = torch.arange(local * number_of_ranks(cp.group), device=device)  # it needs a buffer to shard
+        positions = torch.arange(local * dist.get_world_size(cp.group), device=device)  # it needs a buffer to shard
         kernel = nullcontext() if self._kernel is None else sdpa_kernel(self._kernel)
         with kernel, _cp.context_parallel(mesh, buffers=[positions], buffer_seq_dims=[0]):
             yield

@@ -22,9 +22,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from conformance.adapters import flash_attn_shim
-from conformance.adapters.peers import Peer, SupportTable, Unsupported, library, no_gradient, number_of_ranks, rank_in
+from conformance.adapters.peers import Peer, SupportTable, Unsupported, library, no_gradient, of_all_ranks
 
 __all__ = ["Unsupported", "accepted", "attention", "documented", "group_kind", "stripe", "supports"]
 
@@ -91,12 +92,12 @@ class RingFlashAttn(Peer):
 
     def _packed(self, q: Any, k: Any, v: Any, cp: Any, options: dict[str, Any], common: dict[str, Any]) -> Any:
         """The library takes no tail after the last sequence: the adapter removes it, and adds it again."""
-        ranks, cu = number_of_ranks(cp.group), options["cu_seqlens_q"]
+        ranks, cu = dist.get_world_size(cp.group), options["cu_seqlens_q"]
         rows = int(cu[-1]) // ranks
         tail = len(q) - rows
         q, k, v = (x[:rows] for x in (q, k, v))
         if cp.cp_comm_type == "all_gather":
-            prepared = _rfa.llama3_flash_attn_prepare_cu_seqlens(cu, common["causal"], rank_in(cp.group), ranks)
+            prepared = _rfa.llama3_flash_attn_prepare_cu_seqlens(cu, common["causal"], dist.get_rank(cp.group), ranks)
             cu_q, cu_k, max_q, max_k, part = prepared
             results = _rfa.llama3_flash_attn_varlen_func(
                 q, k, v, cu_q, cu_k, max_q, max_k, heads_k_stride=1, local_k_slice=part, **common
@@ -148,7 +149,7 @@ class Stripe(RingFlashAttn):
 
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: Any, options: dict[str, Any]) -> Any:
         """out."""
-        ranks, rank = number_of_ranks(cp.group), rank_in(cp.group)
+        ranks, rank = dist.get_world_size(cp.group), dist.get_rank(cp.group)
         total = q.shape[1] * ranks
         striped = [torch.arange(total, device=q.device)[r::ranks] for r in range(ranks)]
         q, k, v = (_everyone(x, cp.group)[:, striped[rank]] for x in (q, k, v))
@@ -171,15 +172,13 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> Any:
         ctx.group = group
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(number_of_ranks(group))]
-        torch.distributed.all_gather(parts, x.contiguous(), group=group)
-        return tuple(parts)
+        return tuple(of_all_ranks(x, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         wide = torch.stack([grad.float() for grad in grads])
-        torch.distributed.all_reduce(wide, group=ctx.group)
-        return wide[rank_in(ctx.group)].to(grads[0].dtype), None
+        dist.all_reduce(wide, group=ctx.group)
+        return wide[dist.get_rank(ctx.group)].to(grads[0].dtype), None
 
 
 documented, accepted, stripe = RingFlashAttn(), Accepted(), Stripe()

@@ -19,9 +19,10 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from conformance.adapters import flash_attn_shim
-from conformance.adapters.peers import Peer, SupportTable, Unsupported, library, rank_in
+from conformance.adapters.peers import Peer, SupportTable, Unsupported, library
 
 __all__ = ["Unsupported", "accepted", "attention", "fa", "group_kind", "supports", "torch_math"]
 
@@ -102,7 +103,7 @@ class TorchMath(Yunchang):
 @cache
 def _alone() -> Any:
     """A group of this process alone."""
-    return torch.distributed.new_group([rank_in(None)], use_local_synchronization=True)
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 fa = Yunchang(_SUPPORTED)

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 import torch
 
 from conformance.case import Case, wide_dtype
-from conformance.checks.baselines import eager_attention
 
 __all__ = [
     "CAREFUL_FACTOR",
@@ -44,7 +43,7 @@ __all__ = [
     "Tensors",
     "close",
     "compare",
-    "eager_attention",
+    "largest",
     "same_bits",
     "same_bytes",
     "tolerance",
@@ -99,11 +98,9 @@ def tolerance(case: Case, exact: torch.Tensor) -> float:
     Scores grow with the square of the magnitude of q and k, and their rounding errors with them. In float16 and
     bfloat16, which this tier does not draw, it is some roundings: the budget tier is closer there.
     """
-    finite = exact[exact.isfinite()]
-    largest = finite.abs().max().item() if finite.numel() else 0.0
     eps = torch.finfo(getattr(torch, case.problem.dtype)).eps
     base = {"float64": 1e-10, "float32": 2e-5}.get(case.problem.dtype, 8 * eps)
-    return base * case.magnitude**2 * max(1.0, largest)
+    return base * case.magnitude**2 * max(1.0, largest(exact))
 
 
 def same_bits(what: str, one: Tensors, other: Tensors) -> list[str]:
@@ -222,12 +219,12 @@ def compare(
     False
     """
     gradients = [exact[name] for name in ("out", *GRADIENTS) if name in exact]
-    gradient_size, gradient_mean = (max(map(of, gradients), default=0.0) for of in (_largest, _mean))
+    gradient_size, gradient_mean = (max(map(of, gradients), default=0.0) for of in (largest, _mean))
     # large scores have large rounding errors, and weights inherit them as relative errors
-    spread = 1.0 + _largest(exact["lse"]) if "lse" in exact else 1.0
+    spread = 1.0 + largest(exact["lse"]) if "lse" in exact else 1.0
     rows = []
     for name, got in fast.items():
-        sizes = _Sizes(max(_largest(exact[name]), 1.0 if name in _WIDE else 0.0), 0.0, spread if name == "out" else 1.0)
+        sizes = _Sizes(max(largest(exact[name]), 1.0 if name in _WIDE else 0.0), 0.0, spread if name == "out" else 1.0)
         if name in GRADIENTS:
             sizes = _Sizes(gradient_size, gradient_mean, spread)
         references = [baseline[name], *([] if rounded is None else [rounded[name]])]
@@ -274,7 +271,7 @@ def _row(
     floor = (_WIDE_NOISE if low else _NOISE * wide_eps * sizes.spread) * sizes.largest
     by_delta = torch.finfo(dtype).eps if name in ("dq", "dk", "d_offset") else 0.0
     few = 1.0 / rows**0.5
-    one_rounding = max(eps * _largest(exact), (1.0 + _DELTA * few) * by_delta * sizes.largest)
+    one_rounding = max(eps * largest(exact), (1.0 + _DELTA * few) * by_delta * sizes.largest)
     max_bound = MAX_FACTOR * max_unit + one_rounding + floor
     mean_bound = (1.0 + _LUCK * few) * mean_unit + _DELTA * few * by_delta * sizes.mean + _MEAN_NOISE * floor
     if name in ("max_logit", "d_offset"):  # one value a head: their mean says no more than their maximum
@@ -282,7 +279,7 @@ def _row(
     note = ""
     if unlike:
         note = f"{unlike} values are NaN, or infinite where the exact ones are not, or the other way round"
-    elif unlike_baseline or max_baseline > 0.5 * max(_largest(exact), sizes.largest) + floor:
+    elif unlike_baseline or max_baseline > 0.5 * max(largest(exact), sizes.largest) + floor:
         note = f"the baseline itself is wrong (max error {max_baseline:.3g}): nothing can be said"
     ok = not note and max_error <= max_bound and mean_error <= mean_bound
     return Row(name, max_error, max_bound, mean_error, mean_bound, ok, note)
@@ -298,7 +295,8 @@ def _errors(got: torch.Tensor, exact: torch.Tensor, counted: torch.Tensor) -> tu
     return (errors.max().item(), errors.mean().item(), 0) if errors.numel() else (0.0, 0.0, 0)
 
 
-def _largest(x: torch.Tensor) -> float:
+def largest(x: torch.Tensor) -> float:
+    """The largest size of the finite values; 0 without any."""
     finite = x[x.isfinite()]
     return finite.abs().max().item() if finite.numel() else 0.0
 

@@ -67,14 +67,15 @@ def _deterministic() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+def _be_deterministic(was: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(was[0], warn_only=was[1])
+
+
 SETTINGS: dict[str, Setting] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "the default device": (lambda: str(torch.get_default_device()), torch.set_default_device),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "the deterministic algorithms": (
-        _deterministic,
-        lambda was: torch.use_deterministic_algorithms(was[0], warn_only=was[1]),
-    ),
+    "the deterministic algorithms": (_deterministic, _be_deterministic),
     "cuDNN's deterministic flag": (
         lambda: torch.backends.cudnn.deterministic,
         lambda was: setattr(torch.backends.cudnn, "deterministic", was),
@@ -188,14 +189,14 @@ def check_hygiene(impl: Implementation, case: Case, device: str = "cpu") -> list
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """`torch.empty` gives NaN (the largest value for integers) inside: PyTorch does so in deterministic mode."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = _deterministic()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nondeterministic operators are not the question here
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            _be_deterministic(before)
 
 
 def _check_rank(call: Call) -> list[str]:

@@ -290,12 +290,9 @@ class Call:
         if not pairs or not wanted:
             return {}
         grads = torch.autograd.grad(
-            [x for x, _ in pairs], list(wanted.values()), [g for _, g in pairs], allow_unused=True, **more
+            [x for x, _ in pairs], list(wanted.values()), [g for _, g in pairs], materialize_grads=True, **more
         )
-        return {
-            grad_of(name): torch.zeros_like(wanted[name]) if g is None else g
-            for name, g in zip(wanted, grads, strict=True)
-        }
+        return {grad_of(name): grad for name, grad in zip(wanted, grads, strict=True)}
 
     def both(self, leaves: Tensors, plan: Any = None, *, dout: torch.Tensor | None = None) -> Tensors:
         """Forward and backward: all results, detached."""

@@ -217,15 +217,12 @@ def results_of(
         out, lse, max_logit = attention(leaves["dq"], leaves["dk"], leaves["dv"], softmax_offset=leaves.get("d_offset"))
     upstream = {"out": (out, tensors.dout), "lse": (lse, tensors.dlse)}
     losses = [upstream[name] for name in case.loss.split("+") if upstream[name][0].requires_grad]
-    grads = [None] * len(leaves)
+    grads = [torch.zeros_like(leaf) for leaf in leaves.values()]
     if losses:
         outs, gradients = [x for x, _ in losses], [_clean(grad).to(x.dtype) for x, grad in losses]
-        grads = torch.autograd.grad(outs, list(leaves.values()), gradients, allow_unused=True)
+        grads = torch.autograd.grad(outs, list(leaves.values()), gradients, materialize_grads=True)
     results = {"out": out.detach(), "lse": lse.detach(), "max_logit": max_logit.detach()}
-    return results | {
-        name: torch.zeros_like(leaf) if grad is None else grad
-        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
-    }
+    return results | dict(zip(leaves, grads, strict=True))
 
 
 def _clean(x: torch.Tensor) -> torch.Tensor:

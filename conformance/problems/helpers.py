@@ -24,11 +24,20 @@ from conformance.problems.helper_calls import Arguments, Broken, Built, HelperCa
 from conformance.problems.helper_definitions import _OF_BATCHES, _OF_HALVES, _OF_ROWS
 from conformance.problems.problem import call, shape_findings
 from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.values import check_choice
 
 __all__ = ["HELPERS", "Helper", "Malformed", "helper_calls", "malformed_calls"]
 
 HELPERS = _OF_ROWS | _OF_HALVES | _OF_BATCHES
-_SPOILS = ("one too long", "decreasing", "beyond the buffer", "not from 0", "float", "2-d", "empty")
+_SPOILS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of cumulative lengths
+    "one too long": lambda x: torch.cat([x[:-1], x[-1:] + 1]),
+    "decreasing": lambda x: torch.cat([x, x[-1:] - 1]),
+    "beyond the buffer": lambda x: torch.cat([x[:-1], x[-1:] + 4096]),
+    "not from 0": lambda x: torch.cat([x[:1] + 2, x[1:] + 2]),
+    "float": lambda x: x.double(),
+    "2-d": lambda x: x[None].repeat(2, 1),
+    "empty": lambda x: x[:0],
+}
 _MARGIN = 3  # rows of a guarded margin
 _MOVED_DTYPES = (
     "float32",
@@ -85,7 +94,12 @@ class Helper(HelperCall):
 class Malformed(Helper):
     """A call that was well-formed until `spoil`."""
 
-    spoil: str = _SPOILS[0]
+    spoil: str = next(iter(_SPOILS))
+
+    def __post_init__(self) -> None:
+        """Refuse a mistyped text."""
+        super().__post_init__()
+        check_choice("spoil", self.spoil, [*_SPOILS])
 
     def check(self, impl: Implementation, device: str = "cpu") -> list[str]:
         """A call without a right answer must raise ValueError or TypeError, and must not change its target.
@@ -94,7 +108,7 @@ class Malformed(Helper):
         """
         built, function = HELPERS[self.name].build(self, device), _function(impl, self.name)
         name, arguments = built.lengths, built.arguments
-        arguments[name] = _spoiled(arguments[name], self.spoil)
+        arguments[name] = _SPOILS[self.spoil](arguments[name])
         kept = arguments[built.target].clone() if built.target else None
         why = _broken_rule(self.name, arguments)
         if why is None:
@@ -149,7 +163,7 @@ def malformed_calls(name: str) -> SearchStrategy[Malformed]:
         fields = {key: value for key, value in vars(case).items() if key != "repeat"}
         return Malformed(**{**fields, "slots": (*case.slots, 2), "real": (*case.real, 4)}, spoil=how)
 
-    return st.builds(spoil, helper_calls(name), st.sampled_from(_SPOILS))
+    return st.builds(spoil, helper_calls(name), st.sampled_from([*_SPOILS]))
 
 
 def _function(impl: Implementation, name: str) -> Callable[..., Any]:
@@ -246,20 +260,6 @@ def _check_batch(impl: Implementation, case: Helper, device: str) -> list[str]:
                 wrong = shape_findings(f"rank {rank}: {name}", got[name], x.shape, (x.dtype,))
                 found += wrong or _same(f"rank {rank}: {name}", got[name], x)
     return found
-
-
-def _spoiled(lengths: torch.Tensor, how: str) -> torch.Tensor:
-    if how == "one too long":
-        return torch.cat([lengths[:-1], lengths[-1:] + 1])
-    if how == "decreasing":
-        return torch.cat([lengths, lengths[-1:] - 1])
-    if how == "beyond the buffer":
-        return torch.cat([lengths[:-1], lengths[-1:] + 4096])
-    if how == "not from 0":
-        return torch.cat([lengths[:1] + 2, lengths[1:] + 2])
-    if how == "float":
-        return lengths.double()
-    return lengths[None].repeat(2, 1) if how == "2-d" else lengths[:0]
 
 
 def _broken_rule(name: str, arguments: Arguments) -> str | None:

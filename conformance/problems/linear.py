@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from conformance.case import Case, dtype_of, wide_dtype
+from conformance.case import Case, check_counts, dtype_of, wide_dtype
 from conformance.checks.budgets import worst
 from conformance.checks.reference import dense_causal_conv1d, dense_linear_attention, values_of_ranks
 from conformance.implementation import Implementation, context
 from conformance.problems.problem import LevelProblem, shape_findings
-from conformance.problems.strategies import tables
-from conformance.tensors import assemble, plan_arguments, real_tokens, take_slice
+from conformance.problems.strategies import DTYPES, FEW_SIZES, tables
+from conformance.tensors import assemble, cumulative, marked_slots, plan_arguments, real_tokens, take_slice
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.values import check_choice
 from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS
@@ -26,7 +25,6 @@ from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS
 __all__ = [
     "ACTIVATIONS",
     "LINEAR_KINDS",
-    "SIZES",
     "CausalConv1d",
     "LayerResults",
     "LinearAttention",
@@ -71,9 +69,7 @@ class LinearCase(LevelProblem):
     def __post_init__(self) -> None:
         """Refuse a mistyped text."""
         _ = self.case
-        for name in self.counts:
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+        check_counts(self, self.counts)
         if type(self.spoiled) is not int or not -1 <= self.spoiled < len(self.documents):
             raise ValueError(f"spoiled is {self.spoiled!r}; it must be the number of a document, or -1")
 
@@ -170,14 +166,14 @@ class CausalConv1d(LinearCase):
 # Strategies of the level `linear`: documents that are empty, short, or longer than a kernel's chunk, in any layout.
 
 
-SIZES = (2, 3, 4, 8, 1)
 _LONG = (63, 64, 65, 100, 130)  # Around a kernel's chunk, and two.
 _REAL_DIMS = ((64, 64), (64, 128), (128, 128))
-_DTYPES = ("float64", "float64", "float32", "bfloat16", "float16")
 
 
 @st.composite
-def batches(draw: DrawFn, cp_sizes: Seq[int] = SIZES, most: int = 16, long: tuple[int, ...] = _LONG) -> dict[str, Any]:
+def batches(
+    draw: DrawFn, cp_sizes: Seq[int] = FEW_SIZES, most: int = 16, long: tuple[int, ...] = _LONG
+) -> dict[str, Any]:
     """The fields of a batch: at most four documents of at most `most` slots, or rarely one of `long`."""
     cp_size = draw(st.sampled_from(sorted(cp_sizes, key=lambda n: (n == 1, n))))
     comm = draw(st.sampled_from(CP_COMM_TYPES))
@@ -215,7 +211,7 @@ def _values(draw: DrawFn, documents: int, dtypes: Seq[str]) -> dict[str, Any]:
 
 
 @st.composite
-def linear_attentions(draw: DrawFn, cp_sizes: Seq[int] = SIZES, dtypes: Seq[str] = _DTYPES) -> LinearAttention:
+def linear_attentions(draw: DrawFn, cp_sizes: Seq[int] = FEW_SIZES, dtypes: Seq[str] = DTYPES) -> LinearAttention:
     """A problem of `linear_attention`; the dims of models are rare, for their kernels."""
     batch = draw(batches(cp_sizes))
     small = st.tuples(st.sampled_from([3, 2, 4, 1]), st.integers(1, 3))
@@ -235,7 +231,7 @@ def linear_attentions(draw: DrawFn, cp_sizes: Seq[int] = SIZES, dtypes: Seq[str]
 
 
 @st.composite
-def convolutions(draw: DrawFn, cp_sizes: Seq[int] = SIZES, dtypes: Seq[str] = _DTYPES) -> CausalConv1d:
+def convolutions(draw: DrawFn, cp_sizes: Seq[int] = FEW_SIZES, dtypes: Seq[str] = DTYPES) -> CausalConv1d:
     """A problem of `causal_conv1d`."""
     batch = draw(batches(cp_sizes))
     return CausalConv1d(
@@ -310,8 +306,10 @@ def exact_linear(case: LinearCase, tensors: LinearTensors) -> dict[str, torch.Te
     leaves = {name: x.double().requires_grad_() for name, x in (tensors.rows | tensors.alike).items()}
     real = real_tokens(case.case, "q").to(tensors.dout.device)
     real = real[(..., *[None] * (tensors.dout.dim() - real.dim()))]
-    lengths: dict[str, Any] = {"qkv_format": case.qkv_format, "cu_seqlens": _cumulative(case, 0)}
-    lengths |= {"cu_seqlens_padded": _cumulative(case, 1)} if case.qkv_format == "thd" else {}
+    lengths: dict[str, Any] = {"qkv_format": case.qkv_format}
+    lengths["cu_seqlens"] = torch.tensor(cumulative(case.problem, "len_q"))
+    if case.qkv_format == "thd":
+        lengths["cu_seqlens_padded"] = torch.tensor(cumulative(case.problem, "slots_q"))
     with torch.enable_grad():
         if isinstance(case, LinearAttention):
             out, final = dense_linear_attention(**leaves, **case.options, **lengths)
@@ -323,12 +321,10 @@ def exact_linear(case: LinearCase, tensors: LinearTensors) -> dict[str, torch.Te
     results = {"out": out.detach()}
     if final is not None and tensors.dfinal is not None:
         results["final_state"] = final.detach()
-    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if loss.requires_grad else ()
-    found = grads or [None] * len(leaves)
-    return results | {
-        f"d{name}": torch.zeros_like(leaf) if grad is None else grad
-        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
-    }
+    grads = [torch.zeros_like(leaf) for leaf in leaves.values()]
+    if loss.requires_grad:
+        grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    return results | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
 def judged_documents(case: LinearCase) -> torch.Tensor:
@@ -339,14 +335,7 @@ def judged_documents(case: LinearCase) -> torch.Tensor:
 def judged_rows(case: LinearCase) -> torch.Tensor:
     """Which slots do not belong to the spoiled document: bool, in the format's axes, as `real_tokens` has them."""
     keep = [torch.full((slots,), n != case.spoiled) for n, (_, slots) in enumerate(case.documents)]
-    if case.qkv_format == "thd":
-        return torch.cat([*keep, torch.ones(case.case.tail_q, dtype=torch.bool)])
-    rows = torch.stack(keep)
-    return rows if case.qkv_format == "bshd" else rows.T.contiguous()
-
-
-def _cumulative(case: LinearCase, column: int) -> torch.Tensor:
-    return torch.tensor(list(accumulate((document[column] for document in case.documents), initial=0)))
+    return marked_slots(case.case, "q", keep, tail=True)
 
 
 # ---- playing and judging

@@ -144,12 +144,17 @@ class ErrorCase:
     needs: str = ""  # A parameter of `attention` that others need not have.
 
 
+_NEEDS = {"alibi_slopes": "alibi_slopes", "score_mod": "score_mod", "aux_tensors": "score_mod"}
+_NEEDS |= {"dropout_p": "dropout_p", "dropout_seed": "dropout_p"}  # an argument -> what it belongs to
+
+
 def _lengths(name: str, *values: int, names: str = "", **more: torch.Tensor) -> ErrorCase:
     return ErrorCase("thd", names or rf"\b{name}\b", lambda call: call.having(**{name: cu(*values)}, **more))
 
 
 def _with(name: str, value: Any, names: str = "", base: str = "bshd", **more: Any) -> ErrorCase:
-    return ErrorCase(base, names or rf"\b{name}\b", lambda call: call.having(**{name: value}, **more))
+    named, needs = names or rf"\b{name}\b", _NEEDS.get(name, "")
+    return ErrorCase(base, named, lambda call: call.having(**{name: value}, **more), needs=needs)
 
 
 def _tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor], names: str, base: str = "bshd") -> ErrorCase:
@@ -161,7 +166,7 @@ def _context(name: str, value: Any) -> ErrorCase:  # A constructor is no collect
 
 
 def _different(name: str, value: Any, base: str = "bshd", names: str = "") -> ErrorCase:
-    return ErrorCase(base, names or name, lambda call: call.having(**{name: value}), one_rank_only=True)
+    return replace(_with(name, value, names or name, base), one_rank_only=True)
 
 
 def _function(what: str, names: str, **arguments: Any) -> ErrorCase:
@@ -170,10 +175,6 @@ def _function(what: str, names: str, **arguments: Any) -> ErrorCase:
 
 def _other_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(torch.float32 if x.dtype == dtype else dtype)
-
-
-def _needing(needs: str, case: ErrorCase) -> ErrorCase:
-    return replace(case, needs=needs)
 
 
 _TABLE = torch.ones(4)
@@ -255,17 +256,17 @@ ERRORS: dict[str, ErrorCase] = {
     "offset-shape": _with("softmax_offset", torch.zeros(3), softmax_type="learnable"),
     "offset-unasked": _with("softmax_offset", torch.zeros(4)),
     # scores of places
-    "alibi-shape": _needing("alibi_slopes", _with("alibi_slopes", torch.ones(3))),
-    "alibi-dtype": _needing("alibi_slopes", _with("alibi_slopes", torch.ones(4, dtype=torch.float64))),
-    "alibi-gradient": _needing("alibi_slopes", _with("alibi_slopes", torch.ones(4, requires_grad=True))),
-    "score-mod-no-function": _needing("score_mod", _with("score_mod", "alibi")),
-    "score-mod-captures-a-tensor": _needing("score_mod", _with("score_mod", _captures, "score_mod.*_TABLE")),
-    "aux-tensors-unasked": _needing("score_mod", _with("aux_tensors", {"bias": torch.ones(4)})),
-    "aux-tensors-missing": _needing("score_mod", _with("score_mod", SCORE_MODS["by_key"], "aux_tensors")),
-    "dropout-of-everything": _needing("dropout_p", _with("dropout_p", 1.0, base="dropout")),
-    "dropout-negative": _needing("dropout_p", _with("dropout_p", -0.5, base="dropout")),
-    "dropout-without-a-seed": _needing("dropout_p", _with("dropout_seed", None, base="dropout")),
-    "dropout-seed-float": _needing("dropout_p", _with("dropout_seed", 3.0, base="dropout")),
+    "alibi-shape": _with("alibi_slopes", torch.ones(3)),
+    "alibi-dtype": _with("alibi_slopes", torch.ones(4, dtype=torch.float64)),
+    "alibi-gradient": _with("alibi_slopes", torch.ones(4, requires_grad=True)),
+    "score-mod-no-function": _with("score_mod", "alibi"),
+    "score-mod-captures-a-tensor": _with("score_mod", _captures, "score_mod.*_TABLE"),
+    "aux-tensors-unasked": _with("aux_tensors", {"bias": torch.ones(4)}),
+    "aux-tensors-missing": _with("score_mod", SCORE_MODS["by_key"], "aux_tensors"),
+    "dropout-of-everything": _with("dropout_p", 1.0, base="dropout"),
+    "dropout-negative": _with("dropout_p", -0.5, base="dropout"),
+    "dropout-without-a-seed": _with("dropout_seed", None, base="dropout"),
+    "dropout-seed-float": _with("dropout_seed", 3.0, base="dropout"),
     # plans
     "plan-heads": _with("heads_q", 0, "heads_q|h_q", "plan"),
     "plan-heads-not-a-multiple": _with("heads_q", 3, r"(heads_q|h_q).*\b3\b", "plan"),
@@ -312,10 +313,10 @@ ERRORS: dict[str, ErrorCase] = {
     "ranks-differ-in-scale": _different("softmax_scale", 0.5, names="scale"),
     "ranks-differ-in-softmax": _different("softmax_type", "off-by-one", names="softmax"),
     "ranks-differ-in-lengths": _different("cu_seqlens_q", cu(0, 4, 8), "thd", names="sequence|cu_seqlens|length"),
-    "ranks-differ-in-alibi": _needing("alibi_slopes", _different("alibi_slopes", torch.ones(4))),
-    "ranks-differ-in-score-mod": _needing("score_mod", _different("score_mod", SCORE_MODS["capped"])),
-    "ranks-differ-in-dropout": _needing("dropout_p", _different("dropout_p", 0.25, "dropout")),
-    "ranks-differ-in-seed": _needing("dropout_p", _different("dropout_seed", 4, "dropout")),
+    "ranks-differ-in-alibi": _different("alibi_slopes", torch.ones(4)),
+    "ranks-differ-in-score-mod": _different("score_mod", SCORE_MODS["capped"]),
+    "ranks-differ-in-dropout": _different("dropout_p", 0.25, "dropout"),
+    "ranks-differ-in-seed": _different("dropout_seed", 4, "dropout"),
     "ranks-differ-in-plans": ErrorCase("plan", "softcap", lambda call: call.having(softcap=3.0), one_rank_only=True),
     "ranks-differ-in-layout": ErrorCase(
         "bshd", "layout", lambda call: call.using(layout="contiguous"), one_rank_only=True, layout="dual_chunk"

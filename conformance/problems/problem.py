@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
-from conformance.case import Case
+from conformance.case import Case, text_of
 from conformance.checks.budgets import same_bytes
 from conformance.checks.reference import UnsupportedCase, describe_error, is_out_of_memory
 from conformance.implementation import Implementation, Missing
@@ -57,9 +57,7 @@ class LevelProblem:
 
     def __str__(self) -> str:
         """One line that `parse` reads back."""
-        listed: tuple[Any, ...] = fields(self)  # type: ignore[arg-type]
-        words = [f"{f.name}={v!r}" for f in listed if (v := getattr(self, f.name)) != f.default]
-        return f"{type(self).__name__}({', '.join(words)})".replace("'", '"')  # so that a shell's '...' holds it
+        return text_of(self)
 
     @classmethod
     def parse(cls, text: str) -> Self:

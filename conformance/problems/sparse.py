@@ -6,14 +6,14 @@ Each is a case of attention, which says the batch, its mask, its slices and its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from conformance.case import Case, wide_dtype
+from conformance.case import Case, check_counts, text_of, wide_dtype
 from conformance.checks.budgets import Tensors, worst
 from conformance.checks.play import play
 from conformance.checks.probes import plain_but_for_counts, probe_pairs
@@ -38,7 +38,7 @@ from conformance.problems.sparse_values import (
     misjudged,
     rough,
 )
-from conformance.problems.strategies import cases, named_areas, tables
+from conformance.problems.strategies import DTYPES, FEW_SIZES, cases, named_areas, tables
 from conformance.tensors import (
     assemble,
     build,
@@ -52,7 +52,6 @@ from cp_ref.schedules.problem import Sequence as Lengths
 from cp_ref.schedules.values import check_choice, parse_call
 
 __all__ = [
-    "SIZES",
     "IndexLoss",
     "SelectKeys",
     "SparseAttention",
@@ -86,14 +85,11 @@ dtype="float64"), use_plan=True), top_k=2)
     def __post_init__(self) -> None:
         """Refuse a mistyped text."""
         check_one_document(self.problem, "top_k")
-        for name in self.counts:
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+        check_counts(self, self.counts)
 
     def __str__(self) -> str:
         """One line that `parse` reads back."""
-        words = [f"{f.name}={v!r}" for f in fields(self)[1:] if (v := getattr(self, f.name)) != f.default]
-        return f"{type(self).__name__}({', '.join([str(self.case), *words])})".replace("'", '"')
+        return text_of(self, self.case)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -178,13 +174,28 @@ class SparseAttention(SparseCase):
 
 
 @dataclass(frozen=True)
-class SelectKeys(SparseCase):
-    """One `select_keys`."""
+class IndexerCase(SparseCase):
+    """The fields of both functions of an indexer: its sizes."""
 
     counts: ClassVar[tuple[str, ...]] = ("top_k", "heads", "d_index")
     heads: int = 2
     d_index: int = 4
     scale: float | None = None
+
+    def given(self, device: str, *, whole: bool) -> Tensors:
+        """The indexer's tensors, see `indexer_of`."""
+        return indexer_of(self.case, self.heads, self.d_index, whole=whole, draw=self.generator(), device=device)
+
+    def slices(self, given: Tensors, rank: int) -> Tensors:
+        """A rank's slices of them."""
+        sides = {"q_index": "q", "k_index": "kv", "weights": "q"}
+        return {name: take_slice(self.case, given[name], side, rank) for name, side in sides.items()}
+
+
+@dataclass(frozen=True)
+class SelectKeys(IndexerCase):
+    """One `select_keys`."""
+
     values: str = "whole"  # "whole": scores are exact, and many are equal. "normal": some bits decide.
 
     def __post_init__(self) -> None:
@@ -195,7 +206,7 @@ class SelectKeys(SparseCase):
     def check(self, impl: Implementation, device: str = "cpu") -> list[str]:
         """Findings about the keys that are chosen: against the definition, and against one rank, bit for bit."""
         whole = self.values == "whole"
-        given = indexer_of(self.case, self.heads, self.d_index, whole=whole, draw=self.generator(), device=device)
+        given = self.given(device, whole=whole)
         found, got = self._play(impl, device, given)
         if found:
             return found
@@ -211,11 +222,8 @@ class SelectKeys(SparseCase):
         return found + misjudged(self.case, given, got, self.scale, whole=whole)
 
     def _play(self, impl: Implementation, device: str, given: Tensors) -> tuple[list[str], torch.Tensor]:
-        case = self.case
-
         def one(cp: Any, plan: Any, rank: int) -> torch.Tensor:
-            sides = {"q_index": "q", "k_index": "kv", "weights": "q"}
-            mine = {name: take_slice(case, given[name], side, rank) for name, side in sides.items()}
+            mine = self.slices(given, rank)
             got = impl.select_keys(**mine, cp=cp, plan=plan, top_k=self.top_k, scale=self.scale)
             wanted = (*mine["weights"].shape[:-1], self.top_k)
             if wrong := shape_findings("select_keys", got, wanted, [torch.int32]):
@@ -223,17 +231,13 @@ class SelectKeys(SparseCase):
             return got
 
         ranks, found = self.on_ranks(impl, device, one)
-        return found, torch.zeros(0) if found else assemble(case, ranks, "q")
+        return found, torch.zeros(0) if found else assemble(self.case, ranks, "q")
 
 
 @dataclass(frozen=True)
-class IndexLoss(SparseCase):
+class IndexLoss(IndexerCase):
     """One `index_loss`, forward and backward."""
 
-    counts: ClassVar[tuple[str, ...]] = ("top_k", "heads", "d_index")
-    heads: int = 2
-    d_index: int = 4
-    scale: float | None = None
     naming: str = "mixed"
 
     def __post_init__(self) -> None:
@@ -246,7 +250,7 @@ class IndexLoss(SparseCase):
         case, problem = self.case, self.problem
         tensors = build(case, device)
         indices = indices_of(case, self.naming, self.top_k, by_head=False, draw=self.generator()).to(device)
-        given = indexer_of(case, self.heads, self.d_index, whole=False, draw=self.generator(), device=device)
+        given = self.given(device, whole=False)
         q, k, v = (x.detach().nan_to_num() for x in (tensors.q, tensors.k, tensors.v))
         _, lse = dense_sparse_attention(problem, q, k, v, indices, softmax_offset=tensors.softmax_offset)
         lse, real = lse.to(tensors.dlse.dtype), tensors.real_q
@@ -254,8 +258,7 @@ class IndexLoss(SparseCase):
         dloss = dloss.to(device, wide_dtype(problem.dtype)).masked_fill(~real, torch.nan)
 
         def one(cp: Any, plan: Any, rank: int) -> Tensors:
-            sides = {"q_index": "q", "k_index": "kv", "weights": "q"}
-            leaves = {n: take_slice(case, given[n], side, rank).requires_grad_() for n, side in sides.items()}
+            leaves = {name: x.requires_grad_() for name, x in self.slices(given, rank).items()}
             of_q, of_k = take_slice(case, tensors.q, "q", rank), take_slice(case, tensors.k, "kv", rank)
             others = take_slice(case, lse, "q", rank, lse=True), of_q, of_k, take_slice(case, indices, "q", rank)
             loss = impl.index_loss(*leaves.values(), *others, cp=cp, plan=plan, scale=self.scale)
@@ -298,13 +301,11 @@ class IndexLoss(SparseCase):
 _NONE_OF_SCORES = {axis.option: tuple(axis.choices)[:1] for axis in SCORE_AXES}
 _HAS = _NONE_OF_SCORES | {"cp_comm_type": ("all_gather", "a2a"), "softmax_type": ("vanilla", "learnable")}
 HAS = Capabilities(EVERYTHING.choices | _HAS, wishes=("use_plan", "return_lse", "lse gradient", "deterministic"))
-SIZES = (2, 3, 4, 8, 1)
 _FEW_ROWS = 150  # Areas are drawn for at most this many queries.
-_DTYPES = ("float64", "float64", "float32", "bfloat16", "float16")
 
 
 @st.composite
-def sparse_cases(draw: DrawFn, cp_sizes: Sequence[int] = SIZES, dtypes: Sequence[str] = _DTYPES) -> Case:
+def sparse_cases(draw: DrawFn, cp_sizes: Sequence[int], dtypes: Sequence[str]) -> Case:
     """A case whose pairs are of one document each; at times with areas inside documents, or a table as its layout."""
     kind = draw(st.sampled_from(["any", "areas", "table", "areas"]))
     has = replace(HAS, choices=HAS.choices | ({"qkv_format": ("thd",)} if kind == "areas" else {}))
@@ -331,7 +332,7 @@ def sparse_cases(draw: DrawFn, cp_sizes: Sequence[int] = SIZES, dtypes: Sequence
 
 @st.composite
 def sparse_attentions(
-    draw: DrawFn, cp_sizes: Sequence[int] = SIZES, dtypes: Sequence[str] = _DTYPES
+    draw: DrawFn, cp_sizes: Sequence[int] = FEW_SIZES, dtypes: Sequence[str] = DTYPES
 ) -> SparseAttention:
     """A problem of `sparse_attention`."""
     with_lse = draw(st.booleans())
@@ -346,7 +347,7 @@ def sparse_attentions(
 
 
 @st.composite
-def selections(draw: DrawFn, cp_sizes: Sequence[int] = SIZES, dtypes: Sequence[str] = _DTYPES) -> SelectKeys:
+def selections(draw: DrawFn, cp_sizes: Sequence[int] = FEW_SIZES, dtypes: Sequence[str] = DTYPES) -> SelectKeys:
     """A problem of `select_keys`."""
     case, values = draw(sparse_cases(cp_sizes, dtypes)), draw(st.sampled_from(VALUES))
     d_index = draw(st.sampled_from([4, 1, 3, 6, 16]))
@@ -362,7 +363,7 @@ def selections(draw: DrawFn, cp_sizes: Sequence[int] = SIZES, dtypes: Sequence[s
 
 
 @st.composite
-def index_losses(draw: DrawFn, cp_sizes: Sequence[int] = SIZES, dtypes: Sequence[str] = _DTYPES) -> IndexLoss:
+def index_losses(draw: DrawFn, cp_sizes: Sequence[int] = FEW_SIZES, dtypes: Sequence[str] = DTYPES) -> IndexLoss:
     """A problem of `index_loss`."""
     return IndexLoss(
         draw(sparse_cases(cp_sizes, dtypes)),

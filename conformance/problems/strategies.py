@@ -26,7 +26,20 @@ from cp_ref.schedules.areas import UNBOUNDED, Areas, WindowRow, crop
 from cp_ref.schedules.ownership import divisor
 from cp_ref.schedules.problem import Problem, Sequence
 
-__all__ = ["CP_SIZES", "SHAPES", "Units", "areas", "batched", "cases", "named_areas", "packed", "problems", "tables"]
+__all__ = [
+    "CP_SIZES",
+    "DTYPES",
+    "FEW_SIZES",
+    "SHAPES",
+    "Units",
+    "areas",
+    "batched",
+    "cases",
+    "named_areas",
+    "packed",
+    "problems",
+    "tables",
+]
 
 # ---- lengths
 #
@@ -265,6 +278,8 @@ def _of_document(draw: DrawFn, length: int) -> Any:
 
 
 CP_SIZES = (1, 2, 3, 4, 5, 6, 8)
+FEW_SIZES = (2, 3, 4, 8, 1)  # Those of the levels linear and sparse, and their dtypes.
+DTYPES = ("float64", "float64", "float32", "bfloat16", "float16")
 _HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3), (6, 2), (4, 1), (8, 4), (6, 3), (12, 2))  # (h_q, h_kv).
 _FEW_HEADS = ((1, 1), (2, 1), (2, 2))
 _FEW_ROWS = 250  # Areas are drawn for at most this many queries and keys.

@@ -278,7 +278,7 @@ def _claim(impl: Implementation, name: str) -> Any:
     return getattr(getattr(impl, "offered", impl), name, None)
 
 
-def _case(comm: str, dtype: str, softmax_type: str = "learnable") -> Case:
+def _case(comm: str, dtype: str) -> Case:
     sequences = (Sequence(8, 8, 8, 8), Sequence(4, 4, 4, 4))
     problem = Problem(
         2,
@@ -291,7 +291,7 @@ def _case(comm: str, dtype: str, softmax_type: str = "learnable") -> Case:
         heads_kv=2,
         d_qk=8,
         d_v=8,
-        softmax_type=softmax_type,
+        softmax_type="learnable",
         dtype=dtype,
     )
     return Case(problem, seed=5, return_lse=True, loss="out+lse", deterministic=True)

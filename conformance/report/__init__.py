@@ -15,13 +15,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from conformance.checks.probes import observed_pairs
-from conformance.record import Pair, RunRecord
-from conformance.report.failures import Difference, visibility_difference
+from conformance.record import RunRecord
 from conformance.report.page import html, junit, step_html, summary
 from conformance.step.report import StepRecord
 
-__all__ = ["Difference", "Pair", "observed_pairs", "read_record", "unwritable", "visibility_difference", "write_report"]
+__all__ = ["read_record", "unwritable", "write_report"]
 
 
 def write_report(record: RunRecord | StepRecord, folder: Path | None, junit_file: Path | None = None) -> list[Path]:

@@ -26,7 +26,7 @@ from conformance.runner.play_problem import InProcess, Runner, Task, tasks_of
 from conformance.runner.tiers import TIERS, Tier
 from cp_ref.schedules.problem import Problem
 
-__all__ = ["PROFILES", "Draw", "OnProblem", "Profile", "TierResult", "replay", "run_tier"]
+__all__ = ["PROFILES", "Draw", "OnProblem", "Profile", "replay", "run_tier"]
 
 
 @dataclass(frozen=True)

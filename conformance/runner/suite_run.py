@@ -11,10 +11,10 @@ from hypothesis.strategies import SearchStrategy
 from conformance.problems.capabilities import EVERYTHING, Capabilities
 from conformance.problems.problem import NamedProblem
 from conformance.problems.strategies import CP_SIZES
-from conformance.record import FAILING, LEVELS, Played, RunRecord, what_runs
+from conformance.record import FAILING, LEVELS, Played, RunRecord, TierResult, what_runs
 from conformance.runner.known_failures import KnownFailures
 from conformance.runner.play_problem import Offer, Pairs, Runner, Task
-from conformance.runner.run_tiers import Profile, TierResult, replay, run_tier
+from conformance.runner.run_tiers import Profile, replay, run_tier
 from conformance.runner.tiers import TIERS, tiers_of
 
 __all__ = ["ALL_TIERS", "Part", "SuiteRun", "describe_run", "nothing_tested", "parts", "play_part"]

@@ -55,7 +55,6 @@ from conformance.problems.covering import covering
 from conformance.problems.helpers import HELPERS, Helper, Malformed, helper_calls, malformed_calls
 from conformance.problems.known_frameworks import KnownBug
 from conformance.problems.linear import (
-    SIZES,
     CausalConv1d,
     LinearAttention,
     LinearCase,
@@ -75,7 +74,7 @@ from conformance.problems.sparse import (
     sparse_attentions,
 )
 from conformance.problems.special import SpecialCase
-from conformance.problems.strategies import CP_SIZES, cases
+from conformance.problems.strategies import CP_SIZES, FEW_SIZES, cases
 from conformance.problems.tiles import Merge, Tile, TileGradients, merges, tile_gradients, tiles
 from conformance.problems.torch_uses import TorchUse
 from conformance.record import Level
@@ -92,7 +91,8 @@ class Tier:
     Attributes:
         kind: of problem.
         draw: (tier, item, capabilities, group sizes) -> a strategy of problems, or all of them.
-        listed: the items, each drawn by itself: functions of a level, entries of a table, or one without a name.
+        items: those of an implementation, each drawn by itself: functions of a level, entries of a table, or one
+            without a name.
         judged: (implementation, problem, device) -> findings; None for the problem's own `check`.
         dtypes: those that the tier is meant for; any if there are none.
         coarser: the dtypes for implementations with none of these: in those it sees less.
@@ -105,17 +105,13 @@ class Tier:
     level: Level
     kind: type[SuiteProblem]
     draw: Callable[[Tier, str, Capabilities, Sequence[int]], Drawn]
-    listed: Callable[[Capabilities], Sequence[str]]
+    items: Callable[[Capabilities], Sequence[str]]
     judged: Callable[[Implementation, Any, str], list[str]] | None = None
     dtypes: tuple[str, ...] = ()
     coarser: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     sizes: tuple[int, ...] = CP_SIZES
     most_on_gpu: int | None = None
-
-    def items(self, capabilities: Capabilities) -> list[str]:
-        """The items that are played of an implementation."""
-        return list(self.listed(capabilities))
 
     def problems(self, item: str, capabilities: Capabilities, cp_sizes: Sequence[int] = ()) -> Drawn:
         """The problems of an item: a strategy, or all of them."""
@@ -178,7 +174,7 @@ def _of_ranks(
     **more: Any,
 ) -> Tier:
     """A level of one function that ranks call together."""
-    return _of_level(name, level, kind, [function], lambda _, cp_sizes: draw(cp_sizes), sizes=SIZES, **more)
+    return _of_level(name, level, kind, [function], lambda _, cp_sizes: draw(cp_sizes), sizes=FEW_SIZES, **more)
 
 
 def _of_table(name: str, kind: type[NamedProblem]) -> Tier:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from conformance.checks.budgets import Row
 from conformance.runner.processes import LONGEST_S
 from conformance.step.diagnosis import diagnose
-from conformance.step.judge import Row, judge, norm_of
+from conformance.step.judge import judge, norm_of
 from conformance.step.report import StepReport
 from conformance.step.runs import Measured, Runs
 from conformance.step.step_record import Job, StepError

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from conformance.step.first_module import of_modules
+from conformance.step.first_module import of_modules, title_of
 from conformance.step.judge import factor_of, judge, norm_of, weighed
 from conformance.step.report import Finding, ModuleRow
 from conformance.step.tokens import of_losses
@@ -64,7 +64,7 @@ def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool])
         done.findings.append(inside.finding)
     if done.findings or inside.first:
         return done
-    by_loss = of_losses(found, dtype)
+    by_loss = of_losses(found)
     done.findings, done.first = by_loss.findings, by_loss.first
     if not done.findings:
         done.findings = _of_weights(found, vanishes)
@@ -129,8 +129,7 @@ def _begins(each: Any) -> str:
         if record["out"] is None or record["out"].isfinite().all():
             continue
         given = [x for x in record["inputs"].values() if x is not None]
-        name = f"{record['name'] or 'the model'} ({record['kind']})"
-        return f"{'before' if any(x.isnan().any() for x in given) else 'after'} {name}"
+        return f"{'before' if any(x.isnan().any() for x in given) else 'after'} {title_of(record)}"
     return ""
 
 

@@ -13,7 +13,7 @@ from conformance.step.report import Finding, ModuleRow
 from conformance.step.step_record import table_of
 from conformance.step.tokens import BASE, describe
 
-__all__ = ["ModuleEvidence", "of_modules"]
+__all__ = ["ModuleEvidence", "of_modules", "title_of"]
 
 
 @dataclass
@@ -151,7 +151,7 @@ def _explained(found: Any, call: _Calls, outer: list[_Calls], wrong: _Wrong, dty
     integers = call.odd_input(dtype, floating=False)
     if integers is not None:
         name, odd = integers
-        said = f"{_title(call.one)} is given other integers ({name}) than in one process, {odd}"
+        said = f"{title_of(call.one)} is given other integers ({name}) than in one process, {odd}"
         named = any(word in f"{call.one['name']} {name}".lower() for word in ("pos", "wpe", "rot"))
         return ModuleEvidence(said, Finding("positions", said) if named else None)
     given = None
@@ -160,7 +160,7 @@ def _explained(found: Any, call: _Calls, outer: list[_Calls], wrong: _Wrong, dty
         if given is not None:
             call, wrong = each, given[1]
             break
-    one, where = call.one, _title(call.one)
+    one, where = call.one, title_of(call.one)
     if given is not None:
         around = one["inside"][-1][0] if one["inside"] else ""
         where = f"what comes before {where}" + (f" in {around or 'the model'}" if one["name"] else "")
@@ -232,5 +232,6 @@ def _span(look: Any, record: Any, agreed: set[tuple[str, int]] | None) -> tuple[
     return max([0, *ends, *starts]), record["start"]
 
 
-def _title(record: Any) -> str:
+def title_of(record: Any) -> str:
+    """A call of a module in words."""
     return f"{record['name'] or 'the model'} ({record['kind']})"

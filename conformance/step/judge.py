@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.checks.budgets import Row, compare
 
-__all__ = ["Rounded", "Row", "factor_of", "judge", "narrowest", "norm_of", "weighed"]
+__all__ = ["Rounded", "factor_of", "judge", "narrowest", "norm_of", "weighed"]
 
 _UNDETERMINED = "smaller than its own rounding errors"
 _FEW = 64  # values

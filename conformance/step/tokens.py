@@ -182,7 +182,7 @@ class LossEvidence:
     first: str = ""
 
 
-def of_losses(found: Any, dtype: torch.dtype) -> LossEvidence:
+def of_losses(found: Any) -> LossEvidence:
     """Compare the calls of `cross_entropy` of the ranks with those of the one process, pass by pass."""
     calls = [{(x["forward"], x["count"]): x for x in each["look"]["losses"]} for each in found.ranks]
     ones = found.one["look"]["losses"]

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from conformance.implementation import Implementation, context
 from conformance.problems.linear import (
-    SIZES,
     LinearAttention,
     LinearCase,
     batches,
@@ -18,6 +17,7 @@ from conformance.problems.linear import (
     judged_results,
     play_layer,
 )
+from conformance.problems.strategies import FEW_SIZES
 from cp_ref import SimGroup
 from cp_ref.schedules.problem import Problem
 
@@ -62,7 +62,7 @@ def check_layer(package: Any, problem: Problem, layer: Layer, seed: int = 0) -> 
     assert case.check(Implementation(package)) == [], str(case)
 
 
-def linear_problems(cp_sizes: tuple[int, ...] = SIZES) -> st.SearchStrategy[Problem]:
+def linear_problems(cp_sizes: tuple[int, ...] = FEW_SIZES) -> st.SearchStrategy[Problem]:
     """Self-attention problems of at most four documents, of at most 24 slots each."""
     return batches(cp_sizes, most=24, long=()).map(lambda fields: LinearCase(**fields).problem)
 

@@ -21,10 +21,10 @@ from conformance.implementation import Implementation, load
 from conformance.problems.capabilities import EVERYTHING
 from conformance.problems.helpers import HELPERS, Helper
 from conformance.problems.linear import LinearAttention
-from conformance.record import RunRecord
+from conformance.record import RunRecord, TierResult
 from conformance.report.page import summary
 from conformance.runner.play_problem import InProcess, Task, play_task, tasks_of
-from conformance.runner.run_tiers import PROFILES, Profile, TierResult, run_tier
+from conformance.runner.run_tiers import PROFILES, Profile, run_tier
 from conformance.runner.suite_run import SuiteRun
 from conformance.runner.tiers import TIERS, group_sizes, tiers_of
 from cp_ref import thd

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from conformance.case import Case
-from conformance.checks.probes import check_probes, visible_pairs
+from conformance.checks.probes import check_probes, observed_pairs, visible_pairs
 from conformance.implementation import Implementation, load
 from conformance.record import Played, RunRecord
-from conformance.report import observed_pairs, read_record, visibility_difference, write_report
-from conformance.report.failures import EXTRA, MISSING, MOST, SEEN, visible
+from conformance.report import read_record, write_report
+from conformance.report.failures import EXTRA, MISSING, MOST, SEEN, visibility_difference, visible
 from conformance.report.page import summary
 from cp_ref.schedules.problem import Problem, Sequence
 from tests.meta.mutants import MUTANTS
