@@ -49,6 +49,8 @@ PROGRAMS = (
         HERE / "integrations" / "hugging_face" / f"{name}.py"
         for name in ("accelerate_losses", "accelerate_steps", "trainer_losses", "trl_losses")
     ),
+    HERE / "cp_fast" / "kernels" / "compiled_kernels.py",
+    HERE / "linear" / "interpreted_kernels.py",
     HERE / "meta" / "zoo" / "exits_when_imported.py",
     HERE / "sparse" / "interpreted_kernels.py",
 )

@@ -31,13 +31,14 @@ __all__ = [
 
 
 _CHUNK = 64
-
-
-@DirectLaunch
-@triton.autotune(
+_tuned = triton.autotune(
     configs=[triton.Config({}, num_warps=4, num_stages=s) for s in (1, 2, 3)],  # 8 warps take twice as long
     key=["H", "HV", "K", "V", "BV", "USE_W", "USE_G"],
 )
+
+
+@DirectLaunch
+@_tuned
 @triton.jit
 def _forward_maps(
     k, w, u, g, gk, spans, m, b,
@@ -96,10 +97,7 @@ def _forward_maps(
 
 
 @DirectLaunch
-@triton.autotune(
-    configs=[triton.Config({}, num_warps=4, num_stages=s) for s in (1, 2, 3)],  # 8 warps take twice as long
-    key=["H", "HV", "K", "V", "BV", "USE_W", "USE_G"],
-)
+@_tuned
 @triton.jit
 def _reverse_maps(
     q, k, w, do, dv, g, gk, spans, d, scale,
@@ -299,8 +297,8 @@ def states_before(
 def composed_maps(
     table: ScanTable, maps: Maps, states: torch.Tensor | None = None, *, transposed: bool = False
 ) -> Maps:
-    """The composition of each scan's maps, its first map acting first. Transposed, only B, as M is known; the maps act
-    on `states` then. See `states_before`.
+    """The composition of each scan's maps, which have matrices, its first map acting first. Transposed, only B, as M is
+    known; the maps act on `states` then. See `states_before`.
     """
     n = table.starts.shape[0]
     b = maps.b.new_empty(n, *maps.b.shape[1:])
