@@ -12,7 +12,7 @@ Every problem of attention is played forward and backward in two tiers: `probes`
     anything   `conformance.problems.strategies`
     layouts    these without areas, with more self-attention; of it half has a table of the user's for a
                layout, where one can be
-    areas      `tests.masks.problems`, every layout, of up to some 700 rows
+    areas      `tests.spec.problems.problems_of_areas`, every layout, of up to some 700 rows
     common_keys
                masks of blocks, of up to some 2,000 rows, whose launches have segments with common keys
     alibi, score_mod, dropout

@@ -26,7 +26,7 @@ from cp_fast.compile.program import Launch
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
 from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS
-from tests.masks.problems import problems as problems_of_areas
+from tests.spec.problems import problems_of_areas
 
 __all__ = ["ATTENTION", "KINDS", "parts_of"]
 

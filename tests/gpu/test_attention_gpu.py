@@ -28,7 +28,7 @@ from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.words import CP_COMM_TYPES, Feature
 from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, ALWAYS_WAIT, planned_at
 from tests.cp_fast.compile.test_sharing import always as always_spread
-from tests.masks.problems import problems
+from tests.spec.problems import problems_of_areas
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -234,7 +234,7 @@ def test_keys_that_wait_and_keys_that_are_spread(name: str, comm: str) -> None:
 @settings(
     max_examples=int(os.environ.get("CP_AREAS", "10")), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-@given(problem=problems())
+@given(problem=problems_of_areas())
 def test_random_areas(backend: str, problem: Problem) -> None:
     """Every pair is counted; `torch` in float64 meets the oracle besides. `benchmarks.conformance_gpu` draws many."""
     impl: Any = implementation(backend)

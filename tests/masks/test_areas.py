@@ -29,13 +29,13 @@ from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.verify.proof import verify
 from tests.marks import examples
-from tests.masks.problems import problems
+from tests.spec.problems import problems_of_areas
 
 NUMBER = int(os.environ.get("CP_AREAS", "100"))
 
 
 @settings(max_examples=examples(2 * NUMBER))
-@given(problems((1, 2, 3, 4, 6, 8)))
+@given(problems_of_areas((1, 2, 3, 4, 6, 8)))
 def test_schedules_compute_every_pair_once(problem: Problem) -> None:
     assert Problem.parse(str(problem)) == problem
     areas = problem.workload.areas
@@ -53,7 +53,7 @@ def test_schedules_compute_every_pair_once(problem: Problem) -> None:
 
 @pytest.mark.parametrize("package", [cp_ref, cp_fast])
 @settings(max_examples=examples(NUMBER))
-@given(problems(), st.booleans(), st.integers(0, 1))
+@given(problems_of_areas(), st.booleans(), st.integers(0, 1))
 def test_both_packages_meet_the_oracle(package: object, problem: Problem, use_plan: bool, tail: int) -> None:
     tail *= problem.cp_size
     case = Case(problem, tail, tail, use_plan=use_plan, return_lse=True, return_max_logit=True, loss="out+lse")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,10 @@ from cp_ref.contract.group import agree
 from cp_ref.contract.text_pictures import areas_picture, ownership_picture
 from cp_ref.schedules.areas import UNBOUNDED, Areas
 from cp_ref.schedules.ownership import Fragments, Ownership, contiguous, dual_chunk, grouped
+from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence, Sequences, slice_rows
+from cp_ref.schedules.schedule import Schedule
+from cp_ref.schedules.verify.proof import verify
 from tests.spec.problems import problems, small_problems
 
 EDGES = st.integers(-9, 9)
@@ -274,3 +279,50 @@ def test_row(lo: int | None, hi: int | None, i: int, first: int, size: int) -> N
     start, stop = DiagonalBand(lo, hi).row(i, first, first + size)
     seen = {j for j in range(first, first + size) if (lo is None or lo <= j - i) and (hi is None or j - i <= hi)}
     assert set(range(start, stop)) == seen
+
+
+# ---- the schedules of eleven problems, letter by letter: a change of one is a change of what travels or is computed.
+# Write them anew with CP_GOLDEN=write, and read the difference.
+
+
+FOLDER = Path(__file__).parent / "golden"
+
+
+def same(*lengths: int) -> tuple[Sequence, ...]:
+    return tuple(Sequence(n, n, n, n) for n in lengths)
+
+
+def padded(*pairs: tuple[int, int]) -> tuple[Sequence, ...]:
+    return tuple(Sequence(n, n, slots, slots) for n, slots in pairs)
+
+
+CAUSAL = "padding_causal"
+PROBLEMS = {
+    "p2p_causal_cp4": Problem(4, same(16), qkv_format="thd"),
+    "p2p_no_mask_cp3": Problem(3, same(12, 6), qkv_format="thd", attn_mask_type="no_mask"),
+    "p2p_window_halo_cp4": Problem(4, same(32), qkv_format="thd", window_size=(3, 0)),
+    "p2p_contiguous_documents_cp3": Problem(3, same(9, 6, 3), qkv_format="thd", layout="contiguous"),
+    "p2p_padding_cp2": Problem(2, padded((5, 8), (0, 4), (4, 4)), qkv_format="thd", attn_mask_type=CAUSAL),
+    "all_gather_causal_cp3": Problem(3, same(12), "all_gather", qkv_format="thd"),
+    "all_gather_cross_bottom_right_cp2": Problem(
+        2, (Sequence(4, 8, 4, 8),), "all_gather", qkv_format="sbhd", attn_mask_type="causal_bottom_right"
+    ),
+    "a2a_gqa_cp2": Problem(2, same(8), "a2a", 2, heads_q=4, heads_kv=2),
+    "a2a_replicated_kv_window_cp4": Problem(4, same(16), "a2a", 4, window_size=(5, 0), heads_q=8, heads_kv=2),
+    "a2a_p2p_causal_cp4": Problem(4, same(16), "a2a+p2p", 2, heads_q=2, heads_kv=2),
+    "a2a_head_chunks_cp2": Problem(2, same(8), "a2a", 2, heads_q=16, heads_kv=8),
+}
+HEAD_CHUNKS = {"a2a_head_chunks_cp2": (1, 2, 1)}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_golden(name: str) -> None:
+    problem, path = PROBLEMS[name], FOLDER / f"{name}.txt"
+    schedule = make_schedule(problem, head_chunks=HEAD_CHUNKS.get(name, ()))
+    verify(problem, schedule)
+    text = f"{problem}\n{schedule}"
+    if os.environ.get("CP_GOLDEN") == "write":
+        FOLDER.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text()
+    assert Schedule.parse(text.split("\n", 1)[1]) == schedule

@@ -23,9 +23,8 @@ from cp_ref.schedules.schedule import Schedule, Tiles
 from cp_ref.schedules.verify.proof import verify
 from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, ALWAYS_WAIT, NEVER_CHUNKS, NEVER_WAIT, planned_at
 from tests.marks import examples
-from tests.masks.problems import problems as problems_of_areas
 from tests.schedules.test_schedules import check
-from tests.spec.problems import problems
+from tests.spec.problems import problems, problems_of_areas
 from tests.spec.test_planners import chunked_problems
 
 # ---- Head chunks

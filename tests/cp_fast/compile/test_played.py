@@ -31,8 +31,7 @@ from cp_ref.schedules.verify.proof import verify_tables
 from tests.cp_fast.compile.brute_force import rows_of
 from tests.cp_fast.compile.played import play
 from tests.marks import examples
-from tests.masks.problems import problems as problems_of_areas
-from tests.spec.problems import SCHEDULES, problems, small_problems
+from tests.spec.problems import SCHEDULES, problems, problems_of_areas, small_problems
 from tests.spec.random_schedules import random_schedules, random_workloads
 
 CPU = torch.device("cpu")

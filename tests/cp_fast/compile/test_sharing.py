@@ -36,7 +36,7 @@ from cp_ref.schedules.schedule import Tiles
 from cp_ref.schedules.table import Spans
 from tests.cp_fast.compile.brute_force import band_pairs, disjoint, kernel_pairs, rows_twice, segments_of, window_pairs
 from tests.marks import examples
-from tests.masks.problems import problems
+from tests.spec.problems import problems_of_areas
 
 WINDOWS = [(-1, -1), (-1, 0), (2, 0), (0, -1), (1, 2)]
 
@@ -222,7 +222,7 @@ def test_every_pair_once(tiles: WindowedTiles) -> None:
 
 
 @settings(max_examples=examples(30))
-@given(problems((1, 2, 3)))
+@given(problems_of_areas((1, 2, 3)))
 def test_results_meet_the_oracle(problem: Problem) -> None:
     with always():
         assert check_logic(cp_fast, Case(problem, use_plan=True, return_lse=True, loss="out+lse")) == []  # type: ignore[arg-type]

@@ -13,7 +13,8 @@ from cp_fast.movers.mover_protocol import RowRule
 from cp_fast.movers.native_movers import NativeMovers, load
 from cp_fast.movers.select_movers import use
 from cp_ref.thd import thd_cp_rank_order_to_sequence_order, thd_get_partitioned_indices, thd_read_half_tensor
-from tests.cp_fast.kernels.checks.suite import Where, merged_shapes
+from tests.cp_fast.kernels.checks.case import Boxed, bytes_of
+from tests.cp_fast.kernels.checks.suite import CHECKS, Case, Where, merged_shapes
 from tests.marks import needs_cxx
 
 
@@ -211,3 +212,43 @@ def test_lengths_past_two_to_the_31() -> None:
     real = torch.tensor([0, 2**33, 2**33 + 5])
     got = helpers().rank_lengths(real, lengths, 2, 0, True, True)
     assert got.tolist() == [0, 2**32, 2**32 + 2]
+
+
+# ---- movers of more than a cache holds: stores go past the caches there, in whole lines
+
+MOVERS = ("reorders", "partitions", "halves", "valid_tokens", "rows_and_heads")
+REAL = (3000, 1, 0, 9, 500)
+# row shapes and gaps: pieces of 400 bytes at odd addresses, of 600 bytes, of whole lines, of rows of 12 KiB
+SHAPES = [
+    ((3, 200), (24, 7), 3, torch.bfloat16),
+    ((5, 300), (0, 0), 1, torch.bfloat16),
+    ((8, 64), (0, 0), 32, torch.float32),
+    ((6, 1024), (0, 2), 1, torch.bfloat16),
+]
+WHERE = Where("native", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("shape", "gaps", "offset", "dtype"),
+    [pytest.param(*row, marks=pytest.mark.thorough if n else ()) for n, row in enumerate(SHAPES)],
+)
+@pytest.mark.parametrize("check", MOVERS)
+def test_movers(check: str, shape: tuple[int, ...], gaps: tuple[int, int], offset: int, dtype: torch.dtype) -> None:
+    CHECKS[check](WHERE, Case(2, (900, 1, 0, 3, 130), REAL, 2, shape, (dtype, dtype), torch.int32, gaps, offset, 5))
+
+
+@pytest.mark.parametrize(("dim", "offset"), [(128, 0), (200, 1)])
+@pytest.mark.parametrize("gaps", [(0, 0), (40, 8)])
+def test_heads(dim: int, offset: int, gaps: tuple[int, int]) -> None:
+    """To the front and back again, in pieces of one head or of two."""
+    rows = torch.randperm(1500, generator=torch.Generator().manual_seed(0))[:1200]
+    whole, parts = torch.randn(1500, 8, dim), torch.randn(4, 1200, 2, dim)
+    firsts = [4, 0, 6, 2]
+    box, source = Boxed.of(whole, "cpu", gaps, offset), Boxed.of(parts, "cpu", (0, *gaps), offset)
+    want = torch.stack([whole[rows, n : n + 2] for n in firsts])
+    assert torch.equal(bytes_of(WHERE.kernels.gather_heads([box.view], rows, firsts, [2])[0]), bytes_of(want))
+    WHERE.kernels.scatter_heads_([box.view], [source.view], rows, firsts)
+    for part, n in zip(parts, firsts, strict=True):
+        whole[rows, n : n + 2] = part
+    box.assert_holds(whole)
+    source.assert_holds(parts)
