@@ -65,7 +65,7 @@ class ContextParallelMixin(_Trainer):
 
     Raises:
         NotImplementedError: what would be wrong on a slice: compute_loss_func, a `compute_loss` that
-        neither calls Trainer's nor reads "shift_labels" (a rank's labels are shifted already), label_smoothing_factor,
+        neither calls Trainer's nor reads "shift_labels" (a rank's labels are shifted already),
         neftune_noise_alpha (its noise depends on the length), train_sampling_strategy "batch_rebalance",
         predict_with_generate of Seq2SeqTrainer, tensor parallelism, DataParallel, accelerate's own context or sequence
         parallelism; what `prepare` refuses of the model. ValueError: ranks that are not consecutive;
@@ -93,6 +93,8 @@ class ContextParallelMixin(_Trainer):
                 "rank's part. Let trl's RewardTrainer be the class behind ContextParallelMixin, or compute the loss of "
                 "model(**part).logits, which is the same on all ranks, in a loop of your own"
             )
+        if self.label_smoother is not None:
+            self.label_smoother = _SmootherOfParts(self.label_smoother)
         # The edge of a prepared model divides by the labels of all ranks, whatever the model does with the number.
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs or not self._pools
 
@@ -224,9 +226,23 @@ class ContextParallelMixin(_Trainer):
             accelerator.state.device_mesh, accelerator.device_placement = before
 
 
+class _SmootherOfParts:
+    """Trainer's label smoother, for a rank's logits and labels, which are shifted already."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    def __call__(self, outputs: Any, labels: Any, shift_labels: bool = False, num_items_in_batch: Any = None) -> Any:
+        return self.theirs(outputs, labels, num_items_in_batch=num_items_in_batch)
+
+
 def _refuse_arguments(args: Any, others: dict[str, Any]) -> None:
     where = "ContextParallelMixin"
-    refuse(where, label_smoothing_factor=args.label_smoothing_factor, neftune_noise_alpha=args.neftune_noise_alpha)
+    if args.neftune_noise_alpha is not None:
+        raise NotImplementedError(
+            f"neftune_noise_alpha is {args.neftune_noise_alpha}, and {where} would draw noise by the length of a "
+            "rank's slice; leave it None"
+        )
     if others.get("compute_loss_func") is not None:
         raise NotImplementedError(
             f"compute_loss_func is {_named(others['compute_loss_func'])}, which {where} would give a rank's slice. "

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -161,7 +161,9 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
         if module not in probe.linear:
             raise NotImplementedError(f"{_named(model, where)} is not given cp_batch, which its model does not hand on")
     if not probe.callers and not covered:
-        raise NotImplementedError(f"{name} never calls its attention by transformers' AttentionInterface")
+        raise NotImplementedError(
+            f"{name} never calls its attention by transformers' AttentionInterface{_own_configuration(model)}"
+        )
     if numbered and not positions and probe.callers:
         raise NotImplementedError(_UNNUMBERED.format(name))
     _refuse_pooling(model, rows, given, whole)
@@ -170,6 +172,18 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
     places = torch.arange(rows.ids.shape[1], device=rows.ids.device)[None]
     given["position_ids"] = first + places
     return Seen(probe.callers, probe.linear, heard, first, rows, given)
+
+
+def _own_configuration(model: nn.Module) -> str:
+    """The first layer whose attention the model's `set_attn_implementation` does not reach, and the cure, or ""."""
+    for where, module in model.named_modules():
+        mine = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if mine is not None and mine != cast(Any, model).config._attn_implementation:
+            return (
+                f": {_named(model, where)} has a configuration of its own, with attn_implementation {mine!r} (PEFT's "
+                "layer_replication copies it). Let its config be model.config, or add such adapters after prepare"
+            )
+    return ""
 
 
 def takes_cache(model: nn.Module) -> bool:

@@ -299,6 +299,32 @@ def test_a_model_with_adapters(when: str, tmp_path: Path) -> None:
         torch.testing.assert_close(sum(mine[n] for _, mine in found), grad, rtol=1e-6, atol=1e-6)
 
 
+def test_replicated_layers_need_the_models_configuration() -> None:
+    """PEFT gives each its own, also without ranks, which `set_attn_implementation` does not reach."""
+    peft: Any = pytest.importorskip("peft", reason="needs peft: pip install '.[test-integrations]'")
+    how = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, layer_replication=[[0, 2], [1, 2]])
+
+    def replicated() -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(model_of("Llama"), how).double()
+
+    batch, alone = batches()["full"], replicated()
+    expected = alone(**batch, use_cache=False).loss
+
+    def one(member: Any) -> torch.Tensor:
+        context, model = cp_fast.ContextParallel(member), replicated()
+        said = r"AttentionInterface: model.layers.0.self_attn \(LlamaAttention\) has a configuration of its own.*after"
+        with pytest.raises(NotImplementedError, match=said):
+            ours.prepare(model, context)
+        for layer in model.get_base_model().model.layers:
+            layer.self_attn.config = model.get_base_model().config
+        ours.prepare(model, context)
+        assert model.config.num_hidden_layers == 3
+        return model(**ours.shard_batch(batch, cp=context, model=model)).loss.detach()
+
+    torch.testing.assert_close(sum(SimGroup(2).run(one)), expected.detach(), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_adapters_that_add_tokens_or_mix_them_are_refused(when: str) -> None:
     peft: Any = pytest.importorskip("peft", reason="needs peft: pip install '.[test-integrations]'")

@@ -83,8 +83,7 @@ def test_what_trainer_refuses_and_what_is_refused_of_it() -> None:
         return str(caught.value)
 
     def one(member: Any) -> None:
-        assert "label_smoothing_factor is 0.1" in said(member, label_smoothing_factor=0.1)
-        assert "neftune_noise_alpha is 5.0" in said(member, neftune_noise_alpha=5.0)
+        assert re.search("neftune_noise_alpha is 5.0.* leave it None", said(member, neftune_noise_alpha=5.0))
         odd = said(member, compute_loss_func=batched)
         assert odd.startswith("compute_loss_func is batched, which")
         assert "Write a compute_loss that calls super" in odd

@@ -66,6 +66,8 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": {"collator": DataCollatorWithFlattening(return_flash_attn_kwargs=True)},
     "packed, balanced": {"collator": DataCollatorWithFlattening(), "layout": "balanced"},
     "padded, balanced": {"layout": "balanced", "gradient_accumulation_steps": 2},
+    "smoothed": {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2},
+    "smoothed, packed": {"label_smoothing_factor": 0.2, "collator": DataCollatorWithFlattening(), "layout": "balanced"},
     "evaluated first": {"evaluated_first": True, "include_num_input_tokens_seen": "non_padding", "max_steps": 3},
     "model_init": {"model_init": True, "max_steps": 3},
     "images": {"images": "LlavaForConditionalGeneration", "remove_unused_columns": False},

@@ -74,6 +74,7 @@ SFT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # arguments, and the 
     "completions": ({"completion_only_loss": True, "gradient_accumulation_steps": 2}, {}),
     "assistant": ({"assistant_only_loss": True}, {}),
     "dft": ({"loss_type": "dft"}, {}),
+    "smoothed": ({"label_smoothing_factor": 0.2, "packing": True}, {}),
     "adapters": ({"gradient_accumulation_steps": 2}, ADAPTERS),
 }
 
