@@ -249,7 +249,8 @@ def shard_batch(
 
     Args:
         batch: input_ids [b, s], and any of
-            position_ids [1, t]: the batch is packed; the positions of each document are 0, 1, 2 and so on.
+            position_ids [1, t]: the batch is packed; the positions of each document are 0, 1, 2 and so on. With several
+                rows, or with a mask, they may only say what is so without them: 0, 1, 2 and so on in each row.
             attention_mask [b, s]: 1 for tokens, 0 for padding behind them.
             labels [b, s]: one for each token, -100 where nothing is to be learnt, as on padding.
             All are of integer dtypes. And any tensors [b, s, ...] that `fill` names, of any real dtype.

@@ -67,9 +67,9 @@ class ContextParallelMixin(_Trainer):
         NotImplementedError: what would be wrong on a slice: compute_loss_func, a `compute_loss` that
         neither calls Trainer's nor reads "shift_labels" (a rank's labels are shifted already),
         neftune_noise_alpha (its noise depends on the length), train_sampling_strategy "batch_rebalance",
-        predict_with_generate of Seq2SeqTrainer, tensor parallelism, DataParallel, accelerate's own context or sequence
-        parallelism; what `prepare` refuses of the model. ValueError: ranks that are not consecutive;
-        average_tokens_across_devices is off, without which losses are means of means.
+        dispatch_batches, predict_with_generate of Seq2SeqTrainer, tensor parallelism, DataParallel, accelerate's own
+        context or sequence parallelism; what `prepare` refuses of the model. ValueError: ranks that are not
+        consecutive; average_tokens_across_devices is off, without which losses are means of means.
     """
 
     def __init__(self, *given: Any, cp: ContextParallel, **others: Any) -> None:
@@ -251,6 +251,11 @@ def _refuse_arguments(args: Any, others: dict[str, Any]) -> None:
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         raise NotImplementedError(
             f"train_sampling_strategy is 'batch_rebalance', by which every process of {where} gets another batch"
+        )
+    if args.accelerator_config.dispatch_batches:
+        raise NotImplementedError(
+            f"accelerator_config has dispatch_batches True, by which one process loads for all; {where} has each load "
+            "its own rows: leave it None or False"
         )
     if getattr(args, "predict_with_generate", False):
         raise NotImplementedError(

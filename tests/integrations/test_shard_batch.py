@@ -60,6 +60,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         packed(0, 1, 2, 0, 1) | {"position_ids": torch.tensor([[[0, 1, 2, 0, 1]]] * 3)},
         r"position_ids has shape \[3, 1, 5\], .* same on all axes: give position_ids\[0\]",
     ),
+    "positions of documents in several rows": (
+        {"input_ids": IDS, "position_ids": torch.arange(4).repeat(2, 2)},
+        r"position_ids is given with input_ids \[2, 8\]; it says .* leave position_ids out",
+    ),
+    "positions and a mask": (
+        packed(0, 1, 0, 1) | {"attention_mask": ONES[:1, :4]},
+        r"with input_ids \[1, 4\] and attention_mask; .* leave the mask out, with all documents in one row",
+    ),
     "no ids": ({"labels": IDS}, "it must have input_ids"),
     "an unknown entry": (
         {"input_ids": IDS, "token_type_ids": IDS},
@@ -78,6 +86,23 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "a whole that is cut": ({"whole": ["input_ids"]}, "whole names 'input_ids', which shard_batch cuts or makes"),
     "a flag that is none": ({"shift_labels": 1}, "shift_labels is 1; it must be True or False"),
 }
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_positions_that_count_each_rows_tokens_change_nothing(padded: bool) -> None:
+    """As collators give them beside a mask; what they have on padding is nobody's."""
+    batch = with_mask([1, 1, 1, 0, 0]) if padded else {"input_ids": IDS}
+    positions = torch.arange(batch["input_ids"].shape[1]).repeat(2, 1)
+    if padded:
+        positions[1, 3:] = 1
+
+    def one(member: Any) -> list[dict[str, Any]]:
+        context = cp_fast.ContextParallel(member)
+        return [shard_batch(given, cp=context) for given in (batch, batch | {"position_ids": positions})]
+
+    for without, given in SimGroup(2).run(one):
+        for name in ("input_ids", "position_ids"):
+            assert torch.equal(without[name], given[name])
 
 
 @pytest.mark.parametrize("which", WRONG)

@@ -76,10 +76,13 @@ def read_rows(batch: Any, shift_labels: bool, fill: Any = None, whole: Collectio
     ids, labels = batch["input_ids"], batch.get("labels")
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if positions is not None and (mask is not None or len(ids) != 1):
-        raise ValueError(
-            f"position_ids is given with input_ids {list(ids.shape)}{' and attention_mask' * (mask is not None)}; "
-            "it says where the documents of one packed row [1, t] start, and needs no mask"
-        )
+        if whole or not _counts_rows(positions, mask):
+            raise ValueError(
+                f"position_ids is given with input_ids {list(ids.shape)}{' and attention_mask' * (mask is not None)}; "
+                "it says where the documents of one packed row [1, t] start, and needs no mask: leave the mask out, "
+                "with all documents in one row, or leave position_ids out, which then are 0, 1, 2 ... in each row"
+            )
+        positions = None
     if positions is not None:
         cu_seqlens = _documents(positions[0].cpu())
     else:
@@ -176,6 +179,12 @@ def _check_padding(targets: torch.Tensor, mask: torch.Tensor) -> None:
             f"row {row} of labels has {targets[row, at].item()} at token {at}, which is padding by attention_mask; "
             "padding must have the label -100"
         )
+
+
+def _counts_rows(positions: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether positions say nothing: the tokens of each row have 0, 1, 2 and so on, as they have without positions."""
+    plain = positions == torch.arange(positions.shape[1], device=positions.device)
+    return bool((plain if mask is None else plain | (mask == 0).to(plain.device)).all())
 
 
 def _documents(positions: torch.Tensor) -> torch.Tensor:

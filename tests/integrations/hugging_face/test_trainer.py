@@ -88,6 +88,7 @@ def test_what_trainer_refuses_and_what_is_refused_of_it() -> None:
         assert odd.startswith("compute_loss_func is batched, which")
         assert "Write a compute_loss that calls super" in odd
         assert "train_sampling_strategy is 'batch_rebalance'" in said(member, train_sampling_strategy="batch_rebalance")
+        assert "dispatch_batches True" in said(member, accelerator_config={"dispatch_batches": True})
         assert "predict_with_generate is True, and metrics" in said(member, predict_with_generate=True)
         assert "average_tokens_across_devices is False" in said(member, average_tokens_across_devices=False)
         assert "LlamaForSequenceClassification has labels of whole sequences" in said(member)
