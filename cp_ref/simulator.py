@@ -225,9 +225,9 @@ class SimGroup:
             torch.set_num_threads(num_threads)
             # One autograd worker serves all ranks of a device: a backward that waits for a peer would block the peer's.
             with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad_enabled):
-                if device is not None:
-                    torch.cuda.set_device(device)
                 try:
+                    if device is not None:
+                        torch.cuda.set_device(device)
                     results[rank] = fn(SimMember(rank, self.cp_size, scheduler))
                 except BaseException as error:
                     scheduler.errors[rank] = error

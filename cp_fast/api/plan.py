@@ -376,11 +376,9 @@ def prepared(
 
 def _choose_messages(cp: ContextParallel, plan: Plan) -> None:
     """Give a new plan the transport and the sizes of messages that the ranks choose together. Collective."""
-    problem, room, instructions = plan.problem, plan.room, plan.instructions
-    tokens = (problem.starts_q[-1], problem.starts_kv[-1]) if room is None else (room.max_tokens_q, room.max_tokens_kv)
-    rows = -(-tokens[0] // cp.size), -(-tokens[1] // cp.size)
+    problem, instructions = plan.problem, plan.instructions
     with cp.naming_errors("an agreement on the messages of a plan"):
-        carried = messages_for(cp.comm, problem, rows, plan.device)
+        carried = messages_for(cp.comm, problem, plan.room, plan.device)
         if "low_precision_grads" not in instructions.skipped and may_have_low_precision(problem):
             instructions = low_precision_grads(instructions, cp.comm, rounded=plan.backend.rounded_gradients)
     messages = None if carried is cp.comm else carried

@@ -22,6 +22,7 @@ from cp_fast.transport.streams import CudaStreams, why_not_driver
 from cp_fast.transport.watch import Watch
 from cp_ref.contract.group import Group, PairGroup, Parcel, Pending
 from cp_ref.contract.process_groups import ProcessMember
+from cp_ref.contract.room import Room
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import check_choice
 
@@ -311,12 +312,12 @@ def _names(comm: Group) -> tuple[str, ...]:
     return (member.group.group_name,) if isinstance(member, ProcessMember) else ()
 
 
-def messages_for(comm: Group, problem: Problem, rows: tuple[int, int], device: torch.device) -> Group:
+def messages_for(comm: Group, problem: Problem, room: Room | None, device: torch.device) -> Group:
     """The transport for a planner's schedule of this problem. Collective: all ranks call it at the same place with the
     same problem, and all get the same result.
 
     Args:
-        rows: of q and of k and v on each rank, padding included.
+        room: of a plan that is updated, else None.
 
     Raises:
         ValueError: ranks choose differently. RuntimeError: peer memory is required but not available.
@@ -324,14 +325,14 @@ def messages_for(comm: Group, problem: Problem, rows: tuple[int, int], device: t
     if device.type != "cuda" or problem.cp_size == 1:
         return comm
     if isinstance(comm, PairGroup):
-        across = _member_messages(comm.a2a, problem, rows, "heads", device)
-        along = _member_messages(comm.p2p, problem, rows, "ring", device)
+        across = _member_messages(comm.a2a, problem, room, "heads", device)
+        along = _member_messages(comm.p2p, problem, room, "ring", device)
         return comm if across is comm.a2a and along is comm.p2p else Crossed(across, along)
     way = {"p2p": "ring", "all_gather": "gather"}.get(problem.cp_comm_type, "heads")
-    return _member_messages(comm, problem, rows, way, device)
+    return _member_messages(comm, problem, room, way, device)
 
 
-def _member_messages(member: Group, problem: Problem, rows: tuple[int, int], way: str, device: torch.device) -> Group:
+def _member_messages(member: Group, problem: Problem, room: Room | None, way: str, device: torch.device) -> Group:
     if not isinstance(member, ProcessMember) or member.size == 1 or not _on_gpus(member):
         return member
     known = _known.setdefault(member.group, _KnownMemory())
@@ -339,7 +340,7 @@ def _member_messages(member: Group, problem: Problem, rows: tuple[int, int], way
         _meet(member, known)
     if known.why_not is not None:
         return member
-    sizes = staging_sizes(problem, rows, way, member.size)
+    sizes = staging_sizes(problem, room, way, member.size)
     asked = tuple(map(max, sizes, known.asked or sizes))
     if asked != known.asked:
         total = sum(asked)

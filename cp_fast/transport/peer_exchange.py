@@ -15,8 +15,9 @@ from cp_fast.runtime.prepared_exchange import Exchange, Located, MessageSpec, by
 from cp_fast.transport.streams import Streams
 from cp_fast.transport.watch import Watch
 from cp_ref.contract.group import Group, Parcel, Pending
+from cp_ref.contract.room import Room
 from cp_ref.schedules.planners.ring_members import RingMembers
-from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.problem import Problem, slice_rows
 
 __all__ = [
     "ALIGNMENT",
@@ -89,25 +90,23 @@ def rounded(size: int) -> int:
     return max(-(-size // ALIGNMENT), 1) * ALIGNMENT
 
 
-def staging_sizes(problem: Problem, rows: tuple[int, int], way: str, ranks: int) -> tuple[int, ...]:
-    """Bytes of the staging buffers to the ranks at distance 1, 2, ... for one exchange of a planner's schedule. This is
-    the largest exchange if all ranks own equal numbers of rows. Otherwise one may be larger: then the group's own
-    messages carry it.
+def staging_sizes(problem: Problem, room: Room | None, way: str, ranks: int) -> tuple[int, ...]:
+    """Bytes of the staging buffers to the ranks at distance 1, 2, ... for any exchange of a planner's schedule.
 
     Args:
-        rows: of q and of k and v on a rank, padding included.
+        room: of a plan that is updated, whose messages have the most rows of any batch; else None.
         way: "ring" (a block and the gradients of another, to the next rank; where they go straight, what each rank may
             see of another), "gather" (either of them) or "heads" (all kinds, for a share of the heads).
 
     >>> from cp_ref.schedules.problem import Problem
     >>> sizes = dict(heads_q=4, heads_kv=2, d_qk=64, d_v=64, dtype="bfloat16", qkv_format="thd")
     >>> problem = Problem(cp_size=2, cp_comm_type="p2p", sequences=((64, 64, 64, 64),), **sizes)
-    >>> [staging_sizes(problem, (32, 32), way, 2) for way in ("ring", "gather", "heads")]
+    >>> [staging_sizes(problem, None, way, 2) for way in ("ring", "gather", "heads")]
     [(57344,), (40960,), (25088,)]
     """
     element = {"float64": 8, "float32": 4}.get(problem.dtype, 2)
     wide = max(element, 4)
-    q, kv = rows
+    q, kv = (room.rows_q, room.rows_kv) if room is not None else (_rows(problem, side) for side in ("q", "kv"))
     head, slack = problem.d_qk + problem.d_v, 32 * ALIGNMENT
     heads_kv = max(problem.heads_kv, problem.a2a_size)  # Replicated if there are fewer heads than ranks.
     if way == "heads":
@@ -118,16 +117,25 @@ def staging_sizes(problem: Problem, rows: tuple[int, int], way: str, ranks: int)
     if way == "gather" or ranks == 2:
         return (block,) * (ranks - 1)
     members = RingMembers(problem.workload)
+    if problem.a2a_size > 1:
+        members = members.exchanged
     if not members.sends_directly:
         return (block, *(0,) * (ranks - 2))
     row = heads_kv // problem.a2a_size * head
     lent, here = members.rows_lent, np.arange(ranks)
+    if room is not None:
+        lent = np.where(lent > 0, kv * problem.a2a_size, 0)
     sizes = list[int]()
     for distance in range(1, ranks):  # keys to a reader, and gradients of keys to their owner
         peer = (here + distance) % ranks
         most = int((lent[here, peer] * row * element + lent[peer, here] * row * wide).max()) + slack
         sizes.append(min(block, 1 << (max(most, PART // 16) - 1).bit_length()))  # A new size is shared anew: few sizes.
     return tuple(sizes)
+
+
+def _rows(problem: Problem, side: str) -> int:
+    """The most rows of a rank, padding included."""
+    return slice_rows(problem, side) * (1 if problem.qkv_format == "thd" else len(problem.sequences))
 
 
 # ---- the exchange

@@ -25,6 +25,16 @@ def test_a_ring_and_the_poison_before_the_wait() -> None:
     assert SimGroup(3).run(fn) == [(True, 2.0), (True, 0.0), (True, 1.0)]
 
 
+def test_a_rank_that_cannot_take_its_gpu_leaves_no_rank_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> None:
+        raise RuntimeError("device-side assert")
+
+    for name, stand_in in {"is_available": lambda: True, "current_device": lambda: 0, "set_device": refuse}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        SimGroup(2).run(lambda member: member.rank)
+
+
 def test_a_deadlock_names_who_waits_for_what() -> None:
     def fn(member: SimMember) -> None:
         member.exchange([], [Parcel(1 - member.rank, 7, torch.zeros(1))]).wait()
