@@ -272,7 +272,7 @@ def _named(function: Any) -> str:
 
 def _refuse_methods(kind: type[Any]) -> None:
     """Raise for a method that takes what it is given for a whole batch, of a class of the user's."""
-    behind = False
+    behind = shadowed = False  # shadowed: by a compute_loss that does not call the ones behind it
     for one in kind.__mro__:
         behind = behind or one is ContextParallelMixin
         if one in (ContextParallelMixin, object) or one.__module__.partition(".")[0] == "transformers":
@@ -281,11 +281,12 @@ def _refuse_methods(kind: type[Any]) -> None:
             if one.__name__.endswith("Trainer") and one.__name__ not in ("_BaseTrainer", *_OF_TRL):
                 raise NotImplementedError(f"{one.__name__} {_OF_PAIRS}")
             continue
-        name = f"{one.__name__}.compute_loss"
-        if "compute_loss" in vars(one) and not _takes_parts(vars(one)["compute_loss"]):
+        name, loss = f"{one.__name__}.compute_loss", None if shadowed else vars(one).get("compute_loss")
+        if loss is not None and _words(loss).isdisjoint(("shift_labels", "compute_loss")):
             raise NotImplementedError(
                 f"{name} computes a loss of its own, and would be given a rank's part of a batch. {_OWN_LOSS}"
             )
+        shadowed = shadowed or (loss is not None and "compute_loss" not in _words(loss))
         for name in ("prediction_step", "get_batch_samples"):
             if behind and name in vars(one):
                 raise NotImplementedError(
@@ -300,10 +301,10 @@ def _is_of_trl(kind: type[Any]) -> bool:
     return any(one.__module__.startswith("trl.") for one in kind.__mro__)
 
 
-def _takes_parts(method: Any) -> bool:
+def _words(method: Any) -> set[Any]:
+    """The names and constants in a method's code."""
     code = getattr(inspect.unwrap(method), "__code__", None)
-    names = () if code is None else (*code.co_names, *code.co_consts)
-    return "shift_labels" in names or "compute_loss" in names
+    return set() if code is None else {*code.co_names, *code.co_consts}
 
 
 def _refuse_parallelism(trainer: Any, args: Any) -> None:

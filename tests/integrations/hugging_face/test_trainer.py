@@ -149,6 +149,11 @@ def test_methods_that_take_a_part_for_the_whole_are_refused() -> None:
     class Right(ContextParallelMixin, Wrapped):
         pass
 
+    class InItsPlace(ContextParallelMixin, OwnLoss):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            logits = model(input_ids=inputs["input_ids"]).logits
+            return torch.nn.functional.cross_entropy(logits[0], inputs["shift_labels"][0])
+
     ids = torch.arange(3, 13)
     rows: Any = [{"input_ids": ids, "labels": ids}] * 2
     args = transformers.TrainingArguments(output_dir="nowhere", use_cpu=True, report_to=[])
@@ -164,6 +169,7 @@ def test_methods_that_take_a_part_for_the_whole_are_refused() -> None:
         assert found["eval_loss"] > 0
         assert Cured.shapes == [(2, 10)]
         Right(tiny("LlamaForCausalLM"), args, cp=cp)
+        InItsPlace(tiny("LlamaForCausalLM"), args, cp=cp)
 
     SimGroup(1).run(one)
 
