@@ -30,6 +30,7 @@ from cp_fast.integrations.shared.own_numbers import own_numbers
 from cp_fast.integrations.transformers import prepare, shard_batch
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.collectives import all_reduce_sum
+from cp_ref.schedules.values import kind_of
 
 __all__ = ["ContextParallelMixin"]
 
@@ -61,6 +62,8 @@ class ContextParallelMixin(_Trainer):
         args: TrainingArguments, by name or as Trainer's second argument.
         cp: the ranks that share a batch, the schedule and the layout. They are consecutive processes. Other such groups
             of ranks get other batches.
+        fill: further tensors [b, s, ...] of the batches, and the value of each on padding, as of `shard_batch`; a
+            `compute_loss` of your own takes a rank's part of each. Without it token_type_ids of text have 0 there.
         others: Trainer's.
 
     Raises:
@@ -72,12 +75,16 @@ class ContextParallelMixin(_Trainer):
         consecutive; average_tokens_across_devices is off, without which losses are means of means.
     """
 
-    def __init__(self, *given: Any, cp: ContextParallel, **others: Any) -> None:
+    def __init__(
+        self, *given: Any, cp: ContextParallel, fill: Mapping[str, float] | None = None, **others: Any
+    ) -> None:
         check_context(cp, ContextParallel)
+        if fill is not None and not isinstance(fill, Mapping):
+            raise TypeError(f"fill is {kind_of(fill)}; it must be a dict from an entry's name to its value on padding")
         args = others["args"] if "args" in others else given[1]
         _refuse_arguments(args, others)
         _refuse_methods(type(self))
-        self.cp = cp
+        self.cp, self._fill = cp, fill
         self._batches: list[tuple[Any, Any]] = []  # of this step: a part, and the whole batch
         self._drawn = 0  # batches of this step that were trained on
         super().__init__(*given, **others)
@@ -194,12 +201,19 @@ class ContextParallelMixin(_Trainer):
             yield
 
     def _part(self, batch: Any) -> dict[str, Any]:
+        of_rows = {}
+        if _is_of_trl(type(self)):
+            of_rows = {name: x for name, x in batch.items() if name == "margin"}  # RewardTrainer's, [b / 2]
+        fill = self._fill
+        if fill is None:
+            fill = {} if edge_of(self.model).images else {"token_type_ids": 0}
+        rows = {name: x for name, x in batch.items() if name not in of_rows}
+        fill = {name: value for name, value in fill.items() if name in rows}
+        part = shard_batch(rows, cp=self.cp, model=self.model, fill=fill) | of_rows
         if not _is_of_trl(type(self)):
-            return shard_batch(dict(batch), cp=self.cp, model=self.model)
-        of_rows = {name: x for name, x in batch.items() if name == "margin"}  # RewardTrainer's, [b / 2]
-        part = shard_batch({name: x for name, x in batch.items() if name not in of_rows}, cp=self.cp, model=self.model)
+            return part
         tokens = part["cp_batch"].documents >= 0  # which TRL counts
-        return part | of_rows | {"attention_mask": tokens.long().to(part["input_ids"].device)}
+        return part | {"attention_mask": tokens.long().to(part["input_ids"].device)}
 
     def _count(self, parts: list[dict[str, Any]], device: Any) -> torch.Tensor | None:
         if not parts or "labels" not in parts[0]:

@@ -164,12 +164,17 @@ def attention_forward(
         how: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "softcap": softcap}
         return theirs(module, query, key, value, attention_mask, **how, **kwargs)
     sequences = sequences_of(name, cp_batch)
+    if dropout:
+        raise NotImplementedError(
+            f"dropout is {dropout} in the attention of {name}, which has no seed that all ranks share; set it to 0 in "
+            "the model's configuration (attention_dropout, attention_probs_dropout_prob or attn_pdrop)"
+        )
     unheard = {keyword: value for keyword, value in kwargs.items() if keyword not in SILENT}
     chosen = attention_mask if isinstance(attention_mask, SequencesToChoose) else None
     if chosen is None:
-        refuse(name, attention_mask=attention_mask, dropout=dropout, indices=indices, **unheard)
+        refuse(name, attention_mask=attention_mask, indices=indices, **unheard)
     else:
-        refuse(name, dropout=dropout, softcap=softcap, s_aux=s_aux, alibi_slopes=alibi_slopes, **unheard)
+        refuse(name, softcap=softcap, s_aux=s_aux, alibi_slopes=alibi_slopes, **unheard)
     if key.shape[2] != query.shape[2]:
         raise NotImplementedError(
             f"key has {key.shape[2]} tokens and query {query.shape[2]}: a cache is not supported, "

@@ -174,6 +174,55 @@ def test_methods_that_take_a_part_for_the_whole_are_refused() -> None:
     SimGroup(1).run(one)
 
 
+def test_further_tensors_of_a_batch() -> None:
+    """BERT's tokenizer gives token_type_ids; weights of tokens are for a loss of one's own."""
+
+    class Plain(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            weights, labels = inputs.pop("weights"), inputs.pop("labels")
+            inputs.pop("shift_labels", None)  # of a decoder
+            logits = model(**inputs).logits
+            losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            return (losses * weights.flatten()).sum() / 10
+
+    class CpPlain(ContextParallelMixin, Plain):
+        pass
+
+    class CpTrainer(ContextParallelMixin, transformers.Trainer):
+        pass
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        batch = {name: torch.stack([torch.tensor(row[name]) for row in rows]) for name in rows[0]}
+        return batch | {"weights": batch["input_ids"] / 50}
+
+    def without_weights(rows: list[Any]) -> dict[str, torch.Tensor]:
+        return {name: x for name, x in collate(rows).items() if name != "weights"}
+
+    ids = torch.arange(3, 13)
+    kinds = {"token_type_ids": [0] * 4 + [1] * 6}
+    rows: Any = [{"input_ids": x.tolist(), "labels": x.tolist(), **kinds} for x in (ids, ids + 9)]
+    how: dict[str, Any] = {"report_to": [], "max_steps": 2, "save_strategy": "no", "logging_steps": 1}
+    args = transformers.TrainingArguments(output_dir="nowhere", use_cpu=True, disable_tqdm=True, **how)
+
+    def trained(kind: Any, collator: Any = collate, **more: Any) -> list[float]:
+        model = tiny("BertForMaskedLM", attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
+        trainer = kind(model, args, train_dataset=rows, data_collator=collator, **more)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    def one(member: Any) -> None:
+        cp, fill = cp_fast.ContextParallel(member), {"weights": 0.0, "token_type_ids": 0}
+        alone = trained(transformers.Trainer, without_weights)
+        assert trained(CpTrainer, without_weights, cp=cp) == pytest.approx(alone, abs=1e-5)
+        assert trained(CpPlain, cp=cp, fill=fill) == pytest.approx(trained(Plain), abs=1e-5)
+        with pytest.raises(ValueError, match=r"to cut another tensor .* fill=\{'weights': 0\}"):
+            trained(CpPlain, cp=cp)
+        with pytest.raises(TypeError, match="fill is of type list; it must be a dict"):
+            trained(CpPlain, cp=cp, fill=["weights"])
+
+    SimGroup(1).run(one)
+
+
 def losses(processes: int, *given: str) -> dict[str, list[float]]:
     """Those of `trainer_losses`, by the case's name."""
     said = run_program(ROOT / "tests" / "integrations" / "hugging_face" / "trainer_losses.py", processes, *given)
