@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.image_models import has_images
 from cp_fast.integrations.hugging_face.model_batches import FLAT, positions_said
-from cp_fast.integrations.hugging_face.model_edge import ModelCall, edge_of
+from cp_fast.integrations.hugging_face.model_edge import ModelCall, edge_of, with_output
 from cp_fast.integrations.hugging_face.token_mixers import refuse_adapters
 from cp_fast.integrations.shared.own_numbers import own_numbers
 from cp_fast.integrations.shared.unnamed_buffers import (
@@ -206,11 +206,7 @@ class _Switch:
         loss = out.get("loss") if isinstance(out, Mapping) else out[0]
         if loss is None or loss.dim():
             return out
-        mean = all_reduce_sum(self.cp.comm, loss) / self.cp.size
-        kind: Any = type(out)
-        if not isinstance(out, Mapping):
-            return mean, *out[1:]
-        return kind(**{name: mean if name == "loss" else x for name, x in out.items()})
+        return with_output(out, "loss", all_reduce_sum(self.cp.comm, loss) / self.cp.size)
 
     # ---- the buffers
 

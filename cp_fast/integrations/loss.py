@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.balanced_table import groups_of
+from cp_fast.integrations.shared.drop_in import check_floats
 from cp_ref.contract.collectives import collective, together
 from cp_ref.schedules.values import check_data, kind_of, read_count
 
@@ -134,10 +135,7 @@ def token_mean(losses: torch.Tensor, counted: torch.Tensor, *, over: Any, averag
     times: list[float] = []
 
     def read() -> int:
-        if not isinstance(losses, torch.Tensor) or not losses.dtype.is_floating_point:
-            what = f"of dtype {losses.dtype}" if isinstance(losses, torch.Tensor) else kind_of(losses)
-            raise TypeError(f"losses is {what}; it must be a tensor of a floating dtype")
-        check_data("losses", losses)
+        check_floats("losses", losses)
         _check_counted(counted, list(losses.shape))
         times.append(times_averaged(averaged_over))
         return int(counted.sum())

@@ -27,7 +27,7 @@ from cp_fast.integrations.shared.drop_in import (
     taking_qkv,
 )
 from cp_ref.contract.declared import refuse_names
-from cp_ref.schedules.values import check_flag, read_count, read_lengths
+from cp_ref.schedules.values import FURTHEST, check_flag, read_count, read_lengths
 
 __all__ = [
     "llama3_flash_attn_prepare_cu_seqlens",
@@ -47,8 +47,6 @@ __all__ = [
     "zigzag_ring_flash_attn_varlen_kvpacked_func",
     "zigzag_ring_flash_attn_varlen_qkvpacked_func",
 ]
-
-_FURTHEST = 2**62 - 1  # The largest end of cumulative lengths.
 
 
 @drop_in()
@@ -275,8 +273,8 @@ def _in_one_part(given: dict[str, Any]) -> Rows:
 def _of_all_ranks(cu_seqlens: torch.Tensor, cp_size: int, chunks: int) -> torch.Tensor:
     """The global cumulative lengths, int64, of those of one rank's slices, each of so many equal chunks."""
     values = read_lengths("cu_seqlens", cu_seqlens) or [0]
-    if values[-1] * cp_size > _FURTHEST:
-        raise ValueError(f"cu_seqlens[-1] is {values[-1]}; times cp_size {cp_size} it must be at most {_FURTHEST}")
+    if values[-1] * cp_size > FURTHEST:
+        raise ValueError(f"cu_seqlens[-1] is {values[-1]}; times cp_size {cp_size} it must be at most {FURTHEST}")
     for n, (start, stop) in enumerate(pairwise(values)):
         if cp_size > 1 and (stop - start) % chunks:
             raise ValueError(

@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cp_fast.integrations.hugging_face.model_edge import edge_of
+from cp_fast.integrations.shared.drop_in import check_floats
 from cp_fast.integrations.token_batches import CpBatch
 from cp_ref.contract.collectives import together
 from cp_ref.contract.tensors import wide_dtype
-from cp_ref.schedules.values import check_data, kind_of
+from cp_ref.schedules.values import kind_of
 
 __all__ = ["sequence_sum", "token_log_probs"]
 
@@ -66,10 +67,7 @@ def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
     sequences = _sequences(part)
 
     def read() -> torch.Tensor:
-        if not isinstance(values, torch.Tensor) or not values.dtype.is_floating_point:
-            what = f"of dtype {values.dtype}" if isinstance(values, torch.Tensor) else kind_of(values)
-            raise TypeError(f"values is {what}; it must be a tensor of a floating dtype")
-        check_data("values", values)
+        check_floats("values", values)
         documents = sequences.documents
         if values.shape != documents.shape:
             raise ValueError(

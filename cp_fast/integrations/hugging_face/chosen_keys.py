@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from cp_fast.api.plan import Plan
-from cp_fast.integrations.hugging_face.model_edge import sequences_of
+from cp_fast.integrations.hugging_face.model_edge import check_forward, give_forward, sequences_of, take_forward
 from cp_fast.integrations.hugging_face.slice_probe import Probe
 from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.token_batches import CpBatch
@@ -81,24 +81,21 @@ def put_selectors(model: nn.Module) -> None:
     for where, module in choosers(model).items():
         indexer = getattr(module, "indexer", None)  # None: the layer takes the choice of one before it
         for part in (module, indexer):
-            mine = None if part is None else part.__dict__.get("forward")
-            if mine is not None and not hasattr(mine, "cp_fast"):
-                name = f"{where} ({type(module).__name__})"
-                raise NotImplementedError(f"{name} has a forward of its own, as offloading or fused kernels give it")
+            if part is not None:
+                check_forward(f"{where} ({type(module).__name__})", part)
         kind = cast(Any, type(module))
-        module.__dict__["forward"] = MethodType(_attention(kind.forward), module)
+        give_forward(module, _attention(kind.forward))
         module.__dict__["expand_kv"] = MethodType(_expanded(kind.expand_kv), module)
         if indexer is not None:
-            forward = _indexer(f"{where}.indexer ({type(indexer).__name__})", cast(Any, type(indexer)).forward)
-            indexer.__dict__["forward"] = MethodType(forward, indexer)
+            name = f"{where}.indexer ({type(indexer).__name__})"
+            give_forward(indexer, _indexer(name, cast(Any, type(indexer)).forward))
 
 
 def give_back(model: nn.Module) -> None:
     """Give the layers and their indexers their classes' forward again."""
     for module in choosers(model).values():
         for part in (module, getattr(module, "indexer", None)):
-            if part is not None and hasattr(part.__dict__.get("forward"), "cp_fast"):
-                part.__dict__.pop("forward")
+            if part is not None and take_forward(part):
                 part.__dict__.pop("expand_kv", None)
 
 
@@ -159,7 +156,6 @@ def _attention(theirs: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             self.__dict__["_cp_fast_latent"] = False
 
-    cast(Any, forward).cp_fast = True
     return forward
 
 
@@ -206,7 +202,6 @@ def _indexer(where: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
         found = select_keys(q, k, weights, cp=batch.cp, plan=plan, top_k=top_k, scale=self.softmax_scale)
         return found.unflatten(0, (len(hidden_states), -1)) if batch.qkv_format == "thd" else found
 
-    cast(Any, forward).cp_fast = True
     return forward
 
 

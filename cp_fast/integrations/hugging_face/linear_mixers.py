@@ -10,14 +10,21 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cp_fast.integrations.hugging_face.model_edge import SILENT, ModelCall, sequences_of
+from cp_fast.integrations.hugging_face.model_edge import (
+    SILENT,
+    ModelCall,
+    check_forward,
+    give_forward,
+    sequences_of,
+    take_forward,
+)
 from cp_fast.integrations.hugging_face.slice_probe import Probe
 from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.token_batches import CpBatch
@@ -209,21 +216,18 @@ def put_over_ranks(model: nn.Module) -> None:
     """
     for where, module in linear_mixers(model).items():
         name, kind = f"{where} ({type(module).__name__})", cast(Any, type(module))
-        mine = module.__dict__.get("forward")
-        if mine is not None and not hasattr(mine, "cp_fast"):
-            raise NotImplementedError(f"{name} has a forward of its own, as offloading or fused kernels give it")
+        check_forward(name, module)
         for function in _functions(kind) & set(_LACKING):
             raise NotImplementedError(f"{name} calls {function}, which cp_fast does not have over ranks")
         for function in _functions(kind) & set(FUNCTIONS):
             _check_parameters(name, function, inspect.unwrap(kind.forward).__globals__[function])
-        module.__dict__["forward"] = MethodType(_forward(kind.forward), module)
+        give_forward(module, _forward(kind.forward))
 
 
 def take_back(model: nn.Module) -> None:
     """Give the mixers their classes' forward again."""
     for module in linear_mixers(model).values():
-        if hasattr(module.__dict__.get("forward"), "cp_fast"):
-            del module.__dict__["forward"]
+        take_forward(module)
 
 
 def _forward(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,7 +247,6 @@ def _forward(theirs: Callable[..., Any]) -> Callable[..., Any]:
             cast(Any, self)._cp_fast_call = sequences
         return ours(self, *given, **named)
 
-    cast(Any, forward).cp_fast = True
     return forward
 
 

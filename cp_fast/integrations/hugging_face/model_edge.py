@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +18,21 @@ from cp_fast.integrations.hugging_face.task_head import Head, part_of_the_mean
 from cp_fast.integrations.hugging_face.token_mixers import NAME, refuse_adapters
 from cp_fast.integrations.token_batches import CpBatch
 
-__all__ = ["ALONE", "SILENT", "Edge", "ModelCall", "edge_of", "mark_layers", "put_around", "sequences_of", "take_off"]
+__all__ = [
+    "ALONE",
+    "SILENT",
+    "Edge",
+    "ModelCall",
+    "check_forward",
+    "edge_of",
+    "give_forward",
+    "mark_layers",
+    "put_around",
+    "sequences_of",
+    "take_forward",
+    "take_off",
+    "with_output",
+]
 
 SILENT = {  # Keywords that models pass on and that do not change attention or linear layers.
     *("position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels", "labels", "logits_to_keep"),
@@ -199,10 +214,15 @@ def _pooled(model: Any, sequences: CpBatch, out: Any) -> Any:
     """The outputs, with the logits of the sequences' last tokens, which lie on any rank."""
     of_tokens = model.score.__dict__.pop("_cp_fast_of_tokens")
     logits = sequences.at_last_tokens(of_tokens).to(of_tokens.dtype)
+    return with_output(out, "logits", logits)
+
+
+def with_output(out: Any, name: str, x: torch.Tensor) -> Any:
+    """A model's outputs with another one of this name, which is the first of a tuple."""
     if not isinstance(out, Mapping):
-        return (logits, *out[1:])
+        return (x, *out[1:])
     kind: Any = type(out)
-    return kind(**{name: logits if name == "logits" else x for name, x in out.items()})
+    return kind(**{one: x if one == name else other for one, other in out.items()})
 
 
 def _keep_of_tokens(score: Any, _: tuple[Any, ...], out: Any) -> None:
@@ -222,6 +242,24 @@ def sequences_of(name: str, cp_batch: Any) -> CpBatch | Probe:
             f"not hand its keywords on to its attention cannot be run under context parallelism; {ALONE}"
         )
     return sequences
+
+
+def check_forward(name: str, module: nn.Module) -> None:
+    """Raise NotImplementedError for a forward that is neither its class's nor from `give_forward`."""
+    mine = module.__dict__.get("forward")
+    if mine is not None and not hasattr(mine, "cp_fast"):
+        raise NotImplementedError(f"{name} has a forward of its own, as offloading or fused kernels give it")
+
+
+def give_forward(module: nn.Module, forward: Any) -> None:
+    """Give a module a forward in the place of its class's."""
+    forward.cp_fast = True
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def take_forward(module: nn.Module) -> bool:
+    """Give a module its class's forward again; whether it had one from `give_forward`."""
+    return hasattr(module.__dict__.get("forward"), "cp_fast") and bool(module.__dict__.pop("forward"))
 
 
 def put_around(model: Any, edge: Edge) -> None:

@@ -59,7 +59,7 @@ def head_of(model: nn.Module, seen: Seen) -> Head | str | None:
         if not found:
             return f"{name} gives all classes the same logits, so its labels may be those of the next tokens or not"
     if found:  # every loss of one class is 0: its labels stay where they are
-        return Head(found[0], _is_native(model, seen, labels, targets[found[0]]))
+        return Head(found[0], _is_native(model, seen, targets[found[0]]))
     return (
         f"{name}'s loss ({float(loss.mean()):.4f}) is not the mean cross entropy of its tokens; cp_fast cannot tell "
         "the ranks' parts of it"
@@ -110,7 +110,7 @@ def part_of_the_mean(logits: torch.Tensor, targets: torch.Tensor, count: torch.T
     return total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)
 
 
-def _is_native(model: nn.Module, seen: Seen, labels: torch.Tensor, targets: torch.Tensor) -> bool:
+def _is_native(model: nn.Module, seen: Seen, targets: torch.Tensor) -> bool:
     kept = seen.rows.kept
     mine = targets[:, kept]
     count = (targets != IGNORED).sum()

@@ -19,9 +19,11 @@ from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.collectives import raise_on_all, together
 from cp_ref.contract.masks import documents
 from cp_ref.schedules.values import (
+    check_data,
     check_flag,
     check_lengths,
     check_tensor,
+    kind_of,
     read_count,
     read_window,
 )
@@ -30,6 +32,7 @@ __all__ = [
     "Asked",
     "Rows",
     "as_flash_attn",
+    "check_floats",
     "check_tensors",
     "check_two_chunks",
     "context_for",
@@ -104,6 +107,14 @@ def check_tensors(axes: str, **tensors: Any) -> None:
         check_tensor(name, x, f"a tensor {form}")
         if x.ndim != len(axes.split()):
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be {form}")
+
+
+def check_floats(name: str, x: Any) -> None:
+    """Check a tensor of a floating dtype with values in memory."""
+    if not isinstance(x, torch.Tensor) or not x.dtype.is_floating_point:
+        what = f"of dtype {x.dtype}" if isinstance(x, torch.Tensor) else kind_of(x)
+        raise TypeError(f"{name} is {what}; it must be a tensor of a floating dtype")
+    check_data(name, x)
 
 
 def lengths_on_host(**lengths: Any) -> dict[str, torch.Tensor]:

@@ -249,20 +249,17 @@ def _compiler() -> tuple[str | None, str]:
     return _tool(program)
 
 
-def _tool(*names: str) -> tuple[str | None, str]:
-    """The first of these programs that is installed: its version line and its path."""
-    for name in names:
-        if name and (path := shutil.which(name)):
-            try:
-                said = subprocess.run(
-                    [path, "--version"], capture_output=True, text=True, timeout=10, check=False
-                ).stdout
-            except (OSError, subprocess.TimeoutExpired):
-                said = ""
-            lines = [line for line in said.splitlines() if line.strip()]
-            release = [line for line in lines if "release" in line]
-            return (release or lines or ["?"])[0].strip(), path
-    return None, "not found; builds native kernels"
+def _tool(name: str) -> tuple[str | None, str]:
+    """An installed program's version line and its path."""
+    if not name or (path := shutil.which(name)) is None:
+        return None, "not found; builds native kernels"
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        said = ""
+    lines = [line for line in said.splitlines() if line.strip()]
+    release = [line for line in lines if "release" in line]
+    return (release or lines or ["?"])[0].strip(), path
 
 
 def _nccl_version() -> str:

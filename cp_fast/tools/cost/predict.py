@@ -193,7 +193,7 @@ def predict(problem: Problem, machine: Machine, messages: str = "peer_memory") -
     return priced(counted(problem), machine, messages)
 
 
-def priced(counts: Counts, machine: Machine, messages: str = "peer_memory") -> Prediction:
+def priced(counts: Counts, machine: Machine, messages: str) -> Prediction:
     """The counts priced for a machine; see `predict`."""
     check_choice("messages", messages, MESSAGES)
     problem, rates = counts.problem, machine.rates(counts.problem)
@@ -316,7 +316,7 @@ class StepMemory:
 
 
 def step_memory(
-    problem: Problem, attention_bytes: int, model: ModelShape, *, saved: str = "offload", sharded_over: int = 1
+    problem: Problem, attention_bytes: int, model: ModelShape, *, saved: str, sharded_over: int
 ) -> StepMemory:
     """Predict the memory of the rank with the most tokens.
 
