@@ -103,8 +103,8 @@ class RunRecord:
 
     @property
     def drawn(self) -> tuple[Played, ...]:
-        """The problems that count: every one that was drawn or is in a table, once for each tier that played it. Those
-        that shrinking found are smaller forms of them.
+        """The problems that count: all drawn ones and all of tables, once for each tier that played them. Shrinking
+        finds smaller forms of these, which do not count.
         """
         return tuple(p for p in self.played if not p.shrunk) or self.played
 

@@ -6,7 +6,7 @@ The names are those of `cp_fast`, with the same signatures: swap the import. Thi
 
 To understand how it works, read for an hour, in this order. Begin with `python -m cp_ref explain`, which walks through
 a schedule of your choice, message by message. (The repository has the four schedules in pictures too:
-docs/concepts.md.) What a file has behind the part that is named here can wait.
+docs/concepts.md.) Read of each file the part that is named here; the rest can wait.
 
     schedules/table                      tables of integers as columns, and `Spans`: what all that follows is made of
     schedules/areas                      the three tables: who sees whom (up to the reading of what users give),

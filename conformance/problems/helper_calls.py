@@ -88,8 +88,8 @@ class HelperRecord:
 
     build: a call of it, from a case.
     definition: the same result, by row numbers, for the same arguments. It changes a target in place too.
-    rule: raises `Broken` where a call has no answer; None where the helper takes no lengths that could be spoiled.
-    moves: whether it only moves data, so that the bits stay.
+    rule: raises `Broken` for a call without an answer. None: the helper takes no lengths, so none can be spoiled.
+    moves: whether the helper only moves data. Then the bits stay.
     """
 
     build: Callable[[HelperCall, str], Built]

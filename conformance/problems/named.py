@@ -182,8 +182,8 @@ def problem(cp_size: int, *sequences: Sequence, **fields: object) -> Problem:
 
 def every_schedule(case: Case, only: tuple[str, ...] = CP_COMM_TYPES) -> tuple[Case, ...]:
     """The case under every schedule whose a2a the heads allow; a2a+p2p with the inner group as large as it can be,
-    short of all ranks. Where that is a group of one, as on two ranks, it is p2p and left out beside it: the special
-    case inner-group-of-one has it.
+    short of all ranks. On two ranks that is a group of one, which is p2p. So it is left out where p2p is played: the
+    special case inner-group-of-one has it.
     """
     p, found = case.problem, []
     for comm in only:

@@ -80,7 +80,7 @@ class LevelProblem:
         raise NotImplementedError
 
     def play(self, impl: Implementation, inputs: dict[str, torch.Tensor]) -> Any:
-        """What the implementation makes of them. Raises Raised and UnsupportedCase like `call`."""
+        """The implementation's results for these inputs. Raises Raised and UnsupportedCase like `call`."""
         raise NotImplementedError
 
     def judge(self, inputs: dict[str, torch.Tensor], results: Any) -> list[str]:

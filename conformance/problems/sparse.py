@@ -131,8 +131,8 @@ dtype="float64"), use_plan=True), top_k=2)
 class SparseAttention(SparseCase):
     """One `sparse_attention`, forward and backward."""
 
-    naming: str = "mixed"  # What indices name: one of NAMINGS.
-    by_head: bool = False  # Each kv head has indices of its own.
+    naming: str = "mixed"  # The kind of indices: one of NAMINGS.
+    by_head: bool = False  # Each kv head has its own indices.
     latent: bool = False  # v is k[..., :d_v], a view.
 
     def __post_init__(self) -> None:

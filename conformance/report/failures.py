@@ -151,7 +151,7 @@ class Failure:
 
     @property
     def problems(self) -> int:
-        """How many failing problems of the run it stands for."""
+        """The number of failing problems of the run that shrank to it."""
         return len(self.drawn)
 
     @property

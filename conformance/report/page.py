@@ -114,7 +114,7 @@ def html(found: Summary) -> str:
 
 
 def step_html(record: StepRecord) -> str:
-    """The page of steps: what is wrong, then what differs, module by module, then what agrees."""
+    """The page of steps: first the mistakes, then the differences, module by module, then all that agrees."""
     return _rendered("step.html", record.meta, record=record, wrong=sum(not r.right for r in record.reports))
 
 

@@ -76,7 +76,7 @@ def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool])
 
 
 def _of_finiteness(found: Any) -> list[Finding]:
-    """Losses or gradients that are NaN or infinite, or steps that are skipped on some ranks: where that begins."""
+    """NaN or infinite losses or gradients, or steps that some ranks skip: the place where this begins."""
     ranks = [(f"rank {number}", each) for number, each in enumerate(found.ranks)]
     skips = [(who, each["skipped"]) for who, each in [*ranks, ("the one process", found.one)]]
     everyone = [*ranks, ("one process", found.one)]

@@ -106,7 +106,7 @@ class Rounded(TorchDispatchMode):
 
     Weights move once, by some roundings of their dtype. While this context lasts, so does what the step casts to a
     narrower dtype: weights under autocast or a policy of mixed precision, and whatever the step casts itself.
-    Autocast's casts of activations stay as they are. A gradient moves by one rounding of the narrowest dtype in which
+    Autocast's casts of activations do not change. A gradient moves by one rounding of the narrowest dtype in which
     its weight is used: sums over ranks round as often, also where the weights have no part in it, as in a bias's.
 
     Attributes:
@@ -167,7 +167,7 @@ class Rounded(TorchDispatchMode):
             for number, weight in enumerate(self._weights):
                 if at and _local(weight).untyped_storage().data_ptr() == at:
                     return number
-        except (RuntimeError, NotImplementedError):  # tensors without memory of their own
+        except (RuntimeError, NotImplementedError):  # such tensors have no memory
             pass
         return None
 

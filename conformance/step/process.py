@@ -154,7 +154,7 @@ def _stepped(
 
 
 class _Watched:
-    """Watches a step's gradients, as a context: who steps, who skips, who clears them.
+    """Watches a step's gradients, as a context: the optimizer steps, a scaler skips a step, somebody clears them.
 
     Attributes:
         steps: of the optimizer in this step. grads: by name, on the CPU; None as long as there are none. left: those of

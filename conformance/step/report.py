@@ -205,8 +205,8 @@ class StepReport:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The reports of one command, as data. `meta` says what ran where, as that of a `RunRecord`; `error` is why a step
-    could not be run or compared.
+    """The reports of one command, as data. `meta` is that of a `RunRecord`. `error` says why a step could not be run or
+    compared.
     """
 
     meta: dict[str, Any]

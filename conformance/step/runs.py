@@ -113,7 +113,7 @@ class Measured:
 
     @property
     def tied(self) -> set[str]:
-        """Parameters that are others' on one side, and parameters of their own on the other."""
+        """Parameters that one side ties to another parameter, and the other side does not."""
         one, ranks = (set(each["shared"]) for each in (self.one, self.ranks[0]))
         return (one & set(self.ranks[0]["grads"])) | (ranks & set(self.one["grads"]))
 

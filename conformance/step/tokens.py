@@ -15,7 +15,7 @@ from cp_ref.schedules.problem import Problem
 
 __all__ = ["BASE", "LossEvidence", "TokenPlaces", "describe", "of_losses"]
 
-_PADDED_TO = 513  # multiples below are tried, for tokens of one process that pads by a rule of its own
+_PADDED_TO = 513  # Smaller multiples are tried, for a process with its own rule of padding.
 BASE = 1 << 32  # of documents in a key; positions are below
 
 
@@ -82,7 +82,7 @@ class TokenPlaces:
                 return keys.reshape(-1) if len(shape) == 1 else keys.T if turned else keys
         lead = 2 if len(shape) > 1 and shape[0] == 1 else 1
         count = int(np.prod(shape[:lead]))
-        padded = {tuple(-(-self.lengths // n) * n) for n in range(2, _PADDED_TO)}  # by a rule of its own
+        padded = {tuple(-(-self.lengths // n) * n) for n in range(2, _PADDED_TO)}  # by its own rule
         padded = {sizes for sizes in padded if sum(sizes) == count}
         for sizes in (self.lengths, self.slots, *(np.array(sizes) for sizes in padded if len(padded) == 1)):
             if count == sizes.sum() or (sizes is self.slots and count > sizes.sum()):

@@ -348,7 +348,7 @@ def _while_compiling(
     arguments: dict[str, Any],
 ) -> Any:
     """A call under torch.compile: an operator of the graph if there is a plan, else a graph break."""
-    eager = not can_travel(scores) or arguments.get("score_mod") is not None  # a digest is no part of a graph
+    eager = not can_travel(scores) or arguments.get("score_mod") is not None  # a graph has no digests
     if eager or not isinstance(plan, Plan) or any(hasattr(x, "placements") for x in given.values()):
         arguments = {**given, "cp": cp, "softmax_offset": softmax_offset, "plan": plan, **arguments, **scores.arguments}
         return outside_of_graphs(attention, **arguments, **dict(zip(CallFlags._fields, flags, strict=True)))

@@ -43,7 +43,7 @@ __all__ = [
 
 
 def scores_with_plan(plan: Plan, given: ScoreTensors, q: torch.Tensor) -> ScoreTensors | None:
-    """What scores of a call with a plan depend on besides q and k; None where they depend on q and k alone.
+    """The inputs of a planned call's scores, in addition to q and k; None where the scores depend on q and k alone.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and the rule. Unsupported: the plan's kernel library lacks
@@ -72,8 +72,8 @@ def _keep(plan: Plan, given: ScoreTensors, found: ScoreTensors, q: torch.Tensor)
 
 
 def _known_scores(plan: Plan, given: ScoreTensors, q: torch.Tensor) -> ScoreTensors | None:
-    """The checked ones, if the plan's last calls had equal kinds of arguments: then their checks are made, and
-    score_mod was tried. None if not, or if there are none.
+    """The checked inputs of scores, if one of the plan's last calls had equal kinds of arguments. Then their checks
+    have been made, and score_mod was tried. None for a new kind, and for a call without such inputs.
     """
     if (names := plan.calls.get(_signature(given, q.device))) is None:
         return None
@@ -195,8 +195,8 @@ class CheckedCall(NamedTuple):
 
 
 def agree_on_forward(call: Call, plan: Plan) -> CheckedCall:
-    """Check a call with a plan of its own, or one that was made for it; under `cp_fast.checked` agree on the call with
-    all ranks.
+    """Check a call against its plan, which the user gave or `plan_of_call` made. Under `cp_fast.checked` agree on the
+    call with all ranks.
     """
     found: list[ScoreTensors | None] = []
     number, (q, k, v) = 0, call.tensors

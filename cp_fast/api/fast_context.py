@@ -171,7 +171,7 @@ class PlanCache(Generic[K, V]):
         return self._values.get(key)
 
     def find(self, key: K, make: Callable[[], V]) -> V:
-        """The value of a key, made if there is none."""
+        """The value of a key. A new key's value is made."""
         if (found := self._values.get(key)) is not None:
             return found
         made = make()

@@ -203,7 +203,7 @@ class Plan(OfThisProcess, plans.Plan):
 
 
 def tables_of(plan: Plan, kind: Callable[[Problem, int, torch.device], Tables]) -> Tables:
-    """What other layers need of a plan's batch: `kind(problem, rank, device)`, made once; `update` makes new ones."""
+    """Another layer's tables of a plan's batch: `kind(problem, rank, device)`, made once. After `update`, new ones."""
     if (found := plan.others.get(kind)) is None:
         found = plan.others.setdefault(kind, kind(plan.problem, plan.rank, plan.device))
     return found

@@ -1,4 +1,4 @@
-"""What is compiled and how, by which programs, and the key that all of it gives.
+"""The recipe of a build: sources, flags and programs, and the key that they give.
 
 A build's sources, flags and programs are everything that determines the result, and so its key in the cache.
 """

@@ -1,4 +1,4 @@
-"""What lowering keeps while it makes a program: buffers, who holds which rows, sums, and the tags of messages."""
+"""The state of lowering while it makes a program: buffers, the holders of rows, sums, and the tags of messages."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ class Sums:
 
 
 class LoweringInputs(NamedTuple):
-    """What the lowering of both programs reads."""
+    """The inputs of lowering, for both programs."""
 
     work: Workload
     rank: int

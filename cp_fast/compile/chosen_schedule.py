@@ -46,8 +46,10 @@ Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward
 
 
 def choose_head_chunks(problem: Problem) -> tuple[int, ...]:
-    """The kv heads of every rank that are exchanged at a time: the cut of the least time, forward and backward. () is
-    all at once: if that is fastest, or no heads are exchanged, or a kv head goes to several ranks.
+    """The kv heads of every rank that are exchanged at a time: the cut of the least time, forward and backward.
+
+    () means all at once. This may be fastest. It is also the answer where no heads are exchanged, or a kv head goes to
+    several ranks.
 
     >>> from cp_ref.schedules.problem import Sequence
     >>> def chunks(tokens, cp_size, heads_kv):

@@ -3,7 +3,7 @@
 merge_adjacent   touching tiles, if their bounding rectangle has no other rows and pairs: that rectangle.
 merge_causal     the own chunks of a causal sequence: q early x k early, q late x k early, q late x k late are one
                  causal square.
-merge_triangles  a causal tile and tiles that see what it hides: rectangles, which segments with common keys make cheap.
+merge_triangles  a causal tile and tiles of its hidden pairs: rectangles, cheap as segments with common keys.
 merge_dense      tiles without hidden pairs and with the same queries: one segment with all their keys in any order.
                  Tiles of other queries with exactly the same keys join it too.
 merge_stripes    segments of many rows, each of which sees a key more than the row before it: one causal segment. With a
@@ -86,8 +86,8 @@ def _same_keys(tiles: WindowedTiles, begin: Column, size: Column) -> Column:
 
 
 def merge_stripes(segments: Segments) -> Segments:
-    """Rows of an area that see a key more each, as causal segments; with a window, later rows see as many keys as the
-    row before them, from the next one on. `segments` have no mask, and areas no rows in common.
+    """Rows of an area, each with a key more than the row before, as causal segments. With a window the number of keys
+    stays the same, and they begin one key later. `segments` have no mask, and areas no rows in common.
 
     >>> rows = range(10)  # row 8 n + 1 sees keys 0, 8, ..., 8 n
     >>> q, k = [(n, 8 * n + 1, 8 * n + 2) for n in rows], [(n, 8 * m, 8 * m + 1) for n in rows for m in range(n + 1)]

@@ -269,7 +269,7 @@ def _meet(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class Program(Generic[R]):
-    """What one rank does in one direction: instructions on numbered buffers.
+    """The work of one rank in one direction: instructions on numbered buffers.
 
     Attributes:
         direction: "forward" or "backward".

@@ -218,7 +218,7 @@ class Segments:
 
     @staticmethod
     def of_rows(q: Sequence[Row], k: Sequence[Row]) -> Segments:
-        """Segments without a mask that no pass made, each of an area of its own."""
+        """Segments without a mask that no pass made. No two of them share an area."""
         spans = SegmentRows.of_rows(q), SegmentRows.of_rows(k)
         area = np.unique(spans[0].segment)
         return Segments.dense(area, constant(0, area), *spans)

@@ -1,4 +1,4 @@
-"""What compiled graphs and checkpointing see of a call: Python objects as tensors, and attention as one operator."""
+"""A call as compiled graphs and checkpointing see it: Python objects as tensors, and attention as one operator."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def _made(thing: Any) -> torch.Tensor:
 
 @torch.inference_mode(False)
 def again(handle: torch.Tensor) -> torch.Tensor:
-    """The handle once more, in memory of its own, which keeps what the object had as the handle's memory does. For
-    operators: a compiled graph may write over the memory of their results.
+    """A copy of the handle in other memory, which keeps the object alive as the handle's memory does. For operators: a
+    compiled graph may write over the memory of their results.
     """
     memory = np.array(int(handle), dtype=np.int64).view(_Number)
     memory.same = _handles[int(handle)]

@@ -5,9 +5,9 @@
     trainer = Trainer(...)  # or SFTTrainer, or accelerator = Accelerator(...)
     cp_accelerate.use(trainer.accelerator, layout="balanced")  # before train(), or before accelerator.prepare
 
-Some methods of that one accelerator become ours: the step of `prepare` that would attach PyTorch's context parallelism
-to a model, `maybe_context_parallel`, and what gathers metrics. Inside of a context the model has a rank's slices;
-outside it is the model that it was. accelerate itself is not imported.
+Some methods of that one accelerator become ours: the step of `prepare` for PyTorch's context parallelism,
+`maybe_context_parallel`, and the methods that gather metrics. Inside of a context the model has a rank's slices.
+Outside it is the model that it was. accelerate itself is not imported.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def use(accelerator: Any, *, layout: Any = "dual_chunk", cp_comm_type: Any = "p2
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """What a context has cut.
+    """The batch that a context has cut.
 
     Attributes:
         shape: of the whole batch's tokens, [b, s].
@@ -190,7 +190,7 @@ class _Switch:
         return by_place, given | {"cp_batch": batch.sequences}
 
     def _shifted(self, batch: _Batch, labels: torch.Tensor) -> torch.Tensor:
-        """What each token of a slice is to learn, from the labels of all slices. Collective."""
+        """The target of each token of a slice, from the labels of all slices. Collective."""
         whole = F.pad(batch.sequences.unshard(labels)[:, 1:], (0, 1), value=-100)
         if "position_ids" in batch.said and batch.sequences.cu_seqlens is not None:
             whole[0, (batch.sequences.cu_seqlens[1:] - 1).long().to(whole.device)] = -100

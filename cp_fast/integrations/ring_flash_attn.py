@@ -271,7 +271,7 @@ def _in_one_part(given: dict[str, Any]) -> Rows:
 
 
 def _of_all_ranks(cu_seqlens: torch.Tensor, cp_size: int, chunks: int) -> torch.Tensor:
-    """The global cumulative lengths, int64, of those of one rank's slices, each of so many equal chunks."""
+    """The global cumulative lengths, int64, from those of one rank's slices. A slice has equal `chunks`."""
     values = read_lengths("cu_seqlens", cu_seqlens) or [0]
     if values[-1] * cp_size > FURTHEST:
         raise ValueError(f"cu_seqlens[-1] is {values[-1]}; times cp_size {cp_size} it must be at most {FURTHEST}")

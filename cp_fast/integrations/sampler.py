@@ -248,7 +248,7 @@ def _integers(name: str, values: Any, length: int | None) -> torch.Tensor:
 
 
 _NAMES = ("input_ids", "position_ids", "labels")
-_SAID = ("labels", "attention_mask", "position_ids")  # what a document may have beside input_ids
+_SAID = ("labels", "attention_mask", "position_ids")  # what a document may have in addition to input_ids
 
 
 def _size_for(number: int, length: int, ranks: int, tokens: int) -> int:

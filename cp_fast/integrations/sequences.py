@@ -29,17 +29,17 @@ from cp_ref.schedules.values import kind_of
 __all__ = ["sequence_sum", "token_log_probs"]
 
 _IGNORED = -100
-_CHUNK_BYTES = 2**29  # of one chunk's logits and their gradients
-_COPIES = 5  # how many float32 numbers a logit takes, with its gradient
-# entries of configurations: logits are multiplied by them, to this power
+_CHUNK_BYTES = 2**29  # Of one chunk's logits and their gradients.
+_COPIES = 5  # A logit and its gradient take this many float32 numbers.
+# Entries of configurations. Models multiply logits by them, to this power.
 _SCALES = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1}
-_OF_MODELS = {"hyperclovax": {"logits_scaling": 1}}  # by model_type: that of Granite divides
+_OF_MODELS = {"hyperclovax": {"logits_scaling": 1}}  # By model_type. Granite's entry of this name divides.
 _CAP = "final_logit_softcapping"
-_MARK = -64.0  # beside each log-probability: what a model makes of it shows what it makes of its logits
+_MARK = -64.0  # It follows each log-probability, and shows how a model changes its logits.
 
 
 def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
-    """The sums of values over each sequence, whichever ranks have its tokens. Collective, forward and backward.
+    """The sums of values over each sequence, over all ranks that have its tokens. Collective, forward and backward.
 
     Args:
         values: [b, s/cp], one for each of this rank's tokens, of a floating dtype. Those of padding are left out.
@@ -85,8 +85,8 @@ def token_log_probs(model: torch.nn.Module, part: Mapping[str, Any]) -> torch.Te
     """The log-probability that a causal language model gives to the label of each of this rank's tokens.
 
     The model's head computes a few hundred tokens at a time, and again in the backward pass. So logits of all tokens
-    never exist: beside hidden states and weights it takes half a gibibyte, and up to three gradients of the head's
-    weight where that is trained. Every other keyword of `part` reaches the model as it stands.
+    never exist. In addition to hidden states and weights it takes half a gibibyte, and up to three gradients of the
+    head's weight where that is trained. Every other keyword of `part` reaches the model as it stands.
 
     Args:
         model: that `prepare` has prepared, also inside DDP, FSDP or PEFT.
@@ -136,7 +136,7 @@ def token_log_probs(model: torch.nn.Module, part: Mapping[str, Any]) -> torch.Te
 
 @contextmanager
 def _log_probs_for_logits(inner: Any, head: Any, targets: torch.Tensor) -> Iterator[tuple[float, list[None]]]:
-    """Have a model's head return log-probabilities in place of logits, with a mark beside each: [b, s/cp, 2].
+    """Have a model's head return log-probabilities in place of logits, each with a mark: [b, s/cp, 2].
 
     Yields:
         What the model multiplies its head's results by afterwards, and a list with an entry for each call of the head.

@@ -126,8 +126,8 @@ class CpBatch:
         return whole[places.argsort()[len(places) - shape.numel() :]].view(*shape, *x.shape[2:])
 
     def at_last_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """What each sequence has at its last token, on all ranks: [b, s/cp, n] -> [documents or rows, n]; 0 for one
-        without tokens. Collective; gradients are those of `cp_fast.integrations.sequences.sequence_sum`.
+        """The values of each sequence's last token, on all ranks: [b, s/cp, n] -> [documents or rows, n]; 0 for a
+        sequence without tokens. Collective; gradients are those of `cp_fast.integrations.sequences.sequence_sum`.
         """
         whole = self._known_rows.documents.clone()
         whole[:, :-1].masked_fill_(whole[:, :-1] == whole[:, 1:], -1)

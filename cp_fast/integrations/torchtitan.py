@@ -161,7 +161,7 @@ def attention_in_block(
 
 
 class _PlanOfGraph:
-    """What a graph knows of its plans: a handle, and what is equal for all of them."""
+    """The plan of a graph: a handle, and the fields that are equal in all plans."""
 
     class problem:
         qkv_format = "thd"

@@ -55,8 +55,8 @@ class ContextParallelMixin(_Trainer):
     `compute_metrics`, `preprocess_logits_for_metrics` and `predict` get the logits and labels of whole rows, in their
     order, on every rank: b * s * vocabulary numbers for a batch, as without ranks.
 
-    In a training step the ranks of a context draw different random numbers, so each token has a dropout mask of its
-    own. All that is drawn outside (orders of rows, masks of a collator) is the same on all of them.
+    In a training step the ranks of a context draw different random numbers, so no two tokens share a dropout mask. All
+    that is drawn outside (orders of rows, masks of a collator) is the same on all of them.
 
     Args:
         args: TrainingArguments, by name or as Trainer's second argument.
@@ -106,7 +106,7 @@ class ContextParallelMixin(_Trainer):
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs or not self._pools
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """The model of `model_init`, prepared: `train` makes it anew."""
+        """The model of `model_init`, prepared: `train` makes a new one."""
         return prepare(super().call_model_init(trial), self.cp)
 
     def get_cp_size(self) -> int:
@@ -138,8 +138,8 @@ class ContextParallelMixin(_Trainer):
         return parts, self._count(parts, device)
 
     def compute_loss(self, *given: Any, **named: Any) -> Any:
-        """Trainer's. What it gathers for metrics is summed over all ranks, also where accelerate would leave out the
-        ranks behind the rows of a last batch.
+        """Trainer's. Its numbers for metrics come from all ranks. accelerate would leave ranks out where the last batch
+        is short.
         """
         accelerator = self.accelerator
         accelerator.gather_for_metrics = lambda x, *_: accelerator.gather(x)
@@ -222,7 +222,7 @@ class ContextParallelMixin(_Trainer):
         return self.accelerator.gather(mine.to(device)).sum()
 
     def _gather(self, of_rows: torch.Tensor) -> torch.Tensor:
-        """What every context has of its rows once, without the rows that accelerate added to the last batch."""
+        """The values of the contexts' rows, each once, without the rows that accelerate added to the last batch."""
         state, size = self.accelerator.gradient_state, self.cp.size
         found = self.accelerator.gather(of_rows)
         found = found.view(-1, size, *of_rows.shape)[:, 0].flatten(0, 1)

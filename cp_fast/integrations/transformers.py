@@ -63,8 +63,8 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     modules must work on one token at a time. `prepare` first looks for known mixers of tokens: layer_types, other
     linear layers and convolutions, pooling, batch norms, routers with auxiliary losses. Then it runs the model on a
     dozen tokens, with attention and linear layers that pass each token on alone. It compares the outputs of a slice
-    with those of the whole. The same runs show how the task head uses labels. The vision part of a model of images is
-    left as it is: every rank runs it on all images.
+    with those of the whole. The same runs show how the task head uses labels. The vision part of a model of images
+    does not change: every rank runs it on all images.
 
     Args:
         model: with its weights loaded, before DDP, FSDP or torch.compile wrap it. Or PEFT's PeftModel: the model inside
@@ -270,7 +270,7 @@ def _window(module: torch.nn.Module, sliding_window: Any, causal: bool) -> tuple
 
 
 def _sequences(batch: CpBatch, causal: bool, window: tuple[int, int]) -> tuple[dict[str, Any], bool]:
-    """What `attention` is told of a batch and of a layer's mask, and whether it takes tensors [t/cp, h, d]."""
+    """The arguments of `attention` for a batch and a layer's mask, and whether it takes tensors [t/cp, h, d]."""
     if batch.both_ways is not None and causal:
         return batch.both_ways.arguments(window[0]), True
     lengths = {"cu_seqlens_q": batch.cu_seqlens, "cu_seqlens_q_padded": batch.cu_seqlens_padded}

@@ -91,7 +91,7 @@ def _rank_lengths(
 
 
 def _whole(helper: str, xs: Sequence[Tensor], cu_seqlens_padded: Tensor) -> list[Tensor]:
-    """What one rank holds: everything, in its order, whatever the lengths of sequences are."""
+    """One rank alone holds everything, in its order, for any lengths of sequences."""
     assert_lengths(helper, cu_seqlens_padded, 1, xs[0].shape[0])
     return [x.clone(memory_format=torch.contiguous_format) for x in xs]
 

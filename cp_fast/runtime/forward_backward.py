@@ -34,8 +34,8 @@ def forward_pass(
     return_max_logit: bool,
 ) -> ForwardResults:
     """Compute this rank's results from its slices, both in the user's format. Collective. The tensors here and in
-    `backward_pass`, except dout and dlse, are detached: kernel libraries that take addresses refuse tensors that
-    require a gradient. scores: what scores depend on besides q and k; None for nothing.
+    `backward_pass`, except dout and dlse, are detached: some kernel libraries take addresses, and refuse tensors with
+    requires_grad. scores: further inputs of scores, in addition to q and k; None for none.
     """
     packing = call.packing
     scores = None if scores is None else packing.scores_in(scores)
@@ -127,8 +127,8 @@ def _offset_gradient(
 def sink_shares(
     sink: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What each row gives to minus the gradient of the sinks' logits [h], in lse's dtype: the sink's weight times
-    delta, [n, h].
+    """Each row's share of minus the gradient of the sinks' logits [h], in lse's dtype: the sink's weight times delta,
+    [n, h].
 
     Args:
         out, dout: [n, h, d_v].

@@ -66,7 +66,7 @@ def go_together(buffers: PassBuffers, one: Copy[Rows], other: Copy[Rows]) -> boo
 
 
 def _moved_rows(buffers: PassBuffers, one: Copy[Rows]) -> tuple[object, ...] | None:
-    """What copies of one launch have in common; None for a copy without a launch."""
+    """The key that copies of one launch share; None for a copy without a launch."""
     if _is_converted(buffers, one):
         return None
     packs, unpacks = (buffers.specs[view.buffer].parts > 0 for view in (one.target, one.source))

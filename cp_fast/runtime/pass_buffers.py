@@ -35,7 +35,7 @@ __all__ = [
 
 # ---- rows and columns of tensors
 #
-# What a selection of rows gives: rows of tensors by row, columns of tensors by column.
+# A selection of rows takes rows of tensors by row, and columns of tensors by column.
 
 
 def is_all(rows: Rows, size: int) -> bool:

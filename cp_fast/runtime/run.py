@@ -59,8 +59,8 @@ __all__ = [
 def resolve(
     program: Program[Rows], shapes: Shapes, backend: Backend, positions: RowPositions, group: Group
 ) -> list[Operation]:
-    """The instructions as operations. Messages that are posted together form one, and so do copies that `go_together`;
-    what is freed between these is freed after them.
+    """The instructions as operations. Messages that are posted together form one, and so do copies that `go_together`.
+    Buffers that are freed between them are freed after them.
     """
     buffers, instructions = PassBuffers.of(program, shapes, kernels(shapes.device.type)), program.instructions
     sums = program.accumulations
@@ -117,7 +117,7 @@ class ForwardResults(NamedTuple):
 
     out: torch.Tensor  # [t, h_q, d_v], in q's dtype, 0 for rows that see nothing.
     lse: torch.Tensor  # [h_q, t], -inf for rows that see nothing.
-    max_logit: torch.Tensor | None  # [h_q], over this rank's launches, or over all ranks; None if there is none.
+    max_logit: torch.Tensor | None  # [h_q], over this rank's launches, or over all ranks; None if nobody asked for it.
     kept: list[torch.Tensor]  # Tensors of other buffers for the backward pass.
 
 

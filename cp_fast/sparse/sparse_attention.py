@@ -135,8 +135,8 @@ def index_loss(
 
 @dataclass(frozen=True)
 class _Call(SparseAttentionCall):
-    """A checked call. What is sent also depends on whether v is a part of k in memory (`latent`: k travels alone), and
-    to autograd too (`joined`: their gradients travel as one).
+    """A checked call. `latent`: v is a part of k in memory, so k travels alone. `joined`: v is a part of k to autograd
+    too, so their gradients travel as one.
     """
 
     latent: bool
@@ -144,7 +144,7 @@ class _Call(SparseAttentionCall):
 
 
 class _Attended:
-    """What a rank's kernels compute with in one pass of `sparse_attention`, and the way of their results home.
+    """The operands of a rank's kernels in one pass of `sparse_attention`, and the way of their results home.
 
     Attributes:
         tables, kernels, visible: of the call.
@@ -305,7 +305,7 @@ def _selected(
 
 
 class _Compared:
-    """What a rank's kernels compute with in one pass of `index_loss`.
+    """The operands of a rank's kernels in one pass of `index_loss`.
 
     Attributes:
         operands: those of `SparseKernels.loss` before the scales.

@@ -1,5 +1,5 @@
-"""A rank's tables for the sparse attention of one batch: which rows travel, where they lie, and who sees which; and the
-messages by them.
+"""A rank's tables for the sparse attention of one batch: the rows that travel, their places, the visible keys of each
+row, and the messages.
 
 Gathered rows have the order of the global buffer. So those of a document lie side by side, and a run of visible keys is
 a run of gathered rows:
@@ -197,7 +197,7 @@ class SparseTables:
         return self.by_heads if self.problem.cp_comm_type == "a2a" else self.by_rows
 
     def _visible(self, rows: Column, held: Column) -> Visible:
-        """What query rows see of gathered keys; both are rows of the global buffer."""
+        """The gathered keys that query rows see; both are rows of the global buffer."""
         starts, stops = intervals(self.problem.workload.areas, rows)
         _, positions = row_positions(self.problem, "kv", starts)
         positions = np.where(starts < stops, positions, 0)

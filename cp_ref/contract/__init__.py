@@ -1,4 +1,4 @@
-"""What `cp_ref` and `cp_fast` both promise: calls and their checks, contexts, cuts of tensors, scores, masks, groups.
+"""The contract of `cp_ref` and `cp_fast`: calls and their checks, contexts, cuts of tensors, scores, masks, groups.
 
 It has no arithmetic but that of scores. It imports torch and, of the two packages, `cp_ref.schedules` alone.
 

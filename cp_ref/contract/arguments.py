@@ -2,9 +2,9 @@
 have them from here.
 
 A row is a name, a type and an `Argument`: default, reader, feature. Four things are made from the rows: the signatures
-(`takes`), the arguments that a `Problem` is read from (`read_problem`), those that a call with a plan may have
-(`check_settled`), and the features that a call asks for. The docstring of `attention` explains each argument. So a new
-argument of a problem is a row, a field of `Problem`, an entry there, and its use where scores are computed.
+(`takes`), the arguments of a `Problem` (`read_problem`), those of a call with a plan (`check_settled`), and the
+features of a call. The docstring of `attention` explains each argument. So a new argument of a problem is a row, a
+field of `Problem`, an entry there, and its use where scores are computed.
 
 The types are text, since nothing here imports torch. The rows are read when this file is imported;
 `from __future__ import annotations` would prevent that.

@@ -65,7 +65,7 @@ declare = implements  # above a stub: the decorator of its implementations, whic
 
 
 def same_parameters(stub: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """`implements` for a function that returns another type, and that may have a docstring of its own."""
+    """`implements` for a function that returns another type, and may have another docstring."""
     return cast(Any, implements(stub))
 
 
@@ -94,8 +94,8 @@ def bind(stub: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
 def not_a_dataclass(kind: type[T]) -> type[T]:
     """A decorator above `dataclass`: `is_dataclass` is False for the class.
 
-    PyTorch then hands its objects on as they are. fully_shard with a mixed precision policy copies the dataclasses
-    among a module's arguments, field by field.
+    PyTorch then hands its objects on unchanged. fully_shard with a mixed precision policy copies the dataclasses among
+    a module's arguments, field by field.
 
     >>> from dataclasses import dataclass, is_dataclass
     >>> @not_a_dataclass

@@ -290,7 +290,7 @@ def plane(problem: Problem, schedule: Schedule, sequences: Iterable[int], head: 
 
 def few_colours(view: Plane, ranks: int) -> Plane:
     """A plane whose parts and owners are those of up to 8 groups of ranks in a row, if there are more than 16 ranks.
-    What lies side by side in one group is one part.
+    Parts of one group that touch become one.
     """
     if ranks <= 2 * _COLOURS:
         return view
@@ -318,7 +318,7 @@ def _merged(boxes: list[Box]) -> list[Box]:
 
 
 def _joined(a: Box, b: Box) -> Box | None:
-    """The box with exactly the pairs of two boxes that touch; None if there is none.
+    """The box with exactly the pairs of two boxes that touch; None where no box has them.
 
     >>> _joined(Box(2, 4, 0, 2), Box(2, 4, 2, 4, -9, 0))
     Box(q0=2, q1=4, k0=0, k1=4, lo=-9, hi=0)

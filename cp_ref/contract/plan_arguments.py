@@ -90,8 +90,8 @@ _SIZES = ("heads_q", "heads_kv", "d_qk", "d_v", "batch_size", "seqlen_q", "seqle
 
 
 class Plan:
-    """What `make_plan` returns, as both packages have it: the problem, the rank that the plan is for, the device of
-    `position_ids`. Each package's own `Plan` is one of these.
+    """The result of `make_plan` in both packages: the problem, the plan's rank, the device of `position_ids`. Each
+    package's own `Plan` is one of these.
 
     `print(plan)` is a summary; `print(plan.schedule)` has every message and every tile.
     """

@@ -112,7 +112,7 @@ class ScoreTensors(NamedTuple):
     def for_kernels(
         self, problem: Problem, score_mod: ScoreMod | None, aux: Mapping[str, torch.Tensor], seed: torch.Tensor | None
     ) -> ScoreTensors:
-        """The record that kernels get, of the one that a call gives: with what belongs to the problem."""
+        """The record of a call as kernels get it: with the problem's own fields."""
         return ScoreTensors(self.alibi_slopes, score_mod, aux, problem.dropout_p, seed)
 
     def with_folded_heads(self, batch: int) -> ScoreTensors:

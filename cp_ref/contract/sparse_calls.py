@@ -422,7 +422,7 @@ def _check_attention(plan: Plan, q: Any, k: Any) -> None:
 
 
 def _read_indices(plan: Plan, indices: Any, q: Any, *, of_kv_heads: bool) -> tuple[int, int]:
-    """top_k, and of how many heads there are indices of their own."""
+    """top_k, and the number of heads that have their own indices."""
     problem = plan.problem
     check_local("indices", indices, "q", q)
     check_dtype("indices", indices, "int32", why=", as select_keys gives it")

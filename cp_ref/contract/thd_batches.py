@@ -245,7 +245,7 @@ def _tokens_first(x: torch.Tensor, in_front: int) -> torch.Tensor:
 
 
 def _tokens_last(x: torch.Tensor, in_front: int, axes: int) -> torch.Tensor:
-    """The inverse of `_tokens_first`, for a tensor that had so many axes."""
+    """The inverse of `_tokens_first`, for a tensor that had this number of axes."""
     if x.ndim < axes:
         return x.unsqueeze(0)
     return x.movedim(tuple(range(-in_front, 0)), tuple(range(in_front))).contiguous()

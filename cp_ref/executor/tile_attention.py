@@ -131,7 +131,7 @@ def _dropout(dtype: torch.dtype, extra: PairScores | None) -> torch.Tensor | flo
 
 
 def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """The weights exp(s - lse), 0 where hidden (also where lse is -inf: a row that sees nothing)."""
+    """The weights exp(s - lse), 0 for hidden pairs. All pairs of a row with lse -inf are hidden."""
     return torch.exp(scores - lse[..., None]).masked_fill(scores == float("-inf"), 0.0)
 
 

@@ -303,7 +303,7 @@ def _not_set_apart(areas: Areas) -> Column:
 
 
 def _cut(part: Column, spans: Spans) -> Column:
-    """The number of the part that each span is in, if each part is cut wherever none of its spans lies.
+    """The number of each span's part. Parts are cut at every gap between their spans.
 
     >>> _cut(np.array([0, 0, 0, 1]), Spans(np.array([0, 5, 2, 0]), np.array([3, 7, 4, 9]))).tolist()
     [0, 1, 0, 2]

@@ -9,7 +9,7 @@ Documents are sorted by their pairs per row (under a causal mask: by their lengt
 
 1. Whole documents, the densest first. It stops when its other rows, filled with the lightest documents, would see more
    pairs than it needs.
-2. The late rows of a denser document, as many as it needs.
+2. The late rows of a denser document, until the rank's need is met.
 3. The lightest documents, until the rows are full; of the last one its early rows.
 
 More rows from 2 and fewer from 3 give more pairs, so some number of rows meets the need to within a row. A whole

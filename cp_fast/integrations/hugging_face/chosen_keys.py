@@ -1,8 +1,8 @@
 """Models whose attention reads the keys that an indexer chooses: DeepSeek-V3.2 and GLM-5.
 
 Their attention layer hands its mask on to an indexer, which scores all pairs of a sequence. The indexer's choice goes
-to transformers' AttentionInterface as `indices`. Here the sequences of a call travel in the mask's place. The indexer
-projects as ever, and its queries, keys and weights go to `select_keys`.
+to transformers' AttentionInterface as `indices`. Here the sequences of a call travel in the mask's place. The indexer's
+projections do not change, and its queries, keys and weights go to `select_keys`.
 
 Keys and values stay latent, one head for all query heads, and the queries are brought to them:
 

@@ -2,11 +2,11 @@
 
 Such a model embeds its tokens, and puts the k-th row of its vision part in the place of the k-th image token. A rank
 has some of these tokens, also of an image that straddles a cut. So every rank runs the vision part on all images, as
-one process does, and takes the rows of its own tokens, by their numbers in the whole batch. The gradients that the
+one process does. It takes the rows of its tokens, by their numbers in the whole batch. The gradients that the
 ranks find add up to those of one process, as those of all other weights.
 
-What depends on the whole batch is found before it is cut: the positions of M-RoPE (Qwen-VL), one for each of three
-axes, and the images whose tokens see each other both ways (Gemma 3), which become areas.
+Two things depend on the whole batch, and are found before it is cut. M-RoPE (Qwen-VL) has a position for each of three
+axes. The tokens of an image see each other both ways in Gemma 3; such images become areas.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _GIVEN = "mm_encoder_outputs"  # what the vision part made, in place of images
 
 
 def vision_parts(model: nn.Module) -> tuple[str, ...]:
-    """The names of the modules that a model of images has beside its language model; none of a model of text.
+    """The names of a model's modules for images, outside of its language model; none of a model of text.
 
     Raises:
         NotImplementedError: the model reads images in a way that is not known here.
@@ -154,7 +154,7 @@ def has_images(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ImageBatch:
-    """What a batch says of its images.
+    """The images of a batch.
 
     Attributes:
         holder: the module with the vision part.
@@ -232,14 +232,14 @@ class ImageBatch:
         return self.kind.pixels[modality] in self.given and name not in self.given
 
     def whole(self, places: ImagePlaces) -> dict[str, torch.Tensor]:
-        """What all ranks must have alike, beside the rest."""
+        """The entries of images that all ranks must have alike."""
         found = dict(self.given)
         if self.types is not None and self.kind.types not in self.rest:
             found[self.kind.types] = self.types
         return found if places.positions is None else found | {_AXES: places.positions}
 
     def cut(self, places: ImagePlaces, part: dict[str, Any]) -> dict[str, Any]:
-        """What `shard_batch` made of the rest and of the whole, with what is this rank's of the images."""
+        """This rank's part from `shard_batch`, with its rows of the images."""
         sequences: CpBatch = part["cp_batch"]
         sequences.image_rows = {}
         for modality, numbers in places.numbers.items():

@@ -89,8 +89,8 @@ class Edge:
         return self
 
     def enter(self, model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any] | None:
-        """Check a call's arguments, and return them as the model wants them; None where it runs as it is: alone, or as
-        a part of a model whose own edge has checked them.
+        """Check a call's arguments, and return them as the model wants them. None for a call without changes: the model
+        runs alone, or it is a part of a model, whose edge has checked the call.
 
         Raises:
             TypeError, ValueError, NotImplementedError: what is given would be taken for something else.
@@ -162,7 +162,7 @@ class Edge:
         return kind(loss=loss, **{name: x for name, x in out.items() if name != "loss"})
 
     def labels_head(self, name: str) -> Head:
-        """What the model makes of labels; name: its own, for the error.
+        """The head that takes the labels. name: the model's, for the error.
 
         Raises:
             TypeError, NotImplementedError: it takes no labels over ranks.
@@ -334,8 +334,8 @@ def _enter_block(block: Any, _: tuple[Any, ...], given: dict[str, Any]) -> None:
 
 
 def _check_layers(model: nn.Module, call: ModelCall) -> None:
-    """Raise for a layer that did not call its attention, or its linear layer's functions, in a call that ends, and for
-    adapters that mix tokens.
+    """At the end of a call, raise for a layer that did not call its attention or its linear functions. Raise for
+    adapters that mix tokens too.
     """
     refuse_adapters(model)
     blocks = _layers_of_blocks(model)

@@ -32,8 +32,8 @@ class Head:
 
 
 def head_of(model: nn.Module, seen: Seen) -> Head | str | None:
-    """The head, found by the loss that it computes; None where the model has no argument `labels`, and a text that says
-    why where its loss is not the mean cross entropy of tokens. Such a model takes no labels over ranks.
+    """The head, found by its loss. None for a model without an argument `labels`. A text says why a loss is not the
+    mean cross entropy of tokens: such a model takes no labels over ranks.
     """
     if "labels" not in inspect.signature(model.forward).parameters:
         return None
@@ -42,7 +42,7 @@ def head_of(model: nn.Module, seen: Seen) -> Head | str | None:
     if logits is None or logits.dim() != 3:
         shape = None if logits is None else list(logits.shape)
         return f"{name}'s loss is not of logits [b, s, classes] (logits are {shape})"
-    labels = logits.argmax(-1)  # a token's own label costs little, and the next one's more, but for the first label
+    labels = logits.argmax(-1)  # A token's own label costs little, the next one's more. The first label costs much.
     labels[:, 0], labels[:, 4] = logits[:, 0].argmin(-1), IGNORED
     try:
         loss = _of(model(input_ids=ids, labels=labels, **seen.arguments), "loss")

@@ -29,7 +29,7 @@ _MIXING = (
     nn.Upsample,
 )
 _OF_EXPERTS = ("expert_capacity", "capacity_factor", "expert_capacity_factor")  # who is dropped depends on other tokens
-_ADAPTERS = {  # kinds of PEFT's, beside prompt learning
+_ADAPTERS = {  # kinds of PEFT's, in addition to prompt learning
     **dict.fromkeys(("ADAPTION_PROMPT", "XLORA", "CARTRIDGE", "SHADOW"), "adds tokens or attention to"),
     "LILY": "averages its routers over",
 }

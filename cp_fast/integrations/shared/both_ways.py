@@ -19,8 +19,8 @@ Run = tuple[int, int, int]
 class BothWays:
     """The runs of tokens of a batch that see each other both ways.
 
-    Areas are of packed buffers. The rows of a batch lie behind each other there, and a rank's slice of them is the same
-    but for its shape.
+    Areas are of packed buffers. There the rows of a batch lie one after the other. A rank's slice of them is the same
+    in another shape.
 
     Args:
         cp: of the batch.
@@ -47,7 +47,7 @@ class BothWays:
         self._areas: dict[int, torch.Tensor] = {}
 
     def arguments(self, left: int) -> dict[str, Any]:
-        """What `attention` takes beside q, k, v [t/cp, h, d] in layers with a window.
+        """The arguments of `attention` after q, k, v [t/cp, h, d], in layers with a window.
 
         Args:
             left: the side of the window to the left, -1 for none. It hides keys of a run too.

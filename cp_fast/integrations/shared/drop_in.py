@@ -331,7 +331,7 @@ def _as_one(function: Callable[..., Any], name: str, one: str, parts: tuple[str,
 
 
 class Rows(NamedTuple):
-    """What the rows of a function's slices are.
+    """The rows of a function's slices.
 
     Attributes:
         same_lengths: whether each sequence has as many queries as keys.

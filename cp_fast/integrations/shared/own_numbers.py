@@ -1,4 +1,4 @@
-"""Random numbers of a rank's own: each token has a dropout mask of its own, as in one long sequence."""
+"""Each rank draws its own random numbers: no two tokens share a dropout mask, as in one long sequence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def own_numbers(device: torch.device, *key: int) -> Iterator[None]:
     of rows are those without context parallelism.
 
     Args:
-        device: whose numbers, beside those of the CPU.
+        device: whose numbers, in addition to those of the CPU.
         key: what tells this rank and step from others; the seed is made of it and of PyTorch's own.
 
     >>> drawn = []

@@ -91,7 +91,7 @@ def read_rows(batch: Any, shift_labels: bool, fill: Any = None, whole: Collectio
     others = {name: batch[name] for name in fill}
     if labels is None:
         return TokenRows(ids, None, cu_seqlens, positions is not None, others)
-    targets = labels.to(torch.int64)  # cross_entropy takes no other integers, and -100 is none of the unsigned ones
+    targets = labels.to(torch.int64)  # For cross_entropy; unsigned integers have no -100.
     if mask is not None:
         _check_padding(targets, mask)
     if shift_labels:

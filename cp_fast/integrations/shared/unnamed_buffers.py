@@ -1,5 +1,5 @@
-"""A batch as a list of buffers without names, each with the dimension of its tokens, as PyTorch's `context_parallel`
-and accelerate's `maybe_context_parallel` take it: what its buffers say, and how they are cut in place.
+"""A batch as a list of buffers without names: PyTorch's `context_parallel` and accelerate's `maybe_context_parallel`
+take such batches. Each buffer comes with the dimension of its tokens. Here buffers are read, and cut in place.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def said_by(buffers: Sequence[torch.Tensor], dims: Sequence[int], shape: tuple[i
 
 
 def padding_of(x: torch.Tensor) -> int:
-    """What a buffer is filled up with: -100, which is no label, in integers; 0 in masks and floats.
+    """The value that fills a buffer up: -100, which is no label, in integers; 0 in masks and floats.
 
     >>> padding_of(torch.tensor([[5, 6]])), padding_of(torch.tensor([[1, 1]])), padding_of(torch.tensor([[0.5]]))
     (-100, 0, 0)
@@ -152,7 +152,7 @@ def _is_mask(x: torch.Tensor) -> bool:
 
 
 def _is_packed(x: torch.Tensor) -> bool:
-    """One row of positions 0, 1, 2 and so on, which begin anew with each document."""
+    """One row of positions 0, 1, 2 and so on. Each document begins with 0."""
     if len(x) != 1 or x.shape[1] < 2:
         return False
     first, behind = x[0, :-1], x[0, 1:]

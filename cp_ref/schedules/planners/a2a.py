@@ -99,8 +99,8 @@ def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSc
         whole = home.sees(rank, np.zeros(work.cp_size, dtype=int))[0].tiles((0, work.heads_q))
 
     def rows_for_heads(kinds: tuple[str, ...]) -> Step:
-        """The first step: own rows go to those that have their heads, and the peers' rows come; meanwhile documents at
-        home attend.
+        """The first step: own rows go to those that have their heads, and the peers' rows come. Documents at home
+        attend at the same time.
         """
         return Step(messages(kinds, 0, own_rows=True), messages(kinds, 0, own_rows=False), whole)
 

@@ -85,7 +85,7 @@ class OwnedRows(Table):
         return OwnedRows(area, rows.rank[n], first, last)
 
 
-ROW_PAIRS = 1000  # attention to as many keys takes about as long as the exchange of a row (two H100s, both passes)
+ROW_PAIRS = 1000  # Attention to this number of keys takes about the time of a row's exchange (two H100s, both passes).
 _LEAST_GAIN = 0.03  # of the time: a launch of documents at home takes some time, too
 _MOST_LIMITS = 256  # on the pairs that ranks keep at home that are compared
 _KEPT = 4  # tables of `KeyBounds`, which are large: what one rank of a ring asks for
