@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from cp_ref.contract import read_problem
 from cp_ref.contract.arguments import OF_PLACES, SCORE_OPTIONS
 from cp_ref.contract.call_checks import local_lengths
 from cp_ref.contract.read_problem import check_one_document
@@ -18,6 +19,7 @@ from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, S
 __all__ = [
     "ALIBI",
     "BY_DOCUMENT",
+    "DTYPES",
     "GRADS",
     "LOSSES",
     "SCORE_MODS",
@@ -30,6 +32,9 @@ __all__ = [
     "text_of",
     "wide_dtype",
 ]
+
+
+DTYPES = read_problem.DTYPES[::-1]  # The most precise first.
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -173,7 +178,7 @@ _CHOICES = {
     "qkv_format": QKV_FORMATS,
     "attn_mask_type": MASKS,
     "softmax_type": SOFTMAX_TYPES,
-    "dtype": ("float64", "float32", "bfloat16", "float16"),
+    "dtype": DTYPES,
 }
 
 LOSSES = ("out", "lse", "out+lse")

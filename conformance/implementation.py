@@ -90,8 +90,10 @@ LEVEL_MEMBER: dict[Level, str] = {
 _SCHEDULE_MEMBERS = ("ContextParallel", "supports", "Unsupported", "shard", "make_plan", "unshard", "position_ids")
 
 # The callers of attention, merge and tile check their results.
-_RETURNS: dict[str, type] = dict.fromkeys(("shard", "unshard", "position_ids"), torch.Tensor) | {"make_plan": object}
-_IN_WORDS = dict.fromkeys(_RETURNS, "a tensor") | {"make_plan": "a plan"}
+_RETURNS: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("shard", "unshard", "position_ids"), (torch.Tensor, "a tensor")),
+    "make_plan": (object, "a plan"),
+}
 
 
 class LoadError(ValueError):
@@ -209,8 +211,9 @@ class Implementation:
     def _returning(self, name: str, member: Callable[..., Any]) -> Callable[..., Any]:
         def checked(*arguments: Any, **options: Any) -> Any:
             result = member(*arguments, **options)
-            if not isinstance(result, _RETURNS[name]) or result is None:
-                raise AssertionError(f"{name} returned {type(result).__name__}, but should return {_IN_WORDS[name]}")
+            kind, words = _RETURNS[name]
+            if not isinstance(result, kind) or result is None:
+                raise AssertionError(f"{name} returned {type(result).__name__}, but should return {words}")
             return result
 
         return checked

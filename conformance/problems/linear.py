@@ -16,7 +16,7 @@ from conformance.checks.budgets import worst
 from conformance.checks.reference import dense_causal_conv1d, dense_linear_attention, values_of_ranks
 from conformance.implementation import Implementation, context
 from conformance.problems.problem import LevelProblem, shape_findings
-from conformance.problems.strategies import DTYPES, FEW_SIZES, tables
+from conformance.problems.strategies import FEW_SIZES, OFTEN_EXACT, tables
 from conformance.tensors import assemble, cumulative, marked_slots, plan_arguments, real_tokens, take_slice
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.values import check_choice
@@ -211,7 +211,7 @@ def _values(draw: DrawFn, documents: int, dtypes: Seq[str]) -> dict[str, Any]:
 
 
 @st.composite
-def linear_attentions(draw: DrawFn, cp_sizes: Seq[int] = FEW_SIZES, dtypes: Seq[str] = DTYPES) -> LinearAttention:
+def linear_attentions(draw: DrawFn, cp_sizes: Seq[int] = FEW_SIZES, dtypes: Seq[str] = OFTEN_EXACT) -> LinearAttention:
     """A problem of `linear_attention`; the dims of models are rare, for their kernels."""
     batch = draw(batches(cp_sizes))
     small = st.tuples(st.sampled_from([3, 2, 4, 1]), st.integers(1, 3))
@@ -231,7 +231,7 @@ def linear_attentions(draw: DrawFn, cp_sizes: Seq[int] = FEW_SIZES, dtypes: Seq[
 
 
 @st.composite
-def convolutions(draw: DrawFn, cp_sizes: Seq[int] = FEW_SIZES, dtypes: Seq[str] = DTYPES) -> CausalConv1d:
+def convolutions(draw: DrawFn, cp_sizes: Seq[int] = FEW_SIZES, dtypes: Seq[str] = OFTEN_EXACT) -> CausalConv1d:
     """A problem of `causal_conv1d`."""
     batch = draw(batches(cp_sizes))
     return CausalConv1d(

@@ -38,7 +38,7 @@ from conformance.problems.sparse_values import (
     misjudged,
     rough,
 )
-from conformance.problems.strategies import DTYPES, FEW_SIZES, cases, named_areas, tables
+from conformance.problems.strategies import FEW_SIZES, OFTEN_EXACT, cases, named_areas, tables
 from conformance.tensors import (
     assemble,
     build,
@@ -332,7 +332,7 @@ def sparse_cases(draw: DrawFn, cp_sizes: Sequence[int], dtypes: Sequence[str]) -
 
 @st.composite
 def sparse_attentions(
-    draw: DrawFn, cp_sizes: Sequence[int] = FEW_SIZES, dtypes: Sequence[str] = DTYPES
+    draw: DrawFn, cp_sizes: Sequence[int] = FEW_SIZES, dtypes: Sequence[str] = OFTEN_EXACT
 ) -> SparseAttention:
     """A problem of `sparse_attention`."""
     with_lse = draw(st.booleans())
@@ -347,7 +347,7 @@ def sparse_attentions(
 
 
 @st.composite
-def selections(draw: DrawFn, cp_sizes: Sequence[int] = FEW_SIZES, dtypes: Sequence[str] = DTYPES) -> SelectKeys:
+def selections(draw: DrawFn, cp_sizes: Sequence[int] = FEW_SIZES, dtypes: Sequence[str] = OFTEN_EXACT) -> SelectKeys:
     """A problem of `select_keys`."""
     case, values = draw(sparse_cases(cp_sizes, dtypes)), draw(st.sampled_from(VALUES))
     d_index = draw(st.sampled_from([4, 1, 3, 6, 16]))
@@ -363,7 +363,7 @@ def selections(draw: DrawFn, cp_sizes: Sequence[int] = FEW_SIZES, dtypes: Sequen
 
 
 @st.composite
-def index_losses(draw: DrawFn, cp_sizes: Sequence[int] = FEW_SIZES, dtypes: Sequence[str] = DTYPES) -> IndexLoss:
+def index_losses(draw: DrawFn, cp_sizes: Sequence[int] = FEW_SIZES, dtypes: Sequence[str] = OFTEN_EXACT) -> IndexLoss:
     """A problem of `index_loss`."""
     return IndexLoss(
         draw(sparse_cases(cp_sizes, dtypes)),

@@ -16,7 +16,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from conformance.case import ALIBI, GRADS, Case
+from conformance.case import ALIBI, DTYPES, GRADS, Case
 from conformance.checks.reference import masks
 from conformance.problems.capabilities import EVERYTHING, Capabilities
 from conformance.problems.features import SCORE_AXES
@@ -28,8 +28,8 @@ from cp_ref.schedules.problem import Problem, Sequence
 
 __all__ = [
     "CP_SIZES",
-    "DTYPES",
     "FEW_SIZES",
+    "OFTEN_EXACT",
     "SHAPES",
     "Units",
     "areas",
@@ -279,7 +279,7 @@ def _of_document(draw: DrawFn, length: int) -> Any:
 
 CP_SIZES = (1, 2, 3, 4, 5, 6, 8)
 FEW_SIZES = (2, 3, 4, 8, 1)  # Those of the levels linear and sparse, and their dtypes.
-DTYPES = ("float64", "float64", "float32", "bfloat16", "float16")
+OFTEN_EXACT = ("float64", *DTYPES)
 _HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3), (6, 2), (4, 1), (8, 4), (6, 3), (12, 2))  # (h_q, h_kv).
 _FEW_HEADS = ((1, 1), (2, 1), (2, 2))
 _FEW_ROWS = 250  # Areas are drawn for at most this many queries and keys.

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from conformance.step.first_module import of_modules, title_of
 from conformance.step.judge import factor_of, judge, norm_of, weighed
-from conformance.step.report import Finding, ModuleRow
+from conformance.step.report import Evidence, Finding
 from conformance.step.tokens import of_losses
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = ["diagnose"]
 
 _EXACT = 3e-4  # of a ratio of two counts
 _APART = 0.02  # smaller differences between weights are not reported
 _LEFT = 0.02  # the largest part of a gradient that its weights may leave unexplained
 
 
-@dataclass
-class Diagnosis:
-    """Findings, where the step goes wrong first, and the modules in the order of the forward pass."""
-
-    findings: list[Finding] = field(default_factory=list)
-    first: str = ""
-    modules: list[ModuleRow] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
-def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool]) -> Diagnosis:
+def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool]) -> Evidence:
     """Explain the differences of a step that was looked at (`conformance.step.runs.Measured`).
 
     The first kind of evidence that explains them ends the search: what comes later in a step follows from it.
@@ -39,9 +28,8 @@ def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool])
         loss, dtype: as in `compare_step`. vanishes: runs the step without a part, and says whether it is right then.
     """
     dtype = dtype or found.dtype
-    done = Diagnosis()
-    done.notes = [found.unmatched] if found.unmatched else []
-    done.findings = _of_finiteness(found) or _of_ties(found) or _of_passes(found)
+    findings = _of_finiteness(found) or _of_ties(found) or _of_passes(found)
+    done = Evidence(findings, notes=[found.unmatched] if found.unmatched else [])
     if done.findings:
         return done
     inside = of_modules(found, dtype)
@@ -56,12 +44,12 @@ def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool])
         if len(masks) > 1 and any(masks[0]) and all(mask == masks[0] for mask in masks):
             text += ", and all ranks draw equal numbers: dropout drops the same places of each slice"
         done.findings.append(Finding("random", text))
-    elif inside.finding is not None and inside.finding.cause in ("positions", "leak"):
-        done.findings.append(inside.finding)
+    elif any(finding.cause in ("positions", "leak") for finding in inside.findings):
+        done.findings += inside.findings
     elif inside.first and "positions" in _parts(found) and vanishes("positions"):
         done.findings.append(Finding("positions", "where every angle of the rotary embedding is 0 the step is right"))
-    elif inside.finding is not None:
-        done.findings.append(inside.finding)
+    else:
+        done.findings += inside.findings
     if done.findings or inside.first:
         return done
     by_loss = of_losses(found)

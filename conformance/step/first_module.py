@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from conformance.step.judge import factor_of, judge
-from conformance.step.report import Finding, ModuleRow
+from conformance.step.report import Evidence, Finding, ModuleRow
 from conformance.step.step_record import table_of
 from conformance.step.tokens import BASE, describe
 
-__all__ = ["ModuleEvidence", "of_modules", "title_of"]
-
-
-@dataclass
-class ModuleEvidence:
-    """The first difference in the forward pass, and its cause if that is plain; and whether each module agrees."""
-
-    first: str = ""
-    finding: Finding | None = None
-    modules: list[ModuleRow] = field(default_factory=list)
+__all__ = ["of_modules", "title_of"]
 
 
 @dataclass
@@ -49,7 +40,7 @@ class _Wrong:
         return f"first at {describe(int(self.key[at]))}, on rank {self.rank[at]}"
 
 
-def of_modules(found: Any, dtype: torch.dtype) -> ModuleEvidence:
+def of_modules(found: Any, dtype: torch.dtype) -> Evidence:
     """Compare the modules' outputs in the order in which the one process computed them."""
     ones = table_of(found.one)
     ranks, noisy = [table_of(each) for each in found.ranks], [table_of(each) for each in found.noisy]
@@ -64,7 +55,7 @@ def of_modules(found: Any, dtype: torch.dtype) -> ModuleEvidence:
         whole = not any(x is None for x in (*mine, *noise))
         return _Calls(ones[key], mine, noise, given.places, agreed) if whole else None
 
-    evidence, agreed = ModuleEvidence(), set[tuple[str, int]]()
+    evidence, agreed = Evidence(), set[tuple[str, int]]()
     for key, one in ones.items():
         row, call = ModuleRow(one["name"], one["kind"], one["forward"]), calls(key)
         if call is None:
@@ -84,7 +75,7 @@ def of_modules(found: Any, dtype: torch.dtype) -> ModuleEvidence:
         if not evidence.first:
             outer = [calls((one["forward"], *each)) for each in one["inside"] if (one["forward"], *each) in ones]
             found_here = _explained(found, call, [each for each in outer if each is not None], wrong, dtype)
-            evidence.first, evidence.finding = found_here.first, found_here.finding
+            evidence.first, evidence.findings = found_here.first, found_here.findings
     return evidence
 
 
@@ -146,14 +137,14 @@ def _factors(got: Any, exact: Any, noise: Any, rank: np.ndarray, over: np.ndarra
     return factors if got.is_floating_point() else {}
 
 
-def _explained(found: Any, call: _Calls, outer: list[_Calls], wrong: _Wrong, dtype: torch.dtype) -> ModuleEvidence:
+def _explained(found: Any, call: _Calls, outer: list[_Calls], wrong: _Wrong, dtype: torch.dtype) -> Evidence:
     """Why a module's output differs: its integers, what comes before it or before a module around it, or itself."""
     integers = call.odd_input(dtype, floating=False)
     if integers is not None:
         name, odd = integers
         said = f"{title_of(call.one)} is given other integers ({name}) than in one process, {odd}"
         named = any(word in f"{call.one['name']} {name}".lower() for word in ("pos", "wpe", "rot"))
-        return ModuleEvidence(said, Finding("positions", said) if named else None)
+        return Evidence([Finding("positions", said)] if named else [], said)
     given = None
     for each in (*outer, call):
         given = each.odd_input(dtype, floating=True)
@@ -167,16 +158,16 @@ def _explained(found: Any, call: _Calls, outer: list[_Calls], wrong: _Wrong, dty
     said = f"{where}: {len(wrong.key)} of {len(wrong.all_keys)} tokens differ, {wrong}"
     leak = _leak(found, call, given is not None, wrong)
     if leak:
-        return ModuleEvidence(said, Finding("leak", f"{where} {leak}"))
+        return Evidence([Finding("leak", f"{where} {leak}")], said)
     if wrong.factors:
         times = ", ".join(f"{factor:.4g} times that of one process on rank {r}" for r, factor in wrong.factors.items())
-        return ModuleEvidence(said, Finding("scaled", f"{where} is {times}"))
+        return Evidence([Finding("scaled", f"{where} is {times}")], said)
     if not _alone(found, call, given is not None, wrong):
-        return ModuleEvidence(said)
+        return Evidence(first=said)
     ever = any(each["look"]["calls"] for each in found.ranks)
     others = ", where other modules do" if ever else ", nor does the model"
     text = f"{where} calls no attention or linear layer of cp_fast{others}"
-    return ModuleEvidence(said, Finding("slice", f"{text}: each rank sees its own slice alone"))
+    return Evidence([Finding("slice", f"{text}: each rank sees its own slice alone")], said)
 
 
 def _leak(found: Any, call: _Calls, before: bool, wrong: _Wrong) -> str:

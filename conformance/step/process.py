@@ -263,18 +263,22 @@ class _Watched:
         return step
 
 
+def _of_all(mine: Any) -> list[Any]:
+    """The values of all ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
 def _anywhere(number: int) -> int:
     """The largest of all ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, number)
-    return max(everyone)
+    return max(_of_all(number))
 
 
 def _seed(number: int) -> None:
     """The step's random numbers: the same on all ranks, as in the one process, unless build gave each rank its own."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, crc32(torch.get_rng_state().numpy().tobytes()))
-    torch.manual_seed(number if len(set(everyone)) == 1 else number + 1000 * dist.get_rank())
+    states = _of_all(crc32(torch.get_rng_state().numpy().tobytes()))
+    torch.manual_seed(number if len(set(states)) == 1 else number + 1000 * dist.get_rank())
 
 
 def _compared(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -282,10 +286,9 @@ def _compared(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     digests = {
         name: None if x is None else crc32(x.reshape(-1).view(torch.uint8).numpy()) for name, x in values.items()
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, digests)
-    unlike = [name for name in values if digests[name] != everyone[0].get(name)]
-    if dist.get_rank() == 0 or set(values) != set(everyone[0]):
+    first = _of_all(digests)[0]
+    unlike = [name for name in values if digests[name] != first.get(name)]
+    if dist.get_rank() == 0 or set(values) != set(first):
         return values, []
     return {name: values[name] for name in unlike}, unlike
 

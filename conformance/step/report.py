@@ -6,7 +6,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from conformance.checks.budgets import Row
 __all__ = [
     "CAUSES",
     "Compared",
+    "Evidence",
     "Finding",
     "ModuleRow",
     "StepRecord",
@@ -84,6 +85,22 @@ class ModuleRow:
     forward: int
     ok: bool | None = None
     text: str = ""
+
+
+@dataclass
+class Evidence:
+    """The findings of one kind of evidence, or of all kinds.
+
+    Attributes:
+        first: where the step goes wrong first, in words; "" where that cannot be told.
+        modules: in the order of the forward pass.
+        notes: what else a reader has to know.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    first: str = ""
+    modules: list[ModuleRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from conformance.step.report import Finding
+from conformance.step.report import Evidence, Finding
 from cp_ref.contract.cuts import planned_cut
 from cp_ref.schedules.problem import Problem
 
-__all__ = ["BASE", "LossEvidence", "TokenPlaces", "describe", "of_losses"]
+__all__ = ["BASE", "TokenPlaces", "describe", "of_losses"]
 
 _PADDED_TO = 513  # Smaller multiples are tried, for a process with its own rule of padding.
 BASE = 1 << 32  # of documents in a key; positions are below
@@ -174,19 +173,11 @@ def _shaped(keys: np.ndarray, shape: Sequence[int], documents: int | None, form:
 _APART = 1e-3
 
 
-@dataclass
-class LossEvidence:
-    """Findings about labels and weights, and the first token with a wrong one."""
-
-    findings: list[Finding] = field(default_factory=list)
-    first: str = ""
-
-
-def of_losses(found: Any) -> LossEvidence:
+def of_losses(found: Any) -> Evidence:
     """Compare the calls of `cross_entropy` of the ranks with those of the one process, pass by pass."""
     calls = [{(x["forward"], x["count"]): x for x in each["look"]["losses"]} for each in found.ranks]
     ones = found.one["look"]["losses"]
-    evidence = LossEvidence()
+    evidence = Evidence()
     factors: list[list[float]] = []
     for number, one in enumerate(ones):
         given = found.passes.get(one["forward"])
@@ -202,13 +193,13 @@ def of_losses(found: Any) -> LossEvidence:
     return _of_weights(factors) or evidence
 
 
-def _of_labels(mine: list[Any], one: Any, places: Any, which: str) -> LossEvidence:
+def _of_labels(mine: list[Any], one: Any, places: Any, which: str) -> Evidence:
     """Labels that are others, or count where they should not, or the other way round."""
     beside = places.together([m["targets"] for m in mine], one["targets"])
     counted = places.together([_counting(m) for m in mine], _counting(one))
     padding = _counted_padding(mine, places)
     if beside is None or counted is None:
-        return LossEvidence()
+        return Evidence()
     got, index, rank, key = beside
     expected = one["targets"].reshape(-1)[index]
     counts, should = counted[0], _counting(one).reshape(-1)[counted[1]]
@@ -222,23 +213,23 @@ def _of_labels(mine: list[Any], one: Any, places: Any, which: str) -> LossEviden
         ends = _at_ends(key[differ], rank[differ], key, rank)
         if not (differ & both).any() and (more.any() or not ends):  # labels are right where both count
             text = f"{which}{int(more.sum())} tokens count that have no label, {lost} do not count that have one"
-            return LossEvidence([Finding("padding", text)], first)
+            return Evidence([Finding("padding", text)], first)
         text = f"{which}{int(differ.sum())} labels are wrong, all where a slice or document ends"
-        return LossEvidence([Finding("labels", text)] if ends else [], first)
+        return Evidence([Finding("labels", text)] if ends else [], first)
     gone = [r for r in np.unique(rank).tolist() if _all(should & ~counts, should, rank == r)]
     if gone and len(gone) < len(mine):
         text = f"{which}the tokens of rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} weigh nothing"
-        return LossEvidence([Finding("micro-batches", f"{text}: a micro-batch is skipped")])
+        return Evidence([Finding("micro-batches", f"{text}: a micro-batch is skipped")])
     missing = _missing(key, places, one)
     if missing or lost:
         text = f"{which}{missing or lost} tokens that have a label have no loss: the last of their slices"
-        return LossEvidence([Finding("labels", text)])
+        return Evidence([Finding("labels", text)])
     extra = int((counts & ~should).sum()) + padding
     if extra:
         at = np.flatnonzero((counts & ~should).numpy())
         where = f"{describe(int(key[at[0]]))}, on rank {rank[at[0]]}, counts" if len(at) else "padding counts"
-        return LossEvidence([Finding("padding", f"{which}{extra} tokens count that should not")], where)
-    return LossEvidence()
+        return Evidence([Finding("padding", f"{which}{extra} tokens count that should not")], where)
+    return Evidence()
 
 
 def _all(these: torch.Tensor, of: torch.Tensor, where: np.ndarray) -> bool:
@@ -294,7 +285,7 @@ def _weights(mine: list[Any], one: Any, places: Any) -> list[float]:
     return found
 
 
-def _of_weights(factors: list[list[float]]) -> LossEvidence | None:
+def _of_weights(factors: list[list[float]]) -> Evidence | None:
     """Ranks, or calls, whose tokens weigh more than others'."""
     table = np.array([row for row in factors if not np.isnan(row).all()])
     if not table.size:
@@ -304,9 +295,9 @@ def _of_weights(factors: list[list[float]]) -> LossEvidence | None:
     if (inside > 1 + _APART).any():
         row = table[int(np.nanargmax(inside))]
         words = ", ".join(f"{x:.4g}" for x in row / np.nanmean(row))
-        return LossEvidence([Finding("mean-per-rank", f"tokens of the ranks weigh {words} times what they should")])
+        return Evidence([Finding("mean-per-rank", f"tokens of the ranks weigh {words} times what they should")])
     if means.max() / means.min() > 1 + _APART:
         words = ", ".join(f"{x:.4g}" for x in means / means.mean())
         text = f"tokens of the micro-batches weigh {words} times what they should"
-        return LossEvidence([Finding("micro-batches", text)])
+        return Evidence([Finding("micro-batches", text)])
     return None
