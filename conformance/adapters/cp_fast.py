@@ -96,23 +96,14 @@ class OneBackend:
 
     ops = staticmethod(lambda device: list(operator_calls(device).values()))
     supports_compile = True
-    Unsupported = package.Unsupported
-    thd = package.thd
-    attention = staticmethod(package.attention)
-    linear_attention = staticmethod(package.linear_attention)
-    causal_conv1d = staticmethod(package.causal_conv1d)
-    sparse_attention = staticmethod(package.sparse_attention)
-    select_keys = staticmethod(package.select_keys)
-    index_loss = staticmethod(package.index_loss)
-    make_plan = staticmethod(package.make_plan)
-    supports = staticmethod(package.supports)
-    shard = staticmethod(package.shard)
-    unshard = staticmethod(package.unshard)
-    position_ids = staticmethod(package.position_ids)
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.ContextParallel = partial(package.ContextParallel, backend=name)
+
+    def __getattr__(self, name: str) -> Any:
+        """All other members are the package's."""
+        return getattr(package, name)
 
     def __repr__(self) -> str:
         return f"cp_fast with backend {self.name!r}"

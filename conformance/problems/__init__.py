@@ -5,5 +5,5 @@ features, capabilities              the features of a case, and those of an impl
 strategies, covering                cases that are drawn, and cases that together have every pair of features
 helper_calls, helper_definitions, helpers   calls of THD helpers
 tiles, linear, sparse               tiles and merges; linear layers; attention to chosen keys
-malformed, named, special, known_libraries, known_frameworks, torch_uses    tables of named problems
+malformed, named, special, known_bugs, torch_uses    tables of named problems
 """

@@ -62,7 +62,6 @@ class TableEntry:
         errors: entries of the tier `errors`: calls that have to raise.
         by_hand: `by_hand(impl, device) -> findings`, for what is no case.
         gpu: whether a GPU alone is quick enough.
-        where: of a known bug, the project and the number of its report: "NVIDIA/TransformerEngine#3331".
         free: fields of the problems that may be others for an implementation that has less; see
             `conformance.problems.capabilities`.
     """
@@ -75,7 +74,6 @@ class TableEntry:
     by_hand: Callable[[Implementation, str], list[str]] | None = None
     free: tuple[str, ...] = ()
     gpu: bool = False
-    where: str = ""
 
     def play(self, impl: Implementation, device: str = "cpu") -> Judged:
         """All findings, each with the case it belongs to, and what became of every case.
@@ -250,7 +248,6 @@ def case(cp_size: int, *sequences: Sequence, tails: tuple[int, int] = (0, 0), ca
 
 
 def reported(
-    where: str,
     text: str,
     *cases: Case,
     schedules: tuple[str, ...] = ("p2p",),
@@ -260,4 +257,4 @@ def reported(
 ) -> TableEntry:
     """A report of a bug, which cases show under the schedules that had it."""
     played = tuple(c for one in cases for c in every_schedule(one, schedules))
-    return TableEntry(text, played, tiers, errors=errors, by_hand=by_hand, where=where)
+    return TableEntry(text, played, tiers, errors=errors, by_hand=by_hand)

@@ -53,7 +53,7 @@ from conformance.implementation import LEVEL_MEMBER, Implementation
 from conformance.problems.capabilities import Capabilities, narrowed
 from conformance.problems.covering import covering
 from conformance.problems.helpers import HELPERS, Helper, Malformed, helper_calls, malformed_calls
-from conformance.problems.known_frameworks import KnownBug
+from conformance.problems.known_bugs import KnownBug
 from conformance.problems.linear import (
     CausalConv1d,
     LinearAttention,

@@ -13,7 +13,7 @@ import torch
 from conformance.checks.reference import UnsupportedCase
 from conformance.implementation import Implementation, load
 from conformance.problems.capabilities import EVERYTHING
-from conformance.problems.known_frameworks import KNOWN, KnownBug
+from conformance.problems.known_bugs import KNOWN, PROJECTS, KnownBug
 from conformance.problems.named import NamedCases
 from conformance.problems.special import SPECIAL, SpecialCase
 from tests.meta.mutants import MUTANTS
@@ -83,22 +83,13 @@ def reference() -> Implementation:
 def test_there_are_reports_of_every_project() -> None:
     assert len(KNOWN) >= 30
     assert len(REPORTED) >= 12
-    projects = {known.where.split("#")[0] for known in KNOWN.values()}
-    assert projects >= {
-        "NVIDIA/TransformerEngine",
-        "zhuzilin/ring-flash-attention",
-        "feifeibear/long-context-attention",
-        "pytorch/pytorch",
-        "deepspeedai/DeepSpeed",
-        "NVIDIA/Megatron-LM",
-    }
+    assert {name.rpartition("-")[0] for name in KNOWN} == {*PROJECTS}
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_report_is_well_formed(name: str) -> None:
     known = KNOWN[name]
-    assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", known.where)
-    assert name.endswith(known.where.split("#")[1])
+    assert re.fullmatch(r"[\w-]+-\d+", name)
     assert known.text.endswith(".")
     assert known.cases or known.errors or known.by_hand
     assert name in KnownBug.items(EVERYTHING)
