@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from cp_ref.contract import read_problem
 from cp_ref.contract.arguments import OF_PLACES, SCORE_OPTIONS
 from cp_ref.contract.call_checks import local_lengths
-from cp_ref.contract.read_problem import check_one_document
+from cp_ref.contract.read_problem import DTYPES, check_one_document
 from cp_ref.schedules.problem import Problem, slice_rows
 from cp_ref.schedules.values import MOST_RANKS, check_choice, parse_call
 from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES
@@ -19,9 +18,9 @@ from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, S
 __all__ = [
     "ALIBI",
     "BY_DOCUMENT",
-    "DTYPES",
     "GRADS",
     "LOSSES",
+    "PRECISE_FIRST",
     "SCORE_MODS",
     "Case",
     "aux_tensors",
@@ -34,7 +33,7 @@ __all__ = [
 ]
 
 
-DTYPES = read_problem.DTYPES[::-1]  # The most precise first.
+PRECISE_FIRST = DTYPES[::-1]
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -178,7 +177,7 @@ _CHOICES = {
     "qkv_format": QKV_FORMATS,
     "attn_mask_type": MASKS,
     "softmax_type": SOFTMAX_TYPES,
-    "dtype": DTYPES,
+    "dtype": PRECISE_FIRST,
 }
 
 LOSSES = ("out", "lse", "out+lse")

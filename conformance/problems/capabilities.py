@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, TypeVar
 
-from conformance.case import DTYPES, Case
+from conformance.case import PRECISE_FIRST, Case
 from conformance.checks.play import play
 from conformance.checks.reference import Hang, UnsupportedCase, describe_error, run_ranks, watching
 from conformance.implementation import as_implementation, context
@@ -50,7 +50,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "qkv_format": {name: {"qkv_format": name} for name in QKV_FORMATS},
     "attn_mask_type": {name: {"attn_mask_type": name} for name in MASKS},
     **{axis.option: {name: {axis.option: value} for name, value in axis.choices.items()} for axis in SCORE_AXES},
-    "dtype": {name: {"dtype": name} for name in DTYPES},
+    "dtype": {name: {"dtype": name} for name in PRECISE_FIRST},
     "window": {
         "left": {"window_size": (2, -1)},
         "both": {"window_size": (2, 3), "attn_mask_type": "no_mask"},

@@ -10,7 +10,7 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from conformance.case import DTYPES, LOSSES, SCORE_MODS, Case
+from conformance.case import LOSSES, PRECISE_FIRST, SCORE_MODS, Case
 from cp_ref.schedules.ownership import divisor
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES
@@ -168,7 +168,7 @@ FEATURE_AXES: dict[str, tuple[tuple[str, ...], Callable[[Case], str | Iterable[s
     ),
     **{axis.name: (tuple(axis.choices), axis.read) for axis in SCORE_AXES},
     "ALiBi": (("none", "per head", "per document"), lambda c: _SLOPES[c.alibi]),
-    "dtype": (DTYPES, lambda c: c.problem.dtype),
+    "dtype": (PRECISE_FIRST, lambda c: c.problem.dtype),
     "strides": (("plain", "odd"), lambda c: "odd" if c.strided else "plain"),
     "results": (("out alone", "lse", "max_logit"), _results),
     "loss": (LOSSES, lambda c: c.loss),

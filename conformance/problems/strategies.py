@@ -16,7 +16,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from conformance.case import ALIBI, DTYPES, GRADS, Case
+from conformance.case import ALIBI, GRADS, PRECISE_FIRST, Case
 from conformance.checks.reference import masks
 from conformance.problems.capabilities import EVERYTHING, Capabilities
 from conformance.problems.features import SCORE_AXES
@@ -279,7 +279,7 @@ def _of_document(draw: DrawFn, length: int) -> Any:
 
 CP_SIZES = (1, 2, 3, 4, 5, 6, 8)
 FEW_SIZES = (2, 3, 4, 8, 1)  # Those of the levels linear and sparse, and their dtypes.
-OFTEN_EXACT = ("float64", *DTYPES)
+OFTEN_EXACT = ("float64", *PRECISE_FIRST)
 _HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3), (6, 2), (4, 1), (8, 4), (6, 3), (12, 2))  # (h_q, h_kv).
 _FEW_HEADS = ((1, 1), (2, 1), (2, 2))
 _FEW_ROWS = 250  # Areas are drawn for at most this many queries and keys.

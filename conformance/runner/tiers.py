@@ -43,7 +43,7 @@ from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
-from conformance.case import DTYPES, Case
+from conformance.case import PRECISE_FIRST, Case
 from conformance.checks.calls import check_determinism, check_plan, check_spellings
 from conformance.checks.hygiene import check_hygiene
 from conformance.checks.metamorphic import check_metamorphic
@@ -146,7 +146,7 @@ def _drawn_cases(tier: Tier, item: str, capabilities: Capabilities, cp_sizes: Se
 def _of_cases(
     name: str,
     judged: Callable[[Implementation, Case, str], list[str]],
-    dtypes: tuple[str, ...] = DTYPES,
+    dtypes: tuple[str, ...] = PRECISE_FIRST,
     draw: Callable[[Tier, str, Capabilities, Sequence[int]], Drawn] = _drawn_cases,
     **more: Any,
 ) -> Tier:
