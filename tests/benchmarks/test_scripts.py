@@ -29,7 +29,7 @@ from conformance.adapters.cp_fast import cpu
 from conformance.record import Played
 from conformance.runner import tiers as suite
 from conformance.runner.play_problem import InProcess, Task
-from tests.dist.workers import run_module
+from tests.dist.workers import CONTEXT, run_module
 from tests.gpu import lost_ranks, over_processes
 from tests.marks import HANGS_S
 
@@ -84,7 +84,7 @@ def test_processes_give_what_the_simulated_group_gives() -> None:
     """Over gloo; some plays, of which the last one comes with an update."""
     everything = over_processes.plays(2, "cpu")
     todo = [*everything[:-2:23], next(play for play in everything if play.way == "updated")]
-    found = over_processes.run(todo, "cpu", 120.0)
+    found = over_processes.run(todo, "cpu", 120.0, start=CONTEXT)
     assert found["counts"]["right"] == len(todo), found
     assert found["exit codes"] == [0, 0]
 

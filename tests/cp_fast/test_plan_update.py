@@ -207,7 +207,7 @@ def assert_padding_is_harmless(plan: cp_fast.Plan) -> None:
                 assert not added.numel() or (int(added.max()) < size and bool((into[len(added) :] == size).all()))
 
 
-@settings(max_examples=examples(int(os.environ.get("CP_UPDATES", "100"))))
+@settings(max_examples=examples(int(os.environ.get("CP_UPDATES", "60"))))
 @given(case=cases())
 def test_an_updated_plan_is_a_fresh_plan(case: Case) -> None:
     def one(member: SimMember) -> str:

@@ -292,14 +292,18 @@ def crossed(size: int, inner: int, rank: int) -> tuple[Any, Any]:
     return across, along
 
 
-def run(todo: list[Play], device: str, seconds: float, cores: Path | None = None) -> dict[str, Any]:
-    """Start the ranks, wait for them at most a little longer than `seconds`, and say what they found."""
+def run(
+    todo: list[Play], device: str, seconds: float, cores: Path | None = None, start: Any = "spawn"
+) -> dict[str, Any]:
+    """Start the ranks, by a method or a context of multiprocessing, wait for them at most a little longer than
+    `seconds`, and say what they found.
+    """
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     if cores is not None:
         os.environ |= {"CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1", "CUDA_ENABLE_LIGHTWEIGHT_COREDUMP": "1"}
         os.environ["CUDA_COREDUMP_FILE"] = str(cores / "gpu_core.%p")
     size, began = todo[0].size, time.time()
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(start) if isinstance(start, str) else start
     with tempfile.TemporaryDirectory() as folder:
         arguments = (device, folder, todo, began + seconds)
         ranks = [context.Process(target=worker, args=(rank, *arguments), daemon=True) for rank in range(size)]

@@ -309,7 +309,7 @@ SIDES = {"cp_ref": Implementation(cp_ref), "cp_fast": Implementation(cp_fast)}
 
 
 @pytest.mark.parametrize("package", SIDES)
-@settings(max_examples=examples(int(os.environ.get("CP_LINEAR", "100")), fast=6))
+@settings(max_examples=examples(int(os.environ.get("CP_LINEAR", "50")), fast=6))
 @given(layer=linear_attentions(dtypes=("float64",)), convolution=convolutions(dtypes=("float64",)))
 def test_random_problems(package: str, layer: LinearCase, convolution: LinearCase) -> None:
     for case in (layer, convolution):

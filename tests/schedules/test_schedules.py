@@ -82,7 +82,7 @@ def test_rings_that_no_planner_has(name: str, ring: str, package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@settings(max_examples=examples(int(os.environ.get("CP_SCHEDULES", "250")), fast=9))
+@settings(max_examples=examples(int(os.environ.get("CP_SCHEDULES", "120")), fast=9))
 @given(
     drawn=scheduled_problems(),
     softmax_type=st.sampled_from(SOFTMAX_TYPES),

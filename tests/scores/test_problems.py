@@ -24,7 +24,7 @@ from tests.scores.scored_problems import KINDS, SCORE_MODS, Scores, check, in_on
 from tests.spec.random_schedules import backward_ring, ring_of_rings, scheduled_problems
 
 PACKAGES: dict[str, Any] = {"cp_ref": cp_ref, "cp_fast": cp_fast}
-MANY = int(os.environ.get("CP_SCORES", "60"))  # problems of each kind; 3,000 once in a while
+MANY = int(os.environ.get("CP_SCORES", "30"))  # problems of each kind; 3,000 once in a while
 PACKED = Problem(
     4,
     (Sequence(11, 7, 12, 12), Sequence(0, 0, 0, 0), Sequence(6, 6, 6, 6), Sequence(24, 30, 24, 32)),
@@ -79,7 +79,7 @@ def test_rings_that_no_planner_has(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(20))
 @given(drawn=scheduled_problems())
 def test_random_schedules(package: str, drawn: tuple[Problem, Schedule]) -> None:
     problem, schedule = drawn

@@ -385,7 +385,7 @@ SIDES = {name: Implementation(package) for name, package in PACKAGES.items()}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@settings(max_examples=examples(int(os.environ.get("CP_SPARSE", "60")), fast=6))
+@settings(max_examples=examples(int(os.environ.get("CP_SPARSE", "30")), fast=6))
 @given(
     attention=sparse_attentions(dtypes=("float64",)),
     selection=selections(dtypes=("float64",)),

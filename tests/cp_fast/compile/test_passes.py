@@ -94,7 +94,7 @@ def check_each(case: Case) -> None:
     check(case, ALL)
 
 
-@settings(max_examples=examples(int(os.environ.get("CP_PASSES", "40")), fast=5))
+@settings(max_examples=examples(int(os.environ.get("CP_PASSES", "25")), fast=5))
 @given(case=drawn_cases())
 def test_problems(case: Case) -> None:
     check_each(case)

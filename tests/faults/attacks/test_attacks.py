@@ -49,7 +49,7 @@ def test_some_mutations(four: Processes) -> None:
 
 @pytest.mark.thorough
 def test_more_mutations(four: Processes) -> None:
-    assert attacked(seed=1, number=500, seconds=15.0, random=10, four=four, gloo=5).findings == []
+    assert attacked(seed=1, number=300, seconds=8.0, random=10, four=four, gloo=5).findings == []
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -12,6 +12,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -289,8 +290,8 @@ class StepProcesses:
         return report_of(Runs(job, world, lambda *_: None, run), loss)
 
     def found_alone(self, job: Job) -> Any:
-        """What the one process finds."""
-        return self._group(1).run(found_in, [job])[0]
+        """What the one process finds; copied, since who keeps tensors of other processes keeps their open files."""
+        return deepcopy(self._group(1).run(found_in, [job])[0])
 
     def _group(self, size: int) -> Processes:
         if size not in self._groups:
@@ -309,9 +310,15 @@ class Cells:
     def __init__(self, processes: StepProcesses) -> None:
         self._processes = processes
         self._known: dict[Any, Any] = {}
+        self._reports: dict[tuple[str, str], StepReport] = {}
 
     def report(self, way: str, mistake: str) -> StepReport:
         """The report of a cell; "" is no mistake."""
+        if (way, mistake) not in self._reports:
+            self._reports[way, mistake] = self._made(way, mistake)
+        return self._reports[way, mistake]
+
+    def _made(self, way: str, mistake: str) -> StepReport:
         batch = rows_of if way == "Trainer" else partial(batch_of, way)
         shared = (
             mistake if mistake in ("dropout by one seed", "clipped before the sum", "a z-loss of each rank") else ""

@@ -15,7 +15,7 @@ import cp_fast
 from cp_ref import dense_attention
 from cp_ref.linear.recurrence import dense_causal_conv1d, dense_linear_attention
 
-__all__ = ["GPT", "LENGTHS", "MUTANTS", "Mutant", "Shape", "batch_of", "build_of"]
+__all__ = ["GPT", "IN_ONE_PROCESS_TOO", "LENGTHS", "MUTANTS", "Mutant", "Shape", "batch_of", "build_of"]
 
 LENGTHS = (24, 9, 40, 15, 24, 8)  # of packed documents
 WORDS, HEADS, DIM = 31, 4, 8
@@ -431,6 +431,7 @@ class Mutant:
     first: str = ""  # a part of the report's first difference
 
 
+IN_ONE_PROCESS_TOO = ("states go on in one process", "tied in one process alone", "clipped before the sum")
 _PADDED = Shape(packed=False)
 MUTANTS = (
     Mutant("loss times ranks", "factor"),

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,10 +20,11 @@ import cp_fast
 from conformance.report import read_record
 from conformance.step import CAUSES, StepError, compare_step
 from conformance.step.report import StepRecord
+from conformance.step.step_record import Job
 from conformance.step_command import app
 from tests.dist.workers import run_module
 from tests.meta.step.detection import MISTAKES, REASONS, WAYS, Cells, StepProcesses
-from tests.meta.step.step_mutants import MUTANTS, Mutant, Shape, batch_of, build_of
+from tests.meta.step.step_mutants import IN_ONE_PROCESS_TOO, MUTANTS, Mutant, Shape, batch_of, build_of
 
 NAN, INF = float("nan"), float("inf")
 ROOT = Path(__file__).parents[3]
@@ -50,10 +52,26 @@ def mutants() -> Iterator[Any]:
         yield pytest.param(mutant, marks=marks, id=f"{mutant.bug or 'right'}: {mutant.cause or 'no name'}")
 
 
+@pytest.fixture(scope="module")
+def alone(steps: StepProcesses) -> Callable[..., Any]:
+    """What the one process finds: of mistakes that the ranks alone make, once for a shape of model and batch."""
+    known: dict[Any, Any] = {}
+
+    def found(mutant: Mutant, job: Job) -> Any:
+        bug = mutant.bug if mutant.bug in IN_ONE_PROCESS_TOO else ""
+        key = bug, mutant.shape, mutant.how.get("dp_size", 1), job.noise, job.look, job.without
+        if key not in known:
+            known[key] = steps.found_alone(replace(job, build=partial(build_of, shape=mutant.shape, bug=bug)))
+        return known[key]
+
+    return found
+
+
 @pytest.mark.parametrize("mutant", list(mutants()))
-def test_a_planted_mistake_is_found_and_named(mutant: Mutant, steps: StepProcesses) -> None:
+def test_a_planted_mistake_is_found_and_named(mutant: Mutant, steps: StepProcesses, alone: Callable[..., Any]) -> None:
     batch = partial(batch_of, mutant.shape, mutant.how.get("dp_size", 1))
-    report = steps.compare(partial(build_of, shape=mutant.shape, bug=mutant.bug), batch, **mutant.how)
+    build = partial(build_of, shape=mutant.shape, bug=mutant.bug)
+    report = steps.compare(build, batch, alone=partial(alone, mutant), **mutant.how)
     assert not report.right
     assert report.causes == ((mutant.cause,) if mutant.cause else ()), report
     assert mutant.first in report.first, report
@@ -66,9 +84,11 @@ def test_a_planted_mistake_is_found_and_named(mutant: Mutant, steps: StepProcess
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("bug", ["labels shifted after the cut", "one layer on its slice", "mean of each rank"])
-def test_mistakes_are_named_in_low_precision(bug: str) -> None:
+def test_mistakes_are_named_in_low_precision(bug: str, steps: StepProcesses, alone: Callable[..., Any]) -> None:
     [cause] = [mutant.cause for mutant in MUTANTS if mutant.bug == bug]
-    report = step_of(Shape(dtype=torch.bfloat16, layers=3), bug, layout="contiguous")
+    mutant = Mutant(bug, cause, Shape(dtype=torch.bfloat16, layers=3), {"layout": "contiguous"})
+    build = partial(build_of, shape=mutant.shape, bug=bug)
+    report = steps.compare(build, partial(batch_of, mutant.shape), alone=partial(alone, mutant), **mutant.how)
     assert report.causes == (cause,), report
 
 
