@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 from cp_fast.integrations.shared.drop_in import refuse
 
 __all__ = ["SequencesAsMask", "has_alibi", "sequences_as_mask", "with_alibi"]
@@ -110,7 +111,8 @@ def _bloom(
     if not isinstance(attention_mask, SequencesAsMask):
         more |= {"layer_past": layer_past, "use_cache": use_cache, "output_attentions": output_attentions}
         return type(self).forward(self, hidden_states, residual, alibi, attention_mask, **more)
-    refuse("BloomAttention", layer_past=layer_past, output_attentions=output_attentions)
+    refuse("BloomAttention", output_attentions=output_attentions)
+    refuse_caches("BloomAttention", {"layer_past": layer_past})
     q, k, v = self._reshape(self.query_key_value(hidden_states))
     dropout = self.attention_dropout.p if self.training else 0.0
     out = _attended(self, (q, k, v), attention_mask, dropout, self.inv_norm_factor)
@@ -118,13 +120,11 @@ def _bloom(
     return residual + out, None
 
 
-def _mpt(
-    self: Any, hidden_states: torch.Tensor, position_bias: Any, past_key_values: Any = None, attention_mask: Any = None,
-    **more: Any,
-) -> Any:  # fmt: skip
+def _mpt(self: Any, hidden_states: torch.Tensor, position_bias: Any, *given: Any, **named: Any) -> Any:
+    attention_mask = named.get("attention_mask")
     if not isinstance(attention_mask, SequencesAsMask):
-        return type(self).forward(self, hidden_states, position_bias, past_key_values, attention_mask, **more)
-    refuse("MptAttention", past_key_values=past_key_values)
+        return type(self).forward(self, hidden_states, position_bias, *given, **named)
+    refuse_caches("MptAttention", named)
     qkv = self.Wqkv(hidden_states)
     if self.clip_qkv:
         qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)

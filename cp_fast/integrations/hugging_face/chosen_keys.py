@@ -27,6 +27,7 @@ from torch import nn
 from cp_fast.api.plan import Plan
 from cp_fast.integrations.hugging_face.model_edge import check_forward, give_forward, sequences_of, take_forward
 from cp_fast.integrations.hugging_face.slice_probe import Probe
+from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.token_batches import CpBatch
 from cp_fast.sparse.sparse_attention import select_keys, sparse_attention
@@ -147,7 +148,8 @@ def _attention(theirs: Callable[..., Any]) -> Callable[..., Any]:
         name = type(self).__name__
         if given:
             raise NotImplementedError(f"{name} is given {len(given)} arguments by place; cp_fast knows them by name")
-        refuse(name, attention_mask=named.get("attention_mask"), past_key_values=named.get("past_key_values"))
+        refuse(name, attention_mask=named.get("attention_mask"))
+        refuse_caches(name, named)
         sequences = sequences_of(name, named["cp_batch"])
         latent = isinstance(sequences, CpBatch) and _is_latent(self)
         self.__dict__["_cp_fast_latent"] = latent

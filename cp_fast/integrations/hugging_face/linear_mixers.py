@@ -26,6 +26,7 @@ from cp_fast.integrations.hugging_face.model_edge import (
     take_forward,
 )
 from cp_fast.integrations.hugging_face.slice_probe import Probe
+from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.token_batches import CpBatch
 from cp_fast.linear.convolution.causal_conv1d import causal_conv1d
@@ -199,7 +200,6 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": mamba2_split_conv1d_scan_combined,
 }
 _LACKING = ("mamba_selective_scan",)  # Mamba-1
-_CACHES = ("cache_params", "past_key_values")
 
 
 def linear_mixers(model: nn.Module) -> dict[str, nn.Module]:
@@ -238,9 +238,7 @@ def _forward(theirs: Callable[..., Any]) -> Callable[..., Any]:
         sequences = named.get("cp_batch")
         if sequences is None:
             return theirs(self, *given, **named)
-        for cache in _CACHES:
-            if named.get(cache) is not None:
-                raise NotImplementedError(f"{cache} is given to {type(self).__name__}; a cache is not supported")
+        refuse_caches(type(self).__name__, named)
         if isinstance(sequences, Probe):
             sequences.linear.add(self)
         if isinstance(sequences, ModelCall):

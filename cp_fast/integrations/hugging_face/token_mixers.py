@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["LAYERS", "NAME", "refuse_adapters", "refuse_by_name", "token_axis"]
+__all__ = ["LAYERS", "NAME", "refuse_adapters", "refuse_by_name", "refuse_caches", "token_axis"]
 
 NAME = "cp_fast"  # of the attention implementation
+# One argument: transformers 5.24 calls it cache.
+_CACHES = ("cache", "past_key_values", "cache_params", "layer_past")
 LAYERS = ("full_attention", "sliding_attention")  # what cp_fast has of a configuration's layer_types
 _WITH_MIXERS = ("linear_attention", "conv", "hybrid", "moe", "mlp")  # and where it has the model's linear layers
 _MIXING = (
@@ -84,6 +86,15 @@ def refuse_adapters(model: Any) -> None:
             raise NotImplementedError(
                 f"adapter {name!r} of the {type(model).__name__} has {what or f'{kind}, which {does}'} the whole "
                 "sequence; cp_fast takes adapters of linear layers, such as LoraConfig"
+            )
+
+
+def refuse_caches(name: str, named: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError where a layer's call has a cache; name: of the layer."""
+    for cache in _CACHES:
+        if named.get(cache) is not None:
+            raise NotImplementedError(
+                f"{cache} is given to {name}; a cache is not supported, so call with use_cache=False"
             )
 
 
