@@ -98,9 +98,9 @@ def staging_sizes(problem: Problem, room: Room | None, way: str, ranks: int) -> 
         way: "ring" (a block and the gradients of another, to the next rank; where they go straight, what each rank may
             see of another), "gather" (either of them) or "heads" (all kinds, for a share of the heads).
 
-    >>> from cp_ref.schedules.problem import Problem
+    >>> from cp_ref.schedules.problem import Problem, Sequence
     >>> sizes = dict(heads_q=4, heads_kv=2, d_qk=64, d_v=64, dtype="bfloat16", qkv_format="thd")
-    >>> problem = Problem(cp_size=2, cp_comm_type="p2p", sequences=((64, 64, 64, 64),), **sizes)
+    >>> problem = Problem(cp_size=2, cp_comm_type="p2p", sequences=(Sequence(64, 64, 64, 64),), **sizes)
     >>> [staging_sizes(problem, None, way, 2) for way in ("ring", "gather", "heads")]
     [(57344,), (40960,), (25088,)]
     """
