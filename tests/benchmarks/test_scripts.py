@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,9 @@ def test_a_run_that_is_cut_has_said_what_failed(tmp_path: Path, processes: int) 
     (tmp_path / "test_broken.py").write_text("import nothing_of_this_name")
     out = tmp_path / "here" / "some.json"
     command = [sys.executable, gpu_tests.__file__, "--out", str(out), "--only", str(tmp_path), "-j", str(processes)]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.Popen(command, preexec_fn=hears, **output)
     until, wanted = time.monotonic() + HANGS_S, {"test_wrong", "test_broken.py (collection)"}
     found = set[str]()
     while not found >= wanted and run.poll() is None and time.monotonic() < until:
