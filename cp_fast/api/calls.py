@@ -377,11 +377,10 @@ def _signature_of_call(call: Call) -> Signature:
     """Everything that determines the agreement and the plan; if it cannot be compared, a signature unlike any other."""
     (q, k, v), cp = call.tensors, call.cp
     stream = torch.cuda.current_stream(q.device).cuda_stream if _on_gpu(call) else 0
-    unlike = Signature((object(),), stream, ())
     try:
         problem = call.arguments if call.arguments["score_mod"] is None else with_digest(call.arguments)
     except (TypeError, ValueError):  # `read_problem` will say what is wrong, to all ranks.
-        return unlike
+        return _unlike_any(stream)
     lengths = {name: x for name, x in problem.items() if isinstance(x, torch.Tensor)}
     settings = [x for name, x in problem.items() if name not in lengths]
     settings += [call.plan, *call.flags]
@@ -393,13 +392,17 @@ def _signature_of_call(call: Call) -> Signature:
             packed = problem["qkv_format"] == "thd"  # Then the number of rows may differ by tails.
             sizes = (q.shape[1:], k.shape[1:], v.shape[1:]) if packed else (q.shape, k.shape, v.shape)
         except (RuntimeError, TypeError):  # Without values or without a shape: sparse, nested, on meta.
-            return unlike
+            return _unlike_any(stream)
         grads = needs_grad(q, k, v), needs_grad(call.offset)
         context = cp.cp_comm_type, cp.a2a_size, cp.layout, cp.backend, cp.softmax_offset_grad
         context += tuple(rows in cp.uneven for rows in (*q.shape, *k.shape))  # `check_uneven` reads it
         words = types, items, sizes, q.dtype, q.device, grads, context, _signature(call.scores, q.device)
         return Signature(words, stream, values)
-    return unlike
+    return _unlike_any(stream)
+
+
+def _unlike_any(stream: int) -> Signature:
+    return Signature((object(),), stream, ())
 
 
 def _on_gpu(call: Call) -> bool:

@@ -21,7 +21,7 @@ from cp_ref.schedules.planners.make_schedule import SCHEDULES
 
 if not dist.is_initialized():
     # Its functions have the default group of the moment as a default argument. Imported later, as an optimizer does,
-    # they keep that group for ever, and PyTorch 2.13 then aborts at exit: a thread of gloo outlives the interpreter.
+    # they keep that group for ever. PyTorch (2.13, 2.14) then aborts at exit: gloo's thread outlives the interpreter.
     import torch.distributed.nn  # pyright: ignore[reportUnusedImport]
 
 __all__ = [

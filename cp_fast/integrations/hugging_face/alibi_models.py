@@ -124,7 +124,7 @@ def _mpt(self: Any, hidden_states: torch.Tensor, position_bias: Any, *given: Any
     attention_mask = named.get("attention_mask")
     if not isinstance(attention_mask, SequencesAsMask):
         return type(self).forward(self, hidden_states, position_bias, *given, **named)
-    refuse_caches("MptAttention", named)
+    refuse_caches("MptAttention", {"cache": given[0] if given else None, **named})
     qkv = self.Wqkv(hidden_states)
     if self.clip_qkv:
         qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)

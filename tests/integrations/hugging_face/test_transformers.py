@@ -14,6 +14,7 @@ import torch
 
 import cp_fast
 from cp_fast.integrations import transformers as ours
+from cp_fast.integrations.hugging_face.alibi_models import SequencesAsMask
 from cp_ref import SimGroup
 from tests.dist.workers import run_program
 
@@ -280,6 +281,18 @@ def test_a_prepared_model_still_runs_alone(name: str) -> None:
             return model(ids).logits
 
     torch.testing.assert_close(SimGroup(1).run(one)[0], expected)
+
+
+@pytest.mark.parametrize("cache", ["by place", "by name"])
+def test_a_cache_of_mpt_is_refused(cache: str) -> None:
+    def one(member: Any) -> None:
+        layer: Any = ours.prepare(model_of("MPT"), cp_fast.ContextParallel(member)).transformer.blocks[0].attn
+        theirs = transformers.DynamicCache()
+        given, named = ((), {"cache": theirs}) if cache == "by name" else ((theirs,), {})
+        with pytest.raises(NotImplementedError, match=r"cache is given to MptAttention; .* use_cache=False"):
+            layer.forward(torch.zeros(1, 2, 32), None, *given, attention_mask=SequencesAsMask(None), **named)
+
+    SimGroup(1).run(one)
 
 
 def test_another_formula_is_refused() -> None:
