@@ -46,7 +46,7 @@ from cp_ref.contract.thd_checks import (
     trim_out,
 )
 from cp_ref.contract.thd_corrections import ACTIONS
-from cp_ref.schedules.values import check_choice, check_flag
+from cp_ref.schedules.values import check_choice, check_flag, shown
 from cp_ref.schedules.words import QKV_FORMATS
 
 __all__ = [
@@ -173,7 +173,7 @@ def _check_integer(name: str, value: Any) -> None:
     if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be an integer")
     if isinstance(value, int) and not -_MOST <= value <= _MOST:
-        raise ValueError(f"{name} is {value}; it must fit into 64 bits")
+        raise ValueError(f"{name} is {shown(value)}; it must fit into 64 bits")
 
 
 def _check_operand(name: str, x: Any) -> None:

@@ -11,7 +11,7 @@ from cp_ref.contract.arguments import ARGUMENTS, NONE_OF
 from cp_ref.contract.group import PairGroup
 from cp_ref.contract.read_problem import read_sizes
 from cp_ref.schedules.problem import Problem, slice_rows
-from cp_ref.schedules.values import check_choice, kind_of
+from cp_ref.schedules.values import check_choice, is_dtensor, kind_of
 from cp_ref.schedules.words import QKV_FORMATS, Feature
 
 __all__ = [
@@ -36,7 +36,7 @@ AXES = {"bshd": ("batch", "sequence", "heads"), "sbhd": ("sequence", "batch", "h
 
 def local_part(x: Any) -> Any:
     """A DTensor's local tensor, whatever its placement (see `check_placements`); anything else unchanged."""
-    return x.to_local() if _is_distributed(x) else x
+    return x.to_local() if is_dtensor(x) else x
 
 
 def one_a_head(softmax_offset: Any) -> Any:
@@ -55,10 +55,10 @@ def check_placements(cp: Any, layout: Any, qkv_format: str, softmax_offset: Any,
         ValueError: another placement, or another layout (of the plan, or of the context). TypeError: `softmax_offset`
         is a DTensor.
     """
-    if _is_distributed(softmax_offset):
+    if is_dtensor(softmax_offset):
         raise TypeError("softmax_offset is a DTensor; give a plain tensor, one value for each of this rank's heads")
     for name, x in tensors.items():
-        if not _is_distributed(x):
+        if not is_dtensor(x):
             continue
         check_choice("qkv_format", qkv_format, QKV_FORMATS)
         axes = AXES[qkv_format]
@@ -97,10 +97,6 @@ def _ranks(mesh: Any, dim: int) -> frozenset[int]:
     index: list[Any] = list(mesh.get_coordinate())
     index[dim] = slice(None)
     return frozenset(mesh.mesh[tuple(index)].tolist())
-
-
-def _is_distributed(x: Any) -> bool:
-    return hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
 _STEPS = 10_000  # The search limit; tensors with nested axes need a few.

@@ -6,7 +6,7 @@ a0 a1 a2 a3 b0 b1 b2                                     rank 0: a0 a3 b0 b2    
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from cp_ref.contract.call_checks import check_plan_owner, check_settled
+from cp_ref.contract.call_checks import check_placements, check_plan_owner, check_settled, local_part
 from cp_ref.contract.group import read_together
 from cp_ref.schedules.ownership import LAYOUTS_OF_LENGTHS, Fragments, padded_to_cut, slots_of_lengths
 from cp_ref.schedules.problem import Problem, slice_rows
 from cp_ref.schedules.table import Column, ranges, starts_of
 from cp_ref.schedules.values import (
-    MOST,
     check_choice,
     check_tensor,
     differences,
@@ -34,11 +33,9 @@ __all__ = [
     "Cut",
     "Roll",
     "agreed_cut",
-    "bounds_of",
     "planned_cut",
     "planned_positions",
     "read_cut",
-    "read_fill",
     "read_positions",
     "roll_of",
     "sequences_of",
@@ -103,7 +100,7 @@ def slice_axis(x: Any, qkv_format: str) -> int:
 def read_cut(
     cp: Any, plan: Any, x: Any, qkv_format: str, cu_seqlens_padded: Any, *, whole: bool, seqlen: Any = None
 ) -> Cut:
-    """How a tensor is cut, by a plan or by lengths.
+    """How a tensor is cut, by a plan or by lengths. Of a slice that is a DTensor the local part counts.
 
     Args:
         cp: a ContextParallel. plan: a plan of its package, or None.
@@ -114,8 +111,13 @@ def read_cut(
         ValueError, TypeError: lengths that are not the format's, do not fit x, or are given with a plan, which has
         them; a layout that only plans know.
     """
-    if plan is not None:
-        return _by_plan(_problem_of(plan, cp, qkv_format, seqlen, cu_seqlens_padded), x, whole)
+    problem = None if plan is None else _problem_of(plan, cp, qkv_format, seqlen, cu_seqlens_padded)
+    if not whole:
+        layout, form = (cp.layout, qkv_format) if problem is None else (problem.layout, problem.qkv_format)
+        check_placements(cp, layout, form, None, x=x)
+        x = local_part(x)
+    if problem is not None:
+        return _by_plan(problem, x, whole)
     axis = slice_axis(x, qkv_format)
     count = x.shape[axis] * (1 if whole else cp.size)
     if not whole and seqlen is None and qkv_format != "thd":
@@ -302,15 +304,15 @@ def agreed_cut(
     qkv_format: str,
     cu_seqlens_padded: Any,
     seqlen: Any,
-    roll: tuple[Any, Any] | None = None,
+    read_roll: Callable[[], tuple[int, float]] | None = None,
     *,
     with_grad: bool,
 ) -> Cut:
     """How the tensor was cut of which every rank has a slice. Collective: all ranks get it, or all raise.
 
     Args:
-        cp: a ContextParallel. roll: shifts and fill_value of `roll`. with_grad: whether PyTorch records what needs
-            gradients. The others: as in `unshard`.
+        cp: a ContextParallel. read_roll: reads shifts and fill_value of `roll`, once x is known to be a tensor.
+            with_grad: whether PyTorch records what needs gradients. The others: as in `unshard`.
 
     Raises:
         ValueError, TypeError: an argument is wrong, here or on another rank, or not the same on all of them.
@@ -319,45 +321,13 @@ def agreed_cut(
     def read() -> tuple[Cut, Gathering]:
         cut = read_cut(cp, plan, x, qkv_format, cu_seqlens_padded, whole=False, seqlen=seqlen)
         lengths = None if cu_seqlens_padded is None else tuple(cu_seqlens_padded.tolist())
-        shifted = None if roll is None else _read_roll(x, *roll)
+        shifted = None if read_roll is None else read_roll()
         of_plan = None if plan is None else plan.problem.fingerprint.hex()
         shape = tuple(x.shape), str(x.dtype)
         needs_grad = with_grad and x.requires_grad
         return cut, Gathering(shape, cut.qkv_format, cp.layout, seqlen, lengths, of_plan, shifted, needs_grad)
 
     return read_together(cp.comm, read, lambda found: found[1])[0]
-
-
-def _read_roll(x: Any, shifts: Any, fill_value: Any) -> tuple[int, float]:
-    return read_count("shifts", shifts, at_least=-MOST), read_fill(x, fill_value)
-
-
-def read_fill(x: Any, fill_value: Any) -> float:
-    """The value of rows without a token in a slice of x.
-
-    Raises:
-        TypeError, ValueError: it is no number of x's dtype.
-    """
-    if isinstance(fill_value, bool) or not isinstance(fill_value, int | float):
-        raise TypeError(f"fill_value is {fill_value!r}; it must be a number")
-    if isinstance(fill_value, float) and not x.dtype.is_floating_point:
-        raise ValueError(f"fill_value is {fill_value}, but x has dtype {x.dtype}; it must be an integer")
-    least, most = bounds_of(x.dtype)
-    if isinstance(fill_value, int) and not least <= fill_value <= most:
-        raise ValueError(f"fill_value is {fill_value}; of dtype {x.dtype} it must be from {least} to {most}")
-    return fill_value
-
-
-def bounds_of(dtype: Any) -> tuple[int, int]:
-    """The least and the largest integer of a dtype, by its name; of floats those of int64.
-
-    >>> bounds_of("torch.uint8"), bounds_of("torch.bool")
-    ((0, 255), (0, 1))
-    """
-    sign, bits = (re.findall(r"torch\.(u?)int(\d+)", str(dtype)) or [("", 64)])[0]
-    sign, bits = ("u", 1) if str(dtype) == "torch.bool" else (sign, int(bits))
-    most = 2 ** (bits - (not sign)) - 1
-    return 0 if sign else -most - 1, most
 
 
 @dataclass(frozen=True, eq=False)

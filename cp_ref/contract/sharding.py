@@ -7,14 +7,24 @@ from typing import Any, cast
 
 import torch
 
-from cp_ref.contract.call_checks import check_context
+from cp_ref.contract.call_checks import check_context, local_part
 from cp_ref.contract.collectives import all_gather, all_to_all, collective, tell_context
 from cp_ref.contract.context import ContextParallel
-from cp_ref.contract.cuts import Cut, agreed_cut, read_cut, read_fill, read_positions, roll_of, sequences_of
+from cp_ref.contract.cuts import Cut, agreed_cut, read_cut, read_positions, roll_of, sequences_of
 from cp_ref.contract.group import PairGroup, Parcel
 from cp_ref.contract.plan_arguments import Plan
-from cp_ref.contract.tensors import as_integers, check_usable, differentiable_once, read_device, taken
+from cp_ref.contract.tensors import (
+    as_integers,
+    check_usable,
+    differentiable_once,
+    filled,
+    like_slice,
+    read_device,
+    read_fill,
+    taken,
+)
 from cp_ref.schedules.table import Column
+from cp_ref.schedules.values import MOST, read_count
 
 __all__ = [
     "gathered",
@@ -43,7 +53,7 @@ def slice_of(x: torch.Tensor, cut: Cut, rank: int, fill_value: float) -> torch.T
     if (missing := cut.cp_size * cut.rows * (cut.batch or 1) - rows.shape[axis]) > 0:
         shape = list(rows.shape)
         shape[axis] = missing
-        rows = torch.cat([rows, rows.new_full(shape, fill_value) if fill_value else rows.new_zeros(shape)], axis)
+        rows = torch.cat([rows, filled(rows, shape, fill_value)], axis)
     return in_format(taken(rows, axis, numbers(cut.of(rank), x.device)), cut)
 
 
@@ -180,13 +190,14 @@ def shard(
     """This rank's slice of a global tensor that every rank has whole.
 
     Args:
-        x: any tensor with the format's sequence axis: token ids [b, s] (bshd), activations [s, b, d] (sbhd), packed [t,
-            ...] (thd).
+        x: any plain tensor with the format's sequence axis: token ids [b, s] (bshd), activations [s, b, d] (sbhd),
+            packed [t, ...] (thd). Of a DTensor give the whole, `x.full_tensor()`.
         cp, qkv_format: as in `attention`.
         cu_seqlens_padded: thd only, GLOBAL, int32 or int64 [b + 1]. Tokens after the last of them are the tail, which
             fills the slices up, after each rank's own tokens.
         plan: gives format, lengths and layout of the query side instead; layout "balanced" needs it.
-        fill_value: the value of rows of a slice without a token: for labels -100, which cross entropy ignores.
+        fill_value: the value of rows of a slice without a token: for labels -100, which cross entropy ignores. A
+            number of x's dtype; a float may be rounded.
 
     Returns:
         The slice, contiguous, of ceil(t / cp_size) tokens in thd. Where s does not divide (by 2 * cp_size in
@@ -196,7 +207,7 @@ def shard(
 
     Raises:
         ValueError, TypeError: lengths that do not fit x, are not the format's, or are given together with a plan;
-        fill_value is no number of x's dtype.
+        fill_value is no number of x's dtype; x is a DTensor.
 
     >>> from cp_ref import SimGroup
     >>> ids = torch.arange(8)[None]                                                # b 1, s 8: chunks 01 23 45 67
@@ -205,9 +216,10 @@ def shard(
     """
     check_context(cp, ContextParallel)
     cut = read_cut(cp, plan, x, qkv_format, cu_seqlens_padded, whole=True)
+    fill = read_fill("fill_value", fill_value, x.dtype)
     if plan is None and cut.qkv_format != "thd" and cut.size < cut.rows * cp.size:
         cp.uneven[cut.rows] = cut.size
-    return slice_of(x, cut, cp.rank, read_fill(x, fill_value))
+    return slice_of(x, cut, cp.rank, fill)
 
 
 @collective(tell_context)
@@ -227,7 +239,8 @@ def unshard(
     loss from the global tensor, gradients are cp_size times those of that loss.
 
     Args:
-        x: this rank's slice, as `shard` gives it; alike on all ranks.
+        x: this rank's slice, as `shard` gives it; alike on all ranks. A DTensor is taken as its local part if the
+            context's group shards its sequence and the layout is "contiguous"; the result is a plain tensor.
         cp, qkv_format, cu_seqlens_padded, plan: as in `shard`.
         seqlen: bshd and sbhd only: the global sequence length, where it does not divide. By default the result has
             cp_size times the rows of x. If `shard` has cut another length into slices of this size with this context,
@@ -254,7 +267,7 @@ def unshard(
     check_context(cp, ContextParallel)
     with cp.naming_errors("unshard"):
         cut = agreed_cut(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen, with_grad=torch.is_grad_enabled())
-    return gathered(x, cut, cp)
+    return gathered(local_part(x), cut, cp)
 
 
 @collective(tell_context)
@@ -273,7 +286,8 @@ def roll(
     prediction. Collective; only the rows that change ranks travel.
 
     Args:
-        x: this rank's slice, as `shard` gives it; alike on all ranks.
+        x: this rank's slice, as `shard` gives it; alike on all ranks. A DTensor is taken as by `unshard`, and the
+            result is a DTensor placed like it.
         shifts: as in `torch.roll`: row i of a sequence goes to row i + shifts; -1 gives every token the next one.
         cp, qkv_format, cu_seqlens_padded, seqlen, plan: as in `unshard`.
         fill_value: the value of rows whose source is outside the sequence (padding belongs to it), and of the tail.
@@ -295,10 +309,14 @@ def roll(
     [[[1, 2, 7, -100]], [[3, 4, 5, 6]]]
     """
     check_context(cp, ContextParallel)
+
+    def read() -> tuple[int, float]:
+        return read_count("shifts", shifts, at_least=-MOST), read_fill("fill_value", fill_value, x.dtype)
+
     with cp.naming_errors("roll"):
-        how = shifts, fill_value
-        cut = agreed_cut(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen, how, with_grad=torch.is_grad_enabled())
-    return rolled(x, cut, sequences_of(cut, plan, cu_seqlens_padded), shifts, fill_value, cp)
+        cut = agreed_cut(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen, read, with_grad=torch.is_grad_enabled())
+    starts = sequences_of(cut, plan, cu_seqlens_padded)
+    return like_slice(x, rolled(local_part(x), cut, starts, *read(), cp))
 
 
 def position_ids(

@@ -1,15 +1,20 @@
-"""Tensors as both packages treat them: autocast, derivatives, wide dtypes, devices by name, DTensors and formats."""
+"""Tensors as both packages treat them: autocast, derivatives, dtypes and the values that they hold, devices by name,
+DTensors and formats.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from numbers import Integral, Real
 from typing import Any, NoReturn, cast
 
 import torch
 
 from cp_ref.contract.call_checks import AXES
+from cp_ref.schedules.values import is_dtensor, shown
 
 __all__ = [
     "as_integers",
@@ -17,6 +22,8 @@ __all__ = [
     "bytes_of",
     "check_usable",
     "differentiable_once",
+    "filled",
+    "like_slice",
     "lse_from_packed",
     "lse_to_packed",
     "needs_grad",
@@ -24,6 +31,7 @@ __all__ = [
     "placed_like",
     "raise_for_batched",
     "read_device",
+    "read_fill",
     "refuse_batched",
     "refuse_transforms",
     "taken",
@@ -182,6 +190,63 @@ def taken(x: torch.Tensor, axis: int, rows: torch.Tensor) -> torch.Tensor:
     return found if found.dtype == x.dtype else found.view(x.dtype)
 
 
+_FINITE = {"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"}  # dtypes without infinity
+
+
+def read_fill(name: str, value: Any, dtype: torch.dtype, of: str = "x") -> float:
+    """A value that is written into a tensor `of` this dtype, in rows without a token: an int for integers and bools.
+
+    0 is held by every dtype. A float may be rounded, but not to 0 or to infinity; an integer may not.
+
+    Raises:
+        TypeError, ValueError: it is no number, or none that the dtype holds.
+
+    >>> read_fill("fill_value", -100, torch.int64), read_fill("fill_value", 0.1, torch.bfloat16)
+    (-100, 0.1)
+    >>> read_fill("fill_value", -1, torch.uint8)
+    Traceback (most recent call last):
+        ...
+    ValueError: fill_value is -1; of dtype torch.uint8 it must be from 0 to 255
+    """
+    if not isinstance(value, Real) or (isinstance(value, bool) and dtype != torch.bool):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    if value == 0:
+        return 0
+    if dtype.is_floating_point or dtype.is_complex:
+        return _read_float(name, value, dtype.to_real(), of)
+    whole = int(value) if isinstance(value, Integral) or float(value).is_integer() else None
+    if whole is None:
+        raise ValueError(f"{name} is {value}, but {of} has dtype {dtype}; it must be an integer")
+    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not least <= whole <= most:
+        raise ValueError(f"{name} is {shown(whole)}; of dtype {dtype} it must be from {least} to {most}")
+    return whole
+
+
+def _read_float(name: str, value: Any, dtype: torch.dtype, of: str) -> float:
+    try:
+        limits, number = torch.finfo(dtype), float(value)
+    except OverflowError:
+        limits, number = torch.finfo(dtype), math.inf * (1 if value > 0 else -1)
+    except TypeError:  # two values in a byte
+        raise ValueError(f"{name} is {value}; of dtype {dtype} it must be 0") from None
+    endless = math.isinf(number) and number == value and str(dtype).removeprefix("torch.") not in _FINITE
+    if not (math.isnan(number) or endless or limits.min <= number <= limits.max):
+        raise ValueError(f"{name} is {shown(value)}; of dtype {dtype} it must be from {limits.min} to {limits.max}")
+    if 2 * abs(number) <= limits.smallest_normal * limits.eps:
+        raise ValueError(f"{name} is {value}, which would be 0 in {of} of dtype {dtype}")
+    if isinstance(value, Integral):
+        digits = int(value).bit_length() - (int(value) & -int(value)).bit_length() + 1
+        if digits > 1 - math.log2(limits.eps):
+            raise ValueError(f"{name} is {value}, which is no number of dtype {dtype}, that of {of}; it would be rounded")
+    return number
+
+
+def filled(x: torch.Tensor, shape: Sequence[int], value: float) -> torch.Tensor:
+    """A tensor of x's dtype with one value, by `read_fill`, everywhere."""
+    return x.new_full(tuple(shape), value) if value else x.new_zeros(tuple(shape))
+
+
 def read_device(device: Any) -> torch.device:
     """The device of a torch.device, its name or its number.
 
@@ -222,7 +287,7 @@ def placed_like(q: Any, qkv_format: str, results: tuple[Any, Any, Any]) -> tuple
         q: the argument of `attention`, with its placement checked.
         results: max_logit may be None. Where a mesh dimension shards the batch it is Partial("max").
     """
-    if not hasattr(q, "placements"):
+    if not is_dtensor(q):
         return results
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -242,6 +307,16 @@ def placed_like(q: Any, qkv_format: str, results: tuple[Any, Any, Any]) -> tuple
 
     out, lse, max_logit = results
     return placed(out, axes, out.shape[-1]), placed(lse, _LSE[qkv_format]), placed(max_logit, ("heads",))
+
+
+def like_slice(x: Any, result: torch.Tensor) -> torch.Tensor:
+    """A slice of x's shape as a DTensor placed like x, where x is one; else unchanged."""
+    if not is_dtensor(x):
+        return result
+    from torch.distributed.tensor import DTensor
+
+    where = {"run_check": False, "shape": x.shape, "stride": x.stride()}
+    return DTensor.from_local(result, x.device_mesh, x.placements, **where)
 
 
 # ---- formats: packed tensors [t, h, d] are what both passes compute with

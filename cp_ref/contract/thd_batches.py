@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from cp_ref.contract.context import ContextParallel
-from cp_ref.contract.cuts import bounds_of
 from cp_ref.contract.declared import declare
 from cp_ref.contract.plan_arguments import Plan
+from cp_ref.contract.tensors import read_fill
 from cp_ref.contract.thd_checks import (
     MOST_ROWS,
     check_chunk_lengths,
@@ -184,11 +184,13 @@ def cut_entries(
     _check_mapping(batch)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     data = {name: x for name, x in batch.items() if _is_data(name, x)}
+    for name, x in data.items():
+        check_tensor(f"batch[{name!r}]", x)
     in_front = {name: _axes_in_front(name, x, qkv_format) for name, x in data.items()}
     if qkv_format == "thd" and any(in_front.values()) and _is_one_row(data, plan, cu_seqlens_padded):
         in_front |= {name: 0 for name in in_front if not _is_positions(name)}
     entries = _entries_to_cut(batch, qkv_format, in_front)
-    fills = [_LABEL if _is_labels(name) and bounds_of(x.dtype)[0] <= _LABEL else 0 for name, x in entries.items()]
+    fills = [_LABEL if _is_labels(name) and _holds_label(x) else 0 for name, x in entries.items()]
     parts = dict(zip(entries, cut(list(entries.values()), fills), strict=True))
     axis = 1 if qkv_format == "bshd" else 0
     for (name, x), fill in zip(entries.items(), fills, strict=True):
@@ -205,6 +207,13 @@ _LABEL = -100  # what cross entropy ignores
 
 def _is_labels(name: object) -> bool:
     return str(name).endswith("labels")
+
+
+def _holds_label(x: torch.Tensor) -> bool:
+    try:
+        return read_fill("padding", _LABEL, x.dtype) == _LABEL
+    except ValueError:
+        return False
 
 
 _AXES = {"bshd": 2, "sbhd": 2, "thd": 1}  # of tokens

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
-from cp_ref.schedules.values import check_flag
+from cp_ref.schedules.values import check_flag, refuse_dtensor, shown
 
 __all__ = [
     "FLOATS",
@@ -59,6 +59,7 @@ def check_tensor(name: str, x: Any, *, floats_only: bool = False) -> None:
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
     if x.is_nested or x.layout != torch.strided:
         raise TypeError(f"{name} is a nested or sparse tensor; it must be a strided one")
+    refuse_dtensor(name, x)
     if floats_only and x.dtype not in FLOATS:
         raise TypeError(f"{name} has dtype {x.dtype}; it must be float16, bfloat16, float32 or float64")
 
@@ -69,9 +70,9 @@ def check_count(name: str, value: Any, at_least: int, below: int | None = None, 
         raise TypeError(f"{name} is {value!r}; it must be an integer")
     if value < at_least or (below is not None and value >= below):
         rule = f"at least {at_least}" if below is None else f"from {at_least} to {below - 1}"
-        raise ValueError(f"{name} is {value}; it must be {rule}")
+        raise ValueError(f"{name} is {shown(value)}; it must be {rule}")
     if value > at_most:
-        raise ValueError(f"{name} is {value}; it must be at most {at_most}")
+        raise ValueError(f"{name} is {shown(value)}; it must be at most {at_most}")
 
 
 def check_columns(name: str, lse: torch.Tensor, needed: int, lse_packed: bool) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "check_tensor",
     "differences",
     "dtype_of",
+    "is_dtensor",
     "kind_of",
     "parse_call",
     "parse_toml",
@@ -36,6 +37,8 @@ __all__ = [
     "read_number",
     "read_several",
     "read_window",
+    "refuse_dtensor",
+    "shown",
 ]
 
 MOST = 2**31 - 1  # Heads, dims, sequences, positions: 32 bits.
@@ -56,10 +59,20 @@ def kind_of(value: object) -> str:
     return "None" if value is None else f"of type {f'{kind.__module__}.{kind.__qualname__}'.removeprefix('builtins.')}"
 
 
+def shown(value: object) -> str:
+    """A value in an error; of an integer with very many digits, which Python does not print, its size.
+
+    >>> shown(0.5), shown(-10), shown(10**6000)
+    ('0.5', '-10', 'an integer of 19932 bits')
+    """
+    huge = isinstance(value, int) and value.bit_length() > 2**11
+    return f"an integer of {value.bit_length()} bits" if huge else repr(value)
+
+
 def check_choice(name: str, value: object, choices: Seq[str]) -> None:
     """Raise unless `value` is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+        raise ValueError(f"{name} is {shown(value)}; it must be one of {', '.join(map(repr, choices))}")
 
 
 def read_choice(name: str, value: Any, choices: Seq[str]) -> str:
@@ -75,11 +88,28 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_data(name: str, x: Any) -> None:
-    """Raise unless a tensor's values lie in memory at strides: nested, sparse and meta tensors have no such values."""
+    """Raise unless a tensor's values lie in memory at strides: nested, sparse and meta tensors have no such values, and
+    a DTensor's lie on several ranks.
+    """
     if getattr(x, "is_nested", False) or str(getattr(x, "layout", "torch.strided")) != "torch.strided":
         raise TypeError(f"{name} is a nested or sparse tensor; it must be a strided one")
     if getattr(x, "is_meta", False):
         raise ValueError(f"{name} is on meta; it must be on a device where tensors have values")
+    refuse_dtensor(name, x)
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether x is a DTensor, a tensor that PyTorch itself spreads over a mesh."""
+    return hasattr(x, "device_mesh") and hasattr(x, "placements")
+
+
+def refuse_dtensor(name: str, x: object) -> None:
+    """Raise TypeError for a DTensor: its shape is that of no rank."""
+    if is_dtensor(x):
+        raise TypeError(
+            f"{name} is a DTensor; it must be a plain tensor. Give this rank's part of it, {name}.to_local(), or the "
+            f"whole, {name}.full_tensor(), as the function asks for"
+        )
 
 
 def dtype_of(x: Any) -> str:
@@ -127,9 +157,9 @@ def read_count(name: str, value: Any, *, at_least: int, at_most: int = MOST) -> 
         raise TypeError(f"{name} is {value!r}; it must be an integer")
     count = int(value)
     if count < at_least:
-        raise ValueError(f"{name} is {count}; it must be at least {at_least}")
+        raise ValueError(f"{name} is {shown(count)}; it must be at least {at_least}")
     if count > at_most:
-        raise ValueError(f"{name} is {count}; it must be at most {at_most}")
+        raise ValueError(f"{name} is {shown(count)}; it must be at most {at_most}")
     return count
 
 
@@ -166,7 +196,7 @@ def read_number(name: str, value: Any, *, positive: bool) -> float:
     least, largest = FLOAT32
     if not ((number == 0 and not positive) or least <= number <= largest):
         sign = "positive" if positive else "at least 0"
-        raise ValueError(f"{name} is {value!r}; it must be finite and {sign}, within the range of float32")
+        raise ValueError(f"{name} is {shown(value)}; it must be finite and {sign}, within the range of float32")
     return number
 
 
@@ -180,7 +210,7 @@ def read_dropout(name: str, value: Any) -> float:
         raise TypeError(f"{name} is {value!r}; it must be a number")
     number = float(value) if 0 <= cast(float, value) < 1 else math.inf  # float() fails for integers of 400 digits
     if not (number == 0 or 2.0**-32 <= number <= 1 - 2.0**-32):
-        raise ValueError(f"{name} is {value!r}; it must be 0, or at least 2**-32 and at most 1 - 2**-32")
+        raise ValueError(f"{name} is {shown(value)}; it must be 0, or at least 2**-32 and at most 1 - 2**-32")
     return abs(number)
 
 

@@ -15,7 +15,7 @@ import torch
 from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.dispatch.handles import outside_of_graphs
-from cp_ref.contract.call_checks import check_context
+from cp_ref.contract.call_checks import check_context, local_part
 from cp_ref.contract.collectives import raise_on_all, together
 from cp_ref.contract.masks import documents
 from cp_ref.schedules.values import (
@@ -104,7 +104,7 @@ def check_tensors(axes: str, **tensors: Any) -> None:
     """
     form = f"[{axes.replace(' ', ', ')}]"
     for name, x in tensors.items():
-        check_tensor(name, x, f"a tensor {form}")
+        check_tensor(name, local_part(x), f"a tensor {form}")  # of a DTensor `attention` checks the placement
         if x.ndim != len(axes.split()):
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be {form}")
 
