@@ -16,14 +16,18 @@ often, as FSDP and DDP need it. One denominator counts the labels of the whole s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_ref.schedules.values import kind_of, read_count
+from cp_fast.integrations.shared.token_rows import wide_integers
+from cp_ref.contract.collectives import together
+from cp_ref.contract.group import PaperGroup
+from cp_ref.contract.process_groups import as_group
+from cp_ref.schedules.values import check_data, kind_of, read_count, read_several
 
 __all__ = ["DocumentSampler", "GroupsOfAllSizes", "RankGroup", "pack", "share_out"]
 
@@ -59,12 +63,13 @@ RankGroup(first=2, size=1, documents=[1]), RankGroup(first=3, size=1, documents=
     """
     _check_ranks(ranks)
     read_count("tokens", tokens, at_least=1)
+    lengths = _read_lengths(lengths)
     rounds: list[list[RankGroup]] = []
     taken: list[int] = []  # ranks of each round
     room: dict[tuple[int, int], int] = {}  # of (round, group): tokens left
     work: dict[tuple[int, int], float] = {}
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
-        length = read_count(f"lengths[{number}]", lengths[number], at_least=0)
+        length = lengths[number]
         size = _size_for(number, length, ranks, tokens)
         fitting = [place for place, left in room.items() if left >= length]
         same = [place for place in fitting if rounds[place[0]][place[1]].size == size]
@@ -97,7 +102,7 @@ class DocumentSampler:
     takes it as `sampler`, with `batch_size=None`, and calls `dataset[rounds]`.
 
     Args:
-        lengths: tokens of each document of the data, the same on all ranks.
+        lengths: tokens of each document of the data, in their order, the same on all ranks.
         rank, ranks: which one of how many, a power of two.
         tokens: how many a rank holds at most in a round: of documents. Contexts with layout "balanced" add no padding;
             the other layouts fill each document up to a multiple of 2 * size or of size.
@@ -121,9 +126,7 @@ class DocumentSampler:
         if seed is not None:  # a string has another hash in each process, and so each rank another order
             read_count("seed", seed, at_least=0)
         read_count("tokens", tokens, at_least=1)
-        if not isinstance(lengths, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"lengths is {kind_of(lengths)}; it must be a list of the documents' numbers of tokens")
-        self.lengths = [read_count(f"lengths[{n}]", length, at_least=0) for n, length in enumerate(lengths)]
+        self.lengths = _read_lengths(lengths)
         for number, length in enumerate(self.lengths):
             _size_for(number, length, ranks, tokens)
         self.ranks, self.tokens, self.seed, self.epoch = ranks, tokens, seed, 0
@@ -155,14 +158,27 @@ class GroupsOfAllSizes(Mapping[int, ContextParallel]):
         options: of each `ContextParallel`: cp_comm_type ("a2a+p2p" needs pairs of groups, and is refused) and layout.
 
     Raises:
-        ValueError, TypeError: the number of processes is no power of two; `cp_comm_type` is "a2a+p2p".
+        ValueError, TypeError: the number of processes is no power of two; `cp_comm_type` is "a2a+p2p"; an option is
+        wrong, here or on another process, or not the same on all.
     """
 
     def __init__(self, group: dist.ProcessGroup, **options: Any) -> None:
-        if options.get("cp_comm_type") == "a2a+p2p":
-            raise ValueError("cp_comm_type is 'a2a+p2p', which needs a pair of groups for each size; take another one")
+        comm = as_group(group, "p2p")
+
+        def read() -> list[str]:
+            if options.get("cp_comm_type") == "a2a+p2p":
+                raise ValueError(
+                    "cp_comm_type is 'a2a+p2p', which needs a pair of groups for each size; take another one"
+                )
+            _check_ranks(comm.size)
+            ContextParallel(PaperGroup(1), **options)
+            return [str(sorted(options.items()))]
+
+        everyone = together([comm], read, lambda found: [one for each in found for one in each])
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                raise ValueError(f"options are {theirs} on rank {rank} and {everyone[0]} on rank 0; they must be equal")
         members = dist.get_process_group_ranks(group)
-        _check_ranks(len(members))
         self._contexts: dict[int, ContextParallel] = {}
         size = 1
         while size <= len(members):
@@ -190,14 +206,16 @@ def pack(documents: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[
         pad_token_id: the one token of a row without documents, which learns nothing.
 
     Raises:
-        ValueError, TypeError: naming the document, the entry and the rule: labels are not one a token, a mask or
-            positions say padding or several documents, or there are other entries with one value a token.
+        ValueError, TypeError: naming the document, the entry and the rule: ids are no integers, labels are not one a
+            token, a mask or positions say padding or several documents, or there are other entries with one value a
+            token.
 
     >>> pack([{"input_ids": [5, 6]}, {"input_ids": [7], "labels": [-100]}])
     {'input_ids': tensor([[5, 6, 7]]), 'position_ids': tensor([[0, 1, 0]]), 'labels': tensor([[   5,    6, -100]])}
     """
     if not isinstance(documents, Sequence):
         raise TypeError(f"documents is {kind_of(documents)}; it must be a list of documents with input_ids")
+    read_count("pad_token_id", pad_token_id, at_least=-(2**63), at_most=2**63 - 1)  # also where no row needs it
     rows = [_row(f"documents[{number}]", document) for number, document in enumerate(documents)]
     if not any(len(ids) for ids, *_ in rows):
         rows = [_row("pad_token_id", {"input_ids": [pad_token_id], "labels": [-100]})]
@@ -234,17 +252,32 @@ def _integers(name: str, values: Any, length: int | None) -> torch.Tensor:
     """A row of integers, int64; length: of the document's tokens."""
     if values is None:
         raise TypeError(f"{name} is None; leave it out, or give integers, one a token")
-    x = (
-        torch.as_tensor(values)
-        if isinstance(values, torch.Tensor) or len(values)
-        else torch.zeros(0, dtype=torch.int64)
-    )
+    x = _tensor(name, values)
+    if x.dtype == torch.bool and not name.endswith("['attention_mask']"):
+        raise TypeError(f"{name} has dtype torch.bool; it must be integers, one a token")
     if x.ndim != 1 or x.dtype.is_floating_point or x.dtype.is_complex or (length is not None and len(x) != length):
         raise ValueError(
             f"{name} has shape {list(x.shape)} and dtype {x.dtype}; it must be integers "
             f"[{'t' if length is None else length}], one a token"
         )
-    return x.to(torch.int64)
+    return wide_integers(name, x)
+
+
+def _tensor(name: str, values: Any) -> torch.Tensor:
+    """The values of a document's entry, which may be a list, an array or a tensor."""
+    if isinstance(values, torch.Tensor):
+        check_data(name, values)
+        return values
+    if isinstance(values, str | bytes | Mapping | Set) or not hasattr(values, "__len__"):
+        raise TypeError(f"{name} is {kind_of(values)}; it must be integers, one a token")
+    if not len(values):
+        return torch.zeros(0, dtype=torch.int64)
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # PyTorch's, for what is no number of 64 bits
+        for at, value in enumerate(values):
+            read_count(f"{name}[{at}]", value, at_least=-(2**63), at_most=2**63 - 1)
+        raise TypeError(f"{name} is {kind_of(values)}; it must be integers, one a token") from None
 
 
 _NAMES = ("input_ids", "position_ids", "labels")
@@ -262,6 +295,17 @@ def _size_for(number: int, length: int, ranks: int, tokens: int) -> int:
             "ranks, or more tokens a rank"
         )
     return size
+
+
+def _read_lengths(lengths: Any) -> list[int]:
+    """The documents' numbers of tokens: of a list, an array, a tensor or what else goes through them in their order."""
+    if isinstance(lengths, torch.Tensor):
+        check_data("lengths", lengths)
+        lengths = lengths.tolist()
+    if isinstance(lengths, str | bytes | Mapping | Set) or not isinstance(lengths, Iterable):
+        raise TypeError(f"lengths is {kind_of(lengths)}; it must be a list of the documents' numbers of tokens")
+    found = enumerate(read_several("lengths", lengths))
+    return [read_count(f"lengths[{number}]", length, at_least=0) for number, length in found]
 
 
 def _check_ranks(ranks: int) -> None:

@@ -8,20 +8,19 @@ from functools import cached_property
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.nn.functional as F
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan, make_plan
 from cp_fast.dispatch.handles import hide_from_checkpointing, outside_of_graphs
 from cp_fast.integrations.shared.balanced_table import check_holds, groups_of, table_of_batch
 from cp_fast.integrations.shared.both_ways import BothWays
-from cp_fast.integrations.shared.token_rows import Digests, TokenRows, digests, read_rows
+from cp_fast.integrations.shared.token_rows import TokenRows, digests, read_fills, read_rows
 from cp_fast.thd import pad_thd_sequences_for_cp
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.collectives import all_reduce_sum, collective, together
 from cp_ref.contract.sharding import position_ids as positions_of
 from cp_ref.contract.sharding import shard, unshard
-from cp_ref.contract.tensors import autocast, differentiable_once, wide_dtype
+from cp_ref.contract.tensors import autocast, differentiable_once, filled, read_fill, taken, wide_dtype
 from cp_ref.schedules.ownership import divisor
 from cp_ref.schedules.values import check_tensor, read_count
 
@@ -63,13 +62,14 @@ class CpBatch:
 
         Args:
             x: [b, s, ...], the same on all ranks, with a row for each token of input_ids.
-            fill_value: the value of padding.
+            fill_value: the value of padding: a number of x's dtype; a float may be rounded.
 
         Returns:
             [b, s/cp, ...], with a row for each of the rank's input_ids. Differentiable.
 
         Raises:
-            ValueError, TypeError: x has other axes. RuntimeError: `shard_batch` did not make this object.
+            ValueError, TypeError: x has other axes; its dtype does not hold fill_value. RuntimeError: `shard_batch` did
+            not make this object.
 
         >>> from cp_ref import SimGroup
         >>> ids, weights = torch.tensor([[5, 6, 7]]), torch.tensor([[0.1, 0.2, 0.3]])
@@ -83,9 +83,9 @@ class CpBatch:
         numbers, shape = self._numbers.to(x.device), list(self._known_rows.ids.shape)
         if list(x.shape[:2]) != shape:
             raise ValueError(f"x has shape {list(x.shape)}; it must begin with that of input_ids, {shape}")
-        padding = numbers == 0
-        padding = padding.view(*padding.shape, *[1] * (x.dim() - 2))
-        return x.flatten(0, 1)[(numbers - 1).clamp(min=0)].masked_fill(padding, fill_value)
+        fill, rows = read_fill("fill_value", fill_value, x.dtype), x.flatten(0, 1)
+        rows = torch.cat([rows, filled(rows, [1, *rows.shape[1:]], fill)])  # the last one is of padding
+        return taken(rows, 0, (numbers.flatten() - 1) % len(rows)).view(*numbers.shape, *rows.shape[1:])
 
     def unshard(self, x: torch.Tensor) -> torch.Tensor:
         """The whole of a tensor of which every rank has a slice, in the order of input_ids. Collective.
@@ -253,15 +253,16 @@ def shard_batch(
                 rows, or with a mask, they may only say what is so without them: 0, 1, 2 and so on in each row.
             attention_mask [b, s]: 1 for tokens, 0 for padding behind them.
             labels [b, s]: one for each token, -100 where nothing is to be learnt, as on padding.
-            All are of integer dtypes. And any tensors [b, s, ...] that `fill` names, of any real dtype.
+            All are of integer dtypes, with numbers that int64 has. And any tensors [b, s, ...] that `fill` names, of
+            any real dtype.
         cp: the group, the schedule and the layout. "balanced" shares documents, and rows with padding, out by the work
             that they make under a causal mask.
         pad_token_id: what lengths are filled up with until they divide.
         shift_labels: whether a token learns the label of the token behind it, as causal language models do: these take
             labels that are equal to input_ids, and shift them. False: a token learns its own label, as in masked
             language models and in token classification.
-        fill: the further tensors of the batch, with a row for each token, and the value that each has on padding:
-            {"advantages": 0.0, "token_type_ids": 0}.
+        fill: the further tensors of the batch, with a row for each token, and the value that each has on padding, a
+            number of its dtype: {"advantages": 0.0, "token_type_ids": 0}.
         whole: the names of further tensors of the batch, of any shape, that every rank gets as they are: pixels.
         over: the ranks that share a step, and so the mean of its loss: a ProcessGroup or a DeviceMesh of all data and
             context parallel ranks (not of tensor parallel ranks, which have the same tokens), or a ContextParallel.
@@ -277,8 +278,9 @@ def shard_batch(
 
     Raises:
         ValueError, TypeError: an entry that is not known, a row whose entries do not fit its tokens, a mask with
-        padding before or between tokens, a label on padding, a packed batch with a mask; a batch that is not the same
-        on all ranks of cp, which their loaders then gave other rows. What one rank refuses raises on all ranks of cp
+        padding before or between tokens, a label on padding, a packed batch with a mask, a value of padding that the
+        entry's dtype does not hold; a batch, or another argument, that is not the same on all ranks of cp, whose
+        loaders then gave them other rows. What one rank refuses raises on all ranks of cp
         and of `over`.
 
     >>> from cp_ref import SimGroup
@@ -290,13 +292,15 @@ def shard_batch(
     """
     check_context(cp, ContextParallel)
 
-    def read() -> tuple[TokenRows, Digests]:
+    def read() -> tuple[TokenRows, Said]:
         rows = read_rows(batch, shift_labels, fill, whole)
         bounds = torch.iinfo(rows.ids.dtype)
-        read_count("pad_token_id", pad_token_id, at_least=bounds.min, at_most=bounds.max)
-        return rows, digests(batch)
+        pad = read_count("pad_token_id", pad_token_id, at_least=bounds.min, at_most=bounds.max)
+        said = {"pad_token_id": pad, "shift_labels": shift_labels, "fill": str(sorted(read_fills(batch, fill).items()))}
+        return rows, {"batch": digests(batch), **said, "whole": sorted(whole)}
 
     rows, count = _agreed(cp, over, read)
+    pad_token_id, fills = int(pad_token_id), read_fills(batch, fill)
     targets = torch.full(rows.ids.shape, -100, device=rows.ids.device) if rows.targets is None else rows.targets
     cut = _balanced if cp.layout == "balanced" else _packed if rows.packed else _padded
     ids, targets, positions, sequences = cut(rows, targets, cp, pad_token_id)
@@ -308,21 +312,24 @@ def shard_batch(
     if rows.targets is not None:
         made |= {"labels": targets, "num_items_in_batch": torch.tensor(count, device=targets.device)}
         made |= {"shift_labels": targets} if shift_labels else {}
-    made |= {name: sequences.shard(x, (fill or {})[name]) for name, x in rows.others.items()}
+    made |= {name: sequences.shard(x, fills[name]) for name, x in rows.others.items()}
     return made | {name: batch[name] for name in whole}
 
 
-def _agreed(cp: ContextParallel, over: Any, read: Callable[[], tuple[TokenRows, Digests]]) -> tuple[TokenRows, int]:
+Said = dict[str, Any]  # the arguments of a call, in a form to compare; of the batch digests
+
+
+def _agreed(cp: ContextParallel, over: Any, read: Callable[[], tuple[TokenRows, Said]]) -> tuple[TokenRows, int]:
     """The rows of a batch that all ranks of a context have, and how many targets count on all ranks of `over`."""
     groups = [] if over is None else groups_of(over)
     found: list[TokenRows] = []
 
     def same() -> int:
-        def mine() -> list[Digests]:
+        def mine() -> list[Said]:
             check_holds(over, groups, cp)
-            rows, digest = read()
+            rows, said = read()
             found.append(rows)
-            return [digest]
+            return [said]
 
         with cp.naming_errors("shard_batch"):
             everyone = together([cp.comm], mine, lambda all_of_them: [one for each in all_of_them for one in each])
@@ -337,15 +344,21 @@ def _agreed(cp: ContextParallel, over: Any, read: Callable[[], tuple[TokenRows, 
     return found[0], count
 
 
-def _check_the_same(everyone: list[Digests], rank: int) -> None:
-    mine = everyone[rank]
-    for other, theirs in enumerate(everyone):
+def _check_the_same(everyone: list[Said], rank: int) -> None:
+    for other, said in enumerate(everyone):
+        mine, theirs = everyone[rank]["batch"], said["batch"]
         if theirs != mine:
             odd = ", ".join(name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name))
             raise ValueError(
                 f"batch differs between rank {rank} and rank {other} in {odd}; all ranks of a context get the same "
                 "batch whole (Trainer's and accelerate's own loaders give every process another)"
             )
+        for name, value in everyone[rank].items():
+            if value != said[name]:
+                raise ValueError(
+                    f"{name} differs between rank {rank} and rank {other}: {value} and {said[name]}; all ranks of a "
+                    "context give the same"
+                )
 
 
 def _packed(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_token_id: int) -> Parts:
@@ -360,17 +373,22 @@ def _packed(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_tok
 
 def _padded(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_token_id: int) -> Parts:
     missing = -rows.ids.shape[1] % divisor(cp.layout, cp.size)
-    ids, targets = F.pad(rows.ids, (0, missing), value=pad_token_id), F.pad(targets, (0, missing), value=-100)
+    ids, targets = _longer(rows.ids, missing, pad_token_id), _longer(targets, missing, -100)
     full = bool((rows.cu_seqlens.diff() == ids.shape[1]).all())
     positions = positions_of(cp=cp, seqlen=ids.shape[1], device=ids.device).expand(len(ids), -1)
     sequences = CpBatch(cp, "bshd", rows.longest, None if full else rows.cu_seqlens)
     return shard(ids, cp=cp), shard(targets, cp=cp), positions, sequences
 
 
+def _longer(x: torch.Tensor, missing: int, value: int) -> torch.Tensor:
+    """[b, s] with so many more columns of a value; `F.pad` would round large ones."""
+    return torch.cat([x, filled(x, [len(x), missing], value)], 1)
+
+
 def _balanced(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_token_id: int) -> Parts:
     """Rows of any lengths; only all of them together have to divide."""
     missing = -rows.ids.shape[1] % cp.size
-    ids, targets = F.pad(rows.ids, (0, missing), value=pad_token_id), F.pad(targets, (0, missing), value=-100)
+    ids, targets = _longer(rows.ids, missing, pad_token_id), _longer(targets, missing, -100)
     if rows.packed:
         cu_padded = rows.cu_seqlens.clone()
         cu_padded[-1] += missing

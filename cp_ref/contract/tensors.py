@@ -238,7 +238,7 @@ def _read_float(name: str, value: Any, dtype: torch.dtype, of: str) -> float:
     if isinstance(value, Integral):
         digits = int(value).bit_length() - (int(value) & -int(value)).bit_length() + 1
         if digits > 1 - math.log2(limits.eps):
-            raise ValueError(f"{name} is {value}, which is no number of dtype {dtype}, that of {of}; it would be rounded")
+            raise ValueError(f"{name} is {value}, which {of} of dtype {dtype} does not hold; give a float to round it")
     return number
 
 

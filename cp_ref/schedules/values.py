@@ -60,12 +60,12 @@ def kind_of(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in an error; of an integer with very many digits, which Python does not print, its size.
+    """A value in an error; of an integer with hundreds of digits its size.
 
     >>> shown(0.5), shown(-10), shown(10**6000)
     ('0.5', '-10', 'an integer of 19932 bits')
     """
-    huge = isinstance(value, int) and value.bit_length() > 2**11
+    huge = isinstance(value, int) and value.bit_length() > 512
     return f"an integer of {value.bit_length()} bits" if huge else repr(value)
 
 
@@ -107,8 +107,8 @@ def refuse_dtensor(name: str, x: object) -> None:
     """Raise TypeError for a DTensor: its shape is that of no rank."""
     if is_dtensor(x):
         raise TypeError(
-            f"{name} is a DTensor; it must be a plain tensor. Give this rank's part of it, {name}.to_local(), or the "
-            f"whole, {name}.full_tensor(), as the function asks for"
+            f"{name} is a DTensor; it must be a plain tensor: {name}.to_local() where a rank's part is asked for, "
+            f"{name}.full_tensor() where the whole is"
         )
 
 

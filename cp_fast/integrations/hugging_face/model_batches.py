@@ -12,8 +12,9 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations import token_batches
 from cp_fast.integrations.hugging_face.image_models import images_of
 from cp_fast.integrations.hugging_face.model_edge import edge_of
+from cp_fast.integrations.shared.token_rows import wide_integers
 from cp_ref.contract.collectives import collective
-from cp_ref.schedules.values import read_count, read_lengths
+from cp_ref.schedules.values import check_tensor, read_count, read_lengths
 
 __all__ = ["shard_batch"]
 
@@ -80,9 +81,12 @@ def positions_said(batch: Any, first: int) -> Any:
     flat = {name: x for name, x in batch.items() if name in FLAT}
     batch = {name: x for name, x in batch.items() if name not in FLAT}
     given: torch.Tensor | None = batch.get("position_ids")
-    if isinstance(given, torch.Tensor) and given.ndim != 2:
+    for name in ("input_ids", "position_ids"):
+        if name in batch:
+            check_tensor(name, batch[name], "a tensor of integers")
+    if given is not None and (given.ndim != 2 or given.dtype.is_floating_point or given.dtype.is_complex):
         return batch  # for token_batches to refuse
-    positions = None if given is None else given - first
+    positions = None if given is None else wide_integers("position_ids", given) - first
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if (lengths := flat.get(name)) is None:
             continue
@@ -101,12 +105,17 @@ def positions_said(batch: Any, first: int) -> Any:
         return batch
     for name in ("max_length_q", "max_length_k"):
         if name in flat:
-            given_longest = flat[name].item() if isinstance(flat[name], torch.Tensor) else flat[name]
+            given_longest = flat[name]
+            if isinstance(given_longest, torch.Tensor) and given_longest.numel() == 1:
+                given_longest = given_longest.item()
             longest = int(positions.max()) + 1
             if read_count(name, given_longest, at_least=0) != longest:
                 raise ValueError(f"{name} is {given_longest}; the longest document has {longest} tokens")
     if (which := flat.get("seq_idx")) is not None:
-        starts = which.diff(dim=-1).ne(0).cpu()
+        check_tensor("seq_idx", which, "a tensor of integers")
+        if which.shape != positions.shape:
+            raise ValueError(f"seq_idx has shape {list(which.shape)}; it must be that of input_ids")
+        starts = wide_integers("seq_idx", which).diff(dim=-1).ne(0).cpu()
         if not torch.equal(starts, positions[:, 1:].cpu() == 0):
             raise ValueError("seq_idx and position_ids say different documents")
     return batch | {"position_ids": positions.to(batch["input_ids"].device)}

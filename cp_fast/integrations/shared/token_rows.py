@@ -10,12 +10,12 @@ from zlib import crc32
 import torch
 import torch.nn.functional as F
 
-from cp_ref.contract.tensors import bytes_of
-from cp_ref.schedules.values import check_flag, check_tensor, kind_of
+from cp_ref.contract.tensors import bytes_of, read_fill
+from cp_ref.schedules.values import check_flag, check_tensor, kind_of, read_several
 
-__all__ = ["Digests", "TokenRows", "digests", "read_rows"]
+__all__ = ["Digests", "TokenRows", "digests", "read_fills", "read_rows", "wide_integers"]
 
-Digests = dict[str, tuple[list[int], int]]  # shape and checksum of each entry
+Digests = dict[str, tuple[list[int], str, int]]  # shape, dtype and checksum of each entry
 
 _ENTRIES = ("input_ids", "position_ids", "attention_mask", "labels")
 _MADE = ("cp_batch", "shift_labels", "num_items_in_batch")  # what shard_batch adds
@@ -69,12 +69,15 @@ def read_rows(batch: Any, shift_labels: bool, fill: Any = None, whole: Collectio
     ([[6, 7, -100]], [0, 3])
     """
     check_flag("shift_labels", shift_labels)
-    fill = _read_fill(fill)
+    names = _names_of_fill(fill)
     if isinstance(whole, str) or not isinstance(whole, Collection):
         raise TypeError(f"whole is {whole!r}; it must be a list of names of tensors in batch")
-    _check_entries(batch, fill, whole)
-    ids, labels = batch["input_ids"], batch.get("labels")
-    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    _check_entries(batch, names, _names("whole", whole))
+    read_fills(batch, fill)
+    ids, labels, mask, positions = (
+        wide_integers(name, batch[name]) if name in batch and name != "input_ids" else batch.get(name)
+        for name in ("input_ids", "labels", "attention_mask", "position_ids")
+    )
     if positions is not None and (mask is not None or len(ids) != 1):
         if whole or not _counts_rows(positions, mask):
             raise ValueError(
@@ -88,10 +91,10 @@ def read_rows(batch: Any, shift_labels: bool, fill: Any = None, whole: Collectio
     else:
         lengths = torch.full((len(ids),), ids.shape[1], device="cpu") if mask is None else _lengths(mask.cpu())
         cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    others = {name: batch[name] for name in fill}
+    others = {name: batch[name] for name in names}
     if labels is None:
         return TokenRows(ids, None, cu_seqlens, positions is not None, others)
-    targets = labels.to(torch.int64)  # For cross_entropy; unsigned integers have no -100.
+    targets = labels  # int64: unsigned integers have no -100
     if mask is not None:
         _check_padding(targets, mask)
     if shift_labels:
@@ -103,26 +106,58 @@ def read_rows(batch: Any, shift_labels: bool, fill: Any = None, whole: Collectio
 
 def digests(batch: Mapping[str, torch.Tensor]) -> Digests:
     """Each entry of a checked batch in a few bytes, to be compared between ranks."""
-    return {name: (list(x.shape), crc32(bytes_of(x))) for name, x in sorted(batch.items())}
+    return {name: (list(x.shape), str(x.dtype), crc32(bytes_of(x))) for name, x in sorted(batch.items())}
 
 
-def _read_fill(fill: Any) -> dict[str, float]:
-    """`fill` as `shard_batch` takes it, checked: {} for None."""
+def read_fills(batch: Mapping[str, torch.Tensor], fill: Any) -> dict[str, float]:
+    """The values of padding that `fill` gives to entries of a checked batch; {} for None."""
+    given = cast("Mapping[str, Any]", fill or {})
+    return {
+        name: read_fill(f"fill[{name!r}]", value, batch[name].dtype, f"batch[{name!r}]")
+        for name, value in given.items()
+    }
+
+
+def wide_integers(name: str, x: torch.Tensor) -> torch.Tensor:
+    """An entry of integers or bools as int64, in which PyTorch computes with all of them.
+
+    >>> wide_integers("labels", torch.tensor([2**64 - 100], dtype=torch.uint64))
+    Traceback (most recent call last):
+        ...
+    ValueError: labels has 18446744073709551516; it must be at most 9223372036854775807, the largest number of int64
+    """
+    wide = x.to(torch.int64)
+    if x.dtype == torch.uint64 and (beyond := wide < 0).any():
+        raise ValueError(
+            f"{name} has {int(wide[beyond][0]) + 2**64}; it must be at most {2**63 - 1}, the largest number of int64"
+        )
+    return wide
+
+
+def _names(argument: str, given: Any) -> list[str]:
+    """The names of entries in an argument."""
+    names = read_several(argument, given)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{argument} has {name!r}; it must have names of tensors in batch")
+    return names
+
+
+def _names_of_fill(fill: Any) -> list[str]:
+    """The entries that `fill` names."""
     if fill is None:
-        return {}
+        return []
     if not isinstance(fill, Mapping):
         raise TypeError(f"fill is {kind_of(fill)}; it must be a dict from an entry's name to the value of its padding")
-    for name, value in cast("Mapping[Any, Any]", fill).items():
+    for name in (names := _names("fill", cast("Mapping[Any, Any]", fill))):
         if name in (*_ENTRIES, *_MADE):
             raise ValueError(
                 f"fill names {name!r}, which shard_batch fills itself; name only further tensors [b, s, ...]"
             )
-        if not isinstance(value, int | float):
-            raise TypeError(f"fill[{name!r}] is {kind_of(value)}; it must be a number, the value of padding")
-    return dict(cast("Mapping[str, float]", fill))
+    return names
 
 
-def _check_entries(batch: Any, fill: Mapping[str, float], whole: Collection[str]) -> None:
+def _check_entries(batch: Any, fill: Collection[str], whole: Collection[str]) -> None:
     if not isinstance(batch, Mapping):
         raise TypeError(f"batch is {kind_of(batch)}; it must be a dict of tensors")
     unknown = set(batch) - {*_ENTRIES, *fill, *whole}
@@ -133,7 +168,7 @@ def _check_entries(batch: Any, fill: Mapping[str, float], whole: Collection[str]
             f"batch has {', '.join(sorted(map(str, batch)))}; it must have input_ids, and may have position_ids, "
             f"attention_mask and labels{cure if unknown else ''}"
         )
-    if missing := sorted(fill.keys() - batch.keys()):
+    if missing := sorted(set(fill) - batch.keys()):
         raise ValueError(f"fill names {missing[0]!r}, which batch does not have")
     for name in whole:
         if name in (*_ENTRIES, *_MADE, *fill) or name not in batch:
