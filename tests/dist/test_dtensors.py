@@ -5,6 +5,7 @@ elsewhere. Of a DTensor q results are DTensors.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,3 +151,78 @@ def in_natural_order(package: str) -> list[str]:
 def test_a_dtensor_in_natural_order(four: Processes, package: str) -> None:
     for said in four.run(in_natural_order, package):
         assert ["layout is 'dual_chunk'" in said[0], "layout is 'balanced'" in said[1]] == [True, True], said
+
+
+def moved(package: str) -> None:
+    """A sharded DTensor as its local part, with another mesh dimension over the batch and hidden sizes."""
+    impl, mesh = importlib.import_module(package), init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "cp"))
+    cp = impl.ContextParallel(mesh["cp"], layout="contiguous")
+    plain = torch.arange(16.0).view(2, 4, 2).add(100 * dist.get_rank()).requires_grad_()
+    for outer in (Shard(0), Shard(2), Replicate()):
+        placements = [outer, Shard(1)]
+        wrapped = DTensor.from_local(plain.detach().clone(), mesh, placements, run_check=False).requires_grad_()
+        whole, rolled = impl.unshard(wrapped, cp=cp), impl.roll(wrapped, -1, cp=cp, fill_value=7)
+        assert not isinstance(whole, DTensor)
+        assert torch.equal(whole, impl.unshard(plain, cp=cp))
+        assert isinstance(rolled, DTensor)
+        assert (rolled.shape, rolled.placements) == (wrapped.shape, tuple(placements))
+        expected = impl.roll(plain, -1, cp=cp, fill_value=7)
+        assert torch.equal(rolled.to_local(), expected)
+        (mine,) = torch.autograd.grad(expected.square().sum(), plain)
+        (grad,) = torch.autograd.grad(rolled.to_local().square().sum() + 0 * whole.sum(), wrapped)
+        assert torch.equal(grad.to_local(), mine)
+    sizes: dict[str, Any] = {"batch_size": 2, "seqlen_q": 8, "heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8}
+    plan = impl.make_plan(cp=cp, dtype=plain.dtype, device="cpu", **sizes)
+    assert torch.equal(impl.unshard(wrapped, cp=cp, plan=plan), impl.unshard(plain, cp=cp))
+
+
+@PACKAGES
+def test_a_shard_is_gathered_and_rolled(four: Processes, package: str) -> None:
+    assert four.run(moved, package) == [None] * 4
+
+
+def refused(package: str) -> None:
+    """By name on all ranks, though one rank alone gives the DTensor; then the group works on."""
+    impl, mesh = importlib.import_module(package), init_device_mesh("cpu", (2,))
+    cp, rank = impl.ContextParallel(mesh, layout="contiguous"), dist.get_rank()
+    x, ids = torch.arange(8.0)[None], torch.arange(8)[None]
+    copy, cu = DTensor.from_local(x, mesh, [Replicate()], run_check=False), torch.tensor([0, 4, 8])
+    one = copy if rank else x
+    calls: list[tuple[str, bool, Any]] = [
+        ("x is a DTensor placed .*Replicate.*mesh dimension 0", True, lambda: impl.unshard(one, cp=cp)),
+        ("x is a DTensor placed .*Replicate.*mesh dimension 0", True, lambda: impl.roll(one, 1, cp=cp)),
+        ("x is a DTensor; .*full_tensor", False, lambda: impl.shard(copy, cp=cp)),
+        (r"batch\['x'\] is a DTensor", False, lambda: impl.thd.get_batch_on_this_cp_rank({"x": copy}, cp=cp)),
+        ("x is a DTensor", False, lambda: impl.thd.thd_read_half_tensor(copy[0], cu, 0)),
+        ("out is a DTensor", False, lambda: impl.thd.trim_out(copy, 1)),
+    ]
+    spread = DTensor.from_local(cu, mesh, [Replicate()], run_check=False)
+    packed: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_padded": spread}
+    named = "cu_seqlens_padded is a DTensor"
+    calls += [
+        (named, False, lambda: impl.position_ids(cp=cp, **packed)),
+        (named, False, lambda: impl.shard(x[0], cp=cp, **packed)),
+        (named, False, lambda: impl.thd.thd_get_partitioned_indices(spread, 8, 2, 0)),
+        (named, True, lambda: impl.roll(x[0], 1, cp=cp, **packed | ({} if rank else {"cu_seqlens_padded": cu}))),
+    ]
+    if package == "cp_fast":
+        token_batches = importlib.import_module("cp_fast.integrations.token_batches")
+        wide = DTensor.from_local(ids, mesh, [Replicate()], run_check=False) if rank else ids
+        part = token_batches.shard_batch({"input_ids": ids}, cp=cp)
+        calls += [
+            ("input_ids is a DTensor", True, lambda: token_batches.shard_batch({"input_ids": wide}, cp=cp)),
+            ("x is a DTensor", False, lambda: part["cp_batch"].shard(copy)),
+            ("x is a DTensor", True, lambda: part["cp_batch"].unshard(one[:, :4])),
+        ]
+    for said, collective, call in calls:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            call()
+        heard = "" if rank or not collective else "(global )?rank 1 refused its arguments.*"
+        assert re.match(heard + said, str(caught.value)), (said, str(caught.value))
+    mine = impl.shard(x, cp=cp)
+    assert torch.equal(impl.unshard(mine, cp=cp), x)
+
+
+@PACKAGES
+def test_other_dtensors_are_refused_by_the_helpers(two: Processes, package: str) -> None:
+    assert two.run(refused, package) == [None] * 2

@@ -14,7 +14,7 @@ from typer import Option
 
 from cp_ref.contract.cli.terminal import readable_errors
 from cp_ref.schedules.planners.make_schedule import SCHEDULES
-from cp_ref.schedules.values import MOST_RANKS, check_choice, read_count
+from cp_ref.schedules.values import FURTHEST, MOST, MOST_RANKS, check_choice, read_count
 from cp_ref.schedules.words import canonical_layout
 
 if TYPE_CHECKING:
@@ -197,7 +197,8 @@ def integers(option: str, text: str, rule: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise ValueError(f"{option} is {text!r}; it must be {rule}") from None
+        said = repr(text) if len(text) <= 80 else f"{text[:40]!r}... of {len(text)} characters"
+        raise ValueError(f"{option} is {said}; it must be {rule}") from None
 
 
 def lengths(option: str, text: str) -> list[int]:
@@ -210,6 +211,9 @@ def lengths(option: str, text: str) -> list[int]:
     values = integers(option, text, rule)
     if min(values) < 0:
         raise ValueError(f"{option} is {text!r}; it must be {rule}")
+    for value in values:
+        read_count(option, value, at_least=0)
+    read_count(f"the sum of {option}", sum(values), at_least=0, at_most=FURTHEST)
     return values
 
 
@@ -241,14 +245,15 @@ def read_dtype(name: str) -> torch.dtype:
 
 
 def cumulative(sizes: list[int]) -> torch.Tensor:
-    """Cumulative lengths as the API takes them, int32 [b + 1].
+    """Cumulative lengths as the API takes them, int32 [b + 1]; int64 where they are too large for that.
 
     >>> cumulative([5, 8]).tolist()
     [0, 5, 13]
     """
     import torch
 
-    return torch.tensor([*accumulate(sizes, initial=0)], dtype=torch.int32, device="cpu")
+    ends = [*accumulate(sizes, initial=0)]
+    return torch.tensor(ends, dtype=torch.int32 if ends[-1] <= MOST else torch.int64, device="cpu")
 
 
 def check_number(option: str, number: int, count: int) -> None:
