@@ -52,6 +52,7 @@ from conformance.runner.suite_run import ALL_TIERS, SuiteRun, describe_run, noth
 from conformance.runner.tiers import TIERS, group_sizes, tiers_of
 from conformance.runner.workers import open_runner
 from conformance.step.report import table_lines
+from conformance.step_command import ReportOption
 from conformance.step_command import app as step_app
 from cp_ref.schedules.values import MOST_RANKS
 
@@ -208,7 +209,7 @@ def main(
         float, typer.Option(min=0.1, max=LONGEST_S, help="Seconds until a problem is taken for hanging.")
     ] = DEFAULT_TIME_LIMIT_S,
     known_failures: Annotated[Path | None, typer.Option(help="Known failures, a TOML file.")] = None,
-    report: Annotated[Path | None, typer.Option(help="A folder for report.html and report.json.")] = None,
+    report: ReportOption = None,
     junit: Annotated[Path | None, typer.Option(help="A file for JUnit's XML, which CI servers show.")] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
 ) -> None:

@@ -15,12 +15,23 @@ from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from conformance.record import what_runs
-from conformance.step.compare_step import compare_step
+from conformance.step.compare_step import check_step, compare_step
 from conformance.step.report import StepRecord, StepReport
 from conformance.step.step_record import StepError
 
-__all__ = ["app"]
+__all__ = ["ReportOption", "app"]
 
+
+def _folder(text: str) -> Path:
+    """The folder of a report: an empty name, as of a variable that is not set, is not this folder."""
+    if not text:
+        raise typer.BadParameter("it is empty; give a folder, or . for this one")
+    return Path(text)
+
+
+ReportOption = Annotated[
+    Path | None, typer.Option(help="A folder for report.html and report.json.", parser=_folder, metavar="PATH")
+]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -36,7 +47,7 @@ def step(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="Whose rounding counts, as bfloat16.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds a run may take.")] = 600.0,
-    report: Annotated[Path | None, typer.Option(help="A folder for report.html and report.json.")] = None,
+    report: ReportOption = None,
     junit: Annotated[Path | None, typer.Option(help="A file for JUnit's XML, which CI servers show.")] = None,
 ) -> None:
     """Compare one training step over ranks with the same step in one process.
@@ -58,11 +69,14 @@ def step(
     try:
         sizes = [int(word) for word in cp_size.split(",")]
         kind = None if dtype is None else _dtype(dtype)
-        for size, comm, owner in product(sizes, cp_comm_type.split(","), layout.split(",")):
-            how: dict[str, Any] = {"dp_size": dp_size, "cp_comm_type": comm, "layout": owner, "loss": loss}
-            how |= {"device": device, "dtype": kind, "timeout_s": timeout}
+        how: dict[str, Any] = {"dp_size": dp_size, "loss": loss, "device": device, "timeout_s": timeout}
+        wanted = list(product(sizes, cp_comm_type.split(","), layout.split(",")))
+        for size, comm, owner in wanted:  # all of them before the first one runs
+            check_step(build, size, cp_comm_type=comm, layout=owner, **how)
+        for size, comm, owner in wanted:
             with _Bars() as bars:
-                reports.append(compare_step(build, batch, size, **how, on_progress=bars.went_on))
+                given = {"cp_comm_type": comm, "layout": owner, "dtype": kind, "on_progress": bars.went_on}
+                reports.append(compare_step(build, batch, size, **how, **given))
             typer.echo(f"{reports[-1]}\n")
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error

@@ -22,7 +22,7 @@ from conformance.step.tokens import describe
 from cp_ref.schedules.values import MOST_RANKS, check_choice
 from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, canonical_layout
 
-__all__ = ["compare_step", "report_of"]
+__all__ = ["check_step", "compare_step", "report_of"]
 
 _CLEAR = 10.0  # times its bound is a gradient that is more than rounding errors
 
@@ -72,11 +72,12 @@ def compare_step(
         not end.
     """
     layout = canonical_layout(layout)
-    _check(build, cp_size, dp_size, cp_comm_type, layout, loss, device, timeout_s)
+    how: dict[str, Any] = {"dp_size": dp_size, "cp_comm_type": cp_comm_type, "layout": layout, "loss": loss}
+    check_step(build, cp_size, **how, device=device, timeout_s=timeout_s)
     world = cp_size * dp_size
     with tempfile.TemporaryDirectory() as folder:
         threads = max(1, (os.cpu_count() or 1) // world)
-        how: dict[str, Any] = {"cp_size": cp_size, "cp_comm_type": cp_comm_type, "layout": layout, "device": device}
+        how = {"cp_size": cp_size, "cp_comm_type": cp_comm_type, "layout": layout, "device": device}
         how |= {"threads": threads, "limit_s": timeout_s, "dtype": dtype}
         return report_of(Runs(Job(build, batch, "", Path(folder), "", **how), world, on_progress), loss, dtype)
 
@@ -225,7 +226,10 @@ def _tokens(found: Measured, dtype: torch.dtype) -> tuple[list[Row], str]:
     return rows, where
 
 
-def _check(build: Any, cp_size: Any, dp_size: Any, comm: Any, layout: Any, loss: Any, device: Any, limit: Any) -> None:
+def check_step(
+    build: Any, cp_size: Any, *, dp_size: Any, cp_comm_type: Any, layout: Any, loss: Any, device: Any, timeout_s: Any
+) -> None:
+    """Raise for arguments of `compare_step` that make no sense, before anything runs."""
     if not (callable(build) or (isinstance(build, str) and ":" in build)):
         raise TypeError(f"build is {build!r}; it must be a function, or its name as module:function")
     for name, value in {"cp_size": cp_size, "dp_size": dp_size}.items():
@@ -234,13 +238,15 @@ def _check(build: Any, cp_size: Any, dp_size: Any, comm: Any, layout: Any, loss:
     if cp_size * dp_size > MOST_RANKS:
         ranks = cp_size * dp_size
         raise ValueError(f"cp_size {cp_size} and dp_size {dp_size} make {ranks} ranks; {MOST_RANKS} are the most")
-    check_choice("cp_comm_type", comm, CP_COMM_TYPES)
-    check_choice("layout", layout, LAYOUTS)
+    check_choice("cp_comm_type", cp_comm_type, CP_COMM_TYPES)
+    check_choice("layout", canonical_layout(layout), LAYOUTS)
     check_choice("loss", loss, ("mean", "sum"))
     check_choice("device", device, ("cpu", "cuda"))
     if device == "cuda" and not torch.cuda.device_count():
         raise ValueError("device is 'cuda', but PyTorch sees no CUDA device")
-    if not isinstance(limit, int | float) or isinstance(limit, bool) or not 0 < limit <= LONGEST_S:
-        raise ValueError(f"timeout_s is {limit!r}; it must be a number of seconds above 0, at most {LONGEST_S:,.0f}")
-    if comm == "a2a+p2p" and cp_size % 2:
+    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not 0 < timeout_s <= LONGEST_S:
+        raise ValueError(
+            f"timeout_s is {timeout_s!r}; it must be a number of seconds above 0, at most {LONGEST_S:,.0f}"
+        )
+    if cp_comm_type == "a2a+p2p" and cp_size % 2:
         raise ValueError(f"cp_size is {cp_size}; 'a2a+p2p' has inner groups of two, which must divide it")

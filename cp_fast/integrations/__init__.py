@@ -11,6 +11,9 @@ only if it says so.
     megatron             CoreAttention, for the specs of transformer layers and blocks
     torchtitan           apply_cp_to_forward and prepare_context_parallel_input, for varlen attention
     loss                 token_mean: a loss over the tokens of all ranks
+    token_batches        shard_batch for any model: a rank's part of a batch of token ids
+    sequences            sequence_sum and token_log_probs, of which losses of preference are made
+    sampler              DocumentSampler, GroupsOfAllSizes, pack: groups of ranks as long as their documents
 
 A function honours every argument that it accepts, and raises with the name of any other. All of them plan once for a
 batch: a call with equal lengths finds the plan of the layer before. Keep lengths on the CPU: every call reads them on
@@ -28,7 +31,10 @@ _MODULES = (
     "loss",
     "megatron",
     "ring_flash_attn",
+    "sampler",
     "sdpa",
+    "sequences",
+    "token_batches",
     "torchtitan",
     "trainer",
     "transformer_engine",

@@ -23,6 +23,7 @@ import cp_fast.tools.cli
 import cp_ref
 import cp_ref.cli
 from conformance.case import Case
+from cp_fast import integrations
 from cp_fast.backends.choose_backend import BACKENDS, KERNEL_FEATURES, features_of
 from cp_fast.passes import PASSES
 from cp_ref.contract.area_rows import MOST_ROWS
@@ -283,6 +284,14 @@ def test_the_api_page_has_every_public_name() -> None:
     shown = set(re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
     names = {name.split(".")[1] for name in shown}
     assert {*cp_fast.__all__, *cp_ref.__all__} - names == {"Unsupported", "Trace"}
+    folder = ROOT / "cp_fast" / "integrations"
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert {*integrations._MODULES} == modules
+    assert {f"cp_fast.integrations.{name}" for name in modules} <= shown
+    listed = re.findall(r"^ {4}(\w+)  +\S", str(integrations.__doc__), re.MULTILINE)
+    assert sorted(listed) == sorted(modules)
+    assert all(getattr(integrations, name) is not None for name in ("loss", "sampler", "sequences", "token_batches"))
+    assert "cp_fast.checkpoint" in shown
 
 
 def test_the_table_of_backends_is_what_they_declare() -> None:

@@ -6,23 +6,23 @@ import gc
 import importlib
 import os
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import combinations
 from typing import Any
 from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
+
 import cp_fast
 import cp_fast.build.builder
+from cp_fast.api import fast_context
 from cp_fast.build.recipe import BuildError
 from cp_fast.movers import select_movers as select
 from cp_ref import SimGroup
 from tests.dist.workers import Processes
-from cp_fast.api import fast_context
-from cp_ref.schedules.words import CPCommType
 
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
 
@@ -106,7 +106,15 @@ def test_requires_grad_on_one_rank_without_a_plan(four: Processes) -> None:
         assert "requires_grad=False" in text
 
 
-FUNCTIONS = ["select_keys", "sparse_attention", "index_loss", "causal_conv1d", "linear_attention", "unshard", "attention"]
+FUNCTIONS = [
+    "select_keys",
+    "sparse_attention",
+    "index_loss",
+    "causal_conv1d",
+    "linear_attention",
+    "unshard",
+    "attention",
+]
 
 
 def one_function(names: tuple[str, str], under: tuple[bool, bool], member: Any = None) -> None:
@@ -230,7 +238,14 @@ def layers() -> tuple[list[int], list[bool], int]:
     try:
         for batch in range(2):
             cu[1] = 8 + 8 * batch
-            sizes: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": x.dtype, "device": "cpu"}
+            sizes: dict[str, Any] = {
+                "heads_q": 2,
+                "heads_kv": 2,
+                "d_qk": 8,
+                "d_v": 8,
+                "dtype": x.dtype,
+                "device": "cpu",
+            }
             plan = cp_fast.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, **sizes)
             for _ in range(3):
                 cp = cp_fast.ContextParallel(group) if other else cp

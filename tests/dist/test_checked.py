@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import runpy
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+
 import cp_fast
-from cp_fast.api import checked_calls as checking
-from cp_fast.api.checked_calls import named_modules
-from cp_ref import SimGroup
-from tests.dist.workers import Processes
-import os
-import tempfile
-from datetime import timedelta
-from pathlib import Path
 import cp_ref
+from cp_fast.api import checked_calls as checking
+from cp_ref import SimGroup
 from cp_ref.contract.process_groups import ProcessMember
-from tests.dist.workers import CONTEXT
+from tests.dist.workers import CONTEXT, Processes
 from tests.marks import HANGS_S
 
 CUS = [torch.tensor(cu, dtype=torch.int32) for cu in ([0, 16], [0, 4, 16])]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -87,8 +86,8 @@ def test_other_placements_are_refused_by_name(
 def a_sink_as_a_dtensor(package: str) -> None:
     impl, mesh = importlib.import_module(package), init_device_mesh("cpu", (4,))
     offset = DTensor.from_local(torch.zeros(2, dtype=torch.float64), mesh, [Replicate()])
+    cp = impl.ContextParallel(mesh)
     with pytest.raises(TypeError, match="softmax_offset is a DTensor"):
-        cp = impl.ContextParallel(mesh)
         impl.attention(*local(dist.get_rank()), cp=cp, softmax_type="learnable", softmax_offset=offset)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+
 from tests.marks import HANGS_S
 
 __all__ = ["CONTEXT", "Processes", "run_module", "run_program", "start_server"]
