@@ -315,7 +315,7 @@ def like_slice(x: Any, result: torch.Tensor) -> torch.Tensor:
         return result
     from torch.distributed.tensor import DTensor
 
-    where = {"run_check": False, "shape": x.shape, "stride": x.stride()}
+    where: dict[str, Any] = {"run_check": False, "shape": x.shape, "stride": x.stride()}
     return DTensor.from_local(result, x.device_mesh, x.placements, **where)
 
 

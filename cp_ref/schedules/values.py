@@ -59,14 +59,14 @@ def kind_of(value: object) -> str:
     return "None" if value is None else f"of type {f'{kind.__module__}.{kind.__qualname__}'.removeprefix('builtins.')}"
 
 
-def shown(value: object) -> str:
+def shown(value: Any) -> str:
     """A value in an error; of an integer with hundreds of digits its size.
 
     >>> shown(0.5), shown(-10), shown(10**6000)
     ('0.5', '-10', 'an integer of 19932 bits')
     """
-    huge = isinstance(value, int) and value.bit_length() > 512
-    return f"an integer of {value.bit_length()} bits" if huge else repr(value)
+    bits: int = value.bit_length() if isinstance(value, int) else 0
+    return f"an integer of {bits} bits" if bits > 512 else repr(value)
 
 
 def check_choice(name: str, value: object, choices: Seq[str]) -> None:

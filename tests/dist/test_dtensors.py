@@ -169,6 +169,7 @@ def moved(package: str) -> None:
         assert torch.equal(rolled.to_local(), expected)
         (mine,) = torch.autograd.grad(expected.square().sum(), plain)
         (grad,) = torch.autograd.grad(rolled.to_local().square().sum() + 0 * whole.sum(), wrapped)
+        assert isinstance(grad, DTensor)
         assert torch.equal(grad.to_local(), mine)
     sizes: dict[str, Any] = {"batch_size": 2, "seqlen_q": 8, "heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8}
     plan = impl.make_plan(cp=cp, dtype=plain.dtype, device="cpu", **sizes)

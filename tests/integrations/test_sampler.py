@@ -87,11 +87,51 @@ def test_all_ranks_draw_the_same_steps_and_epochs_differ() -> None:
         ({"lengths": [5, 99]}, r"lengths\[1\] is 99; 4 ranks hold 40 tokens, 10 each: give more ranks, or"),
         ({"lengths": [5, "6"]}, r"lengths\[1\] is '6'; it must be an integer"),
         ({"lengths": 5}, "lengths is of type int; it must be a list of the documents' numbers of tokens"),
+        ({"lengths": {7: 3}}, "lengths is of type dict; it must be a list"),
+        ({"lengths": {3, 4}}, "lengths is of type set; it must be a list"),
+        ({"lengths": "34"}, "lengths is of type str; it must be a list"),
+        ({"lengths": [2**70]}, r"lengths\[0\] is 1180591620717411303424; it must be at most"),
+        ({"lengths": torch.tensor([3.0])}, r"lengths\[0\] is 3.0; it must be an integer"),
     ],
 )
 def test_what_a_sampler_refuses(odd: dict[str, object], said: str) -> None:
     with pytest.raises((ValueError, TypeError), match=said):
         DocumentSampler(**{"lengths": [1], "rank": 0, "ranks": 4, "tokens": 10, "documents": 2} | odd)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lengths", ["34", {3: 4}, [3, "4"], [3, None], [3, 2**70], [3, -1], [[3]], 5, None])
+def test_what_is_no_lengths_is_not_shared_out(lengths: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="lengths"):
+        share_out(lengths, 2, 8)
+    with pytest.raises((ValueError, TypeError), match="lengths"):
+        DocumentSampler(lengths, rank=0, ranks=2, tokens=8, documents=1)
+
+
+def test_lengths_of_arrays_and_tensors() -> None:
+    expected = share_out([3, 9, 4], 2, 8)
+    assert share_out(torch.tensor([3, 9, 4]), 2, 8) == expected  # type: ignore[arg-type]
+    assert share_out(np.array([3, 9, 4], dtype=np.uint16), 2, 8) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("values", ["ab", ["a"], [None, 1], [2**70], {1: 2}, [[1], [1, 2]], [True], [1.5], b"ab", 5])
+@pytest.mark.parametrize("entry", ["input_ids", "labels"])
+def test_what_is_no_integers_is_not_packed(values: Any, entry: str) -> None:
+    document = {"input_ids": [1]} | {entry: values}
+    with pytest.raises((ValueError, TypeError), match=rf"documents\[0\]\['{entry}'\]"):
+        pack([document])
+
+
+def test_labels_beyond_int64_are_not_packed() -> None:
+    labels = np.array([2**64 - 100], dtype=np.uint64)
+    with pytest.raises(ValueError, match=r"documents\[0\]\['labels'\] has 18446744073709551516; it must be at most"):
+        pack([{"input_ids": [1], "labels": labels}])
+
+
+@pytest.mark.parametrize("documents", [[], [{"input_ids": [1, 2]}]])
+@pytest.mark.parametrize("pad", [None, "0", 0.5, 2**70])
+def test_a_padding_id_is_read_on_ranks_with_documents_too(documents: list[Any], pad: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="pad_token_id is"):
+        pack(documents, pad_token_id=pad)
 
 
 def test_a_run_goes_on_inside_an_epoch_on_another_number_of_ranks() -> None:
