@@ -27,7 +27,7 @@ from cp_fast.integrations.shared.drop_in import (
     taking_qkv,
 )
 from cp_ref.contract.declared import refuse_names
-from cp_ref.schedules.values import FURTHEST, check_flag, read_count, read_lengths
+from cp_ref.schedules.values import FURTHEST, check_flag, read_count, read_lengths, shown
 
 __all__ = [
     "llama3_flash_attn_prepare_cu_seqlens",
@@ -264,7 +264,7 @@ def _in_one_part(given: dict[str, Any]) -> Rows:
     cu_q, others = lengths_of_both(given)
     if others is not None or not isinstance(local_k_slice, slice) or local_k_slice != slice(0, int(cu_q[-1])):
         raise ValueError(
-            f"cu_seqlens_q, cu_seqlens_k and local_k_slice {local_k_slice!r} are not from this module's "
+            f"cu_seqlens_q, cu_seqlens_k and local_k_slice {shown(local_k_slice)} are not from this module's "
             "llama3_flash_attn_prepare_cu_seqlens, which keeps the global lengths"
         )
     return Rows.packed(cu_q)

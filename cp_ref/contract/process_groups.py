@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_ref.contract.group import Group, PairGroup, Parcel, Pending
 from cp_ref.schedules.planners.make_schedule import SCHEDULES
+from cp_ref.schedules.values import shown
 
 if not dist.is_initialized():
     # Its functions have the default group of the moment as a default argument. Imported later, as an optimizer does,
@@ -259,7 +260,7 @@ def as_group(group: Any, cp_comm_type: str) -> Group:
         if len(pair) == 2:
             return _pair(*(_one_group(part) for part in pair))
         raise TypeError(
-            f"group is {group!r}; cp_comm_type {cp_comm_type!r} needs a pair (a2a_group, p2p_group) or a 2-D "
+            f"group is {shown(group)}; cp_comm_type {cp_comm_type!r} needs a pair (a2a_group, p2p_group) or a 2-D "
             "DeviceMesh [p2p, a2a]"
         )
     return _one_group(group)
@@ -287,13 +288,13 @@ def _one_group(group: Any) -> Group:
     if isinstance(group, Group):
         return group
     if _left_out(group):
-        raise ValueError(f"group is {group!r}, which this process (rank {dist.get_rank()}) is no member of")
+        raise ValueError(f"group is {shown(group)}, which this process (rank {dist.get_rank()}) is no member of")
     if isinstance(group, DeviceMesh) and group.ndim == 1:
         group = group.get_group()
     if isinstance(group, dist.ProcessGroup):
         return ProcessMember(group)
     hint = "; call torch.distributed.init_process_group() first" if group is None and not dist.is_initialized() else ""
     raise TypeError(
-        f"group is {group!r}; it must be a torch.distributed ProcessGroup, a 1-D DeviceMesh or one member of a SimGroup"
+        f"group is {shown(group)}; it must be a torch.distributed ProcessGroup, a 1-D DeviceMesh or one member of a SimGroup"
         f"{hint}"
     )

@@ -214,7 +214,8 @@ def read_fill(name: str, value: Any, dtype: torch.dtype, of: str = "x") -> float
         return 0
     if dtype.is_floating_point or dtype.is_complex:
         return _read_float(name, value, dtype.to_real(), of)
-    whole = int(value) if isinstance(value, Integral) or float(value).is_integer() else None
+    number: Any = value  # of any kind
+    whole = int(number) if number == number // 1 else None  # neither NaN nor infinity is
     if whole is None:
         raise ValueError(f"{name} is {value}, but {of} has dtype {dtype}; it must be an integer")
     least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
@@ -261,11 +262,11 @@ def read_device(device: Any) -> torch.device:
     ValueError: device is 'gpu'; it must be a torch.device, or the name of one
     """
     if not isinstance(device, torch.device | str | int) or isinstance(device, bool):
-        raise TypeError(f"device is {device!r}; it must be a torch.device, or the name of one")
+        raise TypeError(f"device is {shown(device)}; it must be a torch.device, or the name of one")
     try:
         return torch.device(device)
     except (RuntimeError, ValueError):
-        raise ValueError(f"device is {device!r}; it must be a torch.device, or the name of one") from None
+        raise ValueError(f"device is {shown(device)}; it must be a torch.device, or the name of one") from None
 
 
 def check_usable(device: torch.device) -> None:

@@ -60,13 +60,18 @@ def kind_of(value: object) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in an error; of an integer with hundreds of digits its size.
+    """A value in an error; of an integer with hundreds of digits, which Python may refuse to print, its size.
 
     >>> shown(0.5), shown(-10), shown(10**6000)
     ('0.5', '-10', 'an integer of 19932 bits')
     """
     bits: int = value.bit_length() if isinstance(value, int) else 0
-    return f"an integer of {bits} bits" if bits > 512 else repr(value)
+    if bits > 512:
+        return f"an integer of {bits} bits"
+    try:
+        return repr(value)
+    except Exception:  # of a class of the user's, or of such an integer inside
+        return kind_of(value)
 
 
 def check_choice(name: str, value: object, choices: Seq[str]) -> None:
@@ -84,7 +89,7 @@ def read_choice(name: str, value: Any, choices: Seq[str]) -> str:
 def check_flag(name: str, value: object) -> None:
     """Raise unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it must be True or False")
+        raise TypeError(f"{name} is {shown(value)}; it must be True or False")
 
 
 def check_data(name: str, x: Any) -> None:
@@ -154,7 +159,7 @@ def read_count(name: str, value: Any, *, at_least: int, at_most: int = MOST) -> 
     TypeError: heads_q is True; it must be an integer
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} is {value!r}; it must be an integer")
+        raise TypeError(f"{name} is {shown(value)}; it must be an integer")
     count = int(value)
     if count < at_least:
         raise ValueError(f"{name} is {shown(count)}; it must be at least {at_least}")
@@ -176,7 +181,7 @@ def read_several(name: str, value: Any) -> list[Any]:
     try:
         return list(value)
     except TypeError:
-        raise TypeError(f"{name} is {value!r}; it must be a list") from None
+        raise TypeError(f"{name} is {shown(value)}; it must be a list") from None
 
 
 def read_number(name: str, value: Any, *, positive: bool) -> float:
@@ -188,7 +193,7 @@ def read_number(name: str, value: Any, *, positive: bool) -> float:
     ValueError: factor is 1e-300; it must be finite and at least 0, within the range of float32
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {value!r}; it must be a number")
+        raise TypeError(f"{name} is {shown(value)}; it must be a number")
     try:
         number = float(value)
     except OverflowError:
@@ -207,7 +212,7 @@ def read_dropout(name: str, value: Any) -> float:
     0.1
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {value!r}; it must be a number")
+        raise TypeError(f"{name} is {shown(value)}; it must be a number")
     number = float(value) if 0 <= cast(float, value) < 1 else math.inf  # float() fails for integers of 400 digits
     if not (number == 0 or 2.0**-32 <= number <= 1 - 2.0**-32):
         raise ValueError(f"{name} is {shown(value)}; it must be 0, or at least 2**-32 and at most 1 - 2**-32")
@@ -222,10 +227,12 @@ def read_window(window_size: Any) -> tuple[int, int]:
     """
     sides = cast("Seq[Any]", window_size) if isinstance(window_size, tuple | list) else ()
     if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, Integral) for side in sides):
-        raise TypeError(f"window_size is {window_size!r}; it must be a pair of integers (left, right)")
+        raise TypeError(f"window_size is {shown(window_size)}; it must be a pair of integers (left, right)")
     left, right = (int(side) for side in sides)
     if min(left, right) < -1 or max(left, right) > FURTHEST:
-        raise ValueError(f"window_size is {window_size!r}; each side must be -1 (unbounded) or from 0 to {FURTHEST}")
+        raise ValueError(
+            f"window_size is {shown(window_size)}; each side must be -1 (unbounded) or from 0 to {FURTHEST}"
+        )
     return left, right
 
 

@@ -26,6 +26,7 @@ from cp_ref.schedules.values import (
     kind_of,
     read_count,
     read_window,
+    shown,
 )
 
 __all__ = [
@@ -85,12 +86,12 @@ def refuse(where: str, **given: Any) -> None:
     """
     for name, value in given.items():
         if value is not None and (not isinstance(value, Number | str) or value):
-            shown = getattr(value, "__qualname__", None) or repr(value)  # of a function its name, not its address
+            words = getattr(value, "__qualname__", None) or shown(value)  # of a function its name, not its address
             if isinstance(value, torch.Tensor):
-                shown = "a nested tensor" if value.is_nested else f"a tensor {list(value.shape)}"
+                words = "a nested tensor" if value.is_nested else f"a tensor {list(value.shape)}"
             cure = _DROPOUT if "dropout" in name else ""
             raise NotImplementedError(
-                f"{name} is {shown}, which {where} does not support under context parallelism{cure}"
+                f"{name} is {words}, which {where} does not support under context parallelism{cure}"
             )
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from cp_ref.contract.tensors import bytes_of, read_fill
-from cp_ref.schedules.values import check_flag, check_tensor, kind_of, read_several
+from cp_ref.schedules.values import check_flag, check_tensor, kind_of, read_several, shown
 
 __all__ = ["Digests", "TokenRows", "digests", "read_fills", "read_rows", "wide_integers"]
 
@@ -71,7 +71,7 @@ def read_rows(batch: Any, shift_labels: bool, fill: Any = None, whole: Collectio
     check_flag("shift_labels", shift_labels)
     names = _names_of_fill(fill)
     if isinstance(whole, str) or not isinstance(whole, Collection):
-        raise TypeError(f"whole is {whole!r}; it must be a list of names of tensors in batch")
+        raise TypeError(f"whole is {shown(whole)}; it must be a list of names of tensors in batch")
     _check_entries(batch, names, _names("whole", whole))
     read_fills(batch, fill)
     ids, labels, mask, positions = (

@@ -54,7 +54,7 @@ def attacks() -> list[Attack]:
     return [a for a in found if not a.alone or (TARGETS[a.target].collective and a.parameter not in _GROUPS)]
 
 
-_GROUPS = ("cp", "over", "cp_group")
+_GROUPS = ("cp", "over", "cp_group", "part")
 
 
 def attack(this: Attack) -> tuple[str, str]:

@@ -12,7 +12,16 @@ import torch
 import cp_fast
 import cp_ref
 from conformance.problems.helpers import HELPERS, Helper
-from cp_fast.integrations import flash_attn, loss, ring_flash_attn, sdpa, token_batches, transformer_engine
+from cp_fast.integrations import (
+    flash_attn,
+    loss,
+    ring_flash_attn,
+    sampler,
+    sdpa,
+    sequences,
+    token_batches,
+    transformer_engine,
+)
 
 __all__ = ["NOT_ATTACKED", "TARGETS", "Target", "public_functions"]
 
@@ -223,6 +232,14 @@ TARGETS: dict[str, Target] = {
         token_batches.shard_batch, lambda cp: {"batch": {"input_ids": _IDS[None], "labels": _IDS[None]}, "cp": cp},
         also=("input_ids",),
     ),
+    "sequence_sum": Target(
+        sequences.sequence_sum,
+        lambda cp: {"values": torch.ones(1, 8), "part": token_batches.shard_batch({"input_ids": _IDS[None]}, cp=cp)},
+    ),
+    "share_out": Target(
+        sampler.share_out, lambda cp: {"lengths": [3, 4], "ranks": 2, "tokens": 8}, collective=False
+    ),
+    "pack": Target(sampler.pack, lambda cp: {"documents": [{"input_ids": [1, 2]}]}, collective=False),
     "compare_layouts": Target(cp_fast.compare_layouts, lambda cp: {"lengths": [8, 8], "cp_size": 2}, collective=False),
 }  # fmt: skip
 for _package in (cp_fast, cp_ref):
@@ -257,6 +274,40 @@ TARGETS |= {
     ),
 }  # fmt: skip
 
+
+def of_entries(name: str, right: Arguments, given: Callable[[Any], Arguments], of: str = "batch") -> Target:
+    """A function of TARGETS that takes a mapping, with the mapping's entries as arguments."""
+    plain, names = TARGETS[name], tuple(right)
+
+    def entries(**arguments: Any) -> Any:
+        mapping = {one: arguments.pop(one) for one in names}
+        return plain.function(**{of: [mapping] if of == "documents" else mapping}, **arguments)
+
+    kind = "float" if of == "fill" else "torch.Tensor"
+    parameters = [inspect.Parameter(one, inspect.Parameter.KEYWORD_ONLY, annotation=kind) for one in names]
+    entries.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    also = "batch", "documents", "fill", "whole"
+    return Target(entries, lambda cp: {**right, **given(cp)}, plain.package, plain.collective, also=also)
+
+
+TARGETS |= {
+    "shard_batch, entries": of_entries(
+        "shard_batch",
+        {"input_ids": _IDS[None], "labels": _IDS[None], "position_ids": _IDS[None], "x": _IDS[None]},
+        lambda cp: {"cp": cp, "fill": {"x": 0}},
+    ),
+    "shard_batch, a mask": of_entries(
+        "shard_batch", {"input_ids": _IDS[None], "attention_mask": torch.ones_like(_IDS)[None]}, lambda cp: {"cp": cp}
+    ),
+    "shard_batch, fill": of_entries(
+        "shard_batch", {"x": 0},
+        lambda cp: {"cp": cp, "batch": {"input_ids": _IDS[None], "x": _IDS[None].to(torch.uint8)}}, "fill",
+    ),
+    "pack, entries": of_entries(
+        "pack", {"input_ids": [1, 2], "labels": [1, 2], "position_ids": [0, 1], "attention_mask": [1, 1]},
+        lambda cp: {}, "documents",
+    ),
+}  # fmt: skip
 for _package, _of in ((cp_fast, ""), (cp_ref, " of cp_ref")):
     TARGETS["linear_attention" + _of] = Target(_package.linear_attention, of_linear_attention(_package), _package)
     TARGETS["causal_conv1d" + _of] = Target(_package.causal_conv1d, of_causal_conv1d(_package), _package)
@@ -319,6 +370,7 @@ NOT_ATTACKED = {  # and why
     "unpatch": "needs TransformerEngine",
     "from_block_mask": "takes an object of PyTorch's, with tests of its own",
     "loss_for_backward": "one multiplication",
+    "token_log_probs": "needs a model, with tests of its own",
     "raise_on_all_ranks": "only raises",
 }
 
@@ -335,5 +387,7 @@ def public_functions() -> set[str]:
         transformer_engine,
         loss,
         token_batches,
+        sampler,
+        sequences,
     )
     return {name for m in modules for name in m.__all__ if inspect.isfunction(getattr(m, name))}
