@@ -229,8 +229,10 @@ def _row(name: str, document: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
         raise TypeError(f"{name} is {what}; it must be a dict with input_ids [t]")
     ids = _integers(f"{name}['input_ids']", document["input_ids"], None)
     for entry, x in document.items():
+        if entry in ("input_ids", *_SAID) or getattr(x, "is_nested", False):
+            continue
         length = [len(x)] if isinstance(x, list | tuple) else list(getattr(x, "shape", ()))[:1]
-        if length == [len(ids)] and entry not in ("input_ids", *_SAID):
+        if length == [len(ids)]:
             raise ValueError(
                 f"{name} has {entry!r}, one value a token, which pack does not join; leave it out, and let labels be "
                 "-100 where a mask says that nothing is learnt"

@@ -295,6 +295,6 @@ def _one_group(group: Any) -> Group:
         return ProcessMember(group)
     hint = "; call torch.distributed.init_process_group() first" if group is None and not dist.is_initialized() else ""
     raise TypeError(
-        f"group is {shown(group)}; it must be a torch.distributed ProcessGroup, a 1-D DeviceMesh or one member of a SimGroup"
-        f"{hint}"
+        f"group is {shown(group)}; it must be a torch.distributed ProcessGroup, a 1-D DeviceMesh or one member of a "
+        f"SimGroup{hint}"
     )
