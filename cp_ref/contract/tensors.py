@@ -208,7 +208,7 @@ def read_fill(name: str, value: Any, dtype: torch.dtype, of: str = "x") -> float
         ...
     ValueError: fill_value is -1; of dtype torch.uint8 it must be from 0 to 255
     """
-    if not isinstance(value, Real) or (isinstance(value, bool) and dtype != torch.bool):
+    if (isinstance(value, bool) and dtype != torch.bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}; it must be a number")
     if value == 0:
         return 0
