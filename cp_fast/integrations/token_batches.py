@@ -52,6 +52,7 @@ class CpBatch:
         self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
         self._plans: dict[Any, Plan] = {}
         self._rows: TokenRows | None = None  # that it was cut from
+        self.mixes_rows = False  # whether a row of a slice has tokens of several rows
         self.shape: torch.Size | None = None  # of this rank's input_ids, [b, s/cp], where `shard_batch` made it
         self._cut: Callable[[TokenRows, torch.Tensor], Parts] | None = None  # how they were cut
         self.image_rows: dict[str, tuple[torch.Tensor, int]] | None = None  # of images and videos: mine, and how many
@@ -398,6 +399,7 @@ def _balanced(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_t
     else:
         table = table_of_batch(cp, "bshd", rows.cu_seqlens, seqlen=ids.shape[1])
         sequences = CpBatch(table.over(cp), "bshd", rows.longest, rows.cu_seqlens)
+        sequences.mixes_rows = len(ids) > 1
         ids, targets = (shard(x, cp=cp, plan=table) for x in (ids, targets))
     positions = positions_of(cp=cp, plan=table, device=ids.device)
     return ids, targets, positions[None] if rows.packed else positions, sequences

@@ -20,6 +20,7 @@ import torch
 from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.alibi_models import SequencesAsMask, has_alibi, sequences_as_mask, with_alibi
+from cp_fast.integrations.hugging_face.built_masks import Said, refuse_own_mask, sides_of
 from cp_fast.integrations.hugging_face.chosen_keys import (
     INDEXED,
     SequencesToChoose,
@@ -42,7 +43,7 @@ from cp_fast.integrations.hugging_face.model_edge import (
 )
 from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over, takes_cache
 from cp_fast.integrations.hugging_face.task_head import head_of, pools_last_tokens
-from cp_fast.integrations.hugging_face.token_mixers import LAYERS, NAME, refuse_adapters, refuse_by_name
+from cp_fast.integrations.hugging_face.token_mixers import LAYERS, NAME, refuse_adapters, refuse_by_name, refuse_kind
 from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.token_batches import CpBatch
 from cp_ref.contract.call_checks import check_context
@@ -117,10 +118,11 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
                 f"{type(model).__name__} does not run with cp_fast's attention: {error}"
             ) from error
         raise
-    for module, causal in seen.callers.items():
-        module.__dict__["_cp_fast_causal"] = causal
+    for module, said in seen.callers.items():
+        module.__dict__["_cp_fast_causal"] = said.causal
+        module.__dict__["_cp_fast_sides"] = said.size, seen.sides.get(module, said.sides)
     blocks = mark_layers(model, {*seen.callers, *seen.linear}, seen.heard)
-    put_around(model, Edge(cp, head, seen.first_position, takes_cache(model), blocks, pools=pools))
+    put_around(model, Edge(cp, head, seen.numbering, takes_cache(model), blocks, pools=pools, by_row=seen.by_row))
     return model
 
 
@@ -150,8 +152,9 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention, as transformers calls it: [b, h, s/cp, d] -> ([b, s/cp, h, d], None).
 
-    `sliding_window` counts the query itself, so it is one more than a side of a window here: the left one, or both
-    where attention is not causal. `s_aux` are sinks.
+    `sliding_window` counts the query itself, so it is one more than the left side of a window here. Where attention is
+    not causal, both sides are those of the mask that the model builds (`prepare` sees it): transformers' own windows of
+    two sides have `sliding_window` tokens on each. `s_aux` are sinks.
     `alibi_slopes` float32 [h] are of `cp_fast.attention`. `indices` int32 [b, s/cp, top_k] are the keys that an indexer
     chose, of a layer that `prepare` gave one.
 
@@ -171,8 +174,15 @@ def attention_forward(
         )
     unheard = {keyword: value for keyword, value in kwargs.items() if keyword not in SILENT}
     chosen = attention_mask if isinstance(attention_mask, SequencesToChoose) else None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    said = Said(causal, _size(module, sliding_window))
+    if chosen is None and isinstance(sequences, Probe):
+        sequences.look_at_mask(module, said, attention_mask)
+        attention_mask = None
+    if chosen is None and attention_mask is not None:
+        refuse_own_mask(name, attention_mask)
     if chosen is None:
-        refuse(name, attention_mask=attention_mask, indices=indices, **unheard)
+        refuse(name, indices=indices, **unheard)
     else:
         refuse(name, softcap=softcap, s_aux=s_aux, alibi_slopes=alibi_slopes, **unheard)
     if key.shape[2] != query.shape[2]:
@@ -180,15 +190,14 @@ def attention_forward(
             f"key has {key.shape[2]} tokens and query {query.shape[2]}: a cache is not supported, "
             "nor are adapters that add keys (prefix tuning)"
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    window = _window(module, sliding_window, causal)
     if isinstance(sequences, Probe):
-        return sequences.attend(module, causal, query, key, value), None
+        return sequences.attend(query, key, value), None
     prepared = module.__dict__.get("_cp_fast_causal")
     if prepared is None:
         raise RuntimeError(f"{name} was not prepared: call cp_fast.integrations.transformers.prepare(model, cp) first")
     if prepared != causal:
         raise ValueError(f"{name} is called with is_causal={causal}; when it was prepared it was {prepared}")
+    window = _window(module, said)
     if isinstance(cp_batch, ModelCall):
         cast(Any, module)._cp_fast_call = cp_batch
     if chosen is not None:
@@ -213,60 +222,54 @@ def attention_forward(
 
 def refuse_masks(
     *_: Any, attention_mask: Any = None, mask_function: Callable[..., Any], **given: Any
-) -> SequencesAsMask | None:
+) -> SequencesAsMask | torch.Tensor | None:
     """Build no mask: `attention_forward` knows causal masks and windows, and full attention or windows of two sides
-    that a model makes of causal ones. Raises for any other mask.
+    that a model makes of causal ones. Raises for any other mask. A run of `prepare` gets a number in a mask's place.
     """
-    refuse("cp_fast", attention_mask=attention_mask)
+    if attention_mask is not None and not (isinstance(attention_mask, torch.Tensor) and bool(attention_mask.all())):
+        refuse_own_mask("cp_fast", attention_mask)
     joined = given.get("use_vmap") or "or_mask" in mask_function.__qualname__
-    if joined and not _has_two_sides(mask_function, given.get("q_length"), given.get("local_size")):
+    probe = Probe.now()
+    sides = frozenset[tuple[int, int]]()
+    if joined or probe is not None:
+        sides = sides_of(mask_function, given.get("q_length"), given.get("local_size"))
+    if joined and not any(right for _, right in sides):
         raise NotImplementedError(
             f"mask_function is {mask_function.__qualname__}; cp_fast has causal masks and windows"
         )
-    return sequences_as_mask()
+    if (sequences := sequences_as_mask()) is not None:
+        if probe is not None:
+            Said(True, None).among(sides, "a layer with ALiBi")
+        return sequences
+    return None if probe is None else probe.mask(sides, given)
 
 
-def _has_two_sides(mask_function: Callable[..., Any], length: Any, window: int | None) -> bool:
-    """Whether a mask is that of full attention, or of a window that counts the query and both of its sides.
-
-    transformers joins functions: a causal mask or another one, and whether two tokens have one document. It takes the
-    positions of a slice for those of several documents, and `cp_batch` knows better.
-    """
-    while mask_function.__qualname__.startswith(("and_masks", "remap_positions_for_packed", "add_offsets")):
-        held = [cell.cell_contents for cell in mask_function.__closure__ or ()]
-        parts = [part for one in held for part in (one if isinstance(one, tuple) else [one]) if callable(part)]
-        parts = [part for part in parts if not part.__qualname__.startswith("packed_sequence_mask_function")]
-        if len(parts) != 1:
-            return False
-        [mask_function] = parts
-    if "or_mask" not in mask_function.__qualname__ or not isinstance(length, int) or length < 1:
-        return False
-    near = {0, 1, 2, length // 2, length - 1}
-    if window is not None:
-        near |= {window - 1, window, window + 1, 2 * window}
-    rows = torch.tensor(sorted(row for row in near if 0 <= row < length), device="cpu")
-    zero = torch.tensor(0, device="cpu")
-    distance = (rows[:, None] - rows[None]).abs()
-    seen = distance >= 0 if window is None else distance < window
-    return torch.equal(mask_function(zero, zero, rows[:, None], rows[None]).expand_as(seen), seen)
-
-
-def _window(module: torch.nn.Module, sliding_window: Any, causal: bool) -> tuple[int, int]:
+def _size(module: torch.nn.Module, sliding_window: Any) -> int | None:
     """The layer's window. Raises if its configuration requests attention that its arguments do not express."""
     config: Any = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds is not None and layer is not None else None
     if kind not in (None, "hybrid", INDEXED, *LAYERS):
-        raise NotImplementedError(f"layer_types[{layer}] is {kind!r}; cp_fast has {' and '.join(LAYERS)}")
+        refuse_kind(f"layer_types[{layer}]", kind, type(module).__name__)
     size = None if sliding_window is _UNSAID else sliding_window
     hidden = kind is None and sliding_window is _UNSAID and getattr(config, "sliding_window", None) is not None
     if (kind == "sliding_attention" and size is None) or hidden:
         raise NotImplementedError(
             f"{type(module).__name__} has a sliding window that it does not pass to its attention"
         )
-    if size is None:
-        return -1, -1
-    return size - 1, 0 if causal else size - 1
+    return size
+
+
+def _window(module: torch.nn.Module, said: Said) -> tuple[int, int]:
+    """The sides of the layer's window, as `attention` takes them."""
+    size, sides = module.__dict__["_cp_fast_sides"]
+    if size != said.size and not said.causal:
+        raise ValueError(
+            f"{type(module).__name__} is called with a window of {said.size}; when it was prepared it was {size}: call "
+            "prepare again"
+        )
+    left, right = sides if size == said.size else said.sides
+    return (left, right) if left >= 0 else (-1, -1)
 
 
 def _sequences(batch: CpBatch, causal: bool, window: tuple[int, int]) -> tuple[dict[str, Any], bool]:

@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from cp_fast.api.plan import Plan
+from cp_fast.integrations.hugging_face.built_masks import Said, refuse_own_mask
 from cp_fast.integrations.hugging_face.model_edge import check_forward, give_forward, sequences_of, take_forward
 from cp_fast.integrations.hugging_face.slice_probe import Probe
 from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
-from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.token_batches import CpBatch
 from cp_fast.sparse.sparse_attention import select_keys, sparse_attention
 from cp_ref.contract.tensors import autocast
@@ -148,9 +148,12 @@ def _attention(theirs: Callable[..., Any]) -> Callable[..., Any]:
         name = type(self).__name__
         if given:
             raise NotImplementedError(f"{name} is given {len(given)} arguments by place; cp_fast knows them by name")
-        refuse(name, attention_mask=named.get("attention_mask"))
         refuse_caches(name, named)
-        sequences = sequences_of(name, named["cp_batch"])
+        sequences, mask = sequences_of(name, named["cp_batch"]), named.get("attention_mask")
+        if isinstance(sequences, Probe):
+            sequences.look_at_mask(self, Said(True, None), mask)
+        elif mask is not None:
+            refuse_own_mask(name, mask)
         latent = isinstance(sequences, CpBatch) and _is_latent(self)
         self.__dict__["_cp_fast_latent"] = latent
         try:

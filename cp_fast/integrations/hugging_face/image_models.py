@@ -99,9 +99,7 @@ def vision_parts(model: nn.Module) -> tuple[str, ...]:
         if getattr(config, "vision_config", None) is None:
             return ()
         raise NotImplementedError(
-            f"{type(model).__name__} reads images, in a way that cp_fast does not have; it has {FAMILIES}. The text "
-            f"model inside alone can be prepared, prepare(model.{_LANGUAGE}, cp), and be called with "
-            "inputs_embeds=part['cp_batch'].shard(embeddings) in place of input_ids"
+            f"{type(model).__name__} reads images, in a way that cp_fast does not have; it has {FAMILIES}{_text(model)}"
         )
     where, holder = found
     kind = _kind(holder)
@@ -116,11 +114,24 @@ def vision_parts(model: nn.Module) -> tuple[str, ...]:
         )
     if kind is not None and kind.both_ways and getattr(config.get_text_config(), "use_bidirectional_attention", False):
         raise NotImplementedError(
-            "use_bidirectional_attention is True; cp_fast has images inside causal masks: set it to False, or prepare "
-            f"the text model alone, prepare(model.{_LANGUAGE}, cp)"
+            "use_bidirectional_attention is True; cp_fast has images inside causal masks: set it to False"
+            f"{_text(model)}"
         )
     names = [name for name, _ in holder.named_children() if name != _LANGUAGE]
     return tuple(f"{where}.{name}" if where else name for name in names)
+
+
+def _text(model: nn.Module) -> str:
+    """How the text model inside is prepared, as a sentence; "" where there is none."""
+    config: Any = model.config
+    text = config.get_text_config()
+    found = (where for where, m in model.named_modules() if where and getattr(m, "config", None) is text)
+    if text is config or (where := next(found, None)) is None:
+        return ""
+    return (
+        f". The text model inside can be tried alone, prepare(model.{where}, cp), and be called with inputs_embeds="
+        "part['cp_batch'].shard(embeddings) in place of input_ids, where its own masks are those of text"
+    )
 
 
 def _kind(module: nn.Module) -> Kind | None:

@@ -61,7 +61,7 @@ def shard_batch(
     try:
         edge = None if model is None else edge_of(model)
         images = images_of(batch, model, fill or ())
-        rows = positions_said(batch if images is None else images.rest, 0 if edge is None else edge.first_position)
+        rows = positions_said(batch if images is None else images.rest, 0 if edge is None else edge.numbering.first)
         places = None if images is None else images.placed(rows)
         labelled = edge is not None and edge.head is not None and isinstance(rows, Mapping) and "labels" in rows
         shifts = edge.labels_head(type(model).__name__).shifts if edge is not None and labelled else True

@@ -13,7 +13,8 @@ from torch import nn
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.dispatch.handles import outside_of_graphs
 from cp_fast.integrations.hugging_face.image_models import has_images, run_vision
-from cp_fast.integrations.hugging_face.slice_probe import Probe, give_longest, say_longest, takes_cache
+from cp_fast.integrations.hugging_face.long_positions import give_longest, say_longest
+from cp_fast.integrations.hugging_face.slice_probe import Numbering, Probe, takes_cache
 from cp_fast.integrations.hugging_face.task_head import Head, part_of_the_mean
 from cp_fast.integrations.hugging_face.token_mixers import NAME, refuse_adapters
 from cp_fast.integrations.token_batches import CpBatch
@@ -68,22 +69,24 @@ class Edge:
     Args:
         cp: the context that it was prepared with; a batch may have another.
         head: what the model makes of labels; None where it takes none; a text: why it can take none.
-        first_position: the number that the model gives to the first position of a sequence.
+        numbering: how the model numbers the positions of a sequence.
         caches: its calls have an argument `use_cache`.
         blocks: the names of the modules whose layers are checked (`mark_layers`).
         inner: the model is a part of the one that was prepared, and is called by it or by the user.
         pools: its logits are those of each sequence's last token, by its module `score`.
         images: it has a vision part, whose rows it puts in the place of tokens.
+        by_row: the name of a module that does another thing in each row of a batch.
     """
 
     cp: ContextParallel
     head: Head | str | None
-    first_position: int
+    numbering: Numbering
     caches: bool
     blocks: tuple[str, ...] = ()
     inner: bool = False
     pools: bool = False
     images: bool = False
+    by_row: str = ""
 
     def __deepcopy__(self, _: Any) -> Edge:
         return self
@@ -136,9 +139,32 @@ class Edge:
         given = ({"use_cache": False} if self.caches else {}) | given
         if self.pools:
             given.pop("margin", None)  # which trl's RewardTrainer hands on, and a model alone ignores
-        if self.first_position:
-            given["position_ids"] = given["position_ids"] + self.first_position
+        given["position_ids"] = self._numbered(sequences, given)
+        if sequences.mixes_rows:
+            self._refuse_by_row(model)
         return self._with_labels(name, sequences, given)
+
+    def _numbered(self, sequences: CpBatch, given: dict[str, Any]) -> torch.Tensor:
+        """The model's numbers of a slice's positions. A model that leaves out padding by its id does so in rows, and
+        reads the positions of a packed batch.
+        """
+        ids, positions = given.get("input_ids"), given["position_ids"]
+        if self.numbering.without is not None and ids is not None and sequences.qkv_format != "thd":
+            if torch.compiler.is_compiling():
+                return outside_of_graphs(_numbers, self.numbering, sequences, ids, positions)
+            return _numbers(self.numbering, sequences, ids, positions)
+        return positions + self.numbering.first if self.numbering.first else positions
+
+    def _refuse_by_row(self, model: nn.Module) -> None:
+        """Raise for what acts by row, where a slice's row has tokens of several rows."""
+        cure = "a row of a slice has tokens of several rows in layout 'balanced': take another layout, or packed rows"
+        if self.by_row:
+            raise NotImplementedError(f"{self.by_row} does another thing in each row of a batch; {cure}")
+        for where, module in model.named_modules():
+            for hook in module._forward_pre_hooks.values():
+                names = getattr(hook, "keywords", {}).get("adapter_names")  # which PEFT gives its layers
+                if len(set(names or ())) > 1:
+                    raise NotImplementedError(f"adapter_names gives {where} an adapter for each row; {cure}")
 
     def leave(self, model: nn.Module, call: ModelCall, out: Any) -> Any:
         """The model's outputs, with the loss where its edge has the labels.
@@ -201,6 +227,10 @@ class Edge:
         return rest | {"cp_batch": ModelCall(self, sequences, targets, count)}
 
 
+def _numbers(numbering: Numbering, sequences: CpBatch, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return sequences.shard(numbering.of(sequences.unshard(ids))).to(positions.dtype)
+
+
 def _check_mask(name: str, mask: torch.Tensor, sequences: CpBatch) -> None:
     """Raise unless a mask is the slice that says what cp_batch says already."""
     if not torch.equal(mask.cpu() != 0, sequences.documents >= 0):
@@ -236,11 +266,13 @@ def sequences_of(name: str, cp_batch: Any) -> CpBatch | Probe:
         TypeError: there are none.
     """
     sequences = cp_batch.sequences if isinstance(cp_batch, ModelCall) else cp_batch
-    if not isinstance(sequences, CpBatch | Probe):
-        raise TypeError(
-            f"{name} is given cp_batch={cp_batch!r}: call the model with what shard_batch returns; a model that does "
-            f"not hand its keywords on to its attention cannot be run under context parallelism; {ALONE}"
+    if sequences is None and Probe.now() is not None:
+        raise NotImplementedError(
+            f"{name} is not given cp_batch: its model does not hand its keywords on to its layers, which cannot know "
+            "the sequences of a batch"
         )
+    if not isinstance(sequences, CpBatch | Probe):
+        raise TypeError(f"{name} is given cp_batch={cp_batch!r}: call the model with what shard_batch returns; {ALONE}")
     return sequences
 
 

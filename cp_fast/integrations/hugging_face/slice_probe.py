@@ -1,15 +1,20 @@
 """Run a model a few times on a handful of tokens, with attention that passes each token on alone. If a token's outputs
 depend only on this token and its position, then only attention mixes tokens.
 
-Three runs: the whole sequence as a user calls the model; a rank's slice of it with the positions that `shard_batch`
-gives; and the whole with NaN in place of one token, which must reach no other. The special tokens of the configuration
-stand outside of the slice, so that a module which counts them, or looks for them, gives the slice other outputs.
+The runs: two whole rows, as a user calls the model; the same with NaN in place of one token, which must reach no other,
+and with numbers in the place of masks, which say what mask comes to each layer; two whole rows far from position 0, and
+a rank's slice of them with the positions that `shard_batch` gives, whose rows have tokens of both.
+
+The special tokens of the configuration stand outside of the slice, so that a module which counts them, or looks for
+them, gives the slice other outputs. Ids of padding are tokens like others, and stand before the slice and in it: a
+batch may have such a token where its mask says token.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,94 +23,109 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from cp_fast.integrations.hugging_face.built_masks import Said, Sides, refuse_own_mask
+from cp_fast.integrations.hugging_face.long_positions import CountFrom, far_position, give_longest, say_longest
 from cp_fast.integrations.hugging_face.token_mixers import token_axis
 
-__all__ = ["Probe", "Rows", "Seen", "at_rest", "give_longest", "look_over", "say_longest", "takes_cache"]
-
-# ---- the longest position of a batch
-#
-# Rotary embeddings whose frequencies depend on the longest position of a batch: rope_type "dynamic" and "longrope".
-#
-# transformers reads that position off the position_ids of the call, and a rank has those of a slice. So such an
-# embedding computes one position more over ranks, the longest of the whole batch, which is cut off again.
-
-
-_OF_ANY_LENGTH = {"default", "linear", "llama3", "proportional", "yarn"}  # rope_type
-
-
-def give_longest(model: nn.Module) -> None:
-    """Have the model's rotary embeddings take the position that `say_longest` says."""
-    found: list[Any] = [module for module in model.modules() if _kinds(module) - _OF_ANY_LENGTH]
-    for rotary in found:
-        if not hasattr(rotary, "_cp_fast_longest"):
-            rotary.register_forward_pre_hook(_append, with_kwargs=True)
-            rotary.register_forward_hook(_cut_off)
-        rotary._cp_fast_longest = None
-    model.__dict__["_cp_fast_rotaries"] = found
-
-
-def say_longest(model: nn.Module, longest: int | None, device: torch.device | None = None) -> None:
-    """Say the longest position of the batch of the next call; None: the call has the whole batch."""
-    for rotary in model.__dict__.get("_cp_fast_rotaries", ()):
-        rotary._cp_fast_longest = None if longest is None else torch.tensor([longest], device=device)
-
-
-def _kinds(module: nn.Module) -> set[str]:
-    """The rope_type of a rotary embedding, of each kind of layer; none of other modules."""
-    kinds: Any = getattr(module, "rope_type", None)
-    if isinstance(kinds, dict):
-        kinds = list(kinds.values())
-    return {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
-
-
-def _append(rotary: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    if rotary._cp_fast_longest is None:
-        return None
-    bound = inspect.signature(rotary.forward).bind(*by_place, **given)
-    positions = bound.arguments["position_ids"]  # [b, s/cp], or [axes, b, s/cp]
-    last = rotary._cp_fast_longest.to(positions.dtype).expand(*positions.shape[:-1], 1)
-    bound.arguments["position_ids"] = torch.cat([positions, last], dim=-1)
-    return bound.args, bound.kwargs
-
-
-def _cut_off(rotary: Any, _: Any, out: Any) -> Any:
-    """cos and sin, or one tensor of both: [..., s/cp + 1, d] -> [..., s/cp, d]."""
-    if rotary._cp_fast_longest is None:
-        return None
-    return tuple(x[..., :-1, :] for x in out) if isinstance(out, tuple) else out[..., :-1, :]
-
-
-# ---- the runs
-
+__all__ = ["Numbering", "Probe", "Rows", "Seen", "at_rest", "look_over", "takes_cache"]
 
 _SLICE = (1, 2, 6, 7, 9)  # A rank's tokens, behind the special ones: two chunks and one more.
+# Tokens of each row whose id is that of padding. A model that leaves them out shifts the slice's tokens by 1, 2 or 3:
+# no one shift is that of half of them.
+_PADDED = ((0, 3, 6), (0, 3))
 _POISONED = 5
 _LENGTHS = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 _UNNUMBERED = "{} takes no position_ids; it would number a slice's tokens from its own first"
+
+_running = threading.local()
 
 
 class Probe:
     """Replaces a batch's sequences: attention records its callers, and passes each token on alone."""
 
     def __init__(self) -> None:
-        self.callers: dict[nn.Module, bool] = {}  # Whether its attention is causal.
+        self.callers: dict[nn.Module, Said] = {}
         self.linear: set[nn.Module] = set()  # Linear layers and convolutions.
+        self.sides: dict[nn.Module, Sides] = {}  # Of the mask that has come to a layer.
+        self._masks: list[frozenset[Sides]] | None = None  # The sides of each mask that was given out in this run.
 
-    def attend(
-        self, module: nn.Module, causal: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    @staticmethod
+    def now() -> Probe | None:
+        """The one whose run this thread is in."""
+        return getattr(_running, "probe", None)
+
+    @contextmanager
+    def running(self, masks: bool = False) -> Iterator[None]:
+        """A run of the model; masks: whether it gets numbers in the place of masks."""
+        _running.probe, self._masks = self, [] if masks else None
+        try:
+            yield
+        finally:
+            _running.probe = self._masks = None
+
+    def mask(self, sides: frozenset[Sides], given: Mapping[str, Any]) -> torch.Tensor | None:
+        """A number in the place of a mask that the model builds, [b, 1, s, s]. given: the arguments that it builds it
+        of.
+        """
+        if self._masks is None:
+            return None
+        self._masks.append(sides)
+        shape = given["batch_size"], 1, given["q_length"], given["kv_length"]
+        how = {"dtype": given.get("dtype", torch.float32), "device": given.get("device")}
+        return torch.full(shape, float(len(self._masks)), **how)
+
+    def look_at_mask(self, module: nn.Module, said: Said, mask: Any) -> None:
+        """Compare what a layer says with the mask that has come to it."""
+        said = self.callers.setdefault(module, said)
+        if mask is None:
+            return
+        masks, name = self._masks or [], type(module).__name__
+        ours = isinstance(mask, torch.Tensor) and mask.is_floating_point() and mask.numel() > 0
+        number = float(mask.flatten()[0]) if ours else 0.0
+        if not 1 <= number <= len(masks) or not bool((mask == round(number)).all()):
+            refuse_own_mask(name, mask)
+        self.sides[module] = said.among(masks[round(number) - 1], name)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[b, h, s, d] -> [b, s, h, d_v]: v, scaled by its own token's q and k, which carry the position."""
-        self.callers[module] = causal
         g = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(g, dim=1) for x in (key, value))
         weight = torch.linspace(-1, 1, query.shape[-1], device=query.device, dtype=query.dtype)
-        q, k = (torch.nn.functional.normalize(x, dim=-1) @ weight for x in (query, key))
+        q, k = (nn.functional.normalize(x, dim=-1) @ weight + _size(x) for x in (query, key))
         return (value * (1 + torch.tanh(q + 2 * k))[..., None]).transpose(1, 2).contiguous()
+
+
+def _size(x: torch.Tensor) -> torch.Tensor:
+    """[..., d] -> [...], a small number that grows with the length of x."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide.norm(dim=-1).clamp(min=1e-6).log() / 8).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """How a model numbers positions.
+
+    Args:
+        first: the number of the first token of a sequence.
+        without: an id whose tokens it leaves out; they have the number before the first. None: it counts all.
+    """
+
+    first: int
+    without: int | None = None
+
+    def of(self, ids: torch.Tensor) -> torch.Tensor:
+        """The positions of whole rows: [b, s] -> [b, s].
+
+        >>> Numbering(2, without=1).of(torch.tensor([[7, 1, 8]])).tolist()
+        [[2, 1, 3]]
+        """
+        counted = torch.ones_like(ids) if self.without is None else (ids != self.without).to(ids.dtype)
+        return self.first + counted.cumsum(1) * counted - 1
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Token ids [1, t], with the places of a rank's slice, and of the token whose value becomes NaN."""
+    """Rows of token ids [b, t], with the places of a rank's slice, and of the token whose value becomes NaN."""
 
     ids: torch.Tensor
     kept: torch.Tensor
@@ -114,20 +134,24 @@ class Rows:
 
 @dataclass(frozen=True)
 class Seen:
-    """The probe's findings: the attention modules, the number of position 0, and the arguments of its calls.
+    """The probe's findings: the attention modules, the numbering, and the arguments of its calls.
 
     Attributes:
-        callers: whether each module's attention is causal.
+        callers: what each module says of its attention.
+        sides: of the masks that came to them, where the model builds some.
         linear: linear layers and convolutions.
         heard: all modules that were given cp_batch.
-        rows: the tokens of the whole.
+        by_row: the name of a module whose outputs depend on a token's row; "" for none.
+        rows: the tokens of the first whole row.
         arguments: of the call with the whole, without the tokens.
     """
 
-    callers: dict[nn.Module, bool]
+    callers: dict[nn.Module, Said]
+    sides: dict[nn.Module, Sides]
     linear: set[nn.Module]
     heard: set[nn.Module]
-    first_position: int
+    numbering: Numbering
+    by_row: str
     rows: Rows
     arguments: dict[str, Any] = field(repr=False)
 
@@ -145,8 +169,6 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
     """
     name = type(model).__name__
     positions = "position_ids" in inspect.signature(model.forward).parameters
-    if numbered and not positions and not covered:
-        raise NotImplementedError(_UNNUMBERED.format(name))
     rows, probe = _rows(model, next(model.parameters()).device), Probe()
     given: dict[str, Any] = {"cp_batch": probe, **({"use_cache": False} if takes_cache(model) else {})}
     heard: set[nn.Module] = set()
@@ -156,6 +178,8 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
                 lambda m, _, named: heard.add(m) if named.get("cp_batch") is probe else None, with_kwargs=True
             )
             stack.callback(hook.remove)
+        stack.enter_context(probe.running())
+        counting = stack.enter_context(CountFrom(0, rows.ids.shape[1]))
         whole = _outputs(model(input_ids=rows.ids, **given))
     for where, module in covered.items():
         if module not in probe.linear:
@@ -167,11 +191,14 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
     if numbered and not positions and probe.callers:
         raise NotImplementedError(_UNNUMBERED.format(name))
     _refuse_pooling(model, rows, given, whole)
-    _refuse_mixing(model, rows, given)
-    first = _first_position(model, rows, given, whole)
-    places = torch.arange(rows.ids.shape[1], device=rows.ids.device)[None]
-    given["position_ids"] = first + places
-    return Seen(probe.callers, probe.linear, heard, first, rows, given)
+    with probe.running(masks=True):
+        _refuse_mixing(model, rows, given)
+    numbering, by_row = _numbering(model, rows, given, whole)
+    if counting.used and numbered:
+        _refuse_counting(model, rows, given, numbering, whole)
+    rows = Rows(rows.ids[:1], rows.kept, rows.poisoned)
+    given["position_ids"] = numbering.of(rows.ids)
+    return Seen(probe.callers, probe.sides, probe.linear, heard, numbering, by_row, rows, given)
 
 
 def _own_configuration(model: nn.Module) -> str:
@@ -209,8 +236,8 @@ def at_rest(model: nn.Module) -> Iterator[None]:
 def _rows(model: nn.Module, device: torch.device) -> Rows:
     """Token ids whose number is not a size of any weight, so that an axis of tokens is recognised by its size.
 
-    Special tokens come first, where all others see them, and padding, which may not be told from a token by the model,
-    last but one: models number the tokens behind it in another way.
+    Special tokens come first, where all others see them. Padding, which may not be told from a token by the model,
+    stands last but one too: models number the tokens behind it in another way.
     """
     top: Any = model.config
     text = top.get_text_config()
@@ -223,11 +250,14 @@ def _rows(model: nn.Module, device: torch.device) -> Rows:
     sizes |= {value for value in entries.values() if isinstance(value, int)}
     tokens = next(n for n in _LENGTHS if n not in sizes and n >= len(special) + _LENGTHS[0])
     plain = [token for token in range(min(text.vocab_size, 200 + len(known))) if token not in known]
-    ids = special + [plain[(7 * i + 3) % len(plain)] for i in range(tokens - len(special))]
+    first = len(special)
+    ids = [special + [plain[(7 * i + 3 + 4 * row) % len(plain)] for i in range(tokens - first)] for row in range(2)]
     if padding is not None and 0 <= padding < text.vocab_size:
-        ids[-2] = padding
-    kept = torch.tensor([len(special) + i for i in _SLICE], device=device)
-    return Rows(torch.tensor([ids], device=device), kept, len(special) + _POISONED)
+        for row, places in zip(ids, _PADDED, strict=True):
+            for place in (*(first + place for place in places), -2):
+                row[place] = padding
+    kept = torch.tensor([first + i for i in _SLICE], device=device)
+    return Rows(torch.tensor(ids, device=device), kept, first + _POISONED)
 
 
 def _outputs(out: Any) -> dict[str, torch.Tensor]:
@@ -288,41 +318,96 @@ def _refuse_mixing(model: nn.Module, rows: Rows, given: dict[str, Any]) -> None:
         raise NotImplementedError(f"{where} mixes tokens without attention; a rank would do so on its slice")
 
 
-def _first_position(model: nn.Module, rows: Rows, given: dict[str, Any], whole: dict[str, torch.Tensor]) -> int:
-    """The number of the first position that makes a slice's outputs those of the whole sequence.
+def _numbering(
+    model: nn.Module, rows: Rows, given: dict[str, Any], whole: dict[str, torch.Tensor]
+) -> tuple[Numbering, str]:
+    """The numbering that makes a slice's outputs those of the whole rows, and the name of the first module whose
+    outputs are others where a slice's row has tokens of several rows, "" for none.
 
     Raises:
         NotImplementedError: there is none; the error names the first module whose outputs differ.
     """
-    firsts = list(dict.fromkeys((0, 1 + (getattr(model.config, "pad_token_id", None) or 0))))
+    padding = getattr(cast(Any, model).config.get_text_config(), "pad_token_id", None)
+    known = [Numbering(0)]
+    known += [] if padding is None else [Numbering(1 + padding), Numbering(1 + padding, padding)]
     give_longest(model)
     say_longest(model, rows.ids.shape[1] - 1, rows.ids.device)
     try:
-        for first in firsts:
-            if not _differ(whole, _outputs(model(**_slice(rows, first), **given)), rows):
-                return first
-        whole = _outputs_of_modules(model, {"input_ids": rows.ids, **given})
-        parts = [_outputs_of_modules(model, {**_slice(rows, first), **given}) for first in firsts]
+        for mixed in (True, False):
+            for numbering in known:
+                part = _outputs(model(**_slice(rows, numbering, mixed), **given))
+                if not _differ(whole, part, rows, mixed):
+                    return numbering, "" if mixed else _first_to_differ(model, rows, given, [numbering], True)
+        where = _first_to_differ(model, rows, given, known, False)
     finally:
         say_longest(model, None)
-    where = max((_differ(whole, part, rows)[0] for part in parts), key=list(whole).index).partition(" ")[0]
     raise NotImplementedError(
-        f"{_named(model, where)} gives a slice of tokens with their position_ids other outputs than the whole; it "
-        "takes positions, or counts tokens, from elsewhere"
+        f"{where} gives a slice of tokens with their position_ids other outputs than the whole; it takes positions, or "
+        "counts tokens, from elsewhere"
     )
 
 
-def _slice(rows: Rows, first: int) -> dict[str, torch.Tensor]:
-    return {"input_ids": rows.ids[:, rows.kept], "position_ids": first + rows.kept[None]}
+def _first_to_differ(model: nn.Module, rows: Rows, given: dict[str, Any], known: list[Numbering], mixed: bool) -> str:
+    """The first module whose outputs of a slice are not those of the whole: of all numberings, the one that comes
+    furthest.
+    """
+    whole = _outputs_of_modules(model, {"input_ids": rows.ids, **given})
+    parts = [_outputs_of_modules(model, {**_slice(rows, numbering, mixed), **given}) for numbering in known]
+    odd = [(_differ(whole, part, rows, mixed) or [" "])[0] for part in parts]
+    where = max(odd, key=lambda name: list(whole).index(name) if name in whole else len(whole))
+    return _named(model, where.partition(" ")[0])
 
 
-def _differ(whole: dict[str, torch.Tensor], part: dict[str, torch.Tensor], rows: Rows) -> list[str]:
+def _refuse_counting(
+    model: nn.Module, rows: Rows, given: dict[str, Any], numbering: Numbering, near: dict[str, torch.Tensor]
+) -> None:
+    """Raise for a model whose slices are right near position 0, and not far from it. near: the outputs of the whole
+    near position 0; a model that has the same ones takes its positions from a table.
+    """
+    tokens = rows.ids.shape[1]
+    if (far := far_position(model, tokens + numbering.first)) <= 0:
+        return
+    with CountFrom(far, tokens):
+        whole = _outputs(model(input_ids=rows.ids, **given))
+    numbering = Numbering(far + numbering.first, numbering.without)
+    part = _outputs(model(**_slice(rows, numbering, False), **given))
+    if not _differ(whole, part, rows, False) or all(_near(x, whole[name]) for name, x in near.items()):
+        return
+    with CountFrom(far, tokens):
+        each = _outputs_of_modules(model, {"input_ids": rows.ids, **given})
+    parts = _outputs_of_modules(model, {**_slice(rows, numbering, False), **given})
+    where = (_differ(each, parts, rows, False) or [" "])[0].partition(" ")[0]
+    tuned = getattr(cast(Any, model).config.get_text_config(), "attn_temperature_tuning", False)
+    cure = "; set attn_temperature_tuning to False in its configuration" if tuned else ""
+    raise NotImplementedError(
+        f"{_named(model, where)} counts a slice's tokens from 0 in place of reading position_ids, which changes its "
+        f"outputs far from position 0 (seen from {far} on){cure}"
+    )
+
+
+def _slice(rows: Rows, numbering: Numbering, mixed: bool) -> dict[str, torch.Tensor]:
+    positions = numbering.of(rows.ids)
+    return {name: _taken(x, rows, 1, mixed) for name, x in (("input_ids", rows.ids), ("position_ids", positions))}
+
+
+def _taken(x: torch.Tensor, rows: Rows, axis: int, mixed: bool) -> torch.Tensor:
+    """The slice of a tensor of the whole rows. mixed: the rows change places, and each token's neighbour in the other
+    row is another, as in slices of layout "balanced".
+    """
+    x = x.index_select(axis, rows.kept)
+    if not mixed or axis == 0 or x.shape[axis - 1] > 2:
+        return x
+    first, second = (x.select(axis - 1, row % x.shape[axis - 1]) for row in range(2))
+    return torch.stack([second, first.roll(1, axis - 1)], axis - 1)
+
+
+def _differ(whole: dict[str, torch.Tensor], part: dict[str, torch.Tensor], rows: Rows, mixed: bool) -> list[str]:
     """The outputs with a row a token whose rows of the slice are others than those of the whole."""
     axes = {name: token_axis(x, rows.ids.shape[1]) for name, x in whole.items()}
     return [
         name
         for name, axis in axes.items()
-        if axis is not None and not _near(whole[name].index_select(axis, rows.kept), part.get(name, whole[name]))
+        if axis is not None and not _near(_taken(whole[name], rows, axis, mixed), part.get(name, whole[name]))
     ]
 
 
@@ -340,7 +425,9 @@ def _outputs_of_modules(model: nn.Module, given: dict[str, Any]) -> dict[str, to
 
 def _near(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether most tokens are equal up to rounding. A rounded router may choose another expert for a few."""
-    if x.shape != y.shape:
+    try:
+        x, y = torch.broadcast_tensors(x, y)  # positions that the model makes are of all rows
+    except RuntimeError:
         return False
     tolerance = 1e-3 if torch.finfo(x.dtype).bits >= 32 else 5e-2
     x, y = (z.double().flatten(0, -2) for z in (x, y))

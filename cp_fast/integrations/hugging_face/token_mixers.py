@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["LAYERS", "NAME", "refuse_adapters", "refuse_by_name", "refuse_caches", "token_axis"]
+__all__ = ["LAYERS", "NAME", "refuse_adapters", "refuse_by_name", "refuse_caches", "refuse_kind", "token_axis"]
 
 NAME = "cp_fast"  # of the attention implementation
 # One argument: transformers 5.24 calls it cache.
@@ -30,6 +31,9 @@ _MIXING = (
     nn.Fold,
     nn.Upsample,
 )
+_ELSEWHERE = {"indexed_attention", "linear_attention", "conv", "hybrid"}  # that it has in some models
+_BY_ROW = (nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)  # of [b, s, d] they drop whole rows
+_DROPPED = ("p", "drop_prob", "drop_path_rate")  # how likely
 _OF_EXPERTS = ("expert_capacity", "capacity_factor", "expert_capacity_factor")  # who is dropped depends on other tokens
 _ADAPTERS = {  # kinds of PEFT's, in addition to prompt learning
     **dict.fromkeys(("ADAPTION_PROMPT", "XLORA", "CARTRIDGE", "SHADOW"), "adds tokens or attention to"),
@@ -59,14 +63,25 @@ def refuse_by_name(
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise NotImplementedError(f"{name} reads {model.main_input_name}; cp_fast spreads input_ids")
     for config in {id(c): c for c in (top, top.get_text_config())}.values():
-        _refuse_entries(config, (*LAYERS, *more, *(_WITH_MIXERS if covered else ())))
+        _refuse_entries(config, (*LAYERS, *more, *(_WITH_MIXERS if covered else ())), name)
     for where, module in model.named_modules():
         mixes = isinstance(module, _MIXING) and not _of_one_token(module) and where.rpartition(".")[0] not in covered
         if mixes and not any(f"{where}.".startswith(f"{part}.") for part in whole):
             raise NotImplementedError(
                 f"{where} ({_kind(model, where)}) mixes tokens; cp_fast has only attention over ranks"
             )
-    absent = [n for n, w in model.named_parameters() if w.is_meta or w.numel() == 0]
+        by_row = isinstance(module, _BY_ROW) or re.search("DropPath|StochasticDepth", type(module).__name__)
+        likely = next((x for x in (getattr(module, entry, None) for entry in _DROPPED) if x), 0) if by_row else 0
+        if likely and not any(f"{where}.".startswith(f"{part}.") for part in whole):
+            raise NotImplementedError(
+                f"{where} ({_kind(model, where)}) drops whole rows in training, with probability {likely}; each rank "
+                "would drop rows of its own choice, so it must be 0"
+            )
+    # Sharded weights are [0] while they are elsewhere; a linear layer may have none, [n, 0], and a bias of such.
+    none = {where for where, m in model.named_modules() if any(w.dim() > 1 and not w.numel() for w in _own(m))}
+    absent = [
+        n for n, w in model.named_parameters() if w.is_meta or (w.shape == (0,) and n.rpartition(".")[0] not in none)
+    ]
     if absent:
         raise ValueError(
             f"{absent[0]} has no values yet; prepare runs the model once, so call it when weights are loaded"
@@ -98,10 +113,22 @@ def refuse_caches(name: str, named: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_entries(config: Any, layers: tuple[str, ...]) -> None:
+def refuse_kind(entry: str, kind: str, name: str) -> None:
+    """Raise NotImplementedError for a kind of layers. entry: of the configuration; name: of the model or the layer."""
+    has = " and ".join(LAYERS)
+    if kind in _ELSEWHERE:
+        has = f"such layers in other models, not those of {name} (docs/how_to/hybrid.md)"
+    raise NotImplementedError(f"{entry} is {kind!r}; cp_fast has {has}")
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return [*module.parameters(recurse=False)]
+
+
+def _refuse_entries(config: Any, layers: tuple[str, ...], name: str) -> None:
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in layers:
-            raise NotImplementedError(f"layer_types[{layer}] is {kind!r}; cp_fast has {' and '.join(LAYERS)}")
+            refuse_kind(f"layer_types[{layer}]", kind, name)
     if getattr(config, "output_router_logits", False):
         raise NotImplementedError(
             "output_router_logits is True; the router's auxiliary loss is not a sum over tokens, and each rank would "

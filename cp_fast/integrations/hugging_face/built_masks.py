@@ -1,0 +1,150 @@
+"""The masks that a model of transformers builds, and what its layers say of them.
+
+A layer says whether it is causal and how wide its window is. Its model builds a mask too, from its configuration.
+FlashAttention follows the layer, eager attention the mask, and SDPA the mask where it is no plain one. They may say
+different things, and then transformers computes different things.
+
+So `prepare` looks at both. In one of its runs the model is given numbers in the place of masks, which say in each layer
+which mask has come to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Said", "Sides", "refuse_own_mask", "sides_of"]
+
+Sides = tuple[int, int]  # how many tokens a query sees to its left and to its right, without itself; -1: all
+_CAUSAL: Sides = (-1, 0)
+_FULL: Sides = (-1, -1)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a layer says of its attention.
+
+    Args:
+        causal: whether a query sees no later key.
+        size: of its window, which counts the query itself; None: it has none.
+    """
+
+    causal: bool
+    size: int | None
+
+    @property
+    def sides(self) -> Sides:
+        """As FlashAttention reads it."""
+        left = -1 if self.size is None else self.size - 1
+        return left, 0 if self.causal else left
+
+    def among(self, built: frozenset[Sides], name: str) -> Sides:
+        """The sides that the layer has under a mask that its model has built. name: of the layer, for the error.
+
+        transformers builds windows of two sides with `size` tokens on each, and its FlashAttention takes one less: it
+        is the mask that counts, as in eager attention and SDPA.
+
+        Raises:
+            NotImplementedError: the mask is another one.
+
+        >>> Said(False, 8).among(frozenset({(8, 8)}), "layer"), Said(True, 8).among(frozenset({(7, 0)}), "layer")
+        ((8, 8), (7, 0))
+        """
+        if self.sides in built:
+            return self.sides
+        if not self.causal and self.size is not None and built == {(self.size, self.size)}:
+            return self.size, self.size
+        window = "" if self.size is None else f" with a window of {self.size}"
+        cure = f"set model.config.is_causal to {self.causal} too"
+        if not self.causal:
+            cure += ", or make the layers causal (use_bidirectional_attention=False)"
+        raise NotImplementedError(
+            f"{name} says is_causal={self.causal}{window}, and its model builds a mask {_words(built)}. transformers' "
+            "own paths differ: eager attention follows the mask, FlashAttention the layer, SDPA one or the other. Make "
+            f"both alike before prepare: {cure}"
+        )
+
+
+def sides_of(mask_function: Callable[..., Any], length: Any, window: int | None) -> frozenset[Sides]:
+    """The sides that a function of transformers.masking_utils may have, tried near 0, `length` and `window`.
+
+    Documents are left out: transformers joins functions, a mask and whether two tokens have one document. It takes the
+    positions of a slice for those of several documents, and `cp_batch` knows better. A function that holds tensors is
+    tried inside of `length`, where several sides may fit.
+
+    Returns:
+        Nothing where it is no mask of sides.
+
+    >>> sides_of(lambda batch, head, q, kv: (kv <= q) & (kv > q - 4), 6, 4)
+    frozenset({(3, 0)})
+    >>> sides_of(lambda batch, head, q, kv: (kv <= q) | (kv < 2), 6, None)
+    frozenset()
+    """
+    function = _without_documents(mask_function)
+    if function is None or not isinstance(length, int) or length < 1:
+        return frozenset()
+    near = {0, 1, 2, length // 2, length - 1}
+    candidates = {_CAUSAL, _FULL}
+    if window is not None:
+        near |= {window - 1, window, window + 1, 2 * window}
+        candidates |= {(left, right) for left in (window - 1, window) for right in (0, left)}
+    last = length - 1 if _holds_tensors(function) else max(near)
+    rows = torch.tensor(sorted(row for row in near if 0 <= row <= last), device="cpu")
+    zero = torch.tensor(0, device="cpu")
+    distance = rows[:, None] - rows[None]
+    seen = torch.as_tensor(function(zero, zero, rows[:, None], rows[None])).cpu().expand_as(distance)
+    return frozenset(sides for sides in candidates if torch.equal(seen, _visible(distance, sides)))
+
+
+def refuse_own_mask(name: str, mask: Any) -> None:
+    """Raise NotImplementedError for a mask that a model makes itself; name: what it reaches."""
+    shape = f"{list(mask.shape)} " if isinstance(mask, torch.Tensor) else ""
+    raise NotImplementedError(
+        f"the model makes an attention mask {shape}of its own, which comes to {name}; cp_fast has the causal masks, "
+        "windows and full attention of transformers.masking_utils, and documents and padding from shard_batch"
+    )
+
+
+def _visible(distance: torch.Tensor, sides: Sides) -> torch.Tensor:
+    """Whether a query sees a key this far to its left, or to its right where it is negative."""
+    left, right = sides
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    seen = seen if left < 0 else seen & (distance <= left)
+    return seen if right < 0 else seen & (-distance <= right)
+
+
+def _without_documents(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What stands inside of the functions that tell documents apart; None where several things do."""
+    while _name(function).startswith(("and_masks", "remap_positions_for_packed", "add_offsets")):
+        parts = _parts(function)
+        inside = [part for part in parts if not _name(part).startswith("packed_sequence_mask_function")]
+        if len(inside) != 1:  # a window is such a pair
+            return None if len(inside) < len(parts) else function
+        [function] = inside
+    return function
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", "")
+
+
+def _parts(function: Callable[..., Any]) -> list[Any]:
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    parts = [part for one in held for part in (one if isinstance(one, tuple) else [one])]
+    return [part for part in parts if callable(part) and not isinstance(part, torch.Tensor)]
+
+
+def _holds_tensors(function: Callable[..., Any]) -> bool:
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return any(isinstance(x, torch.Tensor) and x.dim() > 0 for x in held) or any(map(_holds_tensors, _parts(function)))
+
+
+def _words(built: frozenset[Sides]) -> str:
+    if not built:
+        return "that is neither causal, nor a window, nor full attention"
+    left, right = min(built)
+    kind = "that is causal" if right == 0 else "of both sides"
+    return kind if left < 0 else f"{kind}, with {left} tokens on {'the left' if right == 0 else 'each side'}"
