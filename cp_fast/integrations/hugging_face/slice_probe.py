@@ -337,25 +337,14 @@ def _numbering(
             for numbering in known:
                 part = _outputs(model(**_slice(rows, numbering, mixed), **given))
                 if not _differ(whole, part, rows, mixed):
-                    return numbering, "" if mixed else _first_to_differ(model, rows, given, [numbering], True)
-        where = _first_to_differ(model, rows, given, known, False)
+                    return numbering, "" if mixed else _first_to_differ(model, rows, given, [numbering], mixed=True)
+        where = _first_to_differ(model, rows, given, known)
     finally:
         say_longest(model, None)
     raise NotImplementedError(
         f"{where} gives a slice of tokens with their position_ids other outputs than the whole; it takes positions, or "
         "counts tokens, from elsewhere"
     )
-
-
-def _first_to_differ(model: nn.Module, rows: Rows, given: dict[str, Any], known: list[Numbering], mixed: bool) -> str:
-    """The first module whose outputs of a slice are not those of the whole: of all numberings, the one that comes
-    furthest.
-    """
-    whole = _outputs_of_modules(model, {"input_ids": rows.ids, **given})
-    parts = [_outputs_of_modules(model, {**_slice(rows, numbering, mixed), **given}) for numbering in known]
-    odd = [(_differ(whole, part, rows, mixed) or [" "])[0] for part in parts]
-    where = max(odd, key=lambda name: list(whole).index(name) if name in whole else len(whole))
-    return _named(model, where.partition(" ")[0])
 
 
 def _refuse_counting(
@@ -370,19 +359,31 @@ def _refuse_counting(
     with CountFrom(far, tokens):
         whole = _outputs(model(input_ids=rows.ids, **given))
     numbering = Numbering(far + numbering.first, numbering.without)
-    part = _outputs(model(**_slice(rows, numbering, False), **given))
-    if not _differ(whole, part, rows, False) or all(_near(x, whole[name]) for name, x in near.items()):
+    part = _outputs(model(**_slice(rows, numbering, mixed=False), **given))
+    if not _differ(whole, part, rows, mixed=False) or all(_near(x, whole[name]) for name, x in near.items()):
         return
-    with CountFrom(far, tokens):
-        each = _outputs_of_modules(model, {"input_ids": rows.ids, **given})
-    parts = _outputs_of_modules(model, {**_slice(rows, numbering, False), **given})
-    where = (_differ(each, parts, rows, False) or [" "])[0].partition(" ")[0]
     tuned = getattr(cast(Any, model).config.get_text_config(), "attn_temperature_tuning", False)
     cure = "; set attn_temperature_tuning to False in its configuration" if tuned else ""
     raise NotImplementedError(
-        f"{_named(model, where)} counts a slice's tokens from 0 in place of reading position_ids, which changes its "
-        f"outputs far from position 0 (seen from {far} on){cure}"
+        f"{_first_to_differ(model, rows, given, [numbering], far=far)} counts a slice's tokens from 0 in place of "
+        f"reading position_ids, which changes its outputs far from position 0 (seen from {far} on){cure}"
     )
+
+
+def _first_to_differ(
+    model: nn.Module, rows: Rows, given: dict[str, Any], known: list[Numbering], *, mixed: bool = False, far: int = 0
+) -> str:
+    """The first module whose outputs of a slice are not those of the whole, by the numbering that comes furthest; of a
+    module inside of attention, the attention.
+    """
+    with CountFrom(far, rows.ids.shape[1]):
+        whole = _outputs_of_modules(model, {"input_ids": rows.ids, **given})
+    order = [name for name, x in whole.items() if token_axis(x, rows.ids.shape[1]) is not None]
+    parts = [_outputs_of_modules(model, {**_slice(rows, numbering, mixed), **given}) for numbering in known]
+    odd = [(_differ(whole, part, rows, mixed) or order[-1:])[0] for part in parts]
+    where = max(odd, key=order.index).partition(" ")[0]
+    outer = where.rpartition(".")[0]
+    return _named(model, outer if model.get_submodule(outer) in given["cp_batch"].callers else where)
 
 
 def _slice(rows: Rows, numbering: Numbering, mixed: bool) -> dict[str, torch.Tensor]:
