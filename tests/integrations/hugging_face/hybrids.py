@@ -64,7 +64,7 @@ REFUSED_HYBRIDS: dict[str, tuple[dict[str, Any], str]] = {
     "MiniMaxForCausalLM": (EXPERTS | LAYERS, r"layer_types\[0\] is 'linear_attention'"),
     "RecurrentGemmaForCausalLM": ({"lru_width": 32}, r"layer_types\[0\] is 'linear_attention'"),
     "ZayaForCausalLM": ({}, r"layer_types\[0\] is 'hybrid'"),
-    "xLSTMForCausalLM": ({}, "takes no position_ids"),
+    "xLSTMForCausalLM": ({}, "never calls its attention by transformers' AttentionInterface"),
     "RwkvForCausalLM": ({"attention_hidden_size": 32}, r"time_shift \(ZeroPad2d of RwkvSelfAttention\) mixes tokens"),
 }
 
