@@ -229,19 +229,17 @@ def refuse_masks(
     if attention_mask is not None and not (isinstance(attention_mask, torch.Tensor) and bool(attention_mask.all())):
         refuse_own_mask("cp_fast", attention_mask)
     joined = given.get("use_vmap") or "or_mask" in mask_function.__qualname__
-    probe = Probe.now()
-    sides = frozenset[tuple[int, int]]()
-    if joined or probe is not None:
-        sides = sides_of(mask_function, given.get("q_length"), given.get("local_size"))
+    probe, sequences = Probe.now(), sequences_as_mask()
+    if not joined and probe is None:
+        return sequences
+    sides = sides_of(mask_function, given.get("q_length"), given.get("local_size"))
     if joined and not any(right for _, right in sides):
         raise NotImplementedError(
             f"mask_function is {mask_function.__qualname__}; cp_fast has causal masks and windows"
         )
-    if (sequences := sequences_as_mask()) is not None:
-        if probe is not None:
-            Said(True, None).among(sides, "a layer with ALiBi")
-        return sequences
-    return None if probe is None else probe.mask(sides, given)
+    if sequences is not None and probe is not None:
+        Said(True, None).among(sides, "attention with ALiBi")
+    return probe.mask(sides, given) if sequences is None and probe is not None else sequences
 
 
 def _size(module: torch.nn.Module, sliding_window: Any) -> int | None:

@@ -187,6 +187,22 @@ def prompted() -> str:
     return said(lambda: accelerator._prepare_cp(peft.get_peft_model(tiny("LlamaForCausalLM"), config)))
 
 
+def of_rows() -> str:
+    """An adapter for each row, where a row of a slice has tokens of several rows."""
+    peft = importlib.import_module("peft")
+    accelerator: Any = Stand()
+    ours.use(accelerator, layout="balanced")
+    model = peft.get_peft_model(tiny("LlamaForCausalLM"), peft.LoraConfig(target_modules=["q_proj"])).eval()
+    accelerator._prepare_cp(model)
+    return said(lambda: run(accelerator, lambda **x: model(**x, adapter_names=["default", "__base__"]), batch()))
+
+
+def test_an_adapter_for_each_row_is_refused(two: Processes) -> None:
+    pytest.importorskip("peft", reason="needs peft: pip install '.[test-integrations]'")
+    for found in two.run(of_rows):
+        assert re.match("NotImplementedError: adapter_names gives .*q_proj an adapter for each row", found), found
+
+
 def test_adapters_that_add_tokens_are_refused_at_once(two: Processes) -> None:
     pytest.importorskip("peft", reason="needs peft: pip install '.[test-integrations]'")
     for found in two.run(prompted):
@@ -415,13 +431,15 @@ def test_the_number_of_labels_is_not_rounded_to_bfloat16(two: Processes) -> None
 
 
 def of_other_heads() -> list[float]:
-    """Losses of a masked language model, and of packed rows with labels that are not shifted."""
+    """Masked language models, one with positions by ids and an id of padding inside; packed rows with own labels."""
     found: list[float] = []
-    for name in ("BertForMaskedLM", "LlamaForCausalLM"):
+    for name in ("BertForMaskedLM", "RobertaForMaskedLM", "LlamaForCausalLM"):
         accelerator, model = switched(name)
         alone = tiny(name).eval()
         labels = IDS.clone() if name != "LlamaForCausalLM" else IDS[:1].clone()
         given = {"input_ids": labels.clone(), "labels": labels}
+        if name == "RobertaForMaskedLM":
+            given["input_ids"][0, 3] = 0
         if len(labels) == 1:
             given["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
             parts = [{"input_ids": x, "labels": x} for x in labels.split([3, 5], 1)]
@@ -438,7 +456,7 @@ def of_other_heads() -> list[float]:
 
 def test_labels_of_other_heads_and_of_documents(two: Processes) -> None:
     for found in two.run(of_other_heads):
-        assert found == pytest.approx([0.0, 0.0], abs=1e-5), found
+        assert found == pytest.approx([0.0, 0.0, 0.0], abs=1e-5), found
 
 
 # ---- what they may change

@@ -111,6 +111,12 @@ def test_windows_of_two_sides_are_those_of_the_masks_that_models_build(name: str
             changed(**part)
 
 
+def test_attention_with_alibi_is_causal() -> None:
+    model = tiny("BloomForCausalLM")
+    model.config.is_causal = False
+    assert "attention with ALiBi says is_causal=True, and its model builds a mask of both sides" in refused(model)
+
+
 @pytest.mark.parametrize("name", ["GemmaForCausalLM", "Gemma2ForCausalLM", "MistralForCausalLM"])
 def test_a_layer_and_a_mask_that_say_different_things(name: str) -> None:
     """Gemma's layers see both sides by use_bidirectional_attention, and its model builds a causal mask."""
