@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["LAYERS", "NAME", "refuse_adapters", "refuse_by_name", "refuse_caches", "token_axis"]
+__all__ = ["LAYERS", "NAME", "refuse_adapters", "refuse_by_name", "refuse_caches", "refuse_switches", "token_axis"]
 
 NAME = "cp_fast"  # of the attention implementation
 # One argument: transformers 5.24 calls it cache.
@@ -35,6 +35,11 @@ _ADAPTERS = {  # kinds of PEFT's, in addition to prompt learning
     **dict.fromkeys(("ADAPTION_PROMPT", "XLORA", "CARTRIDGE", "SHADOW"), "adds tokens or attention to"),
     "LILY": "averages its routers over",
 }
+_SWITCHES = {  # of a configuration and of calls
+    "output_router_logits": "a router's auxiliary loss is not a sum over tokens, and each rank would compute that of "
+    "its slice. Set it to False; a loss of your own may take the routers' logits from hooks on them",
+    "output_attentions": "attention over ranks makes no matrix of weights. Set it to False",
+}
 _INVOKED = "alora_invocation_tokens"
 _OF_LAYERS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")  # how likely a layer is skipped in training
 
@@ -58,6 +63,7 @@ def refuse_by_name(
         raise NotImplementedError(f"{name} has an encoder and a decoder; cp_fast spreads the tokens of one sequence")
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise NotImplementedError(f"{name} reads {model.main_input_name}; cp_fast spreads input_ids")
+    refuse_switches({}, top)
     for config in {id(c): c for c in (top, top.get_text_config())}.values():
         _refuse_entries(config, (*LAYERS, *more, *(_WITH_MIXERS if covered else ())))
     for where, module in model.named_modules():
@@ -98,15 +104,26 @@ def refuse_caches(name: str, named: Mapping[str, Any]) -> None:
             )
 
 
+def refuse_switches(given: Mapping[str, Any], config: Any) -> None:
+    """Raise NotImplementedError for what a call may ask for, or the model's configuration for all calls, and what is
+    wrong for a slice. The configuration may have changed since `prepare`.
+    """
+    for switch, why in _SWITCHES.items():
+        places = {"the call": given.get(switch)}
+        if places["the call"] is None:
+            places = {
+                "model.config": getattr(config, switch, None),
+                "the text model's config": getattr(config.get_text_config(), switch, None),
+            }
+        for place, value in places.items():
+            if value:
+                raise NotImplementedError(f"{switch} is {value} in {place}, which cp_fast does not support: {why}")
+
+
 def _refuse_entries(config: Any, layers: tuple[str, ...]) -> None:
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in layers:
             raise NotImplementedError(f"layer_types[{layer}] is {kind!r}; cp_fast has {' and '.join(LAYERS)}")
-    if getattr(config, "output_router_logits", False):
-        raise NotImplementedError(
-            "output_router_logits is True; the router's auxiliary loss is not a sum over tokens, and each rank would "
-            "compute that of its slice"
-        )
     for entry in _OF_EXPERTS:
         if getattr(config, entry, None):
             raise NotImplementedError(
