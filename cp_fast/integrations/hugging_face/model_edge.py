@@ -208,7 +208,7 @@ class Edge:
         odd = [argument for argument in odd if argument not in _KNOWN and argument not in self.more]
         if odd:
             raise NotImplementedError(
-                f"{name} is given {odd[0]}, which cp_fast does not know over ranks: a model may compute a loss from it, "
+                f"{name} is given {odd[0]}, which cp_fast does not know over ranks: a model may compute a loss of it, "
                 "or read it by rows and places of the whole batch. Leave it away, and compute what it is for from the "
                 'outputs, which part["cp_batch"].unshard(...) makes whole'
             )

@@ -93,8 +93,8 @@ class PooledCall:
             return read
         if ids is None:
             raise ValueError(
-                f"{self.model} is given inputs_embeds, and so reads each row at its end, which is padding in row {odd}; "
-                "give it input_ids, or rows without padding"
+                f"{self.model} is given inputs_embeds, and so reads each row at its end, which is padding in row "
+                f"{odd}; give it input_ids, or rows without padding"
             )
         how = "config.pad_token_id is None" if padding is None else f"id that is not config.pad_token_id ({padding})"
         raise ValueError(

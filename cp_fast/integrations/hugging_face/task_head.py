@@ -219,7 +219,8 @@ class SpanCall:
         count, length = self.sequences.whole_shape
         there = (rows >= 0)[..., None]
         low = logits.detach().masked_fill(~there, -torch.inf).flatten(0, 1)
-        most = low.new_full((count + 1, 2), -torch.inf).index_reduce(0, rows.flatten() % (count + 1), low, "amax")
+        row_of = (rows.flatten() % (count + 1))[:, None].expand_as(low)
+        most = low.new_full((count + 1, 2), -torch.inf).scatter_reduce(0, row_of, low, "amax")
         most = all_reduce_max(self.sequences.cp.comm, most[:count])  # of each row: exp of what is above it overflows
         above = logits - most[rows.clamp(min=0)]
         targets = torch.tensor(self.targets, device=logits.device).T  # [b, 2]

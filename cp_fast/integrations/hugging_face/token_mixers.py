@@ -100,7 +100,8 @@ def refuse_caches(name: str, named: Mapping[str, Any]) -> None:
     for cache in _CACHES:
         if named.get(cache) is not None:
             raise NotImplementedError(
-                f"{cache} is given to {name}; a cache is not supported, so call with use_cache=False"
+                f"{cache} is given to {name}; a cache is not supported, so call with use_cache=False, and without "
+                "adapters that add keys (prefix tuning)"
             )
 
 
