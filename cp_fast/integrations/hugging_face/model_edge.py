@@ -17,6 +17,7 @@ from cp_fast.integrations.hugging_face.pooled_head import PooledCall, Pooling
 from cp_fast.integrations.hugging_face.slice_probe import Probe, give_longest, say_longest, takes_cache
 from cp_fast.integrations.hugging_face.task_head import SPANS, Head, LogitsTransform, SpanCall, part_of_the_mean
 from cp_fast.integrations.hugging_face.token_mixers import NAME, refuse_adapters, refuse_caches, refuse_switches
+from cp_fast.integrations.shared.drop_in import words_for
 from cp_fast.integrations.token_batches import CpBatch
 
 __all__ = [
@@ -204,14 +205,14 @@ class Edge:
 
     def _refuse_unknown(self, name: str, given: Mapping[str, Any]) -> None:
         refuse_caches(name, given)
-        odd = [argument for argument, x in given.items() if x is not None and x is not False]
-        odd = [argument for argument in odd if argument not in _KNOWN and argument not in self.more]
-        if odd:
-            raise NotImplementedError(
-                f"{name} is given {odd[0]}, which cp_fast does not know over ranks: a model may compute a loss of it, "
-                "or read it by rows and places of the whole batch. Leave it away, and compute what it is for from the "
-                'outputs, which part["cp_batch"].unshard(...) makes whole'
-            )
+        for argument, x in given.items():
+            if argument not in _KNOWN and argument not in self.more and x is not None and x is not False:
+                raise NotImplementedError(
+                    f"{argument} is {words_for(x)}, which cp_fast does not know in a call of {name} over ranks: it may be "
+                    "what the model computes a loss of, or be read by rows and places of the whole batch. Give it to "
+                    "shard_batch if that has it; if not, leave it away, and compute what it is for from the outputs: "
+                    'part["cp_batch"].unshard(...) makes them whole'
+                )
 
     def _with_labels(self, name: str, sequences: CpBatch, given: dict[str, Any]) -> dict[str, Any]:
         labels, shifted = given.get("labels"), given.get("shift_labels")

@@ -34,6 +34,7 @@ _OF_EXPERTS = ("expert_capacity", "capacity_factor", "expert_capacity_factor")  
 _ADAPTERS = {  # kinds of PEFT's, in addition to prompt learning
     **dict.fromkeys(("ADAPTION_PROMPT", "XLORA", "CARTRIDGE", "SHADOW"), "adds tokens or attention to"),
     "LILY": "averages its routers over",
+    "POLY": "draws the skills of each row at random, once for",
 }
 _SWITCHES = {  # of a configuration and of calls
     "output_router_logits": "a router's auxiliary loss is not a sum over tokens, and each rank would compute that of "
@@ -69,8 +70,11 @@ def refuse_by_name(
     for where, module in model.named_modules():
         mixes = isinstance(module, _MIXING) and not _of_one_token(module) and where.rpartition(".")[0] not in covered
         if mixes and not any(f"{where}.".startswith(f"{part}.") for part in whole):
+            above = [model.get_submodule(where.rsplit(".", n)[0]) for n in (1, 2) if where.count(".") >= n]
+            copied = any(hasattr(one, "modules_to_save") and hasattr(one, "original_module") for one in above)
+            cure = ". PEFT's modules_to_save copies it: call prepare before, and add such adapters after it"
             raise NotImplementedError(
-                f"{where} ({_kind(model, where)}) mixes tokens; cp_fast has only attention over ranks"
+                f"{where} ({_kind(model, where)}) mixes tokens; cp_fast has only attention over ranks{cure * copied}"
             )
     absent = [n for n, w in model.named_parameters() if w.is_meta or w.numel() == 0]
     if absent:

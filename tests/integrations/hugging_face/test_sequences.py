@@ -222,39 +222,6 @@ def test_changed_logits_are_refused_whatever_the_labels_are(when: str) -> None:
     SimGroup(2).run(one)
 
 
-@pytest.mark.parametrize("layout", ["dual_chunk", "balanced"])
-@pytest.mark.parametrize(
-    ("kind", "sizes"), [("LlamaConfig", {}), ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4})]
-)
-def test_a_classifier_reads_each_rows_last_token(kind: str, sizes: dict[str, Any], layout: Any) -> None:
-    torch.manual_seed(0)
-    config = getattr(transformers, kind)(**SIZES | sizes, num_labels=3, bos_token_id=1, eos_token_id=1)
-    whole = transformers.AutoModelForSequenceClassification.from_config(config).double().eval()
-    lengths, targets = torch.tensor([13, 7, 4]), torch.tensor([0, 2, 1])
-    mask = (torch.arange(13) < lengths[:, None]).long()
-    ids = torch.randint(1, 50, (3, 13)) * mask
-    alone = copy.deepcopy(whole)
-    expected = alone(input_ids=ids, attention_mask=mask).logits
-    F.cross_entropy(expected, targets).backward()
-
-    def one(member: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-        context = cp_fast.ContextParallel(member, layout=layout)
-        model = ours.prepare(copy.deepcopy(whole), context)
-        part = ours.shard_batch({"input_ids": ids, "attention_mask": mask}, cp=context, model=model)
-        logits = model(**part).logits
-        (F.cross_entropy(logits, targets) / context.size).backward()
-        with pytest.raises(NotImplementedError, match=r"labels are one for each sequence.*Leave labels away"):
-            ours.shard_batch({"input_ids": ids, "labels": ids}, cp=context, model=model)
-        return logits.detach(), {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
-
-    found = SimGroup(3).run(one)
-    for logits, _ in found:
-        torch.testing.assert_close(logits, expected.detach())
-    for n, weight in alone.named_parameters():
-        if weight.grad is not None:
-            torch.testing.assert_close(sum(grads[n] for _, grads in found), weight.grad)
-
-
 @pytest.mark.parametrize("both_sides", [True, False])
 def test_full_attention_and_windows_made_of_causal_masks(both_sides: bool) -> None:
     """EmbeddingGemma's backbone sees both sides, and halves its windows; Gemma 3's is causal."""
