@@ -452,7 +452,7 @@ def of_whole_rows() -> list[float]:
         with torch.set_grad_enabled(graded):
             ids = {"input_ids": IDS.clone()}
             with accelerator.maybe_context_parallel(buffers=[*ids.values()], buffer_seq_dims=[1]):
-                found.append(float(model(**ids, **spans).loss - expected))
+                found.append(float((model(**ids, **spans).loss - expected).detach()))
     accelerator, model = switched("LlamaForSequenceClassification")
     alone = tiny("LlamaForSequenceClassification").eval()
     given = {"input_ids": IDS.clone(), "attention_mask": MASK.clone()}
