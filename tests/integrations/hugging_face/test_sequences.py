@@ -370,6 +370,7 @@ def test_adapters_that_add_tokens_or_mix_them_are_refused(when: str) -> None:
         "ADAPTION_PROMPT, which adds": ("AdaptionPromptConfig", {"adapter_len": 3, "adapter_layers": 1}),
         "alora_invocation_tokens, which it": ("LoraConfig", {**of_linear, "alora_invocation_tokens": called}),
         "LILY, which averages its routers": ("LilyConfig", of_linear),
+        "POLY, which draws the skills of each row": ("PolyConfig", of_linear),
     }
 
     def one(member: Any) -> None:
@@ -387,6 +388,7 @@ def test_adapters_that_add_tokens_or_mix_them_are_refused(when: str) -> None:
             with expected:
                 ours.shard_batch(batch, cp=context, model=model)
             part = ours.shard_batch(batch, cp=context)
+            part |= {"task_ids": torch.zeros(1, dtype=torch.long)} if kind == "PolyConfig" else {}
             with pytest.raises((NotImplementedError, ValueError, TypeError), match=r"adapter|around it by its hooks"):
                 model(**part)
 
