@@ -208,8 +208,8 @@ class Edge:
         for argument, x in given.items():
             if argument not in _KNOWN and argument not in self.more and x is not None and x is not False:
                 raise NotImplementedError(
-                    f"{argument} is {words_for(x)}, which cp_fast does not know in a call of {name} over ranks: it may be "
-                    "what the model computes a loss of, or be read by rows and places of the whole batch. Give it to "
+                    f"{argument} is {words_for(x)}, which cp_fast does not know in calls of {name} over ranks: it may "
+                    "be what the model computes a loss of, or read by rows and places of the whole batch. Give it to "
                     "shard_batch if that has it; if not, leave it away, and compute what it is for from the outputs: "
                     'part["cp_batch"].unshard(...) makes them whole'
                 )
