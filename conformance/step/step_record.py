@@ -223,7 +223,7 @@ class Look(TorchFunctionMode):
 
     def record(self) -> dict[str, Any]:
         """Everything that was seen, on the CPU."""
-        losses = [_closed(loss) for loss in self._losses]
+        losses = [_closed(loss) for loss in self._losses if loss["graded"] or not self._graded]
         seen = {"modules": self._modules, "losses": losses, "calls": self._calls, "shares": self._shares}
         seen |= {"mixing": self._mixing, "masks": self._masks, "terms": self._terms}
         return seen | {"parts": sorted(self._parts), "offsets": sorted(self._offsets), "forwards": self._forward + 1}
@@ -266,9 +266,16 @@ class Look(TorchFunctionMode):
         box: dict[str, Any] = {"counted": (target != ignored).cpu(), "how": given.get("reduction", "mean")}
         if out.requires_grad:
             out.register_hook(partial(_keep, box))
-        count = sum(loss["forward"] == max(self._forward, 0) for loss in self._losses)
-        shown = {"count": count, "forward": max(self._forward, 0), "targets": target.cpu(), "box": box}
-        self._losses.append(shown | {"each": each.double().cpu()})
+        shown = {"forward": max(self._forward, 0), "graded": torch.is_grad_enabled()}
+        count = sum(all(loss[name] == shown[name] for name in shown) for loss in self._losses)
+        self._losses.append(shown | {"count": count, "targets": target.cpu(), "box": box, "each": each.double().cpu()})
+
+    @property
+    def _graded(self) -> bool:
+        """Whether losses were computed with gradients. Then those without do not count, as where a Trainer that the
+        step makes calls `prepare`.
+        """
+        return any(loss["graded"] for loss in self._losses)
 
     def _now(self) -> int:
         self._moment += 1

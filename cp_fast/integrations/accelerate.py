@@ -171,7 +171,7 @@ class _Switch:
         """Before the hooks of FSDP, which would round the number of labels to a narrow dtype, and behind them."""
         for model in self.waiting:
             model.register_forward_pre_hook(self._enter_model, with_kwargs=True, prepend=True)
-            model.register_forward_hook(self._leave_model)
+            model.register_forward_hook(self._leave_model, with_kwargs=True)
         self.waiting.clear()
 
     def _enter_model(self, model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any:
@@ -196,17 +196,21 @@ class _Switch:
             whole[0, (batch.sequences.cu_seqlens[1:] - 1).long().to(whole.device)] = -100
         return batch.sequences.shard(whole, -100)
 
-    def _leave_model(self, model: Any, _: tuple[Any, ...], out: Any) -> Any:
-        """Without gradients a loss is the batch's, the same on all ranks: accelerate leaves ranks out of the means of
-        an evaluation whose last batch is short.
+    def _leave_model(self, model: Any, _: tuple[Any, ...], given: dict[str, Any], out: Any) -> Any:
+        """The mean of all ranks' losses is that of the batch. Without gradients a loss is the batch's, the same on all
+        ranks: accelerate leaves ranks out of the means of an evaluation whose last batch is short.
         """
-        if self.batch is None or torch.is_grad_enabled():
+        if self.batch is None:
             return out
-        self.evaluated = None if edge_of(model).pools else self.batch
+        call, evaluated = given.get("cp_batch"), not torch.is_grad_enabled()
+        if evaluated:
+            self.evaluated = None if edge_of(model).pools else self.batch
         loss = out.get("loss") if isinstance(out, Mapping) else out[0]
         if loss is None or loss.dim():
             return out
-        return with_output(out, "loss", all_reduce_sum(self.cp.comm, loss) / self.cp.size)
+        if isinstance(call, ModelCall) and call.spans is not None:  # a rank's part, and all parts are equal
+            return with_output(out, "loss", loss * self.cp.size)
+        return with_output(out, "loss", all_reduce_sum(self.cp.comm, loss) / self.cp.size) if evaluated else out
 
     # ---- the buffers
 

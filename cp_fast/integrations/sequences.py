@@ -11,31 +11,27 @@ DPO (Rafailov et al. 2023), KTO (Ethayarajh et al. 2024) and GRPO (Shao et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cp_fast.integrations.hugging_face.model_edge import edge_of
+from cp_fast.integrations.hugging_face.task_head import MARKS, LogitsTransform, calling
 from cp_fast.integrations.shared.drop_in import check_floats
 from cp_fast.integrations.token_batches import CpBatch
 from cp_ref.contract.collectives import together
 from cp_ref.contract.tensors import wide_dtype
-from cp_ref.schedules.values import kind_of
+from cp_ref.schedules.values import kind_of, read_number
 
-__all__ = ["sequence_sum", "token_log_probs"]
+__all__ = ["sequence_sum", "token_log_probs", "token_log_probs_and_entropy"]
 
 _IGNORED = -100
 _CHUNK_BYTES = 2**29  # Of one chunk's logits and their gradients.
 _COPIES = 5  # A logit and its gradient take this many float32 numbers.
-# Entries of configurations. Models multiply logits by them, to this power.
-_SCALES = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1}
-_OF_MODELS = {"hyperclovax": {"logits_scaling": 1}}  # By model_type. Granite's entry of this name divides.
-_CAP = "final_logit_softcapping"
-_MARK = -64.0  # It follows each log-probability, and shows how a model changes its logits.
+_COPIES_WITH_ENTROPY = 8
 
 
 def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
@@ -81,7 +77,7 @@ def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
     return sequences.sum_over(read(), values)
 
 
-def token_log_probs(model: torch.nn.Module, part: Mapping[str, Any]) -> torch.Tensor:
+def token_log_probs(model: torch.nn.Module, part: Mapping[str, Any], *, temperature: float = 1.0) -> torch.Tensor:
     """The log-probability that a causal language model gives to the label of each of this rank's tokens.
 
     The model's head computes a few hundred tokens at a time, and again in the backward pass. So logits of all tokens
@@ -91,17 +87,48 @@ def token_log_probs(model: torch.nn.Module, part: Mapping[str, Any]) -> torch.Te
     Args:
         model: that `prepare` has prepared, also inside DDP, FSDP or PEFT.
         part: what `shard_batch` returned for a batch with labels, without entries that the model does not take.
+        temperature: what the model's logits are divided by before the softmax, as where the tokens were sampled.
 
     Returns:
         float32 [b, s/cp] (float64 of a float64 model): at each token the log-probability of its `shift_labels`, the
-        token behind it; 0 where that is -100.
+        token behind it; 0 where that is -100. Differentiable.
 
     Raises:
         TypeError, ValueError: the part has no labels; the model has no head that gives logits of a vocabulary; a
-        wrapper rounds the model's outputs (`output_dtype` of FSDP's MixedPrecisionPolicy).
-        NotImplementedError: the model changes logits in a way that is not known here; its name is in the error.
+        wrapper rounds the model's outputs (`output_dtype` of FSDP's MixedPrecisionPolicy); a temperature that is not a
+        positive number.
+        NotImplementedError: the model changes logits otherwise than by a scale and a cap, or than it did at `prepare`;
+        its name is in the error.
     """
+    return _of_labels(model, part, temperature, entropy=False)[0]
+
+
+def token_log_probs_and_entropy(
+    model: torch.nn.Module, part: Mapping[str, Any], *, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`token_log_probs`, and the entropy of the distribution that each label is drawn from, in one pass.
+
+    Args:
+        model, part, temperature: as of `token_log_probs`.
+
+    Returns:
+        Two of float32 [b, s/cp] (float64 of a float64 model), both 0 where the label is -100: the log-probabilities,
+        and the entropies in nats, -sum(p * log(p)) over the vocabulary, of the logits divided by the temperature. Both
+        are differentiable. Chunks are smaller than those of `token_log_probs`, in the same memory.
+
+    Raises:
+        As `token_log_probs`.
+    """
+    found = _of_labels(model, part, temperature, entropy=True)
+    return found[0], found[1]
+
+
+def _of_labels(
+    model: torch.nn.Module, part: Mapping[str, Any], temperature: float, *, entropy: bool
+) -> tuple[torch.Tensor, ...]:
+    """The log-probability of each token's label and, where asked for, the entropy: one or two of [b, s/cp]."""
     _sequences(part)
+    divisor = read_number("temperature", temperature, positive=True)
     targets = part.get("shift_labels")
     if targets is None:
         raise ValueError("part has no shift_labels; give shard_batch a batch with labels, -100 where nothing counts")
@@ -110,74 +137,79 @@ def token_log_probs(model: torch.nn.Module, part: Mapping[str, Any]) -> torch.Te
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if head is None:
         raise TypeError(f"{type(inner).__name__} has no output embeddings, so it gives no logits of a vocabulary")
+    transform, cure = edge_of(inner).transform, "compute log-probabilities from model(**part).logits"
+    if isinstance(transform, str):
+        raise NotImplementedError(f"{transform}; {cure}")
     given = {n: x for n, x in part.items() if n not in ("labels", "shift_labels", "num_items_in_batch")}
-    with _log_probs_for_logits(inner, head, targets) as (factor, seen):
+    kept: list[torch.Tensor] = []
+    with calling(head, _chunked(head, targets, transform, divisor, entropy, kept)):
         out = model(**given)
-    logits = out["logits"] if isinstance(out, Mapping) else out[0]
-    if not seen or logits.shape != (*targets.shape, 2):
+    marks = out["logits"] if isinstance(out, Mapping) else out[0]
+    if len(kept) != 1 or marks.shape != (*targets.shape, len(MARKS)):
         raise NotImplementedError(
             f"{type(inner).__name__} does not call its output embeddings ({type(head).__name__}) on each token once; "
-            "compute log-probabilities from model(**part).logits"
+            f"{cure}"
         )
-    if logits.dtype != wide_dtype(logits.dtype):
+    if marks.dtype != wide_dtype(marks.dtype):
         raise TypeError(
-            f"the model's outputs are {logits.dtype}, which would round log-probabilities; give FSDP's "
+            f"the model's outputs are {marks.dtype}, which would round log-probabilities; give FSDP's "
             "MixedPrecisionPolicy no output_dtype, or torch.float32"
         )
-    found, marks = logits.unbind(-1)
-    rounding = 4 * torch.finfo(logits.dtype).eps
-    if not torch.allclose(marks.detach(), torch.full_like(marks, _MARK * factor), rtol=rounding, atol=0):
+    if not transform.gives(marks):
         raise NotImplementedError(
-            f"{type(inner).__name__} changes logits behind its output embeddings in a way that token_log_probs does "
-            "not know; compute log-probabilities from model(**part).logits"
+            f"{type(inner).__name__} changes logits behind its output embeddings otherwise than when it was prepared; "
+            f"call prepare(model, cp) again, or {cure}"
         )
-    return found / factor
+    found: torch.Tensor = cast(Any, _Behind).apply(kept[0], marks)
+    return found.unbind(-1)
 
 
-@contextmanager
-def _log_probs_for_logits(inner: Any, head: Any, targets: torch.Tensor) -> Iterator[tuple[float, list[None]]]:
-    """Have a model's head return log-probabilities in place of logits, each with a mark: [b, s/cp, 2].
-
-    Yields:
-        What the model multiplies its head's results by afterwards, and a list with an entry for each call of the head.
+def _chunked(
+    head: Any, targets: torch.Tensor, transform: LogitsTransform, temperature: float, entropy: bool, kept: list[Any]
+) -> Callable[..., torch.Tensor]:
+    """A forward for a model's head. It keeps what is asked for, [b, s/cp, 1 or 2], and returns `MARKS` for each token,
+    which show what the model does to logits.
     """
-    config = getattr(inner.config, "get_text_config", lambda: inner.config)()
-    scales = _SCALES | _OF_MODELS.get(config.model_type, {})
-    powers = [(getattr(config, name, None), power) for name, power in scales.items()]
-    factor = 1.0
-    for value, power in powers:
-        factor *= 1.0 if value is None else float(value) ** power
-    cap, seen, forward = getattr(config, _CAP, None), list[None](), head.forward
+    forward, copies = head.forward, _COPIES_WITH_ENTROPY if entropy else _COPIES
 
     def of_tokens(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = forward(hidden)
-        logits = logits.to(wide_dtype(logits.dtype)) * factor
-        logits = logits if cap is None else cap * torch.tanh(logits / cap)
-        return -F.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="none")
+        logits = transform(logits.to(wide_dtype(logits.dtype)))
+        logits = logits if temperature == 1 else logits / temperature
+        if not entropy:
+            return -F.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="none")[:, None]
+        logs = logits.log_softmax(-1)
+        found = logs.gather(-1, labels.clamp(min=0)[:, None]), -(logs.exp() * logs).sum(-1, keepdim=True)
+        return torch.cat(found, dim=-1).masked_fill((labels == _IGNORED)[:, None], 0)
 
-    def log_probs(hidden: torch.Tensor) -> torch.Tensor:
+    def chunks(hidden: torch.Tensor) -> torch.Tensor:
         if hidden.shape[:-1] != targets.shape:
             raise ValueError(f"the head is given {list(hidden.shape[:-1])} tokens; labels are {list(targets.shape)}")
-        chunk = max(1, _CHUNK_BYTES // (4 * _COPIES * head.weight.shape[0]))
+        chunk = max(1, _CHUNK_BYTES // (4 * copies * head.weight.shape[0]))
         pieces = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().to(hidden.device).split(chunk), strict=True)
         how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        found = torch.cat([checkpoint(of_tokens, x, labels, **how) for x, labels in pieces]).view(targets.shape)
-        seen.append(None)
-        return torch.stack([found, torch.full_like(found, _MARK)], dim=-1)
+        found = torch.cat([checkpoint(of_tokens, x, labels, **how) for x, labels in pieces])
+        kept.append(found.unflatten(0, targets.shape))
+        marks = torch.tensor(MARKS, dtype=found.dtype, device=found.device).expand(*targets.shape, -1)
+        return cast(Any, _Behind).apply(marks, kept[-1])
 
-    had = vars(head).get("forward")
-    head.forward = log_probs
-    if cap is not None:
-        setattr(config, _CAP, None)
-    try:
-        yield factor, seen
-    finally:
-        if had is None:
-            del head.forward
-        else:
-            head.forward = had
-        if cap is not None:
-            setattr(config, _CAP, cap)
+    return chunks
+
+
+class _Behind(torch.autograd.Function):
+    """The first of two tensors. The backward pass also goes through the other one, with zeros, before what made it: so
+    the hooks that a wrapper has on a model's outputs run first, as always.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        ctx.other = other.shape, other.dtype, other.device
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        shape, dtype, device = ctx.other
+        return grad, torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _sequences(part: Any) -> CpBatch:

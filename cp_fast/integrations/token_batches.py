@@ -130,9 +130,39 @@ class CpBatch:
         """The values of each sequence's last token, on all ranks: [b, s/cp, n] -> [documents or rows, n]; 0 for a
         sequence without tokens. Collective; gradients are those of `cp_fast.integrations.sequences.sequence_sum`.
         """
+        return self.sum_over(self.last_tokens(), x)
+
+    def last_tokens(self) -> torch.Tensor:
+        """int64 [b, s/cp] on the CPU: the number of the sequence whose last token this is, -1 for other tokens."""
         whole = self._known_rows.documents.clone()
         whole[:, :-1].masked_fill_(whole[:, :-1] == whole[:, 1:], -1)
-        return self.sum_over(self.shard(whole, -1), x)
+        return self.shard(whole, -1)
+
+    def rightmost(self, wanted: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        """Each sequence's rightmost slot of those that are wanted, its first one where none is. Collective.
+
+        Args:
+            wanted: bool [b, s/cp], on the CPU; a row's padding is asked too.
+
+        Returns:
+            int64 [b, s/cp] on the CPU: the number of the sequence whose slot this is, -1 for other slots and for those
+            of sequences without tokens. And the first sequence that has tokens, and whose slot is padding.
+        """
+        numbers, documents = self._numbers, self.documents
+        of = documents if self._known_rows.packed else self.places[0]
+        lengths = self._known_rows.cu_seqlens.diff()
+        # Further right is more. What is not wanted is less than all that is. An odd number is that of a token.
+        keys = 2 * torch.where(wanted, numbers, -numbers) + (documents >= 0)
+
+        def mine() -> list[int]:
+            least = torch.full((len(lengths) + 1,), torch.iinfo(torch.int64).min, device="cpu")
+            return least.scatter_reduce(0, of.flatten() % len(least), keys.flatten(), "amax")[:-1].tolist()
+
+        most = together([self.cp.comm], mine, lambda everyone: [max(each) for each in zip(*everyone, strict=True)])
+        chosen = torch.tensor([*most, 0], device="cpu")[of]
+        read = of.where((keys == chosen) & (documents >= 0), -1)
+        odd = [number for number, key in enumerate(most) if key % 2 == 0 and lengths[number] > 0]
+        return read, odd[0] if odd else None
 
     def sum_over(self, documents: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The sums of x [b, s/cp, ...] over the tokens of each number in documents [b, s/cp], -1 for none of them, on
@@ -157,6 +187,25 @@ class CpBatch:
         padding.
         """
         return self.shard(self._known_rows.documents, -1)
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Of the batch's input_ids, [b, s]."""
+        return self._known_rows.ids.shape
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether rows of the batch have padding."""
+        return bool((self._known_rows.documents < 0).any())
+
+    @property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two of int64 [b, s/cp] on the CPU: the row of the batch that each token lies in, and its place there; -1 and
+        0 for tokens that the cut has added.
+        """
+        numbers, length = self._numbers, self.whole_shape[1]
+        added = numbers == 0
+        return ((numbers - 1) // length).masked_fill(added, -1), ((numbers - 1) % length).masked_fill(added, 0)
 
     @property
     def _known_rows(self) -> TokenRows:

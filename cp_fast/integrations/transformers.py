@@ -41,8 +41,9 @@ from cp_fast.integrations.hugging_face.model_edge import (
     sequences_of,
     take_off,
 )
+from cp_fast.integrations.hugging_face.pooled_head import pooling_of
 from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over, takes_cache
-from cp_fast.integrations.hugging_face.task_head import head_of, pools_last_tokens
+from cp_fast.integrations.hugging_face.task_head import head_of, spans_of, transform_of
 from cp_fast.integrations.hugging_face.token_mixers import LAYERS, NAME, refuse_adapters, refuse_by_name, refuse_kind
 from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.token_batches import CpBatch
@@ -86,11 +87,11 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     switch: Any = getattr(model, "set_attn_implementation", None)
     if switch is None:
         raise TypeError(f"model is a {type(model).__name__}; prepare takes a model of transformers")
-    with at_rest(model):
-        pools = pools_last_tokens(model)
     covered, whole = linear_mixers(model), vision_parts(model)
     refuse_by_name(model, covered, whole, (INDEXED,) if choosers(model) else ())
     register()
+    with at_rest(model):
+        pools = pooling_of(model)
     config: Any = model.config
     before: Any = config._attn_implementation
     mine: Any = NAME
@@ -109,6 +110,9 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         with at_rest(model):
             seen = look_over(cast(Any, model).base_model if pools else model, covered, numbered=not alibi)
             head = _POOLED.format(type(model).__name__) if pools else head_of(model, seen)
+            found: dict[str, Any] = {"pools": pools}
+            if not pools:
+                found |= {"spans": spans_of(model, seen), "transform": transform_of(model, seen)}
     except BaseException as error:
         switch(before)
         take_back(model)
@@ -122,7 +126,8 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         module.__dict__["_cp_fast_causal"] = said.causal
         module.__dict__["_cp_fast_sides"] = said.size, seen.sides.get(module, said.sides)
     blocks = mark_layers(model, {*seen.callers, *seen.linear}, seen.heard)
-    put_around(model, Edge(cp, head, seen.numbering, takes_cache(model), blocks, pools=pools, by_row=seen.by_row))
+    found["by_row"] = seen.by_row
+    put_around(model, Edge(cp, head, seen.numbering, takes_cache(model), blocks, **found))
     return model
 
 

@@ -27,6 +27,7 @@ from cp_ref.schedules.values import kind_of
 __all__ = [
     "ImageBatch",
     "ImagePlaces",
+    "arguments_of_images",
     "has_images",
     "images_of",
     "is_whole",
@@ -158,6 +159,13 @@ def is_whole(module: nn.Module) -> bool:
 def has_images(module: nn.Module) -> bool:
     """Whether a module has a vision part and a language model."""
     return _kind(module) is not None
+
+
+def arguments_of_images(model: nn.Module) -> frozenset[str]:
+    """The arguments of a call that belong to the vision part in a model; `run_vision` reads or refuses each of them."""
+    kinds = [kind for kind in map(_kind, model.modules()) if kind is not None]
+    named = [{*kind.pixels.values(), *kind.beside.values(), *kind.settings, kind.types} for kind in kinds]
+    return frozenset({_GIVEN}.union(*named)) if kinds else frozenset()
 
 
 # ---- a batch

@@ -12,6 +12,7 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations import token_batches
 from cp_fast.integrations.hugging_face.image_models import images_of
 from cp_fast.integrations.hugging_face.model_edge import edge_of
+from cp_fast.integrations.hugging_face.task_head import SPANS
 from cp_fast.integrations.shared.token_rows import wide_integers
 from cp_ref.contract.collectives import collective
 from cp_ref.schedules.values import check_tensor, read_count, read_lengths
@@ -40,6 +41,7 @@ def shard_batch(
                 `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` returns it.
             attention_mask [b, s]: 1 for tokens, 0 for padding behind them.
             labels [b, s]: as the model takes them alone, -100 where nothing is to be learnt, as on padding.
+            start_positions, end_positions [b]: the spans of question answering, as places in rows; they stay whole.
             pixel_values, pixel_values_videos, image_grid_thw, video_grid_thw, image_sizes, second_per_grid_ts: images
                 and videos, as the processor returns them, with mm_token_type_ids or token_type_ids [b, s]; needs model.
             position_ids [3, b, s], or [4, 1, t] of a packed row, whose first axis says the documents: of M-RoPE.
@@ -68,10 +70,11 @@ def shard_batch(
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         token_batches.raise_on_all_ranks({"cp": cp, "over": over}, error)
     how: dict[str, Any] = {"cp": cp, "pad_token_id": pad_token_id, "shift_labels": shifts, "over": over, "fill": fill}
+    spans = [name for name in SPANS if isinstance(rows, Mapping) and name in rows]
     if images is None or places is None:
-        return token_batches.shard_batch(rows, **how)
+        return token_batches.shard_batch(rows, **how, whole=spans)
     whole = images.whole(places)
-    return images.cut(places, token_batches.shard_batch({**rows, **whole}, **how, whole=list(whole)))
+    return images.cut(places, token_batches.shard_batch({**rows, **whole}, **how, whole=[*spans, *whole]))
 
 
 def positions_said(batch: Any, first: int) -> Any:

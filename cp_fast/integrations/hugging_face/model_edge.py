@@ -12,11 +12,13 @@ from torch import nn
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.dispatch.handles import outside_of_graphs
-from cp_fast.integrations.hugging_face.image_models import has_images, run_vision
+from cp_fast.integrations.hugging_face.image_models import arguments_of_images, has_images, run_vision
 from cp_fast.integrations.hugging_face.long_positions import give_longest, say_longest
+from cp_fast.integrations.hugging_face.pooled_head import PooledCall, Pooling
 from cp_fast.integrations.hugging_face.slice_probe import Numbering, Probe, takes_cache
-from cp_fast.integrations.hugging_face.task_head import Head, part_of_the_mean
-from cp_fast.integrations.hugging_face.token_mixers import NAME, refuse_adapters
+from cp_fast.integrations.hugging_face.task_head import SPANS, Head, LogitsTransform, SpanCall, part_of_the_mean
+from cp_fast.integrations.hugging_face.token_mixers import NAME, refuse_adapters, refuse_caches, refuse_switches
+from cp_fast.integrations.shared.drop_in import words_for
 from cp_fast.integrations.token_batches import CpBatch
 
 __all__ = [
@@ -39,6 +41,11 @@ SILENT = {  # Keywords that models pass on and that do not change attention or l
     *("position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels", "labels", "logits_to_keep"),
     *("output_hidden_states", "output_router_logits", "return_dict", "position_embeddings", "past_key_values"),
 }
+_KNOWN = {  # Arguments of a call that the edge checks, or that a model takes token by token.
+    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "cp_batch", "use_cache"),
+    *("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "output_hidden_states", "return_dict"),
+    *("output_router_logits", "output_attentions", "fused_lm_head"),
+}
 ALONE = 'for generate() and for whole sequences call model.set_attn_implementation("sdpa") first'
 
 
@@ -51,12 +58,15 @@ class ModelCall:
         edge: of the model that was called.
         sequences: of the batch.
         targets, count: where the edge computes the loss: the targets, and how many all ranks have.
+        pooled, spans: of a head that pools the logits of tokens, and of one whose labels are spans.
     """
 
     def __init__(
         self, edge: Edge, sequences: CpBatch, targets: torch.Tensor | None = None, count: torch.Tensor | None = None
     ) -> None:
         self.edge, self.sequences, self.targets, self.count = edge, sequences, targets, count
+        self.pooled: PooledCall | None = None
+        self.spans: SpanCall | None = None
 
     def __deepcopy__(self, _: Any) -> ModelCall:
         return self
@@ -73,9 +83,12 @@ class Edge:
         caches: its calls have an argument `use_cache`.
         blocks: the names of the modules whose layers are checked (`mark_layers`).
         inner: the model is a part of the one that was prepared, and is called by it or by the user.
-        pools: its logits are those of each sequence's last token, by its module `score`.
+        pools: how its logits are those of one token of each sequence; None where they are of all tokens.
+        spans: it computes a loss of start_positions and end_positions.
+        transform: what it does to the numbers of its output embeddings; a text: why that is not known.
         images: it has a vision part, whose rows it puts in the place of tokens.
         by_row: the name of a module that does another thing in each row of a batch.
+        more: arguments of its calls that only models like this one take, and that are checked there.
     """
 
     cp: ContextParallel
@@ -84,9 +97,12 @@ class Edge:
     caches: bool
     blocks: tuple[str, ...] = ()
     inner: bool = False
-    pools: bool = False
+    pools: Pooling | None = None
+    spans: bool = False
+    transform: LogitsTransform | str = "it has no logits of tokens"
     images: bool = False
     by_row: str = ""
+    more: frozenset[str] = frozenset()
 
     def __deepcopy__(self, _: Any) -> Edge:
         return self
@@ -119,11 +135,7 @@ class Edge:
                     f"{name} is given {argument} {list(x.shape)}, and a cp_batch of [b, s/cp] = {list(shape)}: call it "
                     "with all that one shard_batch returned, and without adapters that add tokens"
                 )
-        if given.get("output_router_logits"):
-            raise NotImplementedError(
-                "output_router_logits is True, which cp_fast does not support: a router's auxiliary loss is not a sum "
-                "over tokens"
-            )
+        refuse_switches(given, model.config)
         if given.get("position_ids") is None:
             raise TypeError(
                 f"{name} is given no position_ids, and would number a slice's tokens from its own first: call it with "
@@ -139,10 +151,18 @@ class Edge:
         given = ({"use_cache": False} if self.caches else {}) | given
         if self.pools:
             given.pop("margin", None)  # which trl's RewardTrainer hands on, and a model alone ignores
+        self._refuse_unknown(name, given)
         given["position_ids"] = self._numbered(sequences, given)
         if sequences.mixes_rows:
             self._refuse_by_row(model)
-        return self._with_labels(name, sequences, given)
+        handed_on = self._with_labels(name, sequences, given)
+        call: ModelCall = handed_on["cp_batch"]
+        if self.pools:
+            call.pooled = PooledCall(model, self.pools, sequences, given.get("input_ids"))
+        spans = {argument: handed_on.pop(argument, None) for argument in SPANS} if self.spans else {}
+        if any(x is not None for x in spans.values()):
+            call.spans = SpanCall(name, sequences, handed_on, **spans)
+        return handed_on
 
     def _numbered(self, sequences: CpBatch, given: dict[str, Any]) -> torch.Tensor:
         """The model's numbers of a slice's positions. A model that leaves out padding by its id does so in rows, and
@@ -176,12 +196,15 @@ class Edge:
             outside_of_graphs(_check_layers, model, call)
         else:
             _check_layers(model, call)
-        if self.pools:
-            return _pooled(model, call.sequences, out)
-        if call.targets is None or call.count is None:
+        if call.pooled is not None:
+            return with_output(out, "logits", call.pooled.pooled())
+        if call.spans is not None:
+            loss = call.spans.loss(out)
+        elif call.targets is None or call.count is None:
             return out
-        logits = out["logits"] if isinstance(out, Mapping) else out[0]
-        loss = part_of_the_mean(logits, call.targets, call.count)
+        else:
+            logits = out["logits"] if isinstance(out, Mapping) else out[0]
+            loss = part_of_the_mean(logits, call.targets, call.count)
         if not isinstance(out, Mapping):
             return (loss, *out)
         kind: Any = type(out)
@@ -205,6 +228,17 @@ class Edge:
                 "(cp_fast.integrations.loss)"
             )
         return self.head
+
+    def _refuse_unknown(self, name: str, given: Mapping[str, Any]) -> None:
+        refuse_caches(name, given)
+        for argument, x in given.items():
+            if argument not in _KNOWN and argument not in self.more and x is not None and x is not False:
+                raise NotImplementedError(
+                    f"{argument} is {words_for(x)}, which cp_fast does not know in calls of {name} over ranks: it may "
+                    "be what the model computes a loss of, or read by rows and places of the whole batch. Give it to "
+                    "shard_batch if that has it; if not, leave it away, and compute what it is for from the outputs: "
+                    'part["cp_batch"].unshard(...) makes them whole'
+                )
 
     def _with_labels(self, name: str, sequences: CpBatch, given: dict[str, Any]) -> dict[str, Any]:
         labels, shifted = given.get("labels"), given.get("shift_labels")
@@ -240,23 +274,12 @@ def _check_mask(name: str, mask: torch.Tensor, sequences: CpBatch) -> None:
         )
 
 
-def _pooled(model: Any, sequences: CpBatch, out: Any) -> Any:
-    """The outputs, with the logits of the sequences' last tokens, which lie on any rank."""
-    of_tokens = model.score.__dict__.pop("_cp_fast_of_tokens")
-    logits = sequences.at_last_tokens(of_tokens).to(of_tokens.dtype)
-    return with_output(out, "logits", logits)
-
-
 def with_output(out: Any, name: str, x: torch.Tensor) -> Any:
     """A model's outputs with another one of this name, which is the first of a tuple."""
     if not isinstance(out, Mapping):
         return (x, *out[1:])
     kind: Any = type(out)
     return kind(**{one: x if one == name else other for one, other in out.items()})
-
-
-def _keep_of_tokens(score: Any, _: tuple[Any, ...], out: Any) -> None:
-    score._cp_fast_of_tokens = out
 
 
 def sequences_of(name: str, cp_batch: Any) -> CpBatch | Probe:
@@ -303,13 +326,12 @@ def put_around(model: Any, edge: Edge) -> None:
             module.register_forward_pre_hook(_before, with_kwargs=True, prepend=True)
             module.register_forward_hook(_after, with_kwargs=True)
         give_longest(module)
-        mine = replace(edge, images=has_images(module))
-        if module is model and edge.pools and "_cp_fast_kept" not in model.score.__dict__:
-            model.score.register_forward_hook(_keep_of_tokens)
-            model.score.__dict__["_cp_fast_kept"] = True
+        more = arguments_of_images(module) | frozenset(SPANS if module is model and edge.spans else ())
+        mine = replace(edge, images=has_images(module), more=more)
         if module is not model:
             blocks = tuple(block.removeprefix(f"{where}.") for block in edge.blocks if block.startswith(f"{where}."))
-            mine = replace(mine, head=None, pools=False, caches=takes_cache(module), blocks=blocks, inner=True)
+            mine = replace(mine, head=None, pools=None, spans=False, caches=takes_cache(module), blocks=blocks)
+            mine = replace(mine, inner=True)
         module.__dict__["_cp_fast_edge"] = mine
 
 

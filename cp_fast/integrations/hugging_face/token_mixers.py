@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["LAYERS", "NAME", "refuse_adapters", "refuse_by_name", "refuse_caches", "refuse_kind", "token_axis"]
+__all__ = [
+    "LAYERS",
+    "NAME",
+    "refuse_adapters",
+    "refuse_by_name",
+    "refuse_caches",
+    "refuse_kind",
+    "refuse_switches",
+    "token_axis",
+]
 
 NAME = "cp_fast"  # of the attention implementation
 # One argument: transformers 5.24 calls it cache.
@@ -38,6 +47,12 @@ _OF_EXPERTS = ("expert_capacity", "capacity_factor", "expert_capacity_factor")  
 _ADAPTERS = {  # kinds of PEFT's, in addition to prompt learning
     **dict.fromkeys(("ADAPTION_PROMPT", "XLORA", "CARTRIDGE", "SHADOW"), "adds tokens or attention to"),
     "LILY": "averages its routers over",
+    "POLY": "draws the skills of each row at random, once for",
+}
+_SWITCHES = {  # of a configuration and of calls
+    "output_router_logits": "a router's auxiliary loss is not a sum over tokens, and each rank would compute that of "
+    "its slice. Set it to False; a loss of your own may take the routers' logits from hooks on them",
+    "output_attentions": "attention over ranks makes no matrix of weights. Set it to False",
 }
 _INVOKED = "alora_invocation_tokens"
 _OF_LAYERS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")  # how likely a layer is skipped in training
@@ -62,13 +77,17 @@ def refuse_by_name(
         raise NotImplementedError(f"{name} has an encoder and a decoder; cp_fast spreads the tokens of one sequence")
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise NotImplementedError(f"{name} reads {model.main_input_name}; cp_fast spreads input_ids")
+    refuse_switches({}, top)
     for config in {id(c): c for c in (top, top.get_text_config())}.values():
         _refuse_entries(config, (*LAYERS, *more, *(_WITH_MIXERS if covered else ())), name)
     for where, module in model.named_modules():
         mixes = isinstance(module, _MIXING) and not _of_one_token(module) and where.rpartition(".")[0] not in covered
         if mixes and not any(f"{where}.".startswith(f"{part}.") for part in whole):
+            above = [model.get_submodule(where.rsplit(".", n)[0]) for n in (1, 2) if where.count(".") >= n]
+            copied = any(hasattr(one, "modules_to_save") and hasattr(one, "original_module") for one in above)
+            cure = ". PEFT's modules_to_save copies it: call prepare before, and add such adapters after it"
             raise NotImplementedError(
-                f"{where} ({_kind(model, where)}) mixes tokens; cp_fast has only attention over ranks"
+                f"{where} ({_kind(model, where)}) mixes tokens; cp_fast has only attention over ranks{cure * copied}"
             )
         by_row = isinstance(module, _BY_ROW) or re.search("DropPath|StochasticDepth", type(module).__name__)
         likely = next((x for x in (getattr(module, entry, None) for entry in _DROPPED) if x), 0) if by_row else 0
@@ -109,7 +128,8 @@ def refuse_caches(name: str, named: Mapping[str, Any]) -> None:
     for cache in _CACHES:
         if named.get(cache) is not None:
             raise NotImplementedError(
-                f"{cache} is given to {name}; a cache is not supported, so call with use_cache=False"
+                f"{cache} is given to {name}; a cache is not supported, so call with use_cache=False, and without "
+                "adapters that add keys (prefix tuning)"
             )
 
 
@@ -125,15 +145,26 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
     return [*module.parameters(recurse=False)]
 
 
+def refuse_switches(given: Mapping[str, Any], config: Any) -> None:
+    """Raise NotImplementedError for what a call may ask for, or the model's configuration for all calls, and what is
+    wrong for a slice. The configuration may have changed since `prepare`.
+    """
+    for switch, why in _SWITCHES.items():
+        places = {"the call": given.get(switch)}
+        if places["the call"] is None:
+            places = {
+                "model.config": getattr(config, switch, None),
+                "the text model's config": getattr(config.get_text_config(), switch, None),
+            }
+        for place, value in places.items():
+            if value:
+                raise NotImplementedError(f"{switch} is {value} in {place}, which cp_fast does not support: {why}")
+
+
 def _refuse_entries(config: Any, layers: tuple[str, ...], name: str) -> None:
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in layers:
             refuse_kind(f"layer_types[{layer}]", kind, name)
-    if getattr(config, "output_router_logits", False):
-        raise NotImplementedError(
-            "output_router_logits is True; the router's auxiliary loss is not a sum over tokens, and each rank would "
-            "compute that of its slice"
-        )
     for entry in _OF_EXPERTS:
         if getattr(config, entry, None):
             raise NotImplementedError(

@@ -45,6 +45,7 @@ __all__ = [
     "refuse",
     "taking_kv",
     "taking_qkv",
+    "words_for",
 ]
 
 # ---- arguments of other libraries
@@ -86,13 +87,21 @@ def refuse(where: str, **given: Any) -> None:
     """
     for name, value in given.items():
         if value is not None and (not isinstance(value, Number | str) or value):
-            words = getattr(value, "__qualname__", None) or shown(value)  # of a function its name, not its address
-            if isinstance(value, torch.Tensor):
-                words = "a nested tensor" if value.is_nested else f"a tensor {list(value.shape)}"
             cure = _DROPOUT if "dropout" in name else ""
             raise NotImplementedError(
-                f"{name} is {words}, which {where} does not support under context parallelism{cure}"
+                f"{name} is {words_for(value)}, which {where} does not support under context parallelism{cure}"
             )
+
+
+def words_for(value: Any) -> str:
+    """A value in an error: of a tensor its shape, of a function its name, not its address.
+
+    >>> words_for(torch.zeros(2, 3)), words_for([1])
+    ('a tensor [2, 3]', '[1]')
+    """
+    if isinstance(value, torch.Tensor):
+        return "a nested tensor" if value.is_nested else f"a tensor {list(value.shape)}"
+    return getattr(value, "__qualname__", None) or shown(value)
 
 
 def check_tensors(axes: str, **tensors: Any) -> None:

@@ -459,6 +459,35 @@ def test_labels_of_other_heads_and_of_documents(two: Processes) -> None:
         assert found == pytest.approx([0.0, 0.0, 0.0], abs=1e-5), found
 
 
+def of_whole_rows() -> list[float]:
+    """Losses of spans, and logits of sequences whose end token is the padding id; in training and without gradients."""
+    found: list[float] = []
+    accelerator, model = switched("LlamaForQuestionAnswering")
+    spans = {"start_positions": torch.tensor([1, 5]), "end_positions": torch.tensor([4, 9])}
+    expected = tiny("LlamaForQuestionAnswering").eval()(IDS, **spans).loss
+    model.eval()
+    for graded in (True, False):
+        with torch.set_grad_enabled(graded):
+            ids = {"input_ids": IDS.clone()}
+            with accelerator.maybe_context_parallel(buffers=[*ids.values()], buffer_seq_dims=[1]):
+                found.append(float((model(**ids, **spans).loss - expected).detach()))
+    accelerator, model = switched("LlamaForSequenceClassification")
+    alone = tiny("LlamaForSequenceClassification").eval()
+    given = {"input_ids": IDS.clone(), "attention_mask": MASK.clone()}
+    given["input_ids"][0, -1] = 0  # the padding id, which the mask calls a token
+    given["input_ids"][MASK == 0] = 0
+    expected = alone(**given).logits
+    model.eval()
+    with torch.no_grad():
+        found.append(float((run(accelerator, model, given).logits - expected).abs().max()))
+    return found
+
+
+def test_heads_of_whole_rows(two: Processes) -> None:
+    for found in two.run(of_whole_rows):
+        assert found == pytest.approx([0.0] * 3, abs=1e-5), found
+
+
 # ---- what they may change
 
 

@@ -269,6 +269,38 @@ def build(cp: Any, leaks: bool = False) -> Any:
     return model, step
 
 
+def test_a_convolution_that_adapters_copy() -> None:
+    """PEFT's modules_to_save: right after `prepare`; before it the error says so."""
+    peft: Any = pytest.importorskip("peft", reason="needs peft: pip install '.[test-integrations]'")
+    how = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, modules_to_save=["conv1d"])
+    batch = batches()["packed"]
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, how)
+        for name, weight in model.named_parameters():
+            if "modules_to_save" in name:
+                torch.nn.init.normal_(weight, std=0.3)
+        return model
+
+    _, expected, grads = alone(adapted(tiny_hybrid(NEXT)), batch)
+    with pytest.raises(NotImplementedError, match=r"modules_to_save copies it: call prepare before"):
+        ours.prepare(adapted(tiny_hybrid(NEXT)), SimGroup(1).run(cp_fast.ContextParallel)[0])
+
+    def one(member: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        context = cp_fast.ContextParallel(member)
+        model = adapted(ours.prepare(tiny_hybrid(NEXT), context))
+        loss = model(**ours.shard_batch(batch, cp=context, model=model)).loss
+        loss.backward()
+        return loss.detach(), {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+
+    found = SimGroup(2).run(one)
+    torch.testing.assert_close(sum(loss for loss, _ in found), expected, rtol=1e-4, atol=1e-5)
+    assert any("conv1d" in name for name in grads)
+    for name, grad in grads.items():
+        torch.testing.assert_close(sum(mine[name] for _, mine in found), grad, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.thorough
 def test_a_hybrid_s_step_is_right() -> None:
     report = compare_step(build, batches()["packed"], 4, layout="balanced")

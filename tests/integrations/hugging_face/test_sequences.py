@@ -17,7 +17,7 @@ import cp_fast
 from conformance.step import compare_step
 from cp_fast.integrations import sequences
 from cp_fast.integrations import transformers as ours
-from cp_fast.integrations.sequences import sequence_sum, token_log_probs
+from cp_fast.integrations.sequences import sequence_sum, token_log_probs, token_log_probs_and_entropy
 from cp_ref import SimGroup
 from tests.integrations.hugging_face.test_transformers import SIZES, batches, model_of
 
@@ -123,6 +123,9 @@ def test_what_log_probabilities_refuse() -> None:
             sequence_sum(torch.ones(16), part)
         with pytest.raises(TypeError, match=r"values is of dtype torch.int64; it must be .* floating"):
             sequence_sum(part["input_ids"], part)
+        for wrong in (0, -1.0, float("nan"), True):
+            with pytest.raises((ValueError, TypeError), match="temperature is"):
+                token_log_probs(model, part, temperature=wrong)
         other = ours.prepare(Biased(transformers.LlamaConfig(**SIZES)), context)
         with pytest.raises(NotImplementedError, match=r"Biased changes logits behind .*model\(\*\*part\).logits"):
             token_log_probs(other, part)
@@ -133,60 +136,90 @@ def test_what_log_probabilities_refuse() -> None:
     SimGroup(1).run(one)
 
 
-@pytest.mark.parametrize("change", [lambda logits: 30 * torch.tanh(logits / 30), lambda logits: logits * 1.5])
-def test_changed_logits_are_refused_whatever_the_labels_are(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A cap changes small log-probabilities by less than a rounding of bfloat16, and zeros of ranks without labels not
-    at all. There all ranks must raise, or the others would wait for the sum.
-    """
+class Changed(transformers.LlamaForCausalLM):
+    """Its own code changes its logits: no entry of its configuration says how."""
 
-    class Changed(transformers.LlamaForCausalLM):
-        def forward(self, input_ids: Any = None, position_ids: Any = None, **named: Any) -> Any:
-            out = super().forward(input_ids, position_ids=position_ids, **named)
-            return type(out)(logits=change(out.logits))
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **named: Any) -> Any:
+        out = super().forward(input_ids, position_ids=position_ids, **named)
+        return type(out)(logits=self.change(out.logits))
 
+    change: Any = staticmethod(lambda logits: logits * 1.5)
+
+
+@pytest.mark.parametrize("change", [lambda x: 0.2 * torch.tanh(x / 0.3), lambda x: x * 1.5])
+def test_scales_and_caps_are_seen_from_what_the_head_does(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Beside the log-probability the entropy, both of logits that a temperature divides, with their gradients."""
+    batch, spans = packed()
+    torch.manual_seed(0)
+    whole = Changed(transformers.LlamaConfig(**SIZES)).double()
+    whole.change = change
+    alone = copy.deepcopy(whole)
+    expected = []
+    for a, b in spans:
+        logs = alone(input_ids=batch["input_ids"][:, a:b], use_cache=False).logits[0, :-1].div(0.7).log_softmax(-1)
+        chosen = logs.gather(-1, batch["labels"][0, a + 1 : b, None])
+        expected.append(torch.stack([chosen.sum(), -(logs.exp() * logs).sum()]))
+    (torch.stack(expected).sum(0) * torch.tensor([0.3, 1.7])).sum().backward()
+
+    def one(member: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        context = cp_fast.ContextParallel(member, layout="balanced")
+        model = ours.prepare(copy.deepcopy(whole), context)
+        part = ours.shard_batch(batch, cp=context)
+        pair = token_log_probs_and_entropy(model, part, temperature=0.7)
+        torch.testing.assert_close(token_log_probs(model, part, temperature=0.7), pair[0])
+        sums = torch.stack([sequence_sum(x, part) for x in pair], dim=-1)
+        (0.3 * pair[0].sum() + 1.7 * pair[1].sum()).backward()
+        return sums.detach(), {n: w.grad for n, w in model.named_parameters()}
+
+    for sums, _ in (found := SimGroup(2).run(one)):
+        torch.testing.assert_close(sums, torch.stack(expected).detach(), rtol=1e-6, atol=1e-6)
+    for n, weight in alone.named_parameters():
+        torch.testing.assert_close(sum(grads[n] for _, grads in found), weight.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Gemma2Config", "GraniteConfig"])
+def test_a_head_of_images_does_not_do_what_its_text_model_alone_does(kind: str) -> None:
+    """LLaVA applies no cap and no scale, whatever the configuration of its text says."""
+    changes = {"final_logit_softcapping": 0.5, "sliding_window": 5} if "Gemma" in kind else {"logits_scaling": 3.0}
+    text = getattr(transformers, kind)(**SIZES, **changes)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=16, patch_size=4, projection_dim=16)
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=1)
+    whole = transformers.LlavaForConditionalGeneration(config).double().eval()
+    whole.lm_head.weight.data.mul_(20)
+    ids = torch.randint(5, 50, (1, 22))
+    logs = copy.deepcopy(whole)(input_ids=ids).logits[0, :-1].log_softmax(-1)
+
+    def one(member: Any) -> torch.Tensor:
+        context = cp_fast.ContextParallel(member)
+        model = ours.prepare(copy.deepcopy(whole), context)
+        part = ours.shard_batch({"input_ids": ids, "labels": ids}, cp=context, model=model)
+        return token_log_probs(model, part).sum().detach()
+
+    expected = logs.gather(-1, ids[0, 1:, None]).sum().detach()
+    torch.testing.assert_close(sum(SimGroup(2).run(one)), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_changed_logits_are_refused_whatever_the_labels_are(when: str) -> None:
+    """A rank without labels raises too, or the others would wait for the sum."""
     ids = torch.randint(1, 50, (1, 32))
     batch = {"input_ids": ids, "labels": ids.masked_fill(torch.arange(32) > 10, -100)}
+    said = {"before": "in a way that cp_fast does not know", "after": "otherwise than when it was prepared"}
 
     def one(member: Any) -> None:
         context = cp_fast.ContextParallel(member, layout="contiguous")
-        model = ours.prepare(Changed(transformers.LlamaConfig(**SIZES)), context)
-        with pytest.raises(NotImplementedError, match="Changed changes logits behind its output embeddings"):
+        model = Changed(transformers.LlamaConfig(**SIZES))
+        change = (lambda x: x**3) if when == "before" else (lambda x: 30 * torch.tanh(x / 30))
+        if when == "before":
+            model.change = change
+        model = ours.prepare(model, context)
+        model.change = change
+        with pytest.raises(NotImplementedError, match=rf"Changed changes logits behind .* {said[when]}"):
             token_log_probs(model, ours.shard_batch(batch, cp=context))
 
     SimGroup(2).run(one)
-
-
-@pytest.mark.parametrize("layout", ["dual_chunk", "balanced"])
-@pytest.mark.parametrize(
-    ("kind", "sizes"), [("LlamaConfig", {}), ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4})]
-)
-def test_a_classifier_reads_each_rows_last_token(kind: str, sizes: dict[str, Any], layout: Any) -> None:
-    torch.manual_seed(0)
-    config = getattr(transformers, kind)(**SIZES | sizes, num_labels=3, bos_token_id=1, eos_token_id=1)
-    whole = transformers.AutoModelForSequenceClassification.from_config(config).double().eval()
-    lengths, targets = torch.tensor([13, 7, 4]), torch.tensor([0, 2, 1])
-    mask = (torch.arange(13) < lengths[:, None]).long()
-    ids = torch.randint(1, 50, (3, 13)) * mask
-    alone = copy.deepcopy(whole)
-    expected = alone(input_ids=ids, attention_mask=mask).logits
-    F.cross_entropy(expected, targets).backward()
-
-    def one(member: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-        context = cp_fast.ContextParallel(member, layout=layout)
-        model = ours.prepare(copy.deepcopy(whole), context)
-        part = ours.shard_batch({"input_ids": ids, "attention_mask": mask}, cp=context, model=model)
-        logits = model(**part).logits
-        (F.cross_entropy(logits, targets) / context.size).backward()
-        with pytest.raises(NotImplementedError, match=r"labels are one for each sequence.*Leave labels away"):
-            ours.shard_batch({"input_ids": ids, "labels": ids}, cp=context, model=model)
-        return logits.detach(), {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
-
-    found = SimGroup(3).run(one)
-    for logits, _ in found:
-        torch.testing.assert_close(logits, expected.detach())
-    for n, weight in alone.named_parameters():
-        if weight.grad is not None:
-            torch.testing.assert_close(sum(grads[n] for _, grads in found), weight.grad)
 
 
 @pytest.mark.parametrize("both_sides", [True, False])
@@ -337,6 +370,7 @@ def test_adapters_that_add_tokens_or_mix_them_are_refused(when: str) -> None:
         "ADAPTION_PROMPT, which adds": ("AdaptionPromptConfig", {"adapter_len": 3, "adapter_layers": 1}),
         "alora_invocation_tokens, which it": ("LoraConfig", {**of_linear, "alora_invocation_tokens": called}),
         "LILY, which averages its routers": ("LilyConfig", of_linear),
+        "POLY, which draws the skills of each row": ("PolyConfig", of_linear),
     }
 
     def one(member: Any) -> None:
@@ -354,6 +388,7 @@ def test_adapters_that_add_tokens_or_mix_them_are_refused(when: str) -> None:
             with expected:
                 ours.shard_batch(batch, cp=context, model=model)
             part = ours.shard_batch(batch, cp=context)
+            part |= {"task_ids": torch.zeros(1, dtype=torch.long)} if kind == "PolyConfig" else {}
             with pytest.raises((NotImplementedError, ValueError, TypeError), match=r"adapter|around it by its hooks"):
                 model(**part)
 

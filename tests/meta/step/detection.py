@@ -215,9 +215,11 @@ def trainer_of(cp: Any, mistake: str) -> Any:
                 inputs["position_ids"] = torch.arange(labels.shape[1])[None]
             if bug == "padding in the denominator":
                 num_items_in_batch = torch.tensor(4 * 32)
-            out = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
             if bug == "a mean of the ranks' means":
-                out = out * (0.8 if rank else 1.2)
+                given = {n: x for n, x in inputs.items() if n not in ("labels", "shift_labels", "num_items_in_batch")}
+                logits = model(**given).logits.flatten(0, 1)
+                return F.cross_entropy(logits, labels.flatten()) / args.gradient_accumulation_steps
+            out = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
             if bug == "the loss times the number of ranks":
                 out = out * size
             if bug == "a rank skips a micro-batch" and rank == 1 and calls_before == 1:
