@@ -5,10 +5,10 @@
     python -m benchmarks.whole_models --plant positions --only "^(Llama|GPT)"                      # must fail
 
 `benchmarks.parts.model_cases` has the models, the batches and the ways. The ranks compute in bfloat16. The exact loss
-and gradients are of the same rounded weights in float32 in one process, with attention written out. An error, relative
-to the norm, may be 1.5 times that of bfloat16 in one process, and a hundredth more (of the loss 0.002). Then come
-transformers' Trainer, whose losses are compared, and the examples under `conformance step`, two of them with a mistake
-that must be found and named.
+and gradients are of the same rounded weights in float32 in one process, with attention written out, and linear layers
+by transformers' own functions, whatever library there is. An error, relative to the norm, may be 1.5 times that of
+bfloat16 in one process, and a hundredth more (of the loss 0.002). Then come transformers' Trainer, whose losses are
+compared, and the examples under `conformance step`, two of them with a mistake that must be found and named.
 
 Cases that have kernels and references in common are a part. Several groups of processes share the GPUs equally, and
 take the most important part that is left. Each result is printed, and written to the record, as it comes. A group whose
@@ -311,6 +311,7 @@ def main(
     head |= {"plant": plant} if plant else {}
     head |= {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
     head |= {"versions": {name: version(name) for name in PACKAGES}, "without fa4": fa4, "asked for": len(names)}
+    head["one process"] = "attention and linear layers by transformers' own functions in PyTorch"
     record = Record(head, names, out)
     run = Run(processes, device, getattr(torch, dtype), plant, time.time() + seconds, record)
     todo: list[tuple[str, Callable[[], None]]] = []

@@ -186,6 +186,7 @@ def attend(
     if extra is not None and (factors := extra.dropout(probabilities.dtype)) is not None:
         probabilities = probabilities * factors
     out = torch.einsum("nhm,mhd->nhd", probabilities, v)
+    out = out.masked_fill((weights == 0).all(dim=-1)[..., None], 0.0)  # its gradient may be NaN, and reaches nothing
     lse = (shift + torch.log(denominator)).masked_fill(empty, float("-inf"))
     largest = (
         torch.cat([*columns[:2]], dim=-1).amax(dim=(0, 2))

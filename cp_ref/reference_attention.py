@@ -32,6 +32,7 @@ from cp_ref.contract.tensors import (
 )
 from cp_ref.executor.merge_partials import add_sink, sink_gradient
 from cp_ref.executor.play_schedule import run_backward, run_forward
+from cp_ref.executor.tile_attention import row_delta
 from cp_ref.reference_plan import ContextParallel, Plan, backward_pass, plan_together
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.table import ranges
@@ -135,7 +136,7 @@ class _Attention(torch.autograd.Function):
         fmt, batch_size = problem.qkv_format, len(problem.sequences)
         q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
         dout = to_packed(grads[0], fmt)
-        delta = (dout.to(out.dtype) * out).sum(dim=-1) - lse_to_packed(grads[1], fmt)  # [t, h_q]
+        delta = row_delta(dout, out, lse_to_packed(grads[1], fmt))
         given = q_rows, k_rows, v_rows, dout, lse, delta
         inputs = ctx.inputs.with_tensors(*of_scores)
         held = ctx.recorder.held("backward", q.device)

@@ -41,6 +41,7 @@ from cp_ref.contract.tensors import (
 from cp_ref.executor.merge_partials import add_sink, sink_gradient
 from cp_ref.executor.play_schedule import run_backward, run_forward, run_rank_schedule
 from cp_ref.executor.rank_tensors import RankTensors
+from cp_ref.executor.tile_attention import row_delta
 from cp_ref.reference_attention import real_rows, sink_of
 from cp_ref.reference_plan import ContextParallel, Plan, backward_pass
 from cp_ref.schedules.planners.make_schedule import make_schedule
@@ -157,8 +158,7 @@ class _SparseAttention(torch.autograd.Function):
         fmt, batch_size = problem.qkv_format, len(problem.sequences)
         q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
         dout = to_packed(grads[0], fmt)
-        dlse = lse_to_packed(grads[1], fmt).masked_fill(lse == float("-inf"), 0.0)  # a constant, in a tile all the same
-        delta = (dout.to(out.dtype) * out).sum(dim=-1) - dlse  # [t, h_q]
+        delta = row_delta(dout, out, lse_to_packed(grads[1], fmt))
         held = NamingTensors(problem, cp.rank, q.device, _named(call, indices, fmt))
         given = q_rows, k_rows, v_rows, dout, lse, delta
         dq, dk, dv = run_backward(problem, plan.schedule, cp.comm, *given, ctx.saved, held=held)

@@ -9,15 +9,19 @@ processes end. The program that started them then starts others for the cases th
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -38,7 +42,7 @@ from cp_fast.integrations.loss import loss_for_backward
 from cp_fast.integrations.trainer import ContextParallelMixin
 from cp_ref import dense_attention
 
-__all__ = ["PLANTS", "Ranks", "TrainerRun", "play", "trainer_losses"]
+__all__ = ["PLANTS", "Ranks", "TrainerRun", "own_linear_layers", "play", "trainer_losses"]
 
 PLANTS = ("mean", "positions", "one gradient", "lost rank")
 PEERS_S = 20.0  # that a rank waits for the others when it is through with a case
@@ -46,6 +50,7 @@ MOST = 1.5  # times the error of one process
 SLACK = {torch.bfloat16: {"loss": 2e-3, "gradients": 1e-2}, torch.float32: {"loss": 2e-5, "gradients": 1e-3}}
 FLOOR = 1e-3  # of the root mean square of all gradients: what is less in a gradient is taken for rounding
 TRITON = "Qwen3-Next"  # of whose library some Tritons have no backward pass
+OF_LIBRARIES = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")  # functions of transformers that call them
 Found = dict[str, Tensor]
 
 
@@ -151,15 +156,21 @@ def without_kernels_of_others() -> None:
                 setattr(theirs, name, lambda *_, **__: False)
 
 
-def plain_linear_layers(model: torch.nn.Module) -> None:
-    """Let linear layers of transformers take its own functions, also where it has found a library at its import."""
+@contextmanager
+def own_linear_layers(model: torch.nn.Module) -> Iterator[None]:
+    """Let linear layers of transformers take its own functions, also where it has found a library at its import: from
+    5.24 on the module's functions call that library, and wrap its own.
+    """
     theirs = importlib.import_module(type(model).__module__)
+    own = {name: inspect.unwrap(f) for name in OF_LIBRARIES if callable(f := getattr(theirs, name, None))}
     for layer in model.modules():
         for name in ("chunk_gated_delta_rule", "recurrent_gated_delta_rule"):
             if hasattr(layer, name) and hasattr(theirs, f"torch_{name}"):
                 setattr(layer, name, getattr(theirs, f"torch_{name}"))
         if hasattr(layer, "causal_conv1d_fn"):
             setattr(layer, "causal_conv1d_fn", None)  # noqa: B010 (a name that Module does not know)
+    with patch.multiple(theirs, **own) if own else nullcontext():
+        yield
 
 
 class Reference:
@@ -205,10 +216,10 @@ class Reference:
             if dtype == torch.float32 and "num_experts" in table.MODELS[case.model].sizes:
                 eager["experts_implementation"] = "eager"  # else experts' sums are rounded as the ranks' are
             model = table.model_of(case.model, self.place, dtype, **eager)
-            plain_linear_layers(model)
-            if compiled:
-                table.compile_blocks(model.model.layers, device)
-            loss = table.alone(model, batch)
+            with own_linear_layers(model):
+                if compiled:
+                    table.compile_blocks(model.model.layers, device)
+                loss = table.alone(model, batch)
         return {"loss": loss.float()} | {n: w.grad.float() for n, w in model.named_parameters() if w.grad is not None}
 
 

@@ -42,6 +42,7 @@ from conformance.problems.strategies import FEW_SIZES, OFTEN_EXACT, cases, named
 from conformance.tensors import (
     assemble,
     build,
+    in_format,
     packed_rows,
     plan_arguments,
     take_slice,
@@ -152,9 +153,11 @@ class SparseAttention(SparseCase):
         tensors, indices = build(self.case, device), self.indices.to(device)
         chosen = chosen_pairs(self.case, indices)
         dlse = as_lse(self.case, packed_rows(self.case, tensors.dout)[..., 0], tensors.dlse)
-        if self.problem.softmax_type == "vanilla":  # the gradient of an lse of -inf may be anything
-            dlse = dlse.masked_fill(as_lse(self.case, ~chosen.any(dim=-1).t(), tensors.dlse).bool(), -torch.inf)
-        tensors = replace(tensors, dlse=dlse)
+        blind = ~chosen.any(dim=-1).t()  # the gradients of what they get may be anything
+        if self.problem.softmax_type == "vanilla":
+            dlse = dlse.masked_fill(as_lse(self.case, blind, tensors.dlse).bool(), -torch.inf)
+        rows = packed_rows(self.case, tensors.dout).masked_fill(blind.to(device)[..., None], torch.nan)
+        tensors = replace(tensors, dout=in_format(self.case, rows, tensors.dout), dlse=dlse)
         played = play(AsAttention(impl, self, indices), self.case, tensors)
         if played.findings:
             return played.findings
@@ -255,7 +258,9 @@ class IndexLoss(IndexerCase):
         _, lse = dense_sparse_attention(problem, q, k, v, indices, softmax_offset=tensors.softmax_offset)
         lse, real = lse.to(tensors.dlse.dtype), tensors.real_q
         dloss = torch.randn(real.shape, generator=self.generator(), dtype=torch.float64)
+        blind = ~chosen_pairs(case, indices).any(dim=-1)[:1].t()  # a loss of 0, whose gradient may be anything
         dloss = dloss.to(device, wide_dtype(problem.dtype)).masked_fill(~real, torch.nan)
+        dloss = in_format(case, packed_rows(case, dloss).masked_fill(blind[:, 0].to(device), torch.nan), dloss)
 
         def one(cp: Any, plan: Any, rank: int) -> Tensors:
             leaves = {name: x.requires_grad_() for name, x in self.slices(given, rank).items()}

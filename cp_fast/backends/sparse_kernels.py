@@ -132,6 +132,7 @@ class SparseKernels(Protocol):
         """The gradients dq in q's dtype, dk and dv in lse's, given the forward pass's results and their gradients.
 
         Args:
+            dout: [n, h_q, d_v]; of a row without keys dout and dlse may be anything, and reach nothing.
             dlse: [n, h_q], in lse's dtype; None for zero.
             deterministic: whether gradients of keys are added in a fixed order.
             one_sum: where v is a view of k, dk has the gradient of v too, in its first columns, and dv is None.

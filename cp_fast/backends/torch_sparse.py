@@ -177,6 +177,7 @@ def backward(
         if dlse is not None:
             delta = delta - dlse[block]
         dlogits = weights * (grads @ keys.of(v, wide).mT - delta.view(*weights.shape[:3], 1)) * scale
+        dlogits = dlogits.masked_fill(keys.hidden[:, :, None], 0)
         dq[block] = (dlogits @ some).flatten(1, 2).to(q.dtype)
         keys.add(dk, dlogits.mT @ _folded(q[block].to(wide), kv), deterministic=deterministic)
         keys.add(dv, weights.mT @ grads, deterministic=deterministic)

@@ -78,6 +78,8 @@ def backward_pass(
     if dlse is None and lse_given and call.instructions.sends_do:
         dlse = torch.zeros_like(packed_lse)
     dout = torch.zeros_like(packed_out) if dout is None else packing.pack(dout.detach())
+    if scores is not None and scores.score_mod is not None:
+        dout, dlse = _without_blind_rows(packing, packed_out, packed_lse, offset, dout, dlse)
     doffset = None
     if offset is not None and wants_offset:
         mine = _offset_gradient(call, offset, dout, packed_out, packed_lse, dlse)
@@ -90,6 +92,26 @@ def backward_pass(
     results = call.backward(cp.comm, given, *grads, kept, scores, deterministic=deterministic)
     dq, dk, dv = (packing.unpack(x) for x in results)
     return dq, dk, dv, doffset
+
+
+def _without_blind_rows(
+    packing: Packing,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    offset: torch.Tensor | None,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """dout and dlse, 0 in the rows whose keys a score_mod hides all: kernels multiply what is there, NaN included, by
+    weights of 0. Rows that the mask hides are in no launch.
+    """
+    sink = _sink(packing, offset, lse.dtype, lse.device)
+    if sink is None:
+        blind = lse == float("-inf")
+        dlse = None if dlse is None else dlse.masked_fill(blind, 0.0)
+    else:
+        blind = (lse == sink[:, None]) & (out == 0).all(dim=-1).t()
+    return dout.masked_fill(blind.t()[..., None], 0.0), dlse
 
 
 def _sink(
@@ -134,7 +156,8 @@ def sink_shares(
         out, dout: [n, h, d_v].
         lse, dlse: [n, h], the lse with the sink in it.
     """
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
+    products = dout.to(lse.dtype) * out.to(lse.dtype)
+    delta = products.masked_fill(out == 0, 0.0).sum(dim=-1)  # of a row that sees nothing dout may be NaN
     if dlse is not None:
         delta = delta - dlse
-    return torch.exp(sink - lse).masked_fill(sink == float("-inf"), 0.0) * delta
+    return (torch.exp(sink - lse) * delta).masked_fill(sink == float("-inf"), 0.0)

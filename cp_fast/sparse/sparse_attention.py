@@ -135,7 +135,7 @@ def index_loss(
 
 @dataclass(frozen=True)
 class _Call(SparseAttentionCall):
-    """A checked call. `latent`: v is a part of k in memory, so k travels alone. `joined`: v is a part of k to autograd
+    """A checked call. `latent`: v is a part of k in memory, so k travels alone. `joined`: v is cut from k to autograd
     too, so their gradients travel as one.
     """
 
@@ -200,15 +200,29 @@ def _is_part(v: Any, k: Any) -> bool:
     return plain and not v.is_nested and not k.is_nested and v.numel() > 0 and shared_storage(k, v)
 
 
+_CUTS = ("SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0", "AliasBackward0")
+
+
 def _is_joined(v: Any, k: Any) -> bool:
-    """Whether autograd sees v as a part of k, so that the gradient of k can have that of v in it. Not where somebody
-    looks at the gradient of v itself.
+    """Whether the gradient of k can have that of v in it: autograd would only add v's to k's, and nobody sees v's on
+    its way. So v is cut from k itself. Of a longer way, PyTorch does not say who looks at the tensors between.
     """
-    if not _is_part(v, k):
+    if not _is_part(v, k) or v.grad_fn is None or v.retains_grad or v._backward_hooks or _has_hooks(v.grad_fn):
         return False
-    base = k if k._base is None else k._base
-    made_of_it = v._base is base and v.grad_fn is not None and (k is base or k.grad_fn is not None)
-    return made_of_it and not v.retains_grad and not v._backward_hooks
+    ((parent, _), *_) = v.grad_fn.next_functions
+    of_k = parent is k.grad_fn if k.grad_fn is not None else getattr(parent, "variable", None) is k
+    return type(v.grad_fn).__name__ in _CUTS and of_k
+
+
+def _has_hooks(node: Any) -> bool:
+    """Whether a node of autograd's graph calls functions of the user. Only a further hook's handle knows of them."""
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(lambda *_: None)
+        others = len(handle.hooks_dict_ref()) > 1
+        handle.remove()
+        if others:
+            return True
+    return False
 
 
 def _forward(plan: Plan, cp: ContextParallel, given: list[Any], scale: float, latent: bool) -> list[Tensor]:
@@ -263,8 +277,8 @@ class SparseAttention(torch.autograd.Function):
             if dlse is None and call.return_lse:  # on another rank it may have one
                 dlse = torch.zeros_like(lse)
             results = [own.take(out), own.take_lse(lse), own.take(dout)]
-            if dlse is not None:  # of a row without keys it may be NaN
-                results += [own.take_lse(dlse.detach()).masked_fill(results[1] == float("-inf"), 0)]
+            if dlse is not None:
+                results.append(own.take_lse(dlse.detach()))
             doffset = None
             if offset is not None:
                 share = sink_shares(offset.detach().to(lse.dtype), *results)  # of the own rows

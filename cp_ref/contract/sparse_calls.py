@@ -146,9 +146,9 @@ def sparse_attention(
 
     Args:
         q, k, v: as in `attention`, in the plan's heads, dims and dtype. v may be a part of k, as in the latent form of
-            multi-head latent attention: h_kv 1, v = k[..., :d_v] without a copy. There the gradient of k may have that
-            of v in it: ask for k's alone, or keep v's by v.retain_grad(). Under torch.autocast they are cast to its
-            dtype.
+            multi-head latent attention: h_kv 1, v = k[..., :d_v] without a copy. Where v is cut from k itself, by one
+            slice or split without hooks, the gradient of k may have that of v in it, which sends less: ask for k's
+            alone, or keep v's by v.retain_grad(). Under torch.autocast they are cast to its dtype.
         indices: int32, with the rows of q: bshd [b, s_q/cp, top_k], sbhd [s_q/cp, b, top_k], thd [t_q/cp, top_k], for
             all heads; or with an axis of kv heads before the last, [..., h_kv, top_k]: those of query head h are of kv
             head h // (h_q // h_kv). In any order, any top_k of at least 1; indices of padding and tail are not read.

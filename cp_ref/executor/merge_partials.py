@@ -59,14 +59,13 @@ def sink_gradient(lse: torch.Tensor, delta: torch.Tensor, sink: torch.Tensor) ->
 
     Args:
         lse, delta: [t, h], the lse with the sink in it.
-        sink: [h]; -inf is no sink. (A row without a key then has lse -inf too.)
+        sink: [h]; -inf is no sink. (A row without a key then has lse -inf too, and any delta.)
 
     >>> sink_gradient(torch.log(torch.tensor([[4.0]])), torch.tensor([[2.0]]), torch.tensor([0.0]))  # a share of 1/4
     tensor([-0.5000])
     """
     sink = sink.to(lse.dtype)
-    share = torch.exp(sink - lse).masked_fill(sink == float("-inf"), 0.0)
-    return -(share * delta).sum(dim=0)
+    return -(torch.exp(sink - lse) * delta).masked_fill(sink == float("-inf"), 0.0).sum(dim=0)
 
 
 def _weight(lse_part: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

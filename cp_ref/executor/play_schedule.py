@@ -126,8 +126,8 @@ def run_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's share of the backward pass.
 
-    q, k, v as in `run_forward`; dout [t_q, h_q, d_v]; lse [t_q, h_q] final, sinks included; delta [t_q, h_q] is
-    sum(dout * out) - dlse; saved: from the forward pass; inputs, held: as in the forward pass. Returns dq, dk, dv in
+    q, k, v as in `run_forward`; dout [t_q, h_q, d_v]; lse [t_q, h_q] final, sinks included; delta [t_q, h_q]
+    from `row_delta`; saved: from the forward pass; inputs, held: as in the forward pass. Returns dq, dk, dv in
     float32 or float64, 0 in padding and tail.
     """
     held = held or RankTensors(problem.workload, group.rank, q.device)

@@ -22,6 +22,7 @@ __all__ = [
     "TileResult",
     "pair_indices",
     "pair_scores",
+    "row_delta",
     "tile_backward",
     "tile_forward",
     "visible_pairs",
@@ -88,24 +89,35 @@ def tile_backward(
 
     With weights p = exp(s - lse), out = p v and a gradient dlse of lse itself:
 
-        dv = p^T dout        dp = dout v^T        ds = p * (dp - delta)        delta = sum(dout * out) - dlse
+        dv = p^T dout        dp = dout v^T        ds = p * (dp - delta)        delta: see `row_delta`
         dq = scale * ds k    dk = scale * ds^T q  (ds times the slope of the softcap, 1 - tanh^2, where there is one)
 
     Dropout multiplies p by its factors in dv, and dp by the same factors; score_mod's derivative comes before the
-    softcap's.
+    softcap's. A row that sees nothing of the tile gives it nothing, whatever its dout and delta are, NaN included.
     """
     capped, slope = _capped(q, k, options)
     scores = _masked(capped, visible, extra)
+    hidden = scores == float("-inf")
+    dout = dout.masked_fill(hidden.all(dim=-1)[..., None], 0.0)
     weights, dropout = _weights(scores, lse), _dropout(q.dtype, extra)
     dv = torch.einsum("nhm,nhd->mhd", weights * dropout, dout)
     dweights = torch.einsum("nhd,mhd->nhm", dout, v) * dropout
     dscores = weights * (dweights - delta[..., None])
-    if extra is not None:
-        dscores = extra.pulled_back(capped, dscores).masked_fill(scores == float("-inf"), 0.0)
-    dscores = dscores * slope
+    dscores = dscores if extra is None else extra.pulled_back(capped, dscores)
+    dscores = dscores.masked_fill(hidden, 0.0) * slope
     dq = options.scale * torch.einsum("nhm,mhd->nhd", dscores, k)
     dk = options.scale * torch.einsum("nhm,nhd->mhd", dscores, q)
     return TileGradients(dq, dk, dv)
+
+
+def row_delta(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor) -> torch.Tensor:
+    """sum(dout * out) - dlse, by row [n, h]: dout and out [n, h, d_v], dlse [n, h]. Where out is 0, as in a row that
+    sees nothing, dout adds nothing, NaN included.
+
+    >>> row_delta(torch.tensor([[[2.0, torch.nan]]]), torch.tensor([[[3.0, 0.0]]]), torch.tensor([[1.0]]))
+    tensor([[5.]])
+    """
+    return (dout.to(out.dtype) * out).masked_fill(out == 0, 0.0).sum(dim=-1) - dlse
 
 
 def _capped(q: torch.Tensor, k: torch.Tensor, options: ScoreSpec) -> tuple[torch.Tensor, torch.Tensor | float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from benchmarks import conformance_gpu, gpu_tests
 from benchmarks.conformance_gpu import Counts, Left, Part, Work, play, summary
 from benchmarks.forward import counts, times
 from benchmarks.forward.cases import SCHEDULES, cases_of
-from benchmarks.parts import model_ranks
+from benchmarks.parts import model_cases, model_ranks
 from benchmarks.parts.random_cases import ATTENTION, KINDS
 from benchmarks.planning import host_time
 from benchmarks.whole_models import Record
@@ -196,6 +197,27 @@ def test_a_mistake_planted_in_whole_models_is_found() -> None:
         "Llama, one, plain",
         "Llama, one, FSDP2",
     ]
+
+
+@pytest.mark.extras
+def test_the_one_process_asks_no_library_for_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the library that transformers found refuses, as flash-linear-attention does with some Tritons."""
+    reason = "needs transformers: pip install '.[test-integrations]'"
+    theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next", reason=reason)
+    for name in model_ranks.OF_LIBRARIES:
+
+        @functools.wraps(getattr(theirs, name))
+        def refuses(*_: Any, **__: Any) -> None:
+            raise RuntimeError("upgrade Triton")
+
+        monkeypatch.setattr(theirs, name, refuses)
+    case = model_cases.Case("Qwen3-Next", "one", "plain")
+    exact, narrow = model_ranks.Reference(torch.device("cpu"), torch.float32).of(case)
+    assert exact["loss"].isfinite()
+    assert exact["loss"] == narrow["loss"]
+    assert any("linear_attn" in name and x.any() for name, x in exact.items())
+    with pytest.raises(RuntimeError, match="upgrade Triton"):  # it is there again
+        theirs.torch_chunk_gated_delta_rule()
 
 
 def test_gradients_of_whole_models_are_judged_one_by_one() -> None:

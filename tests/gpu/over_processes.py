@@ -118,11 +118,17 @@ class Place:
         return found
 
     def tensors(self, play: Play) -> dict[str, torch.Tensor]:
-        """q, k, v and dout, global."""
-        generator, total = torch.Generator().manual_seed(1), sum(self.lengths[1])
-        heads = dict(zip(("q", "k", "v", "dout"), (*play.heads, play.heads[1], play.heads[0]), strict=True))
-        drawn = {name: torch.randn(total, n, self.dim, generator=generator) for name, n in heads.items()}
-        return {name: x.bfloat16().to(self.device) for name, x in drawn.items()}
+        """q, k, v and dout, global: the same for all plays with these heads."""
+        return drawn(self, *play.heads)
+
+
+@cache
+def drawn(place: Place, heads_q: int, heads_kv: int) -> dict[str, torch.Tensor]:
+    """Tensors of a place, which nobody changes: every rank of every play reads them."""
+    generator, total = torch.Generator().manual_seed(1), sum(place.lengths[1])
+    heads = {"q": heads_q, "k": heads_kv, "v": heads_kv, "dout": heads_q}
+    found = {name: torch.randn(total, n, place.dim, generator=generator) for name, n in heads.items()}
+    return {name: x.bfloat16().to(place.device) for name, x in found.items()}
 
 
 def cumulative(lengths: list[int]) -> torch.Tensor:

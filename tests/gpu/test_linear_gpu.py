@@ -47,8 +47,7 @@ def test_linear_attention(kind: str, dtype: str, name: str) -> None:
     assert {name: error for name, error in found.items() if not error <= LIMITS[dtype]} == {}
 
 
-@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
-@pytest.mark.parametrize(  # Triton compiles each pair for half a minute.
+@pytest.mark.parametrize(  # Triton compiles each pair for half a minute, once for all documents.
     ("dtype", "kernel_size"),
     [
         ("bfloat16", 1),
@@ -60,12 +59,13 @@ def test_linear_attention(kind: str, dtype: str, name: str) -> None:
         ("bfloat16", 17),
     ],
 )
-def test_causal_conv1d(dtype: str, documents: tuple[tuple[int, int], ...], kernel_size: int) -> None:
+def test_causal_conv1d(dtype: str, kernel_size: int) -> None:
     """By Triton, but for float64 and the largest kernel size; channels that no block divides."""
     x = torch.empty(1, device="cuda", dtype=getattr(torch, dtype))
     plain = dtype == "float64" or kernel_size == 17
     assert (choose_convolution(x, kernel_size, "auto") is torch_convolution) == plain
-    for number, layout in enumerate(("dual_chunk", "contiguous", "balanced")):
+    layouts = enumerate(("dual_chunk", "contiguous", "balanced"))
+    for (number, layout), documents in product(layouts, DOCUMENTS.values()):
         case = CausalConv1d(
             cp_size=4, documents=documents, layout=layout, channels=(200, 136, 31)[number], dtype=dtype, spoiled=0,
             kernel_size=kernel_size, bias=number != 1, activation="silu" if number else None, tail=number,

@@ -107,22 +107,39 @@ def test_other_dtypes(dtype: str) -> None:
         assert check(cp_ref, whole(problem, dtype=dtype), ALL) == []
 
 
-def test_a_gradient_through_lse_where_score_mod_hides_everything() -> None:
-    """The gradient of an lse of -inf may be anything, infinity included; it reaches nothing."""
+BLIND: dict[str, dict[str, Any]] = {  # some rows see nothing
+    "score_mod": {"score_mod": SCORE_MODS["with_holes"]},
+    "mask": {"attn_mask_type": "causal_bottom_right"},
+}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
+@pytest.mark.parametrize("hidden_by", BLIND)
+def test_a_row_that_sees_nothing_passes_no_gradient_on(hidden_by: str, softmax_type: str, package: str) -> None:
+    """Whatever comes to its out, NaN included, or to an lse of -inf."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 16, 2, 4, generator=generator, dtype=torch.float64)
+    module = PACKAGES[package]
 
-    def one(member: Any) -> list[torch.Tensor]:
-        cp = cp_ref.ContextParallel(member)
-        leaves = [cp_ref.shard(q, cp=cp).requires_grad_() for _ in range(3)]
-        out, lse = cp_ref.attention(*leaves, cp=cp, score_mod=SCORE_MODS["with_holes"], return_lse=True)
-        assert (lse == float("-inf")).any()
-        (out.sum() + (lse**2).sum()).backward()
-        return [x.grad for x in leaves if x.grad is not None]
+    def one(member: Any) -> list[list[torch.Tensor]]:
+        cp, found = module.ContextParallel(member), []
+        for spoilt in (0.0, torch.nan):
+            leaves = [module.shard(x, cp=cp).requires_grad_() for x in (q, q[:, :8], q[:, 8:])]
+            sink = torch.ones(2, dtype=torch.float64, requires_grad=True)
+            more = {} if softmax_type == "vanilla" else {"softmax_type": softmax_type, "softmax_offset": sink}
+            out, lse = module.attention(*leaves, cp=cp, return_lse=True, **BLIND[hidden_by], **more)
+            blind = (out == 0).all(-1, keepdim=True)
+            assert blind.any() or hidden_by == "mask"  # there, all rows of a rank may see some
+            dlse = torch.ones_like(lse).masked_fill(lse == float("-inf"), spoilt)
+            torch.autograd.backward([out, lse], [torch.ones_like(out).masked_fill(blind, spoilt), dlse])
+            found.append([x.grad for x in (*leaves, sink) if x.grad is not None])
+        return found
 
-    for grads in cp_ref.SimGroup(2).run(one):
-        assert len(grads) == 3
-        assert all(grad.isfinite().all() for grad in grads)
+    for clean, spoilt in module.SimGroup(2).run(one):
+        assert len(clean) == (3 if softmax_type == "vanilla" else 4)
+        for got, want in zip(spoilt, clean, strict=True):
+            torch.testing.assert_close(got, want)
 
 
 ALIBI, DROPPED = Scores("h"), Scores(dropout_p=0.5, seed=3)

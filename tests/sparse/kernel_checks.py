@@ -22,6 +22,7 @@ __all__ = [
     "check_rows",
     "check_select",
     "draw",
+    "few_kinds",
     "mistakes",
     "rows_like",
 ]
@@ -130,6 +131,17 @@ def draw(seed: int, dtype: torch.dtype = torch.bfloat16, small: bool = False) ->
     rng = random.Random(seed)
     n, m = rng.randint(1, 5 if small else 40), rng.choice([1, 30, 70] if small else [1, 100, 700, 3000])
     return KernelProblem(seed=seed, n=n, m=m, exact=rng.random() < 0.5, dtype=dtype, **kind)
+
+
+def few_kinds() -> list[int]:
+    """Some of CLASSES: each value of each field is in one of them."""
+    of_class = ("intervals", "h_q", "h_kv", "d", "d_v", "view", "sets", "top_k", "h_i", "d_i", "sink", "with_dlse")
+    values = [{(name, getattr(draw(kind), name)) for name in of_class} for kind in range(CLASSES)]
+    left, found = set[tuple[str, Any]]().union(*values), list[int]()
+    while left:
+        found.append(max(range(CLASSES), key=lambda kind: len(values[kind] & left)))
+        left -= values[found[-1]]
+    return sorted(found)
 
 
 # ---- what must come out
@@ -280,12 +292,14 @@ def check_attention(kernels: Any, problem: KernelProblem, device: str, determini
     lse = lse.flatten(1, 2)
     total = (out * x["dout"].double()).sum()
     if dlse is not None:
-        dlse = torch.where(lse.isinf(), 0.0, dlse.double()).float().detach()
         total = total + (lse.masked_fill(lse.isinf(), 0.0) * dlse.double()).sum()
+        dlse = dlse.masked_fill(lse.detach().isinf(), math.nan)
+    blind = ~named.any(-1).repeat_interleave(group, 1)  # what comes to these reaches nothing
+    dout = x["dout"].masked_fill(blind[..., None], math.nan)
     dq, dk, dv = torch.autograd.grad(total, (q, k, v))
     got_out, got_lse = kernels.forward(x["q"], x["k"], x["v"], rows, scale, sink)
     results = {"out": _error(got_out, out), "lse": _error(got_lse, lse)}
-    arguments = x["q"], x["k"], x["v"], rows, got_out, got_lse, x["dout"], dlse, scale, deterministic
+    arguments = x["q"], x["k"], x["v"], rows, got_out, got_lse, dout, dlse, scale, deterministic
     options = {"one_sum": True} if problem.view and problem.seed % 2 else {}  # Triton's
     got_dq, got_dk, got_dv = kernels.backward(*arguments, **options)
     if deterministic:
@@ -321,5 +335,6 @@ def check_loss(kernels: Any, problem: KernelProblem, device: str, deterministic:
     grads = torch.autograd.grad((loss * x["dloss"].double()).sum(), (q_index, k_index, weights))
     arguments = *(x[name] for name in names), x["q"], x["k"], lse.float(), rows, scale, softmax_scale
     found = {"loss": _error(kernels.loss(*arguments), loss)}
-    got = kernels.loss_backward(*arguments, x["dloss"], deterministic)
+    dloss = x["dloss"].masked_fill(~named.any(-1), math.nan)
+    got = kernels.loss_backward(*arguments, dloss, deterministic)
     return found | {f"d{name}": _error(a, b) for name, a, b in zip(names, got, grads, strict=True)}

@@ -150,6 +150,35 @@ def test_documents_do_not_see_each_other(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("comm", ["all_gather", "a2a"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_that_name_nothing_pass_no_gradient_on(sinks: bool, comm: str, package: str) -> None:
+    """Whatever comes to them, NaN included: here the second head of row 3, and row 12."""
+    indices = torch.arange(3, dtype=torch.int32).repeat(20, 2, 1)
+    indices[3, 1], indices[12] = -1, -1
+
+    def one(member: SimMember) -> None:
+        module, cp, plan = made(package, member, comm, softmax_type="learnable" if sinks else "vanilla")
+        found, offset = [], torch.ones(8, requires_grad=True) if sinks else None
+        for spoilt in (0.0, torch.nan):
+            mine = sharded(module, inputs(), cp, plan)
+            named = module.shard(indices, cp=cp, plan=plan)
+            out, lse = attended(module, mine, named, cp, plan, return_lse=True, softmax_offset=offset)
+            blind = (named < 0).all(-1).repeat_interleave(4, 1)
+            _, of_all = attended(module, mine, named[:, 0], cp, plan, return_lse=True, softmax_offset=offset)
+            loss = lost(module, mine, of_all.detach(), named[:, 0], cp, plan)
+            upstream = [torch.ones_like(out).masked_fill(blind[..., None], spoilt)]
+            upstream.append(torch.ones_like(lse).masked_fill(blind.t(), 0.0 if sinks else spoilt))
+            upstream.append(torch.ones_like(loss).masked_fill(blind[:, 0], spoilt))
+            leaves = [*mine.values(), *([] if offset is None else [offset])]
+            found.append(torch.autograd.grad([out, lse, loss], leaves, upstream))
+        for clean, got in zip(*found, strict=True):
+            torch.testing.assert_close(got, clean)
+
+    SimGroup(2).run(one)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_plan_that_is_updated(package: str) -> None:
     """The same plan serves the next batch; a backward pass of the old batch is refused."""
     cu = torch.tensor([0, 3, 12])

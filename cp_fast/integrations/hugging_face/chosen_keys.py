@@ -121,9 +121,10 @@ def attend_to_chosen(
         plain, rotated = q.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], -1)
         q = torch.cat([torch.einsum("bshd,hdc->bshc", plain, into_keys.to(plain.dtype)), rotated], -1)
         k = autocast(k)
-        v = k[..., : layer.kv_lora_rank]
     plan = chosen.plan(q)
     q, k, v, indices = (x.flatten(0, 1) if batch.qkv_format == "thd" else x for x in (q, k, v, indices))
+    if chosen.latent:
+        v = k[..., : layer.kv_lora_rank]  # cut last: only then their gradients travel as one
     out = sparse_attention(q, k, v, indices, cp=batch.cp, plan=plan, softmax_scale=scaling)
     out = out.unflatten(0, (len(query), -1)) if batch.qkv_format == "thd" else out
     return out if into_values is None else torch.einsum("bshc,hdc->bshd", out, into_values.to(out.dtype))

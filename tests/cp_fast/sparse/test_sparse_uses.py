@@ -332,6 +332,70 @@ def test_gradients_of_the_latent_form() -> None:
         SimGroup(2).run(partial(one, comm=comm))
 
 
+class Halved(torch.autograd.Function):
+    """A view, as functions that scale or sum gradients return one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * 0.5
+
+
+def halving(x: torch.Tensor, node: bool = False) -> torch.Tensor:
+    """x, whose gradient a hook halves: one of the tensor, or of its node in autograd's graph."""
+    if node:
+        assert x.grad_fn is not None
+        x.grad_fn.register_prehook(lambda grads: tuple(g * 0.5 for g in grads))
+    else:
+        x.register_hook(lambda grad: grad * 0.5)
+    return x
+
+
+def behind(x: torch.Tensor) -> torch.Tensor:
+    """The values, behind a hook of a tensor between them and x."""
+    return halving(x[..., :5])[..., :4]
+
+
+BETWEEN: dict[str, tuple[Any, float, float]] = {  # keys and values of a leaf, and the share of each in its gradient
+    "nothing": (lambda x: (x, x.split([4, 2], -1)[0]), 1, 1),
+    "a function before v": (lambda x: (x, Halved.apply(x[..., :4])), 1, 0.5),
+    "a function, then v": (lambda x: (x, Halved.apply(x)[..., :4]), 1, 0.5),
+    "a function before k": (lambda x: (Halved.apply(x), x[..., :4]), 0.5, 1),
+    "a hook of v": (lambda x: (x, halving(x[..., :4])), 1, 0.5),
+    "a hook of v's node": (lambda x: (x, halving(x[..., :4], node=True)), 1, 0.5),
+    "a hook before v": (lambda x: (x, behind(x)), 1, 0.5),
+    "a hook of k": (lambda x: (halving(x[:, :, :]), x[..., :4]), 0.5, 1),
+    "a hook of both": (lambda x: (lambda k: (k, k[..., :4]))(halving(x[:, :, :])), 0.5, 0.5),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_lies_between_keys_and_latent_values_has_its_part(between: str) -> None:
+    """The gradients travel as one only where nothing is there."""
+    cut, of_k, of_v = BETWEEN[between]
+
+    def one(member: SimMember) -> None:
+        cp, plan = made(member, dtype=torch.float64)
+        q, k, *_ = (cp_fast.shard(x.double(), cp=cp, plan=plan) for x in inputs().values())
+        indices = torch.arange(3, dtype=torch.int32).expand(len(q), 3)
+        apart = [x.clone().requires_grad_() for x in (k, k[..., :4])]
+        cp_fast.sparse_attention(q, apart[0], apart[1], indices, cp=cp, plan=plan).square().sum().backward()
+        dk, dv = (x.grad for x in apart)
+        assert dk is not None
+        assert dv is not None
+
+        leaf = k.clone().requires_grad_()
+        x = leaf * 1
+        keys, values = cut(x)
+        cp_fast.sparse_attention(q, keys, values, indices, cp=cp, plan=plan).square().sum().backward()
+        torch.testing.assert_close(leaf.grad, of_k * dk + of_v * torch.nn.functional.pad(dv, (0, 2)))
+
+    SimGroup(2).run(one)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_plan_says_whether_gradients_have_a_fixed_order(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
