@@ -130,10 +130,6 @@ def mask_cache(device: torch.device | str) -> MaskCache:
 # and lengths that are replaced in a captured graph: it visits all rows and all columns of the tensors, and looks up
 # each row's visible columns on the device. The blocks are the same for any lengths, at the cost of computing hidden
 # ones.
-#
-# legend   g = h_q / h_kv, R = rows of a block, C = columns of a block, H = kv heads of a block. A block's scores
-#          are [H, g * R, C]: the query heads that share a kv head are folded into the rows, so K and V are never
-#          repeated.
 
 
 class ScoreBlockSize(NamedTuple):
@@ -424,9 +420,8 @@ class BlockwiseBackend(Backend):
                     of_p.mul_(factors)
                 if slope is not None:
                     ds.mul_(slope)
-                some = seen.stop - seen.start  # columns, without those that fill the block up
-                dvalues[block.heads_kv, columns].baddbmm_(p[..., :some].mT, douts)
-                dkeys[block.heads_kv, columns].baddbmm_(ds[..., :some].mT, queries)
+                _add_product(dvalues[block.heads_kv, columns], p, douts)
+                _add_product(dkeys[block.heads_kv, columns], ds, queries)
                 dqueries = _product(ds, key) if dqueries is None else dqueries.baddbmm_(ds, key)
             if dqueries is not None:
                 found = of_rows(dqueries.mul_(scores.scale), block)
@@ -477,6 +472,14 @@ class _Scratch:
     def buffer(self, which: int, shape: Sequence[int]) -> torch.Tensor:
         """Buffer 0, 1 or 2 in this shape, its contents undefined."""
         return aligned_view(self._buffers[which], shape)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total [H, up to C, d] += a^T @ b, of [H, R, C] and [H, R, d]: its first columns."""
+    if total.shape[1] == a.shape[2]:
+        total.baddbmm_(a.mT, b)
+    else:
+        total.add_(torch.bmm(a.mT, b)[:, : total.shape[1]])
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
