@@ -107,17 +107,17 @@ def _of_one_rank(case: Case, tensors: GlobalTensors) -> Related:
 
 
 def _of_other_layouts(case: Case, tensors: GlobalTensors) -> Related:
-    p, padded = case.problem, case.problem.attn_mask_type.startswith("padding")
-    if p.areas is not None or not isinstance(p.layout, str):
-        return
-    for layout in LAYOUTS:
-        other = replace(p, layout=layout)
-        packs = p.qkv_format == "thd" or padded or layout != "balanced"
-        if layout != p.layout and packs and _with_sequences(other, range(len(p.sequences)), 0) is not None:
-            unit = divisor(layout, p.cp_size)
-            whole = p.qkv_format != "thd" or not any(s.slots_q % unit or s.slots_kv % unit for s in p.sequences)
-            if whole:
-                yield replace(case, problem=other), tensors, _as_claimed
+    p = case.problem
+    alike = all((s.len_q, s.slots_q) == (s.len_kv, s.slots_kv) for s in p.sequences)
+    balances = alike and (p.qkv_format == "thd" or p.attn_mask_type.startswith("padding"))
+    for layout in LAYOUTS if isinstance(p.layout, str) else ():
+        other, unit = replace(p, layout=layout), divisor(layout, p.cp_size)
+        if layout == p.layout or (layout == "balanced" and not balances):
+            continue
+        if p.qkv_format == "thd" and any(s.slots_q % unit or s.slots_kv % unit for s in p.sequences):
+            continue
+        if _with_sequences(other, range(len(p.sequences)), 0) is not None:
+            yield replace(case, problem=other), tensors, _as_claimed
 
 
 def _as_claimed(base: Tensors, got: Tensors) -> tuple[Tensors, Tensors, How]:
