@@ -197,7 +197,7 @@ class Implementation:
         Raises:
             ValueError: it names no result.
         """
-        claims = getattr(self.offered, "same_bits", ())
+        claims: Any = getattr(self.offered, "same_bits", ())
         if callable(claims):
             named = frozenset(claims(case))
         else:

@@ -359,7 +359,6 @@ def test_a_row_has_the_same_bits_in_any_launch_whose_keys_begin_at_a_block_of_it
         assert torch.equal(x, y[start:stop]), name
 
 
-
 class LargestTensor(TorchDispatchMode):
     """Remembers the most elements of any tensor that an operator returns."""
 
