@@ -198,8 +198,8 @@ class Implementation:
             ValueError: it names no result.
         """
         claims: Any = getattr(self.offered, "same_bits", ())
-        if callable(claims):
-            named = frozenset(claims(case))
+        if inspect.isroutine(claims):
+            named = frozenset[str](claims(case))
         else:
             values = field_values(str(case)) if claims else {}
             named = frozenset(name for match, names in claims if matches(values, match) for name in names)

@@ -319,7 +319,7 @@ def shortened(name: str, width: int) -> str:
     """A name without its middle, where it is longer than `width`.
 
     >>> shortened("model.layers.10.attention.q_proj.weight", 30)
-    'model.lay...on.q_proj.weight'
+    'model.lay...tion.q_proj.weight'
     """
     if len(name) <= width:
         return name
