@@ -76,9 +76,8 @@ def step(
             check_step(build, size, cp_comm_type=comm, layout=owner, **how)
         for size, comm, owner in wanted:
             with _Bars() as bars:
-                given = {"cp_comm_type": comm, "layout": owner, "dtype": kind, "on_progress": bars.went_on}
-                given["bits"] = bits
-                reports.append(compare_step(build, batch, size, **how, **given))
+                given: dict[str, Any] = {"cp_comm_type": comm, "layout": owner, "dtype": kind, "bits": bits}
+                reports.append(compare_step(build, batch, size, **how, **given, on_progress=bars.went_on))
             typer.echo(f"{reports[-1]}\n")
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
