@@ -36,6 +36,12 @@ schedule   `attention`, with the signature and meaning of `cp_ref.attention`, on
                             CPU, NCCL on GPUs).
            softmax_offset_grad   "share" (the default): a rank's gradient of softmax_offset is of its own queries, and
                             the ranks' shares add up to the total. "total": it is the total, the same on every rank.
+           same_bits        `same_bits(case) -> names`, of a `conformance.case.Case`: those of out, lse, dq, dk and dv
+                            whose bits are claimed to be those of the same problem on one rank, for every cp_size and
+                            layout, and whoever else is in the batch. The tier metamorphic holds the implementation to
+                            it. Or a list of pairs (match, names), each for the cases that `match` covers, as an entry
+                            of known failures does (`conformance.matching`).
+           batch_invariant  True, or a function of two problems: see `conformance.checks.metamorphic`.
 
 linear     `linear_attention` and `causal_conv1d`, with the signatures and meaning of those of `cp_ref`, on every
            rank; with `ContextParallel` and `make_plan(..., linear=True)` as for the level schedule.
@@ -56,7 +62,8 @@ from typing import Any, cast
 
 import torch
 
-from conformance.case import score_features
+from conformance.case import Case, score_features
+from conformance.matching import field_values, matches
 from conformance.record import Level, readable
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import check_choice
@@ -65,6 +72,7 @@ from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, canonical_layout
 __all__ = [
     "ENTRY_POINTS",
     "LEVEL_MEMBER",
+    "RESULTS_WITH_BITS",
     "Context",
     "Implementation",
     "LoadError",
@@ -87,6 +95,7 @@ LEVEL_MEMBER: dict[Level, str] = {
     "linear": "linear_attention",
     "sparse": "sparse_attention",
 }
+RESULTS_WITH_BITS = ("out", "lse", "dq", "dk", "dv")
 _SCHEDULE_MEMBERS = ("ContextParallel", "supports", "Unsupported", "shard", "make_plan", "unshard", "position_ids")
 
 # The callers of attention, merge and tile check their results.
@@ -181,6 +190,23 @@ class Implementation:
     def softmax_offset_grad(self) -> str:
         """Its gradient of softmax_offset: "share" or "total"."""
         return getattr(self.offered, "softmax_offset_grad", "share")
+
+    def same_bits(self, case: Case) -> frozenset[str]:
+        """The results of a case that it claims to have the bits of one rank.
+
+        Raises:
+            ValueError: it names no result.
+        """
+        claims: Any = getattr(self.offered, "same_bits", ())
+        if inspect.isroutine(claims):
+            named = frozenset[str](claims(case))
+        else:
+            values = field_values(str(case)) if claims else {}
+            named = frozenset(name for match, names in claims if matches(values, match) for name in names)
+        if unknown := named.difference(RESULTS_WITH_BITS):
+            rule = f"some of {', '.join(RESULTS_WITH_BITS)}"
+            raise ValueError(f"same_bits of {self.name!r} names {', '.join(sorted(unknown))}; it must name {rule}")
+        return named
 
     @property
     def Unsupported(self) -> type[Exception]:

@@ -46,6 +46,7 @@ def step(
     loss: Annotated[str, typer.Option(help="step returns the mean, or a share: sum.")] = "mean",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="Whose rounding counts, as bfloat16.")] = None,
+    bits: Annotated[bool, typer.Option("--bits", help="Say too what has other bits than in one process.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds a run may take.")] = 600.0,
     report: ReportOption = None,
     junit: Annotated[Path | None, typer.Option(help="A file for JUnit's XML, which CI servers show.")] = None,
@@ -75,8 +76,8 @@ def step(
             check_step(build, size, cp_comm_type=comm, layout=owner, **how)
         for size, comm, owner in wanted:
             with _Bars() as bars:
-                given = {"cp_comm_type": comm, "layout": owner, "dtype": kind, "on_progress": bars.went_on}
-                reports.append(compare_step(build, batch, size, **how, **given))
+                given: dict[str, Any] = {"cp_comm_type": comm, "layout": owner, "dtype": kind, "bits": bits}
+                reports.append(compare_step(build, batch, size, **how, **given, on_progress=bars.went_on))
             typer.echo(f"{reports[-1]}\n")
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
@@ -89,7 +90,8 @@ def step(
         record = StepRecord(what_runs(device), tuple(reports), failure)
         for path in write_report(record, report, junit):
             typer.echo(f"wrote {path}")
-    raise typer.Exit(3 if failure else 0 if all(each.right for each in reports) else 1)
+    right = all(each.right and (each.bits is None or each.bits.forward) for each in reports)
+    raise typer.Exit(3 if failure else 0 if right else 1)
 
 
 def _unwritable(report: Path | None, junit: Path | None) -> str:

@@ -18,6 +18,7 @@ import torch as pytorch
 import cp_fast as package
 import cp_fast.thd
 from conformance.adapters.band_tiles import crop, out_of_nothing
+from conformance.case import Case
 from cp_fast.backends.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
 from cp_fast.backends.choose_backend import choose
 from cp_fast.movers.select_movers import kernels
@@ -89,6 +90,22 @@ for _device in ("cpu", "cuda") if pytorch.cuda.is_available() else ("cpu",):
     kernels(_device)  # built now: a compiler's half a minute is not the first problem's, whose clock runs
 
 
+_SAME_BITS = ("cpu", "fa4")  # the backends of which this is claimed; "auto" is "cpu" where there is no GPU
+_ONE_LAUNCH = ("a2a",)  # schedules that compute a row with all its keys, in one launch
+
+
+def case_bits(case: Case, backend: str) -> frozenset[str]:
+    """The results of a case that have the bits of one launch over the whole batch: docs/how_to/bits.md."""
+    p = case.problem
+    if backend not in _SAME_BITS or p.areas is not None or (p.cp_size > 1 and p.cp_comm_type not in _ONE_LAUNCH):
+        return frozenset()
+    together = p.heads_kv % p.a2a_size == 0  # a rank has all query heads that share a kv head
+    if backend == "fa4" and not together:  # not measured
+        return frozenset()
+    gradients = ("dq", "dk", "dv") if together and (p.cp_size == 1 or p.cp_comm_type == "a2a") else ("dq",)
+    return frozenset(("out", "lse", *(gradients if case.deterministic else ())))
+
+
 class OneBackend:
     """`cp_fast` with one backend by name: features that the backend lacks are unsupported, without a fallback. The name
     "auto" means the package's default: the first backend with all features of a problem.
@@ -107,6 +124,11 @@ class OneBackend:
 
     def __repr__(self) -> str:
         return f"cp_fast with backend {self.name!r}"
+
+    def same_bits(self, case: Case) -> frozenset[str]:
+        """`case_bits` of its backend."""
+        auto = "cpu" if not pytorch.cuda.is_available() else ""
+        return case_bits(case, auto if self.name == "auto" else self.name)
 
     @staticmethod
     def batch_invariant(one: Problem, other: Problem) -> bool:

@@ -2,6 +2,7 @@
 one, and it holds in every dtype.
 
     one rank in place of all       cp_size N gives what cp_size 1 gives
+    another layout                 tokens may lie on other ranks (played where bits are claimed)
     sequences reversed             the sequences in another order give the same results in that order
     the last sequence left out     nothing changes for the others (so adding one changes nothing either)
     the first sequence by itself   gives what it gives among the others
@@ -9,15 +10,20 @@ one, and it holds in every dtype.
     v times 2                      gives out times 2, the same lse and dv, and dq, dk and d_offset times 2, to the last
                                    bit of normal numbers
 
-Equal means up to rounding. An implementation that promises more, by an attribute `batch_invariant`, is held to it under
-deterministic=True wherever every sequence is cut by itself (not in contiguous thd): to the last bit, whoever else is in
-the batch. The attribute is True, or a function of two problems that says whether their bits are the same.
+Equal means up to rounding. An implementation that promises more is held to it, to the last bit:
+
+    same_bits          a function of a `Case` that names those of out, lse, dq, dk and dv that have the bits of the same
+                       problem on one rank: for every cp_size and layout, and whoever else is in the batch
+    batch_invariant    under deterministic=True all results, whoever else is in the batch, wherever every sequence is
+                       cut by itself (not in contiguous thd). True, or a function of two problems that says whether
+                       their bits are the same
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -25,17 +31,19 @@ from conformance.case import Case
 from conformance.checks.budgets import Tensors, close, same_bits
 from conformance.checks.play import play
 from conformance.checks.reference import UnsupportedCase
-from conformance.implementation import Implementation
+from conformance.implementation import RESULTS_WITH_BITS, Implementation, as_implementation
 from conformance.scores import depends_on_number
 from conformance.tensors import GlobalTensors, build, real_tokens
 from cp_ref.schedules.ownership import divisor
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as OneSequence
 from cp_ref.schedules.schedule import side_of
+from cp_ref.schedules.words import LAYOUTS
 
 __all__ = ["RELATIONS", "check_metamorphic"]
 
-_PER_SEQUENCE = ("out", "lse", "dq", "dk", "dv")
+_PER_SEQUENCE = RESULTS_WITH_BITS
+_WHERE_CLAIMED = "another layout"
 
 
 def check_metamorphic(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
@@ -48,17 +56,24 @@ def check_metamorphic(impl: Implementation, case: Case, device: str = "cpu") -> 
     base = play(impl, case, tensors)
     if base.findings:
         return base.findings
-    promise = getattr(getattr(impl, "offered", impl), "batch_invariant", False)
+    impl = as_implementation(impl)
+    promise, claimed = getattr(impl.offered, "batch_invariant", False), impl.same_bits(case)
 
-    def bitwise(other: Case) -> bool:
-        if not (promise and case.deterministic and _cut_by_itself(case.problem)):
-            return False
-        return promise is True or promise(case.problem, other.problem)
+    def exact(how: How, other: Case) -> frozenset[str]:
+        """The results that must have the same bits."""
+        invariant = promise and case.deterministic and _cut_by_itself(case.problem)
+        if how == "bits" or (
+            how == "of a batch" and invariant and (promise is True or promise(case.problem, other.problem))
+        ):
+            return frozenset((*_PER_SEQUENCE, "max_logit", "d_offset"))
+        return frozenset() if how == "rounded" else claimed & impl.same_bits(other)
 
     found: list[str] = []
     refused: UnsupportedCase | None = None
     judged = 0
     for name, relation in RELATIONS.items():
+        if name == _WHERE_CLAIMED and not claimed:
+            continue
         for other, other_tensors, expect in relation(case, tensors):
             try:
                 played = play(impl, other, other_tensors)
@@ -69,22 +84,44 @@ def check_metamorphic(impl: Implementation, case: Case, device: str = "cpu") -> 
             if played.findings:
                 found += [f"with {name}: {finding}" for finding in played.findings]
                 continue
-            want, got, exactly = expect(base.results, played.results)
-            same, beside = exactly if exactly is not None else bitwise(other), f"with {name}"
-            found += same_bits(beside, want, got) if same else close(beside, case, want, got)
+            want, got, how = expect(base.results, played.results)
+            to_the_bit = exact(how, other)
+            same = {label: x for label, x in want.items() if label.partition(" ")[0] in to_the_bit}
+            found += same_bits(f"with {name}", same, got)
+            found += close(f"with {name}", case, {label: x for label, x in want.items() if label not in same}, got)
     if refused is not None and not judged:
         raise refused
     return found
 
 
-# (results of the base, of the other problem) -> the pair to be equal, and whether bit by bit (None: if promised)
-Expectation = Callable[[Tensors, Tensors], tuple[Tensors, Tensors, bool | None]]
+# how results are equal: up to rounding; bit by bit; bit by bit where that is claimed, or promised of batches too
+How = Literal["rounded", "bits", "claimed", "of a batch"]
+# (results of the base, of the other problem) -> the pair to be equal, and how
+Expectation = Callable[[Tensors, Tensors], tuple[Tensors, Tensors, How]]
 Related = Iterator[tuple[Case, GlobalTensors, Expectation]]
 
 
 def _of_one_rank(case: Case, tensors: GlobalTensors) -> Related:
     if case.problem.cp_size > 1:
-        yield replace(case, problem=replace(case.problem, cp_size=1, a2a_size=1)), tensors, lambda a, b: (a, b, False)
+        yield replace(case, problem=replace(case.problem, cp_size=1, a2a_size=1)), tensors, _as_claimed
+
+
+def _of_other_layouts(case: Case, tensors: GlobalTensors) -> Related:
+    p = case.problem
+    alike = all((s.len_q, s.slots_q) == (s.len_kv, s.slots_kv) for s in p.sequences)
+    balances = alike and (p.qkv_format == "thd" or p.attn_mask_type.startswith("padding"))
+    for layout in LAYOUTS if isinstance(p.layout, str) else ():
+        other, unit = replace(p, layout=layout), divisor(layout, p.cp_size)
+        if layout == p.layout or (layout == "balanced" and not balances):
+            continue
+        if p.qkv_format == "thd" and any(s.slots_q % unit or s.slots_kv % unit for s in p.sequences):
+            continue
+        if _with_sequences(other, range(len(p.sequences)), 0) is not None:
+            yield replace(case, problem=other), tensors, _as_claimed
+
+
+def _as_claimed(base: Tensors, got: Tensors) -> tuple[Tensors, Tensors, How]:
+    return base, got, "claimed"
 
 
 def _scaled(case: Case, tensors: GlobalTensors) -> Related:
@@ -94,9 +131,9 @@ def _scaled(case: Case, tensors: GlobalTensors) -> Related:
     if case.loss == "out":
         factors |= {"dq": 2.0, "dk": 2.0, "d_offset": 2.0}
 
-    def expect(base: Tensors, got: Tensors) -> tuple[Tensors, Tensors, bool]:
+    def expect(base: Tensors, got: Tensors) -> tuple[Tensors, Tensors, How]:
         want = {n: _up_to_underflow(x * factors[n], got[n]) for n, x in base.items() if n in factors}
-        return want, {n: got[n] for n in want}, case.deterministic
+        return want, {n: got[n] for n in want}, "bits" if case.deterministic else "rounded"
 
     yield case, replace(tensors, v=tensors.v * 2.0), expect
 
@@ -128,7 +165,7 @@ def _regrouped(order: Callable[[int], Sequence[int]], extra: int = 0) -> Callabl
             return
         everyone = sorted(chosen) == list(range(count))
 
-        def expect(base: Tensors, got: Tensors) -> tuple[Tensors, Tensors, None]:
+        def expect(base: Tensors, got: Tensors) -> tuple[Tensors, Tensors, How]:
             want, have = {}, {}
             for name in _PER_SEQUENCE:
                 for place, n in enumerate(chosen if name in base else []):
@@ -136,7 +173,7 @@ def _regrouped(order: Callable[[int], Sequence[int]], extra: int = 0) -> Callabl
                     want[label], have[label] = _part(case, name, base[name], n), _part(other, name, got[name], place)
             if everyone and "max_logit" in base:
                 want["max_logit"], have["max_logit"] = base["max_logit"], got["max_logit"]
-            return want, have, None
+            return want, have, "of a batch"
 
         yield other, _take(case, tensors, chosen, other), expect
 
@@ -145,6 +182,7 @@ def _regrouped(order: Callable[[int], Sequence[int]], extra: int = 0) -> Callabl
 
 RELATIONS: dict[str, Callable[[Case, GlobalTensors], Related]] = {
     "one rank (cp_size 1) in place of all": _of_one_rank,
+    _WHERE_CLAIMED: _of_other_layouts,
     "sequences reversed": _regrouped(lambda count: range(count - 1, -1, -1)),
     "the last sequence left out": _regrouped(lambda count: range(count - 1)),
     "the first sequence by itself": _regrouped(lambda count: [0] if count > 2 else []),

@@ -10,46 +10,28 @@ A TOML file has one table for each known failure:
     level = "schedule"      # optional: only at this level
     quarantine = true       # optional: the problem ends the machine or the process, so it does not run
 
-A problem matches if every field matches: a value, one value of a list, or a range {low = ..., high = ...}, both ends
-included and either end optional. An empty `match` covers everything. When every problem that an entry covers passes,
-the run fails until the entry is removed.
+A problem matches as `conformance.matching` says. An empty `match` covers everything. When every problem that an entry
+covers passes, the run fails until the entry is removed.
 
-The fields are those of `Case` and `Problem` that hold one value, and
-
-- `text`, what `--repro` takes;
-- `causal`, `bottom_right`, `group_size`, `pairs`, `window_left`, `window_right`;
-- `sequences`, their number, and `cross`: whether a sequence has unlike lengths of queries and keys;
-- `shortest_q`, `longest_q`, `shortest_kv`, `longest_kv`.
-
-A problem that is no case has only `text`. An entry with any other field does not match it.
+A problem that is no case has only the field `text`. An entry with any other field does not match it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from conformance.case import Case
+from conformance.matching import FIELDS, field_values, matches
 from conformance.record import LEVELS, Played, RunRecord, Verdict
-from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import parse_toml
 
-__all__ = ["FIELDS", "KnownFailure", "KnownFailures", "KnownFailuresError", "field_values"]
+__all__ = ["KnownFailure", "KnownFailures", "KnownFailuresError"]
 
 _FAILED = ("wrong", "crashed", "hung")
 _NEEDED = {"match": dict, "reason": str, "issue": str}
 _OPTIONAL = {"tier": str, "level": str, "quarantine": bool}
-_CASE = tuple(f.name for f in fields(Case) if f.name != "problem")
-_PROBLEM = (
-    *(f.name for f in fields(Problem) if f.name not in ("sequences", "window_size", "areas")),
-    *("causal", "bottom_right", "group_size", "pairs"),
-)
-_ATTRIBUTES = {"group_size": "heads_per_kv"}  # of a problem, where the file has another word
-_LENGTHS = ("sequences", "cross", "shortest_q", "longest_q", "shortest_kv", "longest_kv")
-FIELDS = ("text", *_PROBLEM, "window_left", "window_right", *_LENGTHS, *_CASE)
 
 
 class KnownFailuresError(ValueError):
@@ -83,7 +65,7 @@ class KnownFailure:
         if (self.tier is not None and self.tier != tier) or (self.level is not None and self.level != level):
             return False
         values = {**field_values(case or text), "text": text}
-        return all(name in values and _is(values[name], wanted) for name, wanted in self.match.items())
+        return matches(values, self.match)
 
 
 @dataclass(frozen=True)
@@ -174,33 +156,6 @@ class KnownFailures:
                 problems = "the one problem" if len(verdicts) == 1 else f"all {len(verdicts)} problems"
                 found.append(f"{entry} no longer fails: remove it; {problems} that it covers passed")
         return tuple(found)
-
-
-@lru_cache(maxsize=64)  # many entries ask for the same problem
-def field_values(text: str) -> dict[str, Any]:
-    """The fields of a "Case(...)" that `match` can name, without `text`; empty for any other text."""
-    if not text.startswith("Case("):
-        return {}
-    case = Case.parse(text)
-    p = case.problem
-    queries, keys = [s.len_q for s in p.sequences], [s.len_kv for s in p.sequences]
-    ends = (min(queries, default=0), max(queries, default=0), min(keys, default=0), max(keys, default=0))
-    return {
-        **{name: getattr(case, name) for name in _CASE},
-        **{name: getattr(p, _ATTRIBUTES.get(name, name)) for name in _PROBLEM},
-        **dict(zip(("window_left", "window_right"), p.window_size, strict=True)),
-        **dict(zip(_LENGTHS, (len(p.sequences), queries != keys, *ends), strict=True)),
-    }
-
-
-def _is(value: Any, wanted: Any) -> bool:
-    """Whether a field has a value, one of several, or one in a range. A range holds numbers only."""
-    if isinstance(wanted, list):
-        return any(_is(value, one) for one in wanted)
-    if isinstance(wanted, dict):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and wanted.get("low", value) <= value <= wanted.get("high", value)
-    return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
 
 
 def _entry(source: str, number: int, table: Any) -> KnownFailure:

@@ -13,6 +13,7 @@ import torch
 
 from conformance.checks.budgets import Row
 from conformance.runner.processes import LONGEST_S
+from conformance.step.bits import of_bits
 from conformance.step.diagnosis import diagnose
 from conformance.step.judge import judge, norm_of
 from conformance.step.report import StepReport
@@ -39,6 +40,7 @@ def compare_step(
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     timeout_s: float = 600.0,
+    bits: bool = False,
     on_progress: Callable[[str, str, str], None] = lambda run, process, stage: None,
 ) -> StepReport:
     """Compare one optimizer step of a model over ranks with the same step in one process.
@@ -61,6 +63,7 @@ def compare_step(
         dtype: whose rounding errors are allowed; by default the narrowest in which the step uses weights, under
             autocast autocast's.
         timeout_s: how long the processes of one run may take, in seconds, at most a million.
+        bits: whether the report also says which outputs, losses and gradients have the bits of the one process.
         on_progress: called where a process goes on, with the run ("the step", "the step, recorded"), the process
             ("rank 3") and what it does now ("step 1 of 2").
 
@@ -79,10 +82,10 @@ def compare_step(
         threads = max(1, (os.cpu_count() or 1) // world)
         how = {"cp_size": cp_size, "cp_comm_type": cp_comm_type, "layout": layout, "device": device}
         how |= {"threads": threads, "limit_s": timeout_s, "dtype": dtype}
-        return report_of(Runs(Job(build, batch, "", Path(folder), "", **how), world, on_progress), loss, dtype)
+        return report_of(Runs(Job(build, batch, "", Path(folder), "", **how), world, on_progress), loss, dtype, bits)
 
 
-def report_of(runs: Runs, loss: str = "mean", dtype: torch.dtype | None = None) -> StepReport:
+def report_of(runs: Runs, loss: str = "mean", dtype: torch.dtype | None = None, bits: bool = False) -> StepReport:
     """`compare_step` of processes that are given."""
     first = runs.measured()
     rows, wrong_tokens = _judged(first, loss, dtype)
@@ -90,15 +93,17 @@ def report_of(runs: Runs, loss: str = "mean", dtype: torch.dtype | None = None) 
     title = f"{title}, {runs.job.cp_comm_type}, {first.layout}, {str(dtype or first.dtype).removeprefix('torch.')}"
     report = StepReport(title, tuple(rows), ranks=len(first.ranks), notes=tuple(_notes(first)))
     if report.right:
-        return report
+        return replace(report, bits=of_bits(runs.measured(look=True)) if bits else None)
 
     def vanishes(part: str) -> bool:
         return StepReport("", tuple(_judged(runs.measured(without=part), loss, dtype)[0])).right
 
-    found = diagnose(runs.measured(look=True), loss, dtype, vanishes)
+    seen = runs.measured(look=True)
+    found = diagnose(seen, loss, dtype, vanishes)
     modules, place = tuple(found.modules), found.first or wrong_tokens
     notes = (*report.notes, *found.notes)
-    return replace(report, findings=tuple(found.findings), first=place, modules=modules, notes=notes)
+    report = replace(report, findings=tuple(found.findings), first=place, modules=modules, notes=notes)
+    return replace(report, bits=of_bits(seen) if bits else None)
 
 
 def _notes(found: Measured) -> list[str]:

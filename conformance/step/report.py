@@ -14,6 +14,7 @@ from conformance.checks.budgets import Row
 
 __all__ = [
     "CAUSES",
+    "Bits",
     "Compared",
     "Evidence",
     "Finding",
@@ -121,6 +122,39 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class Bits:
+    """What has the bits of one process.
+
+    Attributes:
+        modules, same: how many calls of modules were compared, and how many of these have an output of the same bits.
+        left: the calls, in the order of the forward pass, that are given the same bits and give others. What comes
+            after them is given other bits, so that it cannot be judged.
+        losses: of tokens, in words; "" if step returns none.
+        gradients, same_gradients: how many parameters have one, and how many of these are the same on all ranks.
+    """
+
+    modules: int
+    same: int
+    left: tuple[str, ...]
+    losses: str
+    gradients: int
+    same_gradients: int
+
+    @property
+    def forward(self) -> bool:
+        """Whether the whole forward pass has the same bits."""
+        return self.same == self.modules > 0 and not self.losses.startswith("other")
+
+    def __str__(self) -> str:
+        """Three lines, and one for each call that is left."""
+        lines = [f"bits: {self.same} of {self.modules} outputs of modules are those of one process"]
+        lines += [f"  other bits begin in {each}" for each in self.left]
+        lines += [f"bits: losses of tokens: {self.losses}"] if self.losses else []
+        lines.append(f"bits: {self.same_gradients} of {self.gradients} gradients are those of one process")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
 class StepReport:
     """All compared values, and the mistakes found.
 
@@ -133,6 +167,7 @@ class StepReport:
         ranks: how many there are.
         modules: whether their outputs agree, in the order of the forward pass; looked at where something is wrong.
         notes: what else a reader has to know: steps that were skipped, records that could not be compared.
+        bits: what has the bits of one process, where that was asked for.
     """
 
     title: str
@@ -142,6 +177,7 @@ class StepReport:
     ranks: int = 1
     modules: tuple[ModuleRow, ...] = ()
     notes: tuple[str, ...] = ()
+    bits: Bits | None = None
 
     @property
     def right(self) -> bool:
@@ -197,6 +233,7 @@ class StepReport:
             table += [(f"  and {len(wrong) - _MOST_ROWS} more", *[""] * 6)] if len(wrong) > _MOST_ROWS else []
         said = "right" if self.right else "WRONG"
         lines = [f"step over {self.title}: {said}", *table_lines(table), self.counts, *self.notes, *self.diagnosis]
+        lines += [] if self.bits is None else [str(self.bits)]
         return "\n".join(lines)
 
     def _cells(self, indent: str, value: Compared) -> tuple[str, ...]:
@@ -252,6 +289,8 @@ def _report(data: dict[str, Any]) -> StepReport:
     fields: dict[str, Any] = data | {"notes": tuple(data["notes"])}
     for name, make in kinds.items():
         fields[name] = tuple(make(**each) for each in data[name])
+    bits = data.get("bits")
+    fields["bits"] = bits and Bits(**bits | {"left": tuple(bits["left"])})
     return StepReport(**fields)
 
 
@@ -280,7 +319,7 @@ def shortened(name: str, width: int) -> str:
     """A name without its middle, where it is longer than `width`.
 
     >>> shortened("model.layers.10.attention.q_proj.weight", 30)
-    'model.lay...on.q_proj.weight'
+    'model.lay...tion.q_proj.weight'
     """
     if len(name) <= width:
         return name

@@ -309,6 +309,7 @@ class Look(TorchFunctionMode):
                 inside = tuple((outer, before) for outer, _, before in self._stack)
                 record = {"name": name, "count": count, "forward": max(self._forward, 0), "inside": inside}
                 record |= {"inputs": kept, "out": _numbers(_first(out)), "kind": type(module).__name__}
+                record["bits"] = _all_bits(inputs | {"out": _first(out)})
                 self._modules.append(record | {"start": start, "end": self._now()})
             if not self._stack and torch._C._current_graph_task_id() < 0:
                 self._quiet = False
@@ -357,6 +358,32 @@ def _numbers(x: Any) -> torch.Tensor | None:
         chance = torch.Generator().manual_seed(x.shape[-1])
         vectors = torch.randn(x.shape[-1], _NUMBERS, generator=chance, dtype=wide).to(x.device)
         return (x.detach().to(wide) @ vectors).cpu()
+
+
+def _all_bits(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """For each token of each tensor, an integer that depends on all bits of its features, and on no order of sums."""
+    found = {name: _numbers(x) for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+    return {name: _token_bits(tensors[name]) for name, x in found.items() if x is not None}
+
+
+def _token_bits(x: torch.Tensor) -> torch.Tensor:
+    """x [..., features] as int64 [..., 1]; [tokens] as [tokens].
+
+    >>> x = torch.tensor([[1.0, 2.0], [1.0, 2.0], [2.0, 1.0], [1.0, 2.0000002]])
+    >>> [x.tolist().count(n) for n in x.tolist()], len(_token_bits(x).unique())
+    ([2, 2, 1, 1], 3)
+    """
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        x = x.detach().contiguous()
+        if x.is_floating_point():
+            kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+            x = x.view(kinds[x.element_size()])
+        x = x.long()
+        if x.ndim == 1:
+            return x.cpu()
+        chance = torch.Generator().manual_seed(x.shape[-1])
+        weights = torch.randint(-(2**62), 2**62, (x.shape[-1],), generator=chance) * 2 + 1
+        return (x * weights.to(x.device)).sum(-1, keepdim=True).cpu()  # integers wrap, so any order gives the same
 
 
 def _terms(node: Any, outer: tuple[str, ...] = ()) -> list[str]:

@@ -9,6 +9,11 @@ kernel library supports.
     legend   n = rows of q, m = rows of k and v, g = h_q / h_kv, R = rows of a block, C = columns of a block,
              H = kv heads of a block. A block's scores are [H, g * R, C]: the query heads that share a kv head are
              folded into the rows, so K and V are never repeated.
+
+On a CPU a row's out, lse and dq have the same bits in whatever launch it is, with whatever rows beside it, if its keys
+begin at the same one. Columns are cut at multiples of a block's columns from a segment's first key. The matrix products
+of all blocks have as many columns, and rows and head dims in whole vectors: zeros fill what lacks. Then a library adds
+up each product in the same order, wherever the row lies.
 """
 
 from __future__ import annotations
@@ -46,12 +51,13 @@ __all__ = [
     "mask",
     "mask_cache",
     "modify",
+    "of_pairs",
+    "of_rows",
     "placed_scores",
     "pulled_back",
     "score_blocks",
     "score_blocks_on_device",
     "size_of",
-    "unfold",
     "visible_columns",
 ]
 
@@ -77,17 +83,18 @@ class ColumnBlock(NamedTuple):
 def visible_columns(
     first: int, last: int, lq: int, lk: int, left: int | None, right: int | None, width: int, masks: MaskCache
 ) -> list[ColumnBlock]:
-    """The blocks of at most `width` columns that rows first:last of a segment see, none where they see nothing.
+    """The blocks of `width` columns, or what is left of the segment, that rows first:last of it see; none where they
+    see nothing. They begin at multiples of `width`.
 
-    >>> [(c.start, c.stop, c.hidden is None) for c in visible_columns(4, 6, 6, 6, 3, 0, 2, mask_cache("cpu"))]
-    [(1, 3, False), (3, 5, True), (5, 6, False)]
+    >>> [(c.start, c.stop, c.hidden is None) for c in visible_columns(3, 4, 7, 7, 2, 0, 2, mask_cache("cpu"))]
+    [(0, 2, False), (2, 4, True)]
     """
     shift = lk - lq
     start = 0 if left is None else max(0, first + shift - left)
     stop = lk if right is None else min(lk, last + shift + right)
     blocks: list[ColumnBlock] = []
-    for a in range(start, stop, width):
-        b = min(a + width, stop)
+    for a in range(start // width * width, stop, width):
+        b = min(a + width, lk)
         cut_right = right is not None and b - 1 > first + shift + right
         cut_left = left is not None and a < last - 1 + shift - left
         hidden = masks(last - first, b - a, first + shift - a, left, right) if cut_left or cut_right else None
@@ -123,10 +130,6 @@ def mask_cache(device: torch.device | str) -> MaskCache:
 # and lengths that are replaced in a captured graph: it visits all rows and all columns of the tensors, and looks up
 # each row's visible columns on the device. The blocks are the same for any lengths, at the cost of computing hidden
 # ones.
-#
-# legend   g = h_q / h_kv, R = rows of a block, C = columns of a block, H = kv heads of a block. A block's scores
-#          are [H, g * R, C]: the query heads that share a kv head are folded into the rows, so K and V are never
-#          repeated.
 
 
 class ScoreBlockSize(NamedTuple):
@@ -135,6 +138,15 @@ class ScoreBlockSize(NamedTuple):
     scores: int  # H * g * R * C
     columns: int  # C
     rows: int  # About g * R: larger blocks multiply faster and waste more along a diagonal.
+    unit: int = 1  # R and head dims are filled up with zeros to multiples of it, and then C to `columns`.
+
+    def filled(self, n: int) -> int:
+        """How many rows, or of a head dim, there are with the zeros."""
+        return -(-n // self.unit) * self.unit
+
+    def filled_columns(self, n: int) -> int:
+        """How many columns a block has with the zeros."""
+        return self.columns if self.unit > 1 else n
 
 
 class ScoreBlock(NamedTuple):
@@ -144,6 +156,7 @@ class ScoreBlock(NamedTuple):
     columns: Iterable[tuple[slice, ColumnBlock]]  # Of k and v; iterate once.
     heads_q: slice
     heads_kv: slice
+    height: int  # How many rows it has with those that fill it up.
 
 
 def score_blocks(segments: VarlenBatch, q: torch.Tensor, k: torch.Tensor, size: ScoreBlockSize) -> Iterator[ScoreBlock]:
@@ -159,7 +172,8 @@ def score_blocks(segments: VarlenBatch, q: torch.Tensor, k: torch.Tensor, size: 
         for rows, width, heads_q, heads_kv in _block_ranges(lq, lk, g, k.shape[1], size):
             seen = visible_columns(rows.start, rows.stop, lq, lk, segments.left, segments.right, width, masks)
             columns = [(slice(kv0 + c.start, kv0 + c.stop), c) for c in seen]
-            yield ScoreBlock(slice(q0 + rows.start, q0 + rows.stop), columns, heads_q, heads_kv)
+            height = size.filled(size_of(rows))
+            yield ScoreBlock(slice(q0 + rows.start, q0 + rows.stop), columns, heads_q, heads_kv, height)
 
 
 def score_blocks_on_device(
@@ -170,14 +184,14 @@ def score_blocks_on_device(
     for rows, width, heads_q, heads_kv in _block_ranges(len(q), len(k), q.shape[1] // k.shape[1], k.shape[1], size):
         spans = (slice(a, min(a + width, len(k))) for a in range(0, len(k), width))
         columns = ((span, _between(first[rows], last[rows], span)) for span in spans)
-        yield ScoreBlock(rows, columns, heads_q, heads_kv)
+        yield ScoreBlock(rows, columns, heads_q, heads_kv, size.filled(size_of(rows)))
 
 
 def _block_ranges(n: int, m: int, g: int, h_kv: int, size: ScoreBlockSize) -> Iterator[tuple[slice, int, slice, slice]]:
     """Rows, the number of columns, query heads and kv heads of every block of n rows by m columns."""
-    width = max(1, min(m, size.columns))
+    width = max(1, size.columns if size.unit > 1 else min(m, size.columns))
     height = max(1, min(n, max(32, size.rows // g), max(1, size.scores // (g * width))))
-    heads = max(1, min(h_kv, size.scores // (g * width * height)))
+    heads = max(1, min(h_kv, size.scores // (g * width * size.filled(height))))
     for head in range(0, h_kv, heads):
         heads_kv = slice(head, min(head + heads, h_kv))
         for row in range(0, n, height):
@@ -208,23 +222,33 @@ def size_of(span: slice) -> int:
     return span.stop - span.start
 
 
-def fold(x: torch.Tensor, heads_kv: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [R, H * g, d] as a fresh [H, g * R, d] of the dtype, its rows aligned."""
+def fold(x: torch.Tensor, heads_kv: int, dtype: torch.dtype, height: int, width: int) -> torch.Tensor:
+    """Rows [R, H * g, d] as a fresh [H, g * height, width] of the dtype, its rows aligned, zeros beyond R and d."""
     rows, heads_q, d = x.shape
-    folded = aligned((heads_kv, heads_q // heads_kv * rows, d), dtype, x.device)
-    folded.view(heads_q, rows, d).copy_(x.transpose(0, 1))
+    folded = aligned((heads_kv, heads_q // heads_kv * height, width), dtype, x.device)
+    by_head = folded.view(heads_q, height, width)
+    if (rows, d) != (height, width):
+        by_head.zero_()
+    by_head[:, :rows, :d].copy_(x.transpose(0, 1))
     return folded
 
 
-def unfold(x: torch.Tensor, block: ScoreBlock) -> torch.Tensor:
-    """[H, g * R, d] as [R, H * g, d], a view."""
-    return x.view(-1, size_of(block.rows), x.shape[2]).transpose(0, 1)
+def of_rows(x: torch.Tensor, block: ScoreBlock) -> torch.Tensor:
+    """The rows of a block alone: [H, g * height, C] as [H * g, R, C], a view."""
+    return x.view(-1, block.height, x.shape[2])[:, : size_of(block.rows)]
 
 
-def mask(s: torch.Tensor, seen: ColumnBlock, value: float) -> None:
-    """Write `value` over the hidden scores of a block [H, g * R, C]."""
+def of_pairs(x: torch.Tensor, block: ScoreBlock, seen: ColumnBlock) -> torch.Tensor:
+    """The rows and the columns of a block alone: [H, g * height, C] as [H * g, R, columns], a view."""
+    return of_rows(x, block)[..., : seen.stop - seen.start]
+
+
+def mask(s: torch.Tensor, block: ScoreBlock, seen: ColumnBlock, value: float) -> None:
+    """Write `value` over the hidden scores of a block [H, g * height, C], and over the columns that fill it up."""
     if seen.hidden is not None:
-        s.view(-1, *seen.hidden.shape).masked_fill_(seen.hidden, value)
+        of_pairs(s, block, seen).masked_fill_(seen.hidden, value)
+    if seen.stop - seen.start < s.shape[2]:
+        s[..., seen.stop - seen.start :].fill_(value)
 
 
 # ---- scores that depend on places
@@ -245,32 +269,30 @@ def placed_scores(launch: LaunchScores | None, block: ScoreBlock, columns: slice
     return PairScores(launch.inputs, pairs)
 
 
-def modify(s: torch.Tensor, placed: PairScores | None, block: ScoreBlock) -> torch.Tensor | None:
-    """ALiBi and score_mod on the scores of a block [H, g * R, C], in place. Returns what `pulled_back` needs."""
+def modify(s: torch.Tensor, placed: PairScores | None) -> torch.Tensor | None:
+    """ALiBi and score_mod on scores [H * g, R, C], in place. Returns what `pulled_back` needs."""
     if placed is None:
         return None
-    by_head = s.view(-1, size_of(block.rows), s.shape[2])
-    before = None if placed.inputs.score_mod is None else by_head.clone()
-    changed = placed.modified(by_head)
-    if changed is not by_head:
-        by_head.copy_(changed)
+    before = None if placed.inputs.score_mod is None else s.clone()
+    changed = placed.modified(s)
+    if changed is not s:
+        s.copy_(changed)
     return before
 
 
 def pulled_back(
     before: torch.Tensor | None, ds: torch.Tensor, placed: PairScores | None, p: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient ds [H, g * R, C] of modified scores -> that of the scores before them. p: probabilities."""
+    """The gradient ds [H * g, R, C] of modified scores -> that of the scores before them. p: probabilities."""
     if before is None or placed is None:
         return ds
-    found = placed.pulled_back(before, ds.view(before.shape))
-    return found.reshape(ds.shape).masked_fill(p == 0, 0)  # Where a pair is hidden a function may have no derivative.
+    return placed.pulled_back(before, ds).masked_fill(p == 0, 0)  # where a pair is hidden: it may have no derivative
 
 
-def dropped(p: torch.Tensor, placed: PairScores | None, block: ScoreBlock) -> torch.Tensor | None:
-    """The factors of dropout for probabilities [H, g * R, C], 0 or 1 / (1 - dropout_p); None without dropout."""
+def dropped(p: torch.Tensor, placed: PairScores | None) -> torch.Tensor | None:
+    """The factors of dropout for probabilities [H * g, R, C], 0 or 1 / (1 - dropout_p); None without dropout."""
     factors = None if placed is None else placed.dropout(p.dtype)
-    return None if factors is None else factors.expand(-1, size_of(block.rows), p.shape[2]).reshape(p.shape)
+    return None if factors is None else factors.expand(p.shape)
 
 
 # ---- the kernel library
@@ -325,81 +347,119 @@ class BlockwiseBackend(Backend):
         out = torch.zeros(n, h_q, d_v, dtype=dtype, device=q.device)
         lse = torch.full((h_q, n), -torch.inf, dtype=dtype, device=q.device)
         max_logit = torch.full((h_q,), -torch.inf, dtype=dtype, device=q.device)
-        keys, values = _head_major(k, dtype), _head_major(v, dtype)
+        keys, values = _HeadMajor(k, dtype, self.size), _HeadMajor(v, dtype, self.size)
         scratch = _Scratch(q)
         for block in score_blocks(segments, q, k, self.size):
-            queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), dtype).mul_(scores.scale)
-            top = total = mix = None  # [H, g * R, 1] twice, [H, g * R, d_v]: online softmax over the column blocks
+            queries = self._folded(q, block, dtype).mul_(scores.scale)
+            top = total = mix = None  # [H, g * height, 1] twice, [H, g * height, d_v]: online softmax over the columns
             for columns, seen in block.columns:
-                s = _scores(queries, keys[block.heads_kv, columns], scores, scratch)
+                s = _scores(queries, keys.block(block.heads_kv, columns), scores, scratch)
                 placed = placed_scores(options.score_inputs, block, columns)
-                modify(s, placed, block)
-                mask(s, seen, -torch.inf)
+                modify(of_pairs(s, block, seen), placed)
+                mask(s, block, seen, -torch.inf)
                 here = s.amax(-1, keepdim=True)
                 new = here if top is None else torch.maximum(top, here)
                 # A row that sees nothing yet has new = -inf. With a finite base its exp(-inf - base) is 0, not NaN.
                 base = new.clamp_min(torch.finfo(dtype).min)
                 p = s.sub_(base).exp_()
                 mass = p.sum(-1, keepdim=True)
-                if (factors := dropped(p, placed, block)) is not None:
-                    p.mul_(factors)
+                if (factors := dropped(of_pairs(p, block, seen), placed)) is not None:
+                    of_pairs(p, block, seen).mul_(factors)
                 if top is None or total is None or mix is None:
-                    total, mix = mass, _product(p, values[block.heads_kv, columns])
+                    total, mix = mass, _product(p, values.block(block.heads_kv, columns))
                 else:
                     shrink = top.sub_(base).exp_()
                     total.mul_(shrink).add_(mass)
-                    mix.mul_(shrink).baddbmm_(p, values[block.heads_kv, columns])
+                    mix.mul_(shrink).baddbmm_(p, values.block(block.heads_kv, columns))
                 top = new
             if top is None or total is None or mix is None:
                 continue
             mix.div_(total.masked_fill(total == 0, 1))
-            out[block.rows, block.heads_q] = unfold(mix, block)
-            lse[block.heads_q, block.rows] = (top + total.log_()).view(-1, size_of(block.rows))
+            out[block.rows, block.heads_q] = of_rows(mix, block)[..., :d_v].transpose(0, 1)
+            tops = of_rows(top, block).squeeze(-1)
+            lse[block.heads_q, block.rows] = tops + of_rows(total.log_(), block).squeeze(-1)
             largest = max_logit[block.heads_q]
-            torch.maximum(largest, top.view(-1, size_of(block.rows)).amax(-1), out=largest)
+            torch.maximum(largest, tops.amax(-1), out=largest)
         return Partial(out, lse, max_logit)
 
     @torch.no_grad()
     def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients come in the compute dtype, and always deterministic."""
         scores, (dout, q, k, v, out, lse, dlse, *_) = options.scores, operands
-        dtype = wide_dtype(q.dtype)
+        dtype, d_qk = wide_dtype(q.dtype), q.shape[2]
         dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
-        keys, values = _head_major(k, dtype), _head_major(v, dtype)
-        dkeys, dvalues = (aligned(x.shape, dtype, x.device).zero_() for x in (keys, values))
+        keys, values = _HeadMajor(k, dtype, self.size), _HeadMajor(v, dtype, self.size)
+        dkeys, dvalues = keys.gradient(), values.gradient()
         scratch = _Scratch(q)
         for block in score_blocks(segments, q, k, self.size):
-            queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), dtype).mul_(scores.scale)
-            douts = fold(dout[block.rows, block.heads_q], size_of(block.heads_kv), dtype)
-            outs = fold(out[block.rows, block.heads_q], size_of(block.heads_kv), dtype)
+            queries = self._folded(q, block, dtype).mul_(scores.scale)
+            douts, outs = self._folded(dout, block, dtype), self._folded(out, block, dtype)
             delta = outs.mul_(douts).sum(-1, keepdim=True)
             if dlse is not None:
-                delta.sub_(dlse[block.heads_q, block.rows].reshape(delta.shape))
-            norm = lse[block.heads_q, block.rows].to(dtype).reshape(delta.shape)
-            norm = norm.masked_fill(norm == -torch.inf, torch.inf)  # a row that sees nothing: p = exp(s - inf) = 0
+                of_rows(delta, block).sub_(dlse[block.heads_q, block.rows, None])
+            norm = torch.full_like(delta, torch.inf)  # rows that fill the block up have p = exp(s - inf) = 0
+            of_rows(norm, block).copy_(lse[block.heads_q, block.rows, None])
+            norm.masked_fill_(norm == -torch.inf, torch.inf)  # and so has a row that sees nothing
             dqueries = None
             for columns, seen in block.columns:
-                key, value = keys[block.heads_kv, columns], values[block.heads_kv, columns]
+                key, value = (x.block(block.heads_kv, columns) for x in (keys, values))
                 s = _scores(queries, key, scores, scratch)
                 slope = _slope(s, scores, scratch)
                 placed = placed_scores(options.score_inputs, block, columns)
-                before = modify(s, placed, block)
+                before = modify(of_pairs(s, block, seen), placed)
                 p = s.sub_(norm).exp_()
-                mask(p, seen, 0)
+                mask(p, block, seen, 0)
                 dp = torch.bmm(douts, value.mT, out=scratch.buffer(1, s.shape))
-                if (factors := dropped(p, placed, block)) is not None:
-                    dp.mul_(factors)
-                ds = pulled_back(before, dp.sub_(delta).mul_(p), placed, p)
+                of_p, of_dp = (of_pairs(x, block, seen) for x in (p, dp))
+                if (factors := dropped(of_p, placed)) is not None:
+                    of_dp.mul_(factors)
+                ds = dp.sub_(delta).mul_(p)
+                if before is not None:
+                    of_dp.copy_(pulled_back(before, of_dp, placed, of_p))
                 if factors is not None:
-                    p.mul_(factors)
-                dvalues[block.heads_kv, columns].baddbmm_(p.mT, douts)
+                    of_p.mul_(factors)
                 if slope is not None:
                     ds.mul_(slope)
-                dkeys[block.heads_kv, columns].baddbmm_(ds.mT, queries)
+                _add_product(dvalues[block.heads_kv, columns], p, douts)
+                _add_product(dkeys[block.heads_kv, columns], ds, queries)
                 dqueries = _product(ds, key) if dqueries is None else dqueries.baddbmm_(ds, key)
             if dqueries is not None:
-                dq[block.rows, block.heads_q] = unfold(dqueries.mul_(scores.scale), block)
-        return Gradients(dq, dkeys.transpose(0, 1).contiguous(), dvalues.transpose(0, 1).contiguous())
+                found = of_rows(dqueries.mul_(scores.scale), block)
+                dq[block.rows, block.heads_q] = found[..., :d_qk].transpose(0, 1)
+        dk, dv = (x[..., : y.shape[2]].transpose(0, 1).contiguous() for x, y in ((dkeys, k), (dvalues, v)))
+        return Gradients(dq, dk, dv)
+
+    def _folded(self, x: torch.Tensor, block: ScoreBlock, dtype: torch.dtype) -> torch.Tensor:
+        """The rows and heads of a block, as `fold` has them."""
+        width = self.size.filled(x.shape[2])
+        return fold(x[block.rows, block.heads_q], size_of(block.heads_kv), dtype, block.height, width)
+
+
+class _HeadMajor:
+    """k or v [m, h_kv, d] as [h_kv, m, d] of the compute dtype, its rows aligned and filled up with zeros."""
+
+    def __init__(self, x: torch.Tensor, dtype: torch.dtype, size: ScoreBlockSize) -> None:
+        self._size = size
+        self._rows = aligned((x.shape[1], x.shape[0], size.filled(x.shape[2])), dtype, x.device)
+        self._rows[..., x.shape[2] :].zero_()
+        self._rows[..., : x.shape[2]].copy_(x.transpose(0, 1))
+        self._kept: tuple[tuple[int, ...], torch.Tensor] | None = None
+
+    def block(self, heads: slice, columns: slice) -> torch.Tensor:
+        """Some heads and columns, [H, C, d]: a view, or a copy with zeros where a segment ends before the block."""
+        here, width = self._rows[heads, columns], self._size.filled_columns(size_of(columns))
+        if here.shape[1] == width:
+            return here
+        place = (heads.start, heads.stop, columns.start, columns.stop)
+        if self._kept is None or self._kept[0] != place:  # the next rows of a segment ask for the same
+            filled = aligned((here.shape[0], width, here.shape[2]), here.dtype, here.device).zero_()
+            filled[:, : here.shape[1]].copy_(here)
+            self._kept = place, filled
+        return self._kept[1]
+
+    def gradient(self) -> torch.Tensor:
+        """Zeros [h_kv, m, d] for its gradient, with as much room."""
+        return aligned(self._rows.shape, self._rows.dtype, self._rows.device).zero_()
 
 
 class _Scratch:
@@ -414,9 +474,12 @@ class _Scratch:
         return aligned_view(self._buffers[which], shape)
 
 
-def _head_major(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """k or v [m, h_kv, d] as [h_kv, m, d] of the compute dtype, its rows aligned."""
-    return aligned((x.shape[1], x.shape[0], x.shape[2]), dtype, x.device).copy_(x.transpose(0, 1))
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total [H, up to C, d] += a^T @ b, of [H, R, C] and [H, R, d]: its first columns."""
+    if total.shape[1] == a.shape[2]:
+        total.baddbmm_(a.mT, b)
+    else:
+        total.add_(torch.bmm(a.mT, b)[:, : total.shape[1]])
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from cp_fast.backends.blockwise import (
     fold,
     mask,
     modify,
+    of_pairs,
     placed_scores,
     score_blocks,
     size_of,
@@ -118,7 +119,7 @@ def largest_logit(
     places = None if places is None or not places.inputs.without_dropout().features else places
     largest = torch.full((q.shape[1],), -torch.inf, dtype=torch.float32, device=q.device)
     for block in score_blocks(segments, q, k, size):
-        queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), q.dtype)
+        queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), q.dtype, block.height, q.shape[2])
         if scale < 0:
             queries.neg_()
         here = largest[block.heads_q]
@@ -126,9 +127,9 @@ def largest_logit(
             s = _products(queries, k[columns, block.heads_kv].transpose(0, 1))
             if places is not None:
                 _finish(s, abs(scale), softcap)
-                modify(s, placed_scores(places, block, columns), block)
-            mask(s, seen, -torch.inf)
-            torch.maximum(here, s.view(here.shape[0], -1).amax(-1), out=here)
+                modify(of_pairs(s, block, seen), placed_scores(places, block, columns))
+            mask(s, block, seen, -torch.inf)
+            torch.maximum(here, of_pairs(s, block, seen).amax((1, 2)), out=here)
     return largest if places is not None else _finish(largest, abs(scale), softcap)
 
 
@@ -191,7 +192,7 @@ BACKENDS: tuple[Backend, ...] = (  # the features on any machine; `installed` ma
     CudnnBackend(),
     BUILT_IN,
     BlockwiseBackend(
-        "cpu", Feature.CPU, ScoreBlockSize(scores=2**18, columns=256, rows=512)
+        "cpu", Feature.CPU, ScoreBlockSize(scores=2**18, columns=128, rows=512, unit=16)
     ),  # 1 MiB of a core's cache
     BlockwiseBackend("torch", Feature.CUDA, ScoreBlockSize(scores=2**25, columns=2048, rows=4096)),
 )

@@ -72,6 +72,17 @@ def test_the_blocks_of_a_page_are_a_program(tmp_path: Path, page: str, processes
     run_program(program, processes)
 
 
+@pytest.mark.thorough
+def test_log_probabilities_have_the_same_bits_for_any_number_of_ranks(tmp_path: Path) -> None:
+    (text,) = blocks("docs/how_to/bits.md")
+    program = tmp_path / "logprobs.py"
+    program.write_text(text)
+    printed = {run_program(program, ranks) for ranks in (1, 2, 4)}
+    assert len(printed) == 1, printed
+    program.write_text(text.replace('"a2a"', '"p2p"'))
+    assert run_program(program, 4) not in printed
+
+
 def test_the_tutorial_is_a_program() -> None:
     program = compile("\n\n".join(blocks("docs/tutorial.md")), "tutorial", "exec")  # all ranks in this process
     found: dict[str, Any] = {}

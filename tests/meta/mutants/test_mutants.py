@@ -139,6 +139,34 @@ def test_a_batch_that_matters_in_the_last_bit_is_seen_where_it_is_promised_not_t
     assert any("with the last sequence left out" in finding for finding in found)
 
 
+def test_bits_that_are_claimed_are_compared() -> None:
+    a2a = replace(PACKED, problem=replace(PACKED.problem, cp_comm_type="a2a", a2a_size=2, attn_mask_type="padding"))
+    fast = load("conformance.adapters.cp_fast:cpu").offered
+
+    def attention(q: torch.Tensor, *rest: torch.Tensor, cp: Any, **arguments: Any) -> Any:
+        out, *more = fast.attention(q, *rest, cp=cp, **arguments)
+        return (out * (1.0 + 2.4e-7 * ((cp.size > 1) + (cp.layout == "contiguous"))), *more)
+
+    def claiming(claims: Any, **changed: Any) -> Implementation:
+        names = ("ContextParallel", "Unsupported", "attention", "make_plan", "shard", "supports", "unshard")
+        members = {name: getattr(fast, name) for name in names} | {"same_bits": claims}
+        return Implementation(SimpleNamespace(**(members | changed)), "sample")
+
+    def everything(case: Case) -> tuple[str, ...]:
+        return ("out", "lse", "dq", "dk", "dv")
+
+    assert check_metamorphic(claiming(everything), a2a) == []
+    assert check_metamorphic(claiming((), attention=attention), a2a) == []
+    found = check_metamorphic(claiming(everything, attention=attention), a2a)
+    assert any(finding.startswith("out with one rank (cp_size 1) in place of all differs") for finding in found)
+    assert any(finding.startswith("out with another layout differs") for finding in found)
+    for layout, same in (("dual_chunk", frozenset({"out"})), ("contiguous", frozenset())):
+        table = [({"layout": layout, "cp_size": {"low": 2}}, ["out"])]
+        assert claiming(table).same_bits(a2a) == same
+    with pytest.raises(ValueError, match="same_bits of 'sample' names max_logit; it must name some of out, lse"):
+        claiming([({}, ["max_logit"])]).same_bits(a2a)
+
+
 def test_twice_a_value_is_exact_but_where_numbers_underflow() -> None:
     """Keys that are seen with weights of 1e-310 have gradients that are rounded to the smallest numbers there are."""
     problem = Problem(2, (Sequence(64, 64, 64, 64),), qkv_format="thd", d_qk=16, dtype="float64", softmax_scale=0.5)

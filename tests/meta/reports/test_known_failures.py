@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from conformance.case import Case
+from conformance.matching import FIELDS, field_values
 from conformance.record import Played, RunRecord
-from conformance.runner.known_failures import FIELDS, KnownFailures, KnownFailuresError, field_values
+from conformance.runner.known_failures import KnownFailures, KnownFailuresError
 from cp_ref.schedules.problem import Problem, Sequence
 from tests.meta.reports.report_records import drawn_cases
 

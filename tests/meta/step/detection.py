@@ -273,6 +273,7 @@ class StepProcesses:
         *,
         dp_size: int = 1,
         loss: str = "mean",
+        bits: bool = False,
         alone: Callable[[Job], Any] | None = None,
         **how: Any,
     ) -> StepReport:
@@ -289,7 +290,7 @@ class StepProcesses:
 
         world = cp_size * dp_size
         job = Job(build, batch, "", Path(), "", cp_size=cp_size, **how)
-        return report_of(Runs(job, world, lambda *_: None, run), loss)
+        return report_of(Runs(job, world, lambda *_: None, run), loss, bits=bits)
 
     def found_alone(self, job: Job) -> Any:
         """What the one process finds; copied, since who keeps tensors of other processes keeps their open files."""
