@@ -1,16 +1,15 @@
-"""The schedule that `cp_fast` runs: the planner's, in the chosen head chunks, and with own keys that wait."""
+"""The schedule that `cp_fast` runs: the planner's, in the chosen head chunks, with own keys that come first or wait."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from cp_fast.compile.machine import Costs, costs
 from cp_fast.passes import is_on
-from cp_ref.schedules.areas import Areas
-from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule
+from cp_ref.schedules.areas import UNBOUNDED, Areas
+from cp_ref.schedules.planners.make_schedule import chunked_heads, plan_rank, saved_kinds
 from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import RankSchedule, Schedule, Step, Tiles
@@ -22,6 +21,8 @@ __all__ = [
     "choose_head_chunks",
     "chosen_rank_schedule",
     "chosen_schedule",
+    "own_first",
+    "own_keys_first",
     "own_keys_wait",
     "ways_to_cut",
 ]
@@ -31,7 +32,7 @@ Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward
 
 # ---- Head chunks
 #
-# The head chunks of an a2a schedule that take the least time (`cp_ref.schedules.planners.head_chunks`).
+# The head chunks that take the least time (`cp_ref.schedules.planners.head_chunks`): first those of an a2a schedule.
 #
 # Head chunks hide all messages except the first chunk's inputs and the last chunk's results, so these two are small.
 # Each chunk adds a launch, whose last tiles leave multiprocessors idle, and work for the host. So heads are cut where,
@@ -43,10 +44,13 @@ Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward
 # The estimate is a formula: compiling every cut and counting its instructions would take longer than the plan itself.
 # It depends on the problem alone, so all ranks choose the same. Documents that stay at home are not exchanged, and hide
 # the first chunk's inputs: the more of them there are, the less a cut gains.
+#
+# In all_gather the results of the forward pass stay, so only the first chunk is small, and the forward pass decides.
 
 
 def choose_head_chunks(problem: Problem) -> tuple[int, ...]:
-    """The kv heads of every rank that are exchanged at a time: the cut of the least time, forward and backward.
+    """The kv heads of every rank that are exchanged at a time: the cut of the least time, forward and backward; in
+    all_gather forward alone.
 
     () means all at once. This may be fastest. It is also the answer where no heads are exchanged, or a kv head goes to
     several ranks.
@@ -59,26 +63,31 @@ def choose_head_chunks(problem: Problem) -> tuple[int, ...]:
     >>> chunks(32_768, 2, 32), chunks(32_768, 2, 8), chunks(65_536, 2, 8), chunks(32_768, 8, 4)
     ((1, 14, 1), (), (), ())
     """
-    size, heads_kv = problem.a2a_size, problem.heads_kv
-    if size == 1 or heads_kv % size or heads_kv == size or not is_on("split_heads"):
+    heads = chunked_heads(problem)
+    if problem.cp_size == 1 or heads < 2 or not is_on("split_heads"):
         return ()
-    at, rings = costs(), problem.cp_size // size
-    passes = _passes(problem, at)
-    times = {cut: sum(_time(one, cut, rings, at) for one in passes) for cut in ways_to_cut(heads_kv // size)}
-    best, whole = min(times, key=times.__getitem__), (heads_kv // size,)
+    at, gathers = costs(), problem.cp_comm_type == "all_gather"
+    passes = [_gathering_pass(problem, at)] if gathers else _passes(problem, at)
+    rings = 1 if gathers else problem.cp_size // problem.a2a_size
+    ways = ways_to_cut(heads, results_leave=not gathers)
+    times = {cut: sum(_time(one, cut, rings, at) for one in passes) for cut in ways}
+    best, whole = min(times, key=times.__getitem__), (heads,)
     return best if best != whole and times[best] <= (1 - at.least_gain) * times[whole] else ()
 
 
-def ways_to_cut(heads: int) -> list[tuple[int, ...]]:
-    """The few ways to cut kv heads that are tried: into equal chunks, or a large one between two small ones. Ways with
-    few chunks come first.
+def ways_to_cut(heads: int, *, results_leave: bool = True) -> list[tuple[int, ...]]:
+    """The few ways to cut kv heads that are tried: into equal chunks, or a small one before a large one; where results
+    leave, another small one behind it. Ways with few chunks come first.
 
     >>> ways_to_cut(1), ways_to_cut(6)
     ([(1,)], [(6,), (3, 3), (2, 2, 2), (1, 4, 1), (1, 1, 1, 1, 1, 1)])
+    >>> ways_to_cut(6, results_leave=False)
+    [(6,), (3, 3), (1, 5), (2, 4), (2, 2, 2), (1, 1, 1, 1, 1, 1)]
     """
     equal = [(heads // count,) * count for count in range(1, heads + 1) if heads % count == 0]
-    between = [(end, heads - 2 * end, end) for end in range(1, (heads - 1) // 3 + 1) if heads > 3 * end]
-    return sorted(equal + between, key=len)
+    small = range(1, (heads - 1) // 2 + 1)
+    uneven = [(n, heads - 2 * n, n) for n in small if heads > 3 * n] if results_leave else [(n, heads - n) for n in small]
+    return sorted(equal + uneven, key=len)
 
 
 class _PassTimes(NamedTuple):
@@ -114,6 +123,18 @@ def _passes(problem: Problem, at: Costs) -> tuple[_PassTimes, _PassTimes]:
     )
 
 
+def _gathering_pass(problem: Problem, at: Costs) -> _PassTimes:
+    """The forward pass of all_gather: keys come, and all results stay."""
+    members, group = RingMembers(problem.workload), problem.heads_q // problem.heads_kv
+    lent = members.rows_lent
+    rows = int((lent.sum(axis=0) - lent.diagonal()).max())
+    come = rows * (problem.d_qk + problem.d_v) * ITEM_BYTES[problem.dtype] / at.bytes_per_us
+    pairs = int(members.areas.pairs.sum()) / problem.cp_size
+    attend = 2 * group * pairs * (problem.d_qk + problem.d_v) / at.flops_per_us
+    idle = at.idle_rows / max(sum(problem.lengths.len_q) * group / problem.cp_size, 1.0)
+    return _PassTimes(come, attend, 0.0, idle * attend, 0.0)
+
+
 def _most_pairs(home: RingMembers) -> int:
     """The visible pairs of the rank that has most of them at home."""
     rank = np.zeros(len(home.areas), dtype=int)
@@ -128,6 +149,63 @@ def _time(one: _PassTimes, cut: tuple[int, ...], rings: int, at: Costs) -> float
     steps = zip(attend, [*come[1:], 0.0], [0.0, *leave[:-1]], strict=True)
     hidden = sum((rings - 1) * computed + max(computed, next_rows + last) for computed, next_rows, last in steps)
     return max(max(come[0], one.home) + hidden + leave[-1], (len(cut) * rings + 2) * at.host_us)
+
+
+# ---- Own keys first
+#
+# All_gather attends to all keys of a query at once (`cp_ref.schedules.planners.all_gather`), behind its messages. Own
+# keys first is the other way: the own keys of a query attend while the others travel, and the two partial results are
+# added in float32. It hides all messages, and costs a launch and the sums. So it runs where it is faster, or where rows
+# have several segments of keys anyway:
+#
+# - in the backward pass, which takes the longer time: the messages hide behind it whole, and its sums are few;
+# - with a window, whose launches are short;
+# - where a query sees keys of several areas, or a rank has many short pieces of a document: these are tiles for few
+#   rows of queries each, and their own keys make causal squares;
+# - in a plan that is updated in place: it has the same launches for every batch.
+#
+# With `deterministic=True` results have the bits of one GPU wherever they can. There the first two do not count.
+
+
+_MOST_PIECES = 4  # Of a document on one rank: each is a launch of the backward pass.
+
+
+def own_first(problem: Problem, *, deterministic: bool = False, in_place: bool = False) -> tuple[str, ...]:
+    """The passes of all_gather in which own keys attend first; the same on all ranks.
+
+    >>> from cp_ref.schedules.problem import Sequence
+    >>> one = (Sequence(64, 64, 64, 64),)
+    >>> own_first(Problem(2, one, "all_gather")), own_first(Problem(2, one, "all_gather"), deterministic=True)
+    (('backward',), ())
+    >>> own_first(Problem(2, one, "all_gather", window_size=(8, 0)))
+    ('forward', 'backward')
+    """
+    if problem.cp_comm_type != "all_gather" or problem.cp_size == 1 or not is_on("own_keys_first"):
+        return ()
+    if in_place or not _one_segment_a_row(problem):
+        return "forward", "backward"
+    if deterministic:
+        return ()
+    return ("forward", "backward") if bool((problem.workload.areas.lo > -UNBOUNDED).any()) else ("backward",)
+
+
+def _one_segment_a_row(problem: Problem) -> bool:
+    """Whether each query sees keys of one area, and a rank has few pieces of each area."""
+    members = RingMembers(problem.workload)
+    rows = members.query_rows
+    if not members.areas.queries.disjoint or not len(rows):
+        return not len(rows)
+    rows = rows.take(np.lexsort((rows.start, rows.member, rows.area)))
+    piece = rows.member * len(members.areas) + rows.area
+    apart = np.append(True, (piece[1:] != piece[:-1]) | (rows.start[1:] != rows.stop[:-1]))
+    return int(np.bincount(piece[apart]).max()) <= _MOST_PIECES
+
+
+def own_keys_first(members: RingMembers, rank: int, rank_schedule: RankSchedule) -> RankSchedule:
+    """A rank's schedule of one pass of all_gather, all heads at once, with own keys that attend first."""
+    everybody, heads = np.arange(members.member_count), (0, members.workload.heads_q)
+    theirs, own = members.sees(rank, (everybody == rank).astype(int))
+    return _with_tiles(rank_schedule, [own.tiles(heads), theirs.tiles(heads)])
 
 
 # ---- Own keys that wait
@@ -232,24 +310,47 @@ def _hidden(problem: Problem, step: Step, tiles: Tiles) -> bool:
     return computed >= at.exchange_us + travels / at.bytes_per_us
 
 
-# ---- The schedule with both
+# ---- The schedule with all of them
 
 
-def chosen_rank_schedule(problem: Problem, rank: int, head_chunks: tuple[int, ...]) -> Schedules:
-    """One rank's forward and backward schedule."""
-    return _with_waiting_keys(problem, make_rank_schedule(problem, rank, head_chunks))
+def chosen_rank_schedule(
+    problem: Problem, rank: int, head_chunks: tuple[int, ...], first: tuple[str, ...] | None = None
+) -> Schedules:
+    """One rank's forward and backward schedule. `first`: the passes in which own keys attend first; None for those that
+    `own_first` chooses.
+    """
+    return _chosen(problem, RingMembers(problem.workload), rank, head_chunks, own_first(problem) if first is None else first)
 
 
-def chosen_schedule(problem: Problem, head_chunks: tuple[int, ...], known: dict[int, Schedules]) -> Schedule:
+def chosen_schedule(
+    problem: Problem,
+    head_chunks: tuple[int, ...],
+    known: dict[int, Schedules],
+    first: tuple[str, ...] | None = None,
+) -> Schedule:
     """The schedule of all ranks. `known`: the results of `chosen_rank_schedule` for some of them."""
-    made = make_schedule(problem, known, head_chunks)
-    others = enumerate(zip(made.forward, made.backward, strict=True))
-    rank_schedules = [known.get(rank) or _with_waiting_keys(problem, both) for rank, both in others]
+    members, first = RingMembers(problem.workload), own_first(problem) if first is None else first
+    rank_schedules = [
+        known.get(rank) or _chosen(problem, members, rank, head_chunks, first) for rank in range(problem.cp_size)
+    ]
     forward, backward = zip(*rank_schedules, strict=True)
-    return replace(made, forward=forward, backward=backward)
+    return Schedule(
+        problem.cp_comm_type, (problem.heads_q, problem.heads_kv), forward, backward, saved_kinds(problem)
+    )
 
 
-def _with_waiting_keys(problem: Problem, rank_schedules: Schedules) -> Schedules:
-    if problem.areas is None or not is_on("delay_keys"):
-        return rank_schedules
-    return own_keys_wait(problem, rank_schedules)
+def _chosen(
+    problem: Problem, members: RingMembers, rank: int, head_chunks: tuple[int, ...], first: tuple[str, ...]
+) -> Schedules:
+    if not first:
+        found = plan_rank(problem, members, rank, head_chunks)
+    else:
+        whole = plan_rank(problem, members, rank)
+        cut = plan_rank(problem, members, rank, head_chunks) if head_chunks else whole
+        names = "forward", "backward"
+        forward, backward = (
+            own_keys_first(members, rank, at_once) if name in first else in_chunks
+            for name, at_once, in_chunks in zip(names, whole, cut, strict=True)
+        )
+        found = forward, backward
+    return own_keys_wait(problem, found) if problem.areas is not None and is_on("delay_keys") else found

@@ -28,6 +28,7 @@ from cp_ref.schedules.table import runs, starts_of
 
 __all__ = [
     "accumulate_late",
+    "copy_early",
     "free_early",
     "in_input_dtype",
     "low_precision_grads",
@@ -207,6 +208,35 @@ def _pieces(
     for n, start, stop in zip(*(column.tolist() for column in edges), strict=True):
         found[n].append(slice(start, stop))
     return [tuple(pieces) for pieces in found] if all(0 < len(pieces) <= _MOST for pieces in found) else None
+
+
+# ---- copy_early
+#
+# Copy own rows while the first messages travel, where no launch hides these.
+#
+# All keys of all_gather, and all rows of an a2a, lie in one buffer: those that arrive and the own ones. The own ones
+# are here from the beginning, and so are the rows that leave at the second step, packed by heads.
+
+
+_STEPS = 2  # The last step whose copies are made early: further ones would hold memory for long.
+
+
+def copy_early(program: Program[RowKey]) -> Program[RowKey]:
+    """The same copies of own rows, some of them earlier."""
+    found, specs = program.instructions, program.buffers
+    wait = next((n for n, one in enumerate(found) if isinstance(one, Wait)), len(found))
+    if any(isinstance(one, Launch) for one in found[:wait]):
+        return program
+    early = [
+        one
+        for one in found[wait:]
+        if isinstance(one, Copy)
+        and one.step <= _STEPS
+        and (specs[one.source.buffer].role, specs[one.target.buffer].role) == ("own", "operand")
+    ]
+    moved = [replace(one, step=found[wait].step, made_by="copy_early") for one in early]
+    rest = [one for one in found[wait:] if one not in early]
+    return replace(program, instructions=(*found[:wait], *moved, *rest))
 
 
 # ---- free_early

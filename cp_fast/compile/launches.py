@@ -171,7 +171,7 @@ def tile_launches(
     if rule.disjoint or not areas_meet(tiles):
         segments = _TileSegments.of(tiles, rule, skipped)
         dense = segments.dense if "merge_causal" in skipped else merge_stripes(segments.dense)
-        found = _batches(segments.with_dense(dense), rule, skipped)
+        found = _batches(segments.with_dense(dense), rule, skipped, keys_repeat=keys_repeat)
         return [replace(some, made_by=some.made_by | _BATCH) if len(some) > 1 else some for some in found]
     best = _best(_TileSegments.of(tiles, rule, skipped), rule, skipped, keys_repeat=keys_repeat)
     if keys_repeat and "merge_causal" not in skipped:
@@ -263,13 +263,18 @@ def _one_by_one(segments: Segments) -> list[Segments]:
     return [segments.take(np.array([n])) for n in range(len(segments))]
 
 
-def _batches(segments: Segments, rule: WindowRule, skipped: Collection[str]) -> Iterator[Segments]:
+def _batches(
+    segments: Segments, rule: WindowRule, skipped: Collection[str], *, keys_repeat: bool
+) -> Iterator[Segments]:
     """The segments of areas without common rows in launches."""
     if "batch_segments" in skipped:
         yield from _one_by_one(segments)
         return
     for group in _by_window(segments, rule):
-        yield from _places(group, skipped)
+        if group.q.spans.disjoint and (keys_repeat or group.k.spans.disjoint):
+            yield group
+        else:
+            yield from _places(group, skipped)
 
 
 def _most_keys(segments: Segments) -> int:
@@ -329,9 +334,6 @@ def _places(segments: Segments, skipped: Collection[str]) -> Iterator[Segments]:
     segments of all areas are one launch, the second ones the next: areas have no rows in common. Stairs of many
     segments are halved first.
     """
-    if segments.q.spans.disjoint and segments.k.spans.disjoint:
-        yield segments
-        return
     if not bool((segments.area[1:] >= segments.area[:-1]).all()):
         segments = segments.take(np.argsort(segments.area, kind="stable"))
     if "factor_keys" in skipped:

@@ -14,7 +14,7 @@ import torch
 from cp_fast.backends.backend_protocol import BatchPlaces, VarlenBatch
 from cp_fast.compile.chosen_schedule import Schedules, choose_head_chunks, chosen_rank_schedule
 from cp_fast.compile.index_tables import RowKey, Uploaded
-from cp_fast.compile.instruction_passes import accumulate_late, free_early, recv_in_place
+from cp_fast.compile.instruction_passes import accumulate_late, copy_early, free_early, recv_in_place
 from cp_fast.compile.lower import Draft, lower
 from cp_fast.compile.packing import Packing, fold_batch
 from cp_fast.compile.program import Instruction, Launch, Program, Programs, View, with_views
@@ -118,6 +118,7 @@ def optimized(draft: Draft, *, in_place: bool = False) -> Draft:
     def improved(one: Program[RowKey], kept: list[int]) -> Program[RowKey]:
         one = one if "accumulate_late" in off else accumulate_late(one)
         one = one if "recv_in_place" in off else recv_in_place(one, draft.tables, kept)
+        one = one if "copy_early" in off else copy_early(one)
         return one if "free_early" in off else free_early(one, kept)
 
     forward, backward = (

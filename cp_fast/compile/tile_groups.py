@@ -139,7 +139,7 @@ class TileGroups:
             banded = with_windows(self._work.areas, tiles)
             packed = tile_launches(banded, self._rule, self._skipped)
             sharing = None
-            if self._shares_keys and not self._rule.disjoint and len(packed) > 1 and len(banded) <= _MOST_TILES:
+            if self._shares_keys and len(packed) > 1 and (self._rule.disjoint or len(banded) <= _MOST_TILES):
                 sharing = tile_launches(banded, self._rule, self._skipped, keys_repeat=True)
                 sharing = sharing if len(sharing) < len(packed) and self._fills_tiles(sharing) else None
             self._launches[rectangles] = tiles, (banded, list(map(self._launch, packed)), sharing)

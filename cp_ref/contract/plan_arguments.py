@@ -285,6 +285,8 @@ def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, t
     problem = read_call(cp, sizes, given["layout"], **{name: given[name] for name in ARGUMENTS})
     room = read_room(problem, given)
     extras = check_schedule(given["schedule"], problem, room, cp.comm) + read_linear(given["linear"], problem)
+    if problem.cp_comm_type == "all_gather":  # then it decides the messages of the fast package
+        extras += (("deterministic", given["deterministic"]),)
     check_flag("sparse", given["sparse"])
     if given["sparse"]:
         check_sparse("sparse attention", problem, given["schedule"])

@@ -3,6 +3,7 @@
 Planners ask `RingMembers` for
 
     sees, seen          the rectangles in which one ring member's queries see keys, or its keys are seen
+    whole_tiles         the tiles of one ring member's queries with all keys that they see, whoever has them
     rows_seen_by        one ring member's key rows that some others see: what has to travel
     sends_directly      whether keys go straight to those that see them, and not round the ring
     rows_lent           how many rows then go from one to another at the most
@@ -128,6 +129,17 @@ class RingMembers:
         transposed = Areas(a.k_start, a.k_stop, a.q_start, a.q_stop, -a.hi, -a.lo)
         found = _seen_tiles(transposed, own, self.queries, bucket_of)
         return [SeenTiles(s.peer, s.area, s.k_start, s.k_stop, s.q_start, s.q_stop) for s in found]
+
+    def whole_tiles(self, member: int, heads: Heads) -> Tiles:
+        """One ring member's queries with all keys that they see, whoever has them, as tiles for these query heads: one
+        for each area and each consecutive span of its rows.
+        """
+        a, own = self.areas, self.queries.take(self.queries.rank == member).spans.merged()
+        area, _, q_start, q_stop = a.queries.overlaps(own)
+        rows = crop(q_start, q_stop, a.k_start[area], a.k_stop[area], a.lo[area], a.hi[area])
+        area = area if self.some is None else self.some[area]
+        found = Tiles(area, *rows, *(constant(head, area) for head in heads))
+        return found.take((found.q_start < found.q_stop) & (found.k_start < found.k_stop))
 
     def rows_seen_by(self, owner: int, members: range) -> Spans:
         """The key rows of one ring member that some others see: in each area all rows from the first to the last key
