@@ -44,9 +44,7 @@ class CompilerPass:
 
 
 PASSES = (
-    CompilerPass(
-        "split_heads", "schedule", "exchanges a few heads at a time, so that launches hide messages"
-    ),
+    CompilerPass("split_heads", "schedule", "exchanges a few heads at a time, so that launches hide messages"),
     CompilerPass(
         "own_keys_first",
         "schedule",
@@ -109,6 +107,12 @@ PASSES = (
         "sort_keys",
         "tiles",
         "lets a launch read keys in the order of their buffer, without a copy",
+    ),
+    CompilerPass(
+        "write_in_place",
+        "instructions",
+        "writes outs of launches where they belong in the result, if nothing is added to them",
+        keeps_places=False,
     ),
     CompilerPass(
         "accumulate_late",

@@ -355,7 +355,8 @@ def prepared(
     packing = Packing(problem, may_fold=custom is None and is_on("fold_batch"))
     if room is None:
         draft = lowered(packing, cp.rank, steps, saved, shares_keys=backend.shares_keys)
-        fixed, instructions = None, upload(optimized(draft), device)
+        writes_rows = backend.writes_rows and not backend.pads(problem.d_qk, problem.d_v)
+        fixed, instructions = None, upload(optimized(draft, writes_rows=writes_rows), device)
     else:
         draft = lowered(packing, cp.rank, steps, saved)
         fixed = FixedTables(

@@ -85,8 +85,10 @@ def ways_to_cut(heads: int, *, results_leave: bool = True) -> list[tuple[int, ..
     [(6,), (3, 3), (1, 5), (2, 4), (2, 2, 2), (1, 1, 1, 1, 1, 1)]
     """
     equal = [(heads // count,) * count for count in range(1, heads + 1) if heads % count == 0]
-    small = range(1, (heads - 1) // 2 + 1)
-    uneven = [(n, heads - 2 * n, n) for n in small if heads > 3 * n] if results_leave else [(n, heads - n) for n in small]
+    if results_leave:
+        uneven = [(n, heads - 2 * n, n) for n in range(1, heads) if heads > 3 * n]
+    else:
+        uneven = [(n, heads - n) for n in range(1, heads) if heads > 2 * n]
     return sorted(equal + uneven, key=len)
 
 
@@ -319,7 +321,8 @@ def chosen_rank_schedule(
     """One rank's forward and backward schedule. `first`: the passes in which own keys attend first; None for those that
     `own_first` chooses.
     """
-    return _chosen(problem, RingMembers(problem.workload), rank, head_chunks, own_first(problem) if first is None else first)
+    first = own_first(problem) if first is None else first
+    return _chosen(problem, RingMembers(problem.workload), rank, head_chunks, first)
 
 
 def chosen_schedule(
@@ -334,9 +337,7 @@ def chosen_schedule(
         known.get(rank) or _chosen(problem, members, rank, head_chunks, first) for rank in range(problem.cp_size)
     ]
     forward, backward = zip(*rank_schedules, strict=True)
-    return Schedule(
-        problem.cp_comm_type, (problem.heads_q, problem.heads_kv), forward, backward, saved_kinds(problem)
-    )
+    return Schedule(problem.cp_comm_type, (problem.heads_q, problem.heads_kv), forward, backward, saved_kinds(problem))
 
 
 def _chosen(

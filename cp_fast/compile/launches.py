@@ -91,20 +91,26 @@ def split_queries(launch: Segments) -> Segments:
 
 
 class SharedKeys(NamedTuple):
-    """Segments, and the first row of each among the rows of q and of k and v; these are consecutive in their buffers,
-    and given as global rows.
+    """Segments, and the first row of each among the rows of q and of k and v.
+
+    Attributes:
+        start_q, start_kv: the first rows, from the first row of all on.
+        q: where the segments' queries lie, as global rows; other rows may lie between them.
+        size_q: how many rows of its buffer q spans.
+        kv: the global rows of k and v, which are consecutive in their buffer.
     """
 
     segments: Segments
     start_q: Column
     start_kv: Column
-    q: Spans
+    q: Placement
+    size_q: int
     kv: Spans
 
 
 def share_keys(launches: Sequence[Segments], q: Placement, kv: Placement) -> list[SharedKeys] | None:
-    """The launches on buffers with these rows. None if a segment's rows do not lie together, if rows lie between
-    segments, or if all segments together have more keys than int32 numbers.
+    """The launches on buffers with these rows. None if a segment's rows do not lie together, if padding lies between
+    keys, or if all segments together have more keys than int32 numbers.
 
     >>> three = Segments.of_rows([(0, 0, 2), (1, 2, 4)], [(0, 0, 2), (1, 0, 4)])
     >>> buffer = Placement(Spans(np.array([0]), np.array([4])), np.array([10]))
@@ -123,12 +129,21 @@ def share_keys(launches: Sequence[Segments], q: Placement, kv: Placement) -> lis
         side_kv = _consecutive(launch.k, kv, len(launch), any_order=dense)
         if side_q is None or side_kv is None:
             return None
-        found.append(SharedKeys(launch, side_q[0], side_kv[0], side_q[1], side_kv[1]))
+        (start_q, size_q), (start_kv, size_kv) = side_q, side_kv
+        first = kv.find(launch.k.spans).row.min()
+        rows = kv.between(first, first + size_kv)
+        if rows.total < size_kv:
+            return None
+        at = q.find(launch.q.spans)
+        queries = Placement(Spans(at.start, at.start + at.count), at.row - at.row.min())
+        found.append(SharedKeys(launch, start_q, start_kv, queries, size_q, rows))
     return found
 
 
-def _consecutive(spans: SegmentRows, buffer: Placement, count: int, *, any_order: bool) -> tuple[Column, Spans] | None:
-    """The first row of each segment, from the first of all on, and all rows. None if they do not lie together."""
+def _consecutive(spans: SegmentRows, buffer: Placement, count: int, *, any_order: bool) -> tuple[Column, int] | None:
+    """The first row of each segment, from the first of all on, and how many rows there are from this to the last one.
+    None if a segment's rows do not lie together.
+    """
     found = buffer.find(spans.spans)
     if not found.whole:
         return None
@@ -139,12 +154,10 @@ def _consecutive(spans: SegmentRows, buffer: Placement, count: int, *, any_order
     begin = np.searchsorted(segment, np.arange(count))
     joined = row[1:] == row[:-1] + size[:-1]
     joined[begin[1:] - 1] = True
-    first, total = row[begin], np.bincount(segment, size, count).astype(np.int64)
-    if not bool(joined.all()) or len(Spans(first, first + total).merged()) > 1:
+    if not bool(joined.all()):
         return None
-    rows = buffer.find(Spans(found.start, found.start + found.count).merged())
-    order = np.argsort(rows.row, kind="stable")
-    return first - first.min(), Spans(rows.start[order], rows.start[order] + rows.count[order])
+    first = row[begin]
+    return first - first.min(), int((row + size).max() - first.min())
 
 
 # ---- The launches of tiles

@@ -48,4 +48,3 @@ def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule,
     forward = Step(*kv, tiles.take(at_home)), Step(tiles=tiles.take(~at_home))
     backward = *forward, Step(messages("dkv", received, 2), messages("dkv", sent, 2))
     return forward, backward
-

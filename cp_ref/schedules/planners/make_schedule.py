@@ -59,8 +59,8 @@ SCHEDULES: dict[str, Planner] = {
     ),
     "all_gather": Planner(
         plan_all_gather_rank,
-        "Queries stay; every rank gathers the keys and values that its queries see, and attends to all of them at once. "
-        "In the backward pass the gradients of keys and values return to their owners and are added up.",
+        "Queries stay; every rank gathers the keys and values that its queries see, and attends to all of them at "
+        "once. In the backward pass the gradients of keys and values return to their owners and are added up.",
     ),
     "a2a": Planner(
         plan_a2a_rank,
