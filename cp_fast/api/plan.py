@@ -26,6 +26,7 @@ from cp_fast.compile.instruction_passes import low_precision_grads, may_have_low
 from cp_fast.compile.packing import Packing
 from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.compile.program import Programs
+from cp_fast.compile.same_bits import same_bits
 from cp_fast.dispatch.handles import OfThisProcess, forget, new_handle, outside_of_graphs
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.select_movers import kernels
@@ -162,6 +163,17 @@ class Plan(OfThisProcess, plans.Plan):
         return self.custom or chosen_schedule(
             self.problem, self.head_chunks, {self.rank: self.steps}, self.own_keys_first
         )
+
+    @cached_property
+    def same_bits(self) -> tuple[str, ...]:
+        """Those of "out", "lse", "dq", "dk" and "dv" that have, in every row, the bits of one launch of the kernel
+        library over the whole batch on one GPU; see docs/how_to/bits.md. Gradients are among them if the plan was made
+        with `deterministic=True`. A plan that is updated in place promises none.
+        """
+        if self.room is not None or not self.backend.equal_bits:
+            return ()
+        areas = self.packing.packed_problem.workload.areas
+        return same_bits(self.instructions, areas, deterministic=self.deterministic)
 
     @cached_property
     @torch.inference_mode(False)

@@ -360,6 +360,8 @@ class Backend(ABC):
             head; else 0.
         writes_rows: whether forward launches take operands with any strides, and write to `Outs`, in the head dims of
             the problem (`pads`).
+        equal_bits: whether a row's bits depend on the keys of its segment up to the last one that it sees, and on
+            nothing else in the launch: measured (docs/how_to/bits.md). Those of gradients if they are deterministic.
     """
 
     name: str
@@ -367,6 +369,7 @@ class Backend(ABC):
     rounded_gradients: bool = False
     shares_keys: int = 0
     writes_rows: bool = False
+    equal_bits: bool = False
 
     @abstractmethod
     def why_not(self) -> str | None:

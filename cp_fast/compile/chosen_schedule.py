@@ -67,6 +67,10 @@ def choose_head_chunks(problem: Problem) -> tuple[int, ...]:
     if problem.cp_size == 1 or heads < 2 or not is_on("split_heads"):
         return ()
     at, gathers = costs(), problem.cp_comm_type == "all_gather"
+    if gathers and problem.qkv_format == "sbhd" and len(problem.sequences) > 1:  # `fold_batch` needs all heads.
+        return ()
+    if gathers and bool((problem.workload.areas.lo > -UNBOUNDED).any()):  # Halos are few rows.
+        return ()
     passes = [_gathering_pass(problem, at)] if gathers else _passes(problem, at)
     rings = 1 if gathers else problem.cp_size // problem.a2a_size
     ways = ways_to_cut(heads, results_leave=not gathers)
@@ -77,18 +81,20 @@ def choose_head_chunks(problem: Problem) -> tuple[int, ...]:
 
 def ways_to_cut(heads: int, *, results_leave: bool = True) -> list[tuple[int, ...]]:
     """The few ways to cut kv heads that are tried: into equal chunks, or a small one before a large one; where results
-    leave, another small one behind it. Ways with few chunks come first.
+    leave, another small one behind it, else also a small one, one of three times its heads, and the rest. Ways with few
+    chunks come first.
 
     >>> ways_to_cut(1), ways_to_cut(6)
     ([(1,)], [(6,), (3, 3), (2, 2, 2), (1, 4, 1), (1, 1, 1, 1, 1, 1)])
     >>> ways_to_cut(6, results_leave=False)
-    [(6,), (3, 3), (1, 5), (2, 4), (2, 2, 2), (1, 1, 1, 1, 1, 1)]
+    [(6,), (3, 3), (1, 5), (2, 4), (2, 2, 2), (1, 3, 2), (1, 1, 1, 1, 1, 1)]
     """
     equal = [(heads // count,) * count for count in range(1, heads + 1) if heads % count == 0]
     if results_leave:
         uneven = [(n, heads - 2 * n, n) for n in range(1, heads) if heads > 3 * n]
     else:
         uneven = [(n, heads - n) for n in range(1, heads) if heads > 2 * n]
+        uneven += [(n, 3 * n, heads - 4 * n) for n in range(1, heads) if heads > 4 * n]
     return sorted(equal + uneven, key=len)
 
 
@@ -100,6 +106,8 @@ class _PassTimes(NamedTuple):
     leave: float  # Its results.
     tail: float  # The time lost at the end of a launch, for any number of heads.
     home: float  # Documents at home, with all heads, while the first rows come: of the rank that has most.
+    host: float  # A step, on the host.
+    slowed: float = 1.0  # What messages take beside a launch, as a multiple of what they take alone.
 
 
 def _passes(problem: Problem, at: Costs) -> tuple[_PassTimes, _PassTimes]:
@@ -120,21 +128,32 @@ def _passes(problem: Problem, at: Costs) -> tuple[_PassTimes, _PassTimes]:
     whole = [at.launch_us + alone * d if alone else 0.0 for d in dims]
     idle = at.idle_rows / max(tokens_q * group * problem.a2a_size / problem.cp_size, 1.0)
     return (
-        _PassTimes(q + kv, forward, do, idle * forward, whole[0]),
-        _PassTimes(do, backward, q + kv, idle * backward, whole[1]),
+        _PassTimes(q + kv, forward, do, idle * forward, whole[0], at.host_us),
+        _PassTimes(do, backward, q + kv, idle * backward, whole[1], at.host_us),
     )
 
 
+# Measured on two H200s, 16,384 tokens each, 32 heads over 8 and over 32 (`benchmarks/results/by_heads_2x_h200.txt`).
+_LATE = 0.25  # The share of a launch's idle time that is left where its longest segments come first.
+_STEPS_A_HOST_STEP = (
+    3  # A step of all_gather has a launch and one kind of message: a third of one that exchanges heads.
+)
+_SLOWED = 1.4  # 242 GB/s beside a launch.
+
+
 def _gathering_pass(problem: Problem, at: Costs) -> _PassTimes:
-    """The forward pass of all_gather: keys come, and all results stay."""
+    """The forward pass of all_gather: keys come, and all results stay. Of the rank that gets most."""
     members, group = RingMembers(problem.workload), problem.heads_q // problem.heads_kv
-    lent = members.rows_lent
-    rows = int((lent.sum(axis=0) - lent.diagonal()).max())
-    come = rows * (problem.d_qk + problem.d_v) * ITEM_BYTES[problem.dtype] / at.bytes_per_us
-    pairs = int(members.areas.pairs.sum()) / problem.cp_size
-    attend = 2 * group * pairs * (problem.d_qk + problem.d_v) / at.flops_per_us
-    idle = at.idle_rows / max(sum(problem.lengths.len_q) * group / problem.cp_size, 1.0)
-    return _PassTimes(come, attend, 0.0, idle * attend, 0.0)
+    rows, pairs_at_home = members.arriving
+    a_row = (problem.d_qk + problem.d_v) * ITEM_BYTES[problem.dtype] / at.bytes_per_us
+    a_pair = 2 * group * (problem.d_qk + problem.d_v) / at.flops_per_us
+    home = problem.heads_kv * pairs_at_home * a_pair
+    hidden = float(home[rows > 0].min(initial=home.max()))
+    attend = int(members.areas.pairs.sum()) / problem.cp_size * a_pair - hidden / problem.heads_kv
+    idle = _LATE * at.idle_rows / max(sum(problem.lengths.len_q) * group / problem.cp_size, 1.0)
+    alone = at.launch_us + hidden if hidden else 0.0
+    come = int(rows.max()) * a_row
+    return _PassTimes(come, attend, 0.0, idle * attend, alone, at.host_us / _STEPS_A_HOST_STEP, _SLOWED)
 
 
 def _most_pairs(home: RingMembers) -> int:
@@ -146,11 +165,12 @@ def _most_pairs(home: RingMembers) -> int:
 
 def _time(one: _PassTimes, cut: tuple[int, ...], rings: int, at: Costs) -> float:
     """Microseconds of a pass: the computation of a step hides its messages."""
-    come, leave = ([at.exchange_us + heads * each for heads in cut] for each in (one.come, one.leave))
+    come = [at.exchange_us + heads * one.come * (one.slowed if n else 1.0) for n, heads in enumerate(cut)]
+    leave = [at.exchange_us + heads * one.leave for heads in cut]
     attend = [at.launch_us + one.tail + heads * one.attend for heads in cut]
     steps = zip(attend, [*come[1:], 0.0], [0.0, *leave[:-1]], strict=True)
     hidden = sum((rings - 1) * computed + max(computed, next_rows + last) for computed, next_rows, last in steps)
-    return max(max(come[0], one.home) + hidden + leave[-1], (len(cut) * rings + 2) * at.host_us)
+    return max(max(come[0], one.home) + hidden + leave[-1], (len(cut) * rings + 2) * one.host)
 
 
 # ---- Own keys first
@@ -160,13 +180,13 @@ def _time(one: _PassTimes, cut: tuple[int, ...], rings: int, at: Costs) -> float
 # added in float32. It hides all messages, and costs a launch and the sums. So it runs where it is faster, or where rows
 # have several segments of keys anyway:
 #
-# - in the backward pass, which takes the longer time: the messages hide behind it whole, and its sums are few;
-# - with a window, whose launches are short;
+# - in the backward pass: the sums of dq cost less there than more segments for nested keys do (0.988 of the kernel
+#   alone on two H200s; with all keys at once its launches alone reach 0.96);
 # - where a query sees keys of several areas, or a rank has many short pieces of a document: these are tiles for few
 #   rows of queries each, and their own keys make causal squares;
 # - in a plan that is updated in place: it has the same launches for every batch.
 #
-# With `deterministic=True` results have the bits of one GPU wherever they can. There the first two do not count.
+# With `deterministic=True` dq has the bits of one GPU wherever it can. There the first does not count.
 
 
 _MOST_PIECES = 4  # Of a document on one rank: each is a launch of the backward pass.
@@ -179,16 +199,14 @@ def own_first(problem: Problem, *, deterministic: bool = False, in_place: bool =
     >>> one = (Sequence(64, 64, 64, 64),)
     >>> own_first(Problem(2, one, "all_gather")), own_first(Problem(2, one, "all_gather"), deterministic=True)
     (('backward',), ())
-    >>> own_first(Problem(2, one, "all_gather", window_size=(8, 0)))
+    >>> own_first(Problem(2, one, "all_gather"), in_place=True)
     ('forward', 'backward')
     """
     if problem.cp_comm_type != "all_gather" or problem.cp_size == 1 or not is_on("own_keys_first"):
         return ()
     if in_place or not _one_segment_a_row(problem):
         return "forward", "backward"
-    if deterministic:
-        return ()
-    return ("forward", "backward") if bool((problem.workload.areas.lo > -UNBOUNDED).any()) else ("backward",)
+    return () if deterministic else ("backward",)
 
 
 def _one_segment_a_row(problem: Problem) -> bool:

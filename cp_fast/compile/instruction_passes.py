@@ -234,7 +234,9 @@ def write_in_place(program: Program[RowKey], tables: Tables) -> Program[RowKey]:
     for one in program.instructions:
         if isinstance(one, Launch):
             assert result is not None
-            found.append(replace(one, results=(result,), into=View(result, *places[one.results[0]])))
+            made_by = "write_in_place" if one.made_by == "lower" else f"{one.made_by}, write_in_place"
+            into = View(result, *places[one.results[0]])
+            found.append(replace(one, results=(result,), into=into, made_by=made_by))
         elif not (isinstance(one, Accumulate | Copy) and program.buffers[one.source.buffer].kind == "out"):
             found.append(one)
     return replace(program, instructions=tuple(found))

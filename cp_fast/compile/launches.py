@@ -95,7 +95,7 @@ class SharedKeys(NamedTuple):
 
     Attributes:
         start_q, start_kv: the first rows, from the first row of all on.
-        q: where the segments' queries lie, as global rows; other rows may lie between them.
+        q: the global rows of the segments' queries, and where they lie, in this order; other rows may lie between them.
         size_q: how many rows of its buffer q spans.
         kv: the global rows of k and v, which are consecutive in their buffer.
     """
@@ -106,6 +106,20 @@ class SharedKeys(NamedTuple):
     q: Placement
     size_q: int
     kv: Spans
+
+    @property
+    def rows_q(self) -> Spans:
+        """The global row of each row of q from the first to the last; any other one where none of these lies.
+
+        >>> one = Placement(Spans(np.array([8, 4]), np.array([10, 5])), np.array([0, 3]))
+        >>> [x.tolist() for x in SharedKeys(*[None] * 3, one, 4, None).rows_q]
+        [[8, 8, 4], [10, 9, 5]]
+        """
+        spans, row = self.q.spans, self.q.row
+        gap = np.append(row[1:], self.size_q) - row - spans.size
+        start = np.stack([spans.start, np.full_like(row, spans.start[0])], axis=1).ravel()
+        size = np.stack([spans.size, gap], axis=1).ravel()
+        return Spans(start[size > 0], (start + size)[size > 0])
 
 
 def share_keys(launches: Sequence[Segments], q: Placement, kv: Placement) -> list[SharedKeys] | None:
@@ -135,7 +149,9 @@ def share_keys(launches: Sequence[Segments], q: Placement, kv: Placement) -> lis
         if rows.total < size_kv:
             return None
         at = q.find(launch.q.spans)
-        queries = Placement(Spans(at.start, at.start + at.count), at.row - at.row.min())
+        order = np.argsort(at.row, kind="stable")
+        begin, row = at.start[order], at.row[order]
+        queries = Placement(Spans(begin, begin + at.count[order]), row - row.min())
         found.append(SharedKeys(launch, start_q, start_kv, queries, size_q, rows))
     return found
 

@@ -232,12 +232,12 @@ def _launch(
     heads, kv_heads, packed = group.heads, group.kv_heads, state.shared.sets.packed
     if launch.batch.places is None:
         launch = state.shared.groups.in_buffer_order(launch, held[1].rows)
-    at, size = launch.apart or (packed(launch.q), launch.q.total)
+    at, rows_q = launch.apart or (packed(launch.q), launch.q)
     if launch.apart is None:
         operands = [state.operands.view(one, launch.q, heads) for one in held]
         operands[1] = state.operands.view(held[1], launch.kv, kv_heads)
     else:  # A forward launch.
-        queries = state.operands.stretch(held[0], launch.q, size, heads)
+        queries = state.operands.stretch(held[0], launch.q, rows_q.total, heads)
         operands = [queries, state.operands.view(held[1], launch.kv, kv_heads)]
     of = f"of {' and '.join(state.buffers.specs[one.number].name for one in held[:2])}"
     window = f"window {launch.batch.left}, {launch.batch.right}"
@@ -249,12 +249,12 @@ def _launch(
             f"step {number}: {kind} {of}, {window}",
             kind,
             some,
-            launch.kv.total if kind == "dkv" else size,
+            launch.kv.total if kind == "dkv" else rows_q.total,
             "partial",
         )
         for kind, some, _ in wanted
     ]
-    rows = launch.q, launch.kv
+    rows = rows_q, launch.kv
     yield Launch(number, tuple(operands), launch.batch, tuple(made), heads[0], *rows, launch.made_by)
     for partial, (kind, some, layers) in zip(made, wanted, strict=True):
         for layer in layers:

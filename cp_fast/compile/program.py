@@ -162,7 +162,8 @@ class Launch(Generic[R]):
         results: its partial results: out, or dq and dkv.
         into: where its out is written, in a buffer that other launches write to as well: `results` names the buffer.
         first_head: the first query head, of all.
-        q_rows, kv_rows: the global rows of its queries and keys, segment after segment; they determine the positions.
+        q_rows, kv_rows: the global rows of its queries and keys, in their order; they determine the positions. Between
+            segments that lie apart, any rows.
     """
 
     step: int

@@ -55,8 +55,8 @@ class LaunchRows:
 
     Attributes:
         layers: the rows of keys again, in parts without repeated rows.
-        apart: where the queries lie in the launch's tensors, and the number of rows of these; None where the tensors
-            have the queries alone, one after the other.
+        apart: where the queries lie in the launch's tensors, and the global rows of all rows of these, between queries
+            any ones; None where the tensors have the queries alone, one after the other.
     """
 
     segments: Segments
@@ -64,7 +64,7 @@ class LaunchRows:
     q: Spans
     kv: Spans
     layers: tuple[Placement, ...]
-    apart: tuple[Placement, int] | None = None
+    apart: tuple[Placement, Spans] | None = None
 
     @property
     def made_by(self) -> str:
@@ -186,7 +186,7 @@ class TileGroups:
         of_q, of_q_rows, of_kv, of_keys = map(self._tables.numbers_of, columns)
         batch = self._launch(replace(segments, layer=None)).batch._replace(places=(of_q, of_q_rows, of_kv, of_keys))
         q, kv = (self._sets.of(side.start, side.stop) for side in (one.q.spans, one.kv))
-        return LaunchRows(segments, batch, q, kv, (self._sets.packed(kv),), (Placement(q, one.q.row), one.size_q))
+        return LaunchRows(segments, batch, q, kv, (self._sets.packed(kv),), (Placement(q, one.q.row), one.rows_q))
 
     def in_buffer_order(self, launch: LaunchRows, rows: Placement) -> LaunchRows:
         """The launch with its keys in the best order to read from this buffer."""

@@ -327,5 +327,5 @@ def _launched(program: Program[Rows], shapes: Shapes) -> dict[int, int]:
     for one in program.of(Launch):
         if one.into is not None:
             size = one.into.heads[1] - one.into.heads[0]
-            cells[one.into.buffer] = cells.get(one.into.buffer, 0) + one.q_rows.total * size
+            cells[one.into.buffer] = cells.get(one.into.buffer, 0) + one.batch.cu_q[-1] * size
     return {number: n // max(shapes.rows(program.buffers[number]), 1) for number, n in cells.items()}

@@ -125,6 +125,7 @@ class Fa4Backend(Backend):
     rounded_gradients = True
     shares_keys = 128
     writes_rows = True
+    equal_bits = True
     features: frozenset[Feature] = FUSED_KERNELS | {
         Feature.SOFTCAP,
         Feature.ALIBI,

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.schedules.areas import UNBOUNDED, Areas, crop
+from cp_ref.schedules.areas import UNBOUNDED, Areas, crop, pairs
 from cp_ref.schedules.ownership import Fragments, grouped
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import Heads, Tiles
@@ -173,6 +173,25 @@ class RingMembers:
         """
         queries, keys = self._rows_held
         return keys @ (queries > 0).T
+
+    @property
+    def arriving(self) -> tuple[Column, Column]:
+        """For each ring member, the key rows that it sees of others, and the visible pairs in areas of which it sees
+        its own keys alone. Rows that it sees in several areas count more than once.
+        """
+        areas, (start, stop) = self.areas, self._bounds_of_each
+        first = areas.k_start[None] if start is None else np.maximum(start, areas.k_start)
+        first, last = np.broadcast_arrays(first, np.minimum(stop, areas.k_stop))
+        rows, seen = self.key_rows, np.zeros((self.member_count, *first.shape), dtype=np.int64)
+        for member in range(self.member_count):
+            size = np.minimum(rows.stop, last[member, rows.area]) - np.maximum(rows.start, first[member, rows.area])
+            np.add.at(seen[member], (rows.member, rows.area), np.maximum(size, 0))
+        everybody = np.arange(self.member_count)
+        all_rows, own = seen.sum(axis=1), seen[everybody, everybody]
+        q, computed = self.query_rows, np.zeros(first.shape, dtype=np.int64)
+        band = areas.k_start[q.area], areas.k_stop[q.area], areas.lo[q.area], areas.hi[q.area]
+        np.add.at(computed, (q.member, q.area), pairs(q.start, q.stop, *band))
+        return (all_rows - own).sum(axis=1), np.where(all_rows == own, computed, 0).sum(axis=1)
 
     @cached_property
     def at_home(self) -> RingMembers:
