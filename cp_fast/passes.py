@@ -44,8 +44,11 @@ class CompilerPass:
 
 
 PASSES = (
+    CompilerPass("split_heads", "schedule", "exchanges a few heads at a time, so that launches hide messages"),
     CompilerPass(
-        "split_heads", "schedule", "lets an a2a exchange a few heads at a time, so that launches hide its messages"
+        "own_keys_first",
+        "schedule",
+        "lets own keys attend while the others travel, in the passes of all_gather where that is faster",
     ),
     CompilerPass("delay_keys", "schedule", "lets own keys wait for the keys that arrive, so that both are one launch"),
     CompilerPass(
@@ -106,12 +109,24 @@ PASSES = (
         "lets a launch read keys in the order of their buffer, without a copy",
     ),
     CompilerPass(
+        "write_in_place",
+        "instructions",
+        "writes outs of launches where they belong in the result, if nothing is added to them",
+        keeps_places=False,
+    ),
+    CompilerPass(
         "accumulate_late",
         "instructions",
         "accumulates partial results beside the next messages, those of one sum together",
     ),
     CompilerPass(
         "recv_in_place", "instructions", "receives rows where a launch reads them, without a copy", keeps_places=False
+    ),
+    CompilerPass(
+        "copy_early",
+        "instructions",
+        "copies own rows that a launch or a message reads while the first messages travel",
+        keeps_places=False,
     ),
     CompilerPass("free_early", "instructions", "frees every buffer after its last use"),
     CompilerPass(

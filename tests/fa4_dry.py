@@ -167,6 +167,8 @@ def _forward_call(
     window_size_left: int | None,
     window_size_right: int | None,
     return_lse: bool,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
     score_mod: ScoreProgram | None = None,
     aux_tensors: Sequence[Tensor] = (),
     aux_scalars: tuple[int, ...] = (),
@@ -179,8 +181,12 @@ def _forward_call(
     if score_mod is not None and score_mod.dropout_p:
         assert pack_gqa is False, "rows of several heads would not share random words"
     _check_lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[1], q.shape[0], dtype=wide_dtype(q.dtype), device=q.device)
+    if out is None:
+        out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+    if lse is None:
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=wide_dtype(q.dtype), device=q.device)
+    assert (*q.shape[:2], v.shape[2], q.dtype) == (*out.shape, out.dtype)
+    assert lse.shape == (q.shape[1], q.shape[0])
     places = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     numbers = softmax_scale, softcap or 0.0, *band
     kernel(key)(q, k, v, out, lse, *places, *numbers, score_mod, tuple(aux_tensors), *aux_scalars)

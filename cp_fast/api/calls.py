@@ -12,6 +12,7 @@ from cp_fast.api.checked_calls import PLAIN_TENSORS, WORDS, agree_on_call, check
 from cp_fast.api.fast_context import ContextParallel, Signature
 from cp_fast.api.plan import Made, Plan, agree_on, backend_for, messages_of, prepared
 from cp_fast.backends.choose_backend import BACKENDS, features_of
+from cp_fast.compile.chosen_schedule import own_first
 from cp_fast.compile.index_tables import check_row_numbers
 from cp_fast.dispatch.handles import hide_from_checkpointing
 from cp_fast.runtime.prepared_exchange import prepares
@@ -347,10 +348,10 @@ def _made(call: Call, earlier: Iterable[Plan]) -> Made:
     if scores.features:
         backend.check_score_inputs(problem.scores, scores)
     agreement = Agreement(problem, extras=_extras(call), compared=_number_of(call.scores))
-    wanted = problem.fingerprint, backend, q.device
-    plan = next((p for p in earlier if (p.problem.fingerprint, p.backend, p.device) == wanted), None)
+    wanted = problem.fingerprint, backend, q.device, own_first(problem, deterministic=deterministic)
+    plan = next((p for p in earlier if (p.problem.fingerprint, p.backend, p.device, p.own_keys_first) == wanted), None)
     if plan is None:
-        plan = prepared(call.cp, agreement, backend, q.device, None, score_mod)
+        plan = prepared(call.cp, agreement, backend, q.device, None, score_mod, deterministic=deterministic)
     if scores.features:
         _keep(plan, call.scores, scores, q)
     return Made(agreement, plan)
@@ -366,6 +367,8 @@ def _extras(call: Call) -> tuple[tuple[str, object], ...]:
         "requires_grad": needs_grad(*call.tensors),
     }
     extras["softmax_offset_grad"] = cp.softmax_offset_grad
+    if cp.cp_comm_type == "all_gather":
+        extras["deterministic"] = call.flags.deterministic
     if cp.softmax_offset_grad == "total":
         extras["softmax_offset.requires_grad"] = needs_grad(call.offset)
     if cp.a2a_size > 1:

@@ -13,13 +13,20 @@ from cp_fast.api.fast_context import ContextParallel, PlanCache
 from cp_fast.backends.backend_protocol import Backend
 from cp_fast.backends.choose_backend import EXECUTOR, KERNEL_FEATURES, choose, required
 from cp_fast.compile.buffers import in_order
-from cp_fast.compile.chosen_schedule import Schedules, choose_head_chunks, chosen_rank_schedule, chosen_schedule
+from cp_fast.compile.chosen_schedule import (
+    Schedules,
+    choose_head_chunks,
+    chosen_rank_schedule,
+    chosen_schedule,
+    own_first,
+)
 from cp_fast.compile.in_place import Fitted, FixedTables, Shape
 from cp_fast.compile.index_tables import check_row_numbers
 from cp_fast.compile.instruction_passes import low_precision_grads, may_have_low_precision
 from cp_fast.compile.packing import Packing
 from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.compile.program import Programs
+from cp_fast.compile.same_bits import same_bits
 from cp_fast.dispatch.handles import OfThisProcess, forget, new_handle, outside_of_graphs
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.select_movers import kernels
@@ -84,8 +91,9 @@ class Plan(OfThisProcess, plans.Plan):
         positions: the sequences and positions of the rows of its launches.
         steps: this rank's part of `schedule`, the source of `instructions`. In a custom one the tags give the order of
             the messages.
-        head_chunks: the kv heads of each rank that an a2a schedule exchanges at a time; () for all at once. A plan that
-            is updated in place keeps those of its first batch.
+        head_chunks: the kv heads of each rank that are exchanged at a time; () for all at once. A plan that is updated
+            in place keeps those of its first batch.
+        own_keys_first: the passes of all_gather in which own keys attend while the others travel.
         custom: the schedule that `make_plan` was given; None for the planner's.
         score_mod: a frozen copy of the function whose digest the problem has.
         room: the room for `update`; None for a plan that is not updated.
@@ -108,6 +116,7 @@ class Plan(OfThisProcess, plans.Plan):
     positions: RowPositions = field(repr=False)
     steps: Schedules = field(repr=False)
     head_chunks: tuple[int, ...] = ()
+    own_keys_first: tuple[str, ...] = ()
     custom: Schedule | None = field(default=None, repr=False)
     score_mod: ScoreMod | None = None
     room: Room | None = None
@@ -151,7 +160,20 @@ class Plan(OfThisProcess, plans.Plan):
     @cached_property
     def schedule(self) -> Schedule:
         """The sends, receives and tiles of every rank, step by step; `instructions` comes from this rank's part."""
-        return self.custom or chosen_schedule(self.problem, self.head_chunks, {self.rank: self.steps})
+        return self.custom or chosen_schedule(
+            self.problem, self.head_chunks, {self.rank: self.steps}, self.own_keys_first
+        )
+
+    @cached_property
+    def same_bits(self) -> tuple[str, ...]:
+        """Those of "out", "lse", "dq", "dk" and "dv" that have, in every row, the bits of one launch of the kernel
+        library over the whole batch on one GPU; see docs/how_to/bits.md. Gradients are among them if the plan was made
+        with `deterministic=True`. A plan that is updated in place promises none.
+        """
+        if self.room is not None or not self.backend.equal_bits:
+            return ()
+        areas = self.packing.packed_problem.workload.areas
+        return same_bits(self.instructions, areas, deterministic=self.deterministic)
 
     @cached_property
     @torch.inference_mode(False)
@@ -178,7 +200,7 @@ class Plan(OfThisProcess, plans.Plan):
             check_plan_owner(self.problem, self.rank, cp)
             problem = next_batch(self.problem, self.room, given)
             assert self.fixed is not None
-            steps = chosen_rank_schedule(problem, self.rank, self.head_chunks)
+            steps = chosen_rank_schedule(problem, self.rank, self.head_chunks, self.own_keys_first)
             draft = lowered(Packing(problem), self.rank, steps, saved_kinds(problem))
             extras = plans.read_linear(self.linear, problem)
             return _Batch(Agreement(problem, self.room, extras), steps, self.fixed.fitted(draft, problem))
@@ -336,15 +358,17 @@ def prepared(
     carried_by()  # a wrong word in the environment raises, on a CPU too
     problem, room = agreement.problem, agreement.room
     if custom is None:
-        head_chunks = choose_head_chunks(problem)
-        steps, saved = chosen_rank_schedule(problem, cp.rank, head_chunks), saved_kinds(problem)
+        first = own_first(problem, deterministic=deterministic, in_place=room is not None)
+        head_chunks = () if "forward" in first else choose_head_chunks(problem)
+        steps, saved = chosen_rank_schedule(problem, cp.rank, head_chunks, first), saved_kinds(problem)
     else:
-        head_chunks = ()
+        head_chunks = first = ()
         steps, saved = (in_order(custom.forward[cp.rank]), in_order(custom.backward[cp.rank])), custom.saved
     packing = Packing(problem, may_fold=custom is None and is_on("fold_batch"))
     if room is None:
         draft = lowered(packing, cp.rank, steps, saved, shares_keys=backend.shares_keys)
-        fixed, instructions = None, upload(optimized(draft), device)
+        writes_rows = backend.writes_rows and not backend.pads(problem.d_qk, problem.d_v)
+        fixed, instructions = None, upload(optimized(draft, writes_rows=writes_rows), device)
     else:
         draft = lowered(packing, cp.rank, steps, saved)
         fixed = FixedTables(
@@ -364,6 +388,7 @@ def prepared(
         positions,
         steps,
         head_chunks,
+        first,
         custom=custom,
         score_mod=score_mod and frozen(score_mod),
         room=room,

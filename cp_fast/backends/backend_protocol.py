@@ -37,6 +37,7 @@ __all__ = [
     "LaunchPositions",
     "LaunchScores",
     "NotInstalled",
+    "Outs",
     "Partial",
     "VarlenBatch",
     "ampere_why_not",
@@ -199,7 +200,8 @@ def on_triton(layer: str) -> bool:
 
 class BatchPlaces(NamedTuple):
     """Where the segments of a batch lie, in any order: the first row of each, and on the device its number of rows too.
-    Segments have no common rows of q, but may have common rows of k and v. Together they have all rows.
+    Segments have no common rows of q, but may have common rows of k and v. Rows of q between them may be padding: what
+    they hold, and what their results are, does not matter. Rows of k and v between them are tokens.
     """
 
     q: Sequence[int]  # [segments].
@@ -324,6 +326,13 @@ class BackwardOperands(NamedTuple):
     dlse: torch.Tensor | None  # [h_q, n], as lse; None for zero; only a backend with LSE_GRADIENT takes one.
 
 
+class Outs(NamedTuple):
+    """Where a forward launch writes the results of its segments' rows, with any strides. Other rows stay."""
+
+    out: torch.Tensor  # [n, h_q, d_v], in q's dtype.
+    lse: torch.Tensor  # [h_q, n], float32, or float64 for float64 inputs.
+
+
 class Partial(NamedTuple):
     """The result of one launch for its q rows, contiguous."""
 
@@ -349,22 +358,42 @@ class Backend(ABC):
         rounded_gradients: whether gradients always come in the inputs' dtype (`low_precision_grads`).
         shares_keys: if forward launches take a batch with `places`, the rows of a tile, with the query heads of a kv
             head; else 0.
+        writes_rows: whether forward launches take operands with any strides, and write to `Outs`, in the head dims of
+            the problem (`pads`).
+        equal_bits: whether a row's bits depend on the keys of its segment up to the last one that it sees, and on
+            nothing else in the launch: measured (docs/how_to/bits.md). Those of gradients if they are deterministic.
     """
 
     name: str
     features: frozenset[Feature]
     rounded_gradients: bool = False
     shares_keys: int = 0
+    writes_rows: bool = False
+    equal_bits: bool = False
 
     @abstractmethod
     def why_not(self) -> str | None:
         """None if the library works on this machine, else the reason in one line. May import it, runs nothing."""
 
+    def pads(self, d_qk: int, d_v: int) -> bool:
+        """Whether the library runs these head dims with larger ones; then it writes to no `Outs`."""
+        return False
+
     @abstractmethod
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: VarlenBatch,
+        options: LaunchOptions,
+        outs: Outs | None = None,
     ) -> Partial:
-        """Attention of q [n, h_q, d_qk] over k [m, h_kv, d_qk], v [m, h_kv, d_v], segment by segment."""
+        """Attention of q [n, h_q, d_qk] over k [m, h_kv, d_qk], v [m, h_kv, d_v], segment by segment.
+
+        Args:
+            outs: where the result is written; only a library with `writes_rows` is given it.
+        """
 
     @abstractmethod
     def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:

@@ -31,6 +31,7 @@ from cp_fast.backends.backend_protocol import (
     Gradients,
     LaunchOptions,
     LaunchScores,
+    Outs,
     Partial,
     VarlenBatch,
 )
@@ -302,6 +303,7 @@ class BlockwiseBackend(Backend):
     """PyTorch operators on one device type; every feature, float16 to float64."""
 
     shares_keys = 1
+    writes_rows = True
 
     def __init__(self, name: str, device: Feature, size: ScoreBlockSize) -> None:
         """`device` is Feature.CPU or Feature.CUDA."""
@@ -339,13 +341,21 @@ class BlockwiseBackend(Backend):
 
     @torch.no_grad()
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: VarlenBatch,
+        options: LaunchOptions,
+        outs: Outs | None = None,
     ) -> Partial:
-        """See `Backend.forward`; out, lse and max_logit come in the compute dtype."""
+        """See `Backend.forward`; out, lse and max_logit come in the compute dtype, but for `outs`."""
         scores, dtype = options.scores, wide_dtype(q.dtype)
         (n, h_q, _), d_v = q.shape, v.shape[2]
-        out = torch.zeros(n, h_q, d_v, dtype=dtype, device=q.device)
-        lse = torch.full((h_q, n), -torch.inf, dtype=dtype, device=q.device)
+        out, lse = outs or (
+            torch.zeros(n, h_q, d_v, dtype=dtype, device=q.device),
+            torch.full((h_q, n), -torch.inf, dtype=dtype, device=q.device),
+        )
         max_logit = torch.full((h_q,), -torch.inf, dtype=dtype, device=q.device)
         keys, values = _HeadMajor(k, dtype, self.size), _HeadMajor(v, dtype, self.size)
         scratch = _Scratch(q)

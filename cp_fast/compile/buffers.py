@@ -139,6 +139,11 @@ class Operands:
         found = held.rows.find(spans)
         return self._view(held, found.row, found.count, heads)
 
+    def stretch(self, held: Held, spans: Spans, size: int, heads: Heads) -> View[RowKey]:
+        """This many rows of a buffer, from the first one of these spans on."""
+        first = int(held.rows.find(spans).row.min())
+        return View(held.number, slice(first, first + size), (heads[0] - held.heads[0], heads[1] - held.heads[0]))
+
     def gather(self, kind: str, heads: Heads, parts: Sequence[Spans], step: int) -> tuple[Held, list[Copy[RowKey]]]:
         """A new buffer with all of these rows in the order of the global rows, and the copies that fill it."""
         together = self.sets.joined(list(parts)).merged()

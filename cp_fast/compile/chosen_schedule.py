@@ -1,16 +1,15 @@
-"""The schedule that `cp_fast` runs: the planner's, in the chosen head chunks, and with own keys that wait."""
+"""The schedule that `cp_fast` runs: the planner's, in the chosen head chunks, with own keys that come first or wait."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from cp_fast.compile.machine import Costs, costs
 from cp_fast.passes import is_on
-from cp_ref.schedules.areas import Areas
-from cp_ref.schedules.planners.make_schedule import make_rank_schedule, make_schedule
+from cp_ref.schedules.areas import UNBOUNDED, Areas
+from cp_ref.schedules.planners.make_schedule import chunked_heads, plan_rank, saved_kinds
 from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import RankSchedule, Schedule, Step, Tiles
@@ -22,6 +21,8 @@ __all__ = [
     "choose_head_chunks",
     "chosen_rank_schedule",
     "chosen_schedule",
+    "own_first",
+    "own_keys_first",
     "own_keys_wait",
     "ways_to_cut",
 ]
@@ -31,7 +32,7 @@ Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward
 
 # ---- Head chunks
 #
-# The head chunks of an a2a schedule that take the least time (`cp_ref.schedules.planners.head_chunks`).
+# The head chunks that take the least time (`cp_ref.schedules.planners.head_chunks`): first those of an a2a schedule.
 #
 # Head chunks hide all messages except the first chunk's inputs and the last chunk's results, so these two are small.
 # Each chunk adds a launch, whose last tiles leave multiprocessors idle, and work for the host. So heads are cut where,
@@ -43,10 +44,13 @@ Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward
 # The estimate is a formula: compiling every cut and counting its instructions would take longer than the plan itself.
 # It depends on the problem alone, so all ranks choose the same. Documents that stay at home are not exchanged, and hide
 # the first chunk's inputs: the more of them there are, the less a cut gains.
+#
+# In all_gather the results of the forward pass stay, so only the first chunk is small, and the forward pass decides.
 
 
 def choose_head_chunks(problem: Problem) -> tuple[int, ...]:
-    """The kv heads of every rank that are exchanged at a time: the cut of the least time, forward and backward.
+    """The kv heads of every rank that are exchanged at a time: the cut of the least time, forward and backward; in
+    all_gather forward alone.
 
     () means all at once. This may be fastest. It is also the answer where no heads are exchanged, or a kv head goes to
     several ranks.
@@ -59,26 +63,39 @@ def choose_head_chunks(problem: Problem) -> tuple[int, ...]:
     >>> chunks(32_768, 2, 32), chunks(32_768, 2, 8), chunks(65_536, 2, 8), chunks(32_768, 8, 4)
     ((1, 14, 1), (), (), ())
     """
-    size, heads_kv = problem.a2a_size, problem.heads_kv
-    if size == 1 or heads_kv % size or heads_kv == size or not is_on("split_heads"):
+    heads = chunked_heads(problem)
+    if problem.cp_size == 1 or heads < 2 or not is_on("split_heads"):
         return ()
-    at, rings = costs(), problem.cp_size // size
-    passes = _passes(problem, at)
-    times = {cut: sum(_time(one, cut, rings, at) for one in passes) for cut in ways_to_cut(heads_kv // size)}
-    best, whole = min(times, key=times.__getitem__), (heads_kv // size,)
+    at, gathers = costs(), problem.cp_comm_type == "all_gather"
+    if gathers and problem.qkv_format == "sbhd" and len(problem.sequences) > 1:  # `fold_batch` needs all heads.
+        return ()
+    if gathers and bool((problem.workload.areas.lo > -UNBOUNDED).any()):  # Halos are few rows.
+        return ()
+    passes = [_gathering_pass(problem, at)] if gathers else _passes(problem, at)
+    rings = 1 if gathers else problem.cp_size // problem.a2a_size
+    ways = ways_to_cut(heads, results_leave=not gathers)
+    times = {cut: sum(_time(one, cut, rings, at) for one in passes) for cut in ways}
+    best, whole = min(times, key=times.__getitem__), (heads,)
     return best if best != whole and times[best] <= (1 - at.least_gain) * times[whole] else ()
 
 
-def ways_to_cut(heads: int) -> list[tuple[int, ...]]:
-    """The few ways to cut kv heads that are tried: into equal chunks, or a large one between two small ones. Ways with
-    few chunks come first.
+def ways_to_cut(heads: int, *, results_leave: bool = True) -> list[tuple[int, ...]]:
+    """The few ways to cut kv heads that are tried: into equal chunks, or a small one before a large one; where results
+    leave, another small one behind it, else also a small one, one of three times its heads, and the rest. Ways with few
+    chunks come first.
 
     >>> ways_to_cut(1), ways_to_cut(6)
     ([(1,)], [(6,), (3, 3), (2, 2, 2), (1, 4, 1), (1, 1, 1, 1, 1, 1)])
+    >>> ways_to_cut(6, results_leave=False)
+    [(6,), (3, 3), (1, 5), (2, 4), (2, 2, 2), (1, 3, 2), (1, 1, 1, 1, 1, 1)]
     """
     equal = [(heads // count,) * count for count in range(1, heads + 1) if heads % count == 0]
-    between = [(end, heads - 2 * end, end) for end in range(1, (heads - 1) // 3 + 1) if heads > 3 * end]
-    return sorted(equal + between, key=len)
+    if results_leave:
+        uneven = [(n, heads - 2 * n, n) for n in range(1, heads) if heads > 3 * n]
+    else:
+        uneven = [(n, heads - n) for n in range(1, heads) if heads > 2 * n]
+        uneven += [(n, 3 * n, heads - 4 * n) for n in range(1, heads) if heads > 4 * n]
+    return sorted(equal + uneven, key=len)
 
 
 class _PassTimes(NamedTuple):
@@ -89,6 +106,8 @@ class _PassTimes(NamedTuple):
     leave: float  # Its results.
     tail: float  # The time lost at the end of a launch, for any number of heads.
     home: float  # Documents at home, with all heads, while the first rows come: of the rank that has most.
+    host: float  # A step, on the host.
+    slowed: float = 1.0  # What messages take beside a launch, as a multiple of what they take alone.
 
 
 def _passes(problem: Problem, at: Costs) -> tuple[_PassTimes, _PassTimes]:
@@ -109,9 +128,32 @@ def _passes(problem: Problem, at: Costs) -> tuple[_PassTimes, _PassTimes]:
     whole = [at.launch_us + alone * d if alone else 0.0 for d in dims]
     idle = at.idle_rows / max(tokens_q * group * problem.a2a_size / problem.cp_size, 1.0)
     return (
-        _PassTimes(q + kv, forward, do, idle * forward, whole[0]),
-        _PassTimes(do, backward, q + kv, idle * backward, whole[1]),
+        _PassTimes(q + kv, forward, do, idle * forward, whole[0], at.host_us),
+        _PassTimes(do, backward, q + kv, idle * backward, whole[1], at.host_us),
     )
+
+
+# Measured on two H200s, 16,384 tokens each, 32 heads over 8 and over 32 (`benchmarks/results/by_heads_2x_h200.txt`).
+_LATE = 0.25  # The share of a launch's idle time that is left where its longest segments come first.
+_STEPS_A_HOST_STEP = (
+    3  # A step of all_gather has a launch and one kind of message: a third of one that exchanges heads.
+)
+_SLOWED = 1.4  # 242 GB/s beside a launch.
+
+
+def _gathering_pass(problem: Problem, at: Costs) -> _PassTimes:
+    """The forward pass of all_gather: keys come, and all results stay. Of the rank that gets most."""
+    members, group = RingMembers(problem.workload), problem.heads_q // problem.heads_kv
+    rows, pairs_at_home = members.arriving
+    a_row = (problem.d_qk + problem.d_v) * ITEM_BYTES[problem.dtype] / at.bytes_per_us
+    a_pair = 2 * group * (problem.d_qk + problem.d_v) / at.flops_per_us
+    home = problem.heads_kv * pairs_at_home * a_pair
+    hidden = float(home[rows > 0].min(initial=home.max()))
+    attend = int(members.areas.pairs.sum()) / problem.cp_size * a_pair - hidden / problem.heads_kv
+    idle = _LATE * at.idle_rows / max(sum(problem.lengths.len_q) * group / problem.cp_size, 1.0)
+    alone = at.launch_us + hidden if hidden else 0.0
+    come = int(rows.max()) * a_row
+    return _PassTimes(come, attend, 0.0, idle * attend, alone, at.host_us / _STEPS_A_HOST_STEP, _SLOWED)
 
 
 def _most_pairs(home: RingMembers) -> int:
@@ -123,11 +165,67 @@ def _most_pairs(home: RingMembers) -> int:
 
 def _time(one: _PassTimes, cut: tuple[int, ...], rings: int, at: Costs) -> float:
     """Microseconds of a pass: the computation of a step hides its messages."""
-    come, leave = ([at.exchange_us + heads * each for heads in cut] for each in (one.come, one.leave))
+    come = [at.exchange_us + heads * one.come * (one.slowed if n else 1.0) for n, heads in enumerate(cut)]
+    leave = [at.exchange_us + heads * one.leave for heads in cut]
     attend = [at.launch_us + one.tail + heads * one.attend for heads in cut]
     steps = zip(attend, [*come[1:], 0.0], [0.0, *leave[:-1]], strict=True)
     hidden = sum((rings - 1) * computed + max(computed, next_rows + last) for computed, next_rows, last in steps)
-    return max(max(come[0], one.home) + hidden + leave[-1], (len(cut) * rings + 2) * at.host_us)
+    return max(max(come[0], one.home) + hidden + leave[-1], (len(cut) * rings + 2) * one.host)
+
+
+# ---- Own keys first
+#
+# All_gather attends to all keys of a query at once (`cp_ref.schedules.planners.all_gather`), behind its messages. Own
+# keys first is the other way: the own keys of a query attend while the others travel, and the two partial results are
+# added in float32. It hides all messages, and costs a launch and the sums. So it runs where it is faster, or where rows
+# have several segments of keys anyway:
+#
+# - in the backward pass: the sums of dq cost less there than more segments for nested keys do (0.988 of the kernel
+#   alone on two H200s; with all keys at once its launches alone reach 0.96);
+# - where a query sees keys of several areas, or a rank has many short pieces of a document: these are tiles for few
+#   rows of queries each, and their own keys make causal squares;
+# - in a plan that is updated in place: it has the same launches for every batch.
+#
+# With `deterministic=True` dq has the bits of one GPU wherever it can. There the first does not count.
+
+
+_MOST_PIECES = 4  # Of a document on one rank: each is a launch of the backward pass.
+
+
+def own_first(problem: Problem, *, deterministic: bool = False, in_place: bool = False) -> tuple[str, ...]:
+    """The passes of all_gather in which own keys attend first; the same on all ranks.
+
+    >>> from cp_ref.schedules.problem import Sequence
+    >>> one = (Sequence(64, 64, 64, 64),)
+    >>> own_first(Problem(2, one, "all_gather")), own_first(Problem(2, one, "all_gather"), deterministic=True)
+    (('backward',), ())
+    >>> own_first(Problem(2, one, "all_gather"), in_place=True)
+    ('forward', 'backward')
+    """
+    if problem.cp_comm_type != "all_gather" or problem.cp_size == 1 or not is_on("own_keys_first"):
+        return ()
+    if in_place or not _one_segment_a_row(problem):
+        return "forward", "backward"
+    return () if deterministic else ("backward",)
+
+
+def _one_segment_a_row(problem: Problem) -> bool:
+    """Whether each query sees keys of one area, and a rank has few pieces of each area."""
+    members = RingMembers(problem.workload)
+    rows = members.query_rows
+    if not members.areas.queries.disjoint or not len(rows):
+        return not len(rows)
+    rows = rows.take(np.lexsort((rows.start, rows.member, rows.area)))
+    piece = rows.member * len(members.areas) + rows.area
+    apart = np.append(True, (piece[1:] != piece[:-1]) | (rows.start[1:] != rows.stop[:-1]))
+    return int(np.bincount(piece[apart]).max()) <= _MOST_PIECES
+
+
+def own_keys_first(members: RingMembers, rank: int, rank_schedule: RankSchedule) -> RankSchedule:
+    """A rank's schedule of one pass of all_gather, all heads at once, with own keys that attend first."""
+    everybody, heads = np.arange(members.member_count), (0, members.workload.heads_q)
+    theirs, own = members.sees(rank, (everybody == rank).astype(int))
+    return _with_tiles(rank_schedule, [own.tiles(heads), theirs.tiles(heads)])
 
 
 # ---- Own keys that wait
@@ -232,24 +330,46 @@ def _hidden(problem: Problem, step: Step, tiles: Tiles) -> bool:
     return computed >= at.exchange_us + travels / at.bytes_per_us
 
 
-# ---- The schedule with both
+# ---- The schedule with all of them
 
 
-def chosen_rank_schedule(problem: Problem, rank: int, head_chunks: tuple[int, ...]) -> Schedules:
-    """One rank's forward and backward schedule."""
-    return _with_waiting_keys(problem, make_rank_schedule(problem, rank, head_chunks))
+def chosen_rank_schedule(
+    problem: Problem, rank: int, head_chunks: tuple[int, ...], first: tuple[str, ...] | None = None
+) -> Schedules:
+    """One rank's forward and backward schedule. `first`: the passes in which own keys attend first; None for those that
+    `own_first` chooses.
+    """
+    first = own_first(problem) if first is None else first
+    return _chosen(problem, RingMembers(problem.workload), rank, head_chunks, first)
 
 
-def chosen_schedule(problem: Problem, head_chunks: tuple[int, ...], known: dict[int, Schedules]) -> Schedule:
+def chosen_schedule(
+    problem: Problem,
+    head_chunks: tuple[int, ...],
+    known: dict[int, Schedules],
+    first: tuple[str, ...] | None = None,
+) -> Schedule:
     """The schedule of all ranks. `known`: the results of `chosen_rank_schedule` for some of them."""
-    made = make_schedule(problem, known, head_chunks)
-    others = enumerate(zip(made.forward, made.backward, strict=True))
-    rank_schedules = [known.get(rank) or _with_waiting_keys(problem, both) for rank, both in others]
+    members, first = RingMembers(problem.workload), own_first(problem) if first is None else first
+    rank_schedules = [
+        known.get(rank) or _chosen(problem, members, rank, head_chunks, first) for rank in range(problem.cp_size)
+    ]
     forward, backward = zip(*rank_schedules, strict=True)
-    return replace(made, forward=forward, backward=backward)
+    return Schedule(problem.cp_comm_type, (problem.heads_q, problem.heads_kv), forward, backward, saved_kinds(problem))
 
 
-def _with_waiting_keys(problem: Problem, rank_schedules: Schedules) -> Schedules:
-    if problem.areas is None or not is_on("delay_keys"):
-        return rank_schedules
-    return own_keys_wait(problem, rank_schedules)
+def _chosen(
+    problem: Problem, members: RingMembers, rank: int, head_chunks: tuple[int, ...], first: tuple[str, ...]
+) -> Schedules:
+    if not first:
+        found = plan_rank(problem, members, rank, head_chunks)
+    else:
+        whole = plan_rank(problem, members, rank)
+        cut = plan_rank(problem, members, rank, head_chunks) if head_chunks else whole
+        names = "forward", "backward"
+        forward, backward = (
+            own_keys_first(members, rank, at_once) if name in first else in_chunks
+            for name, at_once, in_chunks in zip(names, whole, cut, strict=True)
+        )
+        found = forward, backward
+    return own_keys_wait(problem, found) if problem.areas is not None and is_on("delay_keys") else found

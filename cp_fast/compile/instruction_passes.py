@@ -7,33 +7,40 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import numpy as np
+
 from cp_fast.compile.index_tables import RowKey, Tables
 from cp_fast.compile.program import (
+    OWN,
     Accumulate,
     Copy,
     Free,
+    Heads,
     Instruction,
     Launch,
     Program,
     Programs,
     Recv,
     Send,
+    View,
     Wait,
     reads,
     writes,
 )
 from cp_ref.contract.group import Group
 from cp_ref.schedules.problem import Problem
-from cp_ref.schedules.table import runs, starts_of
+from cp_ref.schedules.table import Spans, runs, starts_of
 
 __all__ = [
     "accumulate_late",
+    "copy_early",
     "free_early",
     "in_input_dtype",
     "low_precision_grads",
     "may_have_low_precision",
     "of_one_launch",
     "recv_in_place",
+    "write_in_place",
 ]
 
 R = TypeVar("R")  # Rows.
@@ -207,6 +214,98 @@ def _pieces(
     for n, start, stop in zip(*(column.tolist() for column in edges), strict=True):
         found[n].append(slice(start, stop))
     return [tuple(pieces) for pieces in found] if all(0 < len(pieces) <= _MOST for pieces in found) else None
+
+
+# ---- write_in_place
+#
+# Write the outs of forward launches where they belong in the rank's result, where nothing is added to them.
+#
+# Lowering gives each launch a buffer of its own. Its rows then go to a sum, and the sums of all heads to the result.
+# Where launches have different rows or heads, these are copies alone.
+
+
+def write_in_place(program: Program[RowKey], tables: Tables) -> Program[RowKey]:
+    """The forward program with outs that are written in place: all of them, or none."""
+    result = program.results.get("out")
+    places = None if result is None else _in_place(program, tables, result)
+    if places is None:
+        return program
+    found: list[Instruction[RowKey]] = []
+    for one in program.instructions:
+        if isinstance(one, Launch):
+            assert result is not None
+            made_by = "write_in_place" if one.made_by == "lower" else f"{one.made_by}, write_in_place"
+            into = View(result, *places[one.results[0]])
+            found.append(replace(one, results=(result,), into=into, made_by=made_by))
+        elif not (isinstance(one, Accumulate | Copy) and program.buffers[one.source.buffer].kind == "out"):
+            found.append(one)
+    return replace(program, instructions=tuple(found))
+
+
+def _in_place(program: Program[RowKey], tables: Tables, result: int) -> dict[int, tuple[slice, Heads]] | None:
+    """The rows and heads of the result that each partial result is, by buffer. None if some of them are added, if rows
+    come from or go to others, or if a launch gathers its queries.
+    """
+    specs = program.buffers
+    messages = [n for one in program.instructions if isinstance(one, Send | Recv) for n in (*reads(one), *writes(one))]
+    if program.direction != "forward" or any(specs[number].kind == "out" for number in messages):
+        return None
+    copies = [one for one in program.of(Copy) if specs[one.source.buffer].kind == "out"]
+    if any(one.target.buffer != result or one.source.rows is not None for one in copies):
+        return None
+    sums = {one.source.buffer for one in copies}
+    places: dict[int, tuple[slice, Heads]] = {}
+    for one in program.of(Launch):
+        q, (partial,) = one.operands[0], one.results
+        rows = slice(0, specs[partial].rows) if q.rows is None else q.rows
+        if q.buffer != OWN["q"] or not isinstance(rows, slice):
+            return None
+        places[partial] = rows, specs[partial].heads
+    cells: list[tuple[Spans, Heads]] = []
+    for one in program.of(Accumulate):
+        spec, part = specs[one.target.buffer], places.get(one.source.buffer)
+        if one.of_sink or part is None or one.target.buffer not in sums or spec.dtype != "input":
+            return None
+        assert one.source.rows is not None
+        assert one.target.rows is not None
+        source, target = tables.spans(one.source.rows), tables.spans(one.target.rows)
+        if not np.array_equal(source.start + part[0].start, target.start):
+            return None
+        cells.append((target, (spec.heads[0] + one.target.heads[0], spec.heads[0] + one.target.heads[1])))
+    for n, (rows, heads) in enumerate(cells):
+        for others, its in cells[:n]:
+            if max(heads[0], its[0]) < min(heads[1], its[1]) and len(rows.overlaps(others)[0]):
+                return None
+    return places
+
+
+# ---- copy_early
+#
+# Copy own rows while the first messages travel.
+#
+# All keys of all_gather, and all rows of an a2a, lie in one buffer: those that arrive and the own ones. The own ones
+# are here from the beginning, and so are the rows that leave at the second step, packed by heads. Where a launch hides
+# the messages anyway, only rows for buffers that are there already are copied early.
+
+
+_STEPS = 2  # The last step whose copies are made early: further ones would hold memory for long.
+
+
+def copy_early(program: Program[RowKey]) -> Program[RowKey]:
+    """The same copies of own rows, some of them before the first wait."""
+    found, specs = program.instructions, program.buffers
+    wait = next((n for n, one in enumerate(found) if isinstance(one, Wait)), len(found))
+    there = {number for one in found[:wait] for number in writes(one)}
+    hidden = any(isinstance(one, Launch) for one in found[:wait])
+
+    def moves(one: Instruction[RowKey]) -> bool:
+        if not isinstance(one, Copy) or one.step > _STEPS or (hidden and one.target.buffer not in there):
+            return False
+        return (specs[one.source.buffer].role, specs[one.target.buffer].role) == ("own", "operand")
+
+    moved = [replace(one, step=found[wait].step, made_by="copy_early") for one in found[wait:] if moves(one)]
+    rest = [one for one in found[wait:] if not moves(one)]
+    return replace(program, instructions=(*found[:wait], *moved, *rest))
 
 
 # ---- free_early

@@ -91,20 +91,40 @@ def split_queries(launch: Segments) -> Segments:
 
 
 class SharedKeys(NamedTuple):
-    """Segments, and the first row of each among the rows of q and of k and v; these are consecutive in their buffers,
-    and given as global rows.
+    """Segments, and the first row of each among the rows of q and of k and v.
+
+    Attributes:
+        start_q, start_kv: the first rows, from the first row of all on.
+        q: the global rows of the segments' queries, and where they lie, in this order; other rows may lie between them.
+        size_q: how many rows of its buffer q spans.
+        kv: the global rows of k and v, which are consecutive in their buffer.
     """
 
     segments: Segments
     start_q: Column
     start_kv: Column
-    q: Spans
+    q: Placement
+    size_q: int
     kv: Spans
+
+    @property
+    def rows_q(self) -> Spans:
+        """The global row of each row of q from the first to the last; any other one where none of these lies.
+
+        >>> one = Placement(Spans(np.array([8, 4]), np.array([10, 5])), np.array([0, 3]))
+        >>> [x.tolist() for x in SharedKeys(*[None] * 3, one, 4, None).rows_q]
+        [[8, 8, 4], [10, 9, 5]]
+        """
+        spans, row = self.q.spans, self.q.row
+        gap = np.append(row[1:], self.size_q) - row - spans.size
+        start = np.stack([spans.start, np.full_like(row, spans.start[0])], axis=1).ravel()
+        size = np.stack([spans.size, gap], axis=1).ravel()
+        return Spans(start[size > 0], (start + size)[size > 0])
 
 
 def share_keys(launches: Sequence[Segments], q: Placement, kv: Placement) -> list[SharedKeys] | None:
-    """The launches on buffers with these rows. None if a segment's rows do not lie together, if rows lie between
-    segments, or if all segments together have more keys than int32 numbers.
+    """The launches on buffers with these rows. None if a segment's rows do not lie together, if padding lies between
+    keys, or if all segments together have more keys than int32 numbers.
 
     >>> three = Segments.of_rows([(0, 0, 2), (1, 2, 4)], [(0, 0, 2), (1, 0, 4)])
     >>> buffer = Placement(Spans(np.array([0]), np.array([4])), np.array([10]))
@@ -123,12 +143,23 @@ def share_keys(launches: Sequence[Segments], q: Placement, kv: Placement) -> lis
         side_kv = _consecutive(launch.k, kv, len(launch), any_order=dense)
         if side_q is None or side_kv is None:
             return None
-        found.append(SharedKeys(launch, side_q[0], side_kv[0], side_q[1], side_kv[1]))
+        (start_q, size_q), (start_kv, size_kv) = side_q, side_kv
+        first = kv.find(launch.k.spans).row.min()
+        rows = kv.between(first, first + size_kv)
+        if rows.total < size_kv:
+            return None
+        at = q.find(launch.q.spans)
+        order = np.argsort(at.row, kind="stable")
+        begin, row = at.start[order], at.row[order]
+        queries = Placement(Spans(begin, begin + at.count[order]), row - row.min())
+        found.append(SharedKeys(launch, start_q, start_kv, queries, size_q, rows))
     return found
 
 
-def _consecutive(spans: SegmentRows, buffer: Placement, count: int, *, any_order: bool) -> tuple[Column, Spans] | None:
-    """The first row of each segment, from the first of all on, and all rows. None if they do not lie together."""
+def _consecutive(spans: SegmentRows, buffer: Placement, count: int, *, any_order: bool) -> tuple[Column, int] | None:
+    """The first row of each segment, from the first of all on, and how many rows there are from this to the last one.
+    None if a segment's rows do not lie together.
+    """
     found = buffer.find(spans.spans)
     if not found.whole:
         return None
@@ -139,12 +170,10 @@ def _consecutive(spans: SegmentRows, buffer: Placement, count: int, *, any_order
     begin = np.searchsorted(segment, np.arange(count))
     joined = row[1:] == row[:-1] + size[:-1]
     joined[begin[1:] - 1] = True
-    first, total = row[begin], np.bincount(segment, size, count).astype(np.int64)
-    if not bool(joined.all()) or len(Spans(first, first + total).merged()) > 1:
+    if not bool(joined.all()):
         return None
-    rows = buffer.find(Spans(found.start, found.start + found.count).merged())
-    order = np.argsort(rows.row, kind="stable")
-    return first - first.min(), Spans(rows.start[order], rows.start[order] + rows.count[order])
+    first = row[begin]
+    return first - first.min(), int((row + size).max() - first.min())
 
 
 # ---- The launches of tiles
@@ -171,7 +200,7 @@ def tile_launches(
     if rule.disjoint or not areas_meet(tiles):
         segments = _TileSegments.of(tiles, rule, skipped)
         dense = segments.dense if "merge_causal" in skipped else merge_stripes(segments.dense)
-        found = _batches(segments.with_dense(dense), rule, skipped)
+        found = _batches(segments.with_dense(dense), rule, skipped, keys_repeat=keys_repeat)
         return [replace(some, made_by=some.made_by | _BATCH) if len(some) > 1 else some for some in found]
     best = _best(_TileSegments.of(tiles, rule, skipped), rule, skipped, keys_repeat=keys_repeat)
     if keys_repeat and "merge_causal" not in skipped:
@@ -263,13 +292,18 @@ def _one_by_one(segments: Segments) -> list[Segments]:
     return [segments.take(np.array([n])) for n in range(len(segments))]
 
 
-def _batches(segments: Segments, rule: WindowRule, skipped: Collection[str]) -> Iterator[Segments]:
+def _batches(
+    segments: Segments, rule: WindowRule, skipped: Collection[str], *, keys_repeat: bool
+) -> Iterator[Segments]:
     """The segments of areas without common rows in launches."""
     if "batch_segments" in skipped:
         yield from _one_by_one(segments)
         return
     for group in _by_window(segments, rule):
-        yield from _places(group, skipped)
+        if group.q.spans.disjoint and (keys_repeat or group.k.spans.disjoint):
+            yield group
+        else:
+            yield from _places(group, skipped)
 
 
 def _most_keys(segments: Segments) -> int:
@@ -329,9 +363,6 @@ def _places(segments: Segments, skipped: Collection[str]) -> Iterator[Segments]:
     segments of all areas are one launch, the second ones the next: areas have no rows in common. Stairs of many
     segments are halved first.
     """
-    if segments.q.spans.disjoint and segments.k.spans.disjoint:
-        yield segments
-        return
     if not bool((segments.area[1:] >= segments.area[:-1]).all()):
         segments = segments.take(np.argsort(segments.area, kind="stable"))
     if "factor_keys" in skipped:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from cp_fast.compile.buffers import Held, Lowering, LoweringInputs, MessagePart, message_parts
-from cp_fast.compile.index_tables import RowKey, Tables
+from cp_fast.compile.index_tables import RowKey, Tables, one_range
 from cp_fast.compile.program import (
     OWN,
     Accumulate,
@@ -199,7 +199,9 @@ def lower_tiles(state: Lowering, number: int, group: TileGroup) -> list[Instruct
         by_kind.append([one for one in held if one is not None])
     launches = list(zip(group.launches, zip(*by_kind, strict=True), strict=True))
     if state.direction == "forward" and group.sharing is not None:
-        launches = _sharing(state, group) or launches
+        shared = _sharing(state, group)
+        if 0 < len(shared) < len(launches) or (shared and not all(_lie_together(*one) for one in launches)):
+            launches = shared
     for launch, of_launch in launches:
         found += _launch(state, number, group, launch, of_launch)
     return found
@@ -218,17 +220,28 @@ def _sharing(state: Lowering, group: TileGroup) -> list[tuple[LaunchRows, tuple[
     return [(launch, tuple(held)) for launch in launches or ()]
 
 
+def _lie_together(launch: LaunchRows, held: tuple[Held, ...]) -> bool:
+    """Whether a launch's queries, and its keys, are a slice of their buffers: no row is copied for it."""
+    found = [one.rows.find(rows) for one, rows in zip(held, (launch.q, launch.kv), strict=False)]
+    return all(one_range(one.row, one.count) for one in found)
+
+
 def _launch(
     state: Lowering, number: int, group: TileGroup, launch: LaunchRows, held: tuple[Held, ...]
 ) -> Iterator[Instruction[RowKey]]:
     heads, kv_heads, packed = group.heads, group.kv_heads, state.shared.sets.packed
     if launch.batch.places is None:
         launch = state.shared.groups.in_buffer_order(launch, held[1].rows)
-    operands = [state.operands.view(one, launch.q, heads) for one in held]
-    operands[1] = state.operands.view(held[1], launch.kv, kv_heads)
+    at, rows_q = launch.apart or (packed(launch.q), launch.q)
+    if launch.apart is None:
+        operands = [state.operands.view(one, launch.q, heads) for one in held]
+        operands[1] = state.operands.view(held[1], launch.kv, kv_heads)
+    else:  # A forward launch.
+        queries = state.operands.stretch(held[0], launch.q, rows_q.total, heads)
+        operands = [queries, state.operands.view(held[1], launch.kv, kv_heads)]
     of = f"of {' and '.join(state.buffers.specs[one.number].name for one in held[:2])}"
     window = f"window {launch.batch.left}, {launch.batch.right}"
-    wanted: list[tuple[str, Heads, list[Placement]]] = [(state.results[0], heads, [packed(launch.q)])]
+    wanted: list[tuple[str, Heads, list[Placement]]] = [(state.results[0], heads, [at])]
     if state.direction == "backward":
         wanted.append(("dkv", kv_heads, list(launch.layers)))
     made = [
@@ -236,12 +249,12 @@ def _launch(
             f"step {number}: {kind} {of}, {window}",
             kind,
             some,
-            (launch.kv if kind == "dkv" else launch.q).total,
+            launch.kv.total if kind == "dkv" else rows_q.total,
             "partial",
         )
         for kind, some, _ in wanted
     ]
-    rows = launch.q, launch.kv
+    rows = rows_q, launch.kv
     yield Launch(number, tuple(operands), launch.batch, tuple(made), heads[0], *rows, launch.made_by)
     for partial, (kind, some, layers) in zip(made, wanted, strict=True):
         for layer in layers:

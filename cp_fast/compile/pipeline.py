@@ -14,7 +14,13 @@ import torch
 from cp_fast.backends.backend_protocol import BatchPlaces, VarlenBatch
 from cp_fast.compile.chosen_schedule import Schedules, choose_head_chunks, chosen_rank_schedule
 from cp_fast.compile.index_tables import RowKey, Uploaded
-from cp_fast.compile.instruction_passes import accumulate_late, free_early, recv_in_place
+from cp_fast.compile.instruction_passes import (
+    accumulate_late,
+    copy_early,
+    free_early,
+    recv_in_place,
+    write_in_place,
+)
 from cp_fast.compile.lower import Draft, lower
 from cp_fast.compile.packing import Packing, fold_batch
 from cp_fast.compile.program import Instruction, Launch, Program, Programs, View, with_views
@@ -103,21 +109,26 @@ def compiled(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None = 
     head_chunks = choose_head_chunks(problem) if head_chunks is None else head_chunks
     packing = Packing(problem, may_fold=is_on("fold_batch"))
     steps = chosen_rank_schedule(problem, rank, head_chunks)
-    return optimized(lowered(packing, rank, steps, saved_kinds(problem), shares_keys=_TILE))
+    return optimized(lowered(packing, rank, steps, saved_kinds(problem), shares_keys=_TILE), writes_rows=True)
 
 
-def optimized(draft: Draft, *, in_place: bool = False) -> Draft:
+def optimized(draft: Draft, *, in_place: bool = False, writes_rows: bool = False) -> Draft:
     """The draft after the passes on instructions.
 
     Args:
         in_place: whether the plan is updated in place: then its buffers and messages keep their places.
+        writes_rows: see `Backend.writes_rows`.
     """
     programs = draft.programs
     off = {**programs.skipped, **skipped(in_place=in_place)}
+    if not writes_rows:
+        off.setdefault("write_in_place", "the kernel library yields outs of its own")
 
     def improved(one: Program[RowKey], kept: list[int]) -> Program[RowKey]:
+        one = one if "write_in_place" in off else write_in_place(one, draft.tables)
         one = one if "accumulate_late" in off else accumulate_late(one)
         one = one if "recv_in_place" in off else recv_in_place(one, draft.tables, kept)
+        one = one if "copy_early" in off else copy_early(one)
         return one if "free_early" in off else free_early(one, kept)
 
     forward, backward = (

@@ -160,8 +160,10 @@ class Launch(Generic[R]):
         operands: q, kv; in the backward pass do and res too.
         batch: the segments' lengths and window (`VarlenBatch`; on the host their keys).
         results: its partial results: out, or dq and dkv.
+        into: where its out is written, in a buffer that other launches write to as well: `results` names the buffer.
         first_head: the first query head, of all.
-        q_rows, kv_rows: the global rows of its queries and keys, segment after segment; they determine the positions.
+        q_rows, kv_rows: the global rows of its queries and keys, in their order; they determine the positions. Between
+            segments that lie apart, any rows.
     """
 
     step: int
@@ -172,6 +174,7 @@ class Launch(Generic[R]):
     q_rows: Spans = field(compare=False)
     kv_rows: Spans = field(compare=False)
     made_by: str = "lower"
+    into: View[R] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +217,10 @@ def with_views(one: Instruction[Any], change: Callable[[View[Any]], View[Any]]) 
         return replace(one, source=change(one.source))
     if isinstance(one, Copy | Accumulate):
         return replace(one, source=change(one.source), target=change(one.target))
-    return replace(one, operands=tuple(map(change, one.operands))) if isinstance(one, Launch) else one
+    if isinstance(one, Launch):
+        into = None if one.into is None else change(one.into)
+        return replace(one, operands=tuple(map(change, one.operands)), into=into)
+    return one
 
 
 def writes(one: Instruction[Any]) -> tuple[int, ...]:
@@ -384,6 +390,7 @@ def _instruction(buffers: Sequence[BufferSpec], one: Instruction[Any]) -> str:
     if isinstance(one, Launch):
         operands = ", ".join(_view(buffers, view) for view in one.operands)
         results = ", ".join(_buffer(buffers, number) for number in one.results)
+        results = results if one.into is None else _view(buffers, one.into)
         window = f"window {_side(one.batch.left)}:{_side(one.batch.right)}"
         return f"launch      {operands} {window} -> {results}"
     if isinstance(one, Accumulate):

@@ -169,6 +169,20 @@ class Placement:
         size, row = last - first, first + (row - held)[here]
         return Found(span, first, row, size, int(size.sum()) == spans.total)
 
+    def between(self, first: int, last: int) -> Spans:
+        """The global rows that lie at rows [first, last) of the buffer, in their order there.
+
+        >>> buffer = Placement.packed(Spans(np.array([8, 0]), np.array([12, 4])))
+        >>> [x.tolist() for x in buffer.between(2, 6)]
+        [[10, 0], [12, 2]]
+        """
+        order = np.argsort(self.row, kind="stable")
+        row, start, size = self.row[order], self.spans.start[order], self.spans.size[order]
+        low, high = np.maximum(row, first), np.minimum(row + size, last)
+        some = low < high
+        start = (start + low - row)[some]
+        return Spans(start, start + (high - low)[some])
+
     def meets(self, other: Placement) -> bool:
         """Whether the buffers have a row in common."""
         (few, few_stop, _), (many, many_stop, _) = sorted((self.ascending, other.ascending), key=lambda x: len(x[0]))

@@ -51,7 +51,12 @@ class SegmentKeys(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class LaunchRows:
     """A launch: its segments, their lengths as keys, and the global rows of its queries and keys, segment after
-    segment. `layers`: the rows of keys again, in parts without repeated rows.
+    segment.
+
+    Attributes:
+        layers: the rows of keys again, in parts without repeated rows.
+        apart: where the queries lie in the launch's tensors, and the global rows of all rows of these, between queries
+            any ones; None where the tensors have the queries alone, one after the other.
     """
 
     segments: Segments
@@ -59,6 +64,7 @@ class LaunchRows:
     q: Spans
     kv: Spans
     layers: tuple[Placement, ...]
+    apart: tuple[Placement, Spans] | None = None
 
     @property
     def made_by(self) -> str:
@@ -72,7 +78,7 @@ class LaunchRows:
 
 class TileGroup(NamedTuple):
     """Tiles of the same query heads, which share a kernel's launches; and the kv heads of these query heads.
-    `sharing`: fewer launches, whose segments have common keys; or None.
+    `sharing`: the same launches or fewer, whose segments lie anywhere and may have common keys; or None.
     """
 
     heads: Heads
@@ -138,10 +144,10 @@ class TileGroups:
         if rectangles not in self._launches:
             banded = with_windows(self._work.areas, tiles)
             packed = tile_launches(banded, self._rule, self._skipped)
-            sharing = None
-            if self._shares_keys and not self._rule.disjoint and len(packed) > 1 and len(banded) <= _MOST_TILES:
-                sharing = tile_launches(banded, self._rule, self._skipped, keys_repeat=True)
-                sharing = sharing if len(sharing) < len(packed) and self._fills_tiles(sharing) else None
+            sharing = packed if self._shares_keys else None
+            if self._shares_keys and len(packed) > 1 and (self._rule.disjoint or len(banded) <= _MOST_TILES):
+                fewer = tile_launches(banded, self._rule, self._skipped, keys_repeat=True)
+                sharing = fewer if len(fewer) < len(packed) and self._fills_tiles(fewer) else packed
             self._launches[rectangles] = tiles, (banded, list(map(self._launch, packed)), sharing)
         return self._launches[rectangles][1]
 
@@ -179,8 +185,8 @@ class TileGroups:
         columns = np.append(one.start_q, 0), rows, np.append(one.start_kv, 0), keys
         of_q, of_q_rows, of_kv, of_keys = map(self._tables.numbers_of, columns)
         batch = self._launch(replace(segments, layer=None)).batch._replace(places=(of_q, of_q_rows, of_kv, of_keys))
-        q, kv = (self._sets.of(side.start, side.stop) for side in (one.q, one.kv))
-        return LaunchRows(segments, batch, q, kv, (self._sets.packed(kv),))
+        q, kv = (self._sets.of(side.start, side.stop) for side in (one.q.spans, one.kv))
+        return LaunchRows(segments, batch, q, kv, (self._sets.packed(kv),), (Placement(q, one.q.row), one.rows_q))
 
     def in_buffer_order(self, launch: LaunchRows, rows: Placement) -> LaunchRows:
         """The launch with its keys in the best order to read from this buffer."""

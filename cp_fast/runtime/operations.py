@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.backends.backend_protocol import Backend, BackwardOperands, LaunchOptions, LaunchScores
+from cp_fast.backends.backend_protocol import Backend, BackwardOperands, LaunchOptions, LaunchScores, Outs
 from cp_fast.compile.program import OWN, Accumulate, Accumulations, Copy, Free, Launch, Recv, Send
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.torch_movers import log_add_exp
@@ -307,15 +307,22 @@ def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor, rows: Row
 
 def forward_launch(buffers: PassBuffers, backend: Backend, positions: RowPositions, one: Launch[Rows]) -> Operation:
     """One forward call of the kernel library."""
-    take_q, take_kv = map(buffers.taker, one.operands)
+    take_q, take_kv = (buffers.taker(view, strided=backend.writes_rows) for view in one.operands)
     batch, (result,), first_head = one.batch, one.results, one.first_head
+    new, into = buffers.maker(result), one.into
+    place = None if into is None else (buffers.rows(into), slice(*into.heads))
 
     def launch(state: State) -> None:
         (q,), _ = take_q(state)
         (k, v), _ = take_kv(state)
         options = state.options if state.inputs is None else _with_places(state, positions, one)
-        out, lse, max_logit = backend.forward(q, k, v, batch, options)
-        state.buffers[result] = Tensors((out,), (lse,))
+        if place is None:
+            out, lse, max_logit = backend.forward(q, k, v, batch, options)
+            state.buffers[result] = Tensors((out,), (lse,))
+        else:
+            (out,), (lse,) = state.buffers[result] or new(state)
+            some, heads = place
+            *_, max_logit = backend.forward(q, k, v, batch, options, Outs(out[some, heads], lse[heads, some]))
         state.max_logit.append((first_head, max_logit))
 
     return launch

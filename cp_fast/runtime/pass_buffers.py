@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from cp_fast.backends.backend_protocol import LaunchOptions
-from cp_fast.compile.program import BufferSpec, Copy, Program, View, writes
+from cp_fast.compile.program import BufferSpec, Copy, Launch, Program, View, writes
 from cp_fast.movers.mover_protocol import Movers, Rows
 from cp_ref.contract.group import Group, Pending
 from cp_ref.contract.scores import ScoreTensors
@@ -251,9 +251,9 @@ class PassBuffers:
         all_rows = view.rows is None or is_all(view.rows, self.shapes.rows(self.specs[view.buffer]))
         return all_rows and view.heads == self.specs[view.buffer].all_heads
 
-    def taker(self, view: View[Rows]) -> Callable[[State], Tensors]:
-        """Rows and heads of a buffer, contiguous. The last rows gathered from an own buffer are kept: a ring needs the
-        same ones at every step.
+    def taker(self, view: View[Rows], *, strided: bool = False) -> Callable[[State], Tensors]:
+        """Rows and heads of a buffer; contiguous, or where a slice of the buffer may be `strided`. The last rows
+        gathered from an own buffer are kept: a ring needs the same ones at every step.
         """
         number, rows, heads, gather = view.buffer, self.rows(view), view.heads, self.kernels.gather
         if self.is_whole(view):
@@ -265,6 +265,15 @@ class PassBuffers:
 
             return whole
         own = self.specs[number].role == "own"
+        if strided and isinstance(rows, slice):
+            some = slice(*heads)
+
+            def cut(state: State) -> Tensors:
+                held = state.buffers[number]
+                assert held is not None, MISSING
+                return Tensors([x[rows, some] for x in held.rows], [x[some, rows] for x in held.columns])
+
+            return cut
         sliced = isinstance(rows, slice) and heads == self.specs[number].all_heads
         key = (rows.start, rows.stop, heads) if isinstance(rows, slice) else (id(rows), heads)
 
@@ -295,7 +304,7 @@ class PassBuffers:
 
 
 def _zeroed(program: Program[Rows], shapes: Shapes) -> frozenset[int]:
-    """Results and joined sums with cells that no copy writes: they begin with zeros."""
+    """Results and joined sums with cells that no copy and no launch writes: they begin with zeros."""
     heads: dict[int, int] = {}
     for copy in program.of(Copy):
         number, spec = copy.target.buffer, program.buffers[copy.target.buffer]
@@ -304,8 +313,19 @@ def _zeroed(program: Program[Rows], shapes: Shapes) -> frozenset[int]:
             all_rows = copy.target.rows is None or count(copy.target.rows) == shapes.rows(spec)
             size = (of_each[1] - of_each[0]) * max(len(copy.first_heads), 1)
             heads[number] = heads.get(number, 0) + size * all_rows
+    heads |= _launched(program, shapes)
     return frozenset(
         number
         for number, spec in enumerate(program.buffers)
         if spec.role in ("result", "sum") and heads.get(number, 0) < spec.all_heads[1]
     )
+
+
+def _launched(program: Program[Rows], shapes: Shapes) -> dict[int, int]:
+    """Results that launches write in place, by number: how many of their heads have all rows."""
+    cells: dict[int, int] = {}
+    for one in program.of(Launch):
+        if one.into is not None:
+            size = one.into.heads[1] - one.into.heads[0]
+            cells[one.into.buffer] = cells.get(one.into.buffer, 0) + one.batch.cu_q[-1] * size
+    return {number: n // max(shapes.rows(program.buffers[number]), 1) for number, n in cells.items()}

@@ -115,12 +115,13 @@ def span_places(problem: Problem, side: str, spans: Spans) -> np.ndarray:
 
 def segment_places(launch: Launch[Rows], q: np.ndarray, kv: np.ndarray) -> np.ndarray | None:
     """Int32 [4, segments]: the sequence of each segment, the position and the diagonal of its first query, and the
-    position of its first key. None unless the positions of each segment's queries, and of its keys, are consecutive.
+    position of its first key. None unless the positions of each segment's queries, and of its keys, are consecutive,
+    and the segments lie one after the other.
 
     Args:
         q, kv: the result of `span_places` for its rows.
     """
-    if launch.batch.updated_in_place:
+    if launch.batch.updated_in_place or launch.batch.places is not None:
         return None
     found: list[np.ndarray] = []
     for (count, sequence, position, diagonal), cumulative in ((q, launch.batch.cu_q), (kv, launch.batch.cu_kv)):

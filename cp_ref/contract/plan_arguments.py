@@ -108,6 +108,11 @@ class Plan:
     score_mod: ScoreMod | None = None  # a frozen copy of the function whose digest the problem has
 
     @property
+    def same_bits(self) -> tuple[str, ...] | None:
+        """The results that have the bits of one launch over the whole batch; None where nothing is promised of bits."""
+        return None
+
+    @property
     def schedule(self) -> Schedule:
         """The messages and tiles of every rank, step by step."""
         raise NotImplementedError
@@ -140,7 +145,7 @@ class Plan:
         found = report(p, self.schedule)
         lengths = [str(n) if n == m else f"{n}x{m}" for n, m in zip(p.lengths.len_q, p.lengths.len_kv, strict=True)]
         more = f" and {len(lengths) - _FEW} more" if len(lengths) > _FEW else ""
-        steps = len(self.schedule.forward[self.rank])
+        steps, bits = len(self.schedule.forward[self.rank]), self.same_bits
         chunks = f", in head chunks of {', '.join(map(str, self.head_chunks))} kv heads" if self.head_chunks else ""
         return "\n".join(
             (
@@ -151,6 +156,7 @@ class Plan:
                 f"  {steps} steps forward{chunks}; balance {found.balance:.3f}; "
                 f"{found.sent_bytes:,} bytes sent by all ranks",
                 "  plan.schedule has every message and every tile",
+                *([] if bits is None else [f"  bits of one launch over the whole batch: {', '.join(bits) or 'none'}"]),
                 *(["  linear layers too: plan.states has every message and every scan"] if self.linear else []),
                 *(["  sparse attention too: an indexer's keys travel as in all_gather"] if self.sparse else []),
             )
@@ -285,6 +291,8 @@ def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, t
     problem = read_call(cp, sizes, given["layout"], **{name: given[name] for name in ARGUMENTS})
     room = read_room(problem, given)
     extras = check_schedule(given["schedule"], problem, room, cp.comm) + read_linear(given["linear"], problem)
+    if problem.cp_comm_type == "all_gather":  # then it decides the messages of the fast package
+        extras += (("deterministic", given["deterministic"]),)
     check_flag("sparse", given["sparse"])
     if given["sparse"]:
         check_sparse("sparse attention", problem, given["schedule"])

@@ -41,6 +41,7 @@ from cp_fast.backends.backend_protocol import (
     Gradients,
     LaunchOptions,
     NotInstalled,
+    Outs,
     Partial,
     VarlenBatch,
     hopper_why_not,
@@ -123,6 +124,8 @@ class Fa4Backend(Backend):
     name: str = "fa4"
     rounded_gradients = True
     shares_keys = 128
+    writes_rows = True
+    equal_bits = True
     features: frozenset[Feature] = FUSED_KERNELS | {
         Feature.SOFTCAP,
         Feature.ALIBI,
@@ -140,8 +143,18 @@ class Fa4Backend(Backend):
         """Trace the scores of a call; raise Unsupported for a score_mod that cannot be traced."""
         traced_scores(inputs, scores.softcap)
 
+    def pads(self, d_qk: int, d_v: int) -> bool:
+        """See `Backend.pads`."""
+        return _forward_dims(d_qk, d_v) != (d_qk, d_v)
+
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: VarlenBatch,
+        options: LaunchOptions,
+        outs: Outs | None = None,
     ) -> Partial:
         """See `Backend.forward`; out has q's dtype."""
         d, (d_qk, d_v) = v.shape[2], _forward_dims(q.shape[2], v.shape[2])
@@ -150,9 +163,10 @@ class Fa4Backend(Backend):
             tensors += [segments.device_cu_q, segments.device_cu_kv, None, None]
         else:
             tensors += [places.device_q, places.device_kv, places.device_rows, places.device_columns]
+        tensors += outs or (None, None)
         numbers = _forward_numbers(segments.left, segments.right, options.scores)
         out, lse = _launch("_flash_attn_fwd", tensors, numbers, options)
-        return Partial(trim(out, d), lse, None)
+        return Partial(out if outs else trim(out, d), lse, None)
 
     def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients have q's dtype."""
@@ -178,7 +192,7 @@ class Fa4Backend(Backend):
 
 _CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
 _FUNCTIONS = {  # The tensor arguments, and the number of results.
-    "_flash_attn_fwd": (("q", "k", "v", *_CU_SEQLENS, "seqused_q", "seqused_k"), 2),
+    "_flash_attn_fwd": (("q", "k", "v", *_CU_SEQLENS, "seqused_q", "seqused_k", "out", "lse"), 2),
     "_flash_attn_bwd": (("q", "k", "v", "out", "dout", "lse", "dlse", *_CU_SEQLENS), 3),
 }
 
@@ -228,7 +242,7 @@ def _why_not() -> str | None:
         )
     both = {"cu_seqlens_q", "cu_seqlens_k", "window_size_left", "window_size_right", "softmax_scale", "softcap"}
     both |= {"score_mod", "aux_tensors", "aux_scalars"}
-    forward = {"return_lse", "pack_gqa", "seqused_q", "seqused_k"}
+    forward = {"return_lse", "pack_gqa", "seqused_q", "seqused_k", "out", "lse"}
     backward = {"deterministic", "dlse", "score_mod_bwd"}
     for name, arguments in (("_flash_attn_fwd", forward), ("_flash_attn_bwd", backward)):
         function = getattr(library, name, None)

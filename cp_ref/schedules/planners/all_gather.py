@@ -1,8 +1,12 @@
-"""The all_gather schedule: every rank gets the keys that its queries see, and attends at once (Llama 3).
+"""The all_gather schedule: every rank gets the keys that its queries see, and attends to all of them at once (Llama 3).
 
-    step 0    keys travel, everyone to everyone        tiles with the own keys
-    step 1                                             tiles with everybody else's
+    step 0    keys travel, everyone to everyone        tiles of documents whose keys are all here
+    step 1                                             all other tiles, each with all keys of its queries
     step 2    (backward) dK/dV go to their owners, which add them: a reduce-scatter
+
+A tile has all keys that its queries see, the own ones and those of others. So a query's result comes from one tile, and
+nothing is merged: it has the bits of attention on one GPU. In head chunks (`head_chunks.py`) the first heads attend
+while the keys of the next ones travel.
 
 A rank is sent only the rows that its queries see: under a causal mask or a window, less than all of K and V. The
 backward pass gathers again, so a rank keeps only its own slices between the passes.
@@ -28,8 +32,9 @@ def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule,
     work, count, everybody = members.workload, members.member_count, np.arange(members.member_count)
     peers = [(rank + n) % count for n in range(1, count)]  # the next one first: not all begin with the same
     others, own = 0, 1
-    theirs, mine = members.sees(rank, np.where(everybody == rank, own, others))
-    attend_own, attend_theirs = mine.tiles((0, work.heads_q)), theirs.tiles((0, work.heads_q))
+    theirs, _ = members.sees(rank, np.where(everybody == rank, own, others))
+    tiles = members.whole_tiles(rank, (0, work.heads_q))
+    at_home = ~np.isin(tiles.area, theirs.area)
 
     def by_peer(rows: list[Spans]) -> dict[int, Pieces]:
         return {peer: Pieces.of(rows[peer], (0, work.heads_kv)) for peer in peers if len(rows[peer])}
@@ -39,6 +44,7 @@ def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule,
 
     received = by_peer(spans_by(theirs.peer, theirs.keys, count))
     sent = by_peer([some.keys.merged() for some in members.seen(rank, everybody)])
-    forward = Step(messages("kv", sent, 0), messages("kv", received, 0), attend_own), Step(tiles=attend_theirs)
+    kv = messages("kv", sent, 0), messages("kv", received, 0)
+    forward = Step(*kv, tiles.take(at_home)), Step(tiles=tiles.take(~at_home))
     backward = *forward, Step(messages("dkv", received, 2), messages("dkv", sent, 2))
     return forward, backward

@@ -1,7 +1,8 @@
-"""Head chunks: an a2a schedule exchanges a few heads at a time, and most messages travel while something is computed.
+"""Head chunks: ranks exchange a few heads at a time, and most messages travel while something is computed.
 
-Before attention every row goes to the ranks that have its heads, and the results go back after it. In head chunks,
-the first heads attend while the rows of the next arrive, and the next attend while the results of the first return:
+In a2a every row goes to the ranks that have its heads before attention, and the results go back after it. In head
+chunks, the first heads attend while the rows of the next arrive, and the next attend while the results of the first
+return:
 
     all 4 kv heads of a rank at once        step 0    rows 0:4
                                             step 1                attend 0:4
@@ -12,6 +13,8 @@ the first heads attend while the rows of the next arrive, and the next attend wh
                                             step 2    rows 3:4    attend 1:3    results 0:1
                                             step 3                attend 3:4    results 1:3
                                             step 4                              results 3:4
+
+In all_gather rows are keys, and results are their gradients, in the backward pass.
 
 A head chunk is the whole schedule for some of each rank's heads, whatever the rows. Documents that stay at home attend
 in the first step, with all heads. In a ring of a2a groups a chunk attends in one step per group, and the next chunk's
@@ -28,7 +31,6 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import STEP_TAGS, Heads, Message, Pieces, RankSchedule, Step, Tiles, side_of
 from cp_ref.schedules.table import constant
 
@@ -38,15 +40,15 @@ __all__ = [
 ]
 
 
-def check_head_chunks(problem: Problem, head_chunks: tuple[int, ...]) -> None:
+def check_head_chunks(own: int, head_chunks: tuple[int, ...]) -> None:
     """Check the kv heads of each rank that are exchanged at a time. The empty tuple means all at once.
 
+    Args:
+        own: the kv heads of each rank that may be exchanged in chunks; 0 where there are none.
+
     Raises:
-        ValueError: the sizes are no integers from 1 that add up to the kv heads of a rank; or there are sizes, and the
-            schedule exchanges no heads, or its ranks share a kv head.
+        ValueError: the sizes are no integers from 1 that add up to `own`.
     """
-    size, heads_kv = problem.a2a_size, problem.heads_kv
-    own = heads_kv // size if size > 1 and heads_kv % size == 0 else 0
     integers = all(type(n) is int and n >= 1 for n in head_chunks)
     if head_chunks and not (integers and sum(head_chunks) == own):
         needs = f"(), or integers from 1 with sum {own}" if own else "(): no rank has kv heads of its own to exchange"

@@ -17,8 +17,10 @@ from cp_ref.schedules.schedule import RankSchedule, Schedule
 __all__ = [
     "SCHEDULES",
     "Planner",
+    "chunked_heads",
     "make_rank_schedule",
     "make_schedule",
+    "plan_rank",
     "saved_kinds",
 ]
 
@@ -34,12 +36,14 @@ class Planner:
         saved: the kinds of operands that ranks keep from the forward pass for the backward pass: `Schedule.saved`.
         exchanging: the ranks that exchange heads for sequence: none, all, or those of an inner group, where the
             context's group is a pair of groups.
+        chunked: whether the heads of its messages may be cut into head chunks.
     """
 
     plan_rank: Callable[[RingMembers, int], tuple[RankSchedule, RankSchedule]]
     text: str
     saved: tuple[str, ...] = ()
     exchanging: Literal["none", "all", "inner"] = "none"
+    chunked: bool = True
 
     def a2a_size(self, ranks: int, inner: int) -> int:
         """How many of `ranks` ranks exchange heads, if inner groups have `inner` ranks."""
@@ -51,11 +55,12 @@ SCHEDULES: dict[str, Planner] = {
         plan_p2p_rank,
         "Ring attention: queries stay, keys and values travel round a ring of ranks. Each rank merges its partial "
         "outputs by their log-sum-exp (LSE).",
+        chunked=False,
     ),
     "all_gather": Planner(
         plan_all_gather_rank,
-        "Queries stay; every rank gathers the keys and values that its queries see. In the backward pass the gradients "
-        "of keys and values return to their owners and are added up.",
+        "Queries stay; every rank gathers the keys and values that its queries see, and attends to all of them at "
+        "once. In the backward pass the gradients of keys and values return to their owners and are added up.",
     ),
     "a2a": Planner(
         plan_a2a_rank,
@@ -83,7 +88,8 @@ def make_schedule(
 
     Args:
         known: the results of `make_rank_schedule` for some ranks, with the same `head_chunks`.
-        head_chunks: the kv heads of each rank that an a2a schedule exchanges at a time; () for all at once.
+        head_chunks: the kv heads of each rank that all_gather and the a2a schedules exchange at a time; () for all at
+            once.
 
     Raises:
         ValueError: `head_chunks` does not fit; see `check_head_chunks`.
@@ -102,10 +108,10 @@ def make_schedule(
         tile 0 q[3:4] k[1:2]
         tile 0 q[3:4] k[2:3]
     """
-    check_head_chunks(problem, head_chunks)
+    check_head_chunks(chunked_heads(problem), head_chunks)
     members, known = RingMembers(problem.workload), known or {}
     rank_schedules = [
-        known.get(rank) or _of_rank(problem, members, rank, head_chunks) for rank in range(problem.cp_size)
+        known.get(rank) or plan_rank(problem, members, rank, head_chunks) for rank in range(problem.cp_size)
     ]
     heads = problem.heads_q, problem.heads_kv
     forward, backward = tuple(f for f, _ in rank_schedules), tuple(b for _, b in rank_schedules)
@@ -117,17 +123,28 @@ def saved_kinds(problem: Problem) -> tuple[str, ...]:
     return SCHEDULES[problem.cp_comm_type].saved
 
 
+def chunked_heads(problem: Problem) -> int:
+    """The kv heads of each rank that may be exchanged in head chunks; 0 where its ranks share kv heads, or where none
+    are exchanged.
+    """
+    size, heads_kv = problem.a2a_size, problem.heads_kv
+    return heads_kv // size if SCHEDULES[problem.cp_comm_type].chunked and heads_kv % size == 0 else 0
+
+
 def make_rank_schedule(
     problem: Problem, rank: int, head_chunks: tuple[int, ...] = ()
 ) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward schedule, as in `make_schedule`, without planning the other ranks."""
-    check_head_chunks(problem, head_chunks)
-    return _of_rank(problem, RingMembers(problem.workload), rank, head_chunks)
+    check_head_chunks(chunked_heads(problem), head_chunks)
+    return plan_rank(problem, RingMembers(problem.workload), rank, head_chunks)
 
 
-def _of_rank(
-    problem: Problem, members: RingMembers, rank: int, head_chunks: tuple[int, ...]
+def plan_rank(
+    problem: Problem, members: RingMembers, rank: int, head_chunks: tuple[int, ...] = ()
 ) -> tuple[RankSchedule, RankSchedule]:
-    forward, backward = SCHEDULES[problem.cp_comm_type].plan_rank(members, rank)
-    chunks = members.member_count, problem.heads_per_kv, head_chunks
+    """As `make_rank_schedule`, for several ranks with the same ring members of the problem. Checks nothing."""
+    planner = SCHEDULES[problem.cp_comm_type]
+    forward, backward = planner.plan_rank(members, rank)
+    every = 1 if planner.exchanging == "none" else members.member_count  # steps: one for each tile of a chunk
+    chunks = every, problem.heads_per_kv, head_chunks
     return in_head_chunks(forward, *chunks), in_head_chunks(backward, *chunks)

@@ -3,6 +3,7 @@
 Planners ask `RingMembers` for
 
     sees, seen          the rectangles in which one ring member's queries see keys, or its keys are seen
+    whole_tiles         the tiles of one ring member's queries with all keys that they see, whoever has them
     rows_seen_by        one ring member's key rows that some others see: what has to travel
     sends_directly      whether keys go straight to those that see them, and not round the ring
     rows_lent           how many rows then go from one to another at the most
@@ -26,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.schedules.areas import UNBOUNDED, Areas, crop
+from cp_ref.schedules.areas import UNBOUNDED, Areas, crop, pairs
 from cp_ref.schedules.ownership import Fragments, grouped
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import Heads, Tiles
@@ -129,6 +130,17 @@ class RingMembers:
         found = _seen_tiles(transposed, own, self.queries, bucket_of)
         return [SeenTiles(s.peer, s.area, s.k_start, s.k_stop, s.q_start, s.q_stop) for s in found]
 
+    def whole_tiles(self, member: int, heads: Heads) -> Tiles:
+        """One ring member's queries with all keys that they see, whoever has them, as tiles for these query heads: one
+        for each area and each consecutive span of its rows.
+        """
+        a, own = self.areas, self.queries.take(self.queries.rank == member).spans.merged()
+        area, _, q_start, q_stop = a.queries.overlaps(own)
+        rows = crop(q_start, q_stop, a.k_start[area], a.k_stop[area], a.lo[area], a.hi[area])
+        area = area if self.some is None else self.some[area]
+        found = Tiles(area, *rows, *(constant(head, area) for head in heads))
+        return found.take((found.q_start < found.q_stop) & (found.k_start < found.k_stop))
+
     def rows_seen_by(self, owner: int, members: range) -> Spans:
         """The key rows of one ring member that some others see: in each area all rows from the first to the last key
         seen. (Rows in between travel too, if nobody sees them.) Ring members are counted modulo their number. Calls
@@ -161,6 +173,25 @@ class RingMembers:
         """
         queries, keys = self._rows_held
         return keys @ (queries > 0).T
+
+    @property
+    def arriving(self) -> tuple[Column, Column]:
+        """For each ring member, the key rows that it sees of others, and the visible pairs in areas of which it sees
+        its own keys alone. Rows that it sees in several areas count more than once.
+        """
+        areas, (start, stop) = self.areas, self._bounds_of_each
+        first = areas.k_start[None] if start is None else np.maximum(start, areas.k_start)
+        first, last = np.broadcast_arrays(first, np.minimum(stop, areas.k_stop))
+        rows, seen = self.key_rows, np.zeros((self.member_count, *first.shape), dtype=np.int64)
+        for member in range(self.member_count):
+            size = np.minimum(rows.stop, last[member, rows.area]) - np.maximum(rows.start, first[member, rows.area])
+            np.add.at(seen[member], (rows.member, rows.area), np.maximum(size, 0))
+        everybody = np.arange(self.member_count)
+        all_rows, own = seen.sum(axis=1), seen[everybody, everybody]
+        q, computed = self.query_rows, np.zeros(first.shape, dtype=np.int64)
+        band = areas.k_start[q.area], areas.k_stop[q.area], areas.lo[q.area], areas.hi[q.area]
+        np.add.at(computed, (q.member, q.area), pairs(q.start, q.stop, *band))
+        return (all_rows - own).sum(axis=1), np.where(all_rows == own, computed, 0).sum(axis=1)
 
     @cached_property
     def at_home(self) -> RingMembers:

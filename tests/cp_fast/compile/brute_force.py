@@ -209,26 +209,33 @@ class Pairs:
             assert cells.counts[row, head].tolist() == want.ravel().tolist(), f"{kind} of row {name // heads}"
 
     def of_launch(self, launch: Launch[Rows], operands: list[Names], *, padded: bool) -> tuple[Cells, Cells]:
-        """What a launch computes: out or dq, and dkv. `padded`: operands may have rows behind the last segment."""
+        """What a launch computes: out or dq, and dkv. `padded`: operands may have rows behind the last segment. Rows of
+        queries between segments have no name: nothing is computed for them.
+        """
         (q, kv, *others), s = operands, launch.batch
         heads, heads_kv = self.work.heads_q, self.work.heads_kv
-        live_q, live_kv = (q, kv) if s.places else (q[: s.cu_q[-1]], kv[: s.cu_kv[-1]])
+        rows, keys = ([b - a for a, b in pairwise(cumulative)] for cumulative in (s.cu_q, s.cu_kv))
+        used = np.zeros(len(q), dtype=bool)
+        for a, size in zip(s.first_rows[0], rows, strict=True):
+            assert not used[a : a + size].any()
+            used[a : a + size] = True
+        q = np.where(used[:, None], q, -1) if s.places else q
+        live_q, live_kv = (q[used], kv) if s.places else (q[: s.cu_q[-1]], kv[: s.cu_kv[-1]])
         assert (s.device_cu_q.tolist(), s.device_cu_kv.tolist()) == (list(s.cu_q), list(s.cu_kv))
-        assert padded or (len(q), len(kv)) == (len(live_q), len(live_kv))
+        assert padded or s.places or (len(q), len(kv)) == (len(live_q), len(live_kv))
         for names in (live_q, live_kv):
             assert (names >= 0).all(), "a launch reads what is not there"
         for names in others:
             assert (names[: len(live_q)] == live_q).all(), "rows of other queries"
-        assert (live_q[:, 0] // heads).tolist() == rows_of(launch.q_rows)
+        rows_q = np.array(rows_of(launch.q_rows))
+        assert (live_q[:, 0] // heads).tolist() == (rows_q[used] if s.places else rows_q).tolist()
         assert (live_kv[:, 0] // heads_kv).tolist() == rows_of(launch.kv_rows)
         assert len(np.unique(live_q)) == live_q.size, "a row of queries twice in one launch"
         assert (live_q % heads == launch.first_head + np.arange(q.shape[1])).all()
         shared = q.shape[1] // kv.shape[1]  # the kernel's rule: so many query heads use one kv head
         by_q = np.zeros((*q.shape, self.sizes["out" if len(operands) == 2 else "dq"]), dtype=np.int64)
         by_kv = np.zeros((*kv.shape, self.sizes["dkv"]), dtype=np.int64)
-        rows, keys = ([b - a for a, b in pairwise(cumulative)] for cumulative in (s.cu_q, s.cu_kv))
         if s.places:
-            assert sum(rows) == len(q), "rows of queries without a segment"
             given = s.places.device_q[:-1], s.places.device_rows, s.places.device_kv[:-1], s.places.device_columns
             assert [x.tolist() for x in given] == [list(s.places.q), rows, list(s.places.kv), keys]
         for a, c, size_q, size_kv in zip(*s.first_rows, rows, keys, strict=True):

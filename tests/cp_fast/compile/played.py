@@ -261,6 +261,13 @@ class _Rank:
         kinds = ["q", "kv", "do", "res"][: len(operands)]
         assert [self.buffers[view.buffer].kind for view in one.operands] == kinds
         results = self.pairs.of_launch(one, operands, padded=self.programs.spare_rows > 0)
+        if one.into is not None:
+            into, rows = self._target(one.into)
+            named = (results[0].names >= 0).all(axis=1)
+            self._put(
+                into, rows[named], one.into.heads, results[0].of(np.flatnonzero(named)), self.buffers[one.results[0]]
+            )
+            return
         of_kind: dict[str, Any] = {"out": results[0], "dq": results[0], "dkv": results[1]}
         for number in one.results:
             self.held[number] = of_kind[self.buffers[number].kind]

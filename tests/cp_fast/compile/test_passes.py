@@ -249,12 +249,12 @@ def test_the_bits_are_the_same_received_in_place(comm: Any, size: int, documents
     for (mine, programs), (its, plain) in zip(found, expected, strict=True):
         assert all(map(torch.equal, mine, its))
         assert not in_place(plain)
-        assert in_place(programs) == 0 or "a2a" in comm
+        assert in_place(programs) == 0 or comm != "p2p"
         if comm == "a2a" and documents == "one":  # of q and of kv, and of do, from every peer
             assert in_place(programs) == 3 * (size - 1)
             assert len([*plain.forward.of(Copy)]) == len([*programs.forward.of(Copy)]) + 2
         if documents == "many":
-            assert in_place(programs) == 0 or layout == "contiguous"
+            assert in_place(programs) == 0 or layout == "contiguous" or comm == "all_gather"
 
 
 # ---- low_precision_grads

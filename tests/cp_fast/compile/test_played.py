@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cp_fast.compile.chosen_schedule import chosen_rank_schedule, own_first
 from cp_fast.compile.in_place import Shape, fit
 from cp_fast.compile.lower import Draft, lower
 from cp_fast.compile.packing import Packing, fold_batch
@@ -42,23 +43,24 @@ NAMES = [one.name for one in PASSES]
 OFF = st.one_of(st.sets(st.sampled_from(NAMES)), st.just(set(NAMES)))
 
 
-def uploaded(draft: Draft) -> Programs[Rows]:
-    return upload(optimized(draft), CPU)
+def uploaded(draft: Draft, *, writes_rows: bool = False) -> Programs[Rows]:
+    return upload(optimized(draft, writes_rows=writes_rows), CPU)
 
 
 def check(problem: Problem, *, fits: bool = True) -> None:
     """A problem's own schedule; and, updated in place, the same in its own shape."""
     packing = Packing(problem, may_fold=is_on("fold_batch"))
     work, sink = packing.packed_problem.workload, problem.softmax_type != "vanilla"
-    drafts, sharing = (
-        [
-            lowered(packing, rank, make_rank_schedule(problem, rank), saved_kinds(problem), shares_keys=shares_keys)
-            for rank in range(problem.cp_size)
-        ]
-        for shares_keys in (0, 1)
-    )
-    uploads = [uploaded(draft) for draft in drafts]
-    for some in (uploads, [uploaded(draft) for draft in sharing]):
+
+    def drafted(first: tuple[str, ...], **how: Any) -> list[Draft]:
+        ranks = range(problem.cp_size)
+        steps = [chosen_rank_schedule(problem, rank, (), first) for rank in ranks]
+        return [lowered(packing, rank, steps[rank], saved_kinds(problem), **how) for rank in ranks]
+
+    uploads = [uploaded(draft) for draft in drafted(())]
+    sharing = [uploaded(draft, writes_rows=True) for draft in drafted((), shares_keys=1)]
+    drafts = drafted(own_first(problem, in_place=True))
+    for some in (uploads, sharing, [uploaded(draft) for draft in drafts]):
         play(work, some, sizes_of(packing.packed_problem), sink=sink)
     for programs in uploads if has_positions(problem) else ():
         check_positions(programs, packing.packed_problem)

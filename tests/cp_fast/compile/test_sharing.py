@@ -118,12 +118,16 @@ def test_common_keys(tiles: WindowedTiles, order: list[int], cuts: int) -> None:
     order = order if cuts else list(range(16))
     buffer = Placement(Spans(np.arange(16), np.arange(1, 17)), np.array(order))
     for launch, one in zip(launches, share_keys(launches, buffer, buffer) or (), strict=False):
-        rows, keys = (
-            [row for a, b in zip(s.start, s.stop, strict=True) for row in range(a, b)] for s in (one.q, one.kv)
-        )
-        for some in (rows, keys):
-            assert [order[row] for row in some] == list(range(order[some[0]], order[some[0]] + len(some)))
-        assert sorted(rows) == sorted(rows_of_queries(launch))
+        keys = [row for a, b in zip(one.kv.start, one.kv.stop, strict=True) for row in range(a, b)]
+        assert [order[row] for row in keys] == list(range(order[keys[0]], order[keys[0]] + len(keys)))
+        rows = [-1] * one.size_q
+        for a, b, at in zip(one.q.spans.start, one.q.spans.stop, one.q.row, strict=True):
+            rows[at : at + b - a] = range(a, b)
+        places = [order[row] - n for n, row in enumerate(rows) if row >= 0]
+        assert len(set(places)) == 1
+        assert rows[0] >= 0
+        assert rows[-1] >= 0
+        assert sorted(row for row in rows if row >= 0) == sorted(rows_of_queries(launch))
         windows = zip(one.segments.left.tolist(), one.segments.right.tolist(), strict=True)
         lengths = (side.lengths(len(launch)).tolist() for side in (one.segments.q, one.segments.k))
         each = zip(windows, one.start_q.tolist(), one.start_kv.tolist(), *lengths, strict=True)

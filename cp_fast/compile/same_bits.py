@@ -1,0 +1,94 @@
+"""Which results of a plan have the bits of one launch over the whole batch on one GPU: a proof on its launches.
+
+A row's result has them if one segment of one launch has all keys that the row sees, in the order of the document, from
+the first key of the row's area on. Then a kernel meets the same keys in the same blocks, whatever rows and documents
+lie beside them, and nothing is added to the result. For example, one document of 16 tokens over two ranks, on rank 1:
+
+    all_gather    queries [4:12), keys [0:12)                          the row's keys, from the first one on
+    p2p           queries [4:12), keys [4:12); then the same, [0:4)    two partial results, which are added
+
+A gradient of keys has them where a segment also has all queries that see the keys: in a2a.
+
+The proof knows nothing of schedules: it reads the launches of this rank's programs, and the areas of the problem.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cp_fast.compile.program import BufferSpec, Launch, Program, Programs, Recv
+from cp_ref.schedules.areas import Areas
+from cp_ref.schedules.table import Column, Spans, runs
+
+__all__ = [
+    "same_bits",
+]
+
+
+def same_bits(programs: Programs[Any], areas: Areas, *, deterministic: bool) -> tuple[str, ...]:
+    """The results, of "out", "lse", "dq", "dk" and "dv", that have the bits of one launch over all areas.
+
+    Args:
+        programs: of one rank, with their batches on the host.
+        areas: those of the packed problem.
+        deterministic: whether backward launches give equal bits in every run; else no gradient has them.
+    """
+    if not areas.queries.disjoint:
+        return ()
+    forward = _judged(programs.forward, areas)
+    backward = _judged(programs.backward, areas) if deterministic else _Judged(False, False)
+    added = any(_is_added(programs.backward.buffers[one.buffer]) for one in programs.backward.of(Recv))
+    found = ("out", "lse") if forward.rows else ()
+    return (*found, *(("dq",) if backward.rows else ()), *(("dk", "dv") if backward.keys and not added else ()))
+
+
+def _is_added(received: BufferSpec) -> bool:
+    """Whether what arrives is a share of dk and dv: other ranks have queries that see the keys."""
+    return received.kind == "dkv" and not received.parts
+
+
+class _Judged(NamedTuple):
+    """What holds for all segments of a pass: they have all keys of their rows, and all rows of their keys too."""
+
+    rows: bool
+    keys: bool
+
+
+def _judged(program: Program[Any], areas: Areas) -> _Judged:
+    order = np.argsort(areas.q_start, kind="stable")
+    by_rows = areas.take(order)
+    rows = keys = True
+    for launch in program.of(Launch):
+        found = _segments(launch)
+        if found is None:
+            return _Judged(False, False)
+        q, k = found
+        area = np.searchsorted(by_rows.q_start, q.start, side="right") - 1
+        a = by_rows.take(np.maximum(area, 0))
+        inside = (area >= 0) & (q.stop <= a.q_stop)
+        seen = np.minimum(a.k_stop, q.stop + a.hi)  # the key behind the last one that the last row sees
+        rows = rows and bool((inside & (k.start == a.k_start) & (k.stop >= seen)).all())
+        first, last = np.maximum(a.q_start, a.k_start - a.hi), np.minimum(a.q_stop, a.k_stop - a.lo)
+        keys = keys and rows and bool(((q.start <= first) & (q.stop >= last)).all())
+    return _Judged(rows, keys)
+
+
+def _segments(launch: Launch[Any]) -> tuple[Spans, Spans] | None:
+    """The global rows of each segment's queries, and of its keys; None where those of a segment are not consecutive."""
+    batch, found = launch.batch, []
+    for spans, cumulative, first in zip(
+        (launch.q_rows, launch.kv_rows), (batch.cu_q, batch.cu_kv), batch.first_rows, strict=True
+    ):
+        size, first = np.diff(np.asarray(cumulative)), np.asarray(first)
+        begin, count = runs(spans.start[1:] != spans.stop[:-1], len(spans))  # Spans that touch are one.
+        start = spans.start[begin]
+        length = spans.stop[begin + count - 1] - start
+        row = np.cumsum(length) - length
+        n = np.searchsorted(row, first, side="right") - 1
+        offset: Column = first - row[n]
+        if not bool((offset + size <= length[n]).all()):
+            return None
+        found.append(Spans(start[n] + offset, start[n] + offset + size))
+    return found[0], found[1]

@@ -1,0 +1,108 @@
+"""Which results have the bits of one launch: the proof on launches against sets of rows, row by row."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cp_fast.compile.chosen_schedule import chosen_rank_schedule, own_first
+from cp_fast.compile.packing import Packing
+from cp_fast.compile.pipeline import lowered, optimized, upload
+from cp_fast.compile.program import Accumulate, Launch, Program, Programs
+from cp_fast.compile.same_bits import same_bits
+from cp_ref.schedules.areas import Areas
+from cp_ref.schedules.planners.make_schedule import saved_kinds
+from cp_ref.schedules.problem import Problem, Sequence
+from tests.cp_fast.compile.brute_force import rows_of
+from tests.marks import examples
+from tests.spec.problems import problems, problems_of_areas
+
+
+def programs_of(problem: Problem, rank: int, *, deterministic: bool = True, shares_keys: int = 1) -> Programs[Any]:
+    steps = chosen_rank_schedule(problem, rank, (), own_first(problem, deterministic=deterministic))
+    draft = lowered(Packing(problem), rank, steps, saved_kinds(problem), shares_keys=shares_keys)
+    return upload(optimized(draft, writes_rows=shares_keys > 0), torch.device("cpu"))
+
+
+def seen_by(row: int, areas: Areas) -> list[list[int]]:
+    """Of each area that has this row of queries: its keys from the first one of the area to the last one seen."""
+    found = []
+    for q0, q1, k0, k1, _, hi in areas.rows():
+        if q0 <= row < q1:
+            found.append(list(range(k0, min(k1, row + hi + 1))))
+    return found
+
+
+def segments(program: Program[Any]) -> list[tuple[list[int], list[int]]]:
+    """The rows of queries and of keys of every segment."""
+    found = []
+    for launch in program.of(Launch):
+        batch, sides = launch.batch, (rows_of(launch.q_rows), rows_of(launch.kv_rows))
+        sizes = [[b - a for a, b in pairwise(cumulative)] for cumulative in (batch.cu_q, batch.cu_kv)]
+        for starts in zip(*batch.first_rows, *sizes, strict=True):
+            (a, c), (n, m) = starts[:2], starts[2:]
+            found.append((sides[0][a : a + n], sides[1][c : c + m]))
+    return found
+
+
+def has_all_keys(program: Program[Any], areas: Areas) -> bool:
+    """Whether each row of each segment has all of its keys there, in order, and belongs to one area."""
+    for queries, keys in segments(program):
+        if keys != list(range(keys[0], keys[0] + len(keys))):
+            return False
+        for row in queries:
+            seen = seen_by(row, areas)
+            if len(seen) != 1 or keys[: len(seen[0])] != seen[0]:
+                return False
+    return True
+
+
+@settings(max_examples=examples(100))
+@given(st.one_of(problems((1, 2, 3, 4)), problems_of_areas((1, 2, 3))), st.booleans(), st.integers(0, 1), st.data())
+def test_a_promise_holds_row_by_row(problem: Problem, deterministic: bool, shares: int, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, problem.cp_size - 1))
+    programs = programs_of(problem, rank, deterministic=deterministic, shares_keys=shares)
+    areas = Packing(problem).packed_problem.workload.areas
+    found = same_bits(programs, areas, deterministic=deterministic)
+    for program, name in ((programs.forward, "out"), (programs.backward, "dq")):
+        if name in found:
+            assert has_all_keys(program, areas)
+        elif areas.queries.disjoint and (name == "out" or deterministic):
+            assert not has_all_keys(program, areas)
+    sums = [programs.backward.buffers[one.source.buffer].kind for one in programs.backward.of(Accumulate)]
+    assert ("dk" in found) <= ("dq" in found)
+    assert ("dk" not in found) or sums.count("dkv") <= len(list(programs.backward.of(Launch)))
+
+
+def document(comm: Any, cp_size: int, window: tuple[int, int] = (-1, -1), **how: Any) -> Problem:
+    lengths = (Sequence(64, 64, 64, 64), Sequence(32, 32, 32, 32))
+    sizes = {"heads_q": 8, "heads_kv": 8, "qkv_format": "thd", "attn_mask_type": "padding_causal"}
+    return Problem(cp_size, lengths, comm, cp_size if comm == "a2a" else 1, window_size=window, **(sizes | how))
+
+
+ROWS, ALL = ("out", "lse"), ("out", "lse", "dq", "dk", "dv")
+
+
+@pytest.mark.parametrize("layout", ["dual_chunk", "balanced"])
+@pytest.mark.parametrize(
+    ("comm", "deterministic", "wanted"),
+    [("all_gather", False, ROWS), ("all_gather", True, (*ROWS, "dq")), ("a2a", False, ROWS), ("a2a", True, ALL)],
+)
+def test_what_is_promised(comm: str, deterministic: bool, wanted: tuple[str, ...], layout: str) -> None:
+    for cp_size in (2, 4):
+        problem = document(comm, cp_size, layout=layout)
+        for rank in range(cp_size):
+            programs = programs_of(problem, rank, deterministic=deterministic)
+            found = same_bits(programs, problem.workload.areas, deterministic=deterministic)
+            assert set(wanted) <= set(found)
+
+
+def test_nothing_is_promised_of_partial_results() -> None:
+    for problem in (document("p2p", 2), document("all_gather", 4, window=(5, 0))):
+        programs = [programs_of(problem, rank) for rank in range(problem.cp_size)]
+        assert () in [same_bits(one, problem.workload.areas, deterministic=True) for one in programs]

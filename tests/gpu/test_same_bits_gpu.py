@@ -1,0 +1,94 @@
+"""The bits that a plan promises (`plan.same_bits`) are those of one launch over the whole batch on one GPU, for any
+number of ranks, layout, neighbours and head chunks. All ranks share the GPU; `tests.gpu.over_processes` compares
+processes with the simulated group.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+
+import cp_fast
+from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.backends.choose_backend import by_name
+from cp_ref.schedules.problem import ScoreSpec
+from cp_ref.simulator import SimGroup
+from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, NEVER_CHUNKS, planned_at
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+DOCUMENTS = {"one": [4096], "packed": [2048, 512, 1024, 256, 64, 192]}  # each divides by 2 * cp_size
+HEADS = {2: (8, 4), 3: (6, 3), 4: (8, 4), 8: (16, 8)}  # query heads and kv heads, by cp_size
+DIM = 128
+
+
+def alone(
+    x: dict[str, torch.Tensor], lengths: list[int], left: int | None, *, deterministic: bool
+) -> dict[str, torch.Tensor]:
+    """One launch of the kernel library over the whole batch."""
+    backend = by_name("fa4")
+    segments = VarlenBatch.pack(lengths, lengths, left, 0, "cuda")
+    options = LaunchOptions(ScoreSpec(DIM**-0.5), deterministic)
+    out, lse, _ = backend.forward(x["q"], x["k"], x["v"], segments, options)
+    grads = backend.backward(BackwardOperands(x["dout"], x["q"], x["k"], x["v"], out, lse, None), segments, options)
+    return dict(zip(RESULTS, (out, lse.t(), *grads), strict=True))
+
+
+def over_ranks(x: dict[str, torch.Tensor], lengths: list[int], left: int, member: Any, **how: Any) -> dict[str, Any]:
+    """All results, whole, and what rank 0's plan promises."""
+    deterministic = how.pop("deterministic")
+    cp = cp_fast.ContextParallel(member, backend="fa4", **how)
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    sizes = {"heads_q": x["q"].shape[1], "heads_kv": x["k"].shape[1], "d_qk": DIM, "d_v": DIM}
+    plan = cp_fast.make_plan(
+        cp=cp,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        window_size=(left, 0),
+        cu_seqlens_q=ends,
+        dtype=torch.bfloat16,
+        device="cuda",
+        deterministic=deterministic,
+        **sizes,
+    )
+    local = {name: cp_fast.shard(one, cp=cp, plan=plan) for name, one in x.items()}
+    leaves = [local[name].requires_grad_() for name in "qkv"]
+    out, lse = cp_fast.attention(*leaves, cp=cp, plan=plan, return_lse=True, deterministic=deterministic)
+    grads = torch.autograd.grad(out, leaves, local["dout"])
+    whole = [cp_fast.unshard(one, cp=cp, plan=plan) for one in (out.detach(), lse.detach().t().contiguous(), *grads)]
+    return dict(zip(RESULTS, whole, strict=True)) | {"promised": plan.same_bits}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous", "balanced"])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("cp_size", HEADS)
+def test_the_bits_are_those_of_one_launch(cp_size: int, documents: str, layout: Any, deterministic: bool) -> None:
+    """Promised are out and lse of all_gather and a2a; with `deterministic` dq too, and in a2a dk and dv."""
+    if (reason := by_name("fa4").why_not()) is not None:
+        pytest.skip(f"needs backend fa4: {reason}")
+    h_q, h_kv = HEADS[cp_size]
+    lengths = [n * 3 if cp_size == 3 else n for n in DOCUMENTS[documents]]
+    draw = torch.Generator(device="cuda").manual_seed(cp_size)
+    heads = {"q": h_q, "k": h_kv, "v": h_kv, "dout": h_q}
+    x = {n: torch.randn(sum(lengths), h, DIM, generator=draw, device="cuda").bfloat16() for n, h in heads.items()}
+    wanted = {"all_gather": ("out", "lse") + ("dq",) * deterministic}
+    wanted["a2a"] = ("out", "lse") + ("dq", "dk", "dv") * deterministic
+    for left in (-1, 300):
+        whole = alone(x, lengths, None if left < 0 else left, deterministic=deterministic)
+        for comm, results in wanted.items():
+            for chunks in (NEVER_CHUNKS, ALWAYS_CHUNKS):
+                with planned_at(chunks), torch.autograd.set_multithreading_enabled(False):
+                    found = SimGroup(cp_size).run(
+                        lambda member, comm=comm, left=left: over_ranks(
+                            x, lengths, left, member, cp_comm_type=comm, layout=layout, deterministic=deterministic
+                        )
+                    )
+                promised = set(found[0]["promised"])
+                assert left >= 0 or set(results) <= promised, (comm, promised)
+                for name in set.intersection(*(set(one["promised"]) for one in found)):
+                    assert torch.equal(found[0][name], whole[name]), (comm, left, name)
