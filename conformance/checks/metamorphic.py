@@ -8,6 +8,8 @@ one, and it holds in every dtype.
     a sequence of padding more     a sequence that is all padding, appended, changes nothing
     v times 2                      gives out times 2, the same lse and dv, and dq, dk and d_offset times 2, to the last
                                    bit of normal numbers
+    auto in place of the ring      cp_comm_type "auto" gives what "p2p" gives; for implementations that claim it by
+                                   `chooses_schedule = True`
 
 Equal means up to rounding. An implementation that promises more, by an attribute `batch_invariant`, is held to it under
 deterministic=True wherever every sequence is cut by itself (not in contiguous thd): to the last bit, whoever else is in
@@ -48,7 +50,9 @@ def check_metamorphic(impl: Implementation, case: Case, device: str = "cpu") -> 
     base = play(impl, case, tensors)
     if base.findings:
         return base.findings
-    promise = getattr(getattr(impl, "offered", impl), "batch_invariant", False)
+    offered = getattr(impl, "offered", impl)
+    promise = getattr(offered, "batch_invariant", False)
+    relations = RELATIONS if getattr(offered, "chooses_schedule", False) is True else _without_choice()
 
     def bitwise(other: Case) -> bool:
         if not (promise and case.deterministic and _cut_by_itself(case.problem)):
@@ -58,7 +62,7 @@ def check_metamorphic(impl: Implementation, case: Case, device: str = "cpu") -> 
     found: list[str] = []
     refused: UnsupportedCase | None = None
     judged = 0
-    for name, relation in RELATIONS.items():
+    for name, relation in relations.items():
         for other, other_tensors, expect in relation(case, tensors):
             try:
                 played = play(impl, other, other_tensors)
@@ -85,6 +89,12 @@ Related = Iterator[tuple[Case, GlobalTensors, Expectation]]
 def _of_one_rank(case: Case, tensors: GlobalTensors) -> Related:
     if case.problem.cp_size > 1:
         yield replace(case, problem=replace(case.problem, cp_size=1, a2a_size=1)), tensors, lambda a, b: (a, b, False)
+
+
+def _of_auto(case: Case, tensors: GlobalTensors) -> Related:
+    if case.problem.cp_comm_type == "p2p":
+        chosen = replace(case.problem, cp_comm_type="auto")
+        yield replace(case, problem=chosen), tensors, lambda a, b: (a, b, False)
 
 
 def _scaled(case: Case, tensors: GlobalTensors) -> Related:
@@ -150,7 +160,12 @@ RELATIONS: dict[str, Callable[[Case, GlobalTensors], Related]] = {
     "the first sequence by itself": _regrouped(lambda count: [0] if count > 2 else []),
     "a sequence of padding more": _regrouped(range, extra=1),
     "v times 2": _scaled,
+    "auto in place of the ring": _of_auto,
 }
+
+
+def _without_choice() -> dict[str, Callable[[Case, GlobalTensors], Related]]:
+    return {name: relation for name, relation in RELATIONS.items() if relation is not _of_auto}
 
 
 def _cut_by_itself(problem: Problem) -> bool:

@@ -75,7 +75,7 @@ class Prices(NamedTuple):
     host_us: float = 459.0
     copied_per_us: float = 3.9e6
     idle_rows: int = 64 * 132
-    grad_copies: int = 4
+    grad_copies: int = 3
     split: float = 0.04
     of_a_gib: float = 0.01
 
@@ -127,7 +127,7 @@ def why_chosen(problem: Problem, names: Sequence[str], at: Prices = PRICES) -> s
     found = sorted(estimates(problem, names, at), key=lambda one: one.name != problem.cp_comm_type)
     least = min(one.size for one in found)
     more = [f" and {(one.size - least) / 2**30:.2f} GiB more" if one.size > least else "" for one in found]
-    return ", ".join(f"{one.name} {one.us / 1000:,.3g} ms{words}" for one, words in zip(found, more, strict=True))
+    return ", ".join(f"{one.name} {one.us / 1000:,.1f} ms{words}" for one, words in zip(found, more, strict=True))
 
 
 def estimates(problem: Problem, names: Sequence[str], at: Prices = PRICES) -> list[Estimate]:
@@ -174,7 +174,8 @@ def _shares(members: RingMembers) -> list[_Share]:
     cell, open_ = own.member * len(areas) + own.area, lo <= -UNBOUNDED
     seen = np.zeros(cells, dtype=np.int64)  # Without a left edge, the last rows of an area see what its first ones see.
     np.maximum.at(seen, cell[open_], keys[open_])
-    seen += _sums(cell[~open_], keys[~open_], cells)
+    if not open_.all():
+        seen += _sums(cell[~open_], keys[~open_], cells)
     rows = _sums(cell, own.stop - own.start, cells)
     held = rows if theirs is own else _sums(theirs.member * len(areas) + theirs.area, theirs.stop - theirs.start, cells)
     received = np.maximum(np.minimum(seen, np.tile(areas.k_stop - areas.k_start, count)) - held, 0)
@@ -184,10 +185,8 @@ def _shares(members: RingMembers) -> list[_Share]:
 
 
 def _sums(cell: Column, values: Column, cells: int) -> Column:
-    """The sum of the values of each cell, in integers."""
-    found = np.zeros(cells, dtype=np.int64)
-    np.add.at(found, cell, values)
-    return found
+    """The sum of the values of each cell, exact below 2**53."""
+    return np.bincount(cell, values, cells).astype(np.int64)
 
 
 # ---- what that costs
