@@ -164,9 +164,8 @@ class Plan:
         """What "auto" chose, and why."""
         if not self.chosen_from:
             return []
-        when = "" if self.room is None else " for its first batch; of this one"
-        found = why_chosen(self.problem, self.chosen_from)
-        return [f"  'auto' took {self.problem.cp_comm_type}{when}, estimates on H200s, both passes: {found}"]
+        later = "" if self.room is None else " (the choice is that for the first batch, the estimates are of this one)"
+        return [f"  {why_chosen(self.problem, self.chosen_from)}{later}"]
 
 
 @takes(ProblemArguments)

@@ -38,7 +38,7 @@ def test_a_choice_is_the_problem_by_a_schedule_that_takes_it(problem: Problem) -
     assert chosen.slots == made.slots
     other = replace(problem, cp_comm_type="p2p" if problem.cp_comm_type == "all_gather" else "all_gather")
     assert choose_schedule(other, AUTO).cp_comm_type == name
-    assert why_chosen(chosen, AUTO).startswith(f"{name} ")
+    assert why_chosen(chosen, AUTO).startswith(f"'auto' took {name} by ")
 
 
 @given(problems(comms=("all_gather",)))

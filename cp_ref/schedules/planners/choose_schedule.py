@@ -117,17 +117,18 @@ def choose_schedule(problem: Problem, names: Sequence[str], at: Prices = PRICES)
 
 
 def why_chosen(problem: Problem, names: Sequence[str], at: Prices = PRICES) -> str:
-    """The estimates in a line, that of the problem's own schedule first.
+    """What was chosen, and the estimates, that of the problem's own schedule first.
 
     >>> from cp_ref.schedules.problem import Sequence
     >>> sizes = {"heads_q": 32, "heads_kv": 8, "d_qk": 128, "d_v": 128, "dtype": "bfloat16"}
     >>> why_chosen(Problem(2, (Sequence(*[32_768] * 4),), "all_gather", **sizes), ["all_gather", "a2a"])
-    'all_gather 27.3 ms, a2a 27.4 ms and 0.19 GiB more'
+    "'auto' took all_gather by estimates for H200s, both passes: all_gather 27.3 ms, a2a 27.4 ms and 0.19 GiB more"
     """
     found = sorted(estimates(problem, names, at), key=lambda one: one.name != problem.cp_comm_type)
     least = min(one.size for one in found)
     more = [f" and {(one.size - least) / 2**30:.2f} GiB more" if one.size > least else "" for one in found]
-    return ", ".join(f"{one.name} {one.us / 1000:,.1f} ms{words}" for one, words in zip(found, more, strict=True))
+    said = ", ".join(f"{one.name} {one.us / 1000:,.1f} ms{words}" for one, words in zip(found, more, strict=True))
+    return f"'auto' took {problem.cp_comm_type} by estimates for H200s, both passes: {said}"
 
 
 def estimates(problem: Problem, names: Sequence[str], at: Prices = PRICES) -> list[Estimate]:
