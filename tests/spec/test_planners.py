@@ -473,9 +473,8 @@ def test_explain_explains_a_fifth_schedule(fifth: None) -> None:
 
 
 def test_the_option_names_all_schedules() -> None:
-    *others, last = SCHEDULES
     (option,) = signature(Request, eval_str=True).parameters["cp_comm_type"].annotation.__metadata__
-    assert option.help == f"The schedule: {', '.join(others)} or {last}."
+    assert option.help == f"The schedule: {', '.join(SCHEDULES)} or auto."
 
 
 def test_a_name_that_is_no_schedule_is_refused_with_those_that_are(fifth: None) -> None:
