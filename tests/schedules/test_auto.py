@@ -50,7 +50,7 @@ def choosing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[str,
     return choose
 
 
-def trained(package: Any, cp: Any, *, planned: bool) -> list[torch.Tensor]:
+def trained(package: Any, cp: Any, *, planned: bool) -> list[Any]:
     """Results and gradients of a small layer, through out and lse."""
     generator = torch.Generator().manual_seed(cp.rank)
     q, k, v = (torch.randn(1, 8, h, 8, generator=generator).requires_grad_() for h in (4, 2, 2))
