@@ -172,7 +172,7 @@ def _values(count: int, low: float, high: float, salt: int) -> Tensor:
 
 
 _CHOICES = {
-    "cp_comm_type": CP_COMM_TYPES,
+    "cp_comm_type": (*CP_COMM_TYPES, "auto"),  # A context that chooses: no tier draws it.
     "layout": LAYOUTS,
     "qkv_format": QKV_FORMATS,
     "attn_mask_type": MASKS,

@@ -18,7 +18,7 @@ docs/concepts.md.) Read of each file the part that is named here; the rest can w
     schedules/planners/p2p
     schedules/planners/a2a
     schedules/planners/make_schedule     their list, `SCHEDULES`; a new schedule is a planner, an entry there, and its
-                                         name in `CPCommType` (schedules/words)
+                                         name in `ScheduleName` and `CPCommType` (schedules/words)
     contract/group                       how messages travel: `Group`, which a simulated group and processes have
     simulator                            the group that is one process (its first page)
     executor/play_schedule               a few lines play every schedule, forward and backward

@@ -53,6 +53,7 @@ class Plan(plans.Plan):
         score_mod: the function that `make_plan` was given.
         linear: whether it serves linear layers.
         sparse: whether it was made for attention to chosen keys.
+        chosen_from: the schedules from which "auto" has chosen; () where it had no choice.
         agreed: see `cp_ref.contract.plan_arguments.Plan`.
         halos: the results of `halo`, by kernel_size.
     """
@@ -65,6 +66,7 @@ class Plan(plans.Plan):
     score_mod: ScoreMod | None = None
     linear: bool = False
     sparse: bool = False
+    chosen_from: tuple[str, ...] = ()
     agreed: set[bytes] = field(default_factory=set[bytes], init=False, compare=False, repr=False)
     halos: dict[int, Schedule] = field(default_factory=dict[int, Schedule], init=False, compare=False, repr=False)
 
@@ -117,12 +119,14 @@ class Plan(plans.Plan):
 def make_plan(**arguments: Any) -> Plan:
     plan = plan_together(arguments.get("cp"), lambda: _read_plan_arguments(bind(plans.make_plan, arguments)))
     score_mod: ScoreMod | None = arguments.get("score_mod")
+    custom, sparse = arguments.get("schedule"), arguments.get("sparse", False)
     return replaced(
         plan,
-        custom=arguments.get("schedule"),
+        custom=custom,
         score_mod=score_mod and frozen(score_mod),
         linear=arguments.get("linear", False),
-        sparse=arguments.get("sparse", False),
+        sparse=sparse,
+        chosen_from=plans.choices(arguments["cp"], custom, sparse=sparse),
     )
 
 

@@ -112,7 +112,7 @@ class OneBackend:
     """
 
     ops = staticmethod(lambda device: list(operator_calls(device).values()))
-    supports_compile = True
+    supports_compile = chooses_schedule = True
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -27,6 +27,8 @@ linear_attention, causal_conv1d = package.linear_attention, package.causal_conv1
 sparse_attention, select_keys, index_loss = package.sparse_attention, package.select_keys, package.index_loss
 shard, unshard, position_ids, thd = package.shard, package.unshard, package.position_ids, package.thd
 
+chooses_schedule = True
+
 
 def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """By `cp_ref.executor.merge_partials`, in the LSE's dtype, one part after the other."""

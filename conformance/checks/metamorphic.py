@@ -9,6 +9,8 @@ one, and it holds in every dtype.
     a sequence of padding more     a sequence that is all padding, appended, changes nothing
     v times 2                      gives out times 2, the same lse and dv, and dq, dk and d_offset times 2, to the last
                                    bit of normal numbers
+    auto in place of the ring      cp_comm_type "auto" gives what "p2p" gives; for implementations that claim it by
+                                   `chooses_schedule = True`
 
 Equal means up to rounding. An implementation that promises more is held to it, to the last bit:
 
@@ -58,6 +60,7 @@ def check_metamorphic(impl: Implementation, case: Case, device: str = "cpu") -> 
         return base.findings
     impl = as_implementation(impl)
     promise, claimed = getattr(impl.offered, "batch_invariant", False), impl.same_bits(case)
+    relations = RELATIONS if getattr(impl.offered, "chooses_schedule", False) is True else _without_choice()
 
     def exact(how: How, other: Case) -> frozenset[str]:
         """The results that must have the same bits."""
@@ -71,7 +74,7 @@ def check_metamorphic(impl: Implementation, case: Case, device: str = "cpu") -> 
     found: list[str] = []
     refused: UnsupportedCase | None = None
     judged = 0
-    for name, relation in RELATIONS.items():
+    for name, relation in relations.items():
         if name == _WHERE_CLAIMED and not claimed:
             continue
         for other, other_tensors, expect in relation(case, tensors):
@@ -122,6 +125,12 @@ def _of_other_layouts(case: Case, tensors: GlobalTensors) -> Related:
 
 def _as_claimed(base: Tensors, got: Tensors) -> tuple[Tensors, Tensors, How]:
     return base, got, "claimed"
+
+
+def _of_auto(case: Case, tensors: GlobalTensors) -> Related:
+    if case.problem.cp_comm_type == "p2p":
+        chosen = replace(case.problem, cp_comm_type="auto")
+        yield replace(case, problem=chosen), tensors, lambda a, b: (a, b, "rounded")
 
 
 def _scaled(case: Case, tensors: GlobalTensors) -> Related:
@@ -188,7 +197,12 @@ RELATIONS: dict[str, Callable[[Case, GlobalTensors], Related]] = {
     "the first sequence by itself": _regrouped(lambda count: [0] if count > 2 else []),
     "a sequence of padding more": _regrouped(range, extra=1),
     "v times 2": _scaled,
+    "auto in place of the ring": _of_auto,
 }
+
+
+def _without_choice() -> dict[str, Callable[[Case, GlobalTensors], Related]]:
+    return {name: relation for name, relation in RELATIONS.items() if relation is not _of_auto}
 
 
 def _cut_by_itself(problem: Problem) -> bool:

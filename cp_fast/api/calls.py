@@ -23,6 +23,7 @@ from cp_ref.contract.room import Agreement
 from cp_ref.contract.score_mod import with_digest
 from cp_ref.contract.scores import ScoreTensors, read_scores
 from cp_ref.contract.tensors import bytes_of, needs_grad, refuse_transforms
+from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
@@ -347,7 +348,7 @@ def _made(call: Call, earlier: Iterable[Plan]) -> Made:
     scores = read_scores(problem, score_mod, q, call.scores)
     if scores.features:
         backend.check_score_inputs(problem.scores, scores)
-    agreement = Agreement(problem, extras=_extras(call), compared=_number_of(call.scores))
+    agreement = Agreement(problem, extras=_extras(call, problem), compared=_number_of(call.scores))
     wanted = problem.fingerprint, backend, q.device, own_first(problem, deterministic=deterministic)
     plan = next((p for p in earlier if (p.problem.fingerprint, p.backend, p.device, p.own_keys_first) == wanted), None)
     if plan is None:
@@ -357,7 +358,7 @@ def _made(call: Call, earlier: Iterable[Plan]) -> Made:
     return Made(agreement, plan)
 
 
-def _extras(call: Call) -> tuple[tuple[str, object], ...]:
+def _extras(call: Call, problem: Problem) -> tuple[tuple[str, object], ...]:
     """Other values that decide the messages. In the backward pass: whether the sinks' gradients are summed over all
     ranks, and whether heads are exchanged for the gradient of lse too.
     """
@@ -367,11 +368,11 @@ def _extras(call: Call) -> tuple[tuple[str, object], ...]:
         "requires_grad": needs_grad(*call.tensors),
     }
     extras["softmax_offset_grad"] = cp.softmax_offset_grad
-    if cp.cp_comm_type == "all_gather":
+    if problem.cp_comm_type == "all_gather":
         extras["deterministic"] = call.flags.deterministic
     if cp.softmax_offset_grad == "total":
         extras["softmax_offset.requires_grad"] = needs_grad(call.offset)
-    if cp.a2a_size > 1:
+    if problem.a2a_size > 1:
         extras["return_lse"] = call.flags.return_lse
     return *extras.items(), *_agreed(call.scores)
 

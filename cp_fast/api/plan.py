@@ -101,6 +101,7 @@ class Plan(OfThisProcess, plans.Plan):
         linear: whether it serves linear layers.
         sparse: whether it was made for attention to chosen keys.
         deterministic: whether `make_plan` was asked for gradients in a fixed order, which sparse attention then gives.
+        chosen_from: the schedules from which "auto" has chosen; () where it had no choice.
         agreed: see `cp_ref.contract.plan_arguments.Plan`.
 
     A copy, deep or not, and the result of `copy.replace` are separate plans that share the read-only tables. A
@@ -125,6 +126,7 @@ class Plan(OfThisProcess, plans.Plan):
     linear: bool = False
     sparse: bool = False
     deterministic: bool = False
+    chosen_from: tuple[str, ...] = ()
     agreed: set[bytes] = field(default_factory=set[bytes], repr=False)
     handle: torch.Tensor = field(init=False, repr=False)  # See `cp_fast.dispatch.handles`.
     kept: str = field(init=False, repr=False)  # See `Programs.kept_tensors`.
@@ -396,6 +398,7 @@ def prepared(
         linear=linear,
         sparse=sparse,
         deterministic=deterministic,
+        chosen_from=plans.choices(cp, custom, sparse=sparse),
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -35,6 +36,7 @@ from cp_ref.contract.arguments import problem_arguments
 from cp_ref.contract.attention_call import Call, CallFlags
 from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.collectives import raise_on_all
+from cp_ref.contract.declared import replaced
 from cp_ref.contract.scores import PLAIN
 from cp_ref.contract.sharding import shard
 from cp_ref.schedules.values import kind_of
@@ -138,7 +140,7 @@ def attention_in_block(
     """`attention_forward` while torch.compile makes a graph of a block. An operator finds the plan when the graph runs,
     and another one attends with it.
     """
-    if cp.cp_comm_type not in ("p2p", "all_gather"):
+    if cp.schedules[0] not in ("p2p", "all_gather"):
         from cp_fast.dispatch.graph_break import graph_break_of_a2a  # imports Dynamo, as slow as importing PyTorch
 
         return graph_break_of_a2a(
@@ -195,7 +197,7 @@ def _plan_of_documents(
         problem = problem_arguments(asked.arguments)
     tensors, flags = (asked.q, asked.k, asked.v), CallFlags(False, False, return_lse)
     given = dict(zip("qkv", tensors, strict=True))
-    plan = plan_of_call(Call(asked.cp, None, flags, given, tensors, None, PLAIN, problem))
+    plan = plan_of_call(Call(_in_graph(asked.cp), None, flags, given, tensors, None, PLAIN, problem))
     if (plan.kept, plan.needs_inputs) != (_PlanOfGraph.kept, _PlanOfGraph.needs_inputs):
         raise Unsupported(
             "this plan in a graph of torch.compile",
@@ -203,6 +205,20 @@ def _plan_of_documents(
             "its backward pass needs other tensors than the graph keeps; leave compile off",
         )
     return again(plan.handle)  # The backward pass may come when the plan is no longer cached.
+
+
+_of_graphs: WeakKeyDictionary[ContextParallel, ContextParallel] = WeakKeyDictionary()
+
+
+def _in_graph(cp: ContextParallel) -> ContextParallel:
+    """The context whose plans a graph can have: a2a keeps other tensors, so one that chooses takes all_gather here."""
+    if len(cp.schedules) == 1:
+        return cp
+    if cp not in _of_graphs:
+        named = isinstance(cp.layout, str)
+        made = replaced(cp, cp_comm_type="all_gather", **({} if named else {"layout": "dual_chunk"}))
+        _of_graphs[cp] = made if named else made.holding(cp.layout)
+    return _of_graphs[cp]
 
 
 @_plan_of_documents.register_fake
@@ -225,7 +241,7 @@ def attention_forward(
     **kwargs: Any,
 ) -> Asked:
     """One layer's attention, [1, t/cp, n, h] -> [1, t/cp, n, h_v]. Collective. Under torch.compile it is part of its
-    block's graph, with cp_comm_type "p2p" and "all_gather".
+    block's graph, with cp_comm_type "p2p" and "all_gather"; "auto" takes "all_gather" there.
 
     Args:
         attention_masks: VarlenMetadata of the whole batch: documents by their global cumulative lengths.

@@ -167,13 +167,17 @@ def check_context(cp: Any, kind: type) -> None:
 
 def check_plan_owner(problem: Problem, plan_rank: int, cp: Any) -> None:
     """A plan is for the rank, the group size, the schedule and the layout that it was made with (unless it was given a
-    table, which is the plan's alone).
+    table, which is the plan's alone). A context that chooses takes all plans that it could have made.
 
     Raises:
         ValueError: `cp` is another.
     """
-    made = {"rank": plan_rank, "size": problem.cp_size, "cp_comm_type": problem.cp_comm_type}
-    made["a2a_size"] = problem.a2a_size
+    made: dict[str, object] = {"rank": plan_rank, "size": problem.cp_size}
+    schedules = getattr(cp, "schedules", ())
+    if problem.cp_comm_type not in schedules:
+        made["cp_comm_type"] = problem.cp_comm_type
+    if len(schedules) < 2:
+        made["a2a_size"] = problem.a2a_size
     if isinstance(problem.layout, str):
         made["layout"] = problem.layout
     for name, value in made.items():

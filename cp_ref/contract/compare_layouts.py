@@ -11,7 +11,7 @@ from cp_ref.schedules.problem import Problem, Sequence, slice_rows
 from cp_ref.schedules.schedule import RankSchedule
 from cp_ref.schedules.values import check_choice, read_count, read_several, read_window
 from cp_ref.schedules.verify.costs import report
-from cp_ref.schedules.words import LAYOUTS, MASKS, AttnMaskType, CPCommType, Layout, canonical_layout
+from cp_ref.schedules.words import LAYOUTS, MASKS, AttnMaskType, Layout, ScheduleName, canonical_layout
 
 __all__ = [
     "BatchCost",
@@ -52,7 +52,7 @@ def compare_layouts(
     d_v: int = 128,
     dtype: str = "bfloat16",
     layouts: Iterable[Layout] = LAYOUTS,
-    cp_comm_types: Iterable[CPCommType] = ("p2p", "all_gather", "a2a"),
+    cp_comm_types: Iterable[ScheduleName] = ("p2p", "all_gather", "a2a"),
 ) -> tuple[BatchCost, ...]:
     """The costs of a packed batch for each way to share it out. Sends nothing, and needs no group.
 

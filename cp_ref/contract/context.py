@@ -8,16 +8,19 @@ from typing import Any, ClassVar, Self, cast
 from weakref import WeakKeyDictionary
 
 from cp_ref.contract.declared import not_a_dataclass, replaced
+from cp_ref.contract.group import PairGroup
 from cp_ref.contract.process_groups import as_group, error_context
 from cp_ref.schedules.ownership import read_layout
 from cp_ref.schedules.planners.make_schedule import SCHEDULES
 from cp_ref.schedules.values import check_choice
 from cp_ref.schedules.words import (
+    AUTO,
     LAYOUTS,
     OFFSET_GRADS,
     CPCommType,
     Layout,
     OffsetGrad,
+    ScheduleName,
     canonical_layout,
 )
 
@@ -34,7 +37,9 @@ class ContextParallel:
     Args:
         group: a torch.distributed ProcessGroup, a 1-D DeviceMesh, or one member of a `SimGroup`; for "a2a+p2p" a pair
             (a2a_group, p2p_group) of these (`member.split(a2a_size)`), or a 2-D DeviceMesh [p2p, a2a].
-        cp_comm_type: "p2p" (ring attention), "all_gather", "a2a" (Ulysses) or "a2a+p2p".
+        cp_comm_type: "p2p" (ring attention), "all_gather", "a2a" (Ulysses), "a2a+p2p", or "auto": each plan, and each
+            call without one, takes "all_gather", "a2a" or "p2p" by an estimate of time and memory, the same on all
+            ranks; `print(plan)` says which and why. Over a pair of groups "auto" is "a2a+p2p".
         layout: which rank owns which tokens: "dual_chunk" (every sequence over all ranks, balanced under causal masks;
             "zigzag" is the same), "contiguous" (equal stretches), or "balanced" (whole documents where they fit, equal
             work on all ranks; decided by `make_plan`, whose plan `shard` and the like then take).
@@ -49,7 +54,9 @@ class ContextParallel:
     Attributes:
         rank: this rank, from 0.
         size: the number of ranks.
-        a2a_size: how many ranks exchange heads: all of them in "a2a", the inner group in "a2a+p2p", else 1.
+        schedules: those that its plans may follow: `cp_comm_type` alone, or what "auto" chooses from.
+        a2a_size: how many ranks exchange heads: all of them in "a2a", the inner group in "a2a+p2p", else 1. Where
+            "auto" has a choice it is 1, and a plan's problem has its own.
         uneven: rows of a slice -> length of the whole sequence. `shard` notes here each length that does not divide by
             the number of chunks, so that `attention` and `unshard` know it. All contexts of the group with this layout
             share it.
@@ -75,7 +82,7 @@ class ContextParallel:
     softmax_offset_grad: OffsetGrad = "share"
 
     def __post_init__(self) -> None:
-        check_choice("cp_comm_type", self.cp_comm_type, tuple(SCHEDULES))
+        check_choice("cp_comm_type", self.cp_comm_type, (*SCHEDULES, "auto"))
         self.layout = canonical_layout(self.layout)
         check_choice("layout", self.layout, LAYOUTS)
         check_choice("softmax_offset_grad", self.softmax_offset_grad, OFFSET_GRADS)
@@ -85,7 +92,13 @@ class ContextParallel:
         self.size = self.comm.size
         self.uneven = _uneven_of(self.group, self.size, self.layout)
         row = getattr(self.comm, "a2a", self.comm)
-        self.a2a_size = SCHEDULES[self.cp_comm_type].a2a_size(self.size, row.size)
+        self.schedules = self._schedules()
+        self.a2a_size = SCHEDULES[self.schedules[0]].a2a_size(self.size, row.size)
+
+    def _schedules(self) -> tuple[ScheduleName, ...]:
+        if self.cp_comm_type != "auto":
+            return (self.cp_comm_type,)
+        return ("a2a+p2p",) if isinstance(self.comm, PairGroup) else AUTO  # A pair joins no other ranks.
 
     def holding(self, table: Any) -> Self:
         """This context for the calls of one batch with a table as its layout: see `make_plan(layout=)`.

@@ -18,6 +18,7 @@ from cp_ref.contract.read_problem import Sizes, check_one_document, read_problem
 from cp_ref.contract.room import Agreement, Room, read_room
 from cp_ref.contract.score_mod import ScoreMod, with_digest
 from cp_ref.contract.tensors import read_device
+from cp_ref.schedules.planners.choose_schedule import choose_schedule, why_chosen
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Schedule
 from cp_ref.schedules.values import check_flag, kind_of, read_count
@@ -31,6 +32,7 @@ __all__ = [
     "check_schedule",
     "check_sparse",
     "check_sparse_scores",
+    "choices",
     "lengths_of_update",
     "make_plan",
     "read_call",
@@ -106,6 +108,7 @@ class Plan:
     agreed: set[bytes]  # Calls of linear and sparse layers that the ranks have agreed on: see `agree_on_layer`.
     head_chunks: tuple[int, ...] = ()  # See `make_schedule`.
     score_mod: ScoreMod | None = None  # a frozen copy of the function whose digest the problem has
+    chosen_from: tuple[str, ...] = ()  # The schedules from which "auto" has chosen; () where it had no choice.
 
     @property
     def same_bits(self) -> tuple[str, ...] | None:
@@ -155,12 +158,20 @@ class Plan:
                 f"  {sum(p.lengths.len_q):,} tokens in sequences of {', '.join(lengths[:_FEW]) or 'none'}{more}",
                 f"  {steps} steps forward{chunks}; balance {found.balance:.3f}; "
                 f"{found.sent_bytes:,} bytes sent by all ranks",
+                *self._choice(),
                 "  plan.schedule has every message and every tile",
                 *([] if bits is None else [f"  bits of one launch over the whole batch: {', '.join(bits) or 'none'}"]),
                 *(["  linear layers too: plan.states has every message and every scan"] if self.linear else []),
                 *(["  sparse attention too: an indexer's keys travel as in all_gather"] if self.sparse else []),
             )
         )
+
+    def _choice(self) -> list[str]:
+        """What "auto" chose, and why."""
+        if not self.chosen_from:
+            return []
+        later = "" if self.room is None else " (the choice is that for the first batch, the estimates are of this one)"
+        return [f"  {why_chosen(self.problem, self.chosen_from)}{later}"]
 
 
 @takes(ProblemArguments)
@@ -204,10 +215,12 @@ def make_plan(
             rank's slice has its rows in the order given, without gaps; all slices are as long as the longest. Give the
             plan to `shard`, `unshard` and `position_ids`. For self-attention; in bshd and sbhd with a padding mask.
         schedule: for all ranks; any that `cp_ref.schedules.verify` accepts for this problem, such as
-            `Schedule.parse(text)`. By default the one that `cp_comm_type` names. Not with max_sequences.
+            `Schedule.parse(text)`. By default the one that `cp_comm_type` names, or that "auto" chooses; a plan that
+            is updated keeps the choice for its first batch. Not with max_sequences.
         linear: plan `linear_attention` and `causal_conv1d` too, for layers of the same batch. They need queries and
             keys of equal lengths, and no areas.
-        sparse: refuse at once what `sparse_attention` would refuse. It and `select_keys` take any other plan too.
+        sparse: refuse at once what `sparse_attention` would refuse; "auto" then never takes "p2p". It and `select_keys`
+            take any other plan too.
 
     Returns:
         The plan, for `attention(q, k, v, cp=cp, plan=plan)`, which in `cp_fast` then reads no device value on the host;
@@ -288,7 +301,8 @@ def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, t
     sizes = Sizes(dtype=str(given["dtype"]).removeprefix("torch."), **{name: given[name] for name in _SIZES})
     if isinstance(given["layout"], str):
         raise ValueError(f"layout is {given['layout']!r}; a layout's name belongs to the ContextParallel, a table here")
-    problem = read_call(cp, sizes, given["layout"], **{name: given[name] for name in ARGUMENTS})
+    names = choices(cp, given["schedule"], sparse=given["sparse"] is True)
+    problem = read_call(cp, sizes, given["layout"], names, **{name: given[name] for name in ARGUMENTS})
     room = read_room(problem, given)
     extras = check_schedule(given["schedule"], problem, room, cp.comm) + read_linear(given["linear"], problem)
     if problem.cp_comm_type == "all_gather":  # then it decides the messages of the fast package
@@ -298,6 +312,9 @@ def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, t
         check_sparse("sparse attention", problem, given["schedule"])
         check_sparse_scores("sparse attention", problem)
     return Agreement(problem, room, extras), device
+
+
+_OF_SPARSE = ("all_gather", "a2a")
 
 
 def check_sparse(what: str, problem: Problem, schedule: Any) -> None:
@@ -311,10 +328,13 @@ def check_sparse(what: str, problem: Problem, schedule: Any) -> None:
     Traceback (most recent call last):
         ...
     cp_ref.schedules.words.Unsupported: sparse_attention by cp_comm_type 'p2p' is not supported:
-      make the context with ContextParallel(..., cp_comm_type='all_gather')
+      make the context with ContextParallel(..., cp_comm_type='all_gather'), or with 'auto' the plan with sparse=True
     """
-    if problem.cp_comm_type not in ("all_gather", "a2a"):
-        cure = "make the context with ContextParallel(..., cp_comm_type='all_gather')"
+    if problem.cp_comm_type not in _OF_SPARSE:
+        cure = (
+            "make the context with ContextParallel(..., cp_comm_type='all_gather'), or with 'auto' the plan with "
+            "sparse=True"
+        )
         raise Unsupported(f"{what} by cp_comm_type {problem.cp_comm_type!r}", {}, cure)
     if schedule is not None:
         raise Unsupported(f"{what} by a schedule given to make_plan", {}, "make the plan without schedule=")
@@ -352,13 +372,34 @@ def read_linear(linear: Any, problem: Problem) -> tuple[tuple[str, object], ...]
     return (("linear", True),) if linear else ()
 
 
-def read_call(cp: ContextParallel, sizes: Sizes, layout: Any = None, **arguments: Any) -> Problem:
-    """The problem of one call; raises ValueError or TypeError. Sends nothing."""
-    return read_problem(
+def choices(cp: ContextParallel, schedule: Any = None, *, sparse: bool = False) -> tuple[str, ...]:
+    """The schedules that a context may choose from; () where it has no choice.
+
+    Args:
+        schedule: that `make_plan` was given. It is for one schedule's problem, "all_gather" or "p2p": their problems
+            have the same rows, heads and tables.
+        sparse: as in `make_plan`.
+    """
+    if len(cp.schedules) == 1 or schedule is not None:
+        return ()
+    return tuple(name for name in cp.schedules if not sparse or name in _OF_SPARSE)
+
+
+def read_call(
+    cp: ContextParallel, sizes: Sizes, layout: Any = None, names: tuple[str, ...] | None = None, **arguments: Any
+) -> Problem:
+    """The problem of one call, by the schedule that its context names or chooses; raises ValueError or TypeError. Sends
+    nothing.
+
+    names: those to choose from, if not all `choices` of the context.
+    """
+    problem = read_problem(
         cp_size=cp.size,
-        cp_comm_type=cp.cp_comm_type,
+        cp_comm_type=cp.schedules[0],
         a2a_size=cp.a2a_size,
         layout=cp.layout if layout is None else layout,
         sizes=sizes,
         **with_digest(arguments),
     )
+    names = choices(cp) if names is None else names
+    return choose_schedule(problem, names) if names else problem

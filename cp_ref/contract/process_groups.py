@@ -248,12 +248,13 @@ def as_group(group: Any, cp_comm_type: str) -> Group:
     Args:
         group: for "a2a+p2p" a pair (a2a_group, p2p_group) or a 2-D DeviceMesh [p2p, a2a]; for the others one group: a
             ProcessGroup, a 1-D DeviceMesh, or anything with the members of `cp_ref.contract.group.Group` (a SimGroup's
-            member).
+            member). For "auto" either.
 
     Raises:
         TypeError: it is none of them. ValueError: the two groups of a pair have more than this rank in common.
     """
-    if SCHEDULES[cp_comm_type].exchanging == "inner":
+    several = isinstance(group, tuple | list) or (isinstance(group, DeviceMesh) and group.ndim == 2)
+    if several if cp_comm_type == "auto" else SCHEDULES[cp_comm_type].exchanging == "inner":
         if isinstance(group, DeviceMesh) and group.ndim == 2 and not _left_out(group):
             group = (group.get_group(1), group.get_group(0))
         pair = cast(Sequence[Any], group) if isinstance(group, tuple | list) else ()

@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any, Literal, get_args
 
 __all__ = [
+    "AUTO",
     "CP_COMM_TYPES",
     "LAYOUTS",
     "MASKS",
@@ -27,6 +28,7 @@ __all__ = [
     "Layout",
     "OffsetGrad",
     "QKVFormat",
+    "ScheduleName",
     "SoftmaxType",
     "Unsupported",
     "canonical_layout",
@@ -35,7 +37,8 @@ __all__ = [
 
 # One for each entry of `cp_ref.schedules.planners.make_schedule.SCHEDULES`, in its order: a new schedule adds its name
 # to both.
-CPCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+ScheduleName = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+CPCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
 Layout = Literal["dual_chunk", "zigzag", "contiguous", "balanced"]  # zigzag: another name of dual_chunk
 QKVFormat = Literal["bshd", "sbhd", "thd"]
 AttnMaskType = Literal[
@@ -44,7 +47,8 @@ AttnMaskType = Literal[
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 OffsetGrad = Literal["share", "total"]
 
-CP_COMM_TYPES: tuple[CPCommType, ...] = get_args(CPCommType)
+CP_COMM_TYPES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+AUTO: tuple[ScheduleName, ...] = ("all_gather", "a2a", "p2p")  # What "auto" chooses from; of equal ones the first.
 LAYOUTS: tuple[Layout, ...] = ("dual_chunk", "contiguous", "balanced")
 QKV_FORMATS: tuple[QKVFormat, ...] = get_args(QKVFormat)
 MASKS: tuple[AttnMaskType, ...] = get_args(AttnMaskType)

@@ -15,6 +15,7 @@ import pytest
 
 import cp_fast
 from benchmarks import long_context_page as long
+from benchmarks.cost_model.choices import WITHIN, cases
 from benchmarks.parts.performance_tables import record
 from cp_fast.passes import PASSES
 
@@ -125,6 +126,15 @@ def test_how_many_predictions_are_near() -> None:
     assert all(row["why_not"] for row in rows if row["within_10_percent"] != "True")
     gpus = max(int(re.match(r"(\d+) x ", row["what"])[1]) for row in rows)  # type: ignore[index]
     assert f"We measured up to {gpus} GPUs" in CHOOSING
+
+
+def test_what_auto_loses() -> None:
+    found = list(cases())
+    losses = [one.loss(one.chosen()) for one in found]
+    near = sum(loss <= WITHIN for loss in losses)
+    assert f"In {near} of the {len(found)} measured cases" in CHOOSING
+    assert f"in the other one within {max(losses):.1%}".replace("%", " %") in CHOOSING
+    assert len(found) - near == 1
 
 
 def test_the_rows_that_layouts_receive() -> None:

@@ -105,6 +105,14 @@ def test_every_schedule(cp_comm_type: str, tmp_path: Path) -> None:
     verify(Problem(4, slots, cp_comm_type, a2a_size, qkv_format="thd", heads_q=8, heads_kv=2), schedule)
 
 
+@pytest.mark.parametrize("package", [cp_fast.tools.cli.app, cp_ref.cli.app])
+def test_a_schedule_may_be_chosen(package: Any) -> None:
+    result = runner.invoke(package, ["plan", *SMALL, "--cp-comm-type", "auto", "--sections", "schedule,costs"])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("all_gather, cp_size 4, thd, dual_chunk, causal")
+    assert "'auto' took all_gather by estimates for H200s, both passes: all_gather" in result.output
+
+
 def test_the_picture_shows_one_head_and_says_who_has_the_others() -> None:
     said = plan(*SMALL, "--cp-comm-type", "a2a", "--head", "5")
     assert "this is query head 5." in said

@@ -33,7 +33,7 @@ from cp_ref.schedules.schedule import KINDS, Message, RankSchedule, Schedule
 from cp_ref.schedules.table import Column
 from cp_ref.schedules.verify.costs import report
 from cp_ref.schedules.verify.proof import InvalidSchedule, verify
-from cp_ref.schedules.words import CPCommType
+from cp_ref.schedules.words import CPCommType, ScheduleName
 from cp_ref.simulator import SimMember
 from tests.marks import examples
 from tests.spec.problems import problems
@@ -416,7 +416,8 @@ def fifth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_signatures_have_the_same_names() -> None:
-    assert tuple(SCHEDULES) == get_args(CPCommType)
+    assert tuple(SCHEDULES) == get_args(ScheduleName)
+    assert (*SCHEDULES, "auto") == get_args(CPCommType)
     assert all(set(planner.saved) < set(KINDS) for planner in SCHEDULES.values())
 
 
@@ -472,9 +473,8 @@ def test_explain_explains_a_fifth_schedule(fifth: None) -> None:
 
 
 def test_the_option_names_all_schedules() -> None:
-    *others, last = SCHEDULES
     (option,) = signature(Request, eval_str=True).parameters["cp_comm_type"].annotation.__metadata__
-    assert option.help == f"The schedule: {', '.join(others)} or {last}."
+    assert option.help == f"The schedule: {', '.join(SCHEDULES)} or auto."
 
 
 def test_a_name_that_is_no_schedule_is_refused_with_those_that_are(fifth: None) -> None:

@@ -146,7 +146,7 @@ class Job:
     layout: Annotated[str, Option(help="dual_chunk (or zigzag), contiguous or balanced.")] = "dual_chunk"
     mask: Annotated[str, Option(help="attn_mask_type, such as padding_causal or padding.")] = "padding_causal"
     window: Annotated[str, Option(help="LEFT,RIGHT; -1 is unbounded.")] = "-1,-1"
-    cp_comm_type: Annotated[str, Option(help="The schedule: p2p, all_gather, a2a or a2a+p2p.")] = "p2p"
+    cp_comm_type: Annotated[str, Option(help="The schedule: p2p, all_gather, a2a, a2a+p2p or auto.")] = "p2p"
     a2a_size: Annotated[int | None, Option(help="a2a+p2p only: how many ranks exchange heads, 2 unless given.")] = None
     backend: Annotated[str, Option(help="auto, fa4, cudnn, fa2, cpu or torch: the attention kernels.")] = "auto"
     device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto"

@@ -30,13 +30,14 @@ from cp_ref.contract.compare_layouts import compare_layouts
 from cp_ref.contract.svg_pictures import svg_picture
 from cp_ref.contract.text_pictures import ownership_picture, text_picture
 from cp_ref.schedules.planners.a2a import head_ranges
+from cp_ref.schedules.planners.choose_schedule import why_chosen
 from cp_ref.schedules.planners.make_schedule import SCHEDULES
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Message, RankSchedule, Schedule, Step
 from cp_ref.schedules.values import check_choice
 from cp_ref.schedules.verify.costs import Report, message_bytes, tile_pairs
 from cp_ref.schedules.verify.proof import verify
-from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, Unsupported
+from cp_ref.schedules.words import AUTO, CP_COMM_TYPES, LAYOUTS, Unsupported
 
 __all__ = [
     "Description",
@@ -167,6 +168,8 @@ class Description:
             f"balance {costs.balance:.3f} (the mean rank's work over the busiest's); "
             f"{size_text(costs.sent_bytes)} sent by all ranks, forward and backward"
         )
+        if self.request.cp_comm_type == "auto":
+            console.print(why_chosen(problem, AUTO))
         console.print(
             f"[green]verified[/]: every visible pair ({problem.pairs:,} a head) is computed exactly once, forward and "
             "backward; every operand is there when it is used, every message is expected, every gradient comes home, "

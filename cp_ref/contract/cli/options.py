@@ -15,7 +15,7 @@ from typer import Option
 from cp_ref.contract.cli.terminal import readable_errors
 from cp_ref.schedules.planners.make_schedule import SCHEDULES
 from cp_ref.schedules.values import FURTHEST, MOST, MOST_RANKS, check_choice, read_count
-from cp_ref.schedules.words import canonical_layout
+from cp_ref.schedules.words import AUTO, canonical_layout
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ __all__ = [
 class ProblemOptions:
     """The options as given; a command's class adds options and sets its defaults."""
 
-    cp_comm_type: Annotated[str, Option(help="The schedule: p2p, all_gather, a2a or a2a+p2p.")] = "p2p"
+    cp_comm_type: Annotated[str, Option(help="The schedule: p2p, all_gather, a2a, a2a+p2p or auto.")] = "p2p"
     cp_size: Annotated[int, Option(help="Number of ranks.", min=1)] = 4
     a2a_size: Annotated[int | None, Option(help="a2a+p2p only: how many ranks exchange heads, 2 unless given.")] = None
     seqlens: Annotated[str, Option(help="Lengths of the sequences, such as 10,6; thd unless said otherwise.")] = ""
@@ -176,8 +176,8 @@ def exchanging(cp_comm_type: str, a2a_size: int | None, ranks: int) -> int:
     >>> exchanging("a2a+p2p", None, 4), exchanging("a2a", None, 4), exchanging("p2p", None, 4)
     (2, 4, 1)
     """
-    check_choice("cp_comm_type", cp_comm_type, tuple(SCHEDULES))
-    schedule = SCHEDULES[cp_comm_type]
+    check_choice("cp_comm_type", cp_comm_type, (*SCHEDULES, "auto"))
+    schedule = SCHEDULES[AUTO[0] if cp_comm_type == "auto" else cp_comm_type]
     if schedule.exchanging != "inner":
         if a2a_size is not None:
             raise ValueError(f"--a2a-size is {a2a_size}, but --cp-comm-type is {cp_comm_type}; only a2a+p2p takes it")

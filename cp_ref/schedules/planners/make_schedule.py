@@ -28,7 +28,7 @@ __all__ = [
 @dataclass(frozen=True)
 class Planner:
     """How one `cp_comm_type` is planned. A new schedule is one planner, one entry of `SCHEDULES`, and its name in
-    `CPCommType` (`words.py`), for type checkers.
+    `ScheduleName` and `CPCommType` (`words.py`), for type checkers.
 
     Attributes:
         plan_rank: one rank's forward and backward steps.

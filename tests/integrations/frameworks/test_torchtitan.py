@@ -7,6 +7,7 @@ import gc
 import importlib
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from cp_fast.checkpoint import attention_forward, save_attention
 from cp_fast.integrations import torchtitan as ours
 from cp_fast.integrations.loss import token_mean
 from cp_ref import SimGroup, dense_attention
+from cp_ref.contract import plan_arguments
+from cp_ref.schedules.planners.choose_schedule import choose_schedule
+from cp_ref.schedules.problem import Problem
 from tests.dist.workers import Processes
 
 attention = pytest.importorskip(
@@ -295,6 +299,22 @@ def compiled(comm: str, layout: str, backend: str) -> list[str]:
 @pytest.mark.thorough
 def test_a_compiled_block_is_one_graph(two: Processes) -> None:
     assert two.run(compiled, "p2p", "balanced", "aot_eager") == [[], []]
+
+
+def compiled_by_choice(layout: str, backend: str) -> list[str]:
+    """The same where eager blocks choose a2a, which a graph cannot."""
+
+    def heads(problem: Problem, names: Any) -> Problem:
+        return choose_schedule(problem, names if problem.heads_q % 2 else ("a2a",))
+
+    with patch.object(plan_arguments, "choose_schedule", heads):
+        return compiled("auto", layout, backend)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["dual_chunk", "balanced"])
+def test_a_compiled_block_chooses_what_fits_in_a_graph(two: Processes, layout: str) -> None:
+    assert two.run(compiled_by_choice, layout, "eager") == [[], []]
 
 
 def microbatches(backend: str) -> list[bool]:
