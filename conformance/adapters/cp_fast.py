@@ -21,6 +21,7 @@ from conformance.adapters.band_tiles import crop, out_of_nothing
 from conformance.case import Case
 from cp_fast.backends.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
 from cp_fast.backends.choose_backend import choose
+from cp_fast.compile.chosen_schedule import own_first
 from cp_fast.movers.select_movers import kernels
 from cp_ref.contract.arguments import features_of
 from cp_ref.schedules.planners.ring_members import RingMembers
@@ -90,8 +91,8 @@ for _device in ("cpu", "cuda") if pytorch.cuda.is_available() else ("cpu",):
     kernels(_device)  # built now: a compiler's half a minute is not the first problem's, whose clock runs
 
 
+_ONE_LAUNCH = ("a2a", "all_gather")  # schedules that may compute a row with all its keys, in one launch
 _SAME_BITS = ("cpu", "fa4")  # the backends of which this is claimed; "auto" is "cpu" where there is no GPU
-_ONE_LAUNCH = ("a2a",)  # schedules that compute a row with all its keys, in one launch
 
 
 def case_bits(case: Case, backend: str) -> frozenset[str]:
@@ -99,6 +100,11 @@ def case_bits(case: Case, backend: str) -> frozenset[str]:
     p = case.problem
     if backend not in _SAME_BITS or p.areas is not None or (p.cp_size > 1 and p.cp_comm_type not in _ONE_LAUNCH):
         return frozenset()
+    if p.cp_size > 1 and p.cp_comm_type == "all_gather":
+        first = own_first(p, deterministic=case.deterministic)
+        if "forward" in first or p.window_size[0] >= 0:  # Partial results; keys that begin anywhere.
+            return frozenset()
+        return frozenset(("out", "lse", *(("dq",) if case.deterministic and "backward" not in first else ())))
     together = p.heads_kv % p.a2a_size == 0  # a rank has all query heads that share a kv head
     if backend == "fa4" and not together:  # not measured
         return frozenset()

@@ -309,6 +309,7 @@ class BlockwiseBackend(Backend):
         """`device` is Feature.CPU or Feature.CUDA."""
         self.name = name
         self.size = size
+        self.equal_bits = device is Feature.CPU
         self.features: frozenset[Feature] = frozenset(
             {
                 Feature.GQA,

@@ -67,7 +67,7 @@ def test_memory_is_predicted_within_12_per_cent() -> None:
     """Except with head chunks, whose buffers are freed early, and of what has changed since."""
     rows = [one for one in compared(H200, ["speed_2x_h200"]) if not choose_head_chunks(one.record.problem)]
     rows = [one for one in rows if not why_farther(one)]
-    assert len(rows) > 25
+    assert len(rows) > 20
     assert [one.record.name for one in rows if abs(one.peak_gib / one.record.peak_gib - 1) > 0.12] == []
 
 

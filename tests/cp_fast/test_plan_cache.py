@@ -239,7 +239,7 @@ def test_a_rank_that_refuses_what_the_others_find_says_why() -> None:
 def test_checkpointed_layers_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradients it is another agreement, but the same plan."""
     plans: list[Any] = []
-    monkeypatch.setattr(unplanned, "prepared", lambda *given: plans.append(prepared(*given)) or plans[-1])
+    monkeypatch.setattr(unplanned, "prepared", lambda *given, **how: plans.append(prepared(*given, **how)) or plans[-1])
     prepared = cp_fast.api.plan.prepared  # pyright: ignore[reportAttributeAccessIssue]
 
     def one(member: SimMember) -> None:
