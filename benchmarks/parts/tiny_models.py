@@ -1,0 +1,264 @@
+"""Tiny models of any class of transformers, with random weights: its configuration, made small.
+
+The default configuration says what a class has: which kinds of layers, in which order; which sizes are equal. `shrunk`
+keeps one layer of each kind, and gives sizes by the names of their entries. Thresholds become smaller than a batch of
+`benchmarks.parts.sweep_batches`: windows, chunks, positions behind which an embedding or a scale changes. An entry of
+an unknown name keeps its value, unless that was the size of something that is smaller now.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from benchmarks.parts.tiny_exceptions import EXCEPTIONS
+
+__all__ = ["ORDINARY", "TooLarge", "shrunk", "tiny_model"]
+
+WIDTH = 32
+WORDS = 96  # ids of a vocabulary
+SPECIAL = 64  # the first id that is the special token of something
+ORDINARY = range(5, 60)  # ids of text
+MOST = 40_000_000  # weights of a model that is still played
+_LAYERS = 6  # at most
+_EOS_IS_PADDING = "ForSequenceClassification"
+
+
+class TooLarge(Exception):
+    """A model that is not small."""
+
+
+# ---- sizes by the names of entries; the first that fits counts. None: it stays as it is.
+
+_COUNTS_OF_LAYERS = r"(num_hidden_layers|num_layers|n_layers?|depth|(en|de)coder_(num_)?layers|num_blocks|layers)$"
+_KEPT = (
+    r"(num_channels|in_channels|patch_size|image_size|spatial_merge_size|temporal_patch_size|kernel|conv|stride|padding"
+    r"|^num_labels|type_vocab_size|bits|frequency_bins|num_mel_bins|mlp_ratio|version|seed|dilation|buckets$)"
+)
+_WIDTHS = (
+    r"(hidden_size|d_model|n_embd|^dim|embed_dim|emb_dim|embedding_size|word_embed_proj_dim|lru_width|width"
+    r"|hidden_size_per_layer_input|projection_dim|emb_size|projector_(in|out)put_dim)$"
+)
+_RULES: tuple[tuple[str, int], ...] = (
+    (r"(^|_)vocab(ulary)?_size|vocab_size_|^n_vocab$", WORDS),
+    (r"(sliding_?window|attention_window|window_size|local_attention|window_len)(_size)?$|local_attention_window_len", 6),
+    (r"attention_chunk_size$|^floor_scale$|log_scaling_n_floor", 8),
+    (r"original_max_position_embeddings$", 16),
+    (r"(max_.*position|n_positions|n_ctx|max_seq_len|max_sequence_length|model_max_length|seq_length|context_length)", 64),
+    (r"^index_topk$|indexer_budget", 8),
+    (r"(index_head_dim|indexer_head_dim)$", 8),
+    (r"(index_n_heads|indexer_n_heads)$", 16),  # a ReLU in each: with few of them many scores are 0, and equal
+    (r"^(mamba_)?(chunk_size|mamba_chunk_size)$", 8),
+    (r"^(mamba_d_state|ssm_state_size|state_size)$", 8),
+    (r"^(mamba_n_heads|n_mamba_heads|mamba_num_heads)$", 8),
+    (r"^(mamba_d_head|mamba_headdim|mamba_head_dim)$", 8),
+    (r"^(mamba_n_groups|mamba_ngroups|n_groups)$", 2),
+    (r"^mamba_d_ssm$", 64),
+    (r"^(time_step_rank|mamba_dt_rank)$", 4),
+    (r"(q_lora_rank|kv_lora_rank|_lowrank|_rank)$", 16),
+    (r"(qk_nope_head_dim|qk_rope_head_dim|v_head_dim|rope_head_dim)$", 8),
+    (r"^qk_head_dim$", 16),
+    (r"(key|value|linear|kv|_)?_?head_dim$|^d_kv$|^kv_channels$|^dim_head$|^d_head$|attention_head_size$", 8),
+    (r"^rotary_dim$|^rotary_ndims$", 8),
+    (r"linear_num_value_heads$", 4),
+    (r"linear_num_key_heads$", 2),
+    (r"(experts_per_tok(en)?|moe_topk|moe_top_k|moe_k|top_k_experts|^top_k|num_selected_experts)$", 2),
+    (r"(n_routed_experts|num_experts|num_local_experts|moe_num_experts|num_local_experts|zero_expert_num)$", 4),
+    (r"^(n_group|num_expert_group)$", 2),
+    (r"^topk_group$", 1),
+    (r"^(n_shared_experts|num_shared_experts|moe_num_shared_experts)$", 1),
+    (r"^(first_k_dense_replace|num_dense_layers|moe_layer_start_index)$", 1),
+    (r"(_period|_interval|every_n_layers|_pattern|sparse_step|_frequency|every)$", 2),
+    (r"(key_value_heads|n_head_kv|num_kv_heads|kv_n_heads|num_query_groups)$", 2),
+    (r"(attention_heads|num_heads|n_heads?|_heads)$", 4),
+    (r"(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|dff|d_inner|mlp_dim|dim_ff|inner_dim|hidden_dim|ffn_size"
+     r"|feed_forward_size|n_inner|intermediate_size_mlp|merged_hidden_size)$", 48),
+    (_WIDTHS, WIDTH),
+)  # fmt: skip
+_TOKENS = r"(_token_ids?|_token_index|_token_id|_index|_token|_patch_id|_start_id|_end_id|_newline_id)$"
+_OF_LAYERS = r"(idx|index|indexes|indices|_ids|_layers|layer_list|_at)s?$"
+
+
+def tiny_model(name: str, **more: Any) -> Any:
+    """A small model of a class of transformers, in evaluation mode, with weights under which all parts matter.
+
+    Args:
+        more: entries of its configuration, beside those of `shrunk`.
+
+    Raises:
+        TooLarge: it has more than `MOST` weights even so. And whatever its class raises.
+    """
+    kind = getattr(importlib.import_module("transformers"), name)
+    config = shrunk(kind, **more)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        count = sum(weight.numel() for weight in kind(config).parameters())
+    if count > MOST:
+        raise TooLarge(f"{count:,} weights in the smallest configuration")
+    torch.manual_seed(0)
+    model = kind(shrunk(kind, **more)).eval()
+    _draw(model)
+    return model
+
+
+@torch.no_grad()
+def _draw(model: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for weight in model.parameters():
+        if not weight.is_floating_point():
+            continue
+        drawn = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+        weight.copy_(0.2 * drawn if weight.dim() > 1 else weight + 0.1 * drawn)
+    model.float()
+
+
+def shrunk(kind: type, **more: Any) -> Any:
+    """The configuration of a class of models, made small. more: further entries, of nested configurations too."""
+    name, config_class = kind.__name__, getattr(kind, "config_class")
+    own = EXCEPTIONS.get(config_class.__name__, {})
+    default = config_class(**own.get("default", {}))
+    given = _small(default, _sizes(default))
+    if name.endswith(_EOS_IS_PADDING):
+        _text(given)["pad_token_id"] = _text(given).get("eos_token_id", 2)
+    given = _merged(given, {n: x for n, x in own.items() if n != "default"})
+    given = _merged(given, {"num_labels": 3} if "Classification" in name else {})
+    return config_class(**_merged(given, more))
+
+
+def _text(given: dict[str, Any]) -> dict[str, Any]:
+    """The part of the entries that is the text model's."""
+    for part in ("text_config", "thinker_config", "llm_config"):
+        if isinstance(given.get(part), dict):
+            return _text(given[part])
+    return given
+
+
+def _merged(given: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Nested entries, with others on top. None takes an entry away, so that the class's own default counts."""
+    out = dict(given)
+    for name, value in more.items():
+        if isinstance(value, dict) and isinstance(out.get(name), dict):
+            out[name] = _merged(out[name], value)
+        elif value == "as it is":
+            out.pop(name, None)
+        else:
+            out[name] = value
+    return out
+
+
+def _small(config: Any, sizes: dict[int, int]) -> dict[str, Any]:
+    """The entries of a configuration that are to be smaller, with those of the configurations in it.
+
+    Args:
+        sizes: what large widths have become; an entry of an unknown name may be one of them.
+    """
+    layers, entries = _layers(config), _entries(config)
+    kept, special = _kept_layers(entries, layers), iter(range(SPECIAL, WORDS))
+    given: dict[str, Any] = {}
+    for name, value in entries.items():
+        if hasattr(value, "sub_configs_defaults"):
+            given[name] = _small(value, sizes) | {"model_type": value.model_type}
+        elif isinstance(value, int) and not isinstance(value, bool):
+            small = _size(name, value, len(kept), special, entries)
+            if small is None and not re.search(_KEPT, name):
+                small = sizes.get(value)
+            given |= {} if small is None else {name: small}
+        elif isinstance(value, list | tuple) and value:
+            listed = _listed(name, list(value), layers, kept, special)
+            given |= {} if listed is None else {name: listed}
+    return given | {n: _rope(x, given) for n, x in entries.items() if isinstance(x, dict) and "rope" in n}
+
+
+def _sizes(config: Any) -> dict[int, int]:
+    """What the large widths of a configuration, and of those in it, become."""
+    found: dict[int, int] = {}
+    for name, value in _entries(config).items():
+        if hasattr(value, "sub_configs_defaults"):
+            found |= _sizes(value)
+        elif isinstance(value, int) and value >= 64 and re.search(_WIDTHS, name):
+            found[value] = WIDTH
+    return found
+
+
+def _entries(config: Any) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(config)} - {"id2label", "label2id", "dtype"}
+    return {name: value for name, value in vars(config).items() if name in names}
+
+
+def _layers(config: Any) -> int:
+    for name in ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "layers"):
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    return 0
+
+
+def _kept_layers(entries: dict[str, Any], layers: int) -> list[int]:
+    """One layer of each kind, by all lists that have an entry a layer, or name layers."""
+    if layers < 2:
+        return [*range(layers)]
+    first: dict[tuple[Any, ...], int] = {}
+    each = [list(x) for x in entries.values() if isinstance(x, list | tuple) and len(x) == layers]
+    named = [set(x) for n, x in entries.items() if _names_layers(n, x, layers)]
+    for layer in range(layers):
+        what = (*(repr(one[layer]) for one in each), *(layer in one for one in named))
+        first.setdefault(what, layer)
+    kept = sorted(first.values())[:_LAYERS]
+    return kept if len(kept) > 1 else [0, layers - 1]
+
+
+def _names_layers(name: str, value: Any, layers: int) -> bool:
+    if not isinstance(value, list | tuple) or not value or not re.search(_OF_LAYERS, name) or "token" in name:
+        return False
+    return all(isinstance(x, int) and not isinstance(x, bool) and 0 <= x < layers for x in value)
+
+
+def _listed(name: str, value: list[Any], layers: int, kept: list[int], special: Iterable[int]) -> list[Any] | None:
+    if _names_layers(name, value, layers) and (len(value) != layers or len(set(value)) == len(value)):
+        return [new for new, old in enumerate(kept) if old in value] or [0]
+    if layers > 1 and len(value) == layers:
+        return [value[old] for old in kept]
+    if re.search(_TOKENS, name) and all(isinstance(x, int) for x in value):
+        return [next(iter(special)) for _ in value] if max(value) >= SPECIAL else None
+    return None
+
+
+def _size(name: str, value: int, layers: int, special: Any, entries: dict[str, Any]) -> int | None:
+    if re.search(_TOKENS, name) or name.endswith(("_token_id", "_token_index")):
+        if name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            usual = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}[name]
+            return value if 0 <= value < ORDINARY.start else usual
+        return next(special, WORDS - 1) if value >= ORDINARY.start else None
+    if value <= 1 or re.search(_KEPT, name):
+        return None
+    if re.search(_COUNTS_OF_LAYERS, name):
+        return min(value, layers or 2)
+    small = next((size for pattern, size in _RULES if re.search(pattern, name)), None)
+    if small == 2 and re.search(r"(key_value_heads|n_head_kv|num_kv_heads|kv_n_heads|num_query_groups)$", name):
+        heads = next((entries[n] for n in ("num_attention_heads", "n_head", "n_heads") if n in entries), 0)
+        small = 4 if heads == value else 2
+    return None if small is None else min(small, value)
+
+
+def _rope(value: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Rotary embeddings: sections that add up to half of a small head, and thresholds that a batch reaches."""
+    out = dict[str, Any]()
+    for name, x in value.items():
+        if isinstance(x, dict):
+            out[name] = _rope(x, given)
+        elif name == "mrope_section":
+            half = int(given.get("head_dim", 8) * value.get("partial_rotary_factor", 1.0)) // 2
+            rest = [max(half * part // sum(x), int(half >= len(x))) for part in x[1:]]
+            out[name] = [half - sum(rest), *rest]
+        elif name == "original_max_position_embeddings":
+            out[name] = 16
+        else:
+            out[name] = x
+    return out
