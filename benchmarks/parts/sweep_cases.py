@@ -45,6 +45,7 @@ SHIFTS = ("causal", "images")  # tasks whose labels are the next tokens'
 ALLOWED = {"logits": 2e-4, "loss": 2e-4, "gradients": 2e-3}  # relative to the largest; gradients to each weight's norm
 FLOOR = 1e-3  # of the largest gradient's norm, below which a weight's own does not count
 OURS = ("cp_fast", "cp_ref")
+_FOREIGN = "does not run with cp_fast's attention"  # a refusal that hands on an error of another origin
 
 Batch = dict[str, torch.Tensor]
 
@@ -67,7 +68,7 @@ class Rows:
     """A batch as a collator makes it, and what is learnt from it.
 
     Args:
-        kind: "padded" or "packed".
+        kind: "padded", "packed", or "spans", which is padded, with a span for each row.
         given: input_ids, attention_mask or position_ids.
         labels: [b, s] of tokens; or one for each document.
         targets: [b, s], the labels where the logits have them: those of the next tokens, or their own.
@@ -77,12 +78,15 @@ class Rows:
     given: Batch
     labels: torch.Tensor
     targets: torch.Tensor
+    spans: Batch = field(default_factory=dict[str, torch.Tensor])
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """bool [b, s]: which are tokens; None of a packed batch."""
+        return self.given["attention_mask"].bool() if "attention_mask" in self.given else None
 
     def documents(self) -> Iterator[tuple[int, slice]]:
-        """The row and the tokens of each document."""
-        if self.kind == "padded":
-            yield from ((row, slice(0, n)) for row, n in enumerate(self.given["attention_mask"].sum(1).tolist()))
-            return
+        """The row and the tokens of each document of a packed batch."""
         start = 0
         for n in PACKED:
             yield 0, slice(start, start + n)
@@ -95,7 +99,7 @@ def rows_of(task: str, kind: str, config: Any) -> Rows:
     text = config.get_text_config()
     padding = getattr(text, "pad_token_id", None)
     padding = padding if isinstance(padding, int) else 0
-    lengths = ROWS if kind == "padded" else PACKED
+    lengths = PACKED if kind == "packed" else ROWS
     pieces = [torch.randint(ORDINARY.start, ORDINARY.stop, (n,), generator=generator) for n in lengths]
     for n, piece in enumerate(pieces):
         if len(piece) > 9:
@@ -104,7 +108,7 @@ def rows_of(task: str, kind: str, config: Any) -> Rows:
     labels = [piece % 3 if task == "tokens" else piece.clone() for piece in pieces]
     for one in labels:
         one[9 : 9 + 2] = -100
-    if kind == "padded":
+    if kind != "packed":
         mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
         ids = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=padding)
         given = {"input_ids": ids, "attention_mask": mask}
@@ -118,7 +122,8 @@ def rows_of(task: str, kind: str, config: Any) -> Rows:
     targets = F.pad(learnt[:, 1:], (0, 1), value=-100) if task in SHIFTS else learnt
     if task == "sequences":
         return Rows(kind, given, torch.arange(len(lengths)) % 3, targets)
-    return Rows(kind, given, learnt, targets)
+    spans = {"start_positions": torch.tensor([17, 4]), "end_positions": torch.tensor([30, 9])}
+    return Rows(kind, given, learnt, targets, spans if kind == "spans" else {})
 
 
 # ---- what a model computes
@@ -182,22 +187,32 @@ def _counted(rows: Rows, task: str) -> int:
     return len(rows.labels) if task == "sequences" else int((rows.targets != -100).sum())
 
 
-def alone_of(model: Any, task: str, rows: Rows, own_loss: bool) -> Result:
-    """One process. own_loss: of a padded batch the loss is the model's own."""
+def alone_of(model: Any, task: str, rows: Rows, own_loss: bool, first: int = 0) -> Result:
+    """One process.
+
+    Args:
+        own_loss: of a padded batch the loss is the model's own.
+        first: the number of the first position, of packed documents.
+    """
     model.zero_grad()
+    numbered = "position_ids" in _parameters(model)
     more = {"use_cache": False} if "use_cache" in _parameters(model) else {}
     count = _counted(rows, task)
-    if rows.kind == "padded":
-        given = {"labels": rows.labels} if own_loss and task != "questions" else {}
+    if rows.mask is not None:
+        given = dict(rows.spans) or ({"labels": rows.labels} if own_loss and task != "questions" else {})
         out = model(**rows.given, **given, **more)
         logits = logits_of(out)
-        found = logits if task == "sequences" else logits[rows.given["attention_mask"].bool()]
+        found = logits if task == "sequences" else logits[rows.mask]
         loss = out["loss"] if given else None
         if loss is None:
             loss = objective(task, logits, rows.labels if task == "sequences" else rows.targets, count)
     else:
         ids, each = rows.given["input_ids"], list(rows.documents())
-        parts = [logits_of(model(input_ids=ids[row : row + 1, tokens], **more)) for row, tokens in each]
+        parts: list[torch.Tensor] = []
+        for row, tokens in each:
+            places = first + rows.given["position_ids"][:, tokens]
+            more |= {"position_ids": places} if numbered else {}
+            parts.append(logits_of(model(input_ids=ids[row : row + 1, tokens], **more)))
         found = torch.cat([x if task == "sequences" else x[0] for x in parts])
         loss = objective(task, found, rows.labels if task == "sequences" else rows.targets[0], count)
     loss.backward()
@@ -223,14 +238,14 @@ def rank_of(model: Any, task: str, rows: Rows, context: Any, learns: bool) -> Re
     fill = {} if task == "sequences" else {"fill": {"targets": -100}}
     part = ours.shard_batch(batch | ({"targets": rows.targets} if fill else {}), cp=context, model=model, **fill)
     targets = part.pop("targets", None)
-    out = model(**part)
+    out = model(**part, **rows.spans)
     logits = logits_of(out)
     if task == "sequences":
         whole, loss = logits, objective(task, logits, rows.labels, count) / context.size
     else:
         whole = part["cp_batch"].unshard(logits.detach())
-        whole = whole[rows.given["attention_mask"].bool()] if rows.kind == "padded" else whole[0]
-        loss = out["loss"] if learns else objective(task, logits, targets, count)
+        whole = whole[0] if rows.mask is None else whole[rows.mask]
+        loss = out["loss"] if learns or rows.spans else objective(task, logits, targets, count)
     loss.backward()
     return Result(whole.detach(), loss.detach(), _grads(model))
 
@@ -261,14 +276,15 @@ def _play(name: str, task: str, more: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return {"verdict": "not built", "message": said(error)}
     found, seen = Found(), dict[str, Any]()
-    rows = {kind: rows_of(task, kind, model.config) for kind in ("padded", "packed")}
+    kinds = ("padded", "packed", "spans") if task == "questions" else ("padded", "packed")
+    rows = {kind: rows_of(task, kind, model.config) for kind in kinds}
 
     def one(member: Any) -> dict[str, Any]:
         contexts = {layout: cp_fast.ContextParallel(member, "all_gather", layout=layout) for layout in LAYOUTS}
         mine = ours.prepare(copy.deepcopy(model), contexts[LAYOUTS[0]])
         head = edge_of(mine).head
         learns = head is not None and not isinstance(head, str)
-        results: dict[str, Any] = {"learns": learns, "head": head}
+        results: dict[str, Any] = {"learns": learns, "head": head, "first": edge_of(mine).first_position}
         for kind, batch in rows.items():
             for layout, context in contexts.items():
                 try:
@@ -280,13 +296,15 @@ def _play(name: str, task: str, more: dict[str, Any]) -> dict[str, Any]:
     try:
         ranks = SimGroup(2).run(one)
     except Exception as error:
+        if _FOREIGN in str(error) and (why := _not_alone(model, task, rows["padded"])):
+            return {"verdict": "not built", "message": f"does not run alone: {why}"}
         return {"verdict": "refused" if is_ours(error) else "raised", "message": said(error)}
-    learns = ranks[0]["learns"]
+    learns, first = ranks[0]["learns"], ranks[0]["first"]
     if isinstance(ranks[0]["head"], str):
         seen["labels"] = ranks[0]["head"]
     model.set_attn_implementation("eager") if _has_eager(model) else None
     try:
-        alone = {kind: alone_of(model, task, batch, learns) for kind, batch in rows.items()}
+        alone = {kind: alone_of(model, task, batch, learns, first) for kind, batch in rows.items()}
     except Exception as error:
         return {"verdict": "not built", "message": f"does not run alone: {said(error)}"}
     for case in (f"{kind}, {layout}" for kind in rows for layout in LAYOUTS):
@@ -301,6 +319,15 @@ def _play(name: str, task: str, more: dict[str, Any]) -> dict[str, Any]:
         grads = {n: sum((part.grads.get(n, zero) for part in parts), zero) for n in names}
         found.compare(case, Result(parts[0].logits, loss, grads), alone[case.partition(",")[0]])
     return seen | _verdict(found)
+
+
+def _not_alone(model: Any, task: str, rows: Rows) -> str:
+    """Why one process cannot run a model, or ""."""
+    try:
+        alone_of(model, task, rows, own_loss=False)
+    except Exception as error:
+        return said(error)
+    return ""
 
 
 def _has_eager(model: Any) -> bool:

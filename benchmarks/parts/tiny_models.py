@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ WORDS = 96  # ids of a vocabulary
 SPECIAL = 64  # the first id that is the special token of something
 ORDINARY = range(5, 60)  # ids of text
 MOST = 40_000_000  # weights of a model that is still played
-_LAYERS = 6  # at most
+_LAYERS = 4  # at most
 _EOS_IS_PADDING = "ForSequenceClassification"
 
 
@@ -82,6 +83,7 @@ _RULES: tuple[tuple[str, int], ...] = (
      r"|feed_forward_size|n_inner|intermediate_size_mlp|merged_hidden_size)$", 48),
     (_WIDTHS, WIDTH),
 )  # fmt: skip
+_ABSENT = {"head_dim": 8, "num_key_value_heads": 2, "num_experts_per_tok": 2}  # of entries without a default
 _TOKENS = r"(_token_ids?|_token_index|_token_id|_index|_token|_patch_id|_start_id|_end_id|_newline_id)$"
 _OF_LAYERS = r"(idx|index|indexes|indices|_ids|_layers|layer_list|_at)s?$"
 
@@ -126,8 +128,20 @@ def shrunk(kind: type, **more: Any) -> Any:
     default = config_class(**own.get("default", {}))
     given = _small(default, _sizes(default))
     if name.endswith(_EOS_IS_PADDING):
-        _text(given)["pad_token_id"] = _text(given).get("eos_token_id", 2)
+        end = _text(given).get("eos_token_id", getattr(default.get_text_config(), "eos_token_id", None))
+        end = end[0] if isinstance(end, list) else end
+        _text(given)["pad_token_id"] = 2 if end is None else end
+        _text(given)["eos_token_id"] = _text(given)["pad_token_id"]
+    if "mrope_section" in inspect.getsource(inspect.getmodule(kind) or kind):
+        text = _text(given)
+        angles = text.get("rope_parameters", dict(default.get_text_config().rope_parameters or {}))
+        flat = not any(isinstance(x, dict) for x in angles.values())
+        text |= {"rope_parameters": _rope({"mrope_section": [2, 1, 1]} | angles, text)} if flat else {}
+    if name.endswith("ForMaskedLM") and "is_decoder" in own:
+        own = own | {"is_decoder": False}
     given = _merged(given, {n: x for n, x in own.items() if n != "default"})
+    if name.endswith(("ForCausalLM", "LMHeadModel")) and getattr(default, "is_decoder", True) is False:
+        given["is_decoder"] = True
     given = _merged(given, {"num_labels": 3} if "Classification" in name else {})
     return config_class(**_merged(given, more))
 
@@ -173,7 +187,17 @@ def _small(config: Any, sizes: dict[int, int]) -> dict[str, Any]:
         elif isinstance(value, list | tuple) and value:
             listed = _listed(name, list(value), layers, kept, special)
             given |= {} if listed is None else {name: listed}
-    return given | {n: _rope(x, given) for n, x in entries.items() if isinstance(x, dict) and "rope" in n}
+    for name in _ABSENT.keys() & entries.keys():
+        if entries[name] is None:
+            given[name] = _ABSENT[name]
+    if getattr(config, "_heterogeneity_spec", None) is not None:
+        own = {int(layer): each for layer, each in config.to_dict()["per_layer_config"].items() if int(layer) in kept}
+        given["per_layer_config"] = {
+            str(kept.index(layer)): {n: _size_or_same(n, x, len(kept), special, entries | each) for n, x in each.items()}
+            for layer, each in own.items()
+        }
+    ropes = {n: x for n, x in entries.items() if isinstance(x, dict) and "rope" in n}
+    return given | {n: small for n, x in ropes.items() if (small := _rope(x, given)) != x}
 
 
 def _sizes(config: Any) -> dict[int, int]:
@@ -188,8 +212,10 @@ def _sizes(config: Any) -> dict[int, int]:
 
 
 def _entries(config: Any) -> dict[str, Any]:
+    """What a configuration has, by the names that its constructor takes."""
     names = {field.name for field in dataclasses.fields(config)} - {"id2label", "label2id", "dtype"}
-    return {name: value for name, value in vars(config).items() if name in names}
+    held, own = vars(config), config.attribute_map
+    return {name: held[own.get(name, name)] for name in sorted(names) if own.get(name, name) in held}
 
 
 def _layers(config: Any) -> int:
@@ -205,7 +231,8 @@ def _kept_layers(entries: dict[str, Any], layers: int) -> list[int]:
     if layers < 2:
         return [*range(layers)]
     first: dict[tuple[Any, ...], int] = {}
-    each = [list(x) for x in entries.values() if isinstance(x, list | tuple) and len(x) == layers]
+    lists = [list(x) for x in entries.values() if isinstance(x, list | tuple) and len(x) == layers]
+    each = [x for x in lists if len({repr(one) for one in x}) < layers]
     named = [set(x) for n, x in entries.items() if _names_layers(n, x, layers)]
     for layer in range(layers):
         what = (*(repr(one[layer]) for one in each), *(layer in one for one in named))
@@ -220,13 +247,15 @@ def _names_layers(name: str, value: Any, layers: int) -> bool:
     return all(isinstance(x, int) and not isinstance(x, bool) and 0 <= x < layers for x in value)
 
 
-def _listed(name: str, value: list[Any], layers: int, kept: list[int], special: Iterable[int]) -> list[Any] | None:
+def _listed(name: str, value: list[Any], layers: int, kept: list[int], special: Iterator[int]) -> list[Any] | None:
     if _names_layers(name, value, layers) and (len(value) != layers or len(set(value)) == len(value)):
         return [new for new, old in enumerate(kept) if old in value] or [0]
     if layers > 1 and len(value) == layers:
         return [value[old] for old in kept]
     if re.search(_TOKENS, name) and all(isinstance(x, int) for x in value):
-        return [next(iter(special)) for _ in value] if max(value) >= SPECIAL else None
+        if max(value) < SPECIAL:
+            return None
+        return [2, *(next(special) for _ in value[1:])] if name == "eos_token_id" else [next(special) for _ in value]
     return None
 
 
@@ -245,6 +274,11 @@ def _size(name: str, value: int, layers: int, special: Any, entries: dict[str, A
         heads = next((entries[n] for n in ("num_attention_heads", "n_head", "n_heads") if n in entries), 0)
         small = 4 if heads == value else 2
     return None if small is None else min(small, value)
+
+
+def _size_or_same(name: str, value: Any, layers: int, special: Any, entries: dict[str, Any]) -> Any:
+    small = _size(name, value, layers, special, entries) if isinstance(value, int) else None
+    return value if small is None else small
 
 
 def _rope(value: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
