@@ -3,11 +3,13 @@ text alone: tiny, over two ranks, against one process.
 
     python -m benchmarks.sweep --commit "$(git rev-parse HEAD)" --out benchmarks/results/sweep.json
     python -m benchmarks.sweep --only "^(Llama|Qwen3)" --again
+    python -m benchmarks.sweep --tasks causal,masked --switches --out switches.json
     python -m benchmarks.sweep --part 1 --parts 4 --out part_1.json  # then --join part_*.json
 
+`--switches` plays each class with each switch of its configuration set another way, one at a time.
 `benchmarks.parts.tiny_models` makes the models, `benchmarks.parts.sweep_cases` plays one: padded and packed batches in
-three layouts, logits, loss and all gradients. Each class has a process of its own, forked from one that has imported
-everything, and a time limit. The record is written as results come; a run goes on where it ended, and `--again` plays
+three layouts, logits, loss and all gradients. A process plays them one by one, each with a time limit; another process
+goes on behind a class that hangs or dies. The record is written as results come; a run goes on where it ended, and `--again` plays
 what the record has already. Exit code 1 if a class is wrong, or raised something that is no refusal.
 """
 
@@ -19,6 +21,7 @@ import multiprocessing
 import re
 import resource
 import time
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,10 +35,13 @@ __all__ = ["VERDICTS", "read_record", "sweep", "write_record"]
 VERDICTS = ("right", "refused", "not built", "wrong", "raised")
 FAULTS = ("wrong", "raised")
 LIMIT_S = 60.0
+START_S = 60.0  # for the first class of a process
+MOST_CLASSES = 40
 ROOM = 12 * 2**30  # bytes of address space for one class
 PRELOADED = ("benchmarks.parts.sweep_cases", "transformers.models.llama.modeling_llama", "transformers.masking_utils")
 
 Record = dict[str, dict[str, Any]]
+Cases = Mapping[str, tuple[str, dict[str, Any]]]
 
 
 def read_record(path: Path | None) -> tuple[dict[str, Any], Record]:
@@ -63,7 +69,8 @@ def _counts(found: Record) -> dict[str, collections.Counter[str]]:
     return counts
 
 
-def _play(name: str, task: str, out: Connection) -> None:
+def _serve(work: Connection) -> None:
+    """Play classes as they come, in a process of its own."""
     import torch
     import transformers
 
@@ -72,32 +79,66 @@ def _play(name: str, task: str, out: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (ROOM, ROOM))
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    out.send(play(name, task))
+    while True:
+        name, task, more = work.recv()
+        work.send(play(name.partition(" ")[0], task, **more))
 
 
-def sweep(names: dict[str, str], limit_s: float, tell: Any) -> None:
+class Player:
+    """A process that plays one class after the other. It is ended, and another one begins, when a class takes too long,
+    or ends it, or when it has played `MOST_CLASSES`: what a class leaves behind is gone then.
+    """
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(PRELOADED))
+        self._process: Any = None
+        self._left = 0
+
+    def play(self, name: str, task: str, more: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """What comes of a class."""
+        if not self._left:
+            self.close()
+            self._work, theirs = self._context.Pipe()
+            self._process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            self._process.start()
+            theirs.close()
+            self._left, limit_s = MOST_CLASSES, limit_s + START_S
+        self._left -= 1
+        self._work.send((name, task, more))
+        try:
+            if self._work.poll(limit_s):
+                return self._work.recv()
+            why = f"did not end in {limit_s:.0f} s"
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            why = f"its process ended with exit code {self._process.exitcode}"
+        self._left = 0
+        return {"verdict": "not built", "message": why, "task": task}
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._work.close()
+            self._process = None
+
+
+def sweep(cases: Cases, limit_s: float, tell: Callable[[str, dict[str, Any]], None]) -> None:
     """Play classes, one after the other.
 
     Args:
-        names: of classes, with the task of each.
+        cases: the task of each class, and entries of its configuration, by its name.
         limit_s: the seconds that a class may take.
         tell: is called with each class's name and what came of it.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    for name, task in names.items():
-        mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_play, args=(name, task, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        try:
-            found = mine.recv() if mine.poll(limit_s) else {"verdict": "not built", "message": f"{limit_s:.0f} s over"}
-        except EOFError:
-            process.join()
-            found = {"verdict": "not built", "message": f"its process ended with exit code {process.exitcode}"}
-        process.kill()
-        process.join()
-        tell(name, {"task": task} | found)
+    player = Player()
+    try:
+        for name, (task, more) in cases.items():
+            tell(name, player.play(name, task, more, limit_s))
+    finally:
+        player.close()
 
 
 def main(
@@ -106,6 +147,7 @@ def main(
     only: Annotated[str, typer.Option(help="A regular expression: only classes in whose name it is found.")] = "",
     tasks: Annotated[str, typer.Option(help="Only classes of these tasks, with commas.")] = "",
     limit: Annotated[float, typer.Option(help="Seconds for one class.")] = LIMIT_S,
+    switched: Annotated[bool, typer.Option("--switches", help="Play each class with each switch set.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Also play what the record has.")] = False,
     commit: Commit = "",
     out: JsonOut = None,
@@ -119,10 +161,13 @@ def main(
     if join:
         write_record(out, head, record)
         return
-    from benchmarks.parts.sweep_cases import classes
+    from benchmarks.parts.sweep_cases import classes, switches
 
     wanted = [(name, task) for name, task in classes().items() if not tasks or task in tasks.split(",")]
-    mine = {name: task for name, task in wanted[part - 1 :: parts] if re.search(only, name)}
+    wanted = [(name, task) for name, task in wanted[part - 1 :: parts] if re.search(only, name)]
+    cases = {name: (task, dict[str, Any]()) for name, task in wanted}
+    if switched:
+        cases = {f"{name} {how}": (task, more) for name, task in wanted for how, more in switches(name)}
     head |= {"commit": commit, "versions": {name: version(name) for name in ("torch", "transformers")}}
     began, counted = time.monotonic(), collections.Counter[str]()
 
@@ -136,7 +181,7 @@ def main(
         print(f"{at}  {mark:9} {name}  {figures}  {found.get('message', '')[:150]}", flush=True)
         write_record(out, head, record)
 
-    sweep({name: task for name, task in mine.items() if again or name not in record}, limit, tell)
+    sweep({name: case for name, case in cases.items() if again or name not in record}, limit, tell)
     print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counted.items())))
     if any(counted[verdict] for verdict in FAULTS):
         raise typer.Exit(1)

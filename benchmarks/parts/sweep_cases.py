@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 
 import cp_fast
-from benchmarks.parts.tiny_models import ORDINARY, TooLarge, tiny_model
+from benchmarks.parts.tiny_models import ORDINARY, TooLarge, shrunk, tiny_model
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.hugging_face.model_edge import edge_of
 from cp_ref import SimGroup
 
-__all__ = ["LAYOUTS", "TASKS", "classes", "play"]
+__all__ = ["LAYOUTS", "TASKS", "classes", "play", "switches"]
 
 TASKS = {  # and the mapping of transformers that lists their classes
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -58,6 +58,48 @@ def classes() -> dict[str, str]:
             for name in names if isinstance(names, list | tuple) else [names]:
                 found.setdefault(name, task)
     return found
+
+
+_UNSWITCHED = {"return_dict", "use_cache", "is_encoder_decoder", "output_hidden_states", "output_attentions"}
+_UNSWITCHED |= {"add_cross_attention", "cross_attention_hidden_size", "output_router_logits"}
+_ANGLES: dict[str, dict[str, Any]] = {  # of rotary embeddings that a threshold of positions changes
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0, "original_max_position_embeddings": 16},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "longrope": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        **{"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+def switches(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The configurations of a class with one switch set another way: a name for each, and the entries."""
+    kind: Any = getattr(importlib.import_module("transformers"), name)
+    try:
+        config = shrunk(kind)
+    except Exception:  # which `play` tells
+        return
+    if config.get_text_config() is not config:
+        return
+    entries = {entry: value for entry, value in vars(config).items() if entry[0] != "_"}
+    for entry, value in sorted(entries.items()):
+        if isinstance(value, bool) and entry not in _UNSWITCHED:
+            yield f"{entry}={not value}", {entry: not value}
+    windows = [entry for entry in ("sliding_window", "attention_window") if entries.get(entry, 0) in (None, False)]
+    for entry in windows:
+        more = {"use_sliding_window": True, "max_window_layers": 1, "layer_types": "as it is"}
+        yield f"{entry}=6", {entry: 6} | {n: x for n, x in more.items() if n in entries}
+    if entries.get("use_bidirectional_attention", 0) is None:
+        yield "use_bidirectional_attention=all", {"use_bidirectional_attention": "all"}
+    angles = entries.get("rope_parameters")
+    if isinstance(angles, dict) and "rope_theta" in angles:
+        half = int(getattr(config, "head_dim", None) or 8) // 2
+        for rope_type, more in _ANGLES.items():
+            factors = {"short_factor": [1.0] * half, "long_factor": [1.0 + i for i in range(half)]}
+            lists = factors if rope_type == "longrope" else {}
+            yield f"rope_type={rope_type}", {"rope_parameters": angles | more | lists | {"rope_type": rope_type}}
 
 
 # ---- batches

@@ -6,21 +6,35 @@ from typing import Any
 
 __all__ = ["EXCEPTIONS"]
 
-_SHARED = {  # the last two layers take keys and values of the first two
+_SHARED = {  # the last two layers take the keys and values of the first two
     "num_hidden_layers": 4,
     "num_kv_shared_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+    "intermediate_size": [48] * 4,
 }
-_ALTERED = _SHARED | {"activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0], "intermediate_size": [48] * 4}
-_REFORMER = {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8], "is_decoder": True}
-_REFORMER |= {"local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8}
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 32, "num_hidden_layers": 1}
 _ANGLES = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 1, 1]}
 _BY_LAYER = {"full_attention": _ANGLES, "sliding_attention": _ANGLES, "mrope_section": "as it is"}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 32, "num_hidden_layers": 1}
+_BYTES = _HEADS | {"vocab_size": 260}
 _PICTURES = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "num_embeddings": 16}
+_STAGES = {"depths": [1, 1], "embed_dim": [32, 32], "num_heads": [2, 2], "num_groups": [2, 2], "patch_size": [7, 3]}
+_STAGES |= {"patch_stride": [4, 2], "patch_padding": [3, 1], "patch_prenorm": [False, True]}
+_SOUND = {"patch_sizes": [16, 6, 5, 4], "hidden_sizes": [32] * 4, "depths": [1] * 4, "num_hidden_layers": 4}
+_CONVOLUTION = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
+_QWEN4 = {
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 2,
+    "split_ngram_parts": 2,
+    "ple_embed_dim": 32,
+}
 
-# "default": of the configuration that is to be made small. "as it is": the class's own value.
-EXCEPTIONS: dict[str, dict[str, Any]] = {
+EXCEPTIONS: dict[str, dict[str, Any]] = {  # "as it is": the class's own value
     "Apertus1p5Config": {
         "image_token_offset": 48,
         "audio_token_offset": 64,
@@ -30,70 +44,63 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "BambaConfig": {"attn_layer_indices": [1]},
     "BltConfig": {
         "encoder_hash_byte_group_vocab": 50,
-        "patcher_config": {"vocab_size": 260} | _HEADS,
-        "encoder_config": _HEADS | {"vocab_size": 260, "hidden_size_global": 32},
-        "decoder_config": _HEADS | {"vocab_size": 260, "hidden_size_global": 32},
+        "patcher_config": _BYTES,
+        "encoder_config": _BYTES | {"hidden_size_global": 32},
+        "decoder_config": _BYTES | {"hidden_size_global": 32},
         "global_config": _HEADS,
     },
     "ChameleonConfig": {"vocabulary_map": {"<image>": 70}, "vq_config": _PICTURES},
-    "CohereCompassTextConfig": {"rope_parameters": _BY_LAYER},
     "CohereCompassConfig": {"text_config": {"rope_parameters": _BY_LAYER}},
-    "DbrxConfig": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": None}},
+    "CohereCompassTextConfig": {"rope_parameters": _BY_LAYER},
+    "DbrxConfig": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "DeepseekOcr2Config": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
-    "DiffusionGemmaConfig": {
-        "text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    "DiffusionGemmaConfig": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}},
+    "DoryConfig": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 1,
+        "n_output_layers": 1,
     },
-    "DoryConfig": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
     "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1},
-    "Dots3NoteTextConfig": {"head_dim": 16},
     "Dots3NoteConfig": {"text_config": {"head_dim": 16}},
+    "Dots3NoteTextConfig": {"head_dim": 16},
     "Emu3Config": {
         "vocabulary_map": {"<image>": 70, "<|extra_200|>": 71},
         "vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "codebook_size": 16},
     },
     "Ernie4_5_VLMoeConfig": {"text_config": {"moe_intermediate_size": [16, 16]}},
     "EsmConfig": {"vocab_size": 96, "mask_token_id": 70, "pad_token_id": 1},
-    "Florence2Config": {
-        "vision_config": {
-            **{"depths": [1, 1], "embed_dim": [32, 32], "num_heads": [2, 2], "num_groups": [2, 2]},
-            **{"patch_size": [7, 3], "patch_stride": [4, 2], "patch_padding": [3, 1], "patch_prenorm": [False, True]},
-        }
-    },
-    "Gemma3nTextConfig": _ALTERED,
-    "Gemma4AssistantConfig": {
-        "default": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}
-    },
+    "Florence2Config": {"vision_config": _STAGES},
     "GPTNeoConfig": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "Gemma3nTextConfig": _SHARED,
     "Glm5NextConfig": {"text_config": {"index_kpool": 4}},
     "Granite4VisionConfig": {
-        **{"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/4", "spatial_target_layers": [0, 1]},
-        **{"vision_config": {"hidden_size": 64}, "text_config": {}},
+        "deepstack_layer_map": [[0, 0]],
+        "downsample_rate": "1/4",
+        "spatial_target_layers": [0, 1],
+        "vision_config": {"hidden_size": 64},
     },
     "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"]},
     "InklingConfig": {"vision_config": {"patch_size": 2}},
     "JambaConfig": {"attn_layer_offset": 1, "expert_layer_offset": 1, "expert_layer_period": 2},
     "JanusConfig": {"vq_config": _PICTURES | {"latent_channels": 32, "embed_dim": 8}},
-    "Lfm2Config": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "Lfm2Config": _CONVOLUTION,
+    "Lfm2MoeConfig": _CONVOLUTION | {"num_dense_layers": 1},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8},
     "Molmo2Config": {"adapter_config": {"vision_feature_layer": [1, 0]}},
-    "MuseSparkConfig": {"audio_config": {"patch_sizes": [16, 6, 5, 4], "hidden_sizes": [32] * 4, "depths": [1] * 4, "num_hidden_layers": 4}},
+    "MuseSparkConfig": {"audio_config": _SOUND},
     "NemotronH_Omni_Reasoning_V3_Config": {"vision_config": {"video_temporal_patch_size": 2}},
     "NeoMMEConfig": {"head_dim": 16},
     "PerceiverConfig": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 1, "d_model": 32},
-    "Qwen4ExpTextConfig": {
-        "indexer_n_heads": 16,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-        "ngram_vocab_size_base": 50,
-        "make_ngram_vocab_size_divisible_by": 2,
-        "split_ngram_parts": 2,
-        "ple_embed_dim": 32,
-    },
+    "Qwen4ExpConfig": {"text_config": _QWEN4},
+    "Qwen4ExpTextConfig": _QWEN4,
     "RecurrentGemmaConfig": {"num_hidden_layers": 3},
-    "ReformerConfig": _REFORMER,
+    "ReformerConfig": {
+        "axial_pos_embds_dim": [16, 16],
+        "axial_pos_shape": [8, 8],
+        "local_attn_chunk_length": 8,
+        "lsh_attn_chunk_length": 8,
+    },
     "ZambaConfig": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
 }
-EXCEPTIONS["Qwen4ExpConfig"] = {"text_config": EXCEPTIONS["Qwen4ExpTextConfig"]}

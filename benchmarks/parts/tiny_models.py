@@ -2,8 +2,8 @@
 
 The default configuration says what a class has: which kinds of layers, in which order; which sizes are equal. `shrunk`
 keeps one layer of each kind, and gives sizes by the names of their entries. Thresholds become smaller than a batch of
-`benchmarks.parts.sweep_batches`: windows, chunks, positions behind which an embedding or a scale changes. An entry of
-an unknown name keeps its value, unless that was the size of something that is smaller now.
+`benchmarks.parts.sweep_cases`: windows, chunks, positions behind which an embedding or a scale changes. An entry of an
+unknown name keeps its value, unless that was the size of something that is smaller now.
 """
 
 # pyright: reportMissingImports=false
@@ -28,16 +28,11 @@ WORDS = 96  # ids of a vocabulary
 SPECIAL = 64  # the first id that is the special token of something
 ORDINARY = range(5, 60)  # ids of text
 MOST = 40_000_000  # weights of a model that is still played
-_LAYERS = 4  # at most
-_EOS_IS_PADDING = "ForSequenceClassification"
+MOST_LAYERS = 4
 
+# ---- sizes by the names of entries; the first that fits counts
 
-class TooLarge(Exception):
-    """A model that is not small."""
-
-
-# ---- sizes by the names of entries; the first that fits counts. None: it stays as it is.
-
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "layers")
 _COUNTS_OF_LAYERS = r"(num_hidden_layers|num_layers|n_layers?|depth|(en|de)coder_(num_)?layers|num_blocks|layers)$"
 _KEPT = (
     r"(num_channels|in_channels|patch_size|image_size|spatial_merge_size|temporal_patch_size|kernel|conv|stride|padding"
@@ -47,12 +42,23 @@ _WIDTHS = (
     r"(hidden_size|d_model|n_embd|^dim|embed_dim|emb_dim|embedding_size|word_embed_proj_dim|lru_width|width"
     r"|hidden_size_per_layer_input|projection_dim|emb_size|projector_(in|out)put_dim)$"
 )
+_INNER = (
+    r"(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|dff|d_inner|mlp_dim|dim_ff|inner_dim|hidden_dim|ffn_size"
+    r"|feed_forward_size|n_inner|intermediate_size_mlp|merged_hidden_size)$"
+)
+_LENGTHS = (
+    r"(max_.*position|n_positions|n_ctx|max_seq_len|max_sequence_length|model_max_length|seq_length|context_length)"
+)
+_WINDOWS = (
+    r"((sliding_?window|attention_window|window_size|local_attention|window_len)(_size)?$|local_attention_window_len)"
+)
+_KV_HEADS = r"(key_value_heads|n_head_kv|num_kv_heads|kv_n_heads|num_query_groups)$"
 _RULES: tuple[tuple[str, int], ...] = (
     (r"(^|_)vocab(ulary)?_size|vocab_size_|^n_vocab$", WORDS),
-    (r"(sliding_?window|attention_window|window_size|local_attention|window_len)(_size)?$|local_attention_window_len", 6),
+    (_WINDOWS, 6),
     (r"attention_chunk_size$|^floor_scale$|log_scaling_n_floor", 8),
     (r"original_max_position_embeddings$", 16),
-    (r"(max_.*position|n_positions|n_ctx|max_seq_len|max_sequence_length|model_max_length|seq_length|context_length)", 64),
+    (_LENGTHS, 64),
     (r"^index_topk$|indexer_budget", 8),
     (r"(index_head_dim|indexer_head_dim)$", 8),
     (r"(index_n_heads|indexer_n_heads)$", 16),  # a ReLU in each: with few of them many scores are 0, and equal
@@ -77,15 +83,19 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"^(n_shared_experts|num_shared_experts|moe_num_shared_experts)$", 1),
     (r"^(first_k_dense_replace|num_dense_layers|moe_layer_start_index)$", 1),
     (r"(_period|_interval|every_n_layers|_pattern|sparse_step|_frequency|every)$", 2),
-    (r"(key_value_heads|n_head_kv|num_kv_heads|kv_n_heads|num_query_groups)$", 2),
+    (_KV_HEADS, 2),
     (r"(attention_heads|num_heads|n_heads?|_heads)$", 4),
-    (r"(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|dff|d_inner|mlp_dim|dim_ff|inner_dim|hidden_dim|ffn_size"
-     r"|feed_forward_size|n_inner|intermediate_size_mlp|merged_hidden_size)$", 48),
+    (_INNER, 48),
     (_WIDTHS, WIDTH),
-)  # fmt: skip
+)
 _ABSENT = {"head_dim": 8, "num_key_value_heads": 2, "num_experts_per_tok": 2}  # of entries without a default
-_TOKENS = r"(_token_ids?|_token_index|_token_id|_index|_token|_patch_id|_start_id|_end_id|_newline_id)$"
+_TOKENS = r"(_token_ids?|_token_index|_index|_token|_patch_id|_start_id|_end_id|_newline_id)$"
+_USUAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _OF_LAYERS = r"(idx|index|indexes|indices|_ids|_layers|layer_list|_at)s?$"
+
+
+class TooLarge(Exception):
+    """A model that is not small."""
 
 
 def tiny_model(name: str, **more: Any) -> Any:
@@ -98,14 +108,12 @@ def tiny_model(name: str, **more: Any) -> Any:
         TooLarge: it has more than `MOST` weights even so. And whatever its class raises.
     """
     kind = getattr(importlib.import_module("transformers"), name)
-    config = shrunk(kind, **more)
-    torch.manual_seed(0)
     with torch.device("meta"):
-        count = sum(weight.numel() for weight in kind(config).parameters())
+        count = sum(weight.numel() for weight in kind(shrunk(kind, **more)).parameters())
     if count > MOST:
         raise TooLarge(f"{count:,} weights in the smallest configuration")
     torch.manual_seed(0)
-    model = kind(shrunk(kind, **more)).eval()
+    model = kind(shrunk(kind, **more)).float().eval()
     _draw(model)
     return model
 
@@ -114,35 +122,36 @@ def tiny_model(name: str, **more: Any) -> Any:
 def _draw(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(5)
     for weight in model.parameters():
-        if not weight.is_floating_point():
-            continue
-        drawn = torch.randn(weight.shape, generator=generator).to(weight.dtype)
-        weight.copy_(0.2 * drawn if weight.dim() > 1 else weight + 0.1 * drawn)
-    model.float()
+        if weight.is_floating_point():
+            drawn = torch.randn(weight.shape, generator=generator)
+            weight.copy_(0.2 * drawn if weight.dim() > 1 else weight + 0.1 * drawn)
 
 
-def shrunk(kind: type, **more: Any) -> Any:
-    """The configuration of a class of models, made small. more: further entries, of nested configurations too."""
-    name, config_class = kind.__name__, getattr(kind, "config_class")
-    own = EXCEPTIONS.get(config_class.__name__, {})
-    default = config_class(**own.get("default", {}))
+def shrunk(kind: Any, **more: Any) -> Any:
+    """The configuration of a class of models, made small.
+
+    Classifiers of sequences get the end token as their padding token, as TRL gives it to tokenizers that have none.
+
+    Args:
+        more: further entries, of nested configurations too.
+    """
+    name, config_class = kind.__name__, kind.config_class
+    default = config_class()
     given = _small(default, _sizes(default))
-    if name.endswith(_EOS_IS_PADDING):
-        end = _text(given).get("eos_token_id", getattr(default.get_text_config(), "eos_token_id", None))
+    text, entries = _text(given), default.get_text_config()
+    if name.endswith("ForSequenceClassification"):
+        end = text.get("eos_token_id", getattr(entries, "eos_token_id", None))
         end = end[0] if isinstance(end, list) else end
-        _text(given)["pad_token_id"] = 2 if end is None else end
-        _text(given)["eos_token_id"] = _text(given)["pad_token_id"]
+        text |= dict.fromkeys(("pad_token_id", "eos_token_id"), 2 if end is None else end)
     if "mrope_section" in inspect.getsource(inspect.getmodule(kind) or kind):
-        text = _text(given)
-        angles = text.get("rope_parameters", dict(default.get_text_config().rope_parameters or {}))
+        angles = text.get("rope_parameters", dict(getattr(entries, "rope_parameters", None) or {}))
         flat = not any(isinstance(x, dict) for x in angles.values())
         text |= {"rope_parameters": _rope({"mrope_section": [2, 1, 1]} | angles, text)} if flat else {}
-    if name.endswith("ForMaskedLM") and "is_decoder" in own:
-        own = own | {"is_decoder": False}
-    given = _merged(given, {n: x for n, x in own.items() if n != "default"})
-    if name.endswith(("ForCausalLM", "LMHeadModel")) and getattr(default, "is_decoder", True) is False:
+    given = _merged(given, EXCEPTIONS.get(config_class.__name__, {}))
+    if name.endswith(("ForCausalLM", "LMHeadModel", "ModelWithLMHead")) and hasattr(default, "is_decoder"):
         given["is_decoder"] = True
-    given = _merged(given, {"num_labels": 3} if "Classification" in name else {})
+    if "Classification" in name:
+        given["num_labels"] = 3
     return config_class(**_merged(given, more))
 
 
@@ -155,16 +164,23 @@ def _text(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged(given: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Nested entries, with others on top. None takes an entry away, so that the class's own default counts."""
+    """Nested entries, with others on top.
+
+    >>> _merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"c": 4}, "d": "as it is"})
+    {'a': {'b': 1, 'c': 4}}
+    """
     out = dict(given)
     for name, value in more.items():
         if isinstance(value, dict) and isinstance(out.get(name), dict):
             out[name] = _merged(out[name], value)
-        elif value == "as it is":
+        elif isinstance(value, str) and value == "as it is":
             out.pop(name, None)
         else:
             out[name] = value
     return out
+
+
+# ---- one configuration
 
 
 def _small(config: Any, sizes: dict[int, int]) -> dict[str, Any]:
@@ -187,15 +203,10 @@ def _small(config: Any, sizes: dict[int, int]) -> dict[str, Any]:
         elif isinstance(value, list | tuple) and value:
             listed = _listed(name, list(value), layers, kept, special)
             given |= {} if listed is None else {name: listed}
-    for name in _ABSENT.keys() & entries.keys():
-        if entries[name] is None:
+        elif value is None and name in _ABSENT:
             given[name] = _ABSENT[name]
     if getattr(config, "_heterogeneity_spec", None) is not None:
-        own = {int(layer): each for layer, each in config.to_dict()["per_layer_config"].items() if int(layer) in kept}
-        given["per_layer_config"] = {
-            str(kept.index(layer)): {n: _size_or_same(n, x, len(kept), special, entries | each) for n, x in each.items()}
-            for layer, each in own.items()
-        }
+        given["per_layer_config"] = _by_layer(config, kept, entries)
     ropes = {n: x for n, x in entries.items() if isinstance(x, dict) and "rope" in n}
     return given | {n: small for n, x in ropes.items() if (small := _rope(x, given)) != x}
 
@@ -219,11 +230,8 @@ def _entries(config: Any) -> dict[str, Any]:
 
 
 def _layers(config: Any) -> int:
-    for name in ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "layers"):
-        value = getattr(config, name, None)
-        if isinstance(value, int):
-            return value
-    return 0
+    counts = (getattr(config, name, None) for name in _LAYERS)
+    return next((count for count in counts if isinstance(count, int)), 0)
 
 
 def _kept_layers(entries: dict[str, Any], layers: int) -> list[int]:
@@ -237,7 +245,7 @@ def _kept_layers(entries: dict[str, Any], layers: int) -> list[int]:
     for layer in range(layers):
         what = (*(repr(one[layer]) for one in each), *(layer in one for one in named))
         first.setdefault(what, layer)
-    kept = sorted(first.values())[:_LAYERS]
+    kept = sorted(first.values())[:MOST_LAYERS]
     return kept if len(kept) > 1 else [0, layers - 1]
 
 
@@ -252,39 +260,43 @@ def _listed(name: str, value: list[Any], layers: int, kept: list[int], special: 
         return [new for new, old in enumerate(kept) if old in value] or [0]
     if layers > 1 and len(value) == layers:
         return [value[old] for old in kept]
-    if re.search(_TOKENS, name) and all(isinstance(x, int) for x in value):
-        if max(value) < SPECIAL:
-            return None
-        return [2, *(next(special) for _ in value[1:])] if name == "eos_token_id" else [next(special) for _ in value]
-    return None
+    if not re.search(_TOKENS, name) or not all(isinstance(x, int) for x in value) or max(value) < SPECIAL:
+        return None
+    rest = [next(special) for _ in value[1:]]
+    return [2 if name == "eos_token_id" else next(special), *rest]
 
 
-def _size(name: str, value: int, layers: int, special: Any, entries: dict[str, Any]) -> int | None:
-    if re.search(_TOKENS, name) or name.endswith(("_token_id", "_token_index")):
-        if name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            usual = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}[name]
-            return value if 0 <= value < ORDINARY.start else usual
+def _size(name: str, value: int, layers: int, special: Iterator[int], entries: dict[str, Any]) -> int | None:
+    if re.search(_TOKENS, name):
+        if name in _USUAL:
+            return value if 0 <= value < ORDINARY.start else _USUAL[name]
         return next(special, WORDS - 1) if value >= ORDINARY.start else None
     if value <= 1 or re.search(_KEPT, name):
         return None
     if re.search(_COUNTS_OF_LAYERS, name):
         return min(value, layers or 2)
     small = next((size for pattern, size in _RULES if re.search(pattern, name)), None)
-    if small == 2 and re.search(r"(key_value_heads|n_head_kv|num_kv_heads|kv_n_heads|num_query_groups)$", name):
+    if re.search(_KV_HEADS, name):
         heads = next((entries[n] for n in ("num_attention_heads", "n_head", "n_heads") if n in entries), 0)
         small = 4 if heads == value else 2
     return None if small is None else min(small, value)
 
 
-def _size_or_same(name: str, value: Any, layers: int, special: Any, entries: dict[str, Any]) -> Any:
-    small = _size(name, value, layers, special, entries) if isinstance(value, int) else None
-    return value if small is None else small
+def _by_layer(config: Any, kept: list[int], entries: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The entries that only some layers have."""
+    found: dict[str, dict[str, Any]] = {}
+    for layer, own in config.to_dict()["per_layer_config"].items():
+        if int(layer) in kept:
+            small = {n: _size(n, x, len(kept), iter(()), entries | own) for n, x in own.items() if isinstance(x, int)}
+            found[str(kept.index(int(layer)))] = own | {n: x for n, x in small.items() if x is not None}
+    return found
 
 
 def _rope(value: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Rotary embeddings: sections that add up to half of a small head, and thresholds that a batch reaches."""
-    out = dict[str, Any]()
+    out: dict[str, Any] = {}
     for name, x in value.items():
+        out[name] = x
         if isinstance(x, dict):
             out[name] = _rope(x, given)
         elif name == "mrope_section":
@@ -293,6 +305,4 @@ def _rope(value: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
             out[name] = [half - sum(rest), *rest]
         elif name == "original_max_position_embeddings":
             out[name] = 16
-        else:
-            out[name] = x
     return out
