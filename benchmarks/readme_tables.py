@@ -1,6 +1,6 @@
 """The tables of features and of speed in docs/conformance/comparison.md, the README's lines of them, those of
-docs/performance.md and of two pages of docs/how_to, and the table of commits in benchmarks/results/README.md, from
-records.
+docs/performance.md, of docs/support.md and of two pages of docs/how_to, and the table of commits in
+benchmarks/results/README.md, from records.
 
     python -m benchmarks.readme_tables --write
     python -m benchmarks.readme_tables --check
@@ -23,6 +23,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from benchmarks.parts.architecture_tables import architecture_tables
 from benchmarks.parts.performance_tables import (
     RESULTS,
     SCHEDULES,
@@ -212,6 +213,7 @@ def tables_of(folder: Path = RESULTS) -> dict[str, list[str]]:
         "docs/performance.md": performance_tables(),
         "docs/how_to/scores.md": [score_table()],
         "docs/how_to/hybrid.md": linear_tables(),
+        "docs/support.md": architecture_tables(),
     }
 
 
@@ -222,6 +224,7 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "features.csv": (),  # read in other libraries' sources
     "one_launch_*": (),  # a prototype, which is not in this package
     "peers_*": ("conformance",),
+    "sweep.json": ("cp_fast/integrations", "benchmarks/parts/sweep_cases.py", "benchmarks/parts/tiny_models.py"),
     "pytorch_by_hand.txt": ("benchmarks/checks/pytorch_by_hand.py",),
     "kernels_*": ("csrc", "cp_fast/movers"),
     "gpu_kernels_*": ("csrc", "cp_fast/movers"),

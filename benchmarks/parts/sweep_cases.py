@@ -62,15 +62,13 @@ def classes() -> dict[str, str]:
 
 _UNSWITCHED = {"return_dict", "use_cache", "is_encoder_decoder", "output_hidden_states", "output_attentions"}
 _UNSWITCHED |= {"add_cross_attention", "cross_attention_hidden_size", "output_router_logits"}
+_FROM_16 = {"original_max_position_embeddings": 16}
 _ANGLES: dict[str, dict[str, Any]] = {  # of rotary embeddings that a threshold of positions changes
     "linear": {"factor": 2.0},
-    "dynamic": {"factor": 2.0, "original_max_position_embeddings": 16},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
-    "longrope": {"factor": 4.0, "original_max_position_embeddings": 16},
-    "llama3": {
-        **{"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        "original_max_position_embeddings": 16,
-    },
+    "dynamic": {"factor": 2.0, **_FROM_16},
+    "yarn": {"factor": 4.0, **_FROM_16},
+    "longrope": {"factor": 4.0, **_FROM_16},
+    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_FROM_16},
 }
 
 

@@ -240,7 +240,7 @@ def _kept_layers(entries: dict[str, Any], layers: int) -> list[int]:
         return [*range(layers)]
     first: dict[tuple[Any, ...], int] = {}
     lists = [list(x) for x in entries.values() if isinstance(x, list | tuple) and len(x) == layers]
-    each = [x for x in lists if len({repr(one) for one in x}) < layers]
+    each = [x for x in lists if isinstance(x[0], str) or len({repr(one) for one in x}) < layers]
     named = [set(x) for n, x in entries.items() if _names_layers(n, x, layers)]
     for layer in range(layers):
         what = (*(repr(one[layer]) for one in each), *(layer in one for one in named))

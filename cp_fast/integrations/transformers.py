@@ -29,6 +29,7 @@ from cp_fast.integrations.hugging_face.chosen_keys import (
     give_back,
     put_selectors,
 )
+from cp_fast.integrations.hugging_face.handed_on import handing_on
 from cp_fast.integrations.hugging_face.image_models import is_whole, mark_whole, vision_parts
 from cp_fast.integrations.hugging_face.linear_mixers import linear_mixers, put_over_ranks, take_back
 from cp_fast.integrations.hugging_face.model_batches import shard_batch
@@ -108,7 +109,8 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         put_over_ranks(model)
         put_selectors(model)
         with at_rest(model):
-            seen = look_over(cast(Any, model).base_model if pools else model, covered, numbered=not alibi)
+            looked: Any = cast(Any, model).base_model if pools else model
+            seen = handing_on(model, covered, lambda: look_over(looked, covered, numbered=not alibi))
             head = _POOLED.format(type(model).__name__) if pools else head_of(model, seen)
             found: dict[str, Any] = {"pools": pools}
             if not pools:

@@ -65,6 +65,8 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what is right over ranks
     "CamembertForTokenClassification": {},
     "DistilBertForTokenClassification": {},
     "BertForTokenClassification": {},
+    "StableLmForCausalLM": {},  # whose layers hand no keywords on to their attention
+    "NemotronForCausalLM": {},
     "BloomForCausalLM": {},
     "BloomForTokenClassification": {},
     "MptForCausalLM": {"max_seq_len": 64},
@@ -79,7 +81,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what is named of the o
     "BertModel": ({}, r"pooler \(BertPooler\) pools over tokens"),
     "Llama4ForCausalLM": (EXPERTS, r"layer_types\[0\] is 'chunked_attention'"),
     "T5ForConditionalGeneration": ({}, "has an encoder and a decoder"),
-    "NemotronForCausalLM": ({}, "does not hand its keywords on"),
     "ViTModel": ({}, "reads pixel_values"),
 }
 

@@ -46,6 +46,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # by the functions that they call
     "GraniteMoeHybridForCausalLM": STATES | LAYERS | EXPERTS | {"shared_intermediate_size": 16},
     "NemotronHForCausalLM": NEMOTRON,
     "Zamba2ForCausalLM": ZAMBA | {"layers_block_type": ["linear_attention", "hybrid"]},
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 1, "chunk_size": 8},
     "Lfm2ForCausalLM": CONV,
     "Lfm2MoeForCausalLM": CONV | EXPERTS | {"num_dense_layers": 1},
     "Lfm3ForCausalLM": CONV,
@@ -53,7 +54,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # by the functions that they call
 REFUSED_HYBRIDS: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen4ExpForCausalLM": (GATED | SHARED | INDEXED, "'indexed_attention'"),
     "Glm5NextTextModel": (KIMI | {"index_topk": 16, "index_kpool": 4, "qk_rope_head_dim": 0}, "'indexed_attention'"),
-    "Mamba2ForCausalLM": ({"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 1}, "is not given cp_batch"),
     "MambaForCausalLM": ({}, r"backbone.layers.0.mixer \(MambaMixer\) calls mamba_selective_scan"),
     "FalconMambaForCausalLM": ({}, r"\(FalconMambaMixer\) calls mamba_selective_scan"),
     "JambaForCausalLM": ({}, r"model.layers.0.mamba \(JambaMambaMixer\) calls mamba_selective_scan"),
