@@ -87,6 +87,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {  # "as it is": the class's own value
     "JanusConfig": {"vq_config": _PICTURES | {"latent_channels": 32, "embed_dim": 8}},
     "Lfm2Config": _CONVOLUTION,
     "Lfm2MoeConfig": _CONVOLUTION | {"num_dense_layers": 1},
+    "LiltConfig": {"hidden_size": 48},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8},
     "Molmo2Config": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "MuseSparkConfig": {"audio_config": _SOUND},
@@ -102,5 +103,6 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {  # "as it is": the class's own value
         "local_attn_chunk_length": 8,
         "lsh_attn_chunk_length": 8,
     },
+    "XmodConfig": {"default_language": "en_XX"},
     "ZambaConfig": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
 }
