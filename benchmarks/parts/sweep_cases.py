@@ -263,6 +263,12 @@ def _parameters(model: Any) -> Mapping[str, Any]:
     return inspect.signature(model.forward).parameters
 
 
+def _first_position(model: Any) -> int:
+    """The number that a prepared model gives to the first position of a sequence."""
+    edge: Any = edge_of(model)
+    return edge.numbering.first if hasattr(edge, "numbering") else edge.first_position
+
+
 def _grads(model: Any) -> dict[str, torch.Tensor]:
     return {n: w.grad.clone() for n, w in model.named_parameters() if w.grad is not None and w.grad.any()}
 
@@ -272,7 +278,7 @@ def rank_of(model: Any, task: str, rows: Rows, context: Any, learns: bool) -> Re
     model.zero_grad()
     batch, count = dict(rows.given), _counted(rows, task)
     if rows.kind == "packed":  # as the model numbers them
-        batch["position_ids"] = batch["position_ids"] + edge_of(model).first_position
+        batch["position_ids"] = batch["position_ids"] + _first_position(model)
     if learns:
         batch["labels"] = rows.labels
     fill = {} if task == "sequences" else {"fill": {"targets": -100}}
@@ -324,7 +330,7 @@ def _play(name: str, task: str, more: dict[str, Any]) -> dict[str, Any]:
         mine = ours.prepare(copy.deepcopy(model), contexts[LAYOUTS[0]])
         head = edge_of(mine).head
         learns = head is not None and not isinstance(head, str)
-        results: dict[str, Any] = {"learns": learns, "head": head, "first": edge_of(mine).first_position}
+        results: dict[str, Any] = {"learns": learns, "head": head, "first": _first_position(mine)}
         for kind, batch in rows.items():
             for layout, context in contexts.items():
                 try:
