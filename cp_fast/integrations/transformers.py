@@ -19,7 +19,6 @@ import torch
 
 from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.integrations.hugging_face.alibi_models import SequencesAsMask, has_alibi, sequences_as_mask, with_alibi
 from cp_fast.integrations.hugging_face.built_masks import Said, refuse_own_mask, sides_of
 from cp_fast.integrations.hugging_face.chosen_keys import (
     INDEXED,
@@ -46,6 +45,13 @@ from cp_fast.integrations.hugging_face.pooled_head import pooling_of
 from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over, takes_cache
 from cp_fast.integrations.hugging_face.task_head import head_of, spans_of, transform_of
 from cp_fast.integrations.hugging_face.token_mixers import LAYERS, NAME, refuse_adapters, refuse_by_name, refuse_kind
+from cp_fast.integrations.hugging_face.written_attention import (
+    SequencesAsMask,
+    has_alibi,
+    sequences_as_mask,
+    with_attention,
+    writes_attention,
+)
 from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.token_batches import CpBatch
 from cp_ref.contract.call_checks import check_context
@@ -102,8 +108,8 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         mark_whole(model, whole)
     take_off(model)
     alibi = has_alibi(model)
-    if alibi:
-        with_alibi(model, attention_forward)
+    if writes_attention(model):
+        with_attention(model, attention_forward)
     switch(mine)
     try:
         put_over_ranks(model)

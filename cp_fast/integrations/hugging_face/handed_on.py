@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from cp_fast.integrations.hugging_face.alibi_models import SequencesAsMask
 from cp_fast.integrations.hugging_face.slice_probe import Probe, takes_cache
+from cp_fast.integrations.hugging_face.written_attention import SequencesAsMask
 
 __all__ = ["handing_on"]
 

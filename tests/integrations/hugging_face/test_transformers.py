@@ -14,7 +14,7 @@ import torch
 
 import cp_fast
 from cp_fast.integrations import transformers as ours
-from cp_fast.integrations.hugging_face.alibi_models import SequencesAsMask
+from cp_fast.integrations.hugging_face.written_attention import SequencesAsMask
 from cp_ref import SimGroup
 from tests.dist.workers import run_program
 

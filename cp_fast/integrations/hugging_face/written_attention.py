@@ -1,7 +1,8 @@
-"""Models whose attention is written out with ALiBi, and not called by transformers' AttentionInterface: BLOOM and MPT.
+"""Models whose attention is written out, and not called by transformers' AttentionInterface: BLOOM and MPT with ALiBi,
+GPT-Neo, XGLM, Megatron-BERT and RemBERT. Each gets a forward that calls ours in the place of its formula.
 
-Both add `slope * j` to the score of key j, from a tensor that they make in each call. For a causal mask that is
-`-slope * |i - j|` plus `slope * i`, which the softmax of row i ignores. So their attention gets the slopes, and no
+BLOOM and MPT add `slope * j` to the score of key j, from a tensor that they make in each call. For a causal mask that
+is `-slope * |i - j|` plus `slope * i`, which the softmax of row i ignores. So their attention gets the slopes, and no
 tensor of biases. `prepare` reads the slopes off the model's own tensor, and refuses another formula.
 
 transformers hands no keywords on to this attention. So a call's sequences travel as the mask, which it does hand on,
@@ -22,7 +23,7 @@ from torch import nn
 from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 from cp_fast.integrations.shared.drop_in import refuse
 
-__all__ = ["SequencesAsMask", "has_alibi", "sequences_as_mask", "with_alibi"]
+__all__ = ["SequencesAsMask", "has_alibi", "sequences_as_mask", "with_attention", "writes_attention"]
 
 Attention = Callable[..., tuple[torch.Tensor, None]]
 _TOKENS = 16  # of the tensor of biases that is looked at
@@ -49,21 +50,26 @@ def sequences_as_mask() -> SequencesAsMask | None:
 
 def has_alibi(model: nn.Module) -> bool:
     """Whether the model is a BLOOM or an MPT of transformers."""
+    return any(_kind(module) in _BIASES for module in model.modules())
+
+
+def writes_attention(model: nn.Module) -> bool:
+    """Whether the model has layers of transformers that are known here."""
     return any(_kind(module) in _FORWARD for module in model.modules())
 
 
-def with_alibi(model: nn.Module, attention: Attention) -> None:
+def with_attention(model: nn.Module, attention: Attention) -> None:
     """Give the model's layers `attention`, with their slopes. A call without `cp_batch` runs the model's own.
 
     Raises:
         NotImplementedError: the model's biases are no slopes times positions.
     """
-    slopes = _slopes(model)
+    slopes = _slopes(model) if has_alibi(model) else None
     for module in model.modules():
         if hasattr(module, "_can_set_attn_implementation"):
             module.__dict__["_can_set_attn_implementation"] = _yes
-            if "_cp_fast_alibi" not in module.__dict__:
-                module.__dict__["_cp_fast_alibi"] = True
+            if "_cp_fast_written" not in module.__dict__:
+                module.__dict__["_cp_fast_written"] = True
                 module.register_forward_pre_hook(_enter, with_kwargs=True)
                 module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
         if (forward := _FORWARD.get(_kind(module))) is not None:
@@ -133,11 +139,50 @@ def _mpt(self: Any, hidden_states: torch.Tensor, position_bias: Any, *given: Any
     return self.out_proj(_attended(self, by_head, attention_mask, dropout, self.softmax_scale)), None
 
 
-def _attended(self: Any, qkv: Any, mask: SequencesAsMask, dropout: float, scale: float) -> torch.Tensor:
+def _bert(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **named: Any) -> Any:
+    if not isinstance(attention_mask, SequencesAsMask):
+        return type(self).forward(self, hidden_states, attention_mask, **named)
+    refuse_caches(type(self).__name__, named)
+    refuse(type(self).__name__, **{name: named.get(name) for name in ("encoder_hidden_states", "output_attentions")})
+    heads = (self.num_attention_heads, self.attention_head_size)
+    by_head = [part(hidden_states).unflatten(2, heads).transpose(1, 2) for part in (self.query, self.key, self.value)]
+    dropout = self.dropout.p if self.training else 0.0
+    scale = self.attention_head_size**-0.5
+    return _attended(self, by_head, attention_mask, dropout, scale, is_causal=self.is_decoder), None
+
+
+def _gpt_neo(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, *given: Any, **named: Any) -> Any:
+    if not isinstance(attention_mask, SequencesAsMask):
+        return type(self).forward(self, hidden_states, attention_mask, *given, **named)
+    refuse_caches("GPTNeoSelfAttention", {"layer_past": given[0] if given else None, **named})
+    refuse("GPTNeoSelfAttention", output_attentions=named.get("output_attentions"))
+    parts = (self.q_proj, self.k_proj, self.v_proj)
+    by_head = [part(hidden_states).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in parts]
+    window = self.config.window_size if self.attention_type == "local" else None
+    dropout = self.attn_dropout.p if self.training else 0.0
+    out = _attended(self, by_head, attention_mask, dropout, 1.0, sliding_window=window)
+    return self.resid_dropout(self.out_proj(out)), None
+
+
+def _xglm(self: Any, hidden_states: torch.Tensor, *given: Any, attention_mask: Any = None, **named: Any) -> Any:
+    if not isinstance(attention_mask, SequencesAsMask):
+        return type(self).forward(self, hidden_states, *given, attention_mask=attention_mask, **named)
+    refuse_caches("XGLMAttention", named)
+    refuse("XGLMAttention", key_value_states=given[0] if given else named.get("key_value_states"))
+    parts = (self.q_proj, self.k_proj, self.v_proj)
+    by_head = [part(hidden_states).unflatten(2, (-1, self.head_dim)).transpose(1, 2) for part in parts]
+    dropout = self.dropout if self.training else 0.0
+    return self.out_proj(_attended(self, by_head, attention_mask, dropout, self.scaling)), None
+
+
+def _attended(
+    self: Any, qkv: Any, mask: SequencesAsMask, dropout: float, scale: float, is_causal: bool = True, **more: Any
+) -> torch.Tensor:
     """q, k, v [b, h, s/cp, d] -> [b, s/cp, h * d]."""
     attention, slopes = self.__dict__["_cp_fast_attention"]
-    given = {"dropout": dropout, "scaling": scale, "is_causal": True}
-    out, _ = attention(self, *qkv, None, **given, alibi_slopes=slopes.to(qkv[0].device), cp_batch=mask.sequences)
+    given = {"dropout": dropout, "scaling": scale, "is_causal": is_causal, "sliding_window": None} | more
+    slopes = None if slopes is None else slopes.to(qkv[0].device)
+    out, _ = attention(self, *qkv, None, **given, alibi_slopes=slopes, cp_batch=mask.sequences)
     return out.flatten(2)
 
 
@@ -145,6 +190,10 @@ _PLACE = "transformers.models"
 _FORWARD: dict[str, Callable[..., Any]] = {
     f"{_PLACE}.bloom.modeling_bloom.BloomAttention": _bloom,
     f"{_PLACE}.mpt.modeling_mpt.MptAttention": _mpt,
+    f"{_PLACE}.gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
+    f"{_PLACE}.megatron_bert.modeling_megatron_bert.MegatronBertSelfAttention": _bert,
+    f"{_PLACE}.rembert.modeling_rembert.RemBertSelfAttention": _bert,
+    f"{_PLACE}.xglm.modeling_xglm.XGLMAttention": _xglm,
 }
 _BIASES: dict[str, Callable[[Any, torch.device], torch.Tensor]] = {
     f"{_PLACE}.bloom.modeling_bloom.BloomModel": lambda inner, device: inner.build_alibi_tensor(
