@@ -46,12 +46,11 @@ _LIBRARIES = r"requires the (\w+) library|No module named '(\w+)'"
 
 def architecture_tables(folder: Path = RESULTS) -> list[str]:
     """Counts; what is right; what is refused, by the reason; what was not built: four tables, as Markdown."""
-    record: dict[str, Any] = json.loads((folder / RECORD).read_text())
-    classes: dict[str, dict[str, Any]] = record["classes"]
-    return [_counts(record, classes), _right(classes), _refused(classes), _not_built(classes)]
+    classes: dict[str, dict[str, Any]] = json.loads((folder / RECORD).read_text())["classes"]
+    return [_counts(classes), _right(classes), _refused(classes), _not_built(classes)]
 
 
-def _counts(record: dict[str, Any], classes: dict[str, dict[str, Any]]) -> str:
+def _counts(classes: dict[str, dict[str, Any]]) -> str:
     counted = collections.Counter((one["task"], one["verdict"]) for one in classes.values())
     rows: list[list[str]] = []
     for task, said in TASKS.items():
@@ -59,7 +58,7 @@ def _counts(record: dict[str, Any], classes: dict[str, dict[str, Any]]) -> str:
         of_task = (counted[task, "right"], counted[task, "refused"], wrong, counted[task, "not built"])
         rows.append([said, *map(str, of_task)])
     total = [str(sum(int(row[column]) for row in rows)) for column in range(1, 5)]
-    head = [f"classes of transformers {record['versions']['transformers']}", "right", "refused", "wrong", "not built"]
+    head = ["classes of transformers", "right", "refused", "wrong", "not built"]
     return markdown(head, [*rows, ["all", *total]])
 
 

@@ -281,8 +281,8 @@ def rank_of(model: Any, task: str, rows: Rows, context: Any, learns: bool) -> Re
         batch["position_ids"] = batch["position_ids"] + _first_position(model)
     if learns:
         batch["labels"] = rows.labels
-    fill = {} if task == "sequences" else {"fill": {"targets": -100}}
-    part = ours.shard_batch(batch | ({"targets": rows.targets} if fill else {}), cp=context, model=model, **fill)
+    fill = {} if task == "sequences" else {"targets": -100}
+    part = ours.shard_batch(batch | ({"targets": rows.targets} if fill else {}), cp=context, model=model, fill=fill)
     targets = part.pop("targets", None)
     out = model(**part, **rows.spans)
     logits = logits_of(out)

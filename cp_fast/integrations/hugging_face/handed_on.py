@@ -10,15 +10,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from cp_fast.integrations.hugging_face.slice_probe import Probe, takes_cache
-from cp_fast.integrations.hugging_face.written_attention import SequencesAsMask
 
 __all__ = ["handing_on"]
 
@@ -66,7 +66,7 @@ def _first_gap(model: nn.Module, layers: set[str]) -> tuple[str, str] | None:
     """Where a call of the model loses `cp_batch` above a layer: the last module that was given it, and the first below
     that was called without it. None where each layer that is reached has it.
     """
-    probe, config = Probe(), getattr(model, "config", None)
+    probe, config = Probe(), cast(Any, model).config
     heard, missing = set[str](), list[str]()
     ids = torch.arange(8, device=next(model.parameters()).device)[None] % config.get_text_config().vocab_size
     given: dict[str, Any] = {"cp_batch": probe, **({"use_cache": False} if takes_cache(model) else {})}
@@ -97,23 +97,32 @@ def _join(model: nn.Module, outer: str, inner: str) -> None:
     kind, name = type(model.get_submodule(outer)), inner.removeprefix(f"{outer}.")
     holder, _, element = name.rpartition(".")
     for module in [module for module in model.modules() if type(module) is kind]:
-        listed = element.isdigit() and isinstance(module.get_submodule(holder), nn.ModuleList)
-        names = [f"{holder}.{n}" for n in range(len(module.get_submodule(holder)))] if listed else [name]
+        holding = module.get_submodule(holder)
+        listed = element.isdigit() and isinstance(holding, nn.ModuleList)
+        names = [f"{holder}.{one}" for one, _ in holding.named_children()] if listed else [name]
         module.register_forward_pre_hook(_as_mask, with_kwargs=True)
         for one in map(module.get_submodule, names):
             one.register_forward_pre_hook(_as_keyword, with_kwargs=True)
 
 
+@dataclass(frozen=True, eq=False)
+class _Handed:
+    """The sequences of a call and its mask, in the place of the mask."""
+
+    sequences: Any
+    mask: Any
+
+
 def _as_mask(_: nn.Module, by_place: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    if named.get("cp_batch") is None or named.get(_MASK) is not None:
+    if named.get("cp_batch") is None:
         return None
-    return by_place, {**named, _MASK: SequencesAsMask(named["cp_batch"])}
+    return by_place, {**named, _MASK: _Handed(named["cp_batch"], named.get(_MASK))}
 
 
 def _as_keyword(_: nn.Module, by_place: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    given = [*by_place, named.get(_MASK)]
-    found = next((x for x in given if isinstance(x, SequencesAsMask)), None)
+    found = next((x for x in (*by_place, named.get(_MASK)) if isinstance(x, _Handed)), None)
     if found is None:
         return None
-    *by_place, mask = (None if x is found else x for x in given)
-    return tuple(by_place), {**named, **({_MASK: mask} if _MASK in named else {}), "cp_batch": found.sequences}
+    by_place = tuple(found.mask if x is found else x for x in by_place)
+    mask = {_MASK: found.mask} if _MASK in named else {}
+    return by_place, {**named, **mask, "cp_batch": found.sequences}

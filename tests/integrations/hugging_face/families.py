@@ -67,6 +67,8 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what is right over ranks
     "BertForTokenClassification": {},
     "StableLmForCausalLM": {},  # whose layers hand no keywords on to their attention
     "NemotronForCausalLM": {},
+    "GPTNeoForCausalLM": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 5},
+    "XGLMForCausalLM": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
     "BloomForCausalLM": {},
     "BloomForTokenClassification": {},
     "MptForCausalLM": {"max_seq_len": 64},

@@ -1,0 +1,53 @@
+"""Models whose attention is written out, beside those with ALiBi (test_transformers.py)."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import cp_fast
+from cp_fast.integrations import transformers as ours
+from cp_ref import SimGroup
+from tests.integrations.hugging_face.families import batch_of, tiny
+from tests.integrations.hugging_face.test_prepare import check, dist_of_one, grads_of
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
+
+NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+NO_DROPOUT |= {"resid_dropout": 0.0, "embed_dropout": 0.0}
+NAMES = ("GPTNeoForCausalLM", "XGLMForCausalLM")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_that_are_computed_again(name: str) -> None:
+    def one(member: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        cp = cp_fast.ContextParallel(member, layout="balanced")
+        model = copy.deepcopy(ours.prepare(ours.prepare(whole, cp), cp)).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        loss = model(**ours.shard_batch(batch_of(name), cp=cp, model=model)).loss
+        loss.backward()
+        return loss.detach(), grads_of(model)
+
+    whole = tiny(name, **NO_DROPOUT)
+    check(name, SimGroup(2).run(one))
+
+
+NO_DROPOUT = dict.fromkeys(
+    ("dropout", "attention_dropout", "activation_dropout", "resid_dropout", "embed_dropout"), 0.0
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dropout_of_attention_is_refused_and_a_model_runs_alone_again(name: str) -> None:
+    cp = cp_fast.ContextParallel(dist_of_one())
+    model = ours.prepare(tiny(name, **NO_DROPOUT | {"attention_dropout": 0.1}), cp).train()
+    with pytest.raises(NotImplementedError, match=r"dropout is 0\.1 in "):
+        model(**ours.shard_batch(batch_of(name), cp=cp, model=model))
+    model.set_attn_implementation("eager")
+    batch = {"input_ids": batch_of(name)["input_ids"]}
+    torch.testing.assert_close(model.eval()(**batch).logits, tiny(name)(**batch).logits)
