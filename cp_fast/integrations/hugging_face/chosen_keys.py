@@ -36,7 +36,7 @@ from cp_ref.contract.tensors import autocast
 __all__ = ["INDEXED", "SequencesToChoose", "attend_to_chosen", "choosers", "give_back", "put_selectors"]
 
 INDEXED = "indexed_attention"  # among a configuration's layer_types
-_ATTENTION = ("DeepseekV32Attention", "GlmMoeDsaAttention")
+_ATTENTION = ("DeepseekV32Attention", "GlmMoeDsaAttention", "AXK2Attention")
 _ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")  # of an indexer's queries and keys
 _TOP = 2  # keys that the trial of an indexer chooses
 

@@ -194,6 +194,27 @@ def _of_own_token(
 # ---- mixers
 
 
+def _lightning(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Any = None,
+    *,
+    cp_batch: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """MiniMax's lightning attention, which is written out: Mamba-2 whose decay is a number for each head."""
+    kwargs.pop("cache", None)  # which is None
+    sequences = _sequences("MiniMaxLightningAttention", cp_batch, kwargs | {_MASK: attention_mask})
+    qkv = self.act_fn(self.qkv_proj(hidden_states)).unflatten(2, (self.num_attention_heads, -1))
+    q, k, v = qkv.split(self.head_dim, dim=3)
+    g = -self.slope_rate.flatten().expand(qkv.shape[:3]).to(torch.promote_types(qkv.dtype, torch.float32))
+    out = self.norm(_recurrence(sequences, "mamba2", q, k, v, g, None, scale=1.0).flatten(2).to(v.dtype))
+    return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * out), None
+
+
+_MASK = "attention_mask"
+_WRITTEN = {"transformers.models.minimax.modeling_minimax.MiniMaxLightningAttention": _lightning}
 _REPLACED: dict[str, Callable[..., Any]] = {
     **FUNCTIONS,
     **dict.fromkeys(OF_CACHES, one_token),
@@ -203,8 +224,13 @@ _LACKING = ("mamba_selective_scan",)  # Mamba-1
 
 
 def linear_mixers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model whose classes mix tokens by functions that cp_fast has, by name."""
-    return {where: module for where, module in model.named_modules() if _functions(type(module)) & set(FUNCTIONS)}
+    """The modules of a model whose classes mix tokens by functions that cp_fast has, or are known, by name."""
+    known = ((where, module, type(module)) for where, module in model.named_modules())
+    return {where: module for where, module, kind in known if _functions(kind) & set(FUNCTIONS) or _written(kind)}
+
+
+def _written(kind: type[nn.Module]) -> Callable[..., Any] | None:
+    return _WRITTEN.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def put_over_ranks(model: nn.Module) -> None:
@@ -221,7 +247,7 @@ def put_over_ranks(model: nn.Module) -> None:
             raise NotImplementedError(f"{name} calls {function}, which cp_fast does not have over ranks")
         for function in _functions(kind) & set(FUNCTIONS):
             _check_parameters(name, function, inspect.unwrap(kind.forward).__globals__[function])
-        give_forward(module, _forward(kind.forward))
+        give_forward(module, _forward(kind.forward, _written(kind)))
 
 
 def take_back(model: nn.Module) -> None:
@@ -230,9 +256,13 @@ def take_back(model: nn.Module) -> None:
         take_forward(module)
 
 
-def _forward(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that runs the class's own, or its copy where the call has sequences over ranks."""
-    ours = _with_functions(theirs, _REPLACED)
+def _forward(theirs: Callable[..., Any], written: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A forward that runs the class's own, or its copy where the call has sequences over ranks.
+
+    Args:
+        written: in place of the copy.
+    """
+    ours = written or _with_functions(theirs, _REPLACED)
 
     def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
         sequences = named.get("cp_batch")

@@ -30,7 +30,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install '.[t
 INDEXER: dict[str, Any] = {"index_topk": 4, "index_head_dim": 12, "index_n_heads": 16, "num_hidden_layers": 3}
 INDEXER |= {"n_shared_experts": 1, "mlp_layer_types": ["dense", "sparse", "dense"]}
 SHARED = {"indexer_types": ["full", "shared", "full"]}  # the second layer takes the choice of the first
-MODELS = {"DeepseekV32ForCausalLM": {}, "GlmMoeDsaForCausalLM": SHARED}
+MODELS = {"DeepseekV32ForCausalLM": {}, "GlmMoeDsaForCausalLM": SHARED, "AXK2ForCausalLM": {}}
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
