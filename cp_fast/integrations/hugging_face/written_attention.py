@@ -1,5 +1,5 @@
 """Models whose attention is written out, and not called by transformers' AttentionInterface: BLOOM and MPT with ALiBi,
-GPT-Neo, XGLM, Megatron-BERT and RemBERT. Each gets a forward that calls ours in the place of its formula.
+Falcon, GPT-Neo, GPT-NeoX Japanese, XGLM, Megatron-BERT and RemBERT. Each gets a forward that calls ours.
 
 BLOOM and MPT add `slope * j` to the score of key j, from a tensor that they make in each call. For a causal mask that
 is `-slope * |i - j|` plus `slope * i`, which the softmax of row i ignores. So their attention gets the slopes, and no
@@ -11,6 +11,7 @@ also to a layer that is computed again.
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +66,10 @@ def with_attention(model: nn.Module, attention: Attention) -> None:
         NotImplementedError: the model's biases are no slopes times positions.
     """
     slopes = _slopes(model) if has_alibi(model) else None
+    if any(getattr(module, "use_alibi", False) for module in model.modules()):
+        raise NotImplementedError(
+            f"alibi is True in the configuration of {type(model).__name__}; cp_fast has rotary embeddings for it"
+        )
     for module in model.modules():
         if hasattr(module, "_can_set_attn_implementation"):
             module.__dict__["_can_set_attn_implementation"] = _yes
@@ -175,6 +180,36 @@ def _xglm(self: Any, hidden_states: torch.Tensor, *given: Any, attention_mask: A
     return self.out_proj(_attended(self, by_head, attention_mask, dropout, self.scaling)), None
 
 
+def _falcon(self: Any, hidden_states: torch.Tensor, alibi: Any = None, attention_mask: Any = None, **named: Any) -> Any:
+    if not isinstance(attention_mask, SequencesAsMask):
+        return type(self).forward(self, hidden_states, alibi, attention_mask, **named)
+    refuse_caches("FalconAttention", named)
+    refuse("FalconAttention", alibi=alibi, output_attentions=named.get("output_attentions"))
+    q, k, v = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
+    q, k = _rotated(self, q, k, named["position_embeddings"])
+    return self.dense(_attended(self, (q, k, v), attention_mask, 0.0, self.inv_norm_factor)), None
+
+
+def _gpt_neox_japanese(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **named: Any) -> Any:
+    if not isinstance(attention_mask, SequencesAsMask):
+        return type(self).forward(self, hidden_states, attention_mask, **named)
+    refuse_caches("GPTNeoXJapaneseAttention", named)
+    refuse("GPTNeoXJapaneseAttention", output_attentions=named.get("output_attentions"))
+    qkv = self.query_key_value(hidden_states).unflatten(2, (self.num_attention_heads, -1)).transpose(1, 2)
+    q, k, v = qkv.split(self.head_size, dim=3)
+    ends = [x[..., self.rotary_ndims :] for x in (q, k)]
+    turned = _rotated(self, *(x[..., : self.rotary_ndims] for x in (q, k)), named["position_embeddings"])
+    q, k = (torch.cat(pair, dim=-1) for pair in zip(turned, ends, strict=True))
+    dropout = self.attention_dropout.p if self.training else 0.0
+    out = _attended(self, (q, k, v), attention_mask, dropout, 1 / self.norm_factor)
+    return self.dense(out), None, self.dense_bias
+
+
+def _rotated(self: Any, q: torch.Tensor, k: torch.Tensor, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k [b, h, s/cp, d], rotated by the function of the layer's own file."""
+    return importlib.import_module(type(self).__module__).apply_rotary_pos_emb(q, k, *angles)
+
+
 def _attended(
     self: Any, qkv: Any, mask: SequencesAsMask, dropout: float, scale: float, is_causal: bool = True, **more: Any
 ) -> torch.Tensor:
@@ -190,6 +225,8 @@ _PLACE = "transformers.models"
 _FORWARD: dict[str, Callable[..., Any]] = {
     f"{_PLACE}.bloom.modeling_bloom.BloomAttention": _bloom,
     f"{_PLACE}.mpt.modeling_mpt.MptAttention": _mpt,
+    f"{_PLACE}.falcon.modeling_falcon.FalconAttention": _falcon,
+    f"{_PLACE}.gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": _gpt_neox_japanese,
     f"{_PLACE}.gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
     f"{_PLACE}.megatron_bert.modeling_megatron_bert.MegatronBertSelfAttention": _bert,
     f"{_PLACE}.rembert.modeling_rembert.RemBertSelfAttention": _bert,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import cp_fast
+from benchmarks.parts.tiny_models import tiny_model
 from cp_fast.integrations import transformers as ours
 from cp_ref import SimGroup
 from tests.integrations.hugging_face.families import batch_of, tiny
@@ -51,3 +52,20 @@ def test_dropout_of_attention_is_refused_and_a_model_runs_alone_again(name: str)
     model.set_attn_implementation("eager")
     batch = {"input_ids": batch_of(name)["input_ids"]}
     torch.testing.assert_close(model.eval()(**batch).logits, tiny(name)(**batch).logits)
+
+
+@pytest.mark.parametrize("more", [{}, {"multi_query": False}, {"new_decoder_architecture": True, "num_kv_heads": 2}])
+def test_heads_of_falcon(more: dict[str, Any]) -> None:
+    """One head of keys, as many as of queries, or some; its ALiBi is refused."""
+    name = "FalconForCausalLM"
+    whole, batch = tiny_model(name, **more), {"input_ids": batch_of(name)["input_ids"]}
+
+    def one(member: Any) -> torch.Tensor:
+        cp = cp_fast.ContextParallel(member)
+        model = ours.prepare(copy.deepcopy(whole), cp)
+        part = ours.shard_batch(batch, cp=cp, model=model)
+        return part["cp_batch"].unshard(model(**part).logits.detach())
+
+    torch.testing.assert_close(SimGroup(2).run(one)[0], whole(**batch).logits.detach(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="alibi is True in the configuration of FalconForCausalLM"):
+        ours.prepare(tiny_model(name, alibi=True), cp_fast.ContextParallel(dist_of_one()))
