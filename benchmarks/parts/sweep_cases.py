@@ -108,7 +108,7 @@ class Rows:
     """A batch as a collator makes it, and what is learnt from it.
 
     Args:
-        kind: "padded", "packed", or "spans", which is padded, with a span for each row.
+        kind: "padded", "packed", or "spans": rows of one length, with a span for each.
         given: input_ids, attention_mask or position_ids.
         labels: [b, s] of tokens; or one for each document.
         targets: [b, s], the labels where the logits have them: those of the next tokens, or their own.
@@ -139,7 +139,7 @@ def rows_of(task: str, kind: str, config: Any) -> Rows:
     text = config.get_text_config()
     padding = getattr(text, "pad_token_id", None)
     padding = padding if isinstance(padding, int) else 0
-    lengths = PACKED if kind == "packed" else ROWS
+    lengths = {"packed": PACKED, "padded": ROWS, "spans": (ROWS[0],) * 2}[kind]
     pieces = [torch.randint(ORDINARY.start, ORDINARY.stop, (n,), generator=generator) for n in lengths]
     for n, piece in enumerate(pieces):
         if len(piece) > 9:
