@@ -12,6 +12,7 @@ also to a layer that is computed again.
 from __future__ import annotations
 
 import importlib
+import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,9 +64,14 @@ def with_attention(model: nn.Module, attention: Attention) -> None:
     """Give the model's layers `attention`, with their slopes. A call without `cp_batch` runs the model's own.
 
     Raises:
-        NotImplementedError: the model's biases are no slopes times positions.
+        NotImplementedError: the model's biases are no slopes times positions; it takes no position_ids, and has none.
     """
     slopes = _slopes(model) if has_alibi(model) else None
+    if slopes is None and "position_ids" not in inspect.signature(model.forward).parameters:
+        # The sequences would reach its layers all the same, past a head that hands no keywords on.
+        raise NotImplementedError(
+            f"{type(model).__name__} takes no position_ids; it would number a slice's tokens itself"
+        )
     if any(getattr(module, "use_alibi", False) for module in model.modules()):
         raise NotImplementedError(
             f"alibi is True in the configuration of {type(model).__name__}; cp_fast has rotary embeddings for it"

@@ -69,3 +69,9 @@ def test_heads_of_falcon(more: dict[str, Any]) -> None:
     torch.testing.assert_close(SimGroup(2).run(one)[0], whole(**batch).logits.detach(), rtol=1e-4, atol=1e-5)
     with pytest.raises(NotImplementedError, match="alibi is True in the configuration of FalconForCausalLM"):
         ours.prepare(tiny_model(name, alibi=True), cp_fast.ContextParallel(dist_of_one()))
+
+
+def test_a_head_that_hands_no_positions_on_is_refused() -> None:
+    """Its sequences would reach the layers, and its positions would not."""
+    with pytest.raises(NotImplementedError, match="FalconForSequenceClassification takes no position_ids"):
+        ours.prepare(tiny_model("FalconForSequenceClassification"), cp_fast.ContextParallel(dist_of_one()))
