@@ -111,9 +111,12 @@ def _slopes(model: nn.Module) -> torch.Tensor:
     return slopes.contiguous()
 
 
-def _enter(model: Any, _: Any, given: dict[str, Any]) -> None:
+def _enter(model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any:
     if getattr(_call, "sequences", None) is None:
         _call.sequences, _call.model = given.get("cp_batch"), model
+    if _call.sequences is None or "use_cache" not in inspect.signature(model.forward).parameters:
+        return None
+    return by_place, {"use_cache": False, **given}  # which a head may not hand on
 
 
 def _leave(model: Any, *_: Any) -> None:

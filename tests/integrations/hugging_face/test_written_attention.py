@@ -75,3 +75,16 @@ def test_a_head_that_hands_no_positions_on_is_refused() -> None:
     """Its sequences would reach the layers, and its positions would not."""
     with pytest.raises(NotImplementedError, match="FalconForSequenceClassification takes no position_ids"):
         ours.prepare(tiny_model("FalconForSequenceClassification"), cp_fast.ContextParallel(dist_of_one()))
+
+
+@pytest.mark.parametrize("name", ["BloomForQuestionAnswering", "GPTNeoForQuestionAnswering"])
+def test_a_head_that_hands_no_use_cache_on_makes_no_cache(name: str) -> None:
+    whole, batch = tiny_model(name), {"input_ids": batch_of("LlamaForCausalLM")["input_ids"]}
+
+    def one(member: Any) -> torch.Tensor:
+        cp = cp_fast.ContextParallel(member)
+        model = ours.prepare(copy.deepcopy(whole), cp)
+        part = ours.shard_batch(batch, cp=cp, model=model)
+        return part["cp_batch"].unshard(model(**part).start_logits.detach())
+
+    torch.testing.assert_close(SimGroup(2).run(one)[0], whole(**batch).start_logits.detach(), rtol=1e-4, atol=1e-5)
