@@ -207,7 +207,8 @@ def _gpt_neox_japanese(self: Any, hidden_states: torch.Tensor, attention_mask: A
     qkv = self.query_key_value(hidden_states).unflatten(2, (self.num_attention_heads, -1)).transpose(1, 2)
     q, k, v = qkv.split(self.head_size, dim=3)
     ends = [x[..., self.rotary_ndims :] for x in (q, k)]
-    turned = _rotated(self, *(x[..., : self.rotary_ndims] for x in (q, k)), named["position_embeddings"])
+    begins = [x[..., : self.rotary_ndims] for x in (q, k)]
+    turned = _rotated(self, begins[0], begins[1], named["position_embeddings"])
     q, k = (torch.cat(pair, dim=-1) for pair in zip(turned, ends, strict=True))
     dropout = self.attention_dropout.p if self.training else 0.0
     out = _attended(self, (q, k, v), attention_mask, dropout, 1 / self.norm_factor)
