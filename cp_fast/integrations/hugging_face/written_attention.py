@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cp_fast.integrations.hugging_face.built_masks import Said, Sides
 from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 from cp_fast.integrations.shared.drop_in import refuse
 
@@ -35,9 +36,10 @@ _call = threading.local()
 
 @dataclass(frozen=True, eq=False)
 class SequencesAsMask:
-    """The sequences of a call in the place of a mask."""
+    """The sequences of a call in the place of a mask. sides: in a run of `prepare`, those of the mask that is built."""
 
     sequences: Any
+    sides: frozenset[Sides] | None = None
 
     def to(self, *_: Any, **__: Any) -> SequencesAsMask:
         """Itself: models convert their masks."""
@@ -225,6 +227,8 @@ def _attended(
 ) -> torch.Tensor:
     """q, k, v [b, h, s/cp, d] -> [b, s/cp, h * d]."""
     attention, slopes = self.__dict__["_cp_fast_attention"]
+    if mask.sides is not None:
+        Said(is_causal, None).among(mask.sides, type(self).__name__)
     given = {"dropout": dropout, "scaling": scale, "is_causal": is_causal, "sliding_window": None} | more
     slopes = None if slopes is None else slopes.to(qkv[0].device)
     out, _ = attention(self, *qkv, None, **given, alibi_slopes=slopes, cp_batch=mask.sequences)

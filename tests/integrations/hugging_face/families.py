@@ -70,6 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what is right over ranks
     "GPTNeoForCausalLM": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 5},
     "XGLMForCausalLM": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
     "GPTNeoXJapaneseForCausalLM": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "MegatronBertForMaskedLM": {},
     "BloomForCausalLM": {},
     "BloomForTokenClassification": {},
     "MptForCausalLM": {"max_seq_len": 64},

@@ -114,7 +114,7 @@ def test_windows_of_two_sides_are_those_of_the_masks_that_models_build(name: str
 def test_attention_with_alibi_is_causal() -> None:
     model = tiny("BloomForCausalLM")
     model.config.is_causal = False
-    assert "attention with ALiBi says is_causal=True, and its model builds a mask of both sides" in refused(model)
+    assert "BloomAttention says is_causal=True, and its model builds a mask of both sides" in refused(model)
 
 
 @pytest.mark.parametrize("name", ["GemmaForCausalLM", "Gemma2ForCausalLM", "MistralForCausalLM"])
