@@ -76,7 +76,8 @@ def choose_head_chunks(problem: Problem) -> tuple[int, ...]:
     ways = ways_to_cut(heads, results_leave=not gathers)
     times = {cut: sum(_time(one, cut, rings, at) for one in passes) for cut in ways}
     best, whole = min(times, key=times.__getitem__), (heads,)
-    return best if best != whole and times[best] <= (1 - at.least_gain) * times[whole] else ()
+    gain = _LEAST_GAIN if gathers else at.least_gain
+    return best if best != whole and times[best] <= (1 - gain) * times[whole] else ()
 
 
 def ways_to_cut(heads: int, *, results_leave: bool = True) -> list[tuple[int, ...]]:
@@ -134,10 +135,8 @@ def _passes(problem: Problem, at: Costs) -> tuple[_PassTimes, _PassTimes]:
 
 
 # Measured on two H200s, 16,384 tokens each, 32 heads over 8 and over 32 (`benchmarks/results/by_heads_2x_h200.txt`).
-_LATE = 0.25  # The share of a launch's idle time that is left where its longest segments come first.
-_STEPS_A_HOST_STEP = (
-    3  # A step of all_gather has a launch and one kind of message: a third of one that exchanges heads.
-)
+_LEAST_GAIN = 0.02  # Of the time. In both passes together two chunks of 8 kv heads were no faster than one launch.
+_STEPS_A_HOST_STEP = 3  # A step of all_gather has a launch and one kind of message: a third of one of a2a.
 _SLOWED = 1.4  # 242 GB/s beside a launch.
 
 
@@ -150,7 +149,7 @@ def _gathering_pass(problem: Problem, at: Costs) -> _PassTimes:
     home = problem.heads_kv * pairs_at_home * a_pair
     hidden = float(home[rows > 0].min(initial=home.max()))
     attend = int(members.areas.pairs.sum()) / problem.cp_size * a_pair - hidden / problem.heads_kv
-    idle = _LATE * at.idle_rows / max(sum(problem.lengths.len_q) * group / problem.cp_size, 1.0)
+    idle = at.idle_rows / max(sum(problem.lengths.len_q) * group / problem.cp_size, 1.0)
     alone = at.launch_us + hidden if hidden else 0.0
     come = int(rows.max()) * a_row
     return _PassTimes(come, attend, 0.0, idle * attend, alone, at.host_us / _STEPS_A_HOST_STEP, _SLOWED)
