@@ -59,15 +59,16 @@ def check_metamorphic(impl: Implementation, case: Case, device: str = "cpu") -> 
     if base.findings:
         return base.findings
     impl = as_implementation(impl)
-    promise, claimed = getattr(impl.offered, "batch_invariant", False), impl.same_bits(case)
+    promise: bool | Callable[[Problem, Problem], bool] = getattr(impl.offered, "batch_invariant", False)
+    claimed = impl.same_bits(case)
     relations = RELATIONS if getattr(impl.offered, "chooses_schedule", False) is True else _without_choice()
 
     def exact(how: How, other: Case) -> frozenset[str]:
         """The results that must have the same bits."""
         invariant = promise and case.deterministic and _cut_by_itself(case.problem)
-        if how == "bits" or (
-            how == "of a batch" and invariant and (promise is True or promise(case.problem, other.problem))
-        ):
+        if how == "of a batch" and invariant:
+            invariant = promise(case.problem, other.problem) if callable(promise) else promise
+        if how == "bits" or (how == "of a batch" and invariant):
             return frozenset((*_PER_SEQUENCE, "max_logit", "d_offset"))
         return frozenset() if how == "rounded" else claimed & impl.same_bits(other)
 

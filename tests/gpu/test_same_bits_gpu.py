@@ -43,7 +43,7 @@ def over_ranks(x: dict[str, torch.Tensor], lengths: list[int], left: int, member
     deterministic = how.pop("deterministic")
     cp = cp_fast.ContextParallel(member, backend="fa4", **how)
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    sizes = {"heads_q": x["q"].shape[1], "heads_kv": x["k"].shape[1], "d_qk": DIM, "d_v": DIM}
+    sizes: dict[str, Any] = {"heads_q": x["q"].shape[1], "heads_kv": x["k"].shape[1], "d_qk": DIM, "d_v": DIM}
     plan = cp_fast.make_plan(
         cp=cp,
         qkv_format="thd",
