@@ -145,6 +145,47 @@ def test_the_rows_that_layouts_receive() -> None:
     assert said in CHOOSING
 
 
+def test_what_all_keys_at_once_are_worth() -> None:
+    """The table of docs/performance.md: its figures are those of lines of the record, in one run each."""
+    page, runs = (ROOT / "docs" / "performance.md").read_text(), _runs_by_heads()
+    lines = {  # run, lengths and kv heads, layout: the ways
+        "one sequence": (2, "(32768,) kv8", "", "()"),
+        "five documents, `balanced`": (1, "[16384, 8192, 4096, 2048,  kv8", "balanced", "model"),
+        "sixteen documents, `balanced`": (1, "[1024, 512, 2048, 256, 409 kv8", "balanced", "model"),
+        "one sequence, 32 kv heads in chunks of 4 and 28": (0, "[32768] kv32", "dual_chunk", "(4, 28)"),
+    }
+    for name, (run, lengths, layout, way) in lines.items():
+        starts = [f"{lengths} {middle}{wanted} " for wanted in ("today", way) for middle in ("", "w-1 ")]
+        found = [
+            " ".join(line.split())
+            for start in starts
+            for line in runs[run]
+            if layout in line and " ".join(line.split()).startswith(" ".join(start.split()))
+        ]
+        said = [re.search(r" f (0\.\d+) .*?fb (0\.\d+)", line) for line in found]
+        cells = " | ".join(f"{one[1]}, {one[2]}" for one in said if one)
+        assert f"| {name} | {cells} |" in page
+    graph = {
+        (row["library"], row["schedule"], row["messages"]): row["forward_efficiency"]
+        for row in record("attention_by_heads_2x_h200.csv")
+        if row["lengths"] == "8192"
+    }
+    for figure in (("cp_fast", "all_gather", "graph"), ("cp_fast", "all_gather", "peer_memory")):
+        assert graph[figure] in page
+    for figure in (("cp_fast", "a2a", "peer_memory"), ("cp_fast", "a2a", "graph"), ("ring_flash_attn", "p2p", "group")):
+        assert graph[figure] in page
+
+
+def _runs_by_heads() -> list[list[str]]:
+    """The lines of each run."""
+    text = (ROOT / "benchmarks" / "results" / "by_heads_2x_h200.txt").read_text()
+    return [
+        [line for line in part.split("\n") if line.startswith(("[", "("))]
+        for part in text.split("\n\n")
+        if "fb 0." in part
+    ]
+
+
 def test_each_compiler_pass_was_measured() -> None:
     files = "passes_1x_h200.csv", "passes_by_heads_1x_h200.csv"
     names = {row["without"] for file in files for row in record(file)}
