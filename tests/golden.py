@@ -9,6 +9,8 @@ A folder has `digests.txt`, a line for each entry, and `texts.zip` with the entr
 - plan N          the schedule, and for every rank the instructions and the digests of all tables, of a drawn call of
                   `make_plan`: every schedule, format, layout and mask, cp 1 to 8; of some also after an update
 - refused N       what both packages say of calls that are drawn without care
+- layer N ...     the messages of every rank, and the bits of results and gradients, of a drawn call of each of the six
+                  functions on both packages (`tests.golden_layers`)
 - attack ...      what a public function says of each argument replaced by wrong values (`tests.faults.attacks`)
 - name ...        signature and docstring of each public name
 - message ...     the error messages in the sources, with a mark in the place of each value
@@ -50,12 +52,14 @@ import cp_ref
 import cp_ref.cli
 from cp_fast.integrations import flash_attn, loss, megatron, ring_flash_attn, sdpa, token_batches, transformer_engine
 from cp_ref import SimGroup
+from tests.golden_layers import layer_entries
 
 __all__ = ["compared", "entries", "write"]
 
 ROOT = Path(__file__).parents[1]
 PLANS = 1000
 CARELESS = 400
+LAYERS = 240
 DIFFERENT = 60  # lines of a difference that are shown
 Entry = tuple[str, str]  # name, text
 
@@ -401,6 +405,7 @@ def entries(plans: int = PLANS, careless: int = CARELESS, share: int = 1) -> Ite
     yield from command_entries()
     yield from plan_entries(range(plans))
     yield from refusal_entries(range(careless))
+    yield from layer_entries(range(LAYERS if plans else 0))
     if share:
         limit_memory()
         yield from attack_entries(share)
