@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -31,14 +32,13 @@ def layer_entries(numbers: range) -> Iterator[tuple[str, str]]:
         function = FUNCTIONS[number % len(FUNCTIONS)]
         lines: list[str] = []
         for package in (cp_fast, cp_ref):
-            ranks = SimGroup(1 + number // len(FUNCTIONS) % 4).run(
-                lambda member, package=package: played(package, member, function, number)
-            )
+            call = partial(played, package, function, number)
+            ranks = SimGroup(1 + number // len(FUNCTIONS) % 4).run(call)
             lines += [f"{package.__name__} rank {n}: {line}" for n, some in enumerate(ranks) for line in some]
         yield f"layer {number:04} {function}", "\n".join(lines)
 
 
-def played(package: Any, member: Any, function: str, number: int) -> list[str]:
+def played(package: Any, function: str, number: int, member: Any) -> list[str]:
     """The lines of one rank: forward, backward, and the forward pass once more, which is then known."""
     rng = random.Random(f"layer {number}")
     sparse = function in FUNCTIONS[3:]
