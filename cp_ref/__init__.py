@@ -32,7 +32,8 @@ docs/concepts.md.) Read of each file the part that is named here; the rest can w
     schedules/verify/rehearsal           does every message meet its receive?
     schedules/verify/coverage            is every visible pair computed exactly once?
 
-Of the rest, `contract` has what both packages promise (arguments, checks, groups, masks), `linear` the linear layers,
+Of the rest, `contract` has what both packages promise (arguments, checks, groups, masks), `layer_calls` the way of a
+call of a linear or sparse layer, `linear` the linear layers,
 `sparse` attention to chosen keys, `thd` helpers for packed batches, and `tracing` the traces.
 
 A name is imported when it is first asked for: `cp_fast` needs `cp_ref.schedules` and `cp_ref.contract` alone.

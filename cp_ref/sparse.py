@@ -10,30 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from cp_ref.contract import sparse_calls
-from cp_ref.contract.call_checks import check_context, one_a_head
 from cp_ref.contract.collectives import offset_grad
 from cp_ref.contract.declared import implements
-from cp_ref.contract.linear_calls import agree_on_layer
-from cp_ref.contract.sparse_calls import (
-    IndexLossCall,
-    SelectionCall,
-    SparseAttentionCall,
-    read_index_loss,
-    read_selection,
-    read_sparse_attention,
-)
+from cp_ref.contract.sparse_calls import SparseAttentionCall
 from cp_ref.contract.tensors import (
-    autocast,
     lse_from_packed,
     lse_to_packed,
-    no_autocast,
-    refuse_transforms,
     to_format,
     to_packed,
     wide_dtype,
@@ -42,8 +30,9 @@ from cp_ref.executor.merge_partials import add_sink, sink_gradient
 from cp_ref.executor.play_schedule import run_backward, run_forward, run_rank_schedule
 from cp_ref.executor.rank_tensors import RankTensors
 from cp_ref.executor.tile_attention import row_delta
+from cp_ref.layer_calls import Done, Passes, Run, called
 from cp_ref.reference_attention import real_rows, sink_of
-from cp_ref.reference_plan import ContextParallel, Plan, backward_pass
+from cp_ref.reference_plan import ContextParallel, Plan
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, row_positions
 from cp_ref.schedules.schedule import Schedule
@@ -97,6 +86,45 @@ def names(named: torch.Tensor, first: int, count: int) -> torch.Tensor:
 # ---- attention
 
 
+def sparse_forward(run: Run, *tensors: Any) -> Done:
+    """Out and lse; saved are both as packed rows, kept is what the schedule saves."""
+    (plan, cp, call), (q, k, v, indices, offset) = run, tensors
+    problem = replace(plan.problem, softmax_scale=call.scale)
+    fmt, batch_size = problem.qkv_format, len(problem.sequences)
+    q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
+    held = NamingTensors(problem, cp.rank, q.device, _named(call, indices, fmt))
+    out, lse, _, saved = run_forward(problem, plan.schedule, cp.comm, q_rows, k_rows, v_rows, held=held)
+    if (sink := sink_of(problem, offset, lse)) is not None:
+        real = real_rows(plan, q.device)
+        out[real], lse[real] = add_sink(out[real], lse[real], sink)
+    results = to_format(out.to(q.dtype), fmt, batch_size), lse_from_packed(lse, fmt, batch_size)
+    return Done(results, (out, lse), saved)
+
+
+def sparse_backward(
+    run: Run, tensors: Sequence[Any], rows: Sequence[torch.Tensor], saved: Any, *grads: torch.Tensor
+) -> Sequence[torch.Tensor | None]:
+    """Gradients of q, k, v and softmax_offset."""
+    (plan, cp, call), (q, k, v, indices, offset), (out, lse) = run, tensors, rows
+    problem = replace(plan.problem, softmax_scale=call.scale)
+    fmt, batch_size = problem.qkv_format, len(problem.sequences)
+    q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
+    dout = to_packed(grads[0], fmt)
+    delta = row_delta(dout, out, lse_to_packed(grads[1], fmt))
+    held = NamingTensors(problem, cp.rank, q.device, _named(call, indices, fmt))
+    given = q_rows, k_rows, v_rows, dout, lse, delta
+    dq, dk, dv = run_backward(problem, plan.schedule, cp.comm, *given, saved, held=held)
+    dq, dk, dv = (to_format(g.to(x.dtype), fmt, batch_size) for g, x in ((dq, q), (dk, k), (dv, v)))
+    doffset = None
+    if offset is not None:
+        real = real_rows(plan, q.device)
+        doffset = offset_grad(cp, sink_gradient(lse[real], delta[real], offset)).to(offset.dtype)
+    return dq, dk, dv, None, doffset
+
+
+SPARSE = Passes(sparse_calls.SPARSE, sparse_forward, sparse_backward)
+
+
 @implements(sparse_calls.sparse_attention)
 def sparse_attention(
     q: torch.Tensor,
@@ -110,64 +138,9 @@ def sparse_attention(
     softmax_offset: torch.Tensor | None,
     return_lse: bool,
 ) -> Any:
-    refuse_transforms()
-    check_context(cp, ContextParallel)
-    q, k, v = (autocast(x) for x in (q, k, v))
-
-    def read() -> SparseAttentionCall:
-        options = {"softmax_scale": softmax_scale, "softmax_offset": one_a_head(softmax_offset)}
-        return read_sparse_attention(cp, plan, Plan, q, k, v, indices, return_lse=return_lse, **options)
-
-    call = agree_on_layer(cp, plan, read)
-    with no_autocast(q.device):
-        out, lse = cast(Any, _SparseAttention).apply(plan, cp, call, q, k, v, one_a_head(softmax_offset), indices)
-    return (out, lse) if return_lse else out
-
-
-class _SparseAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        plan: Plan,
-        cp: ContextParallel,
-        call: SparseAttentionCall,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        offset: torch.Tensor | None,
-        indices: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        problem = replace(plan.problem, softmax_scale=call.scale)
-        fmt, batch_size = problem.qkv_format, len(problem.sequences)
-        q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
-        held = NamingTensors(problem, cp.rank, q.device, _named(call, indices, fmt))
-        out, lse, _, saved = run_forward(problem, plan.schedule, cp.comm, q_rows, k_rows, v_rows, held=held)
-        if (sink := sink_of(problem, offset, lse)) is not None:
-            real = real_rows(plan, q.device)
-            out[real], lse[real] = add_sink(out[real], lse[real], sink)
-        ctx.save_for_backward(q, k, v, out, lse, offset, indices)
-        ctx.plan, ctx.problem, ctx.cp, ctx.call, ctx.saved = plan, plan.problem, cp, call, saved
-        return to_format(out.to(q.dtype), fmt, batch_size), lse_from_packed(lse, fmt, batch_size)
-
-    @staticmethod
-    @backward_pass
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, lse, offset, indices = ctx.saved_tensors
-        plan, cp, call = ctx.plan, ctx.cp, ctx.call
-        problem = replace(plan.problem, softmax_scale=call.scale)
-        fmt, batch_size = problem.qkv_format, len(problem.sequences)
-        q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
-        dout = to_packed(grads[0], fmt)
-        delta = row_delta(dout, out, lse_to_packed(grads[1], fmt))
-        held = NamingTensors(problem, cp.rank, q.device, _named(call, indices, fmt))
-        given = q_rows, k_rows, v_rows, dout, lse, delta
-        dq, dk, dv = run_backward(problem, plan.schedule, cp.comm, *given, ctx.saved, held=held)
-        dq, dk, dv = (to_format(g.to(x.dtype), fmt, batch_size) for g, x in ((dq, q), (dk, k), (dv, v)))
-        doffset = None
-        if offset is not None:
-            real = real_rows(plan, q.device)
-            doffset = offset_grad(cp, sink_gradient(lse[real], delta[real], offset)).to(offset.dtype)
-        return None, None, None, dq, dk, dv, doffset, None
+    tensors, how = (q, k, v, indices, softmax_offset), {"softmax_scale": softmax_scale, "return_lse": return_lse}
+    out, *lse = called(SPARSE, cp, plan, tensors, **how)
+    return (out, *lse) if return_lse else out
 
 
 def _named(call: SparseAttentionCall, indices: torch.Tensor, qkv_format: str) -> torch.Tensor:
@@ -178,6 +151,23 @@ def _named(call: SparseAttentionCall, indices: torch.Tensor, qkv_format: str) ->
 
 
 # ---- an indexer
+
+
+def select_forward(run: Run, q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor) -> Done:
+    """The indices in the user's format."""
+    plan, cp, call = run
+    fmt, wide = plan.problem.qkv_format, wide_dtype(q_index.dtype)
+    met = _meet(plan, cp, to_packed(k_index, fmt)[:, None])
+    q, w = (to_packed(x, fmt).to(wide) for x in (q_index, weights))
+    keys = met.keys[:, 0].to(wide)
+    found = torch.full((len(q), call.top_k), -1, dtype=torch.int32, device=q.device)
+    for document in met.documents:
+        scores = index_scores(q[document.rows], keys[document.keys], w[document.rows], call.scale)
+        found[document.rows] = best(scores, document.visible, call.top_k).int()
+    return Done((to_format(found, fmt, len(plan.problem.sequences)),))
+
+
+SELECTION = Passes(sparse_calls.SELECTION, select_forward)
 
 
 @implements(sparse_calls.select_keys)
@@ -191,23 +181,7 @@ def select_keys(
     top_k: int,
     scale: float | None,
 ) -> torch.Tensor:
-    refuse_transforms()
-    check_context(cp, ContextParallel)
-
-    def read() -> SelectionCall:
-        return read_selection(cp, plan, Plan, q_index, k_index, weights, top_k=top_k, scale=scale)
-
-    call = agree_on_layer(cp, plan, read)
-    fmt, wide = plan.problem.qkv_format, wide_dtype(q_index.dtype)
-    with torch.no_grad(), no_autocast(q_index.device):
-        met = _meet(plan, cp, to_packed(k_index, fmt)[:, None])
-        q, w = (to_packed(x, fmt).to(wide) for x in (q_index, weights))
-        keys = met.keys[:, 0].to(wide)
-        found = torch.full((len(q), call.top_k), -1, dtype=torch.int32, device=q.device)
-        for document in met.documents:
-            scores = index_scores(q[document.rows], keys[document.keys], w[document.rows], call.scale)
-            found[document.rows] = best(scores, document.visible, call.top_k).int()
-    return to_format(found, fmt, len(plan.problem.sequences))
+    return called(SELECTION, cp, plan, (q_index, k_index, weights), top_k=top_k, scale=scale)[0]
 
 
 class _DocumentRows(NamedTuple):
@@ -293,84 +267,43 @@ def best(scores: torch.Tensor, visible: torch.Tensor, top_k: int) -> torch.Tenso
 # ---- the indexer's loss
 
 
-@implements(sparse_calls.index_loss)
-def index_loss(
-    q_index: torch.Tensor,
-    k_index: torch.Tensor,
-    weights: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    indices: torch.Tensor,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    scale: float | None,
-    softmax_scale: float | None,
-) -> torch.Tensor:
-    refuse_transforms()
-    check_context(cp, ContextParallel)
-    q, k = autocast(q), autocast(k)
-
-    def read() -> IndexLossCall:
-        tensors = q_index, k_index, weights, lse, q, k, indices
-        return read_index_loss(cp, plan, Plan, *tensors, scale=scale, softmax_scale=softmax_scale)
-
-    call = agree_on_layer(cp, plan, read)
-    with no_autocast(q.device):
-        constants = (x.detach() for x in (lse, q, k))
-        return cast(Any, _IndexLoss).apply(plan, cp, call, q_index, k_index, weights, *constants, indices)
+def loss_forward(run: Run, *tensors: torch.Tensor) -> Done:
+    """The loss of each row; kept are the keys that this rank has met, and attention's shares."""
+    (plan, cp, call), (q_index, k_index, weights, lse, q, k, indices) = run, tensors
+    fmt, wide = plan.problem.qkv_format, wide_dtype(q_index.dtype)
+    met = _meet(plan, cp, to_packed(k_index, fmt)[:, None], to_packed(k, fmt))
+    queries, lse, named = to_packed(q, fmt), lse_to_packed(lse, fmt), to_packed(indices, fmt)
+    keys = met.held.tensors["kv"][1]
+    given: list[_Given] = []
+    for rows, span, visible in met.documents:
+        chosen = visible & names(named[rows], 0, span.stop - span.start)
+        shares = attention_shares(queries[rows], keys[span], lse[rows], chosen, call.softmax_scale)
+        given.append(_Given(rows, span, chosen, shares.to(wide)))
+    q_rows, w, k_rows = (x.to(wide) for x in (to_packed(q_index, fmt), to_packed(weights, fmt), met.keys))
+    loss = _loss(given, call.scale, q_rows, w, k_rows)
+    return Done((to_format(loss, fmt, len(plan.problem.sequences)),), kept=(met, given))
 
 
-class _IndexLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        plan: Plan,
-        cp: ContextParallel,
-        call: IndexLossCall,
-        q_index: torch.Tensor,
-        k_index: torch.Tensor,
-        weights: torch.Tensor,
-        lse: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        indices: torch.Tensor,
-    ) -> torch.Tensor:
-        fmt, wide = plan.problem.qkv_format, wide_dtype(q_index.dtype)
-        met = _meet(plan, cp, to_packed(k_index, fmt)[:, None], to_packed(k, fmt))
-        queries, lse, named = to_packed(q, fmt), lse_to_packed(lse, fmt), to_packed(indices, fmt)
-        keys = met.held.tensors["kv"][1]
-        given: list[_Given] = []
-        for rows, span, visible in met.documents:
-            chosen = visible & names(named[rows], 0, span.stop - span.start)
-            shares = attention_shares(queries[rows], keys[span], lse[rows], chosen, call.softmax_scale)
-            given.append(_Given(rows, span, chosen, shares.to(wide)))
-        ctx.save_for_backward(q_index, k_index, weights)
-        ctx.plan, ctx.problem, ctx.cp, ctx.call, ctx.met, ctx.given = plan, plan.problem, cp, call, met, given
-        q_rows, w, k_rows = (x.to(wide) for x in (to_packed(q_index, fmt), to_packed(weights, fmt), met.keys))
-        loss = _loss(given, call.scale, q_rows, w, k_rows)
-        return to_format(loss, fmt, len(plan.problem.sequences))
-
-    @staticmethod
-    @backward_pass
-    def backward(ctx: Any, dloss: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        problem, held, tensors = ctx.problem, ctx.met.held, ctx.saved_tensors
-        fmt, batch_size = problem.qkv_format, len(problem.sequences)
-        q_index, k_index, weights = (to_packed(x, fmt) for x in tensors)
-        with torch.enable_grad():
-            leaves = [x.to(dloss.dtype).requires_grad_() for x in (q_index, weights, ctx.met.keys)]
-            loss = _loss(ctx.given, ctx.call.scale, leaves[0], leaves[1], leaves[2])
-        found = [torch.zeros_like(x) for x in leaves]
-        if loss.requires_grad:  # else no row of this rank sees a key
-            found = torch.autograd.grad(loss, leaves, to_packed(dloss, fmt), materialize_grads=True)
-        dq, dweights, dkeys = found
-        held.tensors["dkv"] = (dkeys,)
-        run_rank_schedule("backward", ctx.met.schedule.backward[ctx.cp.rank], held, ctx.cp.comm, lambda tile: None)
-        dk = torch.zeros_like(k_index, dtype=dloss.dtype)[:, None]
-        held.copy_out("dkv", dk)
-        pairs = zip((dq, dk[:, 0], dweights), tensors, strict=True)
-        return None, None, None, *(to_format(g.to(x.dtype), fmt, batch_size) for g, x in pairs), *[None] * 4
+def loss_backward(
+    run: Run, tensors: Sequence[Any], _: Any, kept: tuple[_Met, list[_Given]], dloss: torch.Tensor
+) -> Sequence[torch.Tensor | None]:
+    """Gradients of the indexer's tensors."""
+    (met, given), call, problem = kept, run.call, run.plan.problem
+    held, fmt, batch_size = met.held, problem.qkv_format, len(problem.sequences)
+    q_index, k_index, weights = (to_packed(x, fmt) for x in tensors[:3])
+    with torch.enable_grad():
+        leaves = [x.to(dloss.dtype).requires_grad_() for x in (q_index, weights, met.keys)]
+        loss = _loss(given, call.scale, leaves[0], leaves[1], leaves[2])
+    found = [torch.zeros_like(x) for x in leaves]
+    if loss.requires_grad:  # else no row of this rank sees a key
+        found = torch.autograd.grad(loss, leaves, to_packed(dloss, fmt), materialize_grads=True)
+    dq, dweights, dkeys = found
+    held.tensors["dkv"] = (dkeys,)
+    run_rank_schedule("backward", met.schedule.backward[run.cp.rank], held, run.cp.comm, lambda tile: None)
+    dk = torch.zeros_like(k_index, dtype=dloss.dtype)[:, None]
+    held.copy_out("dkv", dk)
+    pairs = zip((dq, dk[:, 0], dweights), tensors[:3], strict=True)
+    return *(to_format(g.to(x.dtype), fmt, batch_size) for g, x in pairs), *[None] * 4
 
 
 class _Given(NamedTuple):
@@ -413,3 +346,25 @@ def _loss(
         differences = torch.xlogy(shares[some], shares[some]) - shares[some] * learned.masked_fill(~chosen[some], 0.0)
         loss = loss.index_add(0, rows[some], differences.sum(dim=1))
     return loss
+
+
+LOSS = Passes(sparse_calls.INDEX_LOSS, loss_forward, loss_backward)
+
+
+@implements(sparse_calls.index_loss)
+def index_loss(
+    q_index: torch.Tensor,
+    k_index: torch.Tensor,
+    weights: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    scale: float | None,
+    softmax_scale: float | None,
+) -> torch.Tensor:
+    tensors = q_index, k_index, weights, lse, q, k, indices
+    return called(LOSS, cp, plan, tensors, scale=scale, softmax_scale=softmax_scale)[0]

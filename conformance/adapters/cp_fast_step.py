@@ -9,8 +9,7 @@ from unittest.mock import patch
 
 import cp_fast
 from cp_fast.api import attention as api
-from cp_fast.linear import linear_attention as linear
-from cp_fast.linear.convolution import causal_conv1d as convolution
+from cp_fast.api.layers import Run
 from cp_ref.schedules.problem import Problem
 
 __all__ = ["Seen", "context", "watched_calls"]
@@ -28,19 +27,18 @@ def watched_calls(seen: Seen) -> Iterator[None]:
     """While it lasts, `seen(problem, softmax_offset, what)` is called before every forward pass, eager and compiled:
     of "attention", "linear_attention" and "causal_conv1d".
     """
-    original, agree = api.forward_pass, linear.layer_call
+    original, layer_forward = api.forward_pass, Run.forward
 
     def watched(call: Any, cp: Any, q: Any, k: Any, v: Any, offset: Any, *more: Any, **how: Any) -> Any:
         seen(call.packing.problem, offset, "attention")
         return original(call, cp, q, k, v, offset, *more, **how)
 
-    def agreed(cp: Any, plan: Any, what: str, *given: Any) -> Any:
-        found = agree(cp, plan, what, *given)
-        seen(plan.problem, None, what)
-        return found
+    def watched_layer(run: Run, tensors: Any) -> Any:
+        if run.layer.name in ("linear_attention", "causal_conv1d"):
+            seen(run.plan.problem, None, run.layer.name)
+        return layer_forward(run, tensors)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(api, "forward_pass", watched))
-        for module in (linear, convolution):
-            stack.enter_context(patch.object(module, "layer_call", agreed))
+        stack.enter_context(patch.object(Run, "forward", watched_layer))
         yield

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,23 +18,18 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan, captured, check_not_captured, check_same_batch
-from cp_fast.dispatch.handles import hide_from_checkpointing
+from cp_fast.api.plan import Plan
 from cp_ref.contract.group import agree
-from cp_ref.contract.linear_calls import Call, agree_on_layer
 from cp_ref.contract.room import Agreement
-from cp_ref.contract.tensors import needs_grad
 
 __all__ = [
     "PLAIN_TENSORS",
     "VARIABLE",
     "WORDS",
-    "agree_on_backward",
     "agree_on_call",
     "checked",
     "checking",
     "describe",
-    "layer_call",
     "named_modules",
 ]
 
@@ -191,94 +185,8 @@ def agree_on_call(
     return number
 
 
-# ---- calls of layers
-
-
 PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
 WORDS = {str, int, float, bool, type(None)}  # Equal values of one of these types mean the same.
-_PLAIN_OR_NONE = {*PLAIN_TENSORS, type(None)}
-
-
-def layer_call(
-    cp: ContextParallel,
-    plan: Any,
-    what: str,
-    options: Sequence[Any],
-    tensors: Sequence[Any],
-    read: Callable[[], Call],
-) -> tuple[Call, int]:
-    """A call of a linear or sparse layer, once all ranks have read theirs and agree, under `checked` on the same call.
-    Nothing is read of a call of the same kinds again.
-
-    Args:
-        what: the function.
-        options, tensors: its arguments, those that may be None included.
-        read: reads and checks this rank's arguments, the plan included; sends nothing.
-
-    Returns:
-        The call, and its number, 0 where it is not checked.
-    """
-    key = None if checking() or captured(plan) else _key(plan, cp, (what, *options), tensors)
-    if key is not None and (found := plan.calls.get(key)) is not None:
-        return found, 0
-
-    def looked_at() -> Call:
-        check_not_captured(plan)
-        return read()
-
-    with hide_from_checkpointing():
-        call, number = _agree_on_layer_call(cp, plan, what, looked_at)
-    if key is not None:
-        plan.calls.find(key, lambda: call)
-    return call, number
-
-
-def _key(plan: Any, cp: ContextParallel, words: tuple[Any, ...], tensors: Sequence[Any]) -> Any:
-    """The key of a layer's call among the plan's known calls: all values that its checks depend on. None for a call
-    that is always checked.
-    """
-    types = (*map(type, words),)  # since True == 1 == 1.0
-    if not isinstance(plan, Plan) or not WORDS.issuperset(types) or not _PLAIN_OR_NONE.issuperset(map(type, tensors)):
-        return None
-    if any(x is not None and x.is_nested for x in tensors):  # which have no shape, and are refused
-        return None
-    kinds = [None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors]
-    return cp, words, types, needs_grad(*tensors), *kinds
-
-
-def _agree_on_layer_call(cp: ContextParallel, plan: Any, what: str, read: Callable[[], Call]) -> tuple[Call, int]:
-    if not checking() or not isinstance(plan, Plan):
-        return agree_on_layer(cp, plan, read), 0
-    found: list[Call] = []
-    error: Exception | None = None
-    try:
-        found.append(read())
-    except Exception as caught:  # the other ranks must not wait for this one
-        error = caught
-
-    def look() -> None:
-        if error is not None:
-            raise error
-
-    details = vars(found[0]).items() if found else ()
-    number = agree_on_call(cp, plan, f"{what}, forward", look, *details)
-    return found[0], number
-
-
-def agree_on_backward(ctx: Any, where: str) -> None:
-    """Begin the backward pass of a layer: its plan still has the batch of the forward pass, and under `checked` all
-    ranks are in this pass.
-
-    Args:
-        ctx: of the autograd function: plan; tables, those of the plan in the forward pass; cp; number, of the
-            checked call, or 0.
-        where: the function and its direction.
-    """
-    look = partial(check_same_batch, ctx.plan, ctx.tables)
-    if ctx.number:
-        with hide_from_checkpointing():
-            agree_on_call(ctx.cp, ctx.plan, where, look, ("of_call", ctx.number))
-    look()
 
 
 def describe(name: str, x: Any) -> tuple[str, object]:

@@ -94,7 +94,7 @@ def _lock_of(part: Any) -> GroupLock:
         return GroupLock()
 
 
-class HoldLocks:
+class HoldLocks(error_context):
     """Hold all of a context's locks while `what` is called, which errors of messages then name. Locks that this thread
     already has stay with it.
 
@@ -102,12 +102,11 @@ class HoldLocks:
         RuntimeError: another thread has one of them.
     """
 
-    __slots__ = ("_during", "_locks", "_taken", "_what")
+    __slots__ = ("_locks", "_taken")
 
     def __init__(self, locks: tuple[GroupLock, ...], what: str) -> None:
         self._locks, self._what = locks, what
         self._taken: list[GroupLock] = []
-        self._during = error_context(what)
 
     def __enter__(self) -> None:
         try:
@@ -117,11 +116,11 @@ class HoldLocks:
         except RuntimeError:
             self._release()
             raise
-        self._during.__enter__()
+        error_context.__enter__(self)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
-            self._during.__exit__(*error)
+            error_context.__exit__(self, kind, error, trace)
         finally:
             self._release()
 

@@ -11,11 +11,11 @@ __all__ = ["graph_break", "graph_break_of_a2a"]
 
 
 @torch.compiler.disable(
-    reason="linear layers and sparse attention run outside of graphs; attention makes plans and looks at DTensors "
-    "there: call make_plan outside, give local tensors"
+    reason="linear and sparse layers say what is wrong with arguments outside of graphs; attention makes plans and "
+    "looks at DTensors there: call make_plan outside, give local tensors"
 )
 def graph_break(function: Callable[..., Any], *given: Any, **arguments: Any) -> Any:
-    """Call `attention`, a function that calls it, a linear layer or sparse attention, with the same arguments."""
+    """Call a function that makes a plan or takes one, with the same arguments."""
     return function(*given, **arguments)
 
 

@@ -140,8 +140,11 @@ def is_selective() -> bool:
     return any(kind.__module__ in _MODULES for mode in stack for kind in type(mode).__mro__)
 
 
+_NOTHING = nullcontext()  # made once: every call asks for it
+
+
 def hide_from_checkpointing() -> AbstractContextManager[Any]:
     """Work on the host that selective checkpointing must not count."""
     if is_selective():
         return modes._disable_current_modes()  # pyright: ignore[reportPrivateUsage]
-    return nullcontext()
+    return _NOTHING

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from cp_fast.linear.linear_kernels import FragmentRows, LinearGradients, LinearInputs, Maps, compose_in_waves
+from cp_ref.contract.tensors import recording
 from cp_ref.schedules.words import Feature
 
 __all__ = [
@@ -249,7 +250,7 @@ class _Backward:
     def __init__(
         self, inputs: LinearInputs, fragments: FragmentRows, initial: torch.Tensor | None, dout: torch.Tensor
     ) -> None:
-        with torch.enable_grad():
+        with torch.enable_grad(), recording():
             q, k, v, g = (x.detach().requires_grad_() for x in inputs[:4])
             beta = None if inputs.beta is None else inputs.beta.detach().requires_grad_()
             start = _zeros(inputs, fragments) if initial is None else initial.detach()

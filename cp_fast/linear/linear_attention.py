@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from cp_fast.api.checked_calls import agree_on_backward, layer_call
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan, messages_of
+from cp_fast.api.layer_operators import called, registered
+from cp_fast.api.layers import Layer, Outputs, Run
+from cp_fast.api.plan import Plan
 from cp_fast.backends.backend_protocol import NotInstalled
-from cp_fast.dispatch.handles import hide_from_checkpointing, outside_of_graphs
 from cp_fast.linear.chunked import ChunkedKernels
 from cp_fast.linear.fla.fla_kernels import FlaKernels
 from cp_fast.linear.linear_kernels import Kind, LinearGradients, LinearInputs, LinearKernels, Maps
@@ -24,16 +24,18 @@ from cp_fast.linear.state_tables import StateTables, Transfer
 from cp_fast.log import log_once
 from cp_fast.runtime.prepared_exchange import Exchanges
 from cp_ref.contract import linear_calls
-from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.collectives import all_reduce_sum
 from cp_ref.contract.declared import implements
 from cp_ref.contract.group import Group, Parcel, Pending
-from cp_ref.contract.linear_calls import LinearCall, read_linear_attention
-from cp_ref.contract.tensors import autocast, differentiable_once, no_autocast, refuse_transforms
+from cp_ref.contract.layer import LayerCall
+from cp_ref.contract.linear_calls import LinearCall
+from cp_ref.contract.tensors import wide_dtype
 from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
+    "LAYER",
     "LIBRARIES",
+    "LinearLayer",
     "MapExchange",
     "NoRowsBackward",
     "NoRowsForward",
@@ -103,6 +105,67 @@ def choose_kernels(required: frozenset[Feature], backend: str) -> LinearKernels:
 # ---- the layer
 
 
+class LinearLayer(Layer):
+    """Linear attention: local kernels, the exchange of maps, and their composition."""
+
+    declared = linear_calls.LINEAR
+    tables = staticmethod(linear_tables)
+    hides = True
+
+    def read(self, cp: ContextParallel, plan: Any, tensors: Any, options: dict[str, Any], facts: Any) -> LayerCall:
+        """The call, once there is a library for it."""
+        call = super().read(cp, plan, tensors, options, facts)
+        kernels_for(cast(LinearCall, call), cp, tensors[0].device)
+        return call
+
+    def shapes(self, tensors: Sequence[Any], qkv_format: str, options: dict[str, Any]) -> list[torch.Tensor]:
+        """Out, and the final states if asked for."""
+        q, _, v, _, _, initial = tensors
+        out = q.new_empty(v.shape)
+        if not options["output_final_state"]:
+            return [out]
+        if initial is not None:
+            documents = initial.shape[0]
+        elif qkv_format == "thd":
+            documents = torch.library.get_ctx().new_dynamic_size()
+        else:
+            documents = q.shape[0 if qkv_format == "bshd" else 1]
+        return [out, q.new_empty(documents, v.shape[-2], q.shape[-1], v.shape[-1], dtype=wide_dtype(q.dtype))]
+
+    def forward(self, run: Run, *tensors: Any) -> Outputs:
+        """Out and the final states; hidden are the kernels' tensors, the maps and the entering states."""
+        tables, call = run.tables, run.call
+        *of_tokens, initial = tensors
+        first = of_tokens[0]
+        kernels = kernels_for(call, run.cp, first.device)
+        inputs = _packed(tables, call, of_tokens)
+        if initial is not None:
+            initial = initial.to(_state_dtype(call.dtype))
+        out, final, saved = forward_pass(tables, kernels, run.group, inputs, initial, final=call.output_final_state)
+        out = tables.sequences.put(out.to(first.dtype), first)
+        kept, maps, entering = saved
+        return (out,) if final is None else (out, final), (maps, entering, *kept)
+
+    def backward(self, run: Run, tensors: Any, results: Any, hidden: Any, grads: Any) -> Any:
+        """Gradients of all operands; that of initial_state is this rank's share."""
+        tables, call, kernels = run.tables, run.call, kernels_for(run.call, run.cp, tensors[0].device)
+        *of_tokens, initial = tensors
+        maps, entering, *kept = hidden
+        dout, dfinal = (*grads, None)[:2]
+        inputs = _packed(tables, call, of_tokens)
+        dpacked = tables.sequences.take(dout).to(inputs.v.dtype)
+        found = backward_pass(tables, kernels, run.group, inputs, Saved(tuple(kept), maps, entering), dpacked, dfinal)
+        of_inputs = [
+            None if x is None or grad is None else tables.sequences.put(grad.to(x.dtype), x)
+            for x, grad in zip(of_tokens, found[:5], strict=True)
+        ]
+        dinitial = None if initial is None or found.dinitial is None else found.dinitial.to(initial.dtype)
+        return *of_inputs, dinitial
+
+
+LAYER = registered(LinearLayer())
+
+
 @implements(linear_calls.linear_attention)
 def linear_attention(
     q: torch.Tensor,
@@ -118,24 +181,9 @@ def linear_attention(
     initial_state: torch.Tensor | None,
     output_final_state: bool,
 ) -> Any:
-    check_context(cp, ContextParallel)
-    options = {"kind": kind, "scale": scale, "initial_state": initial_state, "output_final_state": output_final_state}
-    if torch.compiler.is_compiling():
-        return outside_of_graphs(linear_attention, q, k, v, g, beta, cp=cp, plan=plan, **options)
-    refuse_transforms()
-
-    tensors = {"q": autocast(q), "k": autocast(k), "v": autocast(v), "g": g, "beta": beta}
-    given = *tensors.values(), initial_state
-
-    def read() -> LinearCall:
-        call = read_linear_attention(cp, plan, Plan, tensors, **options)
-        kernels_for(call, cp, tensors["q"].device)
-        return call
-
-    call, number = layer_call(cp, plan, "linear_attention", (kind, scale, output_final_state), given, read)
-    kernels = kernels_for(call, cp, tensors["q"].device)
-    out, final = LinearAttention.apply(plan, kernels, cp, call, number, *given)
-    return (out, final) if output_final_state else out
+    tensors, how = (q, k, v, g, beta, initial_state), {"kind": kind, "scale": scale}
+    out, *final = called(LAYER, cp, plan, tensors, **how, output_final_state=output_final_state)
+    return (out, *final) if output_final_state else out
 
 
 def kernels_for(call: LinearCall, cp: ContextParallel, device: torch.device) -> LinearKernels:
@@ -146,59 +194,6 @@ def kernels_for(call: LinearCall, cp: ContextParallel, device: torch.device) -> 
 @cache
 def _kernels_for(device: str, dtype: str, d_k: int, d_v: int, backend: str) -> LinearKernels:
     return choose_kernels(features_of_call(device, dtype, d_k, d_v), backend)
-
-
-class LinearAttention(torch.autograd.Function):
-    """From q, k, v, g, beta and initial_state to out and final_state (or None)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        plan: Plan,
-        kernels: LinearKernels,
-        cp: ContextParallel,
-        call: LinearCall,
-        number: int,
-        *given: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        tables = linear_tables(plan)
-        *tensors, initial = (None if x is None else x.detach() for x in given)
-        first = cast(torch.Tensor, tensors[0])
-        with hide_from_checkpointing(), cp.naming_errors("linear_attention, forward"), no_autocast(first.device):
-            inputs = _packed(tables, call, tensors)
-            if initial is not None:
-                initial = initial.to(_state_dtype(call.dtype))
-            group = messages_of(plan, cp.comm)
-            out, final, saved = forward_pass(tables, kernels, group, inputs, initial, final=call.output_final_state)
-            out = tables.sequences.put(out.to(first.dtype), first)
-        kept, maps, entering = saved
-        ctx.save_for_backward(*given, maps, entering, *kept)
-        ctx.plan, ctx.tables, ctx.kernels, ctx.cp, ctx.call, ctx.number = plan, tables, kernels, cp, call, number
-        ctx.set_materialize_grads(False)
-        return out, final
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dout: torch.Tensor | None, dfinal: torch.Tensor | None) -> Any:
-        tables, call = ctx.tables, ctx.call
-        agree_on_backward(ctx, "linear_attention, backward")
-        *tensors, initial, maps, entering = (everything := ctx.saved_tensors)[:8]
-        device = tensors[0].device
-        with hide_from_checkpointing(), ctx.cp.naming_errors("linear_attention, backward"), no_autocast(device):
-            inputs = _packed(tables, call, tensors)
-            dpacked = torch.zeros_like(inputs.v) if dout is None else tables.sequences.take(dout).to(inputs.v.dtype)
-            if call.output_final_state and dfinal is None:
-                shape = len(tables.problem.lengths.len_q), call.heads_v, call.d_k, call.d_v
-                dfinal = dpacked.new_zeros(shape, dtype=_state_dtype(call.dtype))
-            saved = Saved(everything[8:], maps, entering)
-            group = messages_of(ctx.plan, ctx.cp.comm)
-            found = backward_pass(tables, ctx.kernels, group, inputs, saved, dpacked, dfinal)
-            grads = [
-                None if x is None or grad is None else tables.sequences.put(grad.to(x.dtype), x)
-                for x, grad in zip(tensors, found[:5], strict=True)
-            ]
-        dinitial = None if initial is None or found.dinitial is None else found.dinitial.to(initial.dtype)
-        return None, None, None, None, None, *grads, dinitial
 
 
 def _packed(tables: LinearTables, call: LinearCall, tensors: Sequence[Any]) -> LinearInputs:

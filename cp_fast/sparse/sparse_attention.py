@@ -4,131 +4,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from cp_fast.api.checked_calls import agree_on_backward, layer_call
 from cp_fast.api.fast_context import ContextParallel
+from cp_fast.api.layer_operators import called, registered
+from cp_fast.api.layers import Layer, Outputs, Run
 from cp_fast.api.plan import Plan
 from cp_fast.backends.sparse_kernels import choose_sparse, shared_storage
-from cp_fast.dispatch.handles import hide_from_checkpointing, is_selective, object_of, outside_of_graphs
 from cp_fast.runtime.forward_backward import sink_shares
-from cp_fast.sparse.sparse_tables import KeyExchange, RowsOfHeads, sparse_tables
+from cp_fast.sparse.sparse_tables import KeyExchange, RowsOfHeads, SparseTables, sparse_tables
 from cp_ref.contract import sparse_calls
-from cp_ref.contract.call_checks import check_context, one_a_head
 from cp_ref.contract.collectives import offset_grad
 from cp_ref.contract.declared import implements
-from cp_ref.contract.sparse_calls import (
-    IndexLossCall,
-    SparseAttentionCall,
-    read_index_loss,
-    read_selection,
-    read_sparse_attention,
-)
-from cp_ref.contract.tensors import autocast, differentiable_once, no_autocast, refuse_transforms, wide_dtype
+from cp_ref.contract.sparse_calls import SparseAttentionCall
+from cp_ref.contract.tensors import lse_shape, wide_dtype
 
 __all__ = [
+    "LOSS",
     "OPERATORS",
-    "IndexLoss",
-    "SparseAttention",
+    "SELECTION",
+    "SPARSE",
+    "LossLayer",
+    "SelectionLayer",
+    "SparseLayer",
     "index_loss",
     "select_keys",
     "sparse_attention",
 ]
 
 Tensor = torch.Tensor
-
-# ---- the calls
-
-
-@implements(sparse_calls.select_keys)
-def select_keys(
-    q_index: torch.Tensor,
-    k_index: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    top_k: int,
-    scale: float | None,
-) -> torch.Tensor:
-    check_context(cp, ContextParallel)
-    options = {"top_k": top_k, "scale": scale}
-    if torch.compiler.is_compiling():
-        return outside_of_graphs(select_keys, q_index, k_index, weights, cp=cp, plan=plan, **options)
-    refuse_transforms()
-    given = q_index, k_index, weights
-    read = partial(read_selection, cp, plan, Plan, *given, **options)
-    call, _ = layer_call(cp, plan, "select_keys", [*options.values()], given, read)
-    q_index, k_index, weights = (x.detach() for x in given)
-    if is_selective():
-        return _select_operator(q_index, k_index, weights, plan.handle, cp.handle, call.top_k, call.scale)[0]
-    return _selected(plan, cp, q_index, k_index, weights, call.top_k, call.scale)
-
-
-@implements(sparse_calls.sparse_attention)
-def sparse_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    indices: torch.Tensor,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    softmax_scale: float | None,
-    softmax_offset: torch.Tensor | None,
-    return_lse: bool,
-) -> Any:
-    check_context(cp, ContextParallel)
-    options = {"softmax_scale": softmax_scale, "return_lse": return_lse}
-    if torch.compiler.is_compiling():
-        options["softmax_offset"] = softmax_offset
-        return outside_of_graphs(sparse_attention, q, k, v, indices, cp=cp, plan=plan, **options)
-    refuse_transforms()
-    offset, joined = one_a_head(softmax_offset), _is_joined(v, k)
-    q, k, v = autocast(q), (keys := autocast(k)), keys[..., : v.shape[-1]] if joined else autocast(v)
-    given = q, k, v, indices
-    how: dict[str, Any] = {"latent": joined or _is_part(v, k), "joined": joined}
-
-    def read() -> _Call:
-        found = read_sparse_attention(cp, plan, Plan, *given, softmax_offset=offset, **options)
-        return _Call(**(vars(found) | how))
-
-    call, number = layer_call(cp, plan, "sparse_attention", [*options.values(), *how.values()], (*given, offset), read)
-    out, lse = SparseAttention.apply(plan, cp, call, number, *given, offset)
-    return (out, lse) if return_lse else out
-
-
-@implements(sparse_calls.index_loss)
-def index_loss(
-    q_index: torch.Tensor,
-    k_index: torch.Tensor,
-    weights: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    indices: torch.Tensor,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    scale: float | None,
-    softmax_scale: float | None,
-) -> torch.Tensor:
-    check_context(cp, ContextParallel)
-    options = {"scale": scale, "softmax_scale": softmax_scale}
-    given = q_index, k_index, weights, lse, q, k, indices
-    if torch.compiler.is_compiling():
-        return outside_of_graphs(index_loss, *given, cp=cp, plan=plan, **options)
-    refuse_transforms()
-    given = *given[:4], autocast(q), autocast(k), indices
-    read = partial(read_index_loss, cp, plan, Plan, *given, **options)
-    call, number = layer_call(cp, plan, "index_loss", [*options.values()], given, read)
-    constants = (x.detach() for x in given[3:])
-    return IndexLoss.apply(plan, cp, call, number, *given[:3], *constants)
-
 
 # ---- attention
 
@@ -152,11 +60,11 @@ class _Attended:
         heads: the rank's query heads.
     """
 
-    def __init__(self, plan: Plan, cp: ContextParallel, where: str, latent: bool, given: list[Tensor]) -> None:
+    def __init__(self, run: Run, where: str, given: list[Tensor]) -> None:
         """given: q, k, v and indices."""
-        q, k, v, indices = given
-        self.tables = tables = sparse_tables(plan)
-        self._gathered, self._where, self._exchange = tables.of_attention, where, KeyExchange(plan, cp, tables)
+        (q, k, v, indices), cp, latent = given, run.cp, run.call.latent
+        self.tables = tables = run.tables
+        self._gathered, self._where, self._exchange = tables.of_attention, where, KeyExchange(run.group, tables)
         self._of_q, self._of_kv = zip(*self._gathered.heads, strict=True)
         self.heads = slice(*self._of_q[cp.rank])
         self.kernels = choose_sparse(q, cp.backend)
@@ -225,73 +133,76 @@ def _has_hooks(node: Any) -> bool:
     return False
 
 
-def _forward(plan: Plan, cp: ContextParallel, given: list[Any], scale: float, latent: bool) -> list[Tensor]:
-    """out and lse in the user's format. given: q, k, v, indices and offset."""
-    *tensors, offset = given
-    q = tensors[0]
-    where = "sparse_attention, forward"
-    with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q.device):
-        work = _Attended(plan, cp, where, latent, tensors)
-        sink = None if offset is None else offset.detach().to(wide_dtype(q.dtype))[work.heads]
-        out, lse = work.home(*work.kernels.forward(work.q, work.k, work.v, work.rows, scale, sink))
-        own = work.tables.q
-        return [own.put(out, q), own.put_lse(lse, q)]
+class SparseLayer(Layer):
+    """Attention to the keys that indices name."""
 
+    declared = sparse_calls.SPARSE
+    tables = staticmethod(sparse_tables)
+    reads_results = True
 
-class SparseAttention(torch.autograd.Function):
-    """From q, k, v, indices and offset to out and lse."""
+    def __init__(self) -> None:
+        super().__init__(joined="bool")
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        plan: Plan,
-        cp: ContextParallel,
-        call: _Call,
-        number: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        indices: Tensor,
-        offset: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        given: list[Any] = [*(x.detach() for x in (q, k, v)), indices, offset]
-        if is_selective():
-            out, lse = _forward_operator(*given, plan.handle, cp.handle, call.scale, call.latent)
-        else:
-            out, lse = _forward(plan, cp, given, call.scale, call.latent)
-        ctx.save_for_backward(*given, out.detach(), lse.detach())
-        ctx.plan, ctx.tables, ctx.cp, ctx.call, ctx.number = plan, sparse_tables(plan), cp, call, number
-        ctx.set_materialize_grads(False)
-        return out, lse
+    def prepared(self, tensors: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """As autocast has them; v that autograd sees as cut from k stays so. A compiler sees no memory."""
+        joined = not torch.compiler.is_compiling() and _is_joined(tensors[2], tensors[1])
+        given = self.declared.cast(tensors)
+        if joined:
+            given[2] = given[1][..., : tensors[2].shape[-1]]
+        return given, options | {"joined": joined}
 
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        where, cp, call = "sparse_attention, backward", ctx.cp, ctx.call
-        agree_on_backward(ctx, where)
-        q, k, v, indices, offset, out, lse = ctx.saved_tensors
-        with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q.device):
-            work = _Attended(ctx.plan, cp, where, call.latent, [q, k, v, indices])
-            own, of_keys = work.tables.q, work.tables.kv
-            dout = torch.zeros_like(out) if dout is None else dout.detach()
-            if dlse is None and call.return_lse:  # on another rank it may have one
-                dlse = torch.zeros_like(lse)
-            results = [own.take(out), own.take_lse(lse), own.take(dout)]
-            if dlse is not None:
-                results.append(own.take_lse(dlse.detach()))
-            doffset = None
-            if offset is not None:
-                share = sink_shares(offset.detach().to(lse.dtype), *results)  # of the own rows
-                doffset = offset_grad(cp, -share.sum(0)).to(offset.dtype)
-            out, lse, dout, *rest = work.taken(*results)
-            operands = work.q, work.k, work.v, work.rows, out, lse, dout, rest[0] if rest else None
-            deterministic = _deterministic(ctx.plan)
-            dq, dk, dv = work.kernels.backward(*operands, call.scale, deterministic, one_sum=call.joined)
-            (dq,) = work.home(dq)
-            dk, *of_values = work.keys_home(dk) if dv is None else work.keys_home(dk, dv)
-            dq, dk = own.put(dq, q), of_keys.put(dk.to(k.dtype), k)
-            dv = of_keys.put(of_values[0].to(v.dtype), v) if of_values else None
-        return None, None, None, None, dq, dk, dv, None, doffset
+    def facts(self, tensors: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
+        """Whether v is a part of k in memory."""
+        return (options["joined"] or _is_part(tensors[2], tensors[1]),)
+
+    def read(self, cp: ContextParallel, plan: Any, tensors: Any, options: dict[str, Any], facts: Any) -> _Call:
+        """The call, with the form of its keys."""
+        options = dict(options)
+        joined = options.pop("joined")
+        found = super().read(cp, plan, tensors, options, facts)
+        return _Call(**vars(found), latent=facts[0], joined=joined)
+
+    def without_gradient(self, options: dict[str, Any]) -> Sequence[str]:
+        """The gradient of k has that of a v that autograd sees as a part of it."""
+        return ("v",) if options["joined"] else ()
+
+    def shapes(self, tensors: Sequence[Any], qkv_format: str, options: dict[str, Any]) -> list[Tensor]:
+        """Out and lse."""
+        q, _, v, *_ = tensors
+        lse = q.new_empty(lse_shape(q.shape[:-1], qkv_format), dtype=wide_dtype(q.dtype))
+        return [q.new_empty(*q.shape[:-1], v.shape[-1]), lse]
+
+    def forward(self, run: Run, *tensors: Any) -> Outputs:
+        """Out and lse in the user's format."""
+        *given, offset = tensors
+        q = given[0]
+        work = _Attended(run, self.forward_name, given)
+        sink = None if offset is None else offset.to(wide_dtype(q.dtype))[work.heads]
+        out, lse = work.home(*work.kernels.forward(work.q, work.k, work.v, work.rows, run.call.scale, sink))
+        own = run.tables.q
+        return (own.put(out, q), own.put_lse(lse, q)), ()
+
+    def backward(self, run: Run, tensors: Any, results: Any, hidden: Any, grads: Any) -> Any:
+        """Gradients of q, k, v and softmax_offset."""
+        (q, k, v, indices, offset), (out, lse), call, cp = tensors, results, run.call, run.cp
+        dout, dlse = (*grads, None)[:2]
+        work = _Attended(run, self.backward_name, [q, k, v, indices])
+        own, of_keys = run.tables.q, run.tables.kv
+        given = [own.take(out), own.take_lse(lse), own.take(dout)]
+        if dlse is not None:
+            given.append(own.take_lse(dlse))
+        doffset = None
+        if offset is not None:
+            share = sink_shares(offset.to(lse.dtype), *given)  # of the own rows
+            doffset = offset_grad(cp, -share.sum(0)).to(offset.dtype)
+        out, lse, dout, *rest = work.taken(*given)
+        operands = work.q, work.k, work.v, work.rows, out, lse, dout, rest[0] if rest else None
+        dq, dk, dv = work.kernels.backward(*operands, call.scale, _deterministic(run.plan), one_sum=call.joined)
+        (dq,) = work.home(dq)
+        dk, *of_values = work.keys_home(dk) if dv is None else work.keys_home(dk, dv)
+        dq, dk = own.put(dq, q), of_keys.put(dk.to(k.dtype), k)
+        dv = of_keys.put(of_values[0].to(v.dtype), v) if of_values else None
+        return dq, dk, dv, None, doffset
 
 
 def _deterministic(plan: Plan) -> bool:
@@ -302,20 +213,27 @@ def _deterministic(plan: Plan) -> bool:
 # ---- the indexer: both of its functions gather keys as all_gather does, whatever the schedule of attention is
 
 
-def _selected(
-    plan: Plan, cp: ContextParallel, q_index: Tensor, k_index: Tensor, weights: Tensor, top_k: int, scale: float
-) -> Tensor:
-    """The indices in the user's format."""
-    where = "select_keys"
-    with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q_index.device):
-        tables = sparse_tables(plan)
+class SelectionLayer(Layer):
+    """The choice of an indexer."""
+
+    declared = sparse_calls.SELECTION
+    tables = staticmethod(sparse_tables)
+    differentiable = False
+
+    def shapes(self, tensors: Sequence[Any], qkv_format: str, options: dict[str, Any]) -> list[Tensor]:
+        """The indices."""
+        q_index = tensors[0]
+        return [q_index.new_empty(*q_index.shape[:-2], options["top_k"], dtype=torch.int32)]
+
+    def forward(self, run: Run, q_index: Tensor, k_index: Tensor, weights: Tensor) -> Outputs:
+        """The indices in the user's format."""
+        tables, call, cp = run.tables, run.call, run.cp
         own, gathered = tables.q, tables.by_rows
         keys = RowsOfHeads(tables.kv.take(k_index)[:, None], ((0, 1),) * cp.size)
-        (found,) = KeyExchange(plan, cp, tables).gather(where, gathered.kv, keys)
+        (found,) = KeyExchange(run.group, tables).gather(self.forward_name, gathered.kv, keys)
         operands = own.take(q_index), found[:, 0], own.take(weights).to(wide_dtype(q_index.dtype))
-        return own.put(
-            choose_sparse(q_index, cp.backend).select(*operands, gathered.visible, top_k, scale), q_index, -1
-        )
+        chosen = choose_sparse(q_index, cp.backend).select(*operands, gathered.visible, call.top_k, call.scale)
+        return (own.put(chosen, q_index, -1),), ()
 
 
 class _Compared:
@@ -325,14 +243,15 @@ class _Compared:
         operands: those of `SparseKernels.loss` before the scales.
     """
 
-    def __init__(self, plan: Plan, cp: ContextParallel, where: str, given: list[Tensor]) -> None:
+    def __init__(self, run: Run, where: str, given: Sequence[Any]) -> None:
         """given: the tensors of `index_loss`."""
         q_index, k_index, weights, lse, q, k, indices = given
-        self.tables = tables = sparse_tables(plan)
-        self._where, self._exchange, self._keys = where, KeyExchange(plan, cp, tables), tables.by_rows.kv
-        self.kernels = choose_sparse(q if q.dtype == torch.float64 else q_index, cp.backend)
-        own, everything = tables.q, ((0, tables.problem.heads_kv),) * cp.size
-        self._one = ((0, 1),) * cp.size
+        self.tables, size = run.tables, run.cp.size
+        tables: SparseTables = self.tables
+        self._where, self._exchange, self._keys = where, KeyExchange(run.group, tables), tables.by_rows.kv
+        self.kernels = choose_sparse(q if q.dtype == torch.float64 else q_index, run.cp.backend)
+        own, everything = tables.q, ((0, tables.problem.heads_kv),) * size
+        self._one = ((0, 1),) * size
         keys = RowsOfHeads(tables.kv.take(k_index)[:, None], self._one), RowsOfHeads(tables.kv.take(k), everything)
         k_index, k = self._exchange.gather(where, self._keys, *keys)
         rows = self.kernels.rows_of(own.take(indices)[:, None], tables.by_rows.visible)
@@ -347,100 +266,89 @@ class _Compared:
         return found[:, 0]
 
 
-def _diverged(plan: Plan, cp: ContextParallel, given: list[Any], scale: float, softmax_scale: float) -> Tensor:
-    """The loss of each row in the user's format. given: the tensors of `index_loss`."""
-    where, q_index = "index_loss, forward", given[0]
-    with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q_index.device):
-        work = _Compared(plan, cp, where, given)
-        found = work.kernels.loss(*work.operands, scale, softmax_scale)
-        return work.tables.q.put(found.to(wide_dtype(q_index.dtype)), q_index)
+class LossLayer(Layer):
+    """How far the choice of an indexer is from attention."""
+
+    declared = sparse_calls.INDEX_LOSS
+    tables = staticmethod(sparse_tables)
+
+    def shapes(self, tensors: Sequence[Any], qkv_format: str, options: dict[str, Any]) -> list[Tensor]:
+        """A number a row."""
+        q_index = tensors[0]
+        return [q_index.new_empty(q_index.shape[:-2], dtype=wide_dtype(q_index.dtype))]
+
+    def forward(self, run: Run, *tensors: Any) -> Outputs:
+        """The loss of each row in the user's format."""
+        q_index, call = tensors[0], run.call
+        work = _Compared(run, self.forward_name, tensors)
+        found = work.kernels.loss(*work.operands, call.scale, call.softmax_scale)
+        return (run.tables.q.put(found.to(wide_dtype(q_index.dtype)), q_index),), ()
+
+    def backward(self, run: Run, tensors: Any, results: Any, hidden: Any, grads: Any) -> Any:
+        """Gradients of the indexer's tensors."""
+        (q_index, k_index, weights, *constants), (dloss,), call = tensors, grads, run.call
+        work = _Compared(run, self.backward_name, tensors)
+        own, of_keys = run.tables.q, run.tables.kv
+        dloss = own.take(dloss[..., None])[:, 0].to(work.operands[5].dtype)
+        how = call.scale, call.softmax_scale, dloss, _deterministic(run.plan)
+        dq, dk, dweights = work.kernels.loss_backward(*work.operands, *how)
+        dk = of_keys.put(work.keys_home(dk).to(k_index.dtype), k_index)
+        return own.put(dq, q_index), dk, own.put(dweights.to(weights.dtype), weights), *(None for _ in constants)
 
 
-class IndexLoss(torch.autograd.Function):
-    """From q_index, k_index, weights, and the constants lse, q, k and indices to the loss of each row."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, plan: Plan, cp: ContextParallel, call: IndexLossCall, number: int, *tensors: Tensor
-    ) -> Tensor:
-        given: list[Any] = [x.detach() for x in tensors]
-        scales = call.scale, call.softmax_scale
-        if is_selective():
-            (found,) = _loss_operator(*given, plan.handle, cp.handle, *scales)
-        else:
-            found = _diverged(plan, cp, given, *scales)
-        ctx.save_for_backward(*given)
-        ctx.plan, ctx.tables, ctx.cp, ctx.scales, ctx.number = plan, sparse_tables(plan), cp, scales, number
-        return found
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dloss: Tensor) -> Any:
-        where, cp = "index_loss, backward", ctx.cp
-        agree_on_backward(ctx, where)
-        given = list(ctx.saved_tensors)
-        q_index, k_index, weights, *_ = given
-        with hide_from_checkpointing(), cp.naming_errors(where), no_autocast(q_index.device):
-            work = _Compared(ctx.plan, cp, where, given)
-            own = work.tables.q
-            dloss = own.take(dloss.detach()[..., None])[:, 0].to(work.operands[5].dtype)
-            scale, softmax_scale = ctx.scales
-            dq, dk, dweights = work.kernels.loss_backward(
-                *work.operands, scale, softmax_scale, dloss, _deterministic(ctx.plan)
-            )
-            dk = work.tables.kv.put(work.keys_home(dk).to(k_index.dtype), k_index)
-            dq, dweights = own.put(dq, q_index), own.put(dweights.to(weights.dtype), weights)
-        return None, None, None, None, dq, dk, dweights, None, None, None, None
+# ---- the functions
 
 
-# ---- the forward passes as operators
-#
-# Selective checkpointing sees each as one operator, and keeps its results: see `cp_fast.checkpoint`.
+SELECTION, SPARSE, LOSS = registered(SelectionLayer()), registered(SparseLayer()), registered(LossLayer())
+OPERATORS = SELECTION.operator, SPARSE.operator, LOSS.operator  # whose results checkpointing saves
 
 
-@torch.library.custom_op("cp_attention::select_keys", mutates_args=())
-def _select_operator(
-    q_index: Tensor, k_index: Tensor, weights: Tensor, plan: Tensor, cp: Tensor, top_k: int, scale: float
-) -> list[Tensor]:
-    return [_selected(object_of(plan), object_of(cp), q_index, k_index, weights, top_k, scale)]
+@implements(sparse_calls.select_keys)
+def select_keys(
+    q_index: torch.Tensor,
+    k_index: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    top_k: int,
+    scale: float | None,
+) -> torch.Tensor:
+    return called(SELECTION, cp, plan, (q_index, k_index, weights), top_k=top_k, scale=scale)[0]
 
 
-@torch.library.custom_op("cp_attention::sparse_attention_forward", mutates_args=())
-def _forward_operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    offset: Tensor | None,
-    plan: Tensor,
-    cp: Tensor,
-    scale: float,
-    latent: bool,
-) -> list[Tensor]:
-    return _forward(object_of(plan), object_of(cp), [q, k, v, indices, offset], scale, latent)
+@implements(sparse_calls.sparse_attention)
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    softmax_scale: float | None,
+    softmax_offset: torch.Tensor | None,
+    return_lse: bool,
+) -> Any:
+    tensors, how = (q, k, v, indices, softmax_offset), {"softmax_scale": softmax_scale, "return_lse": return_lse}
+    out, *lse = called(SPARSE, cp, plan, tensors, **how)
+    return (out, *lse) if return_lse else out
 
 
-@torch.library.custom_op("cp_attention::index_loss_forward", mutates_args=())
-def _loss_operator(
-    q_index: Tensor,
-    k_index: Tensor,
-    weights: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    indices: Tensor,
-    plan: Tensor,
-    cp: Tensor,
-    scale: float,
-    softmax_scale: float,
-) -> list[Tensor]:
-    given = [q_index, k_index, weights, lse, q, k, indices]
-    return [_diverged(object_of(plan), object_of(cp), given, scale, softmax_scale)]
-
-
-_ops: Any = torch.ops.cp_attention
-OPERATORS: tuple[Any, ...] = (
-    _ops.select_keys.default,
-    _ops.sparse_attention_forward.default,
-    _ops.index_loss_forward.default,
-)
+@implements(sparse_calls.index_loss)
+def index_loss(
+    q_index: torch.Tensor,
+    k_index: torch.Tensor,
+    weights: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    scale: float | None,
+    softmax_scale: float | None,
+) -> torch.Tensor:
+    tensors = q_index, k_index, weights, lse, q, k, indices
+    return called(LOSS, cp, plan, tensors, scale=scale, softmax_scale=softmax_scale)[0]

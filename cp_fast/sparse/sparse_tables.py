@@ -20,11 +20,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan, messages_of, tables_of
+from cp_fast.api.plan import Plan, tables_of
 from cp_fast.backends.sparse_kernels import Visible
 from cp_fast.runtime.prepared_exchange import Exchanges
-from cp_ref.contract.group import Parcel
+from cp_ref.contract.group import Group, Parcel
 from cp_ref.contract.tensors import lse_from_packed, lse_to_packed, to_format, to_packed
 from cp_ref.schedules.areas import Areas
 from cp_ref.schedules.ownership import Fragments
@@ -307,9 +306,8 @@ class RowsOfHeads(NamedTuple):
 class KeyExchange:
     """The messages of one call on this rank."""
 
-    def __init__(self, plan: Plan, cp: ContextParallel, tables: SparseTables) -> None:
-        self._group = messages_of(plan, cp.comm)
-        self._tables, self._rank = tables, tables.rank
+    def __init__(self, group: Group, tables: SparseTables) -> None:
+        self._group, self._tables, self._rank = group, tables, tables.rank
 
     def gather(self, where: str, travel: Travel, *tensors: RowsOfHeads) -> list[torch.Tensor]:
         """The rows that this rank computes with, of each tensor [size, its heads, ...]. `where`: for errors."""

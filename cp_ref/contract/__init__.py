@@ -2,7 +2,7 @@
 
 It has no arithmetic but that of scores. It imports torch and, of the two packages, `cp_ref.schedules` alone.
 
-    declared, attention_call, plan_arguments, linear_calls, sharding, thd_*
+    declared, attention_call, plan_arguments, layer, linear_calls, sharding, thd_*
                                     a public function's signature, docstring and checks of arguments
     arguments                       the table of the arguments of a problem, from which signatures and checks come
     read_problem, call_checks, room from arguments to a problem; what every call checks

@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
-from math import isfinite
-from numbers import Real
-from typing import Any, ClassVar, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 import torch
 
-from cp_ref.contract.call_checks import check_plan_device, check_plan_owner, check_slice
 from cp_ref.contract.context import ContextParallel
-from cp_ref.contract.group import read_together
-from cp_ref.contract.plan_arguments import Plan
-from cp_ref.contract.read_problem import DTYPES, ROW_AXES, check_axes
-from cp_ref.contract.tensors import needs_grad
-from cp_ref.schedules.problem import Problem
-from cp_ref.schedules.values import (
-    check_choice,
-    check_dtype,
-    check_flag,
-    check_one_device,
-    check_tensor,
-    dtype_of,
-    kind_of,
+from cp_ref.contract.layer import (
+    Layer,
+    LayerCall,
+    Operand,
+    check_last,
+    check_linear_plan,
+    check_local,
+    check_rows,
+    read_scale,
 )
+from cp_ref.contract.plan_arguments import Plan
+from cp_ref.contract.tensors import autocast, needs_grad
+from cp_ref.schedules.values import check_choice, check_dtype, check_flag, dtype_of
 
 __all__ = [
     "ACTIVATIONS",
+    "CONVOLUTION",
+    "LINEAR",
     "LINEAR_KINDS",
     "Activation",
     "ConvolutionCall",
-    "LayerCall",
     "LinearCall",
     "LinearKind",
-    "agree_on_layer",
     "causal_conv1d",
-    "check_last",
-    "check_local",
-    "check_plan",
-    "check_rows",
-    "check_same_rows",
     "linear_attention",
-    "read_convolution",
-    "read_linear_attention",
-    "read_scale",
 ]
 
 LinearKind = Literal["gated_delta_rule", "kda", "mamba2"]
@@ -203,80 +189,6 @@ def causal_conv1d(
     raise NotImplementedError
 
 
-def check_plan(cp: ContextParallel, plan: Any, package_plan: type) -> None:
-    """The package's plan, for linear layers and for this context."""
-    if not isinstance(plan, package_plan) or not isinstance(plan, Plan):
-        package = package_plan.__module__.split(".")[0]
-        raise TypeError(f"plan is {kind_of(plan)}; it must be a {package}.Plan, made with linear=True")
-    if not plan.linear:
-        raise ValueError("plan was made without linear=True, so it has no state messages; make it with linear=True")
-    check_plan_owner(plan.problem, plan.rank, cp)
-
-
-def check_local(name: str, x: Any, first: str, like: Any) -> None:
-    """A plain tensor with values, on the device of the tensor `like`, whose name is `first`; None: on any device."""
-    check_tensor(name, x)
-    if hasattr(x, "placements"):
-        raise TypeError(f"{name} is a DTensor; give its local tensor, this rank's slice")
-    if like is not None:
-        check_one_device(name, x, first, like)
-
-
-def check_rows(
-    plan: Plan,
-    name: str,
-    x: Any,
-    last: str,
-    first: Any = None,
-    *,
-    wide: bool = False,
-    side: str = "q",
-    first_name: str = "q",
-) -> None:
-    """A slice of the plan's format with these last axes; of the same rows, device and dtype as the `first` tensor.
-
-    wide: it may be float32 too. side: "kv" for a slice of keys, whose rows are not those of `first`.
-    """
-    check_local(name, x, first_name, first)
-    check_axes(name, x, plan.problem.qkv_format, last)
-    if first is not None:
-        check_dtype(name, x, dtype_of(first), *(("float32",) if wide else ()))
-    if first is not None and side == "q":
-        check_same_rows(plan.problem, name, x, first_name, first)
-        return
-    check_dtype(name, x, *DTYPES)
-    check_plan_device(plan.device, name, x)
-    check_slice(plan.problem, plan.room, plan.rank, name, x, side)
-
-
-def check_same_rows(problem: Problem, name: str, x: Any, other: str, like: Any) -> None:
-    """The leading axes of two slices."""
-    leading = len(ROW_AXES[problem.qkv_format].split(", "))
-    if x.shape[:leading] != like.shape[:leading]:
-        raise ValueError(f"{name} has shape {list(x.shape)} and {other} {list(like.shape)}; their rows must be equal")
-
-
-def check_last(name: str, x: torch.Tensor, wanted: tuple[int, ...]) -> None:
-    """The sizes of the last axes."""
-    if tuple(x.shape[-len(wanted) :]) != wanted:
-        raise ValueError(f"{name} has shape {list(x.shape)}; its last sizes must be {list(wanted)}")
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """The sizes of a call that all ranks must have in common: they decide what is sent."""
-
-    function: ClassVar[str]  # which is called
-
-    def __str__(self) -> str:
-        return f"{self.function}({repr(self).partition('(')[2]}"
-
-    @property
-    def fingerprint(self) -> bytes:
-        """32 bytes that are equal for equal calls."""
-        return blake2b(str(self).encode()).digest()[:32]
-
-
 @dataclass(frozen=True)
 class LinearCall(LayerCall):
     """A checked call of `linear_attention`. `scale` is resolved, dtypes are PyTorch's names without "torch."."""
@@ -307,43 +219,25 @@ class ConvolutionCall(LayerCall):
     requires_grad: bool
 
 
-Call = TypeVar("Call", bound=LayerCall)
-
-
-def agree_on_layer(cp: ContextParallel, plan: Any, read: Callable[[], Call]) -> Call:
-    """This rank's call, once all ranks have read theirs and have the same sizes; else all raise. A plan asks the other
-    ranks once about each kind of call.
-
-    read: reads and checks this rank's arguments, the plan included; sends nothing.
-    """
-    known: set[bytes] = plan.agreed if isinstance(plan, Plan) else set()
-    with cp.naming_errors("an agreement on the call of a layer"):
-        call = read_together(cp.comm, read, lambda found: found, known)
-    known.add(call.fingerprint)
-    return call
-
-
-def read_linear_attention(
+def _read_linear_attention(
     cp: ContextParallel,
     plan: Any,
     package_plan: type,
-    tensors: dict[str, Any],
+    /,
     *,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    initial_state: Any,
     kind: Any,
     scale: Any,
-    initial_state: Any,
     output_final_state: Any,
 ) -> LinearCall:
-    """The arguments of `linear_attention`, checked against the plan. tensors: q, k, v, g and beta, by name, as they go
-    into the kernels (after autocast). package_plan: the package's own Plan.
-
-    Raises:
-        ValueError, TypeError: naming the argument, its value and the rule.
-    """
-    check_plan(cp, plan, package_plan)
+    check_linear_plan(cp, plan, package_plan)
     check_choice("kind", kind, LINEAR_KINDS)
     check_flag("output_final_state", output_final_state)
-    q, k, v, g, beta = (tensors[name] for name in ("q", "k", "v", "g", "beta"))
     if kind == "mamba2" and beta is not None:
         raise ValueError("beta is given, but kind is 'mamba2', which has none; leave it out")
     if kind != "mamba2" and beta is None:
@@ -382,19 +276,30 @@ def read_linear_attention(
         read_scale(scale, d_k),
         initial_state is not None,
         output_final_state,
-        needs_grad(*tensors.values(), initial_state),
+        needs_grad(q, k, v, g, beta, initial_state),
     )
 
 
-def read_convolution(
-    cp: ContextParallel, plan: Any, package_plan: type, x: Any, weight: Any, bias: Any, activation: Any
-) -> ConvolutionCall:
-    """The arguments of `causal_conv1d`, checked against the plan; x after autocast. package_plan: the package's Plan.
+LINEAR = Layer(
+    "linear_attention",
+    (
+        Operand("q", autocast),
+        Operand("k", autocast),
+        Operand("v", autocast),
+        Operand("g"),
+        Operand("beta", optional=True),
+        Operand("initial_state", optional=True),
+    ),
+    {"kind": "str", "scale": "float?", "output_final_state": "bool"},
+    _read_linear_attention,
+    second="output_final_state",
+)
 
-    Raises:
-        ValueError, TypeError: naming the argument, its value and the rule.
-    """
-    check_plan(cp, plan, package_plan)
+
+def _read_convolution(
+    cp: ContextParallel, plan: Any, package_plan: type, /, *, x: Any, weight: Any, bias: Any, activation: Any
+) -> ConvolutionCall:
+    check_linear_plan(cp, plan, package_plan)
     if activation is not None:
         check_choice("activation", activation, ACTIVATIONS)
     check_rows(plan, "x", x, "channels")
@@ -421,15 +326,9 @@ def read_convolution(
     )
 
 
-def read_scale(scale: Any, d_k: int) -> float:
-    if scale is None:
-        return d_k**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, Real):
-        raise TypeError(f"scale is {scale!r}; it must be a number")
-    try:
-        number = float(scale)
-    except OverflowError:
-        number = float("inf")
-    if not isfinite(number):
-        raise ValueError(f"scale is {scale!r}; it must be finite")
-    return number
+CONVOLUTION = Layer(
+    "causal_conv1d",
+    (Operand("x", autocast), Operand("weight"), Operand("bias", optional=True)),
+    {"activation": "str?"},
+    _read_convolution,
+)

@@ -17,7 +17,6 @@ score depends on the rank, the schedule or the layout.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from itertools import islice
 from numbers import Integral
 from types import MappingProxyType
@@ -29,6 +28,7 @@ from cp_ref.contract.arguments import ARGUMENTS, features_of
 from cp_ref.contract.read_problem import check_one_document
 from cp_ref.contract.room import Room
 from cp_ref.contract.score_mod import ScoreMod, check_result, modified_scores, parameters_of
+from cp_ref.contract.tensors import recording
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import check_dtype, check_one_device, check_tensor, kind_of
 from cp_ref.schedules.words import Feature, Unsupported
@@ -419,7 +419,7 @@ class PairScores(NamedTuple):
         """
         if self.inputs.score_mod is None:
             return grad
-        with torch.enable_grad(), _recording():
+        with torch.enable_grad(), recording():
             leaf = scores.detach().requires_grad_()
             result = self.modified(leaf)
             if not result.requires_grad:  # it does not depend on the scores
@@ -436,9 +436,3 @@ class PairScores(NamedTuple):
     def _with_alibi(self, scores: torch.Tensor) -> torch.Tensor:
         slopes = self.inputs.alibi_slopes
         return scores if slopes is None else scores + alibi_bias(slopes, *self.pairs, scores.dtype)
-
-
-def _recording() -> AbstractContextManager[None]:
-    """Autograd also inside an operator of torch.library, whose body PyTorch runs without it."""
-    core = cast(Any, torch)._C
-    return core._SetExcludeDispatchKeyGuard(core.DispatchKey.AutogradFunctionality, False)

@@ -7,10 +7,12 @@ from typing import Any, Literal, overload
 
 import torch
 
-from cp_ref.contract.call_checks import check_plan_owner
+from cp_ref.contract.call_checks import check_plan_owner, one_a_head
 from cp_ref.contract.context import ContextParallel
-from cp_ref.contract.linear_calls import (
+from cp_ref.contract.layer import (
+    Layer,
     LayerCall,
+    Operand,
     check_last,
     check_local,
     check_rows,
@@ -19,18 +21,18 @@ from cp_ref.contract.linear_calls import (
 )
 from cp_ref.contract.plan_arguments import Plan, check_sparse, check_sparse_scores
 from cp_ref.contract.read_problem import ROW_AXES, check_offset
-from cp_ref.contract.tensors import needs_grad
+from cp_ref.contract.tensors import autocast, needs_grad
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import check_dtype, check_flag, dtype_of, kind_of, read_count, read_number
 
 __all__ = [
+    "INDEX_LOSS",
+    "SELECTION",
+    "SPARSE",
     "IndexLossCall",
     "SelectionCall",
     "SparseAttentionCall",
     "index_loss",
-    "read_index_loss",
-    "read_selection",
-    "read_sparse_attention",
     "select_keys",
     "sparse_attention",
 ]
@@ -275,47 +277,46 @@ class IndexLossCall(LayerCall):
     requires_grad: bool
 
 
-def read_selection(
+def _read_selection(
     cp: ContextParallel,
     plan: Any,
     package_plan: type,
+    /,
+    *,
     q_index: Any,
     k_index: Any,
     weights: Any,
-    *,
     top_k: Any,
     scale: Any,
 ) -> SelectionCall:
-    """The arguments of `select_keys`, checked against the plan. package_plan: the package's own Plan.
-
-    Raises:
-        ValueError, TypeError: naming the argument, its value and the rule. Unsupported: naming what is missing.
-    """
     _check_plan(cp, plan, package_plan, "select_keys")
     top_k = read_count("top_k", top_k, at_least=1)
     heads, d_index = _read_indexer(plan, q_index, k_index, weights)
     return SelectionCall(heads, d_index, dtype_of(q_index), top_k, read_scale(scale, d_index))
 
 
-def read_sparse_attention(
+SELECTION = Layer(
+    "select_keys",
+    (Operand("q_index", constant=True), Operand("k_index", constant=True), Operand("weights", constant=True)),
+    {"top_k": "int", "scale": "float?"},
+    _read_selection,
+)
+
+
+def _read_sparse_attention(
     cp: ContextParallel,
     plan: Any,
     package_plan: type,
+    /,
+    *,
     q: Any,
     k: Any,
     v: Any,
     indices: Any,
-    *,
-    softmax_scale: Any,
     softmax_offset: Any,
+    softmax_scale: Any,
     return_lse: Any,
 ) -> SparseAttentionCall:
-    """The arguments of `sparse_attention`, checked against the plan; q, k and v after autocast, softmax_offset after
-    `one_a_head`. package_plan: the package's own Plan.
-
-    Raises:
-        ValueError, TypeError: naming the argument, its value and the rule. Unsupported: naming what is missing.
-    """
     _check_plan(cp, plan, package_plan, "sparse_attention")
     check_sparse_scores("sparse_attention", plan.problem)
     check_flag("return_lse", return_lse)
@@ -341,10 +342,27 @@ def read_sparse_attention(
     )
 
 
-def read_index_loss(
+SPARSE = Layer(
+    "sparse_attention",
+    (
+        Operand("q", autocast),
+        Operand("k", autocast),
+        Operand("v", autocast),
+        Operand("indices", constant=True),
+        Operand("softmax_offset", one_a_head, optional=True),
+    ),
+    {"softmax_scale": "float?", "return_lse": "bool"},
+    _read_sparse_attention,
+    second="return_lse",
+)
+
+
+def _read_index_loss(
     cp: ContextParallel,
     plan: Any,
     package_plan: type,
+    /,
+    *,
     q_index: Any,
     k_index: Any,
     weights: Any,
@@ -352,16 +370,9 @@ def read_index_loss(
     q: Any,
     k: Any,
     indices: Any,
-    *,
     scale: Any,
     softmax_scale: Any,
 ) -> IndexLossCall:
-    """The arguments of `index_loss`, checked against the plan; q and k after autocast. package_plan: the package's own
-    Plan.
-
-    Raises:
-        ValueError, TypeError: naming the argument, its value and the rule. Unsupported: naming what is missing.
-    """
     _check_plan(cp, plan, package_plan, "index_loss")
     check_sparse_scores("index_loss", plan.problem)
     problem: Problem = plan.problem
@@ -384,6 +395,22 @@ def read_index_loss(
         _read_softmax_scale(problem, softmax_scale),
         needs_grad(q_index, k_index, weights),
     )
+
+
+INDEX_LOSS = Layer(
+    "index_loss",
+    (
+        Operand("q_index"),
+        Operand("k_index"),
+        Operand("weights"),
+        Operand("lse", constant=True),
+        Operand("q", autocast, constant=True),
+        Operand("k", autocast, constant=True),
+        Operand("indices", constant=True),
+    ),
+    {"scale": "float?", "softmax_scale": "float?"},
+    _read_index_loss,
+)
 
 
 def _check_plan(cp: ContextParallel, plan: Any, package_plan: type, what: str) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "filled",
     "like_slice",
     "lse_from_packed",
+    "lse_shape",
     "lse_to_packed",
     "needs_grad",
     "no_autocast",
@@ -32,6 +33,7 @@ __all__ = [
     "raise_for_batched",
     "read_device",
     "read_fill",
+    "recording",
     "refuse_batched",
     "refuse_transforms",
     "taken",
@@ -56,10 +58,19 @@ def autocast(x: Any) -> Any:
     return x.to(torch.get_autocast_dtype(x.device.type)) if castable else x
 
 
+_NOTHING = nullcontext()  # made once: every pass asks for it
+
+
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Turn autocast off, so that the passes keep their dtypes."""
     on = torch.is_autocast_enabled(device.type)  # turning it off when it is off costs the host as much as a launch
-    return torch.autocast(device.type, enabled=False) if on else nullcontext()
+    return torch.autocast(device.type, enabled=False) if on else _NOTHING
+
+
+def recording() -> AbstractContextManager[None]:
+    """Autograd also inside an operator of torch.library, whose body PyTorch runs without it."""
+    core = cast(Any, torch)._C
+    return core._SetExcludeDispatchKeyGuard(core.DispatchKey.AutogradFunctionality, False)
 
 
 def needs_grad(*tensors: Any) -> bool:
@@ -345,6 +356,19 @@ def lse_from_packed(lse: torch.Tensor, qkv_format: str, batch_size: int) -> torc
     if qkv_format == "thd":
         return lse.t().contiguous()
     return lse.reshape(batch_size, -1, lse.shape[1]).transpose(1, 2).contiguous()
+
+
+def lse_shape(rows_of_heads: Sequence[int], qkv_format: str) -> tuple[int, ...]:
+    """The shape of an lse, given that of q without its last axis.
+
+    >>> lse_shape((2, 8, 4), "bshd"), lse_shape((8, 2, 4), "sbhd"), lse_shape((16, 4), "thd")
+    ((2, 4, 8), (2, 4, 8), (4, 16))
+    """
+    *tokens, heads = rows_of_heads
+    if qkv_format == "thd":
+        return (heads, *tokens)
+    batch, rows = tokens if qkv_format == "bshd" else tokens[::-1]
+    return batch, heads, rows
 
 
 def lse_to_packed(lse: torch.Tensor, qkv_format: str) -> torch.Tensor:

@@ -4,62 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from cp_ref.contract import linear_calls
-from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.collectives import all_reduce_sum
 from cp_ref.contract.declared import implements
-from cp_ref.contract.linear_calls import (
-    ConvolutionCall,
-    LinearCall,
-    agree_on_layer,
-    read_convolution,
-    read_linear_attention,
-)
+from cp_ref.contract.linear_calls import LinearCall
 from cp_ref.contract.linear_schedules import DocumentFragments, conv_workload, document_fragments
-from cp_ref.contract.tensors import autocast, no_autocast, refuse_transforms, to_format, to_packed, wide_dtype
+from cp_ref.contract.tensors import to_format, to_packed, wide_dtype
 from cp_ref.executor.play_schedule import run_rank_schedule
 from cp_ref.executor.rank_tensors import RankTensors
-from cp_ref.linear.recurrence import AffineMap, Span, Tokens, map_of, play_states, run
-from cp_ref.reference_plan import ContextParallel, Plan, backward_pass
+from cp_ref.layer_calls import Done, Passes, Run, called
+from cp_ref.linear.recurrence import AffineMap, Span, Tokens, map_of, play_states
+from cp_ref.linear.recurrence import run as recurrence
+from cp_ref.reference_plan import ContextParallel, Plan
 
 __all__ = [
     "causal_conv1d",
     "linear_attention",
 ]
-
-
-@implements(linear_calls.linear_attention)
-def linear_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor | None,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    kind: str,
-    scale: float | None,
-    initial_state: torch.Tensor | None,
-    output_final_state: bool,
-) -> Any:
-    refuse_transforms()
-    check_context(cp, ContextParallel)
-    q, k, v = (autocast(x) for x in (q, k, v))
-
-    def read() -> LinearCall:
-        tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-        options = {"kind": kind, "scale": scale, "output_final_state": output_final_state}
-        return read_linear_attention(cp, plan, Plan, tensors, initial_state=initial_state, **options)
-
-    call = agree_on_layer(cp, plan, read)
-    with no_autocast(q.device):
-        out, final_state = cast(Any, _LinearAttention).apply(plan, cp, call, q, k, v, g, beta, initial_state)
-    return (out, final_state) if output_final_state else out
 
 
 class _Rank:
@@ -91,61 +56,89 @@ def _ends(fragments: DocumentFragments) -> tuple[set[Span], set[Span]]:
     return first, last
 
 
-class _LinearAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, cp: ContextParallel, call: LinearCall, *tensors: Any) -> Any:
-        *of_tokens, initial_state = tensors
-        rank = _Rank(plan, call, tuple(of_tokens))
-        begin = rank.packed.v.new_zeros(rank.state_shape)
-        if initial_state is not None:
-            begin = initial_state.to(begin.dtype)
-        maps = {span: partial(map_of, rank.tokens(rows)) for _, rows, span in rank.own}
-        entering = play_states("forward", plan.states.forward[cp.rank], cp.comm, maps, begin)
+def linear_forward(run: Run, *tensors: Any) -> Done:
+    """Out and the final states; kept are the states that enter the fragments."""
+    (plan, cp, call), (*of_tokens, initial_state) = run, tensors
+    rank = _Rank(plan, call, tuple(of_tokens))
+    begin = rank.packed.v.new_zeros(rank.state_shape)
+    if initial_state is not None:
+        begin = initial_state.to(begin.dtype)
+    maps = {span: partial(map_of, rank.tokens(rows)) for _, rows, span in rank.own}
+    entering = play_states("forward", plan.states.forward[cp.rank], cp.comm, maps, begin)
 
-        out, final_state = torch.zeros_like(rank.packed.v), torch.zeros_like(begin)
-        for document, rows, span in rank.own:
-            out[rows], leaving = run(rank.tokens(rows), call.scale, entering[span])
-            if span in rank.last:
-                final_state[document] = leaving
-        if call.output_final_state:
-            final_state = all_reduce_sum(cp.comm, final_state)
-            final_state[rank.empty] = begin[rank.empty]
-        ctx.save_for_backward(*tensors)
-        ctx.plan, ctx.problem, ctx.cp, ctx.call, ctx.entering = plan, plan.problem, cp, call, entering
-        return to_format(out.to(tensors[0].dtype), plan.problem.qkv_format, len(plan.problem.sequences)), final_state
+    out, final_state = torch.zeros_like(rank.packed.v), torch.zeros_like(begin)
+    for document, rows, span in rank.own:
+        out[rows], leaving = recurrence(rank.tokens(rows), call.scale, entering[span])
+        if span in rank.last:
+            final_state[document] = leaving
+    if call.output_final_state:
+        final_state = all_reduce_sum(cp.comm, final_state)
+        final_state[rank.empty] = begin[rank.empty]
+    out = to_format(out.to(tensors[0].dtype), plan.problem.qkv_format, len(plan.problem.sequences))
+    return Done((out, final_state), kept=entering)
 
-    @staticmethod
-    @backward_pass
-    def backward(ctx: Any, dout: torch.Tensor, dfinal: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        plan, cp, call, problem = ctx.plan, ctx.cp, ctx.call, ctx.problem
-        *of_tokens, initial_state = ctx.saved_tensors
-        rank = _Rank(plan, call, tuple(of_tokens))
-        dout = to_packed(dout, problem.qkv_format).to(rank.packed.v.dtype)
-        dbegin = torch.zeros_like(dfinal)
-        dbegin[rank.empty] = dfinal[rank.empty]
-        if call.output_final_state:
-            dfinal = all_reduce_sum(cp.comm, dfinal)
 
-        local: dict[Span, tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]] = {}
-        maps: dict[Span, partial[AffineMap]] = {}
-        for _, rows, span in rank.own:
-            local[span] = leaves, out, _ = _recorded(rank.tokens(rows), call.scale, ctx.entering[span])
-            maps[span] = partial(_map_back, rank.tokens(rows), out, leaves[-1], dout[rows])
-        dleaving = play_states("backward", plan.states.backward[cp.rank], cp.comm, maps, dfinal)
+def linear_backward(
+    run: Run,
+    tensors: Sequence[Any],
+    _: Any,
+    entering: dict[Span, torch.Tensor],
+    dout: torch.Tensor,
+    dfinal: torch.Tensor,
+) -> Sequence[torch.Tensor | None]:
+    """Gradients of all operands."""
+    (plan, cp, call), problem = run, run.plan.problem
+    *of_tokens, initial_state = tensors
+    rank = _Rank(plan, call, tuple(of_tokens))
+    dout = to_packed(dout, problem.qkv_format).to(rank.packed.v.dtype)
+    dbegin = torch.zeros_like(dfinal)
+    dbegin[rank.empty] = dfinal[rank.empty]
+    if call.output_final_state:
+        dfinal = all_reduce_sum(cp.comm, dfinal)
 
-        dtokens = [None if x is None else torch.zeros_like(x) for x in rank.packed]
-        for document, rows, span in rank.own:
-            leaves, out, leaving = local[span]
-            *dpart, dentering = torch.autograd.grad((out, leaving), leaves, (dout[rows], dleaving[span]))
-            for dx, part in zip((x for x in dtokens if x is not None), dpart, strict=True):
-                dx[rows] = part
-            if span in rank.first:
-                dbegin[document] = dentering
-        results = [
-            None if dx is None else to_format(dx.to(x.dtype), problem.qkv_format, len(problem.sequences))
-            for dx, x in zip(dtokens, of_tokens, strict=True)
-        ]
-        return None, None, None, *results, None if initial_state is None else dbegin.to(initial_state.dtype)
+    local: dict[Span, tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]] = {}
+    maps: dict[Span, partial[AffineMap]] = {}
+    for _, rows, span in rank.own:
+        local[span] = leaves, out, _ = _recorded(rank.tokens(rows), call.scale, entering[span])
+        maps[span] = partial(_map_back, rank.tokens(rows), out, leaves[-1], dout[rows])
+    dleaving = play_states("backward", plan.states.backward[cp.rank], cp.comm, maps, dfinal)
+
+    dtokens = [None if x is None else torch.zeros_like(x) for x in rank.packed]
+    for document, rows, span in rank.own:
+        leaves, out, leaving = local[span]
+        *dpart, dentering = torch.autograd.grad((out, leaving), leaves, (dout[rows], dleaving[span]))
+        for dx, part in zip((x for x in dtokens if x is not None), dpart, strict=True):
+            dx[rows] = part
+        if span in rank.first:
+            dbegin[document] = dentering
+    results = [
+        None if dx is None else to_format(dx.to(x.dtype), problem.qkv_format, len(problem.sequences))
+        for dx, x in zip(dtokens, of_tokens, strict=True)
+    ]
+    return *results, None if initial_state is None else dbegin.to(initial_state.dtype)
+
+
+LINEAR = Passes(linear_calls.LINEAR, linear_forward, linear_backward)
+
+
+@implements(linear_calls.linear_attention)
+def linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor | None,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    kind: str,
+    scale: float | None,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool,
+) -> Any:
+    tensors, how = (q, k, v, g, beta, initial_state), {"kind": kind, "scale": scale}
+    out, *final_state = called(LINEAR, cp, plan, tensors, **how, output_final_state=output_final_state)
+    return (out, *final_state) if output_final_state else out
 
 
 def _recorded(
@@ -157,7 +150,7 @@ def _recorded(
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (*tokens, state) if x is not None]
         q, k, v, g, *beta, before = leaves
-        out, leaving = run(Tokens(q, k, v, g, *(beta or [None])), scale, before)
+        out, leaving = recurrence(Tokens(q, k, v, g, *(beta or [None])), scale, before)
     return leaves, out, leaving
 
 
@@ -168,24 +161,6 @@ def _map_back(tokens: Tokens, out: torch.Tensor, state: torch.Tensor, dout: torc
 
 
 ALL = slice(0, 1)  # channels travel together, as one head
-
-
-@implements(linear_calls.causal_conv1d)
-def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    activation: str | None,
-) -> torch.Tensor:
-    refuse_transforms()
-    check_context(cp, ContextParallel)
-    x = autocast(x)
-    call = agree_on_layer(cp, plan, lambda: read_convolution(cp, plan, Plan, x, weight, bias, activation))
-    with no_autocast(x.device):
-        return cast(Any, _Convolution).apply(plan, cp, call, x, weight, bias)
 
 
 def taps(tile: Sequence[int], kernel_size: int) -> Iterator[tuple[int, slice, slice]]:
@@ -203,63 +178,71 @@ def taps(tile: Sequence[int], kernel_size: int) -> Iterator[tuple[int, slice, sl
             yield j, slice(start, stop), slice(start - back, stop - back)
 
 
-class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        plan: Plan,
-        cp: ContextParallel,
-        call: ConvolutionCall,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        problem, wide = plan.problem, wide_dtype(x.dtype)
-        packed, factors = to_packed(x, problem.qkv_format), weight.to(wide)
-        held = RankTensors(conv_workload(problem, call.kernel_size), cp.rank, x.device)
-        held.put_own("kv", packed[:, None])
-        sums = torch.zeros_like(held.tensors["kv"][0][:, 0], dtype=wide)  # [t of all ranks, channels]
+def conv_forward(run: Run, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Done:
+    """The slice of the result; saved are the rows of all fragments that this rank has, and the sums."""
+    plan, cp, call = run
+    problem, wide = plan.problem, wide_dtype(x.dtype)
+    packed, factors = to_packed(x, problem.qkv_format), weight.to(wide)
+    held = RankTensors(conv_workload(problem, call.kernel_size), cp.rank, x.device)
+    held.put_own("kv", packed[:, None])
+    sums = torch.zeros_like(held.tensors["kv"][0][:, 0], dtype=wide)  # [t of all ranks, channels]
 
-        def compute(tile: Sequence[int]) -> None:
-            for j, rows, columns in taps(tile, call.kernel_size):
-                sums[rows] += factors[:, j] * held.tensors["kv"][0][columns, 0].to(wide)
+    def compute(tile: Sequence[int]) -> None:
+        for j, rows, columns in taps(tile, call.kernel_size):
+            sums[rows] += factors[:, j] * held.tensors["kv"][0][columns, 0].to(wide)
 
-        run_rank_schedule("forward", plan.halo(call.kernel_size).forward[cp.rank], held, cp.comm, compute)
-        if bias is not None:
-            sums += bias.to(wide)
-        out = torch.zeros_like(packed, dtype=wide)
-        for here, there in held.own["kv"]:
-            out[here] = sums[there] if call.activation is None else sums[there] * torch.sigmoid(sums[there])
-        ctx.save_for_backward(x, weight, bias, held.tensors["kv"][0], sums)
-        ctx.plan, ctx.problem, ctx.cp, ctx.call = plan, problem, cp, call
-        return to_format(out.to(x.dtype), problem.qkv_format, len(problem.sequences))
+    run_rank_schedule("forward", plan.halo(call.kernel_size).forward[cp.rank], held, cp.comm, compute)
+    if bias is not None:
+        sums += bias.to(wide)
+    out = torch.zeros_like(packed, dtype=wide)
+    for here, there in held.own["kv"]:
+        out[here] = sums[there] if call.activation is None else sums[there] * torch.sigmoid(sums[there])
+    out = to_format(out.to(x.dtype), problem.qkv_format, len(problem.sequences))
+    return Done((out,), (held.tensors["kv"][0], sums))
 
-    @staticmethod
-    @backward_pass
-    def backward(ctx: Any, dout: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        plan, cp, call, problem = ctx.plan, ctx.cp, ctx.call, ctx.problem
-        x, weight, bias, x_all, sums = ctx.saved_tensors
-        wide = sums.dtype
-        factors = weight.to(wide)
-        held = RankTensors(conv_workload(problem, call.kernel_size), cp.rank, x.device)
-        held.tensors["kv"] = (x_all,)
-        held.start_result("dkv", ((1, call.channels), wide, 0.0))
-        dsums = torch.zeros_like(sums)
-        packed = to_packed(dout, problem.qkv_format).to(wide)
-        for here, there in held.own["kv"]:
-            gate = torch.sigmoid(sums[there])
-            slope = torch.ones_like(gate) if call.activation is None else gate * (1 + sums[there] * (1 - gate))
-            dsums[there] = packed[here] * slope
-        dfactors = torch.zeros_like(factors)
 
-        def compute(tile: Sequence[int]) -> None:
-            for j, rows, columns in taps(tile, call.kernel_size):
-                dfactors[:, j] += (dsums[rows] * x_all[columns, 0].to(wide)).sum(dim=0)
-                held.accumulate("dkv", columns, ALL, (factors[:, j] * dsums[rows])[:, None])
+def conv_backward(
+    run: Run, tensors: Sequence[Any], saved: Sequence[torch.Tensor], _: None, dout: torch.Tensor
+) -> Sequence[torch.Tensor | None]:
+    """Gradients of x, weight and bias."""
+    (plan, cp, call), (x, weight, bias), (x_all, sums) = run, tensors, saved
+    problem, wide = plan.problem, sums.dtype
+    factors = weight.to(wide)
+    held = RankTensors(conv_workload(problem, call.kernel_size), cp.rank, x.device)
+    held.tensors["kv"] = (x_all,)
+    held.start_result("dkv", ((1, call.channels), wide, 0.0))
+    dsums = torch.zeros_like(sums)
+    packed = to_packed(dout, problem.qkv_format).to(wide)
+    for here, there in held.own["kv"]:
+        gate = torch.sigmoid(sums[there])
+        slope = torch.ones_like(gate) if call.activation is None else gate * (1 + sums[there] * (1 - gate))
+        dsums[there] = packed[here] * slope
+    dfactors = torch.zeros_like(factors)
 
-        run_rank_schedule("backward", plan.halo(call.kernel_size).backward[cp.rank], held, cp.comm, compute)
-        dx = torch.zeros(len(packed), 1, call.channels, dtype=wide, device=x.device)
-        held.copy_out("dkv", dx)
-        dx = to_format(dx[:, 0].to(x.dtype), problem.qkv_format, len(problem.sequences))
-        dbias = None if bias is None else dsums.sum(dim=0).to(bias.dtype)
-        return None, None, None, dx, dfactors.to(weight.dtype), dbias
+    def compute(tile: Sequence[int]) -> None:
+        for j, rows, columns in taps(tile, call.kernel_size):
+            dfactors[:, j] += (dsums[rows] * x_all[columns, 0].to(wide)).sum(dim=0)
+            held.accumulate("dkv", columns, ALL, (factors[:, j] * dsums[rows])[:, None])
+
+    run_rank_schedule("backward", plan.halo(call.kernel_size).backward[cp.rank], held, cp.comm, compute)
+    dx = torch.zeros(len(packed), 1, call.channels, dtype=wide, device=x.device)
+    held.copy_out("dkv", dx)
+    dx = to_format(dx[:, 0].to(x.dtype), problem.qkv_format, len(problem.sequences))
+    dbias = None if bias is None else dsums.sum(dim=0).to(bias.dtype)
+    return dx, dfactors.to(weight.dtype), dbias
+
+
+CONVOLUTION = Passes(linear_calls.CONVOLUTION, conv_forward, conv_backward)
+
+
+@implements(linear_calls.causal_conv1d)
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    activation: str | None,
+) -> torch.Tensor:
+    return called(CONVOLUTION, cp, plan, (x, weight, bias), activation=activation)[0]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 import cp_fast
@@ -20,10 +21,11 @@ from cp_fast.linear.state_tables import ScanTable
 from cp_ref import SimGroup
 from cp_ref.linear.recurrence import dense_causal_conv1d, dense_linear_attention
 from cp_ref.schedules.problem import Problem
-from cp_ref.simulator import SimMember
+from cp_ref.simulator import RankScheduler, SimMember
 from tests.linear.problems import linear_problems
 from tests.marks import examples
 
+MEMBER = SimMember(0, 1, RankScheduler(1))  # Dynamo is not made for the threads of a simulated group
 PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 4, "d_v": 4, "dtype": torch.float64, "device": "cpu"}
 TOTAL = 24
@@ -119,21 +121,57 @@ def test_a_plan_that_is_updated(package: str) -> None:
     SimGroup(2).run(one)
 
 
-def test_a_graph_break_under_compile() -> None:
-    def one(member: SimMember) -> None:
-        cp, cu = cp_fast.ContextParallel(member), torch.tensor([0, 8])
-        plan = cp_fast.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, linear=True, **SIZES)
-        mine = {name: cp_fast.shard(x, cp=cp, plan=plan) for name, x in layer(2, 8).items()}
-        weight = torch.ones(3, 2, dtype=torch.float64)
+@pytest.mark.parametrize("fmt", ["thd", "bshd", "sbhd"])
+def test_a_layer_is_one_graph(fmt: Any) -> None:
+    """Also with states in and out. Another plan is no new graph."""
+    torch._dynamo.reset()
+    cp, graphs = cp_fast.ContextParallel(MEMBER), list[Any]()
 
-        def model(q: torch.Tensor) -> torch.Tensor:
-            q = cp_fast.causal_conv1d(2 * q.flatten(1), weight, cp=cp, plan=plan).view_as(q)
-            return cp_fast.linear_attention(q, *list(mine.values())[1:], cp=cp, plan=plan) + 1  # type: ignore[misc]
+    def backend(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, example)
 
-        compiled = torch.compile(model, backend="eager")
-        torch.testing.assert_close(compiled(mine["q"]), model(mine["q"]))
+    def model(plan: cp_fast.Plan, weight: torch.Tensor, state: torch.Tensor, given: dict[str, Any]) -> Any:
+        how: dict[str, Any] = {"cp": cp, "plan": plan}
+        mixed = cp_fast.causal_conv1d(2 * given["v"].flatten(-2), weight, activation="silu", **how)
+        given = given | {"v": mixed.unflatten(-1, (2, 2))}
+        once, ending = cp_fast.linear_attention(**given, output_final_state=True, **how)
+        given["v"] = once
+        return cp_fast.linear_attention(**given, initial_state=state * ending, **how) + 1
 
-    SimGroup(1).run(one)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for lengths in ([0, 9, 20], [0, 5, 24]):
+        sizes = {"cu_seqlens_q": torch.tensor(lengths)} if fmt == "thd" else {"batch_size": 2, "seqlen_q": TOTAL // 2}
+        plan = cp_fast.make_plan(cp=cp, qkv_format=fmt, linear=True, **sizes, **SIZES)
+        found = []
+        for call in (model, compiled):
+            shape = {"thd": (TOTAL,), "bshd": (2, TOTAL // 2), "sbhd": (TOTAL // 2, 2)}[fmt]
+            mine = {n: x.reshape(*shape, *x.shape[1:]).requires_grad_() for n, x in layer(3).items()}
+            weight, state = torch.ones(4, 3, dtype=torch.float64), torch.ones(2, 2, 3, 2, dtype=torch.float64)
+            leaves = [weight.requires_grad_(), state.requires_grad_(), *mine.values()]
+            out = call(plan, weight, state, mine)
+            out.square().sum().backward()
+            found.append([out.detach(), *(x.grad for x in leaves)])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)
+    assert len(graphs) == 1
+
+
+def test_a_graph_of_a_plan_that_was_updated() -> None:
+    torch._dynamo.reset()
+    cp = cp_fast.ContextParallel(MEMBER)
+    sizes: dict[str, Any] = {"qkv_format": "thd", "linear": True, "max_sequences": 3, "max_tokens_q": TOTAL} | SIZES
+    plan = cp_fast.make_plan(cp=cp, cu_seqlens_q=torch.tensor([0, 9, TOTAL]), **sizes)
+    mine: dict[str, Any] = {name: x.requires_grad_() for name, x in layer(3).items()}
+
+    def call() -> torch.Tensor:
+        return cp_fast.linear_attention(**mine, cp=cp, plan=plan)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    out = compiled()
+    plan.update(cp=cp, cu_seqlens_q=torch.tensor([0, 5, 12]))
+    with pytest.raises(RuntimeError, match="of a plan that was updated since"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import importlib
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
-from cp_fast.api.checked_calls import agree_on_backward, layer_call
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan, messages_of
+from cp_fast.api.layer_operators import called, registered
+from cp_fast.api.layers import Layer, Outputs, Run
+from cp_fast.api.plan import Plan
 from cp_fast.backends.backend_protocol import on_triton
-from cp_fast.dispatch.handles import hide_from_checkpointing, outside_of_graphs
 from cp_fast.linear.convolution import torch_convolution
 from cp_fast.linear.convolution.halo_tables import HaloMessage, HaloTables
 from cp_fast.linear.convolution.torch_convolution import ConvolutionInputs
-from cp_fast.linear.linear_plan import LinearTables, linear_tables
+from cp_fast.linear.linear_plan import linear_tables
 from cp_fast.runtime.prepared_exchange import Exchanges
 from cp_ref.contract import linear_calls
-from cp_ref.contract.call_checks import check_context
 from cp_ref.contract.declared import implements
 from cp_ref.contract.group import Group, Parcel
-from cp_ref.contract.linear_calls import ConvolutionCall, read_convolution
-from cp_ref.contract.tensors import autocast, differentiable_once, no_autocast, refuse_transforms
 
 __all__ = [
+    "LAYER",
     "ConvolutionKernels",
+    "ConvolutionLayer",
     "causal_conv1d",
     "choose_convolution",
     "exchange_gradients",
@@ -115,6 +114,43 @@ def exchange_gradients(tables: HaloTables, exchanges: Exchanges, group: Group, e
 # ---- the layer
 
 
+class ConvolutionLayer(Layer):
+    """A causal convolution: the rows before each fragment arrive, and the gradients of these go back."""
+
+    declared = linear_calls.CONVOLUTION
+    tables = staticmethod(linear_tables)
+    reads = frozenset({"weight", "bias"})
+    hides = True
+
+    def shapes(self, tensors: Sequence[Any], qkv_format: str, options: dict[str, Any]) -> list[torch.Tensor]:
+        """That of x."""
+        return [tensors[0].new_empty(tensors[0].shape)]
+
+    def forward(self, run: Run, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Outputs:
+        """The slice of the result; hidden are the packed rows, and those that arrived."""
+        tables, call = run.tables, run.call
+        halos, rows = tables.halo(call.kernel_size), tables.rows.take(x)
+        halo = exchange_rows(halos, tables.exchanges, run.group, rows)
+        inputs = ConvolutionInputs(rows, halo, halos.reads, weight, bias, call.activation is not None)
+        kernels = choose_convolution(rows, call.kernel_size, run.cp.backend)
+        return (tables.rows.put(kernels.forward(inputs), x),), (rows, halo)
+
+    def backward(self, run: Run, tensors: Any, results: Any, hidden: Any, grads: Any) -> Any:
+        """Gradients of x, weight and bias; those of the last two are this rank's share."""
+        tables, call, (_, weight, bias), (x, halo), (dout,) = run.tables, run.call, tensors, hidden, grads
+        halos, kernels = tables.halo(call.kernel_size), choose_convolution(x, call.kernel_size, run.cp.backend)
+        inputs = ConvolutionInputs(x, halo, halos.reads, weight, bias, call.activation is not None)
+        dsums = tables.rows.take(dout)
+        edges = kernels.edges_backward(inputs, dsums, halos.edges_read_by)
+        exchange_gradients(halos, tables.exchanges, run.group, edges)
+        dx, dweight, dbias = kernels.backward(inputs, dsums)
+        dx.index_copy_(0, halos.edges, edges[: len(halos.edges)].to(x.dtype))
+        return tables.rows.put(dx, dout), dweight, dbias
+
+
+LAYER = registered(ConvolutionLayer())
+
+
 @implements(linear_calls.causal_conv1d)
 def causal_conv1d(
     x: torch.Tensor,
@@ -125,55 +161,4 @@ def causal_conv1d(
     plan: Plan,
     activation: str | None,
 ) -> torch.Tensor:
-    check_context(cp, ContextParallel)
-    if torch.compiler.is_compiling():
-        return outside_of_graphs(causal_conv1d, x, weight, bias, cp=cp, plan=plan, activation=activation)
-    refuse_transforms()
-    x = autocast(x)
-    read = partial(read_convolution, cp, plan, Plan, x, weight, bias, activation)
-    call, number = layer_call(cp, plan, "causal_conv1d", [activation], (x, weight, bias), read)
-    return Convolution.apply(plan, cp, call, number, x, weight, bias)
-
-
-class Convolution(torch.autograd.Function):
-    """From x, weight and bias to the slice of the result."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        plan: Plan,
-        cp: ContextParallel,
-        call: ConvolutionCall,
-        number: int,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        tables = linear_tables(plan)
-        with hide_from_checkpointing(), cp.naming_errors("causal_conv1d, forward"), no_autocast(x.device):
-            halos, rows = tables.halo(call.kernel_size), tables.rows.take(x.detach())
-            halo = exchange_rows(halos, tables.exchanges, messages_of(plan, cp.comm), rows)
-            inputs = ConvolutionInputs(rows, halo, halos.reads, weight, bias, call.activation is not None)
-            kernels = choose_convolution(rows, call.kernel_size, cp.backend)
-            out = tables.rows.put(kernels.forward(inputs), x)
-        ctx.save_for_backward(rows, halo, weight, bias)
-        ctx.plan, ctx.tables, ctx.cp, ctx.call, ctx.number = plan, tables, cp, call, number
-        return out
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dout: torch.Tensor) -> Any:
-        tables: LinearTables = ctx.tables
-        agree_on_backward(ctx, "causal_conv1d, backward")
-        x, halo, weight, bias = ctx.saved_tensors
-        with hide_from_checkpointing(), ctx.cp.naming_errors("causal_conv1d, backward"), no_autocast(x.device):
-            size = ctx.call.kernel_size
-            halos, kernels = tables.halo(size), choose_convolution(x, size, ctx.cp.backend)
-            inputs = ConvolutionInputs(x, halo, halos.reads, weight, bias, ctx.call.activation is not None)
-            grads = tables.rows.take(dout)
-            edges = kernels.edges_backward(inputs, grads, halos.edges_read_by)
-            exchange_gradients(halos, tables.exchanges, messages_of(ctx.plan, ctx.cp.comm), edges)
-            dx, dweight, dbias = kernels.backward(inputs, grads)
-            dx.index_copy_(0, halos.edges, edges[: len(halos.edges)].to(x.dtype))
-            dx = tables.rows.put(dx, dout)
-        return None, None, None, None, dx, dweight, dbias
+    return called(LAYER, cp, plan, (x, weight, bias), activation=activation)[0]

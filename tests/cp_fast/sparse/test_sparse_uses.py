@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 import cp_fast
@@ -17,10 +18,11 @@ from cp_fast.checkpoint import save_attention
 from cp_fast.sparse.sparse_tables import SparseTables
 from cp_ref import SimGroup
 from cp_ref.schedules.problem import Problem, Sequence
-from cp_ref.simulator import SimMember
+from cp_ref.simulator import RankScheduler, SimMember
 from tests.cp_fast.sparse.dense import seen
 from tests.dist.workers import Processes
 
+MEMBER = SimMember(0, 1, RankScheduler(1))  # Dynamo is not made for the threads of a simulated group
 CU, TOTAL = torch.tensor([0, 7, 7, 30]), 32
 SIZES: dict[str, Any] = {"heads_q": 4, "heads_kv": 1, "d_qk": 6, "d_v": 4, "device": "cpu", "dtype": torch.float32}
 THD: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": CU, "cu_seqlens_q_padded": torch.tensor([0, 8, 8, TOTAL])}
@@ -133,21 +135,55 @@ def test_a_plan_that_is_updated_in_place() -> None:
     SimGroup(2).run(one)
 
 
-def test_inside_torch_compile() -> None:
-    """A graph break, as linear layers make it."""
-
-    def compiled(*given: Any) -> torch.Tensor:
-        return torch.compile(layer, backend="eager")(*given)
-
-    want = SimGroup(2).run(step)
+@pytest.mark.parametrize("fmt", ["thd", "bshd", "sbhd"])
+def test_a_layer_is_one_graph(fmt: str) -> None:
+    """Another plan is no new graph."""
     torch._dynamo.reset()
-    assert all(map(all_equal, SimGroup(2).run(lambda member: step(member, compiled)), want))
+    more: dict[str, Any] = {}
+    if fmt != "thd":
+        more = {"qkv_format": fmt, "cu_seqlens_q": None, "cu_seqlens_q_padded": None, "batch_size": 2, "seqlen_q": 16}
+    graphs: list[Any] = []
 
-    def whole(*given: Any) -> torch.Tensor:
-        return torch.compile(layer, backend="eager", fullgraph=True)(*given)
+    def backend(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, example)
 
-    with pytest.raises(RuntimeError, match="sparse attention run outside of graphs"):
-        SimGroup(1).run(lambda member: step(member, whole))
+    def one_layer(cp: Any, plan: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        how: dict[str, Any] = {"cp": cp, "plan": plan}
+        q, k, q_index, k_index, weights = given.values()
+        indices = cp_fast.select_keys(q_index, k_index, weights, top_k=4, **how)
+        out, lse = cp_fast.sparse_attention(2 * q, k, k[..., :4], indices, return_lse=True, **how)
+        loss = cp_fast.index_loss(q_index, k_index, weights, lse.detach(), q, k, indices, **how)
+        return out.square().sum() + loss.sum() + lse.masked_fill(lse.isinf(), 0).sum()
+
+    compiled = torch.compile(one_layer, fullgraph=True, backend=backend)
+    for comm in ("all_gather", "a2a", "all_gather"):
+        cp, plan = made(MEMBER, comm, **more)
+        found = []
+        for call in (one_layer, compiled):
+            shape = {"thd": (TOTAL,), "bshd": (2, 16), "sbhd": (16, 2)}[fmt]
+            mine = {n: x.reshape(*shape, *x.shape[1:]).requires_grad_() for n, x in inputs().items()}
+            result = call(cp, plan, mine)
+            result.backward()
+            found.append([result.detach(), *(x.grad for x in mine.values())])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)
+    assert len(graphs) == 1
+
+
+def test_in_a_graph_errors_are_those_of_a_call() -> None:
+    torch._dynamo.reset()
+    cp, plan = made(MEMBER, max_sequences=4, max_tokens_q=TOTAL)
+    given = {name: x.requires_grad_() for name, x in inputs().items()}
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match=r"weights has shape \[32, 2\]; its last sizes must be \[3\]"):
+        compiled(cp, plan, 4, **(given | {"weights": given["weights"][:, :2]}))
+    out = compiled(cp, plan, 4, **given)
+    plan.update(cp=cp, cu_seqlens_q=torch.tensor([0, 3, 12]))
+    with pytest.raises(RuntimeError, match="of a plan that was updated since"):
+        out.sum().backward()
+    with pytest.raises(Exception, match="give local tensors"):  # what no graph can have is said in plain words
+        torch.compile(lambda x: cp_fast.select_keys(x, x, x, cp=cp, plan=None, top_k=4), fullgraph=True)(given["q"])
 
 
 def test_modes_without_gradients_leave_nothing_behind() -> None:

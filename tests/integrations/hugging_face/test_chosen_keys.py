@@ -188,13 +188,13 @@ def test_checkpointing_does_not_choose_twice(monkeypatch: pytest.MonkeyPatch) ->
     from cp_fast.checkpoint import save_attention
 
     chosen: list[int] = []
-    select = sparse._selected  # pyright: ignore[reportPrivateUsage]
+    select = sparse.SelectionLayer.forward
 
-    def counted(*given: Any) -> torch.Tensor:
+    def counted(*given: Any) -> Any:
         chosen.append(1)
         return select(*given)
 
-    monkeypatch.setattr(sparse, "_selected", counted)
+    monkeypatch.setattr(sparse.SelectionLayer, "forward", counted)
 
     def one(member: Any) -> list[torch.Tensor]:
         cp = cp_fast.ContextParallel(member, "all_gather")
