@@ -170,7 +170,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     the_plan, context = object_of(plan), object_of(cp)
     if checking():
-        agree_on_call(context, the_plan, "backward", lambda: None, ("wants", wants_offset))
+        agree_on_call(context, the_plan, "backward", lambda: (None, [("wants", wants_offset)]))
     shapes = tuple(q_shape), tuple(k_shape), tuple(v_shape)
     call = call_of_kinds(the_plan, context, *((shape, out.dtype, out.device, out.layout) for shape in shapes))
     inputs, kept, (out, lse) = ([x.detach() for x in some] for some in (inputs, kept, (out, lse)))
@@ -273,7 +273,7 @@ class Attention(torch.autograd.Function):
 
         if number:
             details = ("of_call", number), ("deterministic", flags.deterministic), ("wants", wants_offset)
-            agree_on_call(cp, plan, "backward", look, *details)
+            agree_on_call(cp, plan, "backward", lambda: (look(), details))
         look()
         out, lse, offset, *tensors = ctx.saved_tensors
         tensors, of_scores = tensors[: ctx.saved], tensors[ctx.saved :]

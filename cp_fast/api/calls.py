@@ -200,21 +200,19 @@ def agree_on_forward(call: Call, plan: Plan) -> CheckedCall:
     """Check a call against its plan, which the user gave or `plan_of_call` made. Under `cp_fast.checked` agree on the
     call with all ranks.
     """
-    found: list[ScoreTensors | None] = []
     number, (q, k, v) = 0, call.tensors
 
-    def look() -> None:
-        found.append(check_planned_call(call, plan))
+    def read() -> tuple[ScoreTensors | None, list[tuple[str, object]]]:
+        scores, grads = check_planned_call(call, plan), needs_grad(*call.tensors, call.offset)
+        shapes = [describe(*one) for one in {"q": q, "k": k, "v": v, "softmax_offset": call.offset}.items()]
+        how = zip(CallFlags._fields, call.flags, strict=True)
+        return scores, [*shapes, *how, *_values(call.scores), ("requires_grad", grads)]
 
-    if not checking():
-        look()
+    if checking():
+        scores, number = agree_on_call(call.cp, plan, "forward", read)
     else:
-        tensors = {"q": q, "k": k, "v": v, "softmax_offset": call.offset}
-        shapes, how = (describe(*one) for one in tensors.items()), zip(CallFlags._fields, call.flags, strict=True)
-        grads = needs_grad(*tensors.values())
-        details = (*shapes, *how, *_values(call.scores), ("requires_grad", grads))
-        number = agree_on_call(call.cp, plan, "forward", look, *details)
-    return CheckedCall(plan, compiled_call(plan, call.cp, q, k, v), call.cp, call.flags, number, found[0])
+        scores = check_planned_call(call, plan)
+    return CheckedCall(plan, compiled_call(plan, call.cp, q, k, v), call.cp, call.flags, number, scores)
 
 
 def check_planned_call(call: Call, plan: Plan) -> ScoreTensors | None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -153,22 +153,28 @@ def checking() -> bool:
     return bool(_everywhere or _here.depth)
 
 
+Found = TypeVar("Found")
+Details = Iterable[tuple[str, object]]
+
+
 def agree_on_call(
-    cp: ContextParallel, plan: Plan, what: str, look: Callable[[], None], *details: tuple[str, object]
-) -> int:
-    """Look at a call's arguments on this rank, and agree with all others on what it is.
+    cp: ContextParallel, plan: Plan, what: str, read: Callable[[], tuple[Found, Details]]
+) -> tuple[Found, int]:
+    """Read a call on this rank, and agree with all others on what it is.
 
     Args:
-        what: "forward", "backward".
-        look: raises what is wrong with the arguments here.
-        details: other values that must be the same on all ranks, by name.
+        what: "forward", "backward", with the function where it is not `attention`.
+        read: checks the arguments here, and sends nothing. Returns any result, and values that must be the same on all
+            ranks, by name.
 
     Returns:
-        The number of the checked call, of its group.
+        The result, and the number of the checked call, of its group.
     """
-    error = None
+    found, error = list[Found](), None
+    details: Details = ()
     try:
-        look()
+        result, details = read()
+        found.append(result)
     except Exception as caught:  # After any error the other ranks must not wait for this one.
         error = caught
     number = cp.next_number()
@@ -177,12 +183,12 @@ def agree_on_call(
     try:
         with cp.naming_errors(what):
             agree(cp.comm, Agreement(plan.problem, plan.room, call), error)
-    except ValueError as found:
-        if found is error:
+    except ValueError as refused:
+        if refused is error:
             raise
         where = f"{what}, call {number}{f' in {module}' if module else ''}"
-        raise ValueError(f"checked, {where}: {found}") from None
-    return number
+        raise ValueError(f"checked, {where}: {refused}") from None
+    return found[0], number
 
 
 PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}

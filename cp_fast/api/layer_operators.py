@@ -98,7 +98,7 @@ class _Operators:
         results, grads, handle, wanted, plan, cp, _, *values = given[self.count :]
         plan, cp = object_of(plan), object_of(cp)
         if checking():
-            agree_on_call(cp, plan, layer.backward_name, lambda: None)
+            agree_on_call(cp, plan, layer.backward_name, lambda: (None, ()))
         if layer.hides:
             call, hidden = (found := object_of(handle)).call, found.tensors
             run = Run(layer, plan, cp, call, 0, layer.tables(plan))

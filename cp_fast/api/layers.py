@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -54,6 +53,10 @@ class Run(NamedTuple):
     def group(self) -> Group:
         """What carries its messages."""
         return messages_of(self.plan, self.cp.comm)
+
+    def check_batch(self) -> None:
+        """Raise where the plan was updated since."""
+        check_same_batch(self.plan, self.tables)
 
     def forward(self, tensors: Sequence[Tensor | None]) -> Outputs:
         """The layer's forward pass, with detached operands."""
@@ -177,8 +180,16 @@ def begun(
             check_not_captured(plan)
             return layer.read(cp, plan, tensors, options, facts)
 
+        def noted() -> tuple[LayerCall, Any]:
+            return (found := read()), vars(found).items()
+
         with hide_from_checkpointing():
-            call, number = _agreed(cp, plan, layer.name, read) if ask else (read(), 0)
+            if not ask:
+                call = read()
+            elif checking() and isinstance(plan, Plan):
+                call, number = agree_on_call(cp, plan, f"{layer.name}, forward", noted)
+            else:
+                call = agree_on_layer(cp, plan, read)
         if key is not None:
             plan.calls.find(key, lambda: call)
     return Run(layer, plan, cp, call, number, layer.tables(plan))
@@ -203,25 +214,6 @@ def _key(plan: Any, cp: ContextParallel, words: tuple[Any, ...], tensors: Sequen
     return cp, words, types, differentiable and torch.is_grad_enabled(), *kinds
 
 
-def _agreed(cp: ContextParallel, plan: Any, what: str, read: Any) -> tuple[LayerCall, int]:
-    if not checking() or not isinstance(plan, Plan):
-        return agree_on_layer(cp, plan, read), 0
-    found: list[LayerCall] = []
-    error: Exception | None = None
-    try:
-        found.append(read())
-    except Exception as caught:  # the other ranks must not wait for this one
-        error = caught
-
-    def look() -> None:
-        if error is not None:
-            raise error
-
-    details = vars(found[0]).items() if found else ()
-    number = agree_on_call(cp, plan, f"{what}, forward", look, *details)
-    return found[0], number
-
-
 # ---- autograd
 
 
@@ -243,9 +235,9 @@ class LayerFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         run: Run = ctx.run
         if run.number:
-            look = partial(check_same_batch, run.plan, run.tables)
             with hide_from_checkpointing():
-                agree_on_call(run.cp, run.plan, run.layer.backward_name, look, ("of_call", run.number))
-        check_same_batch(run.plan, run.tables)
+                of_call = [("of_call", run.number)]
+                agree_on_call(run.cp, run.plan, run.layer.backward_name, lambda: (run.check_batch(), of_call))
+        run.check_batch()
         saved, first, behind = ctx.saved_tensors, len(run.layer.names), ctx.behind
         return None, None, *run.backward(saved[:first], saved[first:behind], saved[behind:], grads)
