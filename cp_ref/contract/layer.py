@@ -14,8 +14,7 @@ Each package computes a declared layer by one driver: `cp_fast.api.layers`, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import isfinite
 from numbers import Real
@@ -83,16 +82,17 @@ class Layer:
     read: Callable[..., LayerCall]
     second: str = ""
 
-    @cached_property
-    def _casts(self) -> list[tuple[int, Callable[[Any], Any]]]:
-        """What becomes of the operands, by place."""
+    casts: tuple[tuple[int, Callable[[Any], Any]], ...] = field(init=False)  # of operands, by place
+
+    def __post_init__(self) -> None:
         found = [(i, operand.cast) for i, operand in enumerate(self.operands) if operand.cast is not None]
-        return [*found, *((i, _detached) for i, operand in enumerate(self.operands) if operand.constant)]
+        found += [(i, _detached) for i, operand in enumerate(self.operands) if operand.constant]
+        object.__setattr__(self, "casts", tuple(found))
 
     def cast(self, tensors: Sequence[Any]) -> list[Any]:
         """The operands as they are read; constants are detached."""
         found = [*tensors]
-        for place, cast in self._casts:
+        for place, cast in self.casts:
             found[place] = cast(found[place])
         return found
 

@@ -146,6 +146,28 @@ def dense(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([p.cumsum(0) / torch.arange(1, len(p) + 1)[:, None] for p in parts])
 
 
+def test_a_new_layer_in_a_graph_under_checked_and_with_an_updated_plan() -> None:
+    torch._dynamo.reset()
+    cp, plan = planned(cp_fast, SimMember(0, 1, RankScheduler(1)), max_sequences=3, max_tokens_q=TOTAL)
+    x, weight = rows().requires_grad_(), torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return CALLED[cp_fast](cp, plan, (weight * x,), factor=0.5)[0] + 1
+
+    wanted = 0.5 * dense(rows()) + 1
+    for call in (torch.compile(model, fullgraph=True, backend="aot_eager"), model):  # the first call is compiled
+        for checked in (False, True):
+            with cp_fast.checked() if checked else torch.enable_grad():
+                out = call(x)
+                torch.testing.assert_close(out.detach(), wanted)
+                (grad,) = torch.autograd.grad(out.sum(), weight)
+                torch.testing.assert_close(grad, (wanted - 1).sum())
+        out = call(x)
+        plan.update(cp=cp, cu_seqlens_q=CU)
+        with pytest.raises(RuntimeError, match=r"plan.* was updated"):
+            out.sum().backward()
+
+
 @pytest.mark.parametrize("package", CALLED)
 def test_a_new_layer(package: Any) -> None:
     def one(member: SimMember) -> None:
@@ -165,25 +187,3 @@ def test_a_new_layer(package: Any) -> None:
             CALLED[package](cp, plan, (x[:, 0],), factor=2.0)
 
     SimGroup(2).run(one)
-
-
-def test_a_new_layer_in_a_graph_under_checked_and_with_an_updated_plan() -> None:
-    torch._dynamo.reset()
-    cp, plan = planned(cp_fast, SimMember(0, 1, RankScheduler(1)), max_sequences=3, max_tokens_q=TOTAL)
-    x, weight = rows().requires_grad_(), torch.ones((), dtype=torch.float64, requires_grad=True)
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return CALLED[cp_fast](cp, plan, (weight * x,), factor=0.5)[0] + 1
-
-    wanted = 0.5 * dense(rows()) + 1
-    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        for checked in (False, True):
-            with cp_fast.checked() if checked else torch.enable_grad():
-                out = call(x)
-                torch.testing.assert_close(out.detach(), wanted)
-                (grad,) = torch.autograd.grad(out.sum(), weight)
-                torch.testing.assert_close(grad, (wanted - 1).sum())
-        out = call(x)
-        plan.update(cp=cp, cu_seqlens_q=CU)
-        with pytest.raises(RuntimeError, match=r"plan.* was updated"):
-            out.sum().backward()
