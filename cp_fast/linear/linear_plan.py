@@ -13,6 +13,7 @@ from cp_fast.linear.convolution.halo_tables import HaloTables, halo_tables
 from cp_fast.linear.linear_kernels import FragmentRows
 from cp_fast.linear.state_tables import StateTables, state_tables
 from cp_fast.runtime.prepared_exchange import Exchanges
+from cp_fast.runtime.slices import OwnRows
 from cp_ref.contract.linear_schedules import DocumentFragments, document_fragments, make_rank_states
 from cp_ref.schedules.problem import Problem
 
@@ -73,44 +74,18 @@ class LocalRows:
         return torch.from_numpy(np.flatnonzero(where)).to(self.device) if where.any() else None
 
     @cached_property
-    def _index(self) -> torch.Tensor | None:
-        """The row of each packed row in the rank's buffer, int64 [n]; None where they are the same."""
-        cu = np.array(self.packed.cu, dtype=np.int64)
-        index = np.arange(cu[-1]) + np.repeat(self.fragments.row - cu[:-1], np.diff(cu))
-        if np.array_equal(index, np.arange(cu[-1])):
-            return None
-        return torch.from_numpy(index).to(self.device)
+    def _own(self) -> OwnRows:
+        return OwnRows.of(self.problem, self.fragments, self.device)
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """A slice of the user's as packed rows [n, ...], contiguous."""
-        rows = self._as_rows(x)
-        n = self.packed.cu[-1]
-        if self._index is not None:
-            return rows.index_select(0, self._index)
-        return (rows if len(rows) == n else rows[:n]).contiguous()
+        return self._own.take(x).contiguous()
 
     def put(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Packed rows [n, ...], a tensor of the caller's own, as a slice with the leading axes of `like`, contiguous;
         zero in padding and tail.
         """
-        leading = 1 if self.problem.qkv_format == "thd" else 2
-        if self._padding is not None:
-            x = x.index_fill_(0, self._padding, 0)
-        total, n = like.shape[:leading].numel(), len(x)
-        if self._index is not None:
-            x = x.new_zeros(total, *x.shape[1:]).index_copy_(0, self._index, x)
-        elif total != n:
-            x = torch.cat([x, x.new_zeros(total - n, *x.shape[1:])])
-        if leading == 1:
-            return x
-        if self.problem.qkv_format == "bshd":
-            return x.unflatten(0, like.shape[:2])
-        return x.unflatten(0, (like.shape[1], like.shape[0])).transpose(0, 1).contiguous()
-
-    def _as_rows(self, x: torch.Tensor) -> torch.Tensor:
-        if self.problem.qkv_format == "thd":
-            return x
-        return (x if self.problem.qkv_format == "bshd" else x.transpose(0, 1)).flatten(0, 1)
+        return self._own.put(x if self._padding is None else x.index_fill_(0, self._padding, 0), like)
 
 
 # ---- the tables

@@ -23,8 +23,8 @@ import torch
 from cp_fast.api.plan import Plan, tables_of
 from cp_fast.backends.sparse_kernels import Visible
 from cp_fast.runtime.prepared_exchange import Exchanges
+from cp_fast.runtime.slices import OwnRows, Rows, rows_of, taken
 from cp_ref.contract.group import Group, Parcel
-from cp_ref.contract.tensors import lse_from_packed, lse_to_packed, to_format, to_packed
 from cp_ref.schedules.areas import Areas
 from cp_ref.schedules.ownership import Fragments
 from cp_ref.schedules.planners.a2a import head_ranges
@@ -37,65 +37,12 @@ from cp_ref.schedules.table import Column, Spans, ranges, runs
 __all__ = [
     "GatheredRows",
     "KeyExchange",
-    "OwnRows",
     "RowsOfHeads",
     "SparseTables",
     "Travel",
     "intervals",
     "sparse_tables",
 ]
-
-Rows = slice | torch.Tensor
-"""Rows of a tensor, in order: a slice, or int64 numbers on its device."""
-
-
-@dataclass(frozen=True, eq=False)
-class OwnRows:
-    """A rank's tokens of one side, side by side in the order of its buffer, without padding and tail.
-
-    Attributes:
-        rows: the row of each in the global buffer, [n].
-        places: the row of each in the rank's buffer.
-    """
-
-    problem: Problem
-    rows: Column
-    places: Rows
-
-    @staticmethod
-    def of(problem: Problem, fragments: Fragments, device: torch.device) -> OwnRows:
-        """Those of one rank's fragments."""
-        size = fragments.stop - fragments.start
-        return OwnRows(problem, ranges(fragments.start, size), _rows(ranges(fragments.row, size), device))
-
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """A slice of the user's as rows [n, ...], a view if they lie side by side; the last axis is contiguous."""
-        rows = _take(to_packed(x, self.problem.qkv_format), self.places)
-        return rows if rows.shape[-1] <= 1 or rows.stride(-1) == 1 else rows.contiguous()
-
-    def put(self, x: torch.Tensor, like: torch.Tensor, other: float = 0) -> torch.Tensor:
-        """Rows [n, ...] as a slice of the user's, with the leading axes of `like`; `other` in padding and tail."""
-        leading = 1 if self.problem.qkv_format == "thd" else 2
-        total = like.shape[:leading].numel()
-        return to_format(self._whole(x, total, other), self.problem.qkv_format, len(self.problem.sequences))
-
-    def take_lse(self, lse: torch.Tensor) -> torch.Tensor:
-        """An lse of the user's as rows [n, h], contiguous."""
-        return _take(lse_to_packed(lse, self.problem.qkv_format), self.places).contiguous()
-
-    def put_lse(self, lse: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Rows [n, h] as an lse of the user's, -inf in padding and tail. like: of q's format."""
-        leading = 1 if self.problem.qkv_format == "thd" else 2
-        whole = self._whole(lse, like.shape[:leading].numel(), float("-inf"))
-        return lse_from_packed(whole, self.problem.qkv_format, len(self.problem.sequences))
-
-    def _whole(self, x: torch.Tensor, total: int, other: float) -> torch.Tensor:
-        """All rows of the rank's buffer, given those of its tokens."""
-        if total == len(x) and isinstance(self.places, slice):
-            return x
-        whole = x.new_full((total, *x.shape[1:]), other)
-        whole[self.places] = x
-        return whole
 
 
 class Travel(NamedTuple):
@@ -254,27 +201,14 @@ def _travel(
 
     def numbers(rows: Column) -> Rows:
         """Of own rows."""
-        return _rows(order[np.searchsorted(own, rows, sorter=order)], device)
+        return rows_of(order[np.searchsorted(own, rows, sorter=order)], device)
 
     def places(rows: Column) -> Rows:
-        return _rows(np.searchsorted(held, rows), device)
+        return rows_of(np.searchsorted(held, rows), device)
 
     out = tuple((peer, len(rows), numbers(rows)) for peer, rows in sorted(sends.items()) if len(rows))
     back = tuple((peer, len(rows), places(rows)) for peer, rows in sorted(recvs.items()) if len(rows))
     return held, Travel(len(held), places(own), out, back)
-
-
-def _rows(numbers: Column, device: torch.device) -> Rows:
-    """Row numbers; a slice where they follow one another."""
-    if not len(numbers):
-        return slice(0, 0)
-    if bool((np.diff(numbers) == 1).all()):
-        return slice(int(numbers[0]), int(numbers[-1]) + 1)
-    return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64)).to(device)
-
-
-def _take(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
 def _fragment_rows(fragments: Fragments) -> Column:
@@ -321,7 +255,7 @@ class KeyExchange:
             whole[travel.own] = mine
             found.append(whole)
             for peer, _, some in travel.sends:
-                sends.append(Parcel(peer, number, _taken(_of(rows, heads[peer]), some)))
+                sends.append(Parcel(peer, number, taken(_of(rows, heads[peer]), some).contiguous()))
             for peer, count, places in travel.recvs:
                 part = whole[places] if isinstance(places, slice) else mine.new_empty(count, *mine.shape[1:])
                 recvs.append(Parcel(peer, number, part))
@@ -345,9 +279,10 @@ class KeyExchange:
         for number, (rows, heads) in enumerate(tensors):
             whole = rows.new_zeros(n, total, *rows.shape[2:])
             found.append(whole)
-            adds.append((self._rank, whole, slice(None), heads[self._rank], _taken(rows, travel.own)))
+            mine = taken(rows, travel.own)
+            adds.append((self._rank, whole, slice(None), heads[self._rank], mine))
             for peer, _, places in travel.recvs:
-                sends.append(Parcel(peer, number, _taken(rows, places)))
+                sends.append(Parcel(peer, number, taken(rows, places).contiguous()))
             for peer, count, some in travel.sends:
                 first, last = heads[peer]
                 part = rows.new_empty(count, last - first, *rows.shape[2:])
@@ -368,7 +303,3 @@ class KeyExchange:
 def _of(rows: torch.Tensor, heads: Heads) -> torch.Tensor:
     first, last = heads
     return rows if (first, last) == (0, rows.shape[1]) else rows[:, first:last]
-
-
-def _taken(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return (x[rows] if isinstance(rows, slice) else x.index_select(0, rows)).contiguous()
