@@ -182,8 +182,8 @@ def test_in_a_graph_errors_are_those_of_a_call() -> None:
     plan.update(cp=cp, cu_seqlens_q=torch.tensor([0, 3, 12]))
     with pytest.raises(RuntimeError, match="of a plan that was updated since"):
         out.sum().backward()
+    no_plan: Any = None
     with pytest.raises(Exception, match="give local tensors"):  # what no graph can have is said in plain words
-        no_plan: Any = None
         torch.compile(lambda x: cp_fast.select_keys(x, x, x, cp=cp, plan=no_plan, top_k=4), fullgraph=True)(given["q"])
 
 
