@@ -287,6 +287,9 @@ def test_the_project_s_forms_say_what_is_true() -> None:
     assert "- run: .ci/run\n" in (folder / "workflows" / "ci.yml").read_text()
     release = (folder / "workflows" / "release.yml").read_text()
     assert "- run: .ci/run\n" in release
+    assert all("twine check --strict" in text for text in (release, (ROOT / ".ci" / "run").read_text()))
+    changes = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert changes[:2] == ["Unreleased", project["version"]]
     for script in set(re.findall(r"bin/(cp-\w+)", release)):
         assert script in project["scripts"]
     form = (folder / "ISSUE_TEMPLATE" / "bug.yml").read_text()
