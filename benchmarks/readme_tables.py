@@ -1,4 +1,4 @@
-"""The tables of features and of speed in docs/conformance/comparison.md, the README's lines of them, those of
+"""The tables of features and of speed in docs/conformance/comparison.md, the README's lines of speed, the tables of
 docs/performance.md, of docs/support.md and of two pages of docs/how_to, and the table of commits in
 benchmarks/results/README.md, from records.
 
@@ -47,13 +47,11 @@ __all__ = [
     "replaced",
     "speed_table",
     "tables_of",
-    "turned",
 ]
 
 ROOT = Path(__file__).parents[1]
 
 
-README_FEATURES = ("packed documents of any lengths", "sliding windows", "wrong, and silent, when measured")
 README_SPEEDS = ("one causal sequence", "five packed documents", "sixteen short documents", "window of 4,096")
 
 
@@ -186,29 +184,11 @@ def part_of(table: str, names: Sequence[str]) -> str:
     return "\n".join((head, rule, *(line for line in lines if line.split(" | ")[0].strip("| ") in names))) + "\n"
 
 
-def turned(table: str, corner: str) -> str:
-    """A table with its columns as lines, which is narrower where names are short and cells are long.
-
-    Args:
-        corner: the name of the new first column.
-
-    >>> print(turned("| | a | b |\\n| --- | --- | --- |\\n| x | 1 | 2 |\\n", "name"), end="")
-    | name | x |
-    | --- | --- |
-    | a | 1 |
-    | b | 2 |
-    """
-    head, _, *lines = ([cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines())
-    (_, *names), *columns = zip(head, *lines, strict=True)
-    return markdown([corner, *names], columns)
-
-
 def tables_of(folder: Path = RESULTS) -> dict[str, list[str]]:
     """The tables of each document."""
     features, speeds = feature_table(), {gpus: speed_table(gpus, folder) for gpus in SPEEDS}
-    short = [turned(part_of(features, README_FEATURES), "library"), part_of(speeds["2 x H100"], README_SPEEDS)]
     return {
-        "README.md": short,
+        "README.md": [part_of(speeds["2 x H100"], README_SPEEDS)],
         "docs/conformance/comparison.md": [features.replace("](docs/", "](../"), *speeds.values()],
         "docs/performance.md": performance_tables(),
         "docs/how_to/scores.md": [score_table()],

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cp_ref import SimGroup, Trace, compare, dense_attention
     from cp_ref.contract.compare_layouts import compare_layouts
     from cp_ref.contract.sharding import position_ids, roll, shard, unshard
+    from cp_ref.contract.version import __version__ as __version__
     from cp_ref.schedules.words import Unsupported
 
 __all__ = [
@@ -58,6 +59,7 @@ _WHERE = {
     "SimGroup": "cp_ref",
     "Trace": "cp_ref",
     "Unsupported": "cp_ref.schedules.words",
+    "__version__": "cp_ref.contract.version",
     "attention": "cp_fast.api.attention",
     "causal_conv1d": "cp_fast.linear.convolution.causal_conv1d",
     "checked": "cp_fast.api.checked_calls",

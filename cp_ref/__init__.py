@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from cp_ref import masks, thd
     from cp_ref.contract.compare_layouts import compare_layouts
     from cp_ref.contract.sharding import position_ids, roll, shard, unshard
+    from cp_ref.contract.version import __version__ as __version__
     from cp_ref.linear.layers import causal_conv1d, linear_attention
     from cp_ref.oracle import dense_attention
     from cp_ref.reference_attention import attention
@@ -91,6 +92,7 @@ _WHERE = {
     "SimGroup": "simulator",
     "Trace": "tracing.recorded_trace",
     "Unsupported": "schedules.words",
+    "__version__": "contract.version",
     "attention": "reference_attention",
     "causal_conv1d": "linear.layers",
     "compare": "tracing.compare_traces",

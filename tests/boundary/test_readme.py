@@ -21,7 +21,15 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 COMPARISON = (ROOT / "docs" / "conformance" / "comparison.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-ORDER = ("Install", "Five lines", "Two commands", "Why", "Where you already are", "When a number is wrong")
+ORDER = (
+    "Install",
+    "Five lines",
+    "Two commands",
+    "Layouts and schedules",
+    "Why",
+    "Where you already are",
+    "When a number is wrong",
+)
 
 
 def test_it_is_short_and_in_order() -> None:
@@ -74,6 +82,13 @@ def test_all_four_schedules_have_it(package: Any, row: str) -> None:
             assert package.supports(cp=cp, **sizes | batch | FEATURES[row]) == (True, ""), comm
 
     SimGroup(4).run(one)
+
+
+def test_each_of_the_other_libraries_lacks_one_of_these() -> None:
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in COMPARISON.splitlines() if line[:2] == "| "]
+    rows = [row[2:] for row in table if row[0].startswith((*FEATURES, "masks of several areas"))]
+    assert len(rows) == len(FEATURES) + 1
+    assert all("no" in column for column in zip(*rows, strict=True))
 
 
 @pytest.mark.parametrize("package", [cp_ref, cp_fast], ids=["cp_ref", "cp_fast"])

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from pkgutil import resolve_name
 from types import FunctionType
@@ -40,6 +41,11 @@ def test_names() -> None:
     assert set(cp_ref.__all__) == set(cp_fast.__all__) - ONLY_FAST
     assert all(getattr(cp_fast, name) is getattr(cp_ref, name) for name in TO_DEBUG)
     assert set(cp_fast.__all__) <= set(dir(cp_fast))
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    """pyproject.toml has it, and nothing else but CITATION.cff."""
+    assert cp_ref.__version__ == cp_fast.__version__ == metadata.version("cp-attention")
 
 
 def test_a_trace_of_the_fast_path_is_refused_and_not_empty() -> None:

@@ -36,6 +36,7 @@ from cp_fast.transport.memory_group import why_not as why_not_peer_memory
 from cp_ref.contract.cli.options import lengths
 from cp_ref.contract.cli.terminal import BAD_INPUT, CHECK_FAILED, complain, readable_errors, table
 from cp_ref.contract.group import PaperGroup
+from cp_ref.contract.version import __version__
 from cp_ref.schedules.words import Feature
 
 __all__ = [
@@ -177,7 +178,7 @@ def installed_rows() -> list[dict[str, Any]]:
     def add(what: str, here: str | None, remark: str = "") -> None:
         made.append({"what": what, "here": here, "remark": remark})
 
-    add("cp-attention", _version("cp-attention"), "" if _version("cp-attention") else "run from a checkout")
+    add("cp-attention", __version__, "" if __version__ else "run from a checkout")
     add("Python", platform.python_version(), platform.platform())
     add("PyTorch", torch.__version__, f"{torch.get_num_threads()} CPU threads, {os.cpu_count()} CPUs")
     cuda = torch.version.cuda

@@ -7,12 +7,13 @@ import io
 import sys
 from collections.abc import Mapping
 from functools import cached_property
-from importlib import metadata
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from cp_ref.contract.version import __version__
 
 __all__ = [
     "lazy_commands",
@@ -60,10 +61,7 @@ def start(app: typer.Typer, name: str) -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        try:
-            typer.echo(f"cp-attention {metadata.version('cp-attention')}")
-        except metadata.PackageNotFoundError:
-            typer.echo("cp-attention, run from a checkout that is not installed")
+        typer.echo(f"cp-attention {__version__ or 'of a checkout that is not installed'}")
         raise typer.Exit
 
 
