@@ -38,8 +38,8 @@ FILES = (  # of the executor as it is; older records are of slower ones
 )
 WITHIN = 0.02
 LOSES_MORE = {  # (record, case): why
-    ("speed_4x_h200", "4 x dual_chunk: 32,768 tokens, 64 heads over 8 of 128"): "measured while own keys attended first "
-    "in all_gather's forward pass",
+    ("speed_4x_h200", "4 x dual_chunk: 32,768 tokens, 64 heads over 8 of 128"): "measured while own keys "
+    "attended first in all_gather's forward pass",
 }
 
 
