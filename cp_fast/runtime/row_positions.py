@@ -100,14 +100,19 @@ class RowPositions:
 
 
 def span_places(problem: Problem, side: str, spans: Spans) -> np.ndarray:
-    """Int32 [4, spans]: the number of rows of each span, its sequence, and the position and diagonal of its first row.
-    Each lies in one sequence.
+    """Int32 [4, n]: the number of rows of each span, its sequence, and the position and diagonal of its first row. A
+    span that has rows of several sequences is cut where each begins.
 
     >>> from cp_ref.schedules.problem import Sequence
     >>> problem = Problem(2, (Sequence(4, 4, 4, 4), Sequence(3, 5, 4, 8)))
     >>> span_places(problem, "q", Spans(np.array([5, 0]), np.array([7, 3]))).T.tolist()
     [[2, 1, 1, 3], [3, 0, 0, 0]]
+    >>> span_places(problem, "q", Spans(np.array([2]), np.array([7]))).T.tolist()
+    [[2, 0, 2, 2], [3, 1, 0, 2]]
     """
+    first = np.unique(np.asarray(problem.starts(side)[:-1], np.int64))
+    _, _, *pieces = spans.overlaps(Spans(first, np.append(first[1:], np.iinfo(np.int64).max)))
+    spans = Spans(*pieces)
     sequence, position = row_positions(problem, side, spans.start)
     shift = np.subtract(problem.lengths.len_kv, problem.lengths.len_q)[sequence]
     return np.stack([spans.size, sequence, position, position + shift]).astype(np.int32)
