@@ -43,8 +43,9 @@ from cp_fast.integrations.hugging_face.model_edge import (
     take_off,
 )
 from cp_fast.integrations.hugging_face.pooled_head import pooling_of
+from cp_fast.integrations.hugging_face.router_losses import routing_asked_for, routing_of
 from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over, takes_cache
-from cp_fast.integrations.hugging_face.task_head import head_of, spans_of, transform_of
+from cp_fast.integrations.hugging_face.task_head import Head, head_of, spans_of, transform_of
 from cp_fast.integrations.hugging_face.token_mixers import LAYERS, NAME, refuse_adapters, refuse_by_name, refuse_kind
 from cp_fast.integrations.hugging_face.written_attention import (
     SequencesAsMask,
@@ -71,7 +72,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     Its attention becomes `cp_fast`'s, and so do gated delta rule, KDA and Mamba-2 layers and short convolutions, and
     the choice of keys of DeepSeek-V3.2 and GLM-5, in contexts with cp_comm_type "all_gather" or "a2a". All other
     modules must work on one token at a time. `prepare` first looks for known mixers of tokens: layer_types, other
-    linear layers and convolutions, pooling, batch norms, routers with auxiliary losses. Then it runs the model on a
+    linear layers and convolutions, pooling, batch norms. Then it runs the model on a
     dozen tokens, with attention and linear layers that pass each token on alone. It compares the outputs of a slice
     with those of the whole. The same runs show how the task head uses labels. The vision part of a model of images
     does not change: every rank runs it on all images.
@@ -122,6 +123,10 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
             found: dict[str, Any] = {"pools": pools}
             if not pools:
                 found |= {"spans": spans_of(model, seen), "transform": transform_of(model, seen)}
+            if isinstance(head, Head):
+                found["routing"] = routing_of(model, seen)
+            edge = Edge(cp, head, seen.numbering, takes_cache(model), **found)
+            routing_asked_for(edge.routing, {}, config)
     except BaseException as error:
         switch(before)
         take_back(model)
@@ -135,8 +140,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         module.__dict__["_cp_fast_causal"] = said.causal
         module.__dict__["_cp_fast_sides"] = said.size, seen.sides.get(module, said.sides)
     blocks = mark_layers(model, {*seen.callers, *seen.linear}, seen.heard)
-    found["by_row"] = seen.by_row
-    put_around(model, Edge(cp, head, seen.numbering, takes_cache(model), blocks, **found))
+    put_around(model, replace(edge, blocks=blocks, by_row=seen.by_row))
     return model
 
 
