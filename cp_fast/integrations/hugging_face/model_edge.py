@@ -12,6 +12,7 @@ from torch import nn
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.dispatch.handles import outside_of_graphs
+from cp_fast.integrations.hugging_face.attention_dropout import shared_seed
 from cp_fast.integrations.hugging_face.image_models import arguments_of_images, has_images, run_vision
 from cp_fast.integrations.hugging_face.long_positions import give_longest, say_longest
 from cp_fast.integrations.hugging_face.pooled_head import PooledCall, Pooling
@@ -67,6 +68,7 @@ class ModelCall:
         targets, count: where the edge computes the loss: the targets, and how many all ranks have.
         pooled, spans: of a head that pools the logits of tokens, and of one whose labels are spans.
         routing: where the edge adds the loss of the routers.
+        seed: of attention's dropout, int64 [].
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ModelCall:
         self.pooled: PooledCall | None = None
         self.spans: SpanCall | None = None
         self.routing: Routing | None = None
+        self.seed: torch.Tensor | None = None
 
     def __deepcopy__(self, _: Any) -> ModelCall:
         return self
@@ -169,6 +172,8 @@ class Edge:
             self._refuse_by_row(model)
         handed_on = self._with_labels(name, sequences, given)
         call: ModelCall = handed_on["cp_batch"]
+        draw, seeded = shared_seed, (model, sequences, given["position_ids"].device)
+        call.seed = outside_of_graphs(draw, *seeded) if torch.compiler.is_compiling() else draw(*seeded)
         call.routing = routing
         if routing is not None:
             handed_on[ROUTER_SWITCH] = False  # the edge computes it, of what the model inside returns
