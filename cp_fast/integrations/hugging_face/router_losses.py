@@ -120,7 +120,7 @@ def with_router_loss(model: Any, routing: Routing, sequences: CpBatch, out: Any)
     if not isinstance(out, Mapping) or not (gates := _gates(out)):
         raise NotImplementedError(
             f"{type(model).__name__} returns no router_logits by name, of which its routers' loss is computed: call it "
-            "without return_dict=False"
+            "without return_dict=False, and without fused_lm_head of TRL"
         )
     part = outside_of_graphs if torch.compiler.is_compiling() else _call
     aux = part(_part_of_the_loss, gates, routing.top_k, sequences)
