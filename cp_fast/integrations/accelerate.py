@@ -27,6 +27,7 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.image_models import has_images
 from cp_fast.integrations.hugging_face.model_batches import FLAT, positions_said
 from cp_fast.integrations.hugging_face.model_edge import ModelCall, edge_of, with_output
+from cp_fast.integrations.hugging_face.router_losses import routing_asked_for
 from cp_fast.integrations.hugging_face.token_mixers import refuse_adapters
 from cp_fast.integrations.shared.own_numbers import own_numbers
 from cp_fast.integrations.shared.unnamed_buffers import (
@@ -48,6 +49,10 @@ _METHODS = ("maybe_context_parallel", "pad_across_processes", "gather", "gather_
 _OWN_LOSS = (
     "is given shift_labels without labels: label smoothing and compute_loss_func take the labels away, and would shift "
     "those of a slice. Leave both off, or write a compute_loss that takes inputs['shift_labels']"
+)
+_MEANS = (  # why there is no loss of routers
+    "the loss of the routers is a sum of ranks' parts, and accelerate's contexts have means; "
+    "ContextParallelMixin has it for Trainer"
 )
 
 
@@ -334,6 +339,7 @@ def _read_call(model: Any, batch: _Batch, given: dict[str, Any]) -> int:
         ValueError, NotImplementedError: arguments that are no slices of the batch, that say other sequences than its
         buffers did, or of which a slice would come out wrong.
     """
+    routing_asked_for(_MEANS, given, model.config)
     name, width, there = type(model).__name__, batch.filled.shape, batch.sequences.documents >= 0
     flat = {argument: given.pop(argument) for argument in FLAT if argument in given}
     if any(x is not None for x in flat.values()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 from typing import Any, NoReturn, cast
 
 import torch
@@ -53,6 +54,7 @@ class CpBatch:
         self._plans: dict[Any, Plan] = {}
         self._rows: TokenRows | None = None  # that it was cut from
         self.mixes_rows = False  # whether a row of a slice has tokens of several rows
+        self.contexts = 1  # that share a step, of the ranks `over` that `shard_batch` was given
         self.shape: torch.Size | None = None  # of this rank's input_ids, [b, s/cp], where `shard_batch` made it
         self._cut: Callable[[TokenRows, torch.Tensor], Parts] | None = None  # how they were cut
         self.image_rows: dict[str, tuple[torch.Tensor, int]] | None = None  # of images and videos: mine, and how many
@@ -357,6 +359,7 @@ def shard_batch(
     sequences._rows = replace(rows, ids=rows.ids.to("meta"), targets=None, others={})
     sequences._cut = lambda rows, targets: cut(rows, targets, cp, 0)
     sequences.shape = ids.shape
+    sequences.contexts = 1 if over is None else prod(group.size for group in groups_of(over)) // cp.size
     positions = positions.clamp(max=max(rows.longest - 1, 0))  # padding's too: a model's table may end there
     made: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "cp_batch": sequences}
     if rows.targets is not None:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.model_edge import edge_of
+from cp_fast.integrations.hugging_face.router_losses import routing_asked_for
 from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.shared.own_numbers import own_numbers
 from cp_fast.integrations.transformers import prepare, shard_batch
@@ -46,6 +47,10 @@ _OF_PAIRS = (
     "has losses of whole sequences, and would be given a rank's tokens. Write the loop with "
     "cp_fast.integrations.sequences (token_log_probs, sequence_sum), as examples/preference.py does; of TRL, "
     f"ContextParallelMixin takes {' and '.join(_OF_TRL)}"
+)
+_ROUTED_BY_TRL = (
+    "TRL computes the loss of the routers itself, of a rank's tokens: give it router_aux_loss_coef=0. "
+    "Trainer with ContextParallelMixin has that loss"
 )
 
 
@@ -91,6 +96,8 @@ class ContextParallelMixin(_Trainer):
         _refuse_parallelism(self, args)
         self._mesh = _mesh(self, cp)
         prepare(self.model, cp)
+        if _is_of_trl(type(self)):
+            routing_asked_for(_ROUTED_BY_TRL, {}, self.model.config)
         self._pools = edge_of(self.model).pools
         if not self._pools:
             edge_of(self.model).labels_head(type(self.model).__name__)

@@ -20,6 +20,7 @@ import torch
 
 from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
+from cp_fast.integrations.hugging_face.attention_dropout import dropout_of_layer, number_layers
 from cp_fast.integrations.hugging_face.built_masks import Said, refuse_own_mask, sides_of
 from cp_fast.integrations.hugging_face.chosen_keys import (
     INDEXED,
@@ -43,8 +44,9 @@ from cp_fast.integrations.hugging_face.model_edge import (
     take_off,
 )
 from cp_fast.integrations.hugging_face.pooled_head import pooling_of
+from cp_fast.integrations.hugging_face.router_losses import routing_asked_for, routing_of
 from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over, takes_cache
-from cp_fast.integrations.hugging_face.task_head import head_of, spans_of, transform_of
+from cp_fast.integrations.hugging_face.task_head import Head, head_of, spans_of, transform_of
 from cp_fast.integrations.hugging_face.token_mixers import LAYERS, NAME, refuse_adapters, refuse_by_name, refuse_kind
 from cp_fast.integrations.hugging_face.written_attention import (
     SequencesAsMask,
@@ -71,7 +73,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     Its attention becomes `cp_fast`'s, and so do gated delta rule, KDA and Mamba-2 layers and short convolutions, and
     the choice of keys of DeepSeek-V3.2 and GLM-5, in contexts with cp_comm_type "all_gather" or "a2a". All other
     modules must work on one token at a time. `prepare` first looks for known mixers of tokens: layer_types, other
-    linear layers and convolutions, pooling, batch norms, routers with auxiliary losses. Then it runs the model on a
+    linear layers and convolutions, pooling, batch norms. Then it runs the model on a
     dozen tokens, with attention and linear layers that pass each token on alone. It compares the outputs of a slice
     with those of the whole. The same runs show how the task head uses labels. The vision part of a model of images
     does not change: every rank runs it on all images.
@@ -122,6 +124,10 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
             found: dict[str, Any] = {"pools": pools}
             if not pools:
                 found |= {"spans": spans_of(model, seen), "transform": transform_of(model, seen)}
+            if isinstance(head, Head):
+                found["routing"] = routing_of(model, seen)
+            edge = Edge(cp, head, seen.numbering, takes_cache(model), **found)
+            routing_asked_for(edge.routing, {}, config)
     except BaseException as error:
         switch(before)
         take_back(model)
@@ -134,9 +140,9 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     for module, said in seen.callers.items():
         module.__dict__["_cp_fast_causal"] = said.causal
         module.__dict__["_cp_fast_sides"] = said.size, seen.sides.get(module, said.sides)
+    number_layers(seen.callers)
     blocks = mark_layers(model, {*seen.callers, *seen.linear}, seen.heard)
-    found["by_row"] = seen.by_row
-    put_around(model, Edge(cp, head, seen.numbering, takes_cache(model), blocks, **found))
+    put_around(model, replace(edge, blocks=blocks, by_row=seen.by_row))
     return model
 
 
@@ -170,7 +176,8 @@ def attention_forward(
     not causal, both sides are those of the mask that the model builds (`prepare` sees it): transformers' own windows of
     two sides have `sliding_window` tokens on each. `s_aux` are sinks.
     `alibi_slopes` float32 [h] are of `cp_fast.attention`. `indices` int32 [b, s/cp, top_k] are the keys that an indexer
-    chose, of a layer that `prepare` gave one.
+    chose, of a layer that `prepare` gave one. `dropout` drops pairs by a seed that each call of the model draws; they
+    are not those that PyTorch's generator would choose.
 
     Raises:
         RuntimeError: the model was not prepared. NotImplementedError, TypeError: an argument that cannot be honoured.
@@ -181,11 +188,6 @@ def attention_forward(
         how: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "softcap": softcap}
         return theirs(module, query, key, value, attention_mask, **how, **kwargs)
     sequences = sequences_of(name, cp_batch)
-    if dropout:
-        raise NotImplementedError(
-            f"dropout is {dropout} in the attention of {name}, which has no seed that all ranks share; set it to 0 in "
-            "the model's configuration (attention_dropout, attention_probs_dropout_prob or attn_pdrop)"
-        )
     unheard = {keyword: value for keyword, value in kwargs.items() if keyword not in SILENT}
     chosen = attention_mask if isinstance(attention_mask, SequencesToChoose) else None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -198,7 +200,7 @@ def attention_forward(
     if chosen is None:
         refuse(name, indices=indices, **unheard)
     else:
-        refuse(name, softcap=softcap, s_aux=s_aux, alibi_slopes=alibi_slopes, **unheard)
+        refuse(name, dropout_p=dropout, softcap=softcap, s_aux=s_aux, alibi_slopes=alibi_slopes, **unheard)
     if key.shape[2] != query.shape[2]:
         raise NotImplementedError(
             f"key has {key.shape[2]} tokens and query {query.shape[2]}: a cache is not supported, "
@@ -230,6 +232,7 @@ def attention_forward(
         softmax_type="vanilla" if s_aux is None else "learnable",
         softmax_offset=s_aux,
         alibi_slopes=alibi_slopes,
+        **dropout_of_layer(module, dropout, getattr(cp_batch, "seed", None), query.device),
     )
     return out.unflatten(0, (len(query), -1)) if rows else out, None
 

@@ -12,12 +12,20 @@ from torch import nn
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.dispatch.handles import outside_of_graphs
+from cp_fast.integrations.hugging_face.attention_dropout import shared_seed
 from cp_fast.integrations.hugging_face.image_models import arguments_of_images, has_images, run_vision
 from cp_fast.integrations.hugging_face.long_positions import give_longest, say_longest
 from cp_fast.integrations.hugging_face.pooled_head import PooledCall, Pooling
+from cp_fast.integrations.hugging_face.router_losses import Routing, routing_asked_for, with_router_loss
 from cp_fast.integrations.hugging_face.slice_probe import Numbering, Probe, takes_cache
 from cp_fast.integrations.hugging_face.task_head import SPANS, Head, LogitsTransform, SpanCall, part_of_the_mean
-from cp_fast.integrations.hugging_face.token_mixers import NAME, refuse_adapters, refuse_caches, refuse_switches
+from cp_fast.integrations.hugging_face.token_mixers import (
+    NAME,
+    ROUTER_SWITCH,
+    refuse_adapters,
+    refuse_caches,
+    refuse_switches,
+)
 from cp_fast.integrations.shared.drop_in import words_for
 from cp_fast.integrations.token_batches import CpBatch
 
@@ -59,6 +67,8 @@ class ModelCall:
         sequences: of the batch.
         targets, count: where the edge computes the loss: the targets, and how many all ranks have.
         pooled, spans: of a head that pools the logits of tokens, and of one whose labels are spans.
+        routing: where the edge adds the loss of the routers.
+        seed: of attention's dropout, int64 [].
     """
 
     def __init__(
@@ -67,6 +77,8 @@ class ModelCall:
         self.edge, self.sequences, self.targets, self.count = edge, sequences, targets, count
         self.pooled: PooledCall | None = None
         self.spans: SpanCall | None = None
+        self.routing: Routing | None = None
+        self.seed: torch.Tensor | None = None
 
     def __deepcopy__(self, _: Any) -> ModelCall:
         return self
@@ -89,6 +101,7 @@ class Edge:
         images: it has a vision part, whose rows it puts in the place of tokens.
         by_row: the name of a module that does another thing in each row of a batch.
         more: arguments of its calls that only models like this one take, and that are checked there.
+        routing: how it adds a loss of its routers to that of its labels; a text: why that is not known.
     """
 
     cp: ContextParallel
@@ -103,6 +116,7 @@ class Edge:
     images: bool = False
     by_row: str = ""
     more: frozenset[str] = frozenset()
+    routing: Routing | str = "it has no loss of labels"
 
     def __deepcopy__(self, _: Any) -> Edge:
         return self
@@ -136,6 +150,7 @@ class Edge:
                     "with all that one shard_batch returned, and without adapters that add tokens"
                 )
         refuse_switches(given, model.config)
+        routing = routing_asked_for(self.routing, given, model.config)
         if given.get("position_ids") is None:
             raise TypeError(
                 f"{name} is given no position_ids, and would number a slice's tokens from its own first: call it with "
@@ -157,6 +172,11 @@ class Edge:
             self._refuse_by_row(model)
         handed_on = self._with_labels(name, sequences, given)
         call: ModelCall = handed_on["cp_batch"]
+        draw, seeded = shared_seed, (model, sequences, given["position_ids"].device)
+        call.seed = outside_of_graphs(draw, *seeded) if torch.compiler.is_compiling() else draw(*seeded)
+        call.routing = routing
+        if routing is not None:
+            handed_on[ROUTER_SWITCH] = False  # the edge computes it, of what the model inside returns
         if self.pools:
             call.pooled = PooledCall(model, self.pools, sequences, given.get("input_ids"))
         spans = {argument: handed_on.pop(argument, None) for argument in SPANS} if self.spans else {}
@@ -197,18 +217,13 @@ class Edge:
         else:
             _check_layers(model, call)
         if call.pooled is not None:
-            return with_output(out, "logits", call.pooled.pooled())
-        if call.spans is not None:
-            loss = call.spans.loss(out)
-        elif call.targets is None or call.count is None:
-            return out
-        else:
+            out = with_output(out, "logits", call.pooled.pooled())
+        elif call.spans is not None:
+            out = _with_loss(out, call.spans.loss(out))
+        elif call.targets is not None and call.count is not None:
             logits = out["logits"] if isinstance(out, Mapping) else out[0]
-            loss = part_of_the_mean(logits, call.targets, call.count)
-        if not isinstance(out, Mapping):
-            return (loss, *out)
-        kind: Any = type(out)
-        return kind(loss=loss, **{name: x for name, x in out.items() if name != "loss"})
+            out = _with_loss(out, part_of_the_mean(logits, call.targets, call.count))
+        return out if call.routing is None else with_router_loss(model, call.routing, call.sequences, out)
 
     def labels_head(self, name: str) -> Head:
         """The head that takes the labels. name: the model's, for the error.
@@ -282,6 +297,13 @@ def with_output(out: Any, name: str, x: torch.Tensor) -> Any:
     return kind(**{one: x if one == name else other for one, other in out.items()})
 
 
+def _with_loss(out: Any, loss: torch.Tensor) -> Any:
+    if not isinstance(out, Mapping):
+        return (loss, *out)
+    kind: Any = type(out)
+    return kind(loss=loss, **{name: x for name, x in out.items() if name != "loss"})
+
+
 def sequences_of(name: str, cp_batch: Any) -> CpBatch | Probe:
     """The sequences that reach a layer as the keyword `cp_batch`; name: of the layer or function, for the error.
 
@@ -331,7 +353,7 @@ def put_around(model: Any, edge: Edge) -> None:
         if module is not model:
             blocks = tuple(block.removeprefix(f"{where}.") for block in edge.blocks if block.startswith(f"{where}."))
             mine = replace(mine, head=None, pools=None, spans=False, caches=takes_cache(module), blocks=blocks)
-            mine = replace(mine, inner=True)
+            mine = replace(mine, inner=True, routing=Edge.routing)
         module.__dict__["_cp_fast_edge"] = mine
 
 
@@ -463,9 +485,10 @@ def _before(model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any
         say_longest(model, given["cp_batch"].longest - 1, given["position_ids"].device)
         by_place, given = (), handed_on
     call = given.get("cp_batch")
-    if edge is not None and edge.images and isinstance(call, ModelCall):
-        return by_place, run_vision(model, call.sequences, given)
-    return None if handed_on is None else (by_place, given)
+    if edge is not None and isinstance(call, ModelCall):
+        given = given | {ROUTER_SWITCH: True} if edge.inner and call.routing is not None else given
+        given = run_vision(model, call.sequences, given) if edge.images else given
+    return by_place, given
 
 
 def _after(model: Any, _: tuple[Any, ...], given: dict[str, Any], out: Any) -> Any:

@@ -25,7 +25,7 @@ from torch import nn
 
 from cp_fast.integrations.hugging_face.built_masks import Said, Sides, refuse_own_mask
 from cp_fast.integrations.hugging_face.long_positions import CountFrom, far_position, give_longest, say_longest
-from cp_fast.integrations.hugging_face.token_mixers import token_axis
+from cp_fast.integrations.hugging_face.token_mixers import ROUTER_SWITCH, token_axis
 
 __all__ = ["Numbering", "Probe", "Rows", "Seen", "at_rest", "look_over", "takes_cache"]
 
@@ -171,6 +171,8 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
     positions = "position_ids" in inspect.signature(model.forward).parameters
     rows, probe = _rows(model, next(model.parameters()).device), Probe()
     given: dict[str, Any] = {"cp_batch": probe, **({"use_cache": False} if takes_cache(model) else {})}
+    if getattr(cast(Any, model).config.get_text_config(), ROUTER_SWITCH, False):
+        given[ROUTER_SWITCH] = False
     heard: set[nn.Module] = set()
     with ExitStack() as stack:
         for module in model.modules():

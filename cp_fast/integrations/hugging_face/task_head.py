@@ -29,6 +29,7 @@ __all__ = [
     "calling",
     "head_of",
     "part_of_the_mean",
+    "same_loss",
     "spans_of",
     "transform_of",
 ]
@@ -73,7 +74,7 @@ def head_of(model: nn.Module, seen: Seen) -> Head | str | None:
         return f"{name} computes no loss from one label a token"
     targets = {False: labels, True: F.pad(labels[:, 1:], (0, 1), value=IGNORED)}  # by Head.shifts
     losses = {shifts: part_of_the_mean(logits, x, (x != IGNORED).sum()) for shifts, x in targets.items()}
-    found = [shifts for shifts, expected in losses.items() if _same(loss, expected)]
+    found = [shifts for shifts, expected in losses.items() if same_loss(loss, expected)]
     if len(found) == 2 and logits.shape[-1] > 1:
         errors = {shifts: float((loss - expected).abs()) for shifts, expected in losses.items()}
         found = [shifts for shifts in found if 10 * errors[shifts] < errors[not shifts]]
@@ -115,10 +116,11 @@ def _is_native(model: nn.Module, seen: Seen, targets: torch.Tensor) -> bool:
     arguments = {**seen.arguments, "position_ids": seen.arguments["position_ids"][:, kept]}
     given = {"labels": mine, "shift_labels": mine, "num_items_in_batch": count}
     out = model(input_ids=seen.rows.ids[:, kept], **arguments, **given)
-    return _same(out["loss"], part_of_the_mean(out["logits"], mine, count))
+    return same_loss(out["loss"], part_of_the_mean(out["logits"], mine, count))
 
 
-def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+def same_loss(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two losses are equal up to rounding."""
     coarse = x.dtype in (torch.bfloat16, torch.float16)
     return x.dim() == 0 and bool(torch.isclose(x.double(), y.double(), rtol=1e-2 if coarse else 1e-4, atol=1e-7))
 
@@ -156,7 +158,7 @@ def spans_of(model: nn.Module, seen: Seen) -> bool:
         )
         for x, y in zip(logits, targets, strict=True)
     ]
-    return _same(loss, (losses[0] + losses[1]) / 2)
+    return same_loss(loss, (losses[0] + losses[1]) / 2)
 
 
 class SpanCall:

@@ -12,6 +12,7 @@ from torch import nn
 __all__ = [
     "LAYERS",
     "NAME",
+    "ROUTER_SWITCH",
     "refuse_adapters",
     "refuse_by_name",
     "refuse_caches",
@@ -21,6 +22,7 @@ __all__ = [
 ]
 
 NAME = "cp_fast"  # of the attention implementation
+ROUTER_SWITCH = "output_router_logits"  # of a loss that `router_losses` has
 # One argument: transformers 5.24 calls it cache.
 _CACHES = ("cache", "past_key_values", "cache_params", "layer_past")
 LAYERS = ("full_attention", "sliding_attention")  # what cp_fast has of a configuration's layer_types
@@ -50,8 +52,6 @@ _ADAPTERS = {  # kinds of PEFT's, in addition to prompt learning
     "POLY": "draws the skills of each row at random, once for",
 }
 _SWITCHES = {  # of a configuration and of calls
-    "output_router_logits": "a router's auxiliary loss is not a sum over tokens, and each rank would compute that of "
-    "its slice. Set it to False; a loss of your own may take the routers' logits from hooks on them",
     "output_attentions": "attention over ranks makes no matrix of weights. Set it to False",
 }
 _INVOKED = "alora_invocation_tokens"

@@ -321,6 +321,9 @@ def refused_of_calls() -> list[str]:
     model.train().get_input_embeddings().neftune_noise_alpha = 5.0
     found.append(said(lambda: run(accelerator, model, batch())))
     del model.get_input_embeddings().neftune_noise_alpha
+    model.config.output_router_logits = True
+    found.append(said(lambda: run(accelerator, model, batch())))
+    del model.config.output_router_logits
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     late = run(accelerator, model, batch(labels=IDS.clone())).loss
     found.append(said(late.backward))
@@ -349,6 +352,7 @@ def test_calls_that_are_refused(two: Processes) -> None:
         r"NotImplementedError: LlamaForCausalLM is given shift_labels without labels: label smoothing",
         r"ValueError: cu_seq_lens_q is of 16 tokens",
         r"NotImplementedError: neftune_noise_alpha is 5\.0",
+        r"NotImplementedError: output_router_logits is True in model\.config, .*accelerate's contexts have means",
         r"RuntimeError: LlamaAttention runs again.*call accelerator\.backward inside",
     ]
     for found in two.run(refused_of_calls):

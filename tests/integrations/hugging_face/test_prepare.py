@@ -174,11 +174,6 @@ def test_what_a_model_of_ones_own_hides_is_found() -> None:
 
     assert "gives a slice of tokens with their position_ids other outputs" in refused(counting)
 
-    def routed(model: Any) -> None:
-        model.config.output_router_logits = True
-
-    assert "output_router_logits is True" in refused(routed)
-
     def skipping(model: Any) -> None:
         model.config.layerdrop = 0.1
 

@@ -13,6 +13,7 @@ import cp_fast
 from cp_fast.integrations.trainer import ContextParallelMixin
 from cp_ref import SimGroup
 from tests.dist.workers import run_program
+from tests.integrations.hugging_face.families import tiny
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 trl = pytest.importorskip("trl", reason="needs trl: pip install '.[test-integrations]'")
@@ -47,6 +48,20 @@ def test_trainers_of_whole_sequences_are_refused_with_a_pointer(kind: str) -> No
     def one(member: Any) -> None:
         with pytest.raises(NotImplementedError, match=rf"{kind} has losses of whole sequences.*sequence_sum"):
             mine(None, args, cp=cp_fast.ContextParallel(member))
+
+    SimGroup(1).run(one)
+
+
+def test_a_loss_of_routers_is_refused(tmp_path: Path) -> None:
+    """Which TRL computes of a rank's tokens; that of Trainer is right (`test_trainer`)."""
+    from tests.integrations.hugging_face import trl_losses as program
+
+    def one(member: Any) -> None:
+        args = trl.SFTConfig(str(tmp_path), **program.QUIET, **program.NO_KERNELS)
+        rows = program.Dataset.from_list(program.rows_of(3))
+        how = {"processing_class": program.TOKENIZER, "train_dataset": rows, "cp": cp_fast.ContextParallel(member)}
+        with pytest.raises(NotImplementedError, match=r"output_router_logits is True .*give it router_aux_loss_coef=0"):
+            program.CpSFTTrainer(tiny("MixtralForCausalLM"), args, **how)
 
     SimGroup(1).run(one)
 

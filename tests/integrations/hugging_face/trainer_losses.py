@@ -22,6 +22,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Trainer,
     TrainingArguments,
 )
@@ -70,6 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
     "smoothed, packed": {"label_smoothing_factor": 0.2, "collator": DataCollatorWithFlattening(), "layout": "balanced"},
     "evaluated first": {"evaluated_first": True, "include_num_input_tokens_seen": "non_padding", "max_steps": 3},
     "model_init": {"model_init": True, "max_steps": 3},
+    "experts": {"experts": True, "gradient_accumulation_steps": 2},
     "images": {"images": "LlavaForConditionalGeneration", "remove_unused_columns": False},
     "images, accumulated": {"images": "Qwen2_5_VLForConditionalGeneration", "remove_unused_columns": False}
     | {"gradient_accumulation_steps": 2},
@@ -100,6 +103,8 @@ def losses(group: Any, options: dict[str, Any]) -> list[float]:
     )
     collator, layout = options.pop("collator", padded), options.pop("layout", "dual_chunk")
     model: Any = {"model_init": tiny} if options.pop("model_init", False) else {"model": tiny()}
+    if options.pop("experts", False):
+        model = {"model": with_experts()}
     if (images := options.pop("images", None)) is not None:
         model = {"model": tiny_with_images(images) if group is None else tiny_images(images)}
         collator = partial(with_images, images)
@@ -162,6 +167,14 @@ def tiny() -> Any:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+
+
+def with_experts() -> Any:
+    """Two layers, with a loss of their routers."""
+    torch.manual_seed(0)
+    routed: dict[str, Any] = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.3}
+    sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **routed, num_attention_heads=4, num_key_value_heads=2))
 
 
 def main() -> None:
