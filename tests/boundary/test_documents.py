@@ -72,6 +72,30 @@ def test_the_blocks_of_a_page_are_a_program(tmp_path: Path, page: str, processes
     run_program(program, processes)
 
 
+@pytest.mark.extras
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("page", "package"),
+    [("transformers", "transformers"), ("trainer", "accelerate"), ("peft", "peft"), ("megatron", "megatron.core")],
+)
+def test_the_first_program_of_a_framework_s_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str, package: str
+) -> None:
+    pytest.importorskip(package, reason=f"needs {package}")
+    monkeypatch.chdir(tmp_path)  # where Trainer writes
+    (text,) = blocks(f"docs/how_to/{page}.md")
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    run_program(program, 2)
+
+
+def test_the_first_program_of_the_drop_ins_runs(tmp_path: Path) -> None:
+    (text,) = blocks("docs/how_to/drop_ins.md")
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    run_program(program, 2)
+
+
 @pytest.mark.thorough
 def test_log_probabilities_have_the_same_bits_for_any_number_of_ranks(tmp_path: Path) -> None:
     (text,) = blocks("docs/how_to/bits.md")
