@@ -24,13 +24,14 @@ import cp_ref
 import cp_ref.cli
 from conformance.case import Case
 from cp_fast import integrations
+from cp_fast.backends import choose_backend
 from cp_fast.backends.choose_backend import BACKENDS, KERNEL_FEATURES, features_of
 from cp_fast.passes import PASSES
 from cp_ref.contract.area_rows import MOST_ROWS
 from cp_ref.contract.linear_schedules import DocumentFragments, document_fragments, make_states
 from cp_ref.contract.svg_pictures import LINE, SOFT, Drawing, ink_on, rank_colour
 from cp_ref.contract.text_pictures import areas_picture, ownership_picture, text_picture
-from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.planners.make_schedule import SCHEDULES, make_schedule
 from cp_ref.schedules.problem import Problem, Sequence, table_of
 from cp_ref.schedules.values import MOST_RANKS
 from cp_ref.schedules.words import CP_COMM_TYPES, Feature, describe
@@ -105,6 +106,14 @@ def test_log_probabilities_have_the_same_bits_for_any_number_of_ranks(tmp_path: 
     assert len(printed) == 1, printed
     program.write_text(text.replace('"a2a"', '"p2p"'))
     assert run_program(program, 4) not in printed
+
+
+@pytest.mark.parametrize("page", ["schedule", "kernel_library"])
+def test_what_a_page_adds_runs(monkeypatch: pytest.MonkeyPatch, page: str) -> None:
+    monkeypatch.setattr(choose_backend, "BACKENDS", BACKENDS)  # the pages add to these
+    monkeypatch.setattr(cp_fast.ContextParallel, "backends", (*cp_fast.ContextParallel.backends, "plain"))
+    monkeypatch.setitem(SCHEDULES, "at_once", SCHEDULES["p2p"])
+    exec(compile("\n\n".join(blocks(f"docs/extend/{page}.md")), page, "exec"), {})
 
 
 def test_the_tutorial_is_a_program() -> None:
