@@ -28,13 +28,14 @@ import cp_ref.cli
 from conformance import step
 from conformance.case import Case
 from cp_fast import integrations
+from cp_fast.backends import choose_backend
 from cp_fast.backends.choose_backend import BACKENDS, KERNEL_FEATURES, features_of
 from cp_fast.passes import PASSES
 from cp_ref.contract.area_rows import MOST_ROWS
 from cp_ref.contract.linear_schedules import DocumentFragments, document_fragments, make_states
 from cp_ref.contract.svg_pictures import LINE, SOFT, Drawing, ink_on, rank_colour
 from cp_ref.contract.text_pictures import areas_picture, ownership_picture, text_picture
-from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.planners.make_schedule import SCHEDULES, make_schedule
 from cp_ref.schedules.problem import Problem, Sequence, table_of
 from cp_ref.schedules.values import MOST_RANKS
 from cp_ref.schedules.words import CP_COMM_TYPES, Feature, describe
@@ -82,6 +83,30 @@ def test_the_blocks_of_a_page_are_a_program(tmp_path: Path, page: str, processes
     run_program(program, processes)
 
 
+@pytest.mark.extras
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("page", "package"),
+    [("transformers", "transformers"), ("trainer", "accelerate"), ("peft", "peft"), ("megatron", "megatron.core")],
+)
+def test_the_first_program_of_a_framework_s_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str, package: str
+) -> None:
+    pytest.importorskip(package, reason=f"needs {package}")
+    monkeypatch.chdir(tmp_path)  # where Trainer writes
+    (text,) = blocks(f"docs/how_to/{page}.md")
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    run_program(program, 2)
+
+
+def test_the_first_program_of_the_drop_ins_runs(tmp_path: Path) -> None:
+    (text,) = blocks("docs/how_to/drop_ins.md")
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    run_program(program, 2)
+
+
 @pytest.mark.thorough
 def test_log_probabilities_have_the_same_bits_for_any_number_of_ranks(tmp_path: Path) -> None:
     (text,) = blocks("docs/how_to/bits.md")
@@ -91,6 +116,14 @@ def test_log_probabilities_have_the_same_bits_for_any_number_of_ranks(tmp_path: 
     assert len(printed) == 1, printed
     program.write_text(text.replace('"a2a"', '"p2p"'))
     assert run_program(program, 4) not in printed
+
+
+@pytest.mark.parametrize("page", ["schedule", "kernel_library"])
+def test_what_a_page_adds_runs(monkeypatch: pytest.MonkeyPatch, page: str) -> None:
+    monkeypatch.setattr(choose_backend, "BACKENDS", BACKENDS)  # the pages add to these
+    monkeypatch.setattr(cp_fast.ContextParallel, "backends", (*cp_fast.ContextParallel.backends, "plain"))
+    monkeypatch.setitem(SCHEDULES, "at_once", SCHEDULES["p2p"])
+    exec(compile("\n\n".join(blocks(f"docs/extend/{page}.md")), page, "exec"), {})
 
 
 def test_the_tutorial_is_a_program() -> None:

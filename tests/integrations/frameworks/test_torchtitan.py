@@ -219,7 +219,7 @@ def test_what_cannot_be_honoured_is_named() -> None:
 
 
 def switched_on() -> tuple[int, bool]:
-    """The lines of docs/how_to/frameworks.md, and what torchtitan calls with a degree of 2 (without its Trainer)."""
+    """The lines of docs/how_to/megatron.md, and what torchtitan calls with a degree of 2 (without its Trainer)."""
     import re
     from pathlib import Path
     from textwrap import dedent
@@ -229,7 +229,7 @@ def switched_on() -> tuple[int, bool]:
     from torchtitan.config import ParallelismConfig
     from torchtitan.models.llama3 import _debugmodel, parallelize
 
-    page = (Path(__file__).parents[3] / "docs" / "how_to" / "frameworks.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "how_to" / "megatron.md").read_text()
     [lines] = re.findall(r"^    import copy, dataclasses.*?(?=^\S)", page, re.DOTALL | re.MULTILINE)
     trainer = importlib.import_module("torchtitan.trainer")
     exec(dedent(lines), {"cp_fast": cp_fast, "cp_torchtitan": ours})

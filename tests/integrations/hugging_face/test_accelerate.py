@@ -68,7 +68,7 @@ def test_losses_and_metrics_are_those_of_the_trainers_alone(alone: int, processe
 
 @pytest.mark.thorough
 def test_the_lines_of_the_page(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "how_to" / "frameworks.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "how_to" / "accelerate.md").read_text()
     [block] = [x for x in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "cp_accelerate" in x]
     program = tmp_path / "program.py"
     program.write_text(

@@ -49,7 +49,7 @@ def test_a_fine_tune_has_the_losses_of_one_process() -> None:
 
 def test_accelerate_prepares_the_model(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    page = (ROOT / "docs" / "how_to" / "frameworks.md").read_text()
+    page = (ROOT / "docs" / "how_to" / "accelerate.md").read_text()
     [block] = [x for x in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "mesh =" in x]
     program.write_text(block + "dist.destroy_process_group()\n")
     run_program(program, 2)
