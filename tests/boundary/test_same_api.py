@@ -1,16 +1,20 @@
-"""cp_ref and cp_fast have the same public names and signatures, so that a user debugs by swapping the import."""
+"""cp_ref and cp_fast have the same public names and signatures, so that a user debugs by swapping the import.
+
+The page docs/api.md has each of these names.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from pkgutil import resolve_name
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -18,11 +22,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import conformance
 import cp_fast
 import cp_ref
+from conformance import step
 from conformance.case import Case
 from conformance.implementation import Context
 from conformance.step.compare_step import compare_step
+from cp_fast import integrations
 from cp_fast.backends.choose_backend import BACKENDS
 from cp_fast.tools.cli import app as fast_app
 from cp_fast.tools.cli.demo import Job
@@ -33,6 +40,7 @@ from cp_ref.contract.group import PaperGroup
 from cp_ref.schedules.problem import Problem, Sequence
 from tests.marks import HANGS_S
 
+ROOT = Path(__file__).parents[2]
 ONLY_FAST = {"checked"}
 TO_DEBUG = {"SimGroup", "Trace", "compare", "dense_attention"}  # of cp_ref, in both
 
@@ -184,10 +192,53 @@ def test_zigzag_is_dual_chunk(entry: str) -> None:
     assert said == str(ENTRIES[entry]("dual_chunk")) != str(ENTRIES[entry]("contiguous"))
 
 
+# ---- the page docs/api.md
+
+
+API = (ROOT / "docs" / "api.md").read_text()
+
+
+def resolve(name: str) -> Any:
+    """What an entry of the API page shows: the object by its dotted name."""
+    package, _, rest = name.partition(".")
+    return resolve_name(f"{package}:{rest}")
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    shown = {resolve(name) for name in re.findall(r"^::: ([\w.]+)$", API, re.MULTILINE)}
+    public = [getattr(package, name) for package in (cp_fast, cp_ref, conformance, step) for name in package.__all__]
+    public = [thing for thing in public if callable(thing) or isinstance(thing, ModuleType)]
+    both = {name: [getattr(cp_fast, name), getattr(cp_ref, name)] for name in cp_ref.__all__}
+    twins = {id(one): pair for pair in both.values() for one in pair}  # one of two with the same docstring is enough
+    assert [thing for thing in public if not shown & {*twins.get(id(thing), [thing])}] == []
+    modules = {path.stem for path in (ROOT / "cp_fast" / "integrations").glob("*.py")} - {"__init__"}
+    assert {*integrations._MODULES} == modules
+    listed = re.findall(r"^ {4}(\w+)  +\S", str(integrations.__doc__), re.MULTILINE)
+    assert sorted(listed) == sorted(modules)
+    assert {getattr(integrations, name) for name in modules} | {cp_fast.checkpoint} <= shown
+
+
+def test_the_api_page_names_what_a_module_s_entry_does_not_show() -> None:
+    """The site shows functions and classes that have a docstring; a constant or an operator needs a sentence."""
+    entries = {name: resolve(name) for name in re.findall(r"^::: ([\w.]+)$", API, re.MULTILINE)}
+    modules = {name: thing for name, thing in entries.items() if isinstance(thing, ModuleType)}
+    assert len(modules) > 15
+    for module, thing in modules.items():
+        for name in thing.__all__:
+            value = getattr(thing, name)
+            shown = (inspect.isfunction(value) or inspect.isclass(value)) and value.__doc__
+            assert shown or f"`{module}.{name}`" in API, f"{module}.{name}"
+    assert "`conformance.step.CAUSES`" in API
+
+
+def test_the_api_page_shows_the_arguments_of_classes_that_users_make() -> None:
+    for name in ("cp_fast.ContextParallel", "cp_ref.SimGroup"):
+        assert re.search(rf"^::: {name}\n    options: .*merge_init_into_class: true", API, re.MULTILINE), name
+
+
 # ---- what type checkers see: the words that arguments take, and what `attention` returns. By pyright, which `dev` has
 
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = """\
 from typing import Any, assert_type
 from torch import Tensor
