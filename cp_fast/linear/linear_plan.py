@@ -13,8 +13,9 @@ from cp_fast.linear.convolution.halo_tables import HaloTables, halo_tables
 from cp_fast.linear.linear_kernels import FragmentRows
 from cp_fast.linear.state_tables import StateTables, state_tables
 from cp_fast.runtime.prepared_exchange import Exchanges
-from cp_fast.runtime.slices import OwnRows
+from cp_fast.runtime.slices import OwnRows, taken
 from cp_ref.contract.linear_schedules import DocumentFragments, document_fragments, make_rank_states
+from cp_ref.contract.tensors import to_packed
 from cp_ref.schedules.problem import Problem
 
 __all__ = [
@@ -79,7 +80,7 @@ class LocalRows:
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """A slice of the user's as packed rows [n, ...], contiguous."""
-        return self._own.take(x).contiguous()
+        return taken(to_packed(x, self.problem.qkv_format), self._own.places).contiguous()
 
     def put(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Packed rows [n, ...], a tensor of the caller's own, as a slice with the leading axes of `like`, contiguous;

@@ -60,7 +60,7 @@ class OwnRows:
 
     def _whole(self, x: torch.Tensor, total: int, other: float) -> torch.Tensor:
         """All rows of the rank's buffer, given those of its tokens."""
-        if total == len(x) and isinstance(self.places, slice):
+        if total == x.shape[0] and isinstance(self.places, slice):
             return x
         whole = x.new_full((total, *x.shape[1:]), other)
         if not isinstance(self.places, slice):
@@ -79,5 +79,7 @@ def rows_of(numbers: Column, device: torch.device) -> Rows:
 
 
 def taken(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Rows of a tensor, a view where they are a slice."""
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+    """Rows of a tensor: itself or a view where they are a slice."""
+    if not isinstance(rows, slice):
+        return x.index_select(0, rows)
+    return x if rows.start == 0 and rows.stop == x.shape[0] else x[rows]
