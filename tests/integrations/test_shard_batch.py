@@ -185,6 +185,7 @@ def counts(over: str) -> list[int]:
         labels[0] = -100
     batch = {"input_ids": IDS, "labels": labels}
     given = shard_batch(batch, cp=cp_fast.ContextParallel(mesh["cp"]), over=everyone[over]())
+    assert given["cp_batch"].contexts == (1 if over == "context" else 2)
     return [int(given["num_items_in_batch"]), int((given["labels"] != -100).sum())]
 
 
