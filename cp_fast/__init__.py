@@ -19,8 +19,9 @@ order of one call. Read of each file the part that is named here; the rest can w
     runtime/forward_backward    what lies around the loop: formats, sinks, reductions
     movers/mover_protocol       copies, sums and merges of rows, behind one interface
 
-Of the rest, `transport` moves messages through the memory of peers, `linear` and `sparse` are further layers, `dispatch`
-serves torch.compile, `integrations` has a module for each framework, and `tools` the commands and the cost model.
+Of the rest, `transport` moves messages through the memory of peers, `linear` and `sparse` are further layers,
+`dispatch` serves torch.compile, `integrations` has a module for each framework, and `tools` the commands and the cost
+model.
 
 Python imports a name's module when the name is asked for, so that command lines answer `--help` without PyTorch.
 `SimGroup`, `Trace`, `compare` and `dense_attention` are those of `cp_ref`.
