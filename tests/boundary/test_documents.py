@@ -112,7 +112,7 @@ def test_what_a_page_adds_runs(monkeypatch: pytest.MonkeyPatch, page: str) -> No
     monkeypatch.setattr(choose_backend, "BACKENDS", BACKENDS)  # the pages add to these
     monkeypatch.setattr(cp_fast.ContextParallel, "backends", (*cp_fast.ContextParallel.backends, "plain"))
     monkeypatch.setitem(SCHEDULES, "at_once", SCHEDULES["p2p"])
-    exec(compile("\n\n".join(blocks(f"docs/extend/{page}.md")), page, "exec"), {})
+    exec(compile("\n\n".join(blocks(f"docs/extend/{page}.md")), page, "exec"), {"__name__": __name__})
 
 
 def test_the_tutorial_is_a_program() -> None:
