@@ -1,6 +1,28 @@
 """Context-parallel attention at the speed of the hardware. Import it in production; `cp_ref` has the same names, to
 debug.
 
+To understand how it works, read the hour of `cp_ref` first (its `__init__` has an order), then for another hour, in the
+order of one call. Read of each file the part that is named here; the rest can wait. DESIGN.md has the reasons.
+
+    compile/program             what a schedule becomes: seven instructions on numbered buffers (up to its text form)
+    compile/pipeline            the compiler on one page: lowering, passes, tables on the device
+    runtime/run                 how an instruction becomes an operation, and the loop (`resolve`, `CompiledCall`)
+    backends/backend_protocol   what a kernel library is asked (`VarlenBatch`, `Backend`)
+    api/attention               the public call and its autograd function
+    api/calls                   a call is checked, or known from before; the plan of a call without one
+    api/plan                    what `make_plan` returns, and `update`
+    compile/chosen_schedule     which schedule runs, of those that a planner can make
+    compile/lower               a step's messages and tiles as instructions, right and slow
+    passes                      the table of what makes them fast; `print(plan.instructions)` shows what they did
+    compile/instruction_passes  the simplest of these: functions from program to program
+    runtime/operations          the operations (the first few; the others are alike)
+    runtime/forward_backward    what lies around the loop: formats, sinks, reductions
+    movers/mover_protocol       copies, sums and merges of rows, behind one interface
+
+Of the rest, `transport` moves messages through the memory of peers, `linear` and `sparse` are further layers,
+`dispatch` serves torch.compile, `integrations` has a module for each framework, and `tools` the commands and the cost
+model.
+
 Python imports a name's module when the name is asked for, so that command lines answer `--help` without PyTorch.
 `SimGroup`, `Trace`, `compare` and `dense_attention` are those of `cp_ref`.
 """

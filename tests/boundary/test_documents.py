@@ -107,12 +107,12 @@ def test_log_probabilities_have_the_same_bits_for_any_number_of_ranks(tmp_path: 
     assert run_program(program, 4) not in printed
 
 
-@pytest.mark.parametrize("page", ["schedule", "kernel_library"])
+@pytest.mark.parametrize("page", ["schedule", "kernel_library", "layer"])
 def test_what_a_page_adds_runs(monkeypatch: pytest.MonkeyPatch, page: str) -> None:
     monkeypatch.setattr(choose_backend, "BACKENDS", BACKENDS)  # the pages add to these
     monkeypatch.setattr(cp_fast.ContextParallel, "backends", (*cp_fast.ContextParallel.backends, "plain"))
     monkeypatch.setitem(SCHEDULES, "at_once", SCHEDULES["p2p"])
-    exec(compile("\n\n".join(blocks(f"docs/extend/{page}.md")), page, "exec"), {})
+    exec(compile("\n\n".join(blocks(f"docs/extend/{page}.md")), page, "exec"), {"__name__": __name__})
 
 
 def test_the_tutorial_is_a_program() -> None:
