@@ -182,9 +182,9 @@ def _forward_call(
         assert pack_gqa is False, "rows of several heads would not share random words"
     _check_lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     if out is None:
-        out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+        out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device).fill_(torch.nan)
     if lse is None:
-        lse = torch.empty(q.shape[1], q.shape[0], dtype=wide_dtype(q.dtype), device=q.device)
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=wide_dtype(q.dtype), device=q.device).fill_(torch.nan)
     assert (*q.shape[:2], v.shape[2], q.dtype) == (*out.shape, out.dtype)
     assert lse.shape == (q.shape[1], q.shape[0])
     places = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
@@ -343,11 +343,9 @@ def _scores(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any) -> None:
-    """Writes out and lse."""
+    """Writes out and lse, for the rows of segments alone."""
     places, numbers, scores = others[:4], others[4:8], others[8:]
     q, k, v = (x.to(lse.dtype) for x in (q, k, v))
-    out.fill_(torch.nan)
-    lse.fill_(torch.nan)
     for segment in _segments(*places, *scores):
         _, s, seen = _scores(q, k, segment, *numbers)
         s = s.masked_fill(~seen, -torch.inf)
