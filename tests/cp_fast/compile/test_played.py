@@ -62,7 +62,7 @@ def check(problem: Problem, *, fits: bool = True) -> None:
     drafts = drafted(own_first(problem, in_place=True))
     for some in (uploads, sharing, [uploaded(draft) for draft in drafts]):
         play(work, some, sizes_of(packing.packed_problem), sink=sink)
-    for programs in uploads if has_positions(problem) else ():
+    for programs in (*uploads, *sharing) if has_positions(problem) else ():
         check_positions(programs, packing.packed_problem)
     if problem.qkv_format == "thd" and fits:
         unit = 2 * problem.cp_size
@@ -105,7 +105,7 @@ def check_positions(programs: Programs[Rows], problem: Problem) -> None:
             sizes = launch.batch.max_q, launch.batch.max_q, launch.batch.max_q, launch.batch.max_kv
             wanted = [some + [0] * (size - len(some)) for some, size in zip(wanted, sizes, strict=True)]
         assert [table.tolist() for table in found[:4]] == wanted
-        if programs.spare_rows:
+        if programs.spare_rows or launch.batch.places is not None:
             assert found.segment_places is None
         else:
             places = segments_of(wanted, list(launch.batch.cu_q), list(launch.batch.cu_kv))
@@ -210,3 +210,11 @@ def test_folded_batches(problem: Problem, window: tuple[int, int]) -> None:
     heads = packed.heads_q, packed.heads_kv
     assert heads == (problem.heads_q * len(sequences), problem.heads_kv * len(sequences))
     verify_tables(packed.workload, Schedule("folded", heads, forward, backward, saved_kinds(problem)))
+
+
+def test_shared_keys_of_several_sequences() -> None:
+    """A window over sequences of other lengths of q and k: launches read keys of all of them as one span."""
+    lengths = (4, 16), (12, 4), (20, 28)
+    sequences = tuple(Sequence(q, kv, q, kv) for q, kv in lengths)
+    mask = "padding_causal_bottom_right"
+    check(Problem(2, sequences, qkv_format="thd", layout="contiguous", attn_mask_type=mask, window_size=(3, 0)))
