@@ -82,7 +82,7 @@ def test_both_packages_and_all_ranks_choose_the_same() -> None:
         plans = [p.make_plan(cp=p.ContextParallel(member, "auto"), **LARGE, **large) for p in (cp_ref, cp_fast)]
         return {str(plan.problem) for plan in plans}
 
-    large = {"batch_size": 1, "seqlen_q": 1 << 14}
+    large = {"batch_size": 1, "seqlen_q": 1 << 16}
     (found,) = set.union(*SimGroup(4).run(run))
     assert Problem.parse(found).cp_comm_type == "a2a"
 
@@ -91,7 +91,7 @@ def test_both_packages_and_all_ranks_choose_the_same() -> None:
 def test_a_plan_says_what_was_chosen_and_why(package: Any) -> None:
     def run(member: SimMember) -> list[str]:
         contexts = [package.ContextParallel(member, word) for word in ("auto", "a2a")]
-        return [str(package.make_plan(cp=cp, batch_size=1, seqlen_q=1 << 14, **LARGE)) for cp in contexts]
+        return [str(package.make_plan(cp=cp, batch_size=1, seqlen_q=1 << 16, **LARGE)) for cp in contexts]
 
     auto, named = SimGroup(4).run(run)[0]
     (line,) = set(auto.splitlines()) - set(named.splitlines())

@@ -371,6 +371,7 @@ NOT_ATTACKED = {  # and why
     "from_block_mask": "takes an object of PyTorch's, with tests of its own",
     "loss_for_backward": "one multiplication",
     "token_log_probs": "needs a model, with tests of its own",
+    "token_log_probs_and_entropy": "needs a model, with tests of its own",
     "raise_on_all_ranks": "only raises",
 }
 

@@ -15,9 +15,11 @@ from benchmarks.parts.tiny_models import tiny_model
 from cp_fast.integrations import transformers as ours
 from cp_ref import SimGroup
 from tests.integrations.hugging_face.families import batch_of, tiny
-from tests.integrations.hugging_face.test_prepare import check, dist_of_one, grads_of
 
+# First: without it the next module is there in part, and skipped.
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
+
+from tests.integrations.hugging_face.test_prepare import check, dist_of_one, grads_of  # noqa: E402
 
 NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 NO_DROPOUT |= {"resid_dropout": 0.0, "embed_dropout": 0.0}
