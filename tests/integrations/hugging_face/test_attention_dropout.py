@@ -20,6 +20,8 @@ MODELS = {
     "LlamaForCausalLM": {"attention_dropout": 0.4},
     "BertForMaskedLM": {"attention_probs_dropout_prob": 0.4},
     "BloomForCausalLM": {"attention_dropout": 0.4},
+    "GPTNeoForCausalLM": {"attention_dropout": 0.4, "resid_dropout": 0.0, "embed_dropout": 0.0},
+    "XGLMForCausalLM": {"attention_dropout": 0.4, "dropout": 0.0, "activation_dropout": 0.0},
 }
 
 

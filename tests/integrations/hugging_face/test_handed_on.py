@@ -71,5 +71,7 @@ def test_a_layer_without_keywords_is_refused() -> None:
         layer.self_attn.forward = lambda *given, m=deaf, **named: Deaf.forward(
             m, named["hidden_states"], named["position_embeddings"]
         )
-    with pytest.raises(NotImplementedError, match="StableLmAttention is given cp_batch=None"):
+    with pytest.raises(
+        NotImplementedError, match="StableLmAttention is not given cp_batch: its model does not hand its keywords on"
+    ):
         ours.prepare(model, cp_fast.ContextParallel(dist_of_one()))

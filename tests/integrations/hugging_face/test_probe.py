@@ -220,7 +220,6 @@ def test_a_mask_of_ones_that_a_model_makes_is_none() -> None:
 
 
 SAID = {
-    "StableLmForCausalLM": "StableLmAttention is not given cp_batch: its model does not hand its keywords on",
     "DogeForCausalLM": "the model makes an attention mask [2, 4, 17, 17] of its own, which comes to DogeAttention",
     "xLSTMForCausalLM": "xLSTMForCausalLM never calls its attention by transformers' AttentionInterface",
 }
