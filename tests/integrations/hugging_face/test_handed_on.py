@@ -72,6 +72,6 @@ def test_a_layer_without_keywords_is_refused() -> None:
             m, named["hidden_states"], named["position_embeddings"]
         )
     with pytest.raises(
-        NotImplementedError, match="StableLmAttention is not given cp_batch: its model does not hand its keywords on"
+        NotImplementedError, match="is not given cp_batch: its model does not hand its keywords on"
     ):
         ours.prepare(model, cp_fast.ContextParallel(dist_of_one()))
