@@ -123,7 +123,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Bits:
-    """What has the bits of one process.
+    """A comparison with the bits of one process.
 
     Attributes:
         modules, same: how many calls of modules were compared, and how many of these have an output of the same bits.
