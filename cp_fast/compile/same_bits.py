@@ -2,7 +2,8 @@
 
 A row's result has them if one segment of one launch has all keys that the row sees, in the order of the document, from
 the first key of the row's area on. Then a kernel meets the same keys in the same blocks. Neighbouring rows and
-documents do not matter, and nothing is added to the result. For example, one document of 16 tokens over two ranks, on rank 1:
+documents do not matter, and nothing is added to the result. For example, one document of 16 tokens over two ranks,
+on rank 1:
 
     all_gather    queries [4:12), keys [0:12)                          the row's keys, from the first one on
     p2p           queries [4:12), keys [4:12); then the same, [0:4)    two partial results, which are added

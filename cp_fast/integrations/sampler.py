@@ -215,7 +215,7 @@ def pack(documents: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[
     """
     if not isinstance(documents, Sequence):
         raise TypeError(f"documents is {kind_of(documents)}; it must be a list of documents with input_ids")
-    read_count("pad_token_id", pad_token_id, at_least=-(2**63), at_most=2**63 - 1)  # It is read also where no row needs it.
+    read_count("pad_token_id", pad_token_id, at_least=-(2**63), at_most=2**63 - 1)  # Even if no row needs it.
     rows = [_row(f"documents[{number}]", document) for number, document in enumerate(documents)]
     if not any(len(ids) for ids, *_ in rows):
         rows = [_row("pad_token_id", {"input_ids": [pad_token_id], "labels": [-100]})]
