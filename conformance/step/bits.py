@@ -76,7 +76,7 @@ def _given_others(apart: dict[str, str] | None) -> bool:
 
 
 def _of_losses(found: Any) -> str:
-    """Say whether the tokens' losses have the same bits. The step returned them."""
+    """Say whether the losses of tokens have the same bits. The step has returned these losses."""
     for number, one in enumerate(found.one["tokens"] or []):
         given = found.place([(first, number) for first in range(0, len(found.ranks), found.cp_size)], number)
         where = None

@@ -54,7 +54,7 @@ class CpBatch:
         self._plans: dict[Any, Plan] = {}
         self._rows: TokenRows | None = None  # The batch was cut from these.
         self.mixes_rows = False  # True: a row of a slice has tokens of several rows.
-        self.contexts = 1  # So many contexts share a step: `shard_batch` finds them in `over`.
+        self.contexts = 1  # This number of contexts share a step: `shard_batch` finds them in `over`.
         self.shape: torch.Size | None = None  # This rank's input_ids have it, [b, s/cp], after `shard_batch`.
         self._cut: Callable[[TokenRows, torch.Tensor], Parts] | None = None  # It cuts other rows in the same way.
         self.image_rows: dict[str, tuple[torch.Tensor, int]] | None = None  # Images and videos: mine, and how many.

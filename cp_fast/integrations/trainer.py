@@ -91,7 +91,7 @@ class ContextParallelMixin(_Trainer):
         _refuse_methods(type(self))
         self.cp, self._fill = cp, fill
         self._batches: list[tuple[Any, Any]] = []  # This step's: a part, and the whole batch.
-        self._drawn = 0  # The step has trained on so many batches.
+        self._drawn = 0  # The number of batches that this step has trained on.
         super().__init__(*given, **others)
         _refuse_parallelism(self, args)
         self._mesh = _mesh(self, cp)
@@ -109,7 +109,7 @@ class ContextParallelMixin(_Trainer):
             )
         if self.label_smoother is not None:
             self.label_smoother = _SmootherOfParts(self.label_smoother)
-        # The edge of a prepared model divides by the labels of all ranks. The model's use of the number does not matter.
+        # The edge of a prepared model divides by the labels of all ranks. The model's use of the number is irrelevant.
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs or not self._pools
 
     def call_model_init(self, trial: Any = None) -> Any:

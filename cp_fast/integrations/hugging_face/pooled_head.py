@@ -3,7 +3,7 @@
 Such a model makes logits of every token, [b, s, n], and keeps those of one token of each row. By transformers' rule
 that is the rightmost token whose id is not the padding id, whatever the mask says. So a document whose end token is the
 padding token is read at the token before it. The token lies on any rank: the ranks tell each other where it is.
-Each adds the logits of its own sequences. So all ranks have the logits of all sequences.
+Each adds the logits of the tokens on it. So all ranks have the logits of all sequences.
 """
 
 from __future__ import annotations
