@@ -31,7 +31,7 @@ __all__ = [
 # Few rows of padding between fragments may stay where they are, as fragments of no document. Then nothing is copied.
 
 
-_MOST = 8  # One row of padding for 8 rows in fragments costs less than copies of all.
+_MOST = 8  # One row of padding for this many rows in fragments costs less than copies of all.
 
 
 @dataclass(frozen=True, eq=False)

@@ -89,7 +89,7 @@ class OwnedRows(Table):
 ROW_PAIRS = 1000  # Attention to this number of keys takes about the time of a row's exchange (two H100s, both passes).
 _LEAST_GAIN = 0.03  # Of the time. A launch of documents at home takes some time, too.
 _MOST_LIMITS = 256  # Of those compared. Each limits the pairs that ranks keep at home.
-_KEPT = 4  # One rank of a ring asks for 4 tables of `KeyBounds`. They are large.
+_KEPT = 4  # One rank of a ring asks for this many tables of `KeyBounds`. They are large.
 
 
 class KeyBounds(NamedTuple):
