@@ -116,7 +116,7 @@ def hidden(
 SCORE_MODS: dict[str, Callable[..., Tensor]] = {
     function.__name__: function for function in (near, by_key, capped, by_document, by_head, hidden)
 }
-BY_DOCUMENT = ("by_document", "hidden")  # those whose result depends on the document's number
+BY_DOCUMENT = ("by_document", "hidden")  # Their result depends on the document's number.
 
 
 def score_mod_of(problem: Problem) -> Callable[..., Tensor] | None:
@@ -133,7 +133,7 @@ def score_features(problem: Problem, alibi: str = "") -> tuple[str, ...]:
     return *(["alibi_slopes"] if alibi else []), *(n for n, none in OF_PLACES.items() if getattr(problem, n) != none)
 
 
-# score_mod -> its captured tensors: what their one axis counts, and the smallest and largest value
+# score_mod -> its captured tensors: the meaning of their one axis, and the smallest and largest value.
 _AUX: dict[str, dict[str, tuple[str, float, float]]] = {
     "by_key": {"bias": ("position", -1.0, 0.75)},
     "by_document": {"factor": ("document", 0.5, 1.375)},

@@ -24,7 +24,7 @@ class Run(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What a forward pass makes.
+    """The results of a forward pass.
 
     Attributes:
         results: those of the function.
@@ -37,7 +37,7 @@ class Done(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """What a rank computes of a declared layer.
+    """A rank's computations of a declared layer.
 
     Attributes:
         forward: from a run and the operands.

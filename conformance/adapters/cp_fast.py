@@ -32,7 +32,7 @@ __all__ = ["OneBackend", "auto", "cpu", "cudnn", "fa2", "fa4", "operator_calls",
 
 CU = [0, 8, 8, 12]
 REAL = [0, 5, 5, 9]
-LOCAL = [0, 4, 4, 6]  # cp_size 2, a tail of 2 rows behind them
+LOCAL = [0, 4, 4, 6]  # With cp_size 2. A tail of 2 rows follows.
 
 
 def tensors(device: str, requires_grad: bool = False) -> dict[str, pytorch.Tensor]:
@@ -88,11 +88,11 @@ def operator_calls(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 Tensor = pytorch.Tensor
 for _device in ("cpu", "cuda") if pytorch.cuda.is_available() else ("cpu",):
-    kernels(_device)  # built now: a compiler's half a minute is not the first problem's, whose clock runs
+    kernels(_device)  # A compiler takes half a minute. It must not count as the first problem's time.
 
 
-_ONE_LAUNCH = ("a2a", "all_gather")  # schedules that may compute a row with all its keys, in one launch
-_SAME_BITS = ("cpu", "fa4")  # the backends of which this is claimed; "auto" is "cpu" where there is no GPU
+_ONE_LAUNCH = ("a2a", "all_gather")  # They may compute a row with all its keys, in one launch.
+_SAME_BITS = ("cpu", "fa4")  # These backends claim it. "auto" is "cpu" without a GPU.
 
 
 def case_bits(case: Case, backend: str) -> frozenset[str]:
@@ -105,8 +105,8 @@ def case_bits(case: Case, backend: str) -> frozenset[str]:
         if "forward" in first or p.window_size[0] >= 0:  # Partial results; keys that begin anywhere.
             return frozenset()
         return frozenset(("out", "lse", *(("dq",) if case.deterministic and "backward" not in first else ())))
-    together = p.heads_kv % p.a2a_size == 0  # a rank has all query heads that share a kv head
-    if backend == "fa4" and not together:  # not measured
+    together = p.heads_kv % p.a2a_size == 0  # A rank has all query heads that share a kv head.
+    if backend == "fa4" and not together:  # Nobody has measured it.
         return frozenset()
     gradients = ("dq", "dk", "dv") if together and (p.cp_size == 1 or p.cp_comm_type == "a2a") else ("dq",)
     return frozenset(("out", "lse", *(gradients if case.deterministic else ())))

@@ -81,7 +81,7 @@ def check_metamorphic(impl: Implementation, case: Case, device: str = "cpu") -> 
         for other, other_tensors, expect in relation(case, tensors):
             try:
                 played = play(impl, other, other_tensors)
-            except UnsupportedCase as refusal:  # the others may still find something
+            except UnsupportedCase as refusal:  # The others may still find something.
                 refused = refusal
                 continue
             judged += 1
@@ -98,9 +98,9 @@ def check_metamorphic(impl: Implementation, case: Case, device: str = "cpu") -> 
     return found
 
 
-# how results are equal: up to rounding; bit by bit; bit by bit where that is claimed, or promised of batches too
+# Results are equal up to rounding; bit by bit; bit by bit if an implementation claims it, or promises it of batches.
 How = Literal["rounded", "bits", "claimed", "of a batch"]
-# (results of the base, of the other problem) -> the pair to be equal, and how
+# (Results of the base, of the other problem) -> the pair to be equal, and how.
 Expectation = Callable[[Tensors, Tensors], tuple[Tensors, Tensors, How]]
 Related = Iterator[tuple[Case, GlobalTensors, Expectation]]
 
@@ -135,7 +135,7 @@ def _of_auto(case: Case, tensors: GlobalTensors) -> Related:
 
 
 def _scaled(case: Case, tensors: GlobalTensors) -> Related:
-    if case.problem.dtype == "float16":  # the range of float16 is too small
+    if case.problem.dtype == "float16":  # The range of float16 is too small.
         return
     factors = {"out": 2.0, "lse": 1.0, "max_logit": 1.0, "dv": 1.0}
     if case.loss == "out":

@@ -153,7 +153,7 @@ class SparseAttention(SparseCase):
         tensors, indices = build(self.case, device), self.indices.to(device)
         chosen = chosen_pairs(self.case, indices)
         dlse = as_lse(self.case, packed_rows(self.case, tensors.dout)[..., 0], tensors.dlse)
-        blind = ~chosen.any(dim=-1).t()  # the gradients of what they get may be anything
+        blind = ~chosen.any(dim=-1).t()  # Their gradients may be anything.
         if self.problem.softmax_type == "vanilla":
             dlse = dlse.masked_fill(as_lse(self.case, blind, tensors.dlse).bool(), -torch.inf)
         rows = packed_rows(self.case, tensors.dout).masked_fill(blind.to(device)[..., None], torch.nan)
@@ -258,7 +258,7 @@ class IndexLoss(IndexerCase):
         _, lse = dense_sparse_attention(problem, q, k, v, indices, softmax_offset=tensors.softmax_offset)
         lse, real = lse.to(tensors.dlse.dtype), tensors.real_q
         dloss = torch.randn(real.shape, generator=self.generator(), dtype=torch.float64)
-        blind = ~chosen_pairs(case, indices).any(dim=-1)[:1].t()  # a loss of 0, whose gradient may be anything
+        blind = ~chosen_pairs(case, indices).any(dim=-1)[:1].t()  # Their loss is 0, and its gradient may be anything.
         dloss = dloss.to(device, wide_dtype(problem.dtype)).masked_fill(~real, torch.nan)
         dloss = in_format(case, packed_rows(case, dloss).masked_fill(blind[:, 0].to(device), torch.nan), dloss)
 

@@ -58,7 +58,7 @@ def _parts(found: Any, key: Any, one: Any, ranks: list[Any]) -> dict[str, str] |
 
 
 def _apart(places: Any, mine: list[Any], one: Any) -> str | None:
-    """Where other bits begin, in words; "" where all are the same, None where tokens cannot be told."""
+    """Say where other bits begin. "": all bits are the same. None: nothing tells the tokens."""
     beside = places.together(mine, one)
     if beside is None or not beside[0].numel():
         return None
@@ -76,7 +76,7 @@ def _given_others(apart: dict[str, str] | None) -> bool:
 
 
 def _of_losses(found: Any) -> str:
-    """Whether the losses of tokens that step returned have the same bits."""
+    """Say whether the losses of tokens have the same bits. The step has returned these losses."""
     for number, one in enumerate(found.one["tokens"] or []):
         given = found.place([(first, number) for first in range(0, len(found.ranks), found.cp_size)], number)
         where = None

@@ -27,16 +27,16 @@ __all__ = [
 ]
 
 _MOST_ROWS = 8
-_NAME = 24  # characters that a name has at least, however narrow the terminal is
-_WIDTH = 110  # of a table where there is no terminal
-_KINDS = {  # of tensors: how their rows' names begin -> the heading, and the word that counts them
+_NAME = 24  # A name has at least this many characters, even on a narrow terminal.
+_WIDTH = 110  # A table has this width without a terminal.
+_KINDS = {  # The names of tensors' rows begin so -> the heading, and the word that counts them.
     "gradient of": ("gradients", "gradients"),
     "after two steps:": ("after two steps", "parameters after two steps"),
     "buffer": ("buffers", "buffers"),
 }
 _VALUE = re.compile(rf"({'|'.join(_KINDS)}) (.*?)(?:, rank (\d+))?")
 _PAGE = "docs/how_to/training.md"
-CAUSES = {  # by name: the heading in docs/how_to/training.md
+CAUSES = {  # By name: the heading in docs/how_to/training.md.
     "factor": "A loss or gradients off by one factor",
     "mean-per-rank": "Losses averaged per rank",
     "labels": "Labels shifted after the batch was cut",
@@ -123,7 +123,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Bits:
-    """What has the bits of one process.
+    """A comparison with the bits of one process.
 
     Attributes:
         modules, same: how many calls of modules were compared, and how many of these have an output of the same bits.

@@ -182,7 +182,7 @@ def _digest(x: torch.Tensor) -> str:
 
 
 _WORDS_AND_PAIRS = {*WORDS, tuple, list}
-Kind = tuple[Sequence[int], torch.dtype, torch.device, torch.layout]  # Of a tensor: all that the checks read.
+Kind = tuple[Sequence[int], torch.dtype, torch.device, torch.layout]  # The checks read this of a tensor.
 
 
 class CheckedCall(NamedTuple):
@@ -192,8 +192,8 @@ class CheckedCall(NamedTuple):
     compiled: CompiledCall  # for the tensors' shapes
     cp: ContextParallel
     flags: CallFlags
-    number: int  # of a checked call, whose backward pass is checked too; 0 for one that is not
-    scores: ScoreTensors | None  # what scores depend on besides q and k; None for nothing
+    number: int  # A checked call's: its backward pass is checked too. 0: it is not checked.
+    scores: ScoreTensors | None  # Scores depend on these besides q and k. None: on nothing else.
 
 
 def agree_on_forward(call: Call, plan: Plan) -> CheckedCall:

@@ -51,7 +51,7 @@ class Run(NamedTuple):
 
     @property
     def group(self) -> Group:
-        """What carries its messages."""
+        """The group carries its messages."""
         return messages_of(self.plan, self.cp.comm)
 
     def check_batch(self) -> None:
@@ -116,11 +116,11 @@ class Layer:
         return found
 
     def prepared(self, tensors: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The operands as they are read, and the options, to which it may add `more_options`."""
+        """Return the operands after the layer's casts, and the options. It may add `more_options`."""
         return self.declared.cast(tensors), options
 
     def facts(self, tensors: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
-        """What else of the tensors decides about the call, besides their shapes."""
+        """Return the tensors' further facts that decide about the call, besides their shapes."""
         return ()
 
     def read(

@@ -294,7 +294,7 @@ def make_plan(**arguments: Any) -> Plan:
         how = agreement, backend, device, custom, given["score_mod"]
         kept = {name: given[name] for name in ("linear", "sparse", "deterministic")}
         plan = prepared(cp, *how, **kept)
-        _ = plan.position_ids  # made now: a compiled layer that asks for them first could not
+        _ = plan.position_ids  # Made now: a compiled layer could not make them.
         return Made(agreement, plan)
 
     plan = agree_on(cp, make).plan
@@ -340,7 +340,7 @@ class Made(NamedTuple):
     plan: Plan
 
 
-@torch.inference_mode(False)  # an evaluation may make a plan, or the tables of its first call, and training use them
+@torch.inference_mode(False)  # Training may use the plan, or the tables, of an evaluation.
 def prepared(
     cp: ContextParallel,
     agreement: Agreement,
@@ -357,7 +357,7 @@ def prepared(
     tables) is then raised on all. Sends nothing, and keeps no reference to the group.
     """
     kernels(device.type)
-    carried_by()  # a wrong word in the environment raises, on a CPU too
+    carried_by()  # A wrong word in the environment raises, on a CPU too.
     problem, room = agreement.problem, agreement.room
     if custom is None:
         first = own_first(problem, deterministic=deterministic, in_place=room is not None)

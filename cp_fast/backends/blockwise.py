@@ -10,9 +10,9 @@ kernel library supports.
              H = kv heads of a block. A block's scores are [H, g * R, C]: the query heads that share a kv head are
              folded into the rows, so K and V are never repeated.
 
-On a CPU a row's out, lse and dq have the same bits in whatever launch it is, with whatever rows beside it, if its keys
-begin at the same one. Columns are cut at multiples of a block's columns from a segment's first key. The matrix products
-of all blocks have as many columns, and rows and head dims in whole vectors: zeros fill what lacks. Then a library adds
+On a CPU a row's out, lse and dq have the same bits in every launch in which its keys begin at the same one. Its
+neighbours do not matter. Columns are cut at multiples of a block's columns from a segment's first key. The matrix
+products of all blocks have equally many columns. Zeros fill rows and head dims up to whole vectors. Then a library adds
 up each product in the same order, wherever the row lies.
 """
 
@@ -84,8 +84,8 @@ class ColumnBlock(NamedTuple):
 def visible_columns(
     first: int, last: int, lq: int, lk: int, left: int | None, right: int | None, width: int, masks: MaskCache
 ) -> list[ColumnBlock]:
-    """The blocks of `width` columns, or what is left of the segment, that rows first:last of it see; none where they
-    see nothing. They begin at multiples of `width`.
+    """The column blocks that rows first:last of the segment see. They begin at multiples of `width`, and the last one
+    may be narrower. The list is empty where the rows see nothing.
 
     >>> [(c.start, c.stop, c.hidden is None) for c in visible_columns(3, 4, 7, 7, 2, 0, 2, mask_cache("cpu"))]
     [(0, 2, False), (2, 4, True)]
@@ -350,7 +350,7 @@ class BlockwiseBackend(Backend):
         options: LaunchOptions,
         outs: Outs | None = None,
     ) -> Partial:
-        """See `Backend.forward`; out, lse and max_logit come in the compute dtype, but for `outs`."""
+        """See `Backend.forward`; out, lse and max_logit come in the compute dtype, except with `outs`."""
         scores, dtype = options.scores, wide_dtype(q.dtype)
         (n, h_q, _), d_v = q.shape, v.shape[2]
         out, lse = outs or (
@@ -408,9 +408,9 @@ class BlockwiseBackend(Backend):
             delta = outs.mul_(douts).sum(-1, keepdim=True)
             if dlse is not None:
                 of_rows(delta, block).sub_(dlse[block.heads_q, block.rows, None])
-            norm = torch.full_like(delta, torch.inf)  # rows that fill the block up have p = exp(s - inf) = 0
+            norm = torch.full_like(delta, torch.inf)  # Rows that fill the block up have p = exp(s - inf) = 0.
             of_rows(norm, block).copy_(lse[block.heads_q, block.rows, None])
-            norm.masked_fill_(norm == -torch.inf, torch.inf)  # and so has a row that sees nothing
+            norm.masked_fill_(norm == -torch.inf, torch.inf)  # A row that sees nothing has it too.
             dqueries = None
             for columns, seen in block.columns:
                 key, value = (x.block(block.heads_kv, columns) for x in (keys, values))
@@ -462,7 +462,7 @@ class _HeadMajor:
         if here.shape[1] == width:
             return here
         place = (heads.start, heads.stop, columns.start, columns.stop)
-        if self._kept is None or self._kept[0] != place:  # the next rows of a segment ask for the same
+        if self._kept is None or self._kept[0] != place:  # The next rows of a segment ask for the same.
             filled = aligned((here.shape[0], width, here.shape[2]), here.dtype, here.device).zero_()
             filled[:, : here.shape[1]].copy_(here)
             self._kept = place, filled

@@ -1,4 +1,4 @@
-"""What kernels ask of their operands: aligned rows, head dims that they have, and a gradient through lse."""
+"""Kernels ask this of their operands: aligned rows, head dims that they have, and a gradient through lse."""
 
 from __future__ import annotations
 

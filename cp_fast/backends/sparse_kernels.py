@@ -75,8 +75,8 @@ class SparseKernels(Protocol):
         """The positions of the visible keys with the largest scores, int32 [n, top_k]: best first, of equal ones the
         lower position first, -1 behind the last.
 
-        A score has one order of operations, whatever the shapes: products of float32, added over d_i by halves (of d_i
-        rounded up to a power of two), then relu(scale * dot) times the weight, added over the heads 0, 1, 2, ...
+        A score has one order of operations for all shapes. Products of float32 are added over d_i by halves (of d_i
+        rounded up to a power of two). Then relu(scale * dot) times the weight is added over the heads 0, 1, 2, ...
 
         Args:
             q_index: [n, h_i, d_i].

@@ -74,7 +74,7 @@ def _positions(visible: Visible, begin: int, end: int) -> torch.Tensor:
 
 
 def _blocks(n: int, row: int = 1, most: int = 256) -> Iterator[slice]:
-    """Blocks of n rows, if a row takes so many numbers."""
+    """Cut n rows into blocks. row: the numbers that one row takes."""
     size = max(min(_NUMBERS // max(row, 1), most), 1)
     return (slice(start, min(start + size, n)) for start in range(0, n, size))
 

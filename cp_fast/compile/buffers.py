@@ -181,7 +181,7 @@ def split(heads: Heads, edges: Iterable[int]) -> list[Heads]:
 #
 # Where partial results go: into the sum of the next message that takes their rows along, or into a local sum.
 #
-# A local sum has the rank's own rows. Its heads are those that no launch and no message of the pass cuts.
+# A local sum has the rank's own rows. No launch and no message of the pass cuts its heads.
 
 
 class MessagePart(NamedTuple):
@@ -228,12 +228,12 @@ class Sums:
     buffers: Buffers
     tables: Tables
     sets: SpanSets
-    own: dict[str, Placement]  # by kind: where the rank's own rows lie
+    own: dict[str, Placement]  # Kind -> the place of the rank's own rows.
     sink: bool
-    local: dict[str, dict[Heads, int]] = field(default_factory=dict)  # by kind and heads
+    local: dict[str, dict[Heads, int]] = field(default_factory=dict)  # Kind and heads -> a buffer.
     outgoing: dict[str, list[Outgoing]] = field(default_factory=dict)  # by kind
     _edges: dict[str, set[int]] = field(default_factory=dict)
-    _stay: set[str] = field(default_factory=set)  # kinds of which no own row is sent
+    _stay: set[str] = field(default_factory=set)  # No row of these kinds is sent.
 
     def announce(
         self, steps: Sequence[Sequence[MessagePart]], edges: dict[str, set[int]]

@@ -81,9 +81,9 @@ def choose_head_chunks(problem: Problem) -> tuple[int, ...]:
 
 
 def ways_to_cut(heads: int, *, results_leave: bool = True) -> list[tuple[int, ...]]:
-    """The few ways to cut kv heads that are tried: into equal chunks, or a small one before a large one; where results
-    leave, another small one behind it, else also a small one, one of three times its heads, and the rest. Ways with few
-    chunks come first.
+    """The few ways to cut kv heads that are tried. Chunks are equal, or a small one comes before a large one. Where
+    results leave, another small one follows the large one. Otherwise they may also be a small one, one of three
+    times its heads, and the rest. Ways with few chunks come first.
 
     >>> ways_to_cut(1), ways_to_cut(6)
     ([(1,)], [(6,), (3, 3), (2, 2, 2), (1, 4, 1), (1, 1, 1, 1, 1, 1)])
@@ -108,7 +108,7 @@ class _PassTimes(NamedTuple):
     tail: float  # The time lost at the end of a launch, for any number of heads.
     home: float  # Documents at home, with all heads, while the first rows come: of the rank that has most.
     host: float  # A step, on the host.
-    slowed: float = 1.0  # What messages take beside a launch, as a multiple of what they take alone.
+    slowed: float = 1.0  # The time of messages during a launch, as a multiple of their time alone.
 
 
 def _passes(problem: Problem, at: Costs) -> tuple[_PassTimes, _PassTimes]:
@@ -137,7 +137,7 @@ def _passes(problem: Problem, at: Costs) -> tuple[_PassTimes, _PassTimes]:
 # Measured on two H200s, 16,384 tokens each, 32 heads over 8 and over 32 (`benchmarks/results/by_heads_2x_h200.txt`).
 _LEAST_GAIN = 0.02  # Of the time. In both passes together two chunks of 8 kv heads were no faster than one launch.
 _STEPS_A_HOST_STEP = 3  # A step of all_gather has a launch and one kind of message: a third of one of a2a.
-_SLOWED = 1.4  # 242 GB/s beside a launch.
+_SLOWED = 1.4  # Messages move 242 GB/s during a launch.
 
 
 def _gathering_pass(problem: Problem, at: Costs) -> _PassTimes:

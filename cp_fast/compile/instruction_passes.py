@@ -220,7 +220,7 @@ def _pieces(
 #
 # Write the outs of forward launches where they belong in the rank's result, where nothing is added to them.
 #
-# Lowering gives each launch a buffer of its own. Its rows then go to a sum, and the sums of all heads to the result.
+# Lowering gives each launch its own buffer. Its rows then go to a sum, and the sums of all heads to the result.
 # Where launches have different rows or heads, these are copies alone.
 
 

@@ -1,8 +1,9 @@
 """Which results of a plan have the bits of one launch over the whole batch on one GPU: a proof on its launches.
 
 A row's result has them if one segment of one launch has all keys that the row sees, in the order of the document, from
-the first key of the row's area on. Then a kernel meets the same keys in the same blocks, whatever rows and documents
-lie beside them, and nothing is added to the result. For example, one document of 16 tokens over two ranks, on rank 1:
+the first key of the row's area on. Then a kernel meets the same keys in the same blocks. Neighbouring rows and
+documents do not matter, and nothing is added to the result. For example, one document of 16 tokens over two ranks,
+on rank 1:
 
     all_gather    queries [4:12), keys [0:12)                          the row's keys, from the first one on
     p2p           queries [4:12), keys [4:12); then the same, [0:4)    two partial results, which are added
@@ -50,7 +51,7 @@ def _is_added(received: BufferSpec) -> bool:
 
 
 class _Judged(NamedTuple):
-    """What holds for all segments of a pass: they have all keys of their rows, and all rows of their keys too."""
+    """Whether all segments of a pass have all keys of their rows, and all rows of their keys too."""
 
     rows: bool
     keys: bool
@@ -68,7 +69,7 @@ def _judged(program: Program[Any], areas: Areas) -> _Judged:
         area = np.searchsorted(by_rows.q_start, q.start, side="right") - 1
         a = by_rows.take(np.maximum(area, 0))
         inside = (area >= 0) & (q.stop <= a.q_stop)
-        seen = np.minimum(a.k_stop, q.stop + a.hi)  # the key behind the last one that the last row sees
+        seen = np.minimum(a.k_stop, q.stop + a.hi)  # The last row sees the keys before this one.
         rows = rows and bool((inside & (k.start == a.k_start) & (k.stop >= seen)).all())
         first, last = np.maximum(a.q_start, a.k_start - a.hi), np.minimum(a.q_stop, a.k_stop - a.lo)
         keys = keys and rows and bool(((q.start <= first) & (q.stop >= last)).all())
@@ -76,7 +77,7 @@ def _judged(program: Program[Any], areas: Areas) -> _Judged:
 
 
 def _segments(launch: Launch[Any]) -> tuple[Spans, Spans] | None:
-    """The global rows of each segment's queries, and of its keys; None where those of a segment are not consecutive."""
+    """The global rows of each segment's queries, and of its keys. None: a segment's rows are not consecutive."""
     batch, found = launch.batch, []
     for spans, cumulative, first in zip(
         (launch.q_rows, launch.kv_rows), (batch.cu_q, batch.cu_kv), batch.first_rows, strict=True

@@ -123,24 +123,25 @@ def object_of(handle: torch.Tensor) -> Any:
 # Whether PyTorch's selective checkpointing looks at each operator; then attention is one operator to it.
 #
 # Its modes count operators in the forward pass, and count again while they recompute. They must see the same ones in
-# both passes: attention as one, and none of the work that makes plans, as a later call finds its plan in a cache.
+# both passes. They see attention as one operator. They see none of the work that makes plans: a later call finds its
+# plan in a cache.
 
 
 _MODULES = {
     "torch.utils.checkpoint",
     "cp_fast.checkpoint",
-}  # of the modes, and of those that others derive from them
+}  # They belong to the modes, and to those that others derive from them.
 
 
 def is_selective() -> bool:
     """Whether a mode of selective checkpointing is active: its first pass, or its recomputation."""
-    if not torch._C._len_torch_dispatch_stack():  # in most calls, and cheap
+    if not torch._C._len_torch_dispatch_stack():  # Most calls end here, and the test is cheap.
         return False
     stack = modes._get_current_dispatch_mode_stack()  # pyright: ignore[reportPrivateUsage]
     return any(kind.__module__ in _MODULES for mode in stack for kind in type(mode).__mro__)
 
 
-_NOTHING = nullcontext()  # made once: every call asks for it
+_NOTHING = nullcontext()  # It is made once: every call asks for it.
 
 
 def hide_from_checkpointing() -> AbstractContextManager[Any]:

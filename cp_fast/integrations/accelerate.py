@@ -50,7 +50,7 @@ _OWN_LOSS = (
     "is given shift_labels without labels: label smoothing and compute_loss_func take the labels away, and would shift "
     "those of a slice. Leave both off, or write a compute_loss that takes inputs['shift_labels']"
 )
-_MEANS = (  # why there is no loss of routers
+_MEANS = (  # This says why there is no loss of routers.
     "the loss of the routers is a sum of ranks' parts, and accelerate's contexts have means; "
     "ContextParallelMixin has it for Trainer"
 )
@@ -133,10 +133,10 @@ class _Switch:
 
     def __init__(self, accelerator: Any, cp: ContextParallel) -> None:
         self.accelerator, self.cp = accelerator, cp
-        self.models: dict[Any, Any] = {}  # with the attention that each has outside
-        self.waiting: list[Any] = []  # models that have no hooks yet
+        self.models: dict[Any, Any] = {}  # Each has this attention outside.
+        self.waiting: list[Any] = []  # These models have no hooks yet.
         self.batch: _Batch | None = None
-        self.evaluated: _Batch | None = None  # of the last context without gradients, whose outputs are still there
+        self.evaluated: _Batch | None = None  # The last context without gradients. Its outputs are still there.
         self.entered = 0
 
     # ---- the model
@@ -203,7 +203,7 @@ class _Switch:
 
     def _leave_model(self, model: Any, _: tuple[Any, ...], given: dict[str, Any], out: Any) -> Any:
         """The mean of all ranks' losses is that of the batch. Without gradients a loss is the batch's, the same on all
-        ranks: accelerate leaves ranks out of the means of an evaluation whose last batch is short.
+        ranks. An evaluation may end with a short batch, and then accelerate leaves ranks out of its means.
         """
         if self.batch is None:
             return out

@@ -65,8 +65,8 @@ RankGroup(first=2, size=1, documents=[1]), RankGroup(first=3, size=1, documents=
     read_count("tokens", tokens, at_least=1)
     lengths = _read_lengths(lengths)
     rounds: list[list[RankGroup]] = []
-    taken: list[int] = []  # ranks of each round
-    room: dict[tuple[int, int], int] = {}  # of (round, group): tokens left
+    taken: list[int] = []  # The ranks that each round has given away.
+    room: dict[tuple[int, int], int] = {}  # (round, group) -> the tokens left.
     work: dict[tuple[int, int], float] = {}
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
         length = lengths[number]
@@ -78,7 +78,7 @@ RankGroup(first=2, size=1, documents=[1]), RankGroup(first=3, size=1, documents=
             rounds.append([])
             taken.append(0)
             free = len(rounds) - 1
-        if free is not None:  # an idle rank is worth more than a full one
+        if free is not None:  # An idle rank is worth more than a full one.
             place = free, len(rounds[free])
             rounds[free].append(RankGroup(taken[free], size, []))
             taken[free] += size
@@ -123,7 +123,7 @@ class DocumentSampler:
         _check_ranks(ranks)
         self.rank = read_count("rank", rank, at_least=0, at_most=ranks - 1)
         self.documents = read_count("documents", documents, at_least=1)
-        if seed is not None:  # a string has another hash in each process, and so each rank another order
+        if seed is not None:  # Each process hashes a string in another way, so ranks would get other orders.
             read_count("seed", seed, at_least=0)
         read_count("tokens", tokens, at_least=1)
         self.lengths = _read_lengths(lengths)
@@ -215,7 +215,7 @@ def pack(documents: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[
     """
     if not isinstance(documents, Sequence):
         raise TypeError(f"documents is {kind_of(documents)}; it must be a list of documents with input_ids")
-    read_count("pad_token_id", pad_token_id, at_least=-(2**63), at_most=2**63 - 1)  # also where no row needs it
+    read_count("pad_token_id", pad_token_id, at_least=-(2**63), at_most=2**63 - 1)  # Even if no row needs it.
     rows = [_row(f"documents[{number}]", document) for number, document in enumerate(documents)]
     if not any(len(ids) for ids, *_ in rows):
         rows = [_row("pad_token_id", {"input_ids": [pad_token_id], "labels": [-100]})]
@@ -276,14 +276,14 @@ def _tensor(name: str, values: Any) -> torch.Tensor:
         return torch.zeros(0, dtype=torch.int64)
     try:
         return torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # PyTorch's, for what is no number of 64 bits
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # PyTorch refuses other than 64-bit numbers.
         for at, value in enumerate(values):
             read_count(f"{name}[{at}]", value, at_least=-(2**63), at_most=2**63 - 1)
         raise TypeError(f"{name} is {kind_of(values)}; it must be integers, one a token") from None
 
 
 _NAMES = ("input_ids", "position_ids", "labels")
-_SAID = ("labels", "attention_mask", "position_ids")  # what a document may have in addition to input_ids
+_SAID = ("labels", "attention_mask", "position_ids")  # A document may have these in addition to input_ids.
 
 
 def _size_for(number: int, length: int, ranks: int, tokens: int) -> int:

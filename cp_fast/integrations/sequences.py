@@ -167,8 +167,8 @@ def _of_labels(
 def _chunked(
     head: Any, targets: torch.Tensor, transform: LogitsTransform, temperature: float, entropy: bool, kept: list[Any]
 ) -> Callable[..., torch.Tensor]:
-    """A forward for a model's head. It keeps what is asked for, [b, s/cp, 1 or 2], and returns `MARKS` for each token,
-    which show what the model does to logits.
+    """A forward for a model's head. It keeps the values asked for, [b, s/cp, 1 or 2], and returns `MARKS` for each
+    token. They show what the model does to logits.
     """
     forward, copies = head.forward, _COPIES_WITH_ENTROPY if entropy else _COPIES
 

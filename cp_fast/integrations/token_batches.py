@@ -52,13 +52,13 @@ class CpBatch:
         self.cp, self.qkv_format, self.longest = cp, qkv_format, longest
         self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
         self._plans: dict[Any, Plan] = {}
-        self._rows: TokenRows | None = None  # that it was cut from
-        self.mixes_rows = False  # whether a row of a slice has tokens of several rows
-        self.contexts = 1  # that share a step, of the ranks `over` that `shard_batch` was given
-        self.shape: torch.Size | None = None  # of this rank's input_ids, [b, s/cp], where `shard_batch` made it
-        self._cut: Callable[[TokenRows, torch.Tensor], Parts] | None = None  # how they were cut
-        self.image_rows: dict[str, tuple[torch.Tensor, int]] | None = None  # of images and videos: mine, and how many
-        self.both_ways: BothWays | None = None  # tokens that see each other both ways
+        self._rows: TokenRows | None = None  # The batch was cut from these.
+        self.mixes_rows = False  # True: a row of a slice has tokens of several rows.
+        self.contexts = 1  # This number of contexts share a step: `shard_batch` finds them in `over`.
+        self.shape: torch.Size | None = None  # This rank's input_ids have it, [b, s/cp], after `shard_batch`.
+        self._cut: Callable[[TokenRows, torch.Tensor], Parts] | None = None  # It cuts other rows in the same way.
+        self.image_rows: dict[str, tuple[torch.Tensor, int]] | None = None  # Images and videos: mine, and how many.
+        self.both_ways: BothWays | None = None  # These tokens see each other both ways.
 
     def shard(self, x: torch.Tensor, fill_value: float = 0) -> torch.Tensor:
         """This rank's slice of another tensor of the batch, cut as its tokens were: weights of tokens, rewards, masks.
@@ -153,7 +153,7 @@ class CpBatch:
         numbers, documents = self._numbers, self.documents
         of = documents if self._known_rows.packed else self.places[0]
         lengths = self._known_rows.cu_seqlens.diff()
-        # Further right is more. What is not wanted is less than all that is. An odd number is that of a token.
+        # Keys grow to the right. All unwanted keys are below all wanted ones. A token's key is odd.
         keys = 2 * torch.where(wanted, numbers, -numbers) + (documents >= 0)
 
         def mine() -> list[int]:
@@ -237,14 +237,14 @@ class CpBatch:
         return self._plan(x, dtype, (dtype, *sizes.values()), **sizes, sparse=True)
 
     def _plan(self, x: torch.Tensor, dtype: torch.dtype, kind: tuple[Any, ...], **sizes: Any) -> Plan:
-        """A causal plan of the batch, made once for each kind."""
+        """Return a causal plan of the batch. It is made once for each kind."""
         if torch.compiler.is_compiling():
             return outside_of_graphs(CpBatch._plan, self, x, dtype, kind, **sizes)
         key = x.shape[:2], x.device, *kind
         if key not in self._plans:
             if self.qkv_format != "thd":
                 sizes |= {"batch_size": len(x), "seqlen_q": x.shape[1] * self.cp.size}
-            with hide_from_checkpointing():  # a layer that is computed again finds the plan
+            with hide_from_checkpointing():  # A layer that is computed again finds the plan.
                 self._plans[key] = make_plan(
                     cp=self.cp,
                     qkv_format=cast(Any, self.qkv_format),
@@ -360,7 +360,7 @@ def shard_batch(
     sequences._cut = lambda rows, targets: cut(rows, targets, cp, 0)
     sequences.shape = ids.shape
     sequences.contexts = 1 if over is None else prod(group.size for group in groups_of(over)) // cp.size
-    positions = positions.clamp(max=max(rows.longest - 1, 0))  # padding's too: a model's table may end there
+    positions = positions.clamp(max=max(rows.longest - 1, 0))  # Padding's too: a model's table may end there.
     made: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "cp_batch": sequences}
     if rows.targets is not None:
         made |= {"labels": targets, "num_items_in_batch": torch.tensor(count, device=targets.device)}
@@ -373,7 +373,7 @@ Said = dict[str, Any]  # the arguments of a call, in a form to compare; of the b
 
 
 def _agreed(cp: ContextParallel, over: Any, read: Callable[[], tuple[TokenRows, Said]]) -> tuple[TokenRows, int]:
-    """The rows of a batch that all ranks of a context have, and how many targets count on all ranks of `over`."""
+    """Return the rows of a batch, which all ranks of a context have. Count the targets on all ranks of `over`."""
     groups = [] if over is None else groups_of(over)
     found: list[TokenRows] = []
 
@@ -393,7 +393,7 @@ def _agreed(cp: ContextParallel, over: Any, read: Callable[[], tuple[TokenRows, 
     if not groups:
         count = same()
         return found[0], count
-    count = together(groups, lambda: same() * (cp.rank == 0), sum)  # all ranks of a context have the same targets
+    count = together(groups, lambda: same() * (cp.rank == 0), sum)  # All ranks of a context have the same targets.
     return found[0], count
 
 
@@ -434,7 +434,7 @@ def _padded(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_tok
 
 
 def _longer(x: torch.Tensor, missing: int, value: int) -> torch.Tensor:
-    """[b, s] with so many more columns of a value; `F.pad` would round large ones."""
+    """Append `missing` columns of a value to [b, s]. `F.pad` would round large values."""
     return torch.cat([x, filled(x, [len(x), missing], value)], 1)
 
 

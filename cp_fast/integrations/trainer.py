@@ -35,14 +35,14 @@ from cp_ref.schedules.values import kind_of
 
 __all__ = ["ContextParallelMixin"]
 
-_Trainer: Any = object  # whose methods come behind those of the mixin
+_Trainer: Any = object  # Its methods come behind those of the mixin.
 _OWN_LOSS = (
     'Write a compute_loss that calls super().compute_loss, or that takes inputs["shift_labels"], the label that each '
     "token learns, and divides the sum of its losses by num_items_in_batch, which is of all ranks"
 )
 
 
-_OF_TRL = ("SFTTrainer", "RewardTrainer")  # whose methods take a rank's part
+_OF_TRL = ("SFTTrainer", "RewardTrainer")  # Their methods take a rank's part.
 _OF_PAIRS = (
     "has losses of whole sequences, and would be given a rank's tokens. Write the loop with "
     "cp_fast.integrations.sequences (token_log_probs, sequence_sum), as examples/preference.py does; of TRL, "
@@ -90,8 +90,8 @@ class ContextParallelMixin(_Trainer):
         _refuse_arguments(args, others)
         _refuse_methods(type(self))
         self.cp, self._fill = cp, fill
-        self._batches: list[tuple[Any, Any]] = []  # of this step: a part, and the whole batch
-        self._drawn = 0  # batches of this step that were trained on
+        self._batches: list[tuple[Any, Any]] = []  # This step's: a part, and the whole batch.
+        self._drawn = 0  # The number of batches that this step has trained on.
         super().__init__(*given, **others)
         _refuse_parallelism(self, args)
         self._mesh = _mesh(self, cp)
@@ -109,7 +109,7 @@ class ContextParallelMixin(_Trainer):
             )
         if self.label_smoother is not None:
             self.label_smoother = _SmootherOfParts(self.label_smoother)
-        # The edge of a prepared model divides by the labels of all ranks, whatever the model does with the number.
+        # The edge of a prepared model divides by the labels of all ranks. The model's use of the number is irrelevant.
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs or not self._pools
 
     def call_model_init(self, trial: Any = None) -> Any:
@@ -219,7 +219,7 @@ class ContextParallelMixin(_Trainer):
         part = shard_batch(rows, cp=self.cp, model=self.model, fill=fill) | of_rows
         if not _is_of_trl(type(self)):
             return part
-        tokens = part["cp_batch"].documents >= 0  # which TRL counts
+        tokens = part["cp_batch"].documents >= 0  # TRL counts them.
         return part | {"attention_mask": tokens.long().to(part["input_ids"].device)}
 
     def _count(self, parts: list[dict[str, Any]], device: Any) -> torch.Tensor | None:
@@ -229,7 +229,7 @@ class ContextParallelMixin(_Trainer):
         return self.accelerator.gather(mine.to(device)).sum()
 
     def _gather(self, of_rows: torch.Tensor) -> torch.Tensor:
-        """The values of the contexts' rows, each once, without the rows that accelerate added to the last batch."""
+        """Return each value of the contexts' rows once. Leave out the rows that accelerate added to the last batch."""
         state, size = self.accelerator.gradient_state, self.cp.size
         found = self.accelerator.gather(of_rows)
         found = found.view(-1, size, *of_rows.shape)[:, 0].flatten(0, 1)
@@ -293,7 +293,7 @@ def _named(function: Any) -> str:
 
 def _refuse_methods(kind: type[Any]) -> None:
     """Raise for a method that takes what it is given for a whole batch, of a class of the user's."""
-    behind = shadowed = False  # shadowed: by a compute_loss that does not call the ones behind it
+    behind = shadowed = False  # shadowed: a compute_loss does not call the ones behind it.
     for one in kind.__mro__:
         behind = behind or one is ContextParallelMixin
         if one in (ContextParallelMixin, object) or one.__module__.partition(".")[0] == "transformers":

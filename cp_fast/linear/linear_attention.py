@@ -57,7 +57,7 @@ _NAMES = {"torch": ("torch",), "cpu": ("torch",)}  # by ContextParallel.backend;
 
 
 def features_of_call(device: str, dtype: str, d_k: int, d_v: int) -> frozenset[Feature]:
-    """What a call asks of a library. dtype: PyTorch's name without "torch.".
+    """Return the features that a call needs of a library. dtype: PyTorch's name without "torch.".
 
     >>> sorted(features_of_call("cpu", "float32", 128, 20))
     [<Feature.CPU: 'device cpu'>, <Feature.FLOAT32: 'float32'>, <Feature.HEAD_DIM_ODD: 'head dim not a multiple of 8'>]
@@ -257,7 +257,7 @@ class NoRowsBackward(_NoRows):
 #
 # The messages of states: maps packed in one tensor, a row for each slot, sent and received in the steps of a schedule.
 #
-# A row is [M, B] of all heads, flat. What is sent is a view of rows, or a copy where they do not lie together.
+# A row is [M, B] of all heads, flat. A message is a view of rows, or a copy where they do not lie together.
 
 
 class MapExchange:
@@ -269,9 +269,9 @@ class MapExchange:
     def __init__(self, tables: StateTables, own: Maps, exchanges: Exchanges, group: Group, where: str) -> None:
         self._tables, self._exchanges, self._group, self._where = tables, exchanges, group, where
         self._shapes = own.m.shape[1:], own.b.shape[1:]
-        self._pending: tuple[Pending, list[Parcel]] | None = None  # and what is sent, which must stay
+        self._pending: tuple[Pending, list[Parcel]] | None = None  # With the parcels on their way: they must stay.
         self._done = 0
-        if not tables.steps:  # nothing travels: no rows
+        if not tables.steps:  # Nothing travels, so there are no rows.
             self._maps: Maps | None = own
             return
         self._maps = None

@@ -31,7 +31,7 @@ __all__ = [
 # Few rows of padding between fragments may stay where they are, as fragments of no document. Then nothing is copied.
 
 
-_MOST = 8  # one row of padding for so many rows in fragments costs less than copies of all
+_MOST = 8  # One row of padding for this many rows in fragments costs less than copies of all.
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class LocalRows:
 
     @cached_property
     def _padding(self) -> torch.Tensor | None:
-        """The packed rows of padding, int64; None if there are none."""
+        """Return the packed rows of padding, int64. None: the batch has no padding."""
         where = np.repeat(self.fragments.document < 0, self.fragments.stop - self.fragments.start)
         return torch.from_numpy(np.flatnonzero(where)).to(self.device) if where.any() else None
 

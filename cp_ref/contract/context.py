@@ -72,7 +72,7 @@ class ContextParallel:
     "ContextParallel(rank 1 of 2, cp_comm_type='p2p', layout='dual_chunk', backend='auto')"
     """
 
-    backends: ClassVar[tuple[str, ...]] = ("auto",)  # the names that the package takes
+    backends: ClassVar[tuple[str, ...]] = ("auto",)  # The package takes these names.
 
     group: Any
     cp_comm_type: CPCommType = "p2p"
@@ -114,7 +114,7 @@ class ContextParallel:
         return error_context(what)
 
     def __copy__(self) -> Self:
-        return self  # nothing of it changes: a model's deep copy takes part in the same group
+        return self  # Nothing of it changes: a model's deep copy takes part in the same group.
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self

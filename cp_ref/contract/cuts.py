@@ -77,7 +77,7 @@ class Cut:
 
     @cached_property
     def _tails(self) -> Column:
-        """Where each rank's part of the tail begins, and the end of the last."""
+        """Return where each rank's part of the tail begins, and the end of the last."""
         held = np.bincount(self.fragments.rank, self.fragments.stop - self.fragments.start, self.cp_size)
         held = held.astype(np.int64)
         return np.append(0, np.cumsum((self.batch or 1) * self.rows - held)) + held.sum()
@@ -228,7 +228,7 @@ def planned_positions(problem: Problem, rank: int) -> Column:
     of bshd and sbhd differently, [b, rows] and [rows, b].
     """
     cut = planned_cut(problem, "q")
-    alike = cut.batch is None and cut.qkv_format != "thd"  # one sequence is like all others
+    alike = cut.batch is None and cut.qkv_format != "thd"  # One sequence is like all others.
     starts = starts_of([cut.rows * cut.cp_size] if alike else problem.lengths.slots_q)
     if cut.batch is None:
         return _positions(cut.fragments.of(rank), starts, cut.rows)
@@ -238,7 +238,7 @@ def planned_positions(problem: Problem, rank: int) -> Column:
 
 def _positions(own: Fragments, starts: Column, rows: int) -> Column:
     own = own.within(starts[:-1], starts[1:])
-    first = starts[np.searchsorted(starts, own.start, side="right") - 1]  # of its sequence
+    first = starts[np.searchsorted(starts, own.start, side="right") - 1]  # Its sequence begins there.
     found = ranges(own.start - first, own.stop - own.start)
     return np.append(found, np.zeros(rows - len(found), dtype=found.dtype))
 
@@ -284,12 +284,12 @@ class Gathering:
 
     x: tuple[tuple[int, ...], str]
     qkv_format: str
-    layout: object  # a name, or a table
+    layout: object  # It is a name, or a table.
     seqlen: int | None
     cu_seqlens_padded: tuple[int, ...] | None
-    problem: str | None  # the plan's
-    roll: tuple[int, float] | None  # shifts and fill_value
-    requires_grad: bool  # whether there is a backward pass, which is collective too
+    problem: str | None  # It is the plan's problem.
+    roll: tuple[int, float] | None  # It has shifts and fill_value.
+    requires_grad: bool  # True: a backward pass follows, which is collective too.
 
     @property
     def fingerprint(self) -> bytes:

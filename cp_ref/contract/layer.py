@@ -1,5 +1,5 @@
-"""What a linear or sparse layer is to both packages: its tensors and options, how a call of it is read and checked, and
-the agreement of the ranks on it.
+"""Both packages describe a linear or sparse layer here: its tensors and options, and how its calls are read and
+checked. The ranks' agreement on it is here too.
 
     CONVOLUTION = Layer(
         "causal_conv1d",
@@ -90,7 +90,7 @@ class Layer:
         object.__setattr__(self, "casts", tuple(found))
 
     def cast(self, tensors: Sequence[Any]) -> list[Any]:
-        """The operands as they are read; constants are detached."""
+        """Return the operands after the casts. Constants are detached."""
         found = [*tensors]
         for place, cast in self.casts:
             found[place] = cast(found[place])

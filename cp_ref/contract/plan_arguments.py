@@ -107,8 +107,8 @@ class Plan:
     custom: Schedule | None = None  # The schedule that `make_plan` was given.
     agreed: set[bytes]  # Calls of linear and sparse layers that the ranks have agreed on: see `agree_on_layer`.
     head_chunks: tuple[int, ...] = ()  # See `make_schedule`.
-    score_mod: ScoreMod | None = None  # a frozen copy of the function whose digest the problem has
-    chosen_from: tuple[str, ...] = ()  # The schedules from which "auto" has chosen; () where it had no choice.
+    score_mod: ScoreMod | None = None  # A frozen copy of the function. The problem has its digest.
+    chosen_from: tuple[str, ...] = ()  # "auto" chose from these schedules; (): it had no choice.
 
     @property
     def same_bits(self) -> tuple[str, ...] | None:
@@ -167,7 +167,7 @@ class Plan:
         )
 
     def _choice(self) -> list[str]:
-        """What "auto" chose, and why."""
+        """Say what "auto" chose, and why."""
         if not self.chosen_from:
             return []
         later = "" if self.room is None else " (the choice is that for the first batch, the estimates are of this one)"
@@ -305,7 +305,7 @@ def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, t
     problem = read_call(cp, sizes, given["layout"], names, **{name: given[name] for name in ARGUMENTS})
     room = read_room(problem, given)
     extras = check_schedule(given["schedule"], problem, room, cp.comm) + read_linear(given["linear"], problem)
-    if problem.cp_comm_type == "all_gather":  # then it decides the messages of the fast package
+    if problem.cp_comm_type == "all_gather":  # Then it decides the messages of the fast package.
         extras += (("deterministic", given["deterministic"]),)
     check_flag("sparse", given["sparse"])
     if given["sparse"]:

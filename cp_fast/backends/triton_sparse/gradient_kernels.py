@@ -4,9 +4,9 @@
 
 Some query rows at a time, by three kernels, since no program has room for all sums of a row of the latent form:
 `pairs_kernel` writes each pair's weight and the gradient of its score to a workspace of at most `PAIRS_BYTES` bytes.
-`queries_kernel` adds the keys of a query, times these gradients. `keys_kernel` adds to each chosen key what all heads
-of a query give it, in one sum where v is a view of k: to memory by atomic adds; or as PARTS, one row for each pair of a
-query row and a key, which `add_parts` adds in the order of the query rows.
+`queries_kernel` adds the keys of a query, times these gradients. `keys_kernel` adds the share of all heads of a query
+to each chosen key, in one sum where v is a view of k. It adds to memory by atomic adds, or writes PARTS: one row for
+each pair of a query row and a key. `add_parts` adds these in the order of the query rows.
 
 legend   n = query rows, R = those of a launch, m = gathered keys, G = query heads of a kv head, BH = those of a program
          BN = keys of a tile, ROW = places of a row in the workspace: top_k, rounded up to WHOLE
@@ -257,7 +257,7 @@ def backward_tiles(q: torch.Tensor, group: int) -> BackwardTilings:
 
 
 class BackwardInputs(NamedTuple):
-    """What the launches of one backward pass share."""
+    """The operands that the launches of one backward pass share."""
 
     q: torch.Tensor
     k: torch.Tensor

@@ -5,8 +5,8 @@
 
 `select` takes some query rows at a time. `scores_kernel` writes their scores for all keys that they may see to a
 workspace of at most `WORKSPACE` bytes, as unsigned numbers of the same order, 0 for a hidden key. `best_kernel` has a
-program for each row of it: by histograms of 256 bins, each of one bin of that before, it finds a range of numbers that
-holds the last of the top_k best, until a sort has room for what lies in the range and above it, and gathers that.
+program for each row of it. By histograms of 256 bins, each of one bin of that before, it finds a range of numbers with
+the last of the top_k best. It ends when a sort has room for all numbers in the range and above it, and gathers those.
 `order_kernel` sorts it: the higher score first, then the lower position. Each sum has one order, fixed by constants:
 the bits of a score depend on its query row and its key alone.
 

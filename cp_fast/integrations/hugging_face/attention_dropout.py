@@ -1,4 +1,4 @@
-"""Dropout of attention in training. A call has one seed, which all ranks share, and each layer one of its own from it.
+"""Dropout of attention in training. All ranks share one seed for a call. Each layer derives its seed from it.
 
 Which pairs are dropped depends on the seed and their places alone, so it is the same over any number of ranks. The seed
 is drawn before the model runs: a layer that is computed again finds the same one, and draws nothing.

@@ -25,7 +25,7 @@ _FULL: Sides = (-1, -1)
 
 @dataclass(frozen=True)
 class Said:
-    """What a layer says of its attention.
+    """A layer's own account of its attention.
 
     Args:
         causal: whether a query sees no later key.
@@ -117,7 +117,7 @@ def _visible(distance: torch.Tensor, sides: Sides) -> torch.Tensor:
 
 
 def _without_documents(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What stands inside of the functions that tell documents apart; None where several things do."""
+    """Return the function inside of those that tell documents apart. None: they have several inside."""
     while _name(function).startswith(("and_masks", "remap_positions_for_packed", "add_offsets")):
         parts = _parts(function)
         inside = [part for part in parts if not _name(part).startswith("packed_sequence_mask_function")]

@@ -1,8 +1,8 @@
 """Models that do not hand keywords on to all of their layers, as StableLM, Nemotron and Mamba-2: hooks hand `cp_batch`
 on.
 
-The sequences travel as the mask, which such a forward does hand on, also in a layer that is computed again (which
-transformers does without the layer's own hooks). A hook of the module below makes a keyword of it again.
+The sequences travel as the mask, because such a forward does hand that on. It also does so in a layer that is computed
+again: transformers runs this one without the layer's own hooks. A hook of the module below makes a keyword of it again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # by which transformers' layers find the
 
 
 def handing_on(model: nn.Module, covered: Collection[str], look: Callable[[], T]) -> T:
-    """What `look` returns, which runs the model. Where it fails, and layers were not given `cp_batch`, hooks hand it
-    on, and `look` is called again.
+    """Call `look`, which runs the model, and return its result. Where it fails, and layers were not given `cp_batch`,
+    hooks hand it on, and `look` is called again.
 
     Args:
         covered: the names of linear layers and convolutions that cp_fast has over ranks.
@@ -63,8 +63,8 @@ def _takes(model: nn.Module, where: str, keywords: bool) -> bool:
 
 
 def _first_gap(model: nn.Module, layers: set[str]) -> tuple[str, str] | None:
-    """Where a call of the model loses `cp_batch` above a layer: the last module that was given it, and the first below
-    that was called without it. None where each layer that is reached has it.
+    """Find where a call of the model loses `cp_batch` above a layer. Return the last module with it, and the first one
+    below without it. None: each layer of the call has it.
     """
     probe, config = Probe(), cast(Any, model).config
     heard, missing = set[str](), list[str]()

@@ -123,7 +123,7 @@ def vision_parts(model: nn.Module) -> tuple[str, ...]:
 
 
 def _text(model: nn.Module) -> str:
-    """How the text model inside is prepared, as a sentence; "" where there is none."""
+    """Say in a sentence how the text model inside is prepared. "": the model has no text model."""
     config: Any = model.config
     text = config.get_text_config()
     found = (where for where, m in model.named_modules() if where and getattr(m, "config", None) is text)

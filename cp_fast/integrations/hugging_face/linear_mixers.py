@@ -204,7 +204,7 @@ def _lightning(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """MiniMax's lightning attention, which is written out: Mamba-2 whose decay is a number for each head."""
-    kwargs.pop("cache", None)  # which is None
+    kwargs.pop("cache", None)  # It is None.
     sequences = _sequences("MiniMaxLightningAttention", cp_batch, kwargs | {_MASK: attention_mask})
     qkv = self.act_fn(self.qkv_proj(hidden_states)).unflatten(2, (self.num_attention_heads, -1))
     q, k, v = qkv.split(self.head_dim, dim=3)
@@ -289,7 +289,7 @@ def _with_functions(function: Any, functions: dict[str, Any]) -> Callable[..., A
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         names = {**function.__globals__, **functions}
-        names.pop("__name__")  # by which torch.compile would look names up in the file
+        names.pop("__name__")  # torch.compile would use it to look names up in the file.
         return _copy(function, names, function.__closure__)
     changed = _with_functions(inner, functions)
     cells = tuple(CellType(changed) if cell.cell_contents is inner else cell for cell in function.__closure__ or ())

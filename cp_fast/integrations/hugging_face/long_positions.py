@@ -97,8 +97,8 @@ class CountFrom(TorchFunctionMode):
 
 
 def far_position(model: nn.Module, tokens: int) -> int:
-    """The first of this many positions that are far from 0, and that the model has: its tables may end. 0: there are
-    none, or the model's frequencies depend on the longest position, which have a way of their own above.
+    """Return the first of `tokens` positions that are far from 0. The model has all of them: its tables may end. Return
+    0 if it has none, or if its frequencies depend on the longest position: those are handled above.
     """
     longest = getattr(cast(Any, model).config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(longest, int) or any(_kinds(module) - _OF_ANY_LENGTH for module in model.modules()):

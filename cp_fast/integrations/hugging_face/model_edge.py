@@ -49,7 +49,7 @@ SILENT = {  # Keywords that models pass on and that do not change attention or l
     *("position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels", "labels", "logits_to_keep"),
     *("output_hidden_states", "output_router_logits", "return_dict", "position_embeddings", "past_key_values"),
 }
-_KNOWN = {  # Arguments of a call that the edge checks, or that a model takes token by token.
+_KNOWN = {  # The edge checks these arguments, or a model takes them token by token.
     *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "cp_batch", "use_cache"),
     *("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "output_hidden_states", "return_dict"),
     *("output_router_logits", "output_attentions", "fused_lm_head"),
@@ -165,7 +165,7 @@ class Edge:
             given = {n: x for n, x in given.items() if n != "attention_mask"}
         given = ({"use_cache": False} if self.caches else {}) | given
         if self.pools:
-            given.pop("margin", None)  # which trl's RewardTrainer hands on, and a model alone ignores
+            given.pop("margin", None)  # trl's RewardTrainer hands it on, and a model alone ignores it.
         self._refuse_unknown(name, given)
         given["position_ids"] = self._numbered(sequences, given)
         if sequences.mixes_rows:
@@ -176,7 +176,7 @@ class Edge:
         call.seed = outside_of_graphs(draw, *seeded) if torch.compiler.is_compiling() else draw(*seeded)
         call.routing = routing
         if routing is not None:
-            handed_on[ROUTER_SWITCH] = False  # the edge computes it, of what the model inside returns
+            handed_on[ROUTER_SWITCH] = False  # The edge computes it from the results of the model inside.
         if self.pools:
             call.pooled = PooledCall(model, self.pools, sequences, given.get("input_ids"))
         spans = {argument: handed_on.pop(argument, None) for argument in SPANS} if self.spans else {}
@@ -202,7 +202,7 @@ class Edge:
             raise NotImplementedError(f"{self.by_row} does another thing in each row of a batch; {cure}")
         for where, module in model.named_modules():
             for hook in module._forward_pre_hooks.values():
-                names = getattr(hook, "keywords", {}).get("adapter_names")  # which PEFT gives its layers
+                names = getattr(hook, "keywords", {}).get("adapter_names")  # PEFT gives them to its layers.
                 if len(set(names or ())) > 1:
                     raise NotImplementedError(f"adapter_names gives {where} an adapter for each row; {cure}")
 

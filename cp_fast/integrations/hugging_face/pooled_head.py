@@ -2,8 +2,8 @@
 
 Such a model makes logits of every token, [b, s, n], and keeps those of one token of each row. By transformers' rule
 that is the rightmost token whose id is not the padding id, whatever the mask says. So a document whose end token is the
-padding token is read at the token before it. The token lies on any rank: the ranks tell each other where it is, and
-each adds the logits of its own, so that all have the logits of all sequences.
+padding token is read at the token before it. The token lies on any rank: the ranks tell each other where it is.
+Each adds the logits of the tokens on it. So all ranks have the logits of all sequences.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cp_fast.integrations.token_batches import CpBatch
 
 __all__ = ["PooledCall", "Pooling", "pooling_of"]
 
-_HEADS = ("score", "classifier")  # the names that models of transformers give to the module
+_HEADS = ("score", "classifier")  # Models of transformers give the module these names.
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class PooledCall:
         return self.sequences.sum_over(self.read, x).to(x.dtype)
 
     def _last_tokens(self, pooling: Pooling, ids: torch.Tensor | None, padding: int | None) -> torch.Tensor:
-        """int64 [b, s/cp] on the CPU: the number of the sequence that is read at this token, -1 for none."""
+        """int64 [b, s/cp] on the CPU: the number of the sequence that is read at this token, else -1."""
         if not pooling.by_ids:
             return self.sequences.last_tokens()
         wanted = torch.ones(self.sequences.documents.shape, dtype=torch.bool, device="cpu")
@@ -129,7 +129,7 @@ def pooling_of(model: nn.Module) -> Pooling | None:
         with _padded_with(model, padding):
             out = model(input_ids=ids, attention_mask=mask)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-        return None  # whatever it is, the runs that follow say it of the whole model
+        return None  # Later runs report any such error for the whole model.
     finally:
         for handle in handles:
             handle.remove()

@@ -2,7 +2,7 @@
 
 With `output_router_logits` a model adds such a loss to that of its labels. It is n * sum_e(f_e p_e) over n experts: f_e
 is how often an expert was chosen, p_e its mean probability, both of all tokens and all layers. The counts have no
-gradient. So when the ranks have added them up, the rest is a sum over tokens, and each rank has the part of its own.
+gradient. So when the ranks have added them up, the rest is a sum over tokens. Each rank has the part of its tokens.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from cp_ref.contract.tensors import wide_dtype
 
 __all__ = ["Routing", "routing_asked_for", "routing_of", "with_router_loss"]
 
-_FUNCTION = "load_balancing_loss_func"  # of transformers' modules, one in each
-_COEFFICIENT = "aux_loss_coef"  # how the names of coefficients end
-_TRIED = 3.0  # large beside a loss's rounding
+_FUNCTION = "load_balancing_loss_func"  # Each module of transformers has its own.
+_COEFFICIENT = "aux_loss_coef"  # Names of coefficients end so.
+_TRIED = 3.0  # It is far above a loss's rounding.
 _ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of a model that is run
 
 
@@ -47,7 +47,7 @@ class Routing:
     of_config: bool
 
     def holder(self, model: Any) -> Any:
-        """What has the coefficient."""
+        """Return the object that has the coefficient."""
         return model.config.get_text_config() if self.of_config else model
 
 
@@ -73,7 +73,7 @@ def routing_asked_for(known: Routing | str, given: Mapping[str, Any], config: An
 
 
 def routing_of(model: Any, seen: Seen) -> Routing | str:
-    """What the model does with its routers' logits, seen in a few runs; a text: why that is not known.
+    """See in a few runs how the model uses its routers' logits. Return a text where that stays unknown: it says why.
 
     The model's loss must be the one of this file, for logits of all tokens, and its own function the same for a mask.
     """
@@ -183,7 +183,7 @@ def _own_function(model: nn.Module) -> Any:
 
 
 def _coefficients(model: Any, top_k: int) -> Iterator[Routing]:
-    """What may be the coefficient, by its name."""
+    """Yield the candidates for the coefficient, by their names."""
     for of_config, names in ((False, vars(model)), (True, model.config.get_text_config().to_dict())):
         yield from (Routing(top_k, name, of_config) for name in names if name.endswith(_COEFFICIENT))
 

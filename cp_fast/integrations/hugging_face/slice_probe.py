@@ -1,9 +1,10 @@
 """Run a model a few times on a handful of tokens, with attention that passes each token on alone. If a token's outputs
 depend only on this token and its position, then only attention mixes tokens.
 
-The runs: two whole rows, as a user calls the model; the same with NaN in place of one token, which must reach no other,
-and with numbers in the place of masks, which say what mask comes to each layer; two whole rows far from position 0, and
-a rank's slice of them with the positions that `shard_batch` gives, whose rows have tokens of both.
+The first run has two whole rows, as a user calls the model. The second has NaN in place of one token, which must reach
+no other token. It also has numbers in place of masks: they say what mask comes to each layer. The third has two whole
+rows far from position 0. The last has a rank's slice of them, with the positions that `shard_batch` gives. Each row of
+the slice has tokens of both.
 
 The special tokens of the configuration stand outside of the slice, so that a module which counts them, or looks for
 them, gives the slice other outputs. Ids of padding are tokens like others, and stand before the slice and in it: a
@@ -47,7 +48,7 @@ class Probe:
         self.callers: dict[nn.Module, Said] = {}
         self.linear: set[nn.Module] = set()  # Linear layers and convolutions.
         self.sides: dict[nn.Module, Sides] = {}  # Of the mask that has come to a layer.
-        self._masks: list[frozenset[Sides]] | None = None  # The sides of each mask that was given out in this run.
+        self._masks: list[frozenset[Sides]] | None = None  # The sides of each mask of this run.
 
     @staticmethod
     def now() -> Probe | None:
@@ -75,7 +76,7 @@ class Probe:
         return torch.full(shape, float(len(self._masks)), **how)
 
     def look_at_mask(self, module: nn.Module, said: Said, mask: Any) -> None:
-        """Compare what a layer says with the mask that has come to it."""
+        """Compare a layer's own account with the mask that came to it."""
         said = self.callers.setdefault(module, said)
         if mask is None:
             return
@@ -87,7 +88,7 @@ class Probe:
         self.sides[module] = said.among(masks[round(number) - 1], name)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[b, h, s, d] -> [b, s, h, d_v]: v, scaled by its own token's q and k, which carry the position."""
+        """[b, h, s, d] -> [b, s, h, d_v]: v, scaled by its own token's q and k. These carry the position."""
         g = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(g, dim=1) for x in (key, value))
         weight = torch.linspace(-1, 1, query.shape[-1], device=query.device, dtype=query.dtype)
@@ -218,7 +219,7 @@ def _own_configuration(model: nn.Module) -> str:
 def takes_cache(model: nn.Module) -> bool:
     """Whether calls of a model, or of the model in its head, have an argument `use_cache`."""
     inner = getattr(model, "base_model", model)
-    text = getattr(inner, "language_model", inner)  # to which models of images hand their keywords on
+    text = getattr(inner, "language_model", inner)  # Models of images hand their keywords on to it.
     return any("use_cache" in inspect.signature(m.forward).parameters for m in (model, inner, text))
 
 
@@ -323,8 +324,8 @@ def _refuse_mixing(model: nn.Module, rows: Rows, given: dict[str, Any]) -> None:
 def _numbering(
     model: nn.Module, rows: Rows, given: dict[str, Any], whole: dict[str, torch.Tensor]
 ) -> tuple[Numbering, str]:
-    """The numbering that makes a slice's outputs those of the whole rows, and the name of the first module whose
-    outputs are others where a slice's row has tokens of several rows, "" for none.
+    """Return the numbering under which a slice's outputs are those of the whole rows. Return also the name of the first
+    module that gives other outputs if a slice's row has tokens of several rows. "": no module does.
 
     Raises:
         NotImplementedError: there is none; the error names the first module whose outputs differ.
@@ -429,7 +430,7 @@ def _outputs_of_modules(model: nn.Module, given: dict[str, Any]) -> dict[str, to
 def _near(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether most tokens are equal up to rounding. A rounded router may choose another expert for a few."""
     try:
-        x, y = torch.broadcast_tensors(x, y)  # positions that the model makes are of all rows
+        x, y = torch.broadcast_tensors(x, y)  # The model makes positions for all rows.
     except RuntimeError:
         return False
     tolerance = 1e-3 if torch.finfo(x.dtype).bits >= 32 else 5e-2

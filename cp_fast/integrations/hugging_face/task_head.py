@@ -263,7 +263,7 @@ class LogitsTransform:
 
 
 def transform_of(model: nn.Module, seen: Seen) -> LogitsTransform | str:
-    """The transform that the model applies, or why there is none that is known here."""
+    """The transform that the model applies, or a text that says why none is known here."""
     name, head = type(model).__name__, _output_embeddings(model)
     if head is None:
         return f"{name} has no output embeddings, so it gives no logits of a vocabulary"

@@ -21,12 +21,12 @@ __all__ = [
     "token_axis",
 ]
 
-NAME = "cp_fast"  # of the attention implementation
-ROUTER_SWITCH = "output_router_logits"  # of a loss that `router_losses` has
+NAME = "cp_fast"  # The attention implementation has this name.
+ROUTER_SWITCH = "output_router_logits"  # It switches the loss of `router_losses` on.
 # One argument: transformers 5.24 calls it cache.
 _CACHES = ("cache", "past_key_values", "cache_params", "layer_past")
-LAYERS = ("full_attention", "sliding_attention")  # what cp_fast has of a configuration's layer_types
-_WITH_MIXERS = ("linear_attention", "conv", "hybrid", "moe", "mlp")  # and where it has the model's linear layers
+LAYERS = ("full_attention", "sliding_attention")  # cp_fast has these of a configuration's layer_types.
+_WITH_MIXERS = ("linear_attention", "conv", "hybrid", "moe", "mlp")  # It has these with the model's linear layers.
 _MIXING = (
     nn.modules.conv._ConvNd,
     nn.modules.pooling._AdaptiveAvgPoolNd,
@@ -42,11 +42,11 @@ _MIXING = (
     nn.Fold,
     nn.Upsample,
 )
-_ELSEWHERE = {"indexed_attention", "linear_attention", "conv", "hybrid"}  # that it has in some models
-_BY_ROW = (nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)  # of [b, s, d] they drop whole rows
-_DROPPED = ("p", "drop_prob", "drop_path_rate")  # how likely
-_OF_EXPERTS = ("expert_capacity", "capacity_factor", "expert_capacity_factor")  # who is dropped depends on other tokens
-_ADAPTERS = {  # kinds of PEFT's, in addition to prompt learning
+_ELSEWHERE = {"indexed_attention", "linear_attention", "conv", "hybrid"}  # It has these in some models.
+_BY_ROW = (nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)  # They drop whole rows of [b, s, d].
+_DROPPED = ("p", "drop_prob", "drop_path_rate")  # These say how likely.
+_OF_EXPERTS = ("expert_capacity", "capacity_factor", "expert_capacity_factor")  # Other tokens decide which are dropped.
+_ADAPTERS = {  # PEFT has these kinds, in addition to prompt learning.
     **dict.fromkeys(("ADAPTION_PROMPT", "XLORA", "CARTRIDGE", "SHADOW"), "adds tokens or attention to"),
     "LILY": "averages its routers over",
     "POLY": "draws the skills of each row at random, once for",
@@ -96,7 +96,7 @@ def refuse_by_name(
                 f"{where} ({_kind(model, where)}) drops whole rows in training, with probability {likely}; each rank "
                 "would drop rows of its own choice, so it must be 0"
             )
-    # Sharded weights are [0] while they are elsewhere; a linear layer may have none, [n, 0], and a bias of such.
+    # Sharded weights are [0] while they are elsewhere; a linear layer may have none, [n, 0], and so may its bias.
     none = {where for where, m in model.named_modules() if any(w.dim() > 1 and not w.numel() for w in _own(m))}
     absent = [
         n for n, w in model.named_parameters() if w.is_meta or (w.shape == (0,) and n.rpartition(".")[0] not in none)
@@ -191,5 +191,5 @@ def _kind(model: nn.Module, where: str) -> str:
 
 
 def token_axis(x: torch.Tensor, tokens: int) -> int | None:
-    """The first axis of this size, or None."""
+    """Return the first axis of this size, or None."""
     return next((axis for axis, size in enumerate(x.shape) if size == tokens), None)

@@ -29,7 +29,7 @@ from cp_fast.integrations.shared.drop_in import refuse
 __all__ = ["SequencesAsMask", "has_alibi", "sequences_as_mask", "with_attention", "writes_attention"]
 
 Attention = Callable[..., tuple[torch.Tensor, None]]
-_TOKENS = 16  # of the tensor of biases that is looked at
+_TOKENS = 16  # The biases that are read belong to this many tokens.
 
 _call = threading.local()
 
@@ -118,11 +118,11 @@ def _enter(model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any:
         _call.sequences, _call.model = given.get("cp_batch"), model
     if _call.sequences is None or "use_cache" not in inspect.signature(model.forward).parameters:
         return None
-    return by_place, {"use_cache": False, **given}  # which a head may not hand on
+    return by_place, {"use_cache": False, **given}  # A head may not hand these on.
 
 
 def _leave(model: Any, *_: Any) -> None:
-    if getattr(_call, "model", None) is model:  # the outermost of the models that are called
+    if getattr(_call, "model", None) is model:  # This is the outermost model of the call.
         _call.sequences = _call.model = None
 
 

@@ -128,7 +128,7 @@ def _texts_of_python() -> tuple[Path, ...]:
 # The demonstration's options, and what every rank makes of them: the packed documents, q, k, v and the gradient.
 
 
-_WIDTH = 128  # of the embedding
+_WIDTH = 128  # The embedding has this width.
 
 
 @dataclass(frozen=True)
@@ -221,14 +221,14 @@ class Job:
         """The packed buffer: the bytes as token ids, -1 for padding; int64 [t]."""
         padded = (d.data.ljust(slots, b"\0") for d, slots in zip(self.documents, self.slots, strict=True))
         ids = torch.frombuffer(bytearray(b"".join(padded)), dtype=torch.uint8).long()
-        return ids.where(ids > 0, -1)  # documents have no zero bytes
+        return ids.where(ids > 0, -1)  # Documents have no zero bytes.
 
     def qkv(self, ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
         """Token ids [t] and positions [t] to q [t, h_q, d], k and v [t, h_kv, d]: fixed random weights and RoPE.
 
         Padding becomes NaN on purpose: nothing of it may reach a result.
         """
-        draw = torch.Generator().manual_seed(self.seed)  # on the CPU, so that every device has the same numbers
+        draw = torch.Generator().manual_seed(self.seed)  # On the CPU, so that every device has the same numbers.
         x = torch.randn(256, _WIDTH, generator=draw).to(ids.device)[ids.clamp(min=0)]
         x[ids < 0] = float("nan")
         widths = (self.heads * self.head_dim, *[self.heads_kv * self.head_dim] * 2)
@@ -301,7 +301,7 @@ def run_rank(place: tuple[Job, int, int, str]) -> Measured | None:
             torch.cuda.set_device(device)
         else:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-        if loopback and init_method != "env://":  # all ranks are on this machine: gloo needs no name resolution
+        if loopback and init_method != "env://":  # All ranks are on this machine: gloo needs no name resolution.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", min(loopback))
         group = {"init_method": init_method, "rank": rank, "world_size": world, "device_id": device if cuda else None}
         dist.init_process_group("nccl" if cuda else "gloo", timeout=_LIMIT, **group)
@@ -310,7 +310,7 @@ def run_rank(place: tuple[Job, int, int, str]) -> Measured | None:
         return measured
     except Exception as error:
         message = f"rank {rank} failed: {type(error).__name__}: {one_line(error)}"
-        if isinstance(error, ValueError | Unsupported):  # about the options: the message is enough
+        if isinstance(error, ValueError | Unsupported):  # It is about the options: the message is enough.
             raise ValueError(message) from error
         says_what_to_do = isinstance(error, BuildError | Unavailable)
         details = () if says_what_to_do else (traceback.format_exc(),)
@@ -320,9 +320,9 @@ def run_rank(place: tuple[Job, int, int, str]) -> Measured | None:
 def _measure(job: Job, device: torch.device) -> Measured | None:
     """Attention on this rank's slice, forward and backward. Collective."""
     group: Any = dist.group.WORLD
-    if job.cp_comm_type == "a2a+p2p":  # neighbours exchange heads, the ring goes around their groups
+    if job.cp_comm_type == "a2a+p2p":  # Neighbours exchange heads. The ring goes around their groups.
         group = init_device_mesh(device.type, (job.where[0] // job.exchanging, job.exchanging))
-    words: Any = {"cp_comm_type": job.cp_comm_type, "layout": job.layout}  # the context refuses wrong words
+    words: Any = {"cp_comm_type": job.cp_comm_type, "layout": job.layout}  # The context refuses wrong words.
     cp = cp_fast.ContextParallel(group, backend=job.backend, **words)
     if job.spoil == f"rank {cp.rank}":
         raise RuntimeError("this rank was told to fail")
@@ -343,7 +343,7 @@ def _measure(job: Job, device: torch.device) -> Measured | None:
         return result, time.perf_counter() - began
 
     forward = partial(cp_fast.attention, q, k, v, cp=cp, plan=plan, return_lse=True)
-    forward()[0].backward(dout)  # compiles kernels and opens connections
+    forward()[0].backward(dout)  # This compiles kernels and opens connections.
     q.grad = k.grad = v.grad = None
     (out, lse), forward_s = timed(forward)
     _, backward_s = timed(out.backward, dout)
@@ -374,7 +374,7 @@ def checks(job: Job, measured: Measured) -> list[tuple[str, tuple[str, ...], boo
         "RoPE positions": [got["positions"] != torch.cat([torch.arange(n) for n in job.slots])],
         "padding is 0": [(x.exp() if n == "lse" else x)[ids < 0] != 0 for n, x in got.items() if n in _RESULTS],
         "free of NaN": [got[name].isnan() for name in _RESULTS],
-    }  # the padding's inputs are NaN, and reach no result
+    }  # The padding's inputs are NaN, and reach no result.
     rows = [
         (row.name, tuple(f"{x:.2e}" for x in (row.max_error, row.max_bound, row.mean_error, row.mean_bound)), row.ok)
         for row in _errors(job, measured, got)

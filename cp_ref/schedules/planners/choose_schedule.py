@@ -45,7 +45,7 @@ __all__ = [
 
 
 class Prices(NamedTuple):
-    """What work costs on H200s with 16-bit operands, in microseconds, or how much of it takes one microsecond.
+    """The costs of work on H200s with 16-bit operands, in microseconds, or the amount of it in one microsecond.
 
     A test holds those above `grad_copies` to the machine of the cost model (`cp_fast/compile/machines`). The others are
     fitted to records (`python -m benchmarks.cost_model.choices`).
@@ -84,7 +84,7 @@ PRICES = Prices()
 
 
 class Estimate(NamedTuple):
-    """What a schedule costs a problem: microseconds of both passes, and the most bytes of a rank that depend on it."""
+    """A schedule's cost for a problem: microseconds of both passes, and the most bytes of a rank that depend on it."""
 
     name: str
     us: float
@@ -224,7 +224,7 @@ class _Work:
         return self._by_keys("p2p", max(us), steps=steps, blocks=min(2, self.ranks - 1))
 
     def _by_keys(self, name: str, us: float, steps: int, blocks: int) -> Estimate:
-        """Queries stay, and keys of others come, in as many steps; so many ranks' keys are there at a time."""
+        """Queries stay, and keys of others come in `steps` steps. `blocks` ranks' keys are there at a time."""
         travels = any(one.received for one in self.shares)
         on_host = (2 * steps + 3 if travels else 2) * self.at.host_us
         there = (1 + self.wider) * self.kv * blocks / max(self.ranks - 1, 1)  # Keys and their gradients.
@@ -244,8 +244,8 @@ class _Work:
         return kernels + at.launch_us + unhidden
 
     def _pass(self, one: _Share, steps: int, number: int) -> float:
-        """Microseconds of one rank's forward (0) or backward (1) pass, whose own keys attend first, and the others in
-        as many steps; 0 for a rank that has them all.
+        """Microseconds of one rank's forward (0) or backward (1) pass. Its own keys attend first, then the others in
+        `steps` steps. steps is 0 for a rank with all keys.
         """
         at, a_pair, row = self.at, self.a_pair[number], (self.out, self.q)[number]
         again = one.again * (1 + steps) / 2 if steps else 0.0  # Half of a ring's blocks are seen by late rows alone.
@@ -257,13 +257,13 @@ class _Work:
         return kernels + (1 + steps) * at.launch_us + unhidden + sums
 
     def _home(self, one: _Share, steps: int) -> float:
-        """Microseconds until the gradients of other ranks' keys are at home, the last of as many messages unhidden."""
+        """Microseconds until the gradients of other ranks' keys are at home. The last of the messages is not hidden."""
         at, grads = self.at, one.received * self.kv * self.wider
         home = at.exchange_us + grads / steps / self.bytes_per_us if one.received else 0.0
         return home + at.grad_copies * grads / at.copied_per_us
 
     def exchanged(self) -> Estimate:
-        """a2a: all heads at once or in three head chunks, whichever takes less time."""
+        """a2a: all heads at once or in three head chunks. The faster one counts."""
         members = RingMembers(replace(self.tables, a2a_size=self.ranks))
         home = _shares(members.at_home) if len(members.at_home.areas) else [_Share(0, 0, 0, 0)] * self.ranks
         alone = max(one.pairs + self.at.edge * one.rows for one in home)

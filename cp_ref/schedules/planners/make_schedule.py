@@ -124,8 +124,8 @@ def saved_kinds(problem: Problem) -> tuple[str, ...]:
 
 
 def chunked_heads(problem: Problem) -> int:
-    """The kv heads of each rank that may be exchanged in head chunks; 0 where its ranks share kv heads, or where none
-    are exchanged.
+    """Return how many kv heads of each rank may be exchanged in head chunks. 0: ranks share kv heads, or exchange no
+    heads.
     """
     size, heads_kv = problem.a2a_size, problem.heads_kv
     return heads_kv // size if SCHEDULES[problem.cp_comm_type].chunked and heads_kv % size == 0 else 0

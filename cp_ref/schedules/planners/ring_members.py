@@ -87,9 +87,9 @@ class OwnedRows(Table):
 
 
 ROW_PAIRS = 1000  # Attention to this number of keys takes about the time of a row's exchange (two H100s, both passes).
-_LEAST_GAIN = 0.03  # of the time: a launch of documents at home takes some time, too
-_MOST_LIMITS = 256  # on the pairs that ranks keep at home that are compared
-_KEPT = 4  # tables of `KeyBounds`, which are large: what one rank of a ring asks for
+_LEAST_GAIN = 0.03  # Of the time. A launch of documents at home takes some time, too.
+_MOST_LIMITS = 256  # Of those compared. Each limits the pairs that ranks keep at home.
+_KEPT = 4  # One rank of a ring asks for this many tables of `KeyBounds`. They are large.
 
 
 class KeyBounds(NamedTuple):
