@@ -216,7 +216,7 @@ def test_checkpointing_does_not_choose_twice(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.thorough
 def test_inside_torch_compile() -> None:
-    """Choice and attention are graph breaks."""
+    """The logits are equal bit for bit; the gradients of a compiled graph are, but for rounding."""
 
     def one(member: Any, *, compiled: bool) -> list[torch.Tensor]:
         cp = cp_fast.ContextParallel(member, "all_gather")
@@ -227,7 +227,8 @@ def test_inside_torch_compile() -> None:
         return [out.logits.detach(), *(w.grad for w in model.parameters() if w.grad is not None)]
 
     for found, wanted in zip(*(SimGroup(2).run(partial(one, compiled=on)) for on in (True, False)), strict=True):
-        assert all(map(torch.equal, found, wanted))
+        assert torch.equal(found[0], wanted[0])
+        torch.testing.assert_close(found[1:], wanted[1:], rtol=1e-5, atol=1e-6)
 
 
 def test_autocast() -> None:
