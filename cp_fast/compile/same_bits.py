@@ -8,7 +8,7 @@ on rank 1:
     all_gather    queries [4:12), keys [0:12)                          the row's keys, from the first one on
     p2p           queries [4:12), keys [4:12); then the same, [0:4)    two partial results, which are added
 
-A gradient of keys has them where a segment also has all queries that see the keys: in a2a.
+A gradient of keys has them where a segment also has all queries that see the keys, of one area: in a2a.
 
 The proof knows nothing of schedules: it reads the launches of this rank's programs, and the areas of the problem.
 """
@@ -40,7 +40,8 @@ def same_bits(programs: Programs[Any], areas: Areas, *, deterministic: bool) -> 
         return ()
     forward = _judged(programs.forward, areas)
     backward = _judged(programs.backward, areas) if deterministic else _Judged(False, False)
-    added = any(_is_added(programs.backward.buffers[one.buffer]) for one in programs.backward.of(Recv))
+    received = (programs.backward.buffers[one.buffer] for one in programs.backward.of(Recv))
+    added = not areas.keys.disjoint or any(map(_is_added, received))
     found = ("out", "lse") if forward.rows else ()
     return (*found, *(("dq",) if backward.rows else ()), *(("dk", "dv") if backward.keys and not added else ()))
 
