@@ -62,7 +62,7 @@ from conformance.problems.linear import LinearCase
 from conformance.problems.sparse import SparseCase
 from conformance.runner.play_problem import InProcess, Runner, Task, tasks_of
 from conformance.runner.workers import WorkerRunner
-from cp_fast.backends.choose_backend import by_name
+from cp_fast.kernels.attention.choose_backend import by_name
 
 os.environ.setdefault("CONFORMANCE_LIMIT_S", "300")  # of one call; a problem has several
 CP_SIZES = (2, 3, 4, 8)

@@ -198,7 +198,7 @@ def tables_of(folder: Path = RESULTS) -> dict[str, list[str]]:
 
 
 # The files and folders that a record measures, by its name. The first pattern that fits counts.
-_SPEC = ("cp_ref/schedules", "cp_ref/contract")
+_SPEC = ("cp_ref/schedules", "cp_ref/problems", "cp_ref/calls", "cp_ref/groups", "cp_ref/batches")
 _CALLS = ("cp_fast", *_SPEC, "csrc")
 MEASURED: Mapping[str, tuple[str, ...]] = {
     "features.csv": (),  # read in other libraries' sources
@@ -210,15 +210,15 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "gpu_kernels_*": ("csrc", "cp_fast/movers"),
     "gpu_thd_*": ("csrc", "cp_fast/movers", "cp_fast/thd.py"),
     "sanitizers_cpu.json": ("csrc",),
-    "linear_*": ("cp_fast/linear", "cp_fast/movers", *_SPEC),
+    "linear_*": ("cp_fast/layers", "cp_fast/kernels/linear", "cp_fast/movers", *_SPEC),
     "hybrid_*": ("cp_fast", *_SPEC),
-    "convolution_*": ("cp_fast/linear",),
+    "convolution_*": ("cp_fast/layers", "cp_fast/kernels/convolution"),
     "layouts.csv": _SPEC,
-    "planning*": ("cp_fast/compile", *_SPEC),
+    "planning*": ("cp_fast/compile", "cp_fast/tiles", *_SPEC),
     "attack_schedules.json": ("cp_ref", "cp_fast"),
     "attack_calls.md": ("cp_ref", "cp_fast"),
     "conformance.md": ("cp_ref", "cp_fast", "conformance"),
-    "predictions*": ("cp_fast/tools/cost", "cp_fast/compile", *_SPEC),
+    "predictions*": ("cp_fast/tools/cost", "cp_fast/compile", "cp_fast/tiles", *_SPEC),
     "*": _CALLS,
 }
 # Records that name no commit, and the commit that brought them.

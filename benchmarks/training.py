@@ -33,7 +33,7 @@ import cp_fast
 from benchmarks.parts.ranks import Commit, Device, Schedules, connect
 from cp_fast.tools.cli.demo import read_documents
 from cp_ref import SimGroup
-from cp_ref.contract.collectives import all_reduce_sum
+from cp_ref.groups.collectives import all_reduce_sum
 
 ALONE, AGAIN = "one device, PyTorch's attention", "one device, once more"
 

@@ -44,7 +44,7 @@ from benchmarks.parts.model_ranks import PLANTS, Ranks, TrainerRun, trainer_loss
 from benchmarks.parts.ranks import Commit, Device, JsonOut, version
 from conformance.runner.processes import run_together
 from conformance.step import compare_step
-from cp_fast.backends.choose_backend import by_name
+from cp_fast.kernels.attention.choose_backend import by_name
 
 CASE_S = 180.0  # of one case, with the start of its processes and the compilation of its kernels
 TRAINER_SLACK = 5e-3  # of a loss, beside 1.5 times the error of one process

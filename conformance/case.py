@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from cp_ref.contract.arguments import OF_PLACES, SCORE_OPTIONS
-from cp_ref.contract.call_checks import local_lengths
-from cp_ref.contract.read_problem import DTYPES, check_one_document
+from cp_ref.problems.arguments import OF_PLACES, SCORE_OPTIONS
+from cp_ref.problems.call_checks import local_lengths
+from cp_ref.problems.read_problem import DTYPES, check_one_document
 from cp_ref.schedules.problem import Problem, slice_rows
 from cp_ref.schedules.values import MOST_RANKS, check_choice, parse_call
 from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES

@@ -1,4 +1,4 @@
-"""Scores that depend on places, for all references and baselines of this suite, written without `cp_ref.contract`."""
+"""Scores that depend on places, for all references and baselines of this suite, written without those of `cp_ref`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 #
 # Which pairs dropout keeps, by the documented hash, in numpy and from its documentation alone (docs/how_to/scores.md).
 #
-# Philox-4x32 with 7 rounds (Salmon et al. 2011). `cp_ref.contract.scores` has another implementation, in PyTorch: the
+# Philox-4x32 with 7 rounds (Salmon et al. 2011). `cp_ref.calls.scores` has another implementation, in PyTorch: the
 # probes hold every result against this one.
 
 

@@ -18,8 +18,8 @@ import torch
 
 from conformance.case import Case, dtype_of, score_features, score_mod_of, wide_dtype
 from conformance.scores import PairPlaces
-from cp_ref.contract.arguments import OF_PLACES, SCORE_OPTIONS
-from cp_ref.contract.cuts import Cut, planned_cut, planned_positions
+from cp_ref.problems.arguments import OF_PLACES, SCORE_OPTIONS
+from cp_ref.problems.cuts import Cut, planned_cut, planned_positions
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as SequenceLengths
 

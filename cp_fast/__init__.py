@@ -7,7 +7,8 @@ order of one call. Read of each file the part that is named here; the rest can w
     compile/program             what a schedule becomes: seven instructions on numbered buffers (up to its text form)
     compile/pipeline            the compiler on one page: lowering, passes, tables on the device
     runtime/run                 how an instruction becomes an operation, and the loop (`resolve`, `CompiledCall`)
-    backends/backend_protocol   what a kernel library is asked (`VarlenBatch`, `Backend`)
+    kernels/attention/backend_protocol
+                                what a kernel library is asked (`VarlenBatch`, `Backend`)
     api/attention               the public call and its autograd function
     api/calls                   a call is checked, or known from before; the plan of a call without one
     api/plan                    what `make_plan` returns, and `update`
@@ -19,8 +20,8 @@ order of one call. Read of each file the part that is named here; the rest can w
     runtime/forward_backward    what lies around the loop: formats, sinks, reductions
     movers/mover_protocol       copies, sums and merges of rows, behind one interface
 
-Of the rest, `transport` moves messages through the memory of peers, `linear` and `sparse` are further layers,
-`dispatch` serves torch.compile, `integrations` has a module for each framework, and `tools` the commands and the cost
+Of the rest, `transport` moves messages through the memory of peers, `layers` has the layers beside attention,
+`integrations` has a module for each framework, and `tools` the commands and the cost
 model.
 
 Python imports a name's module when the name is asked for, so that command lines answer `--help` without PyTorch.
@@ -38,15 +39,15 @@ if TYPE_CHECKING:
     from cp_fast.api.checked_calls import checked
     from cp_fast.api.fast_context import ContextParallel
     from cp_fast.api.plan import Plan, make_plan, supports
-    from cp_fast.linear.convolution.causal_conv1d import causal_conv1d
-    from cp_fast.linear.linear_attention import linear_attention
-    from cp_fast.sparse.sparse_attention import index_loss, select_keys, sparse_attention
+    from cp_fast.layers.causal_conv1d import causal_conv1d
+    from cp_fast.layers.linear_attention import linear_attention
+    from cp_fast.layers.sparse_attention import index_loss, select_keys, sparse_attention
     from cp_fast.tools.fast_trace import trace
     from cp_ref import SimGroup, Trace, compare, dense_attention
-    from cp_ref.contract.compare_layouts import compare_layouts
-    from cp_ref.contract.sharding import position_ids, roll, shard, unshard
-    from cp_ref.contract.version import __version__ as __version__
+    from cp_ref.batches.sharding import position_ids, roll, shard, unshard
+    from cp_ref.problems.compare_layouts import compare_layouts
     from cp_ref.schedules.words import Unsupported
+    from cp_ref.show.version import __version__ as __version__
 
 __all__ = [
     "ContextParallel",
@@ -81,24 +82,24 @@ _WHERE = {
     "SimGroup": "cp_ref",
     "Trace": "cp_ref",
     "Unsupported": "cp_ref.schedules.words",
-    "__version__": "cp_ref.contract.version",
+    "__version__": "cp_ref.show.version",
     "attention": "cp_fast.api.attention",
-    "causal_conv1d": "cp_fast.linear.convolution.causal_conv1d",
+    "causal_conv1d": "cp_fast.layers.causal_conv1d",
     "checked": "cp_fast.api.checked_calls",
     "compare": "cp_ref",
-    "compare_layouts": "cp_ref.contract.compare_layouts",
+    "compare_layouts": "cp_ref.problems.compare_layouts",
     "dense_attention": "cp_ref",
-    "index_loss": "cp_fast.sparse.sparse_attention",
-    "linear_attention": "cp_fast.linear.linear_attention",
+    "index_loss": "cp_fast.layers.sparse_attention",
+    "linear_attention": "cp_fast.layers.linear_attention",
     "make_plan": "cp_fast.api.plan",
-    "position_ids": "cp_ref.contract.sharding",
-    "roll": "cp_ref.contract.sharding",
-    "select_keys": "cp_fast.sparse.sparse_attention",
-    "shard": "cp_ref.contract.sharding",
-    "sparse_attention": "cp_fast.sparse.sparse_attention",
+    "position_ids": "cp_ref.batches.sharding",
+    "roll": "cp_ref.batches.sharding",
+    "select_keys": "cp_fast.layers.sparse_attention",
+    "shard": "cp_ref.batches.sharding",
+    "sparse_attention": "cp_fast.layers.sparse_attention",
     "supports": "cp_fast.api.plan",
     "trace": "cp_fast.tools.fast_trace",
-    "unshard": "cp_ref.contract.sharding",
+    "unshard": "cp_ref.batches.sharding",
 }
 
 

@@ -1,7 +1,7 @@
 """`python -m cp_fast`, or `cp-attention`: a demonstration, a look at this machine, and the plan of any problem."""
 
 from cp_fast.tools.cli import app, command_line
-from cp_ref.contract.cli.lazy_commands import start
+from cp_ref.show.cli.lazy_commands import start
 
 
 def main() -> None:

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cp_fast.api.attention import FORWARD
-from cp_fast.dispatch.handles import hide_from_checkpointing
-from cp_fast.sparse.sparse_attention import OPERATORS
+from cp_fast.layers.sparse_attention import OPERATORS
+from cp_fast.runtime.handles import hide_from_checkpointing
 from cp_ref.schedules.values import check_flag
 from cp_ref.schedules.words import Unsupported
 

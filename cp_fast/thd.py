@@ -27,13 +27,15 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.movers import operators  # noqa: F401  (registers the operators)
 from cp_fast.movers.operands import end_of, sizes_of
-from cp_ref.contract import thd_batches, thd_corrections, thd_indices
-from cp_ref.contract.call_checks import check_context
-from cp_ref.contract.cuts import check_known
-from cp_ref.contract.declared import refuse_names
-from cp_ref.contract.plan_arguments import check_plan
-from cp_ref.contract.sharding import shard
-from cp_ref.contract.thd_checks import (
+from cp_ref.batches.sharding import shard
+from cp_ref.calls.declared import refuse_names
+from cp_ref.calls.plan_arguments import check_plan
+from cp_ref.problems.call_checks import check_context
+from cp_ref.problems.cuts import check_known
+from cp_ref.schedules.values import check_choice, check_flag, shown
+from cp_ref.schedules.words import QKV_FORMATS
+from cp_ref.thd_helpers import thd_batches, thd_corrections, thd_indices
+from cp_ref.thd_helpers.thd_checks import (
     Tensors,
     as_list,
     check_given,
@@ -45,9 +47,7 @@ from cp_ref.contract.thd_checks import (
     pad_v,
     trim_out,
 )
-from cp_ref.contract.thd_corrections import ACTIONS
-from cp_ref.schedules.values import check_choice, check_flag, shown
-from cp_ref.schedules.words import QKV_FORMATS
+from cp_ref.thd_helpers.thd_corrections import ACTIONS
 
 __all__ = [
     "get_batch_on_this_cp_rank",

@@ -19,24 +19,32 @@ docs/concepts.md.) Read of each file the part that is named here; the rest can w
     schedules/planners/a2a
     schedules/planners/make_schedule     their list, `SCHEDULES`; a new schedule is a planner, an entry there, and its
                                          name in `ScheduleName` and `CPCommType` (schedules/words)
-    contract/group                       how messages travel: `Group`, which a simulated group and processes have
-    simulator                            the group that is one process (its first page)
-    executor/play_schedule               a few lines play every schedule, forward and backward
-    executor/rank_tensors                what a rank holds meanwhile
-    executor/tile_attention              the arithmetic of one tile
-    executor/merge_partials              how partial results become one
-    reference_attention                  a call: read it, run the passes, add the sink, return
-    oracle                               the definition, which all of this has to agree with
+    groups/group                         how messages travel: `Group`, which a simulated group and processes have
+    reference/simulator                  the group that is one process (its first page)
+    reference/executor/play_schedule     a few lines play every schedule, forward and backward
+    reference/executor/rank_tensors      what a rank holds meanwhile
+    reference/executor/tile_attention    the arithmetic of one tile
+    reference/executor/merge_partials    how partial results become one
+    reference/reference_attention        a call: read it, run the passes, add the sink, return
+    reference/oracle                     the definition, which all of this has to agree with
     schedules/verify/proof               why a schedule is right, without a tensor. It asks three things:
     schedules/verify/well_formed         does every line mean something?
     schedules/verify/rehearsal           does every message meet its receive?
     schedules/verify/coverage            is every visible pair computed exactly once?
 
-Of the rest, `contract` has what both packages promise (arguments, checks, groups, masks), `layer_calls` the way of a
-call of a linear or sparse layer, `linear` the linear layers,
-`sparse` attention to chosen keys, `thd` helpers for packed batches, and `tracing` the traces.
+The rooms, each above those that it imports; the first three know no tensor:
 
-A name is imported when it is first asked for: `cp_fast` needs `cp_ref.schedules` and `cp_ref.contract` alone.
+    schedules      integers: tables, planners, the proof
+    problems       from arguments to a problem on integers; checks of a call against it; the rows of a slice
+    show           pictures of schedules, and what both command lines print
+    groups         ranks that exchange and agree, and the context that a call takes
+    batches        tensors of a batch: cut, put together again; masks as areas; dtypes and derivatives
+    calls          the public functions, declared: signature, docstring and checks; scores that depend on places
+    thd_helpers    helpers for packed batches, declared
+    reference      what computes: the oracle, the simulated group, the reference of attention and of every layer
+    tracing        runs that are recorded and compared
+
+`cp_fast` may enter all of these but the last two. A name is imported when it is first asked for.
 """
 
 from __future__ import annotations
@@ -46,16 +54,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cp_ref import masks, thd
-    from cp_ref.contract.compare_layouts import compare_layouts
-    from cp_ref.contract.sharding import position_ids, roll, shard, unshard
-    from cp_ref.contract.version import __version__ as __version__
-    from cp_ref.linear.layers import causal_conv1d, linear_attention
-    from cp_ref.oracle import dense_attention
-    from cp_ref.reference_attention import attention
-    from cp_ref.reference_plan import ContextParallel, Plan, make_plan, supports
+    from cp_ref.batches.sharding import position_ids, roll, shard, unshard
+    from cp_ref.problems.compare_layouts import compare_layouts
+    from cp_ref.reference.linear.layers import causal_conv1d, linear_attention
+    from cp_ref.reference.oracle import dense_attention
+    from cp_ref.reference.reference_attention import attention
+    from cp_ref.reference.reference_plan import ContextParallel, Plan, make_plan, supports
+    from cp_ref.reference.simulator import SimGroup
+    from cp_ref.reference.sparse import index_loss, select_keys, sparse_attention
     from cp_ref.schedules.words import Unsupported
-    from cp_ref.simulator import SimGroup
-    from cp_ref.sparse import index_loss, select_keys, sparse_attention
+    from cp_ref.show.version import __version__ as __version__
     from cp_ref.tracing.compare_traces import compare
     from cp_ref.tracing.recorded_trace import Trace
     from cp_ref.tracing.recorder import trace
@@ -87,28 +95,28 @@ __all__ = [
 ]
 
 _WHERE = {
-    "ContextParallel": "reference_plan",
-    "Plan": "reference_plan",
-    "SimGroup": "simulator",
+    "ContextParallel": "reference.reference_plan",
+    "Plan": "reference.reference_plan",
+    "SimGroup": "reference.simulator",
     "Trace": "tracing.recorded_trace",
     "Unsupported": "schedules.words",
-    "__version__": "contract.version",
-    "attention": "reference_attention",
-    "causal_conv1d": "linear.layers",
+    "__version__": "show.version",
+    "attention": "reference.reference_attention",
+    "causal_conv1d": "reference.linear.layers",
     "compare": "tracing.compare_traces",
-    "compare_layouts": "contract.compare_layouts",
-    "dense_attention": "oracle",
-    "index_loss": "sparse",
-    "linear_attention": "linear.layers",
-    "make_plan": "reference_plan",
-    "position_ids": "contract.sharding",
-    "roll": "contract.sharding",
-    "select_keys": "sparse",
-    "shard": "contract.sharding",
-    "sparse_attention": "sparse",
-    "supports": "reference_plan",
+    "compare_layouts": "problems.compare_layouts",
+    "dense_attention": "reference.oracle",
+    "index_loss": "reference.sparse",
+    "linear_attention": "reference.linear.layers",
+    "make_plan": "reference.reference_plan",
+    "position_ids": "batches.sharding",
+    "roll": "batches.sharding",
+    "select_keys": "reference.sparse",
+    "shard": "batches.sharding",
+    "sparse_attention": "reference.sparse",
+    "supports": "reference.reference_plan",
     "trace": "tracing.recorder",
-    "unshard": "contract.sharding",
+    "unshard": "batches.sharding",
 }
 
 

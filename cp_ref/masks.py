@@ -1,4 +1,4 @@
 """Makers of areas, for `attention(..., areas=...)`: the same in both packages."""
 
-from cp_ref.contract.masks import *  # noqa: F403
-from cp_ref.contract.masks import __all__ as __all__
+from cp_ref.batches.masks import *  # noqa: F403
+from cp_ref.batches.masks import __all__ as __all__

@@ -15,7 +15,7 @@ GLOBAL lengths are those of the whole packed buffer. LOCAL lengths are those of 
 by cp_size. So the two chunks that a rank holds of a sequence are the two halves of the sequence in its slice.
 
 Every helper is written out here: a loop over the sequences lists the rows that it reads or changes, as ranges, and
-one step gathers, writes, adds or merges these rows and no others. `cp_ref.contract.thd_*` declares the helpers, with
+one step gathers, writes, adds or merges these rows and no others. `cp_ref.thd_helpers` declares the helpers, with
 a worked example of each, and has the checks of shapes and dtypes. `cp_fast.thd` computes the same rows without loops,
 and shares no line of this file.
 """
@@ -29,13 +29,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from cp_ref.contract import thd_batches, thd_corrections, thd_indices
-from cp_ref.contract.call_checks import check_apart, check_context
-from cp_ref.contract.declared import refuse_names
-from cp_ref.contract.plan_arguments import check_plan
-from cp_ref.contract.sharding import shard
-from cp_ref.contract.tensors import as_integers, taken, wide_dtype
-from cp_ref.contract.thd_checks import (
+from cp_ref.batches.sharding import shard
+from cp_ref.batches.tensors import as_integers, taken, wide_dtype
+from cp_ref.calls.declared import refuse_names
+from cp_ref.calls.plan_arguments import check_plan
+from cp_ref.problems.call_checks import check_apart, check_context
+from cp_ref.reference.reference_plan import ContextParallel
+from cp_ref.schedules.values import check_choice, differences, read_lengths
+from cp_ref.schedules.words import QKV_FORMATS
+from cp_ref.thd_helpers import thd_batches, thd_corrections, thd_indices
+from cp_ref.thd_helpers.thd_checks import (
     MOST_ROWS,
     Tensors,
     check_chunk_lengths,
@@ -52,9 +55,6 @@ from cp_ref.contract.thd_checks import (
     token_axis,
     trim_out,
 )
-from cp_ref.reference_plan import ContextParallel
-from cp_ref.schedules.values import check_choice, differences, read_lengths
-from cp_ref.schedules.words import QKV_FORMATS
 
 __all__ = [
     "get_batch_on_this_cp_rank",

@@ -21,15 +21,15 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cp_fast.backends import choose_backend as backends
-from cp_fast.backends.fa4 import fa4_backend
-from cp_fast.backends.fa4.fa4_backend import Fa4Backend
-from cp_fast.backends.fa4.scores import score_kernels
-from cp_fast.backends.fa4.scores.expressions import BOOL, FLOAT, INT, LONG, Expression
-from cp_fast.backends.fa4.scores.launch_program import ScoreProgram
-from cp_fast.backends.fa4.scores.score_tiles import launch_tensors
-from cp_ref.contract.scores import kept
-from cp_ref.contract.tensors import wide_dtype
+from cp_fast.kernels.attention import choose_backend as backends
+from cp_fast.kernels.attention.fa4 import fa4_backend
+from cp_fast.kernels.attention.fa4.fa4_backend import Fa4Backend
+from cp_fast.kernels.attention.fa4.scores import score_kernels
+from cp_fast.kernels.attention.fa4.scores.expressions import BOOL, FLOAT, INT, LONG, Expression
+from cp_fast.kernels.attention.fa4.scores.launch_program import ScoreProgram
+from cp_fast.kernels.attention.fa4.scores.score_tiles import launch_tensors
+from cp_ref.batches.tensors import wide_dtype
+from cp_ref.calls.scores import kept
 from cp_ref.schedules.words import Feature
 
 __all__ = ["OPERATIONS", "Fa4Dry", "Kernel", "dry", "evaluated", "install", "install_asked", "taken"]

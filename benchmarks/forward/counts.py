@@ -29,7 +29,7 @@ from benchmarks.parts.ranks import Schedules, switched
 from cp_fast.compile.index_tables import Tables
 from cp_fast.compile.program import Accumulate, Copy, Launch, Send
 from cp_fast.tools.cost.counts import PassBytes, count_rank, is_gathered
-from cp_ref.contract.group import PaperGroup
+from cp_ref.groups.group import PaperGroup
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.table import Column
 

@@ -41,10 +41,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, Qwen3Config
 
 import cp_fast as cp
-from cp_fast.backends.choose_backend import choose
 from cp_fast.checkpoint import save_attention
 from cp_fast.integrations import transformers as cp_transformers
 from cp_fast.integrations.loss import loss_for_backward
+from cp_fast.kernels.attention.choose_backend import choose
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))

@@ -107,7 +107,7 @@ def of_areas(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: int
 
 @st.composite
 def of_common_keys(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: int) -> Case:
-    """Cases whose launches have segments with common keys (`cp_fast.compile.launches`). Their rows fill the tiles
+    """Cases whose launches have segments with common keys (`cp_fast.tiles.launches`). Their rows fill the tiles
     of a kernel, so that a plan has such launches."""
     size, comm, group = draw(st.sampled_from(cp_sizes)), draw(st.sampled_from(CP_COMM_TYPES)), draw(_GROUPS)
     unit, a2a = 128 // group, {"a2a": size, "a2a+p2p": 2}.get(comm, 1)

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from cp_fast.backends.sparse_kernels import Visible
-from cp_fast.backends.triton_sparse import attention_kernels, gradient_kernels, select_kernels
-from cp_fast.backends.triton_sparse.attention_kernels import Tiling
-from cp_fast.backends.triton_sparse.gradient_kernels import BackwardTilings
-from cp_fast.backends.triton_sparse.select_kernels import Best, ScoresTiling
+from cp_fast.kernels.sparse.sparse_kernels import Visible
+from cp_fast.kernels.sparse.triton_sparse import attention_kernels, gradient_kernels, select_kernels
+from cp_fast.kernels.sparse.triton_sparse.attention_kernels import Tiling
+from cp_fast.kernels.sparse.triton_sparse.gradient_kernels import BackwardTilings
+from cp_fast.kernels.sparse.triton_sparse.select_kernels import Best, ScoresTiling
 
 __all__ = ["Shape", "dense_tensors", "milliseconds", "sample_mistakes", "variants"]
 

@@ -29,10 +29,10 @@ import cp_fast
 from benchmarks.planning.planning import load, processor
 from cp_fast.api.calls import on_host, plan_of_call
 from cp_ref import SimGroup
-from cp_ref.contract.arguments import problem_arguments
-from cp_ref.contract.attention_call import Call, CallFlags
-from cp_ref.contract.scores import PLAIN
-from cp_ref.simulator import SimMember
+from cp_ref.calls.attention_call import Call, CallFlags
+from cp_ref.calls.scores import PLAIN
+from cp_ref.problems.arguments import problem_arguments
+from cp_ref.reference.simulator import SimMember
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ import cp_fast
 from benchmarks.parts.ranks import Commit, Device, Schedules, connect
 from cp_fast.api import attention
 from cp_fast.api.calls import compiled_call
-from cp_fast.backends.fa4.fa4_recorded import Launches
 from cp_fast.compile.packing import Packing
+from cp_fast.kernels.attention.fa4.fa4_recorded import Launches
 from cp_fast.transport import memory_group
 from cp_fast.transport.peer_exchange import _Pulls  # pyright: ignore[reportPrivateUsage]
 

@@ -28,9 +28,9 @@ from cp_fast.api.plan import lowered
 from cp_fast.compile.chosen_schedule import choose_head_chunks, chosen_rank_schedule
 from cp_fast.compile.packing import Packing
 from cp_fast.compile.program import Launch
-from cp_ref.contract.arguments import SCORE_OPTIONS
-from cp_ref.contract.group import PaperGroup
-from cp_ref.contract.read_problem import Sizes, read_problem
+from cp_ref.groups.group import PaperGroup
+from cp_ref.problems.arguments import SCORE_OPTIONS
+from cp_ref.problems.read_problem import Sizes, read_problem
 from cp_ref.schedules.planners.make_schedule import saved_kinds
 from cp_ref.schedules.problem import Problem
 

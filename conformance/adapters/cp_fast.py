@@ -19,11 +19,11 @@ import cp_fast as package
 import cp_fast.thd
 from conformance.adapters.band_tiles import crop, out_of_nothing
 from conformance.case import Case
-from cp_fast.backends.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
-from cp_fast.backends.choose_backend import choose
 from cp_fast.compile.chosen_schedule import own_first
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.choose_backend import choose
 from cp_fast.movers.select_movers import kernels
-from cp_ref.contract.arguments import features_of
+from cp_ref.problems.arguments import features_of
 from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem, ScoreSpec
 from cp_ref.schedules.words import Feature

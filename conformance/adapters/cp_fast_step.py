@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import cp_fast
 from cp_fast.api import attention as api
-from cp_fast.api.layers import Run
+from cp_fast.layers.layers import Run
 from cp_ref.schedules.problem import Problem
 
 __all__ = ["Seen", "context", "watched_calls"]

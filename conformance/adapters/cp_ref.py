@@ -9,9 +9,9 @@ import torch
 import cp_ref as package
 from conformance.adapters.band_tiles import out_of_nothing
 from conformance.case import wide_dtype
-from cp_ref.executor.merge_partials import merge as merge_two
-from cp_ref.executor.tile_attention import tile_backward as exact_backward
-from cp_ref.executor.tile_attention import tile_forward, visible_pairs
+from cp_ref.reference.executor.merge_partials import merge as merge_two
+from cp_ref.reference.executor.tile_attention import tile_backward as exact_backward
+from cp_ref.reference.executor.tile_attention import tile_forward, visible_pairs
 from cp_ref.schedules.areas import UNBOUNDED
 from cp_ref.schedules.problem import ScoreSpec
 
@@ -31,7 +31,7 @@ chooses_schedule = True
 
 
 def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """By `cp_ref.executor.merge_partials`, in the LSE's dtype, one part after the other."""
+    """By `cp_ref.reference.executor.merge_partials`, in the LSE's dtype, one part after the other."""
     out, lse = parts[0][0].to(parts[0][1].dtype), parts[0][1].t()
     for out_step, lse_step in parts[1:]:
         out, lse = merge_two(out, lse, out_step.to(lse.dtype), lse_step.t())
@@ -39,7 +39,7 @@ def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor,
 
 
 def tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """By `cp_ref.executor.tile_attention.tile_forward`, in float32 or wider."""
+    """By `cp_ref.reference.executor.tile_attention.tile_forward`, in float32 or wider."""
     if not len(q) or not len(k):
         return out_of_nothing(q, v)
     wide_q, wide_k, wide_v, visible, kept = _operands(q, k, v, options)
@@ -51,7 +51,7 @@ def tile_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """By `cp_ref.executor.tile_attention.tile_backward`."""
+    """By `cp_ref.reference.executor.tile_attention.tile_backward`."""
     if not len(q) or not len(k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     wide_q, wide_k, wide_v, visible, kept = _operands(q, k, v, options)

@@ -15,7 +15,7 @@ from conformance.checks.play import Call, lengths_to_cut, needs_plan, on_every_r
 from conformance.checks.reference import UnsupportedCase, context_of, digest_of, values_of_ranks
 from conformance.implementation import Implementation
 from conformance.tensors import build, plan_arguments, positions, sequence_axis, take_slice, unsharded
-from cp_ref.contract.arguments import SCORE_OPTIONS
+from cp_ref.problems.arguments import SCORE_OPTIONS
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Schedule
 from cp_ref.schedules.verify.proof import InvalidSchedule, verify

@@ -1,5 +1,5 @@
 """The one module that imports `cp_ref`: its oracle and its simulated group. All others import at most
-`cp_ref.schedules`, and the parts of `cp_ref.contract` that know no tensor.
+`cp_ref.schedules`, `cp_ref.problems` and `cp_ref.show`, which know no tensor.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from conformance.record import readable
 from conformance.scores import score_arguments
 from conformance.tensors import GlobalTensors, attention_arguments
 from cp_ref import SimGroup, dense_attention, masks
-from cp_ref.contract.score_mod import digest_of
-from cp_ref.linear.recurrence import dense_causal_conv1d, dense_linear_attention
-from cp_ref.schedules.problem import Problem
-from cp_ref.simulator import RankScheduler
-from cp_ref.sparse_oracle import (
+from cp_ref.calls.score_mod import digest_of
+from cp_ref.reference.linear.recurrence import dense_causal_conv1d, dense_linear_attention
+from cp_ref.reference.simulator import RankScheduler
+from cp_ref.reference.sparse_oracle import (
     chosen_keys,
     dense_index_loss,
     dense_index_scores,
@@ -32,6 +31,7 @@ from cp_ref.sparse_oracle import (
     dense_sparse_attention,
     documents_of,
 )
+from cp_ref.schedules.problem import Problem
 
 __all__ = [
     "Hang",

@@ -47,7 +47,7 @@ from conformance.tensors import (
     plan_arguments,
     take_slice,
 )
-from cp_ref.contract.read_problem import check_layout, check_one_document
+from cp_ref.problems.read_problem import check_layout, check_one_document
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
 from cp_ref.schedules.values import check_choice, parse_call

@@ -20,8 +20,8 @@ from conformance.case import ALIBI, GRADS, PRECISE_FIRST, Case
 from conformance.checks.reference import masks
 from conformance.problems.capabilities import EVERYTHING, Capabilities
 from conformance.problems.features import SCORE_AXES
-from cp_ref.contract.arguments import OF_PLACES
-from cp_ref.contract.read_problem import check_one_document
+from cp_ref.problems.arguments import OF_PLACES
+from cp_ref.problems.read_problem import check_one_document
 from cp_ref.schedules.areas import UNBOUNDED, Areas, WindowRow, crop
 from cp_ref.schedules.ownership import divisor
 from cp_ref.schedules.problem import Problem, Sequence

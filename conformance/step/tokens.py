@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from conformance.step.report import Evidence, Finding
-from cp_ref.contract.cuts import planned_cut
+from cp_ref.problems.cuts import planned_cut
 from cp_ref.schedules.problem import Problem
 
 __all__ = ["BASE", "TokenPlaces", "describe", "of_losses"]

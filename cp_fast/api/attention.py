@@ -22,18 +22,10 @@ from cp_fast.api.calls import (
 from cp_fast.api.checked_calls import agree_on_call, checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
-from cp_fast.dispatch.handles import hide_from_checkpointing, is_selective, object_of, outside_of_graphs
 from cp_fast.runtime.forward_backward import backward_pass, forward_pass
+from cp_fast.runtime.handles import hide_from_checkpointing, is_selective, object_of, outside_of_graphs
 from cp_fast.runtime.run import ForwardResults
-from cp_ref.contract import attention_call
-from cp_ref.contract.arguments import problem_arguments
-from cp_ref.contract.attention_call import Call, CallFlags, asked_for
-from cp_ref.contract.call_checks import check_context, check_settled, local_part, one_a_head
-from cp_ref.contract.collectives import raise_on_all
-from cp_ref.contract.declared import implements
-from cp_ref.contract.score_mod import with_digest
-from cp_ref.contract.scores import ScoreTensors
-from cp_ref.contract.tensors import (
+from cp_ref.batches.tensors import (
     autocast,
     differentiable_once,
     no_autocast,
@@ -42,6 +34,14 @@ from cp_ref.contract.tensors import (
     refuse_transforms,
     wide_dtype,
 )
+from cp_ref.calls import attention_call
+from cp_ref.calls.attention_call import Call, CallFlags, asked_for
+from cp_ref.calls.declared import implements
+from cp_ref.calls.score_mod import with_digest
+from cp_ref.calls.scores import ScoreTensors
+from cp_ref.groups.collectives import raise_on_all
+from cp_ref.problems.arguments import problem_arguments
+from cp_ref.problems.call_checks import check_context, check_settled, local_part, one_a_head
 
 __all__ = [
     "FORWARD",

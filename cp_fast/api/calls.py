@@ -11,18 +11,18 @@ import torch
 from cp_fast.api.checked_calls import PLAIN_TENSORS, WORDS, agree_on_call, checking, describe
 from cp_fast.api.fast_context import ContextParallel, Signature
 from cp_fast.api.plan import Made, Plan, agree_on, backend_for, messages_of, prepared
-from cp_fast.backends.choose_backend import BACKENDS, features_of
 from cp_fast.compile.chosen_schedule import own_first
 from cp_fast.compile.index_tables import check_row_numbers
-from cp_fast.dispatch.handles import hide_from_checkpointing
+from cp_fast.kernels.attention.choose_backend import BACKENDS, features_of
+from cp_fast.runtime.handles import hide_from_checkpointing
 from cp_fast.runtime.prepared_exchange import prepares
 from cp_fast.runtime.run import CompiledCall
-from cp_ref.contract.attention_call import Call, CallFlags
-from cp_ref.contract.call_checks import check_plan_device, check_plan_owner
-from cp_ref.contract.room import Agreement
-from cp_ref.contract.score_mod import with_digest
-from cp_ref.contract.scores import ScoreTensors, read_scores
-from cp_ref.contract.tensors import bytes_of, needs_grad, refuse_transforms
+from cp_ref.batches.tensors import bytes_of, needs_grad, refuse_transforms
+from cp_ref.calls.attention_call import Call, CallFlags
+from cp_ref.calls.score_mod import with_digest
+from cp_ref.calls.scores import ScoreTensors, read_scores
+from cp_ref.problems.call_checks import check_plan_device, check_plan_owner
+from cp_ref.problems.room import Agreement
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.words import Feature, Unsupported
 

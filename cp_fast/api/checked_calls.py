@@ -19,8 +19,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
-from cp_ref.contract.group import agree
-from cp_ref.contract.room import Agreement
+from cp_ref.groups.group import agree
+from cp_ref.problems.room import Agreement
 
 __all__ = [
     "PLAIN_TENSORS",

@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_fast.backends.choose_backend import BACKENDS
-from cp_fast.dispatch.handles import OfThisProcess, new_handle
-from cp_ref.contract import context
-from cp_ref.contract.process_groups import error_context
+from cp_fast.kernels.attention.choose_backend import BACKENDS
+from cp_fast.runtime.handles import OfThisProcess, new_handle
+from cp_ref.groups import context
+from cp_ref.groups.process_groups import error_context
 
 __all__ = [
     "Agreements",

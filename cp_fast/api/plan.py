@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from cp_fast.api.fast_context import ContextParallel, PlanCache
-from cp_fast.backends.backend_protocol import Backend
-from cp_fast.backends.choose_backend import EXECUTOR, KERNEL_FEATURES, choose, required
 from cp_fast.compile.buffers import in_order
 from cp_fast.compile.chosen_schedule import (
     Schedules,
@@ -27,21 +25,23 @@ from cp_fast.compile.packing import Packing
 from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.compile.program import Programs
 from cp_fast.compile.same_bits import same_bits
-from cp_fast.dispatch.handles import OfThisProcess, forget, new_handle, outside_of_graphs
+from cp_fast.kernels.attention.backend_protocol import Backend
+from cp_fast.kernels.attention.choose_backend import EXECUTOR, KERNEL_FEATURES, choose, required
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.select_movers import kernels
 from cp_fast.passes import is_on
+from cp_fast.runtime.handles import OfThisProcess, forget, new_handle, outside_of_graphs
 from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.transport.memory_group import carried_by, carries, messages_for
-from cp_ref.contract import plan_arguments as plans
-from cp_ref.contract.call_checks import check_context, check_plan_owner
-from cp_ref.contract.cuts import planned_positions
-from cp_ref.contract.declared import bind, implements, not_a_dataclass, replaced, same_parameters
-from cp_ref.contract.group import Group, read_together
-from cp_ref.contract.plan_arguments import read_plan_arguments
-from cp_ref.contract.room import Agreement, Room, next_batch
-from cp_ref.contract.score_mod import ScoreMod, frozen
-from cp_ref.contract.sharding import numbers
+from cp_ref.batches.sharding import numbers
+from cp_ref.calls import plan_arguments as plans
+from cp_ref.calls.declared import bind, implements, not_a_dataclass, replaced, same_parameters
+from cp_ref.calls.plan_arguments import read_plan_arguments
+from cp_ref.calls.score_mod import ScoreMod, frozen
+from cp_ref.groups.group import Group, read_together
+from cp_ref.problems.call_checks import check_context, check_plan_owner
+from cp_ref.problems.cuts import planned_positions
+from cp_ref.problems.room import Agreement, Room, next_batch
 from cp_ref.schedules.planners.make_schedule import saved_kinds
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Schedule
@@ -102,7 +102,7 @@ class Plan(OfThisProcess, plans.Plan):
         sparse: whether it was made for attention to chosen keys.
         deterministic: whether `make_plan` was asked for gradients in a fixed order, which sparse attention then gives.
         chosen_from: the schedules from which "auto" has chosen; () where it had no choice.
-        agreed: see `cp_ref.contract.plan_arguments.Plan`.
+        agreed: see `cp_ref.calls.plan_arguments.Plan`.
 
     A copy, deep or not, and the result of `copy.replace` are separate plans that share the read-only tables. A
     plan updated in place can be neither copied nor replaced, and no plan can be pickled: TypeError.
@@ -128,7 +128,7 @@ class Plan(OfThisProcess, plans.Plan):
     deterministic: bool = False
     chosen_from: tuple[str, ...] = ()
     agreed: set[bytes] = field(default_factory=set[bytes], repr=False)
-    handle: torch.Tensor = field(init=False, repr=False)  # See `cp_fast.dispatch.handles`.
+    handle: torch.Tensor = field(init=False, repr=False)  # See `cp_fast.runtime.handles`.
     kept: str = field(init=False, repr=False)  # See `Programs.kept_tensors`.
     needs_inputs: bool = field(init=False, repr=False)  # See `Programs.needs_inputs`.
     plain: bool = field(init=False, repr=False)  # `Problem.position_free_scores`.

@@ -3,21 +3,15 @@
 Read from the bottom up; a chapter imports those above it.
 
 - index_tables         the row numbers and cumulative lengths of a whole plan, in one upload
-- row_spans            rows as spans, and where they lie in a buffer
 - program              a flat list of instructions on numbered buffers
 - machine              a machine as data, and `machines` that are built in
 - chosen_schedule      the schedule that runs: its head chunks, and own keys that wait
 - packing              between users' formats and packed rows, and equal sequences folded into heads
-- segments             a tile's window, and the segments of launches
-- merge_tiles          passes on tiles of one area
-- shared_rows          passes on areas that share rows
-- launches             segments in few launches
-- tile_groups          the launches of a step, by heads
 - buffers              the buffers and sums of a program, while it is made
 - lower                one rank's schedule as programs: right but slow
 - instruction_passes   passes on instructions: functions from program to program
 - pipeline             lowering and passes, and tables on the device
 - in_place             plans updated in place with the next batch's lengths
 
-`cp_fast.passes` lists every pass, with its switch.
+`cp_fast.tiles` makes the launches of a step. `cp_fast.passes` lists every pass, with its switch.
 """

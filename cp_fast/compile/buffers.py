@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 from cp_fast.compile.index_tables import RowKey, Tables
 from cp_fast.compile.program import OWN, Accumulate, BufferSpec, Copy, Heads, Program, Role, Send, View
-from cp_fast.compile.row_spans import Placement, SpanSets, by_start, shared_out
-from cp_fast.compile.tile_groups import TileGroups
+from cp_fast.tiles.row_spans import Placement, SpanSets, by_start, shared_out
+from cp_fast.tiles.tile_groups import TileGroups
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import RESULTS, Message, RankSchedule, side_of
 from cp_ref.schedules.table import Column, Spans

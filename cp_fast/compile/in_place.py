@@ -31,10 +31,10 @@ from cp_fast.compile.program import (
     View,
     with_views,
 )
-from cp_fast.compile.tile_groups import SegmentKeys
 from cp_fast.movers.mover_protocol import Rows
-from cp_ref.contract.cuts import planned_positions
-from cp_ref.contract.room import Room
+from cp_fast.tiles.tile_groups import SegmentKeys
+from cp_ref.problems.cuts import planned_positions
+from cp_ref.problems.room import Room
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import side_of
 from cp_ref.schedules.table import Column, Spans

@@ -16,9 +16,9 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from cp_fast.backends.backend_protocol import Cumulative
+from cp_fast.kernels.attention.backend_protocol import Cumulative
 from cp_fast.movers.mover_protocol import Rows
-from cp_ref.contract.room import Room
+from cp_ref.problems.room import Room
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.table import Column, Spans, ranges
 

@@ -27,7 +27,7 @@ from cp_fast.compile.program import (
     reads,
     writes,
 )
-from cp_ref.contract.group import Group
+from cp_ref.groups.group import Group
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.table import Spans, runs, starts_of
 

@@ -27,9 +27,9 @@ from cp_fast.compile.program import (
     Wait,
     reads,
 )
-from cp_fast.compile.row_spans import Placement, SpanSets
-from cp_fast.compile.segments import WindowRule
-from cp_fast.compile.tile_groups import LaunchRows, TileGroup, TileGroups
+from cp_fast.tiles.row_spans import Placement, SpanSets
+from cp_fast.tiles.segments import WindowRule
+from cp_fast.tiles.tile_groups import LaunchRows, TileGroup, TileGroups
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import OPERANDS, RESULTS, Message, RankSchedule
 from cp_ref.schedules.table import Spans

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from cp_fast.compile.chosen_schedule import Schedules
-from cp_ref.contract.scores import ScoreTensors
+from cp_ref.calls.scores import ScoreTensors
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Step, Tiles, side_of
 

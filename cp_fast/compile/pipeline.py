@@ -1,6 +1,6 @@
 """The compiler: a rank's schedule is lowered, and passes make its programs fast (`cp_fast.passes` lists them).
 
-Passes on tiles run while a step's tiles become launches (`cp_fast.compile.launches`), passes on instructions after
+Passes on tiles run while a step's tiles become launches (`cp_fast.tiles.launches`), passes on instructions after
 that. At last the tables of a plan go to the device.
 """
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from cp_fast.backends.backend_protocol import BatchPlaces, VarlenBatch
 from cp_fast.compile.chosen_schedule import Schedules, choose_head_chunks, chosen_rank_schedule
 from cp_fast.compile.index_tables import RowKey, Uploaded
 from cp_fast.compile.instruction_passes import (
@@ -24,10 +23,11 @@ from cp_fast.compile.instruction_passes import (
 from cp_fast.compile.lower import Draft, lower
 from cp_fast.compile.packing import Packing, fold_batch
 from cp_fast.compile.program import Instruction, Launch, Program, Programs, View, with_views
-from cp_fast.compile.segments import WindowRule, own_window
-from cp_fast.compile.tile_groups import SegmentKeys
+from cp_fast.kernels.attention.backend_protocol import BatchPlaces, VarlenBatch
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.passes import is_on, skipped
+from cp_fast.tiles.segments import WindowRule, own_window
+from cp_fast.tiles.tile_groups import SegmentKeys
 from cp_ref.schedules.planners.make_schedule import saved_kinds
 from cp_ref.schedules.problem import Problem
 

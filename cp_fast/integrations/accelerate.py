@@ -40,7 +40,7 @@ from cp_fast.integrations.shared.unnamed_buffers import (
 )
 from cp_fast.integrations.token_batches import CpBatch, raise_on_all_ranks, shard_batch
 from cp_fast.integrations.transformers import NAME, prepare
-from cp_ref.contract.collectives import all_reduce_sum, together
+from cp_ref.groups.collectives import all_reduce_sum, together
 from cp_ref.schedules.values import kind_of
 
 __all__ = ["use"]

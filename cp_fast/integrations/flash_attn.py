@@ -22,7 +22,7 @@ from cp_fast.integrations.shared.drop_in import (
     taking_kv,
     taking_qkv,
 )
-from cp_ref.contract.declared import refuse_names
+from cp_ref.calls.declared import refuse_names
 
 __all__ = [
     "flash_attn_func",

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.balanced_table import groups_of
 from cp_fast.integrations.shared.drop_in import check_floats
-from cp_ref.contract.collectives import collective, together
+from cp_ref.groups.collectives import collective, together
 from cp_ref.schedules.values import check_data, kind_of, read_count
 
 __all__ = ["count_tokens", "loss_for_backward", "token_mean"]

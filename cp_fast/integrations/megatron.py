@@ -25,8 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.drop_in import Asked, check_two_chunks, context_for, drop_in, lengths_on_host, refuse
 from cp_fast.integrations.shared.megatron_balanced import get_batch_on_this_cp_rank, group_of_batch, self_attention
-from cp_ref.contract.group import PaperGroup
-from cp_ref.contract.sharding import shard
+from cp_ref.batches.sharding import shard
+from cp_ref.groups.group import PaperGroup
 from cp_ref.schedules.values import kind_of
 
 __all__ = ["CoreAttention", "get_batch_on_this_cp_rank", "use_cp_fast"]

@@ -26,7 +26,7 @@ from cp_fast.integrations.shared.drop_in import (
     taking_kv,
     taking_qkv,
 )
-from cp_ref.contract.declared import refuse_names
+from cp_ref.calls.declared import refuse_names
 from cp_ref.schedules.values import FURTHEST, check_flag, read_count, read_lengths, shown
 
 __all__ = [

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.token_rows import wide_integers
-from cp_ref.contract.collectives import together
-from cp_ref.contract.group import PaperGroup
-from cp_ref.contract.process_groups import as_group
+from cp_ref.groups.collectives import together
+from cp_ref.groups.group import PaperGroup
+from cp_ref.groups.process_groups import as_group
 from cp_ref.schedules.values import check_data, kind_of, read_count, read_several
 
 __all__ = ["DocumentSampler", "GroupsOfAllSizes", "RankGroup", "pack", "share_out"]

@@ -22,8 +22,8 @@ from cp_fast.integrations.hugging_face.model_edge import edge_of
 from cp_fast.integrations.hugging_face.task_head import MARKS, LogitsTransform, calling
 from cp_fast.integrations.shared.drop_in import check_floats
 from cp_fast.integrations.token_batches import CpBatch
-from cp_ref.contract.collectives import together
-from cp_ref.contract.tensors import wide_dtype
+from cp_ref.batches.tensors import wide_dtype
+from cp_ref.groups.collectives import together
 from cp_ref.schedules.values import kind_of, read_number
 
 __all__ = ["sequence_sum", "token_log_probs", "token_log_probs_and_entropy"]

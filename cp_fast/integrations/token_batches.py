@@ -12,16 +12,16 @@ import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan, make_plan
-from cp_fast.dispatch.handles import hide_from_checkpointing, outside_of_graphs
 from cp_fast.integrations.shared.balanced_table import check_holds, groups_of, table_of_batch
 from cp_fast.integrations.shared.both_ways import BothWays
 from cp_fast.integrations.shared.token_rows import TokenRows, digests, read_fills, read_rows
+from cp_fast.runtime.handles import hide_from_checkpointing, outside_of_graphs
 from cp_fast.thd import pad_thd_sequences_for_cp
-from cp_ref.contract.call_checks import check_context
-from cp_ref.contract.collectives import all_reduce_sum, collective, together
-from cp_ref.contract.sharding import position_ids as positions_of
-from cp_ref.contract.sharding import shard, unshard
-from cp_ref.contract.tensors import autocast, differentiable_once, filled, read_fill, taken, wide_dtype
+from cp_ref.batches.sharding import position_ids as positions_of
+from cp_ref.batches.sharding import shard, unshard
+from cp_ref.batches.tensors import autocast, differentiable_once, filled, read_fill, taken, wide_dtype
+from cp_ref.groups.collectives import all_reduce_sum, collective, together
+from cp_ref.problems.call_checks import check_context
 from cp_ref.schedules.ownership import divisor
 from cp_ref.schedules.values import check_tensor, read_count
 

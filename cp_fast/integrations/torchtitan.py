@@ -21,7 +21,6 @@ import torch
 from cp_fast.api.attention import attention_in_graph
 from cp_fast.api.calls import plan_of_call
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.dispatch.handles import again, object_of
 from cp_fast.integrations.shared.balanced_table import table_of_batch
 from cp_fast.integrations.shared.drop_in import (
     Asked,
@@ -32,13 +31,14 @@ from cp_fast.integrations.shared.drop_in import (
     read_equal,
     refuse,
 )
-from cp_ref.contract.arguments import problem_arguments
-from cp_ref.contract.attention_call import Call, CallFlags
-from cp_ref.contract.call_checks import check_context
-from cp_ref.contract.collectives import raise_on_all
-from cp_ref.contract.declared import replaced
-from cp_ref.contract.scores import PLAIN
-from cp_ref.contract.sharding import shard
+from cp_fast.runtime.handles import again, object_of
+from cp_ref.batches.sharding import shard
+from cp_ref.calls.attention_call import Call, CallFlags
+from cp_ref.calls.declared import replaced
+from cp_ref.calls.scores import PLAIN
+from cp_ref.groups.collectives import raise_on_all
+from cp_ref.problems.arguments import problem_arguments
+from cp_ref.problems.call_checks import check_context
 from cp_ref.schedules.values import kind_of
 from cp_ref.schedules.words import Unsupported
 
@@ -141,7 +141,7 @@ def attention_in_block(
     and another one attends with it.
     """
     if cp.schedules[0] not in ("p2p", "all_gather"):
-        from cp_fast.dispatch.graph_break import graph_break_of_a2a  # imports Dynamo, as slow as importing PyTorch
+        from cp_fast.runtime.graph_break import graph_break_of_a2a  # imports Dynamo, as slow as importing PyTorch
 
         return graph_break_of_a2a(
             *(attention_forward, q_BLNH, k_BLNH, v_BLNH),

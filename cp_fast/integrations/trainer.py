@@ -29,8 +29,8 @@ from cp_fast.integrations.hugging_face.router_losses import routing_asked_for
 from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.shared.own_numbers import own_numbers
 from cp_fast.integrations.transformers import prepare, shard_batch
-from cp_ref.contract.call_checks import check_context
-from cp_ref.contract.collectives import all_reduce_sum
+from cp_ref.groups.collectives import all_reduce_sum
+from cp_ref.problems.call_checks import check_context
 from cp_ref.schedules.values import kind_of
 
 __all__ = ["ContextParallelMixin"]

@@ -27,7 +27,7 @@ from cp_fast.integrations.shared.drop_in import (
     lengths_on_host,
     refuse,
 )
-from cp_ref.contract.sharding import unshard
+from cp_ref.batches.sharding import unshard
 from cp_ref.schedules.values import check_choice, check_flag, kind_of
 from cp_ref.schedules.words import MASKS, QKV_FORMATS, SOFTMAX_TYPES, Unsupported
 

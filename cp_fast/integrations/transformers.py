@@ -57,7 +57,7 @@ from cp_fast.integrations.hugging_face.written_attention import (
 )
 from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.token_batches import CpBatch
-from cp_ref.contract.call_checks import check_context
+from cp_ref.problems.call_checks import check_context
 
 __all__ = ["NAME", "CpBatch", "attention_forward", "prepare", "refuse_masks", "register", "shard_batch"]
 

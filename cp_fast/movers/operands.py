@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cp_ref.contract.thd_checks import check_chunk_lengths, check_divisible, check_tail
+from cp_ref.thd_helpers.thd_checks import check_chunk_lengths, check_divisible, check_tail
 
 __all__ = [
     "LIBRARY",
@@ -34,7 +34,7 @@ __all__ = [
 # ---- the values of lengths
 #
 # The values of lengths, as far as anybody may look at them; all other checks of the operators of the THD helpers are
-# those of `cp_ref.contract.thd_*`.
+# those of `cp_ref.thd_helpers`.
 #
 # Where lengths lie on the CPU, looking at them costs nothing: arrays. Where they lie on a GPU nobody looks at them,
 # since that would wait for it: None. The kernels assert the same rules there.

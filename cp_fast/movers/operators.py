@@ -25,9 +25,9 @@ from cp_fast.movers.operands import (
 )
 from cp_fast.movers.select_movers import kernels
 from cp_fast.movers.torch_movers import assert_lengths, assert_real_lengths, rank_lengths
-from cp_ref.contract.call_checks import check_apart
-from cp_ref.contract.tensors import refuse_batched
-from cp_ref.contract.thd_checks import (
+from cp_ref.batches.tensors import refuse_batched
+from cp_ref.problems.call_checks import check_apart
+from cp_ref.thd_helpers.thd_checks import (
     MOST_ROWS,
     check_both,
     check_columns,
@@ -36,14 +36,14 @@ from cp_ref.contract.thd_checks import (
     check_fits,
     check_room,
 )
-from cp_ref.contract.thd_corrections import (
+from cp_ref.thd_helpers.thd_corrections import (
     check_grad_correction,
     check_lse_correction,
     check_out_correction,
     check_read_half,
     check_read_second_half_lse,
 )
-from cp_ref.contract.thd_indices import check_copy, check_partition, check_rank_lengths, check_reorder
+from cp_ref.thd_helpers.thd_indices import check_copy, check_partition, check_rank_lengths, check_reorder
 
 __all__: list[str] = []
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from cp_fast.movers.mover_protocol import RowRule, Rows, take
 from cp_fast.movers.row_arithmetic import row_arithmetic
-from cp_ref.contract.tensors import as_integers, wide_dtype
+from cp_ref.batches.tensors import as_integers, wide_dtype
 
 __all__ = [
     "LsePlace",

@@ -13,10 +13,10 @@ from cp_fast.compile.packing import Packing
 from cp_fast.movers.mover_protocol import take
 from cp_fast.runtime.pass_buffers import is_mask
 from cp_fast.runtime.run import CompiledCall, ForwardResults
-from cp_ref.contract.collectives import all_reduce_max, offset_grad
-from cp_ref.contract.context import ContextParallel
-from cp_ref.contract.scores import ScoreTensors
-from cp_ref.contract.tensors import wide_dtype
+from cp_ref.batches.tensors import wide_dtype
+from cp_ref.calls.scores import ScoreTensors
+from cp_ref.groups.collectives import all_reduce_max, offset_grad
+from cp_ref.groups.context import ContextParallel
 from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = ["backward_pass", "forward_pass", "sink_shares"]

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.backends.backend_protocol import Backend, BackwardOperands, LaunchOptions, LaunchScores, Outs
 from cp_fast.compile.program import OWN, Accumulate, Accumulations, Copy, Free, Launch, Recv, Send
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions, LaunchScores, Outs
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.torch_movers import log_add_exp
 from cp_fast.runtime.pass_buffers import (
@@ -28,7 +28,7 @@ from cp_fast.runtime.pass_buffers import (
 )
 from cp_fast.runtime.prepared_exchange import MessageSpec, prepare
 from cp_fast.runtime.row_positions import RowPositions
-from cp_ref.contract.group import Group
+from cp_ref.groups.group import Group
 
 __all__ = [
     "accumulate",

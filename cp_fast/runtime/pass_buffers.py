@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from cp_fast.backends.backend_protocol import LaunchOptions
 from cp_fast.compile.program import BufferSpec, Copy, Launch, Program, View, writes
+from cp_fast.kernels.attention.backend_protocol import LaunchOptions
 from cp_fast.movers.mover_protocol import Movers, Rows
-from cp_ref.contract.group import Group, Pending
-from cp_ref.contract.scores import ScoreTensors
-from cp_ref.contract.tensors import wide_dtype
+from cp_ref.batches.tensors import wide_dtype
+from cp_ref.calls.scores import ScoreTensors
+from cp_ref.groups.group import Group, Pending
 
 __all__ = [
     "MISSING",

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 
-from cp_ref.contract.group import Group, Parcel, Pending
-from cp_ref.contract.process_groups import error_context
+from cp_ref.groups.group import Group, Parcel, Pending
+from cp_ref.groups.process_groups import error_context
 
 __all__ = ["Exchange", "Exchanges", "Located", "MessageSpec", "Prepares", "by_tag", "places", "prepare", "prepares"]
 

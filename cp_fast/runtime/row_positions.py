@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from cp_fast.backends.backend_protocol import LaunchPositions
 from cp_fast.compile.index_tables import spread
 from cp_fast.compile.program import Launch, Programs
+from cp_fast.kernels.attention.backend_protocol import LaunchPositions
 from cp_fast.movers.mover_protocol import Rows
 from cp_ref.schedules.problem import Problem, row_positions
 from cp_ref.schedules.table import Spans

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.backends.backend_protocol import Backend, LaunchOptions
 from cp_fast.compile.packing import Packing
 from cp_fast.compile.program import (
     OWN,
@@ -26,6 +25,7 @@ from cp_fast.compile.program import (
     Send,
     Wait,
 )
+from cp_fast.kernels.attention.backend_protocol import Backend, LaunchOptions
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.select_movers import kernels
 from cp_fast.runtime.operations import (
@@ -41,9 +41,9 @@ from cp_fast.runtime.operations import (
 from cp_fast.runtime.pass_buffers import Operation, PassBuffers, Shapes, State, Tensors
 from cp_fast.runtime.prepared_exchange import Prepares
 from cp_fast.runtime.row_positions import RowPositions
-from cp_ref.contract.group import Group
-from cp_ref.contract.scores import ScoreTensors
-from cp_ref.contract.tensors import wide_dtype
+from cp_ref.batches.tensors import wide_dtype
+from cp_ref.calls.scores import ScoreTensors
+from cp_ref.groups.group import Group
 
 __all__ = [
     "CompiledCall",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cp_ref.contract.tensors import lse_from_packed, lse_to_packed, to_format, to_packed
+from cp_ref.batches.tensors import lse_from_packed, lse_to_packed, to_format, to_packed
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.table import Column, ranges
 

@@ -20,9 +20,9 @@ from cp_fast.runtime.prepared_exchange import Exchange, Located, MessageSpec, by
 from cp_fast.transport.peer_exchange import PeerMessages, SharedMemory, staging_sizes
 from cp_fast.transport.streams import CudaStreams, why_not_driver
 from cp_fast.transport.watch import Watch
-from cp_ref.contract.group import Group, PairGroup, Parcel, Pending
-from cp_ref.contract.process_groups import ProcessMember
-from cp_ref.contract.room import Room
+from cp_ref.groups.group import Group, PairGroup, Parcel, Pending
+from cp_ref.groups.process_groups import ProcessMember
+from cp_ref.problems.room import Room
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import check_choice
 

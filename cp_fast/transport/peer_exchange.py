@@ -14,8 +14,8 @@ import torch
 from cp_fast.runtime.prepared_exchange import Exchange, Located, MessageSpec, by_tag, places, prepare
 from cp_fast.transport.streams import Streams
 from cp_fast.transport.watch import Watch
-from cp_ref.contract.group import Group, Parcel, Pending
-from cp_ref.contract.room import Room
+from cp_ref.groups.group import Group, Parcel, Pending
+from cp_ref.problems.room import Room
 from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.problem import Problem, slice_rows
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from cp_fast.log import log
-from cp_ref.contract.process_groups import PeerError, under_way
+from cp_ref.groups.process_groups import PeerError, under_way
 
 __all__ = ["Watch"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cp_ref.contract.cli.lazy_commands import lazy_commands
+from cp_ref.show.cli.lazy_commands import lazy_commands
 
 __all__ = ["app"]
 

@@ -8,7 +8,12 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from cp_ref.contract.cli.description import (
+from cp_ref.reference.reference_plan import ContextParallel, Plan, make_plan
+from cp_ref.reference.simulator import SimGroup, SimMember
+from cp_ref.schedules.ownership import divisor
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Schedule
+from cp_ref.show.cli.description import (
     Description,
     HeadOption,
     RankOption,
@@ -16,12 +21,7 @@ from cp_ref.contract.cli.description import (
     SvgOption,
     TextOption,
 )
-from cp_ref.contract.cli.options import ProblemOptions, cumulative, with_options
-from cp_ref.reference_plan import ContextParallel, Plan, make_plan
-from cp_ref.schedules.ownership import divisor
-from cp_ref.schedules.problem import Problem
-from cp_ref.schedules.schedule import Schedule
-from cp_ref.simulator import SimGroup, SimMember
+from cp_ref.show.cli.options import ProblemOptions, cumulative, with_options
 
 __all__ = ["Request", "plan"]
 

@@ -14,17 +14,17 @@ import typer
 from rich.console import Console
 from typer import Option
 
+from cp_ref.batches.sharding import shard
+from cp_ref.batches.tensors import to_format
 from cp_ref.cli.plan import Request
-from cp_ref.contract.cli.options import check_number, with_options
-from cp_ref.contract.cli.terminal import CHECK_FAILED, readable_errors
-from cp_ref.contract.group import Parcel
-from cp_ref.contract.sharding import shard
-from cp_ref.contract.tensors import to_format
-from cp_ref.executor.rank_tensors import RankTensors
-from cp_ref.reference_attention import attention
+from cp_ref.groups.group import Parcel
+from cp_ref.reference.executor.rank_tensors import RankTensors
+from cp_ref.reference.reference_attention import attention
+from cp_ref.reference.simulator import SimGroup, SimMember
 from cp_ref.schedules.schedule import Message, side_of
 from cp_ref.schedules.values import check_choice
-from cp_ref.simulator import SimGroup, SimMember
+from cp_ref.show.cli.options import check_number, with_options
+from cp_ref.show.cli.terminal import CHECK_FAILED, readable_errors
 from cp_ref.tracing.compare_traces import compare as compare_traces
 from cp_ref.tracing.recorded_trace import Trace
 from cp_ref.tracing.recorder import trace

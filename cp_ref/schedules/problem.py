@@ -133,7 +133,7 @@ class Sequences(Seq[Sequence]):
 
 class ScoreSpec(NamedTuple):
     """How a score is made of a query and a key: s = scale * q.k, then softcap * tanh(s / softcap) if softcap > 0.
-    `cp_ref.contract.scores` has what follows: ALiBi, score_mod, dropout.
+    `cp_ref.calls.scores` has what follows: ALiBi, score_mod, dropout.
     """
 
     scale: float
@@ -150,7 +150,7 @@ class Problem:
     mask and window, which then have their defaults and mean nothing. `a2a_size` is the size of the inner group of
     "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others. `layout` is one of `LAYOUTS` ("zigzag" becomes
     "dual_chunk"), or a table: rows (rank, sequence, start, stop), in the order of each rank's buffer. `score_mod` is
-    the digest of a function (`cp_ref.contract.scores`), "" for none.
+    the digest of a function (`cp_ref.calls.scores`), "" for none.
 
     >>> p = Problem(cp_size=2, sequences=(Sequence(7, 7, 8, 8),), attn_mask_type="padding_causal")
     >>> p.pairs

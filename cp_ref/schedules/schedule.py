@@ -22,7 +22,7 @@ The text form, one line each, reads back to an equal schedule (heads are shown w
         tile 0 q[0:2] k[0:2]
 
 Linear layers (skip this on a first reading) have scans in place of tiles: a scan needs the maps of the fragments that
-it names. Messages of the kinds `STATES` carry maps (`cp_ref.contract.linear_schedules`): "state" that of the state
+it names. Messages of the kinds `STATES` carry maps (`cp_ref.schedules.linear_schedules`): "state" that of the state
 which a fragment's rows make, "dstate" the same of the state's gradient, in the backward pass. A scan, of document 0,
 reads `scan 0 [0:2] [2:6]`.
 """

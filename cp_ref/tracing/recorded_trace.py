@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cp_ref.contract.picture_plane import title
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Schedule, side_of
 from cp_ref.schedules.values import FURTHEST, MOST_RANKS, check_choice, read_count
 from cp_ref.schedules.verify.well_formed import malformed
+from cp_ref.show.picture_plane import title
 
 __all__ = [
     "DIRECTIONS",

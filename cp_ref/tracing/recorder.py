@@ -10,15 +10,15 @@ from contextlib import contextmanager
 
 import torch
 
-from cp_ref.contract.group import Parcel
-from cp_ref.executor.rank_tensors import RankTensors, by_kv_head
+from cp_ref.groups.group import Parcel
+from cp_ref.reference.executor.rank_tensors import RankTensors, by_kv_head
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Message, Schedule, side_of
 from cp_ref.tracing.recorded_trace import PER_HEAD, Item, Piece, Trace
 
 __all__ = ["SILENT", "Recorder", "recording", "trace"]
 
-_NAMES = {  # The tensors of a message, as in `cp_ref.executor.rank_tensors`.
+_NAMES = {  # The tensors of a message, as in `cp_ref.reference.executor.rank_tensors`.
     "q": ("q",),
     "kv": ("k", "v"),
     "do": ("dout", "lse", "delta"),

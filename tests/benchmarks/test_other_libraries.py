@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from benchmarks.parts import others as module
 from benchmarks.parts.others import WAYS, flash_attn_interface, others
-from cp_fast.backends.choose_backend import by_name
+from cp_fast.kernels.attention.choose_backend import by_name
 from cp_ref.schedules.problem import Problem, Sequence
 
 CPU = torch.device("cpu")

@@ -23,17 +23,17 @@ import cp_fast.tools.cli
 import cp_ref
 import cp_ref.cli
 from conformance.case import Case
-from cp_fast.backends import choose_backend
-from cp_fast.backends.choose_backend import BACKENDS, KERNEL_FEATURES, features_of
+from cp_fast.kernels.attention import choose_backend
+from cp_fast.kernels.attention.choose_backend import BACKENDS, KERNEL_FEATURES, features_of
 from cp_fast.passes import PASSES
-from cp_ref.contract.area_rows import MOST_ROWS
-from cp_ref.contract.linear_schedules import DocumentFragments, document_fragments, make_states
-from cp_ref.contract.svg_pictures import LINE, SOFT, Drawing, ink_on, rank_colour
-from cp_ref.contract.text_pictures import areas_picture, ownership_picture, text_picture
+from cp_ref.batches.area_rows import MOST_ROWS
+from cp_ref.schedules.linear_schedules import DocumentFragments, document_fragments, make_states
 from cp_ref.schedules.planners.make_schedule import SCHEDULES, make_schedule
 from cp_ref.schedules.problem import Problem, Sequence, table_of
 from cp_ref.schedules.values import MOST_RANKS
 from cp_ref.schedules.words import CP_COMM_TYPES, Feature, describe
+from cp_ref.show.svg_pictures import LINE, SOFT, Drawing, ink_on, rank_colour
+from cp_ref.show.text_pictures import areas_picture, ownership_picture, text_picture
 from tests.dist.workers import run_program
 
 ROOT = Path(__file__).parents[2]

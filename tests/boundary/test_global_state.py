@@ -14,11 +14,11 @@ from torch.distributed.utils import _apply_to_tensors
 
 import cp_fast
 import cp_ref
-from cp_fast.dispatch.handles import object_of
 from cp_fast.movers.select_movers import use
+from cp_fast.runtime.handles import object_of
 from cp_ref import SimGroup
-from cp_ref.contract.declared import replaced
-from cp_ref.simulator import SimMember
+from cp_ref.calls.declared import replaced
+from cp_ref.reference.simulator import SimMember
 from tests.marks import needs_cxx
 
 CU = torch.tensor([0, 13, 13, 28], dtype=torch.int32)

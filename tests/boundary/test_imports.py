@@ -10,6 +10,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from email.message import Message
 from email.parser import HeaderParser
 from pathlib import Path
@@ -66,53 +67,45 @@ def test_cp_ref_knows_nothing_of_the_others() -> None:
             )
 
 
-INTEGERS = [  # modules of `cp_ref.contract` that know no tensor: the suite may import these, and none of the others
-    f"cp_ref.contract.{name}"
-    for name in (
-        "arguments",
-        "call_checks",
-        "compare_layouts",
-        "cuts",
-        "group",
-        "linear_schedules",
-        "picture_plane",
-        "read_problem",
-        "room",
-        "svg_pictures",
-        "text_pictures",
-        "verify_states",
-    )
-]
+INTEGERS = ("cp_ref.schedules", "cp_ref.problems", "cp_ref.show")  # rooms that know no tensor
+SHARED = ("cp_ref.groups", "cp_ref.batches", "cp_ref.calls", "cp_ref.thd_helpers")  # rooms of both packages
+
+
+def in_rooms(module: str, rooms: Iterable[str]) -> bool:
+    return any(within(module, room) for room in rooms)
 
 
 def of_integers(module: str) -> bool:
-    return within(module, "cp_ref.schedules") or module in INTEGERS
+    """cp_ref/show/cli makes options of tensors: of command lines alone."""
+    return in_rooms(module, INTEGERS) and not within(module, "cp_ref.show.cli")
 
 
-def test_the_contract_on_integers_needs_the_standard_library_and_numpy_alone() -> None:
-    for name in INTEGERS:
-        for module in imports(FOLDERS["cp_ref"].parent / (name.replace(".", "/") + ".py"), when_run=True):
-            known = module.split(".")[0] in {"numpy", *sys.stdlib_module_names}
-            assert known or of_integers(module), (name, module)
+def test_rooms_of_integers_need_the_standard_library_and_numpy_alone() -> None:
+    for room in INTEGERS:
+        for path in files("cp_ref", room.rpartition(".")[2]):
+            for module in imports(path, when_run=True) if "cli" not in path.parts else ():
+                known = module.split(".")[0] in {"numpy", *sys.stdlib_module_names}
+                assert known or of_integers(module) or module == "cp_ref.groups.group", (path, module)
+    assert not {m for m in imports(FOLDERS["cp_ref"] / "groups" / "group.py") if m.split(".")[0] in ("torch", "cp_ref")}
 
 
-def test_the_contract_needs_the_schedules_and_torch_alone() -> None:
-    shared = files("cp_ref", "contract")
-    assert len(shared) > 10
-    for path in shared:
-        for module in imports(path):
-            command_lines = {"typer", "rich"} if path.parent.name == "cli" else set[str]()
-            known = module.split(".")[0] in {"torch", "numpy", *command_lines, *sys.stdlib_module_names}
-            assert known or within(module, "cp_ref.contract") or within(module, "cp_ref.schedules"), (path, module)
+def test_shared_rooms_need_each_other_and_torch_alone() -> None:
+    for room in SHARED:
+        shared = files("cp_ref", room.rpartition(".")[2])
+        assert len(shared) > 3
+        for path in shared:
+            for module in imports(path):
+                known = module.split(".")[0] in {"torch", "numpy", *sys.stdlib_module_names}
+                assert known or in_rooms(module, (*SHARED, *INTEGERS)), (path, module)
 
 
-def test_cp_fast_sees_of_cp_ref_the_schedules_and_the_contract() -> None:
+def test_cp_fast_enters_neither_the_reference_nor_the_traces() -> None:
     """`cp_fast/__init__.py` also names what debugs (the oracle, the simulated group, traces) for type checkers, and
     `cp_fast/tools/fast_trace.py` imports it when it is asked for.
     """
     for path in files("cp_fast"):
         for module in imports(path):
-            allowed = within(module, "cp_ref.schedules") or within(module, "cp_ref.contract")
+            allowed = in_rooms(module, (*SHARED, *INTEGERS))
             allowed |= path.name == "__init__.py" and path.parent == FOLDERS["cp_fast"] and module == "cp_ref"
             assert not within(module, "cp_ref") or allowed, (path, module)
         if path.name not in ("__init__.py", "fast_trace.py"):
@@ -161,12 +154,12 @@ INTEGRATIONS = [
 NOT_YET = {  # after an import: what builds and loads kernels, Dynamo, which takes as long as PyTorch, what only debugs
     "cp_ref": ["cp_fast"],
     "cp_fast": [
-        "cp_ref.reference_attention",
-        "cp_ref.oracle",
-        "cp_ref.simulator",
+        "cp_ref.reference.reference_attention",
+        "cp_ref.reference.oracle",
+        "cp_ref.reference.simulator",
         "cp_ref.tracing.recorded_trace",
         "cp_ref.tracing.compare_traces",
-        "cp_ref.executor.play_schedule",
+        "cp_ref.reference.executor.play_schedule",
     ],
 }
 

@@ -14,8 +14,8 @@ import torch
 import cp_fast
 import cp_ref
 from cp_ref import SimGroup
+from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.words import CP_COMM_TYPES, MASKS
-from cp_ref.simulator import SimMember
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -30,13 +30,13 @@ from conformance.case import Case
 from conformance.implementation import Context
 from conformance.step.compare_step import compare_step
 from cp_fast import integrations
-from cp_fast.backends.choose_backend import BACKENDS
+from cp_fast.kernels.attention.choose_backend import BACKENDS
 from cp_fast.tools.cli import app as fast_app
 from cp_fast.tools.cli.demo import Job
 from cp_fast.tools.cost.predict import candidates
 from cp_ref.cli import app as ref_app
-from cp_ref.contract.context import ContextParallel
-from cp_ref.contract.group import PaperGroup
+from cp_ref.groups.context import ContextParallel
+from cp_ref.groups.group import PaperGroup
 from cp_ref.schedules.problem import Problem, Sequence
 from tests.marks import HANGS_S
 

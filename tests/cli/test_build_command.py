@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cp_fast.backends.choose_backend import by_name
 from cp_fast.build import builder as build
 from cp_fast.build import cache
+from cp_fast.kernels.attention.choose_backend import by_name
 from cp_fast.tools.cli import app
 from cp_fast.tools.cli import build as command
 from tests.cp_fast.build.small import use_small

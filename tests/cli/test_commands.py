@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 import conformance.cli
 import cp_fast.tools.cli
-from cp_fast.backends.choose_backend import BACKENDS
+from cp_fast.kernels.attention.choose_backend import BACKENDS
 from cp_fast.tools.cli import app
 from cp_fast.tools.cli.doctor import doctor
-from cp_ref.contract.cli.lazy_commands import lazy_commands
+from cp_ref.show.cli.lazy_commands import lazy_commands
 from tests.dist.workers import run_module
 from tests.marks import HANGS_S
 

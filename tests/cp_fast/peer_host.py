@@ -14,7 +14,7 @@ import torch
 
 from cp_fast.transport.peer_exchange import PeerMessages, SharedMemory
 from cp_fast.transport.watch import Watch
-from cp_ref.contract.group import Parcel
+from cp_ref.groups.group import Parcel
 
 __all__ = ["HERE", "PATIENCE", "Here", "Host", "Stream", "Streams", "Wires", "member", "run"]
 

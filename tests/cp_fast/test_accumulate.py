@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_fast.backends.backend_protocol import LaunchOptions
 from cp_fast.compile.program import OWN, Accumulate, Accumulations, BufferSpec, Copy, View
+from cp_fast.kernels.attention.backend_protocol import LaunchOptions
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.select_movers import kernels
 from cp_fast.movers.torch_movers import log_add_exp
 from cp_fast.runtime.operations import accumulate, copy
 from cp_fast.runtime.pass_buffers import PassBuffers, Shapes, State, Tensors
-from cp_ref.contract.group import PaperGroup
+from cp_ref.groups.group import PaperGroup
 from cp_ref.schedules.problem import ScoreSpec
 
 CPU, WIDE, HALF = torch.device("cpu"), torch.float32, torch.bfloat16

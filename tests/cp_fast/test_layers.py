@@ -15,17 +15,18 @@ import torch
 
 import cp_fast
 import cp_ref
-from cp_fast.api import layer_operators, layers
-from cp_fast.sparse.sparse_tables import KeyExchange, RowsOfHeads, sparse_tables
-from cp_ref import SimGroup, layer_calls
-from cp_ref.contract.call_checks import check_plan_owner
-from cp_ref.contract.layer import Layer, LayerCall, Operand, check_rows
-from cp_ref.contract.tensors import autocast, needs_grad, to_format, to_packed
-from cp_ref.executor.play_schedule import run_rank_schedule
-from cp_ref.executor.rank_tensors import RankTensors
-from cp_ref.reference_attention import real_rows
+from cp_fast.layers import layer_operators, layers
+from cp_fast.layers.sparse_tables import KeyExchange, RowsOfHeads, sparse_tables
+from cp_ref import SimGroup
+from cp_ref.batches.tensors import autocast, needs_grad, to_format, to_packed
+from cp_ref.calls.layer import Layer, LayerCall, Operand, check_rows
+from cp_ref.problems.call_checks import check_plan_owner
+from cp_ref.reference import layer_calls
+from cp_ref.reference.executor.play_schedule import run_rank_schedule
+from cp_ref.reference.executor.rank_tensors import RankTensors
+from cp_ref.reference.reference_attention import real_rows
+from cp_ref.reference.simulator import RankScheduler, SimMember
 from cp_ref.schedules.table import ranges
-from cp_ref.simulator import RankScheduler, SimMember
 
 # ---- declared
 

@@ -24,8 +24,8 @@ from cp_fast.transport import peer_exchange as exchange
 from cp_fast.transport.memory_group import Crossed
 from cp_fast.transport.peer_exchange import PeerMessages, staging_sizes
 from cp_ref import dense_attention
-from cp_ref.contract.group import Parcel
-from cp_ref.contract.process_groups import ProcessMember
+from cp_ref.groups.group import Parcel
+from cp_ref.groups.process_groups import ProcessMember
 from cp_ref.schedules.problem import Problem
 from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, planned_at
 from tests.cp_fast.peer_host import Host, Wires, member, run

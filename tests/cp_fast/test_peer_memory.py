@@ -23,8 +23,8 @@ from cp_fast.transport.memory_group import carried_by
 from cp_fast.transport.peer_exchange import PeerMessages, staging_sizes
 from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup
-from cp_ref.contract.group import Parcel
-from cp_ref.contract.process_groups import PeerError, error_context
+from cp_ref.groups.group import Parcel
+from cp_ref.groups.process_groups import PeerError, error_context
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, saved_kinds
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths

@@ -21,7 +21,7 @@ from cp_fast.api import calls as unplanned
 from cp_fast.api import fast_context
 from cp_fast.integrations import flash_attn
 from cp_ref import SimGroup, dense_attention
-from cp_ref.simulator import SimMember
+from cp_ref.reference.simulator import SimMember
 from tests.cp_fast.memory.one_rank import call_of
 
 CU = torch.tensor([0, 8, 24, 48], dtype=torch.int32)

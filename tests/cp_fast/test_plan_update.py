@@ -18,15 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_fast
 import cp_ref
-from cp_fast.backends.backend_protocol import Backend
-from cp_fast.backends.choose_backend import by_name
 from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.program import Accumulate, Launch, Recv
+from cp_fast.kernels.attention.backend_protocol import Backend
+from cp_fast.kernels.attention.choose_backend import by_name
 from cp_ref import SimGroup
-from cp_ref.contract.call_checks import local_lengths
+from cp_ref.problems.call_checks import local_lengths
+from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.words import Feature
-from cp_ref.simulator import SimMember
 from tests.marks import examples
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")

@@ -17,8 +17,8 @@ from conformance.checks.metamorphic import check_metamorphic
 from conformance.implementation import Implementation
 from cp_fast.api.fast_context import HoldLocks, locks_of
 from cp_ref import SimGroup
+from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.problem import Problem, Sequence
-from cp_ref.simulator import SimMember
 
 SIZES: dict[str, Any] = {"heads_q": 1, "heads_kv": 1, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
 X = torch.randn(1, 4, 1, 8)

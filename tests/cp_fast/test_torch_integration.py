@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 import cp_ref
-from cp_fast.dispatch.handles import again, new_handle, object_of
+from cp_fast.runtime.handles import again, new_handle, object_of
 from cp_ref import SimGroup
-from cp_ref.simulator import RankScheduler, SimMember
+from cp_ref.reference.simulator import RankScheduler, SimMember
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 FORMATS = {"bshd": (2, 8, 4, 8), "sbhd": (8, 2, 4, 8), "thd": (20, 4, 8)}

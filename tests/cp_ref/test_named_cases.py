@@ -14,7 +14,7 @@ import cp_ref
 from conformance.case import Case
 from conformance.checks.values import check_logic
 from cp_ref import dense_attention
-from cp_ref.executor.merge_partials import add_sink, merge
+from cp_ref.reference.executor.merge_partials import add_sink, merge
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.words import SoftmaxType
 

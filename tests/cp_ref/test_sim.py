@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cp_ref import SimGroup
-from cp_ref.contract.group import Parcel
-from cp_ref.simulator import Deadlock, MessageError, SimMember
+from cp_ref.groups.group import Parcel
+from cp_ref.reference.simulator import Deadlock, MessageError, SimMember
 
 
 def test_a_ring_and_the_poison_before_the_wait() -> None:

@@ -18,9 +18,9 @@ from cp_ref import ContextParallel, SimGroup, attention, dense_attention
 from cp_ref.cli import app
 from cp_ref.cli.plan import Request
 from cp_ref.cli.record import planted, run, tensors_of
-from cp_ref.executor.merge_partials import merge
+from cp_ref.reference.executor.merge_partials import merge
+from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.schedule import Schedule, side_of
-from cp_ref.simulator import SimMember
 from cp_ref.tracing.compare_traces import compare
 from cp_ref.tracing.recorded_trace import Item, Trace
 from cp_ref.tracing.recorder import trace

@@ -20,7 +20,7 @@ import cp_fast
 import cp_ref
 from cp_fast.api import checked_calls as checking
 from cp_ref import SimGroup
-from cp_ref.contract.process_groups import ProcessMember
+from cp_ref.groups.process_groups import ProcessMember
 from tests.dist.workers import CONTEXT, Processes
 from tests.marks import HANGS_S
 

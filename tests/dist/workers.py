@@ -26,7 +26,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = (
     __name__,
     "cp_fast.api.attention",
-    "cp_fast.linear.linear_attention",
+    "cp_fast.layers.linear_attention",
     "cp_fast.tools.cli.demo",
     "conformance.cli",
     "torch._dynamo",

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import cp_fast
-from cp_ref.contract.collectives import all_reduce_max
-from cp_ref.contract.process_groups import ProcessMember
+from cp_ref.groups.collectives import all_reduce_max
+from cp_ref.groups.process_groups import ProcessMember
 from tests.dist.workers import CONTEXT
 
 pytestmark = pytest.mark.faults

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.dispatch import handles
+from cp_fast.runtime import handles
 from cp_ref import SimGroup
 
 pytestmark = pytest.mark.faults

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from cp_fast.backends import choose_backend as backends
-from cp_fast.backends import fa2
-from cp_fast.backends.backend_probe import probe, probe_segments
-from cp_fast.backends.backend_protocol import (
+from cp_fast.kernels.attention import choose_backend as backends
+from cp_fast.kernels.attention import fa2
+from cp_fast.kernels.attention.backend_probe import probe, probe_segments
+from cp_fast.kernels.attention.backend_protocol import (
     Backend,
     BackwardOperands,
     Cumulative,
@@ -21,8 +21,8 @@ from cp_fast.backends.backend_protocol import (
     LaunchOptions,
     VarlenBatch,
 )
-from cp_fast.backends.choose_backend import LargestLogit, variants
-from cp_fast.backends.cudnn import backward_graph, forward_graph
+from cp_fast.kernels.attention.choose_backend import LargestLogit, variants
+from cp_fast.kernels.attention.cudnn import backward_graph, forward_graph
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 from tests.cp_fast.backends.placed import both_ways

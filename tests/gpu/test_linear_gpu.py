@@ -10,11 +10,11 @@ import torch
 import cp_fast
 from conformance.implementation import Implementation
 from conformance.problems.linear import CausalConv1d
-from cp_fast.linear.convolution import torch_convolution
-from cp_fast.linear.convolution.causal_conv1d import choose_convolution
-from cp_fast.linear.linear_attention import LIBRARIES
+from cp_fast.kernels.convolution import torch_convolution
+from cp_fast.layers.causal_conv1d import choose_convolution
+from cp_fast.layers.linear_attention import LIBRARIES
 from cp_ref import SimGroup
-from cp_ref.contract.linear_calls import LINEAR_KINDS
+from cp_ref.calls.linear_calls import LINEAR_KINDS
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
 from tests.linear.problems import Layer, relative_errors
@@ -96,7 +96,7 @@ def test_gradients_of_a_convolution_have_the_same_bits_every_time() -> None:
 
 def test_the_same_kernels_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from cp_fast.linear.fla import triton_kernels
+    from cp_fast.kernels.linear.fla import triton_kernels
 
     draw = torch.Generator("cuda").manual_seed(1)
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
-from cp_fast.backends.choose_backend import by_name
+from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.choose_backend import by_name
+from cp_ref.reference.simulator import SimGroup
 from cp_ref.schedules.problem import ScoreSpec
-from cp_ref.simulator import SimGroup
 from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, NEVER_CHUNKS, planned_at
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from cp_fast.backends.sparse_kernels import Visible, choose_sparse
+from cp_fast.kernels.sparse.sparse_kernels import Visible, choose_sparse
 from tests.sparse.kernel_checks import CLASSES, check_workspace, draw, few_kinds, mistakes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

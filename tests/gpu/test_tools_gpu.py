@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cp_fast.backends.choose_backend import by_name
 from cp_fast.compile.machine import read_machine
+from cp_fast.kernels.attention.choose_backend import by_name
 from cp_fast.tools.cli import app
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

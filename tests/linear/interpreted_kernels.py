@@ -23,7 +23,7 @@ def main(dtype: str, *seeds: str) -> int:
     tune_only(0, 1000)
     from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
 
-    from cp_fast.linear.convolution import triton_convolution
+    from cp_fast.kernels.convolution import triton_convolution
 
     def splat(self: Any, kind: Any, x: Any) -> Any:
         """A number in all places. Triton 3.9 gives the result of a comparison another dtype than its values have."""

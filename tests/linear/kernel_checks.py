@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cp_fast.linear.convolution import torch_convolution
-from cp_fast.linear.convolution.torch_convolution import ConvolutionInputs
-from cp_fast.linear.linear_kernels import Maps
-from cp_fast.linear.linear_plan import LinearTables
-from cp_fast.linear.state_tables import scan_table
-from cp_ref.contract.linear_calls import LINEAR_KINDS
+from cp_fast.kernels.convolution import torch_convolution
+from cp_fast.kernels.convolution.torch_convolution import ConvolutionInputs
+from cp_fast.kernels.linear.linear_kernels import Maps
+from cp_fast.layers.linear_plan import LinearTables
+from cp_fast.layers.state_tables import scan_table
+from cp_ref.calls.linear_calls import LINEAR_KINDS
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
 
@@ -165,7 +165,7 @@ def _walk(x: Rows, h_v: int, cu: Sequence[int], state: torch.Tensor, scale: floa
 
 def check_maps(problem: KernelProblem, device: str) -> Checked:
     """M and B of the chosen fragments, and D, to which M^T of a gradient may be added."""
-    from cp_fast.linear.fla import triton_kernels  # which asks for the interpreter when it is imported
+    from cp_fast.kernels.linear.fla import triton_kernels  # which asks for the interpreter when it is imported
 
     numbers, h_v, scale = _Numbers(problem, device), problem.h_v, 0.3
     x, spans = numbers.rows(), [problem.cu[i : i + 2] for i in problem.chosen]
@@ -193,7 +193,7 @@ def check_maps(problem: KernelProblem, device: str) -> Checked:
 
 def check_scans(problem: KernelProblem, device: str) -> Checked:
     """The states before the steps of random scans and, of matrices, the composition of their maps."""
-    from cp_fast.linear.fla import triton_kernels
+    from cp_fast.kernels.linear.fla import triton_kernels
 
     rng, numbers, factors = random.Random(problem.seed), _Numbers(problem, device), problem.kind == "mamba2"
     h_v, d_k, d_v, slots = problem.h_v, problem.d_k, problem.d_v, rng.randint(1, 4)
@@ -244,7 +244,7 @@ def check_chunk_gradients(problem: KernelProblem, device: str) -> Checked:
     """Those of q, k, w and g, for one decay a head."""
     if problem.kind == "kda":
         return
-    from cp_fast.linear.fla import triton_kernels
+    from cp_fast.kernels.linear.fla import triton_kernels
 
     numbers, scale = _Numbers(problem, device), 0.3
     x, parts = numbers.rows(), list(_chunks(problem.cu))
@@ -276,7 +276,7 @@ def check_chunk_gradients(problem: KernelProblem, device: str) -> Checked:
 
 def check_convolution(problem: KernelProblem, device: str) -> Checked:
     """One rank of two that share documents, with rows of the other one."""
-    from cp_fast.linear.convolution import triton_convolution
+    from cp_fast.kernels.convolution import triton_convolution
 
     numbers, seed = _Numbers(problem, device), problem.seed
     documents = tuple(Lengths(n, n, -(-n // 4) * 4, -(-n // 4) * 4) for n in problem.lengths)

@@ -26,11 +26,11 @@ from conformance.problems.linear import (
     linear_attentions,
     play_layer,
 )
-from cp_fast.linear.linear_plan import LinearTables
+from cp_fast.layers.linear_plan import LinearTables
 from cp_ref import SimGroup
-from cp_ref.contract.linear_calls import LINEAR_KINDS
+from cp_ref.calls.linear_calls import LINEAR_KINDS
+from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.problem import Problem, Sequence
-from cp_ref.simulator import SimMember
 from tests.dist.workers import Processes
 from tests.linear.problems import Layer, case_of, check_layer
 from tests.marks import examples
@@ -62,7 +62,7 @@ def inputs(kind: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Ten
 
 def exact(kind: str, given: dict[str, torch.Tensor]) -> torch.Tensor:
     lengths = {"qkv_format": "thd", "cu_seqlens": CU, "cu_seqlens_padded": PADDED}
-    return cp_ref.linear.recurrence.dense_linear_attention(**given, kind=kind, **lengths)[0]
+    return cp_ref.reference.linear.recurrence.dense_linear_attention(**given, kind=kind, **lengths)[0]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -102,7 +102,9 @@ def test_strong_decays_lose_no_digit(strongest: float, kind: str) -> None:
         given["beta"] = torch.rand(rows, 2, generator=draw)
     dout, cu = given.pop("dout"), torch.tensor([0, rows])
     wide = {name: x.double().requires_grad_() for name, x in given.items()}
-    out = cp_ref.linear.recurrence.dense_linear_attention(**wide, kind=kind, qkv_format="thd", cu_seqlens=cu)[0]
+    out = cp_ref.reference.linear.recurrence.dense_linear_attention(**wide, kind=kind, qkv_format="thd", cu_seqlens=cu)[
+        0
+    ]
     wanted = [out.detach(), *torch.autograd.grad(out, list(wide.values()), dout.double())]
 
     def one(member: SimMember) -> list[torch.Tensor]:
@@ -215,7 +217,7 @@ def test_a_plan_that_is_updated(package: str) -> None:
         return module.unshard(out[:6], cp=cp, plan=plan)
 
     short = {name: x[:12] for name, x in inputs("mamba2").items()}
-    want, _ = cp_ref.linear.recurrence.dense_linear_attention(
+    want, _ = cp_ref.reference.linear.recurrence.dense_linear_attention(
         **short, kind="mamba2", qkv_format="thd", cu_seqlens=lengths
     )
     for out in SimGroup(2).run(one):

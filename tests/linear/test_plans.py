@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 import cp_ref
-from cp_fast.linear.linear_kernels import Maps, apply, compose_in_waves
-from cp_fast.linear.linear_plan import LinearTables
-from cp_fast.linear.state_tables import ScanTable
+from cp_fast.kernels.linear.linear_kernels import Maps, apply, compose_in_waves
+from cp_fast.layers.linear_plan import LinearTables
+from cp_fast.layers.state_tables import ScanTable
 from cp_ref import SimGroup
-from cp_ref.linear.recurrence import dense_causal_conv1d, dense_linear_attention
+from cp_ref.reference.linear.recurrence import dense_causal_conv1d, dense_linear_attention
+from cp_ref.reference.simulator import RankScheduler, SimMember
 from cp_ref.schedules.problem import Problem
-from cp_ref.simulator import RankScheduler, SimMember
 from tests.linear.problems import linear_problems
 from tests.marks import examples
 

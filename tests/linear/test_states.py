@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_ref.contract.linear_schedules import (
+from cp_ref.schedules.linear_schedules import (
     conv_rank_schedule,
     conv_schedule,
     conv_workload,
@@ -22,10 +22,10 @@ from cp_ref.contract.linear_schedules import (
     make_rank_states,
     make_states,
 )
-from cp_ref.contract.verify_states import verify_states
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Schedule
 from cp_ref.schedules.verify.proof import InvalidSchedule, verify, verify_tables
+from cp_ref.schedules.verify.verify_states import verify_states
 from tests.linear.problems import linear_problems
 from tests.marks import examples
 

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 import cp_fast.tools.cli
 import cp_ref.cli
 from cp_ref import Unsupported, masks
-from cp_ref.contract.svg_pictures import svg_picture
-from cp_ref.contract.text_pictures import text_picture
 from cp_ref.schedules.areas import read_areas
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence
+from cp_ref.show.svg_pictures import svg_picture
+from cp_ref.show.text_pictures import text_picture
 
 LENGTH = st.integers(0, 14)
 Mask = torch.Tensor  # bool [queries, keys]

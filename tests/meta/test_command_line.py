@@ -173,7 +173,7 @@ def test_an_implementation_may_be_an_object_of_a_module(monkeypatch: pytest.Monk
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("module", ["cp_ref.reference_attention", "cp_fast.api.attention"])
+@pytest.mark.parametrize("module", ["cp_ref.reference.reference_attention", "cp_fast.api.attention"])
 def test_the_bare_names_mean_all_four_levels_and_longer_ones_what_they_say(module: str) -> None:
     assert load(module.partition(".")[0]).levels == LEVELS
     assert load(module).levels == ("schedule",)

@@ -18,7 +18,7 @@ from conformance.problems.capabilities import probe
 from conformance.runner.tiers import TIERS
 from conformance.scores import dropout_seed, kept_pairs
 from conformance.tensors import build
-from cp_ref.contract.scores import kept
+from cp_ref.calls.scores import kept
 from cp_ref.schedules.problem import Problem, Sequence
 
 _TWO = (Sequence(7, 5, 8, 8), Sequence(3, 3, 4, 4))

@@ -14,7 +14,7 @@ import torch
 import cp_fast
 import cp_ref
 from cp_ref import SimGroup
-from cp_ref.simulator import SimMember
+from cp_ref.reference.simulator import SimMember
 from tests.refusals.test_calls import CU, PACKAGES, SIZES, attend, attend_packed, plan, unshard
 
 COMMS = pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])

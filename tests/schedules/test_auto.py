@@ -11,12 +11,12 @@ import torch
 import cp_fast
 import cp_ref
 from cp_ref import SimGroup
-from cp_ref.contract import plan_arguments
+from cp_ref.calls import plan_arguments
+from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.planners.choose_schedule import choose_schedule
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.words import AUTO
-from cp_ref.simulator import SimMember
 
 PACKAGES = pytest.mark.parametrize("package", [cp_ref, cp_fast], ids=lambda package: package.__name__)
 LARGE: dict[str, Any] = {

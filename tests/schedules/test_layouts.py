@@ -20,9 +20,9 @@ from conformance.implementation import Implementation
 from conformance.problems.strategies import tables
 from conformance.tensors import plan_arguments
 from cp_ref import SimGroup
+from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.words import LAYOUTS
-from cp_ref.simulator import SimMember
 from tests.marks import examples
 from tests.spec.problems import small_problems
 

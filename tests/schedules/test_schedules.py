@@ -21,12 +21,12 @@ from conformance.checks.values import check_logic
 from conformance.tensors import plan_arguments
 from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_ref import ContextParallel, SimGroup, make_plan, supports
+from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence, Workload
 from cp_ref.schedules.schedule import Schedule
 from cp_ref.schedules.verify.proof import InvalidSchedule
 from cp_ref.schedules.words import SOFTMAX_TYPES
-from cp_ref.simulator import SimMember
 from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, planned_at
 from tests.marks import examples
 from tests.spec.random_schedules import backward_ring, ring_of_rings, scheduled_problems

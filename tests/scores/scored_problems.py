@@ -18,7 +18,7 @@ from conformance.checks import reference
 from conformance.checks.values import check_logic
 from conformance.problems.strategies import cases
 from cp_ref import dense_attention
-from cp_ref.contract.read_problem import check_one_document
+from cp_ref.problems.read_problem import check_one_document
 from cp_ref.schedules.problem import Problem, Sequence
 from tests.marks import HANGS_S
 

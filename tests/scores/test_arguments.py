@@ -15,7 +15,7 @@ import cp_fast
 import cp_ref
 from conformance.case import Case
 from cp_ref import SimGroup
-from cp_ref.contract.score_mod import digest_of, frozen
+from cp_ref.calls.score_mod import digest_of, frozen
 from cp_ref.schedules.problem import Problem
 
 Q = torch.zeros(2, 4, 2, 8)  # one rank's slice: b 2, s 8/2, h 2, d 8

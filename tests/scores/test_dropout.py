@@ -14,7 +14,7 @@ import torch
 import cp_fast
 import cp_ref
 from cp_ref import SimGroup
-from cp_ref.contract.scores import kept, philox4x32, threshold
+from cp_ref.calls.scores import kept, philox4x32, threshold
 
 KNOWN = {  # rounds, counter, key, words: lines of Random123's kat_vectors
     "zeros": (7, [0] * 4, [0] * 2, "5f6fb709 0d893f64 4f121f81 4f730a48"),

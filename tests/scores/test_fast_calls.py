@@ -13,7 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import cp_fast
 import cp_ref
 from cp_fast.api import calls
-from cp_fast.backends.backend_protocol import (
+from cp_fast.checkpoint import save_attention
+from cp_fast.kernels.attention.backend_protocol import (
     Backend,
     BackwardOperands,
     Gradients,
@@ -22,13 +23,12 @@ from cp_fast.backends.backend_protocol import (
     LaunchScores,
     VarlenBatch,
 )
-from cp_fast.backends.choose_backend import by_name, largest_logit
-from cp_fast.checkpoint import save_attention
+from cp_fast.kernels.attention.choose_backend import by_name, largest_logit
 from cp_ref import SimGroup, Unsupported
-from cp_ref.contract.scores import ScoreTensors, read_scores
+from cp_ref.calls.scores import ScoreTensors, read_scores
+from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
-from cp_ref.simulator import SimMember
 
 SIZES: dict[str, Any] = {"batch_size": 2, "seqlen_q": 16, "heads_q": 4, "heads_kv": 2, "d_qk": 4, "d_v": 4}
 SIZES |= {"dtype": torch.float64, "device": "cpu"}
@@ -210,7 +210,7 @@ def test_a_library_without_them_is_never_asked() -> None:
             found.append(why)
         return found
 
-    with patch("cp_fast.backends.choose_backend.BACKENDS", (WithoutPlaces(),)):
+    with patch("cp_fast.kernels.attention.choose_backend.BACKENDS", (WithoutPlaces(),)):
         planned, *others = SimGroup(2).run(one)[0]
     assert "the plan's backend 'plain'" in planned
     assert "backend='fa4' or backend='cpu' or backend='torch'" in planned

@@ -152,31 +152,31 @@ KNOWN = {  # which scores find them, and fields of the problem
 }
 OTHERS = """
 keys (alibi): keys one too late
-cp_ref.executor.tile_attention.pair_indices
+cp_ref.reference.executor.tile_attention.pair_indices
 > result = result._replace(kv_idx=result.kv_idx + 1)
 
 dropped-keys (dropout): keys one too late, of dropout
-cp_ref.executor.tile_attention.pair_indices
+cp_ref.reference.executor.tile_attention.pair_indices
 > result = result._replace(kv_idx=result.kv_idx + 1)
 
 document (dropout): always the first document
-cp_ref.executor.tile_attention.pair_indices
+cp_ref.reference.executor.tile_attention.pair_indices
 > result = result._replace(sequence=torch.zeros_like(result.sequence))
 
 slopes (alibi of documents): slopes of another document
-cp_ref.executor.tile_attention.pair_indices
+cp_ref.reference.executor.tile_attention.pair_indices
 > result = result._replace(sequence=(result.sequence - 1).abs())
 
 heads (dropout): one mask for all heads
-cp_ref.executor.tile_attention.pair_indices
+cp_ref.reference.executor.tile_attention.pair_indices
 > result = result._replace(head=torch.zeros_like(result.head))
 
 no-mask (dropout): no mask in the backward pass
-cp_ref.executor.play_schedule.run_backward
+cp_ref.reference.executor.play_schedule.run_backward
 + inputs = inputs.without_dropout()
 
 no-alibi (alibi): no ALiBi in the backward pass
-cp_ref.executor.play_schedule.run_backward
+cp_ref.reference.executor.play_schedule.run_backward
 + inputs = inputs._replace(alibi_slopes=None)
 """
 OF = {"alibi": ALIBI, "dropout": DROPPED}

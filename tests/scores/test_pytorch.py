@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cp_ref
 from cp_ref import SimGroup
-from cp_ref.contract.scores import kept
+from cp_ref.calls.scores import kept
 from cp_ref.schedules.problem import Problem, Sequence
 from tests.scores.scored_problems import SCORE_MODS, slopes_and_tables
 

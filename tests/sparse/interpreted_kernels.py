@@ -12,7 +12,7 @@ import warnings
 
 import torch
 
-from cp_fast.backends.triton_sparse import triton_kernels
+from cp_fast.kernels.sparse.triton_sparse import triton_kernels
 from tests.sparse.kernel_checks import check_workspace, draw, mistakes
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cp_fast.backends.sparse_kernels import Visible
+from cp_fast.kernels.sparse.sparse_kernels import Visible
 
 __all__ = [
     "CLASSES",
@@ -223,7 +223,9 @@ def check_select(kernels: Any, problem: KernelProblem, device: str) -> list[str]
 
 def check_workspace(device: str) -> list[str]:
     """Mistakes of a workspace with room for fewer query rows than a tile has: what lies behind it must stay."""
-    from cp_fast.backends.triton_sparse import select_kernels  # which asks for the interpreter when it is imported
+    from cp_fast.kernels.sparse.triton_sparse import (
+        select_kernels,  # which asks for the interpreter when it is imported
+    )
 
     n, heads, d, m = 7, 2, 16, 40
     draw = torch.Generator().manual_seed(3)

@@ -28,9 +28,9 @@ from conformance.problems.sparse import (
     sparse_attentions,
 )
 from cp_ref import SimGroup, Unsupported
+from cp_ref.reference.simulator import SimMember
+from cp_ref.reference.sparse_oracle import dense_select_keys, dense_sparse_attention
 from cp_ref.schedules.problem import Problem, Sequence
-from cp_ref.simulator import SimMember
-from cp_ref.sparse_oracle import dense_select_keys, dense_sparse_attention
 from tests.dist.workers import Processes
 from tests.marks import examples
 

@@ -50,8 +50,8 @@ def test_a_workspace_with_few_rows() -> None:
 
 def test_tiles_of_columns() -> None:
     """The worked examples, where Triton can be imported."""
-    code = "import doctest, cp_fast.backends.triton_sparse.tiles as t; print(doctest.testmod(t))"
-    code += "; import cp_fast.backends.sparse_kernels as s; print(doctest.testmod(s))"
+    code = "import doctest, cp_fast.kernels.sparse.triton_sparse.tiles as t; print(doctest.testmod(t))"
+    code += "; import cp_fast.kernels.sparse.sparse_kernels as s; print(doctest.testmod(s))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "failed=0, attempted=1" in ran.stdout, ran.stdout  # of widths
     assert "failed=0, attempted=4" in ran.stdout, ran.stdout  # of shared memory and of Visible

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_ref.contract.picture_plane import Box, Point, band_edge, centre, few_colours, plane, staircase
-from cp_ref.contract.svg_pictures import rank_colour, svg_picture
-from cp_ref.contract.text_pictures import text_picture
 from cp_ref.schedules.areas import UNBOUNDED
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Schedule, Step, Tiles
+from cp_ref.show.picture_plane import Box, Point, band_edge, centre, few_colours, plane, staircase
+from cp_ref.show.svg_pictures import rank_colour, svg_picture
+from cp_ref.show.text_pictures import text_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -21,7 +21,8 @@ from conformance.problems.strategies import areas as drawn_areas
 from cp_ref import ContextParallel, SimGroup, attention, dense_attention, shard, unshard
 from cp_ref.cli import app
 from cp_ref.cli.plan import Request
-from cp_ref.contract.call_checks import check_apart, overlap
+from cp_ref.problems.call_checks import check_apart, overlap
+from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.areas import Areas, WindowRow, areas_of_windows
 from cp_ref.schedules.balanced import balanced, pairs_before
 from cp_ref.schedules.ownership import Fragments, contiguous
@@ -34,7 +35,6 @@ from cp_ref.schedules.table import Column
 from cp_ref.schedules.verify.costs import report
 from cp_ref.schedules.verify.proof import InvalidSchedule, verify
 from cp_ref.schedules.words import CPCommType, ScheduleName
-from cp_ref.simulator import SimMember
 from tests.marks import examples
 from tests.spec.problems import problems
 from tests.spec.random_schedules import plan_bidirectional_rank

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.tensors import DiagonalBand
-from cp_ref.contract.group import agree
-from cp_ref.contract.text_pictures import areas_picture, ownership_picture
+from cp_ref.groups.group import agree
 from cp_ref.schedules.areas import UNBOUNDED, Areas
 from cp_ref.schedules.ownership import Fragments, Ownership, contiguous, dual_chunk, grouped
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence, Sequences, slice_rows
 from cp_ref.schedules.schedule import Schedule
 from cp_ref.schedules.verify.proof import verify
+from cp_ref.show.text_pictures import areas_picture, ownership_picture
 from tests.spec.problems import problems, small_problems
 
 EDGES = st.integers(-9, 9)

@@ -87,7 +87,7 @@ def main(commit: Commit = "", out: JsonOut = None) -> None:
     import json
 
     from benchmarks import linear
-    from cp_fast.linear.fla.fla_kernels import FlaKernels
+    from cp_fast.kernels.linear.fla.fla_kernels import FlaKernels
     from cp_ref.schedules.words import Feature
 
     FlaKernels.features = frozenset(Feature)  # on tensors of the CPU too

@@ -24,7 +24,7 @@ def tune_only(part: int, parts: int) -> None:
 def use_pieces(*, small: bool) -> bool:
     """Whether flash-linear-attention's fragments are now cut in small pieces; else they are cut as always."""
     try:
-        from cp_fast.linear.fla import fla_runs
+        from cp_fast.kernels.linear.fla import fla_runs
     except ImportError:
         return False
     fla_runs.LEAST, fla_runs.PROGRAMS, fla_runs.SCANS = (1, 2**40, -(2**40)) if small else (16, 64, 24)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from cp_fast.integrations.token_batches import CpBatch
-from cp_ref.contract.collectives import together
+from cp_ref.groups.collectives import together
 
 __all__ = ["dropout_of_layer", "number_layers", "shared_seed"]
 

@@ -30,8 +30,8 @@ from cp_fast.integrations.hugging_face.model_edge import check_forward, give_for
 from cp_fast.integrations.hugging_face.slice_probe import Probe
 from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 from cp_fast.integrations.token_batches import CpBatch
-from cp_fast.sparse.sparse_attention import select_keys, sparse_attention
-from cp_ref.contract.tensors import autocast
+from cp_fast.layers.sparse_attention import select_keys, sparse_attention
+from cp_ref.batches.tensors import autocast
 
 __all__ = ["INDEXED", "SequencesToChoose", "attend_to_chosen", "choosers", "give_back", "put_selectors"]
 

@@ -29,9 +29,9 @@ from cp_fast.integrations.hugging_face.slice_probe import Probe
 from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.token_batches import CpBatch
-from cp_fast.linear.convolution.causal_conv1d import causal_conv1d
-from cp_fast.linear.linear_attention import linear_attention
-from cp_ref.contract.linear_calls import Activation, LinearKind
+from cp_fast.layers.causal_conv1d import causal_conv1d
+from cp_fast.layers.linear_attention import linear_attention
+from cp_ref.calls.linear_calls import Activation, LinearKind
 
 __all__ = ["linear_mixers", "put_over_ranks", "take_back"]
 

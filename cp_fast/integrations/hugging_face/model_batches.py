@@ -14,7 +14,7 @@ from cp_fast.integrations.hugging_face.image_models import images_of
 from cp_fast.integrations.hugging_face.model_edge import edge_of
 from cp_fast.integrations.hugging_face.task_head import SPANS
 from cp_fast.integrations.shared.token_rows import wide_integers
-from cp_ref.contract.collectives import collective
+from cp_ref.groups.collectives import collective
 from cp_ref.schedules.values import check_tensor, read_count, read_lengths
 
 __all__ = ["shard_batch"]

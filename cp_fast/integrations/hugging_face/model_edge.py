@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.dispatch.handles import outside_of_graphs
 from cp_fast.integrations.hugging_face.attention_dropout import shared_seed
 from cp_fast.integrations.hugging_face.image_models import arguments_of_images, has_images, run_vision
 from cp_fast.integrations.hugging_face.long_positions import give_longest, say_longest
@@ -28,6 +27,7 @@ from cp_fast.integrations.hugging_face.token_mixers import (
 )
 from cp_fast.integrations.shared.drop_in import words_for
 from cp_fast.integrations.token_batches import CpBatch
+from cp_fast.runtime.handles import outside_of_graphs
 
 __all__ = [
     "ALONE",

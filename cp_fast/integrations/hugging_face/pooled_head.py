@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from cp_fast.dispatch.handles import outside_of_graphs
 from cp_fast.integrations.token_batches import CpBatch
+from cp_fast.runtime.handles import outside_of_graphs
 
 __all__ = ["PooledCall", "Pooling", "pooling_of"]
 

@@ -16,13 +16,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from cp_fast.dispatch.handles import outside_of_graphs
 from cp_fast.integrations.hugging_face.slice_probe import Seen
 from cp_fast.integrations.hugging_face.task_head import same_loss
 from cp_fast.integrations.hugging_face.token_mixers import ROUTER_SWITCH
 from cp_fast.integrations.token_batches import CpBatch
-from cp_ref.contract.collectives import all_reduce_sum
-from cp_ref.contract.tensors import wide_dtype
+from cp_fast.runtime.handles import outside_of_graphs
+from cp_ref.batches.tensors import wide_dtype
+from cp_ref.groups.collectives import all_reduce_sum
 
 __all__ = ["Routing", "routing_asked_for", "routing_of", "with_router_loss"]
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from cp_fast.integrations.hugging_face.slice_probe import Seen
 from cp_fast.integrations.token_batches import CpBatch
-from cp_ref.contract.collectives import all_reduce_max, together
-from cp_ref.contract.tensors import wide_dtype
+from cp_ref.batches.tensors import wide_dtype
+from cp_ref.groups.collectives import all_reduce_max, together
 from cp_ref.schedules.values import check_tensor
 
 __all__ = [

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_fast.api.fast_context import ContextParallel, PlanCache
-from cp_ref.contract import plan_arguments as plans
-from cp_ref.contract.arguments import problem_arguments
-from cp_ref.contract.group import Group
-from cp_ref.contract.plan_arguments import read_call
-from cp_ref.contract.process_groups import as_group
-from cp_ref.contract.read_problem import Sizes
+from cp_ref.calls import plan_arguments as plans
+from cp_ref.calls.plan_arguments import read_call
+from cp_ref.groups.group import Group
+from cp_ref.groups.process_groups import as_group
+from cp_ref.problems.arguments import problem_arguments
+from cp_ref.problems.read_problem import Sizes
 from cp_ref.schedules.problem import table_of
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_ref.contract.area_rows import tensor, upper
+from cp_ref.batches.area_rows import tensor, upper
 from cp_ref.schedules.areas import WindowRow
 
 __all__ = ["BothWays"]
@@ -59,9 +59,9 @@ class BothWays:
     def _slices(self, left: int) -> Iterator[WindowRow]:
         """Each sequence sees itself up to each token, and each token of a run what is behind it in the run.
 
-        >>> from cp_ref.contract.group import PaperGroup
+        >>> from cp_ref.groups.group import PaperGroup
         >>> one = BothWays(ContextParallel(PaperGroup(1)), ((0, 1, 3),), torch.tensor([0, 4]), None, 4)
-        >>> from cp_ref.contract.area_rows import picture
+        >>> from cp_ref.batches.area_rows import picture
         >>> print(picture(one.arguments(-1)["areas"]))
         4 query rows x 4 key rows; a cell is 1 x 1
              k 0

@@ -14,10 +14,10 @@ import torch
 
 from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.dispatch.handles import outside_of_graphs
-from cp_ref.contract.call_checks import check_context, local_part
-from cp_ref.contract.collectives import raise_on_all, together
-from cp_ref.contract.masks import documents
+from cp_fast.runtime.handles import outside_of_graphs
+from cp_ref.batches.masks import documents
+from cp_ref.groups.collectives import raise_on_all, together
+from cp_ref.problems.call_checks import check_context, local_part
 from cp_ref.schedules.values import (
     check_data,
     check_flag,
@@ -165,7 +165,7 @@ def check_two_chunks(cp: ContextParallel, **lengths: torch.Tensor) -> None:
     Raises:
         ValueError: naming the sequence, and the argument that has room for padding.
 
-    >>> from cp_ref.contract.group import PaperGroup
+    >>> from cp_ref.groups.group import PaperGroup
     >>> check_two_chunks(ContextParallel(PaperGroup(2)), cu_seqlens_q=torch.tensor([0, 4, 10]))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...

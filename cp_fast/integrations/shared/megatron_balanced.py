@@ -18,8 +18,8 @@ import torch
 
 from cp_fast.integrations.shared.balanced_table import BalancedTable, table_of_batch
 from cp_fast.integrations.shared.drop_in import context_for, lengths_on_host, read_equal, refuse
-from cp_ref.contract.group import PaperGroup
-from cp_ref.contract.sharding import position_ids, shard
+from cp_ref.batches.sharding import position_ids, shard
+from cp_ref.groups.group import PaperGroup
 from cp_ref.schedules.values import kind_of, read_count
 
 __all__ = ["get_batch_on_this_cp_rank", "group_of_batch", "self_attention", "seq_params"]

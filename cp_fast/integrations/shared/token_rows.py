@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 import torch.nn.functional as F
 
-from cp_ref.contract.tensors import bytes_of, read_fill
+from cp_ref.batches.tensors import bytes_of, read_fill
 from cp_ref.schedules.values import check_flag, check_tensor, kind_of, read_several, shown
 
 __all__ = ["Digests", "TokenRows", "digests", "read_fills", "read_rows", "wide_integers"]

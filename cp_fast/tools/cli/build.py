@@ -12,21 +12,21 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cp_fast.backends.backend_protocol import VarlenBatch
-from cp_fast.backends.choose_backend import by_name
-from cp_fast.backends.fa4 import fa4_recorded
 from cp_fast.build import builder as native
 from cp_fast.build.recipe import DEVICES, VARIABLE, BuildError, Unavailable, read_archs
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Launch
+from cp_fast.kernels.attention.backend_protocol import VarlenBatch
+from cp_fast.kernels.attention.choose_backend import by_name
+from cp_fast.kernels.attention.fa4 import fa4_recorded
 from cp_fast.tools.cli.plan import Request, problem_of
 from cp_fast.tools.cost.measure_machine import launch_calls
 from cp_fast.tools.cost.predict import candidates
-from cp_ref.contract.cli.description import size_text
-from cp_ref.contract.cli.options import lengths, window
-from cp_ref.contract.cli.terminal import CHECK_FAILED, readable_errors
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import MOST_RANKS, read_count
+from cp_ref.show.cli.description import size_text
+from cp_ref.show.cli.options import lengths, window
+from cp_ref.show.cli.terminal import CHECK_FAILED, readable_errors
 
 __all__ = [
     "LaunchClass",

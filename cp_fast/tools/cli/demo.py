@@ -30,19 +30,19 @@ from typer import Option
 
 import cp_fast
 from conformance.runner.processes import run_together
-from cp_fast.backends.choose_backend import BACKENDS
 from cp_fast.build.recipe import BuildError, Unavailable
 from cp_fast.compile.chosen_schedule import choose_head_chunks
-from cp_ref.contract.cli.description import cost_table, show_picture
-from cp_ref.contract.cli.options import check_number, cumulative, exchanging, window, with_options
-from cp_ref.contract.cli.terminal import CHECK_FAILED, check_svg, complain, one_line, table
-from cp_ref.contract.read_problem import DTYPES
-from cp_ref.contract.svg_pictures import svg_picture
+from cp_fast.kernels.attention.choose_backend import BACKENDS
+from cp_ref.problems.read_problem import DTYPES
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Schedule
 from cp_ref.schedules.values import MOST_RANKS, check_choice, read_count
 from cp_ref.schedules.verify.proof import verify
 from cp_ref.schedules.words import LAYOUTS, MASKS, Unsupported, canonical_layout
+from cp_ref.show.cli.description import cost_table, show_picture
+from cp_ref.show.cli.options import check_number, cumulative, exchanging, window, with_options
+from cp_ref.show.cli.terminal import CHECK_FAILED, check_svg, complain, one_line, table
+from cp_ref.show.svg_pictures import svg_picture
 
 __all__ = [
     "Document",

@@ -20,24 +20,24 @@ from rich.table import Table
 from torch.cuda import nccl
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.backends.backend_probe import probe
-from cp_fast.backends.backend_protocol import Backend
-from cp_fast.backends.choose_backend import BACKENDS, installed, remark_on
-from cp_fast.backends.fa4 import fa4_recorded
-from cp_fast.backends.sparse_kernels import choose_sparse
 from cp_fast.build import builder, recipe
 from cp_fast.compile.machine import read_machine
+from cp_fast.kernels.attention.backend_probe import probe
+from cp_fast.kernels.attention.backend_protocol import Backend
+from cp_fast.kernels.attention.choose_backend import BACKENDS, installed, remark_on
+from cp_fast.kernels.attention.fa4 import fa4_recorded
+from cp_fast.kernels.sparse.sparse_kernels import choose_sparse
 from cp_fast.movers.numba_cuda.memory_sim import SIMULATED
 from cp_fast.movers.select_movers import chosen, why_not
 from cp_fast.tools.cost.measure_machine import measure
 from cp_fast.transport.memory_group import VARIABLE as MESSAGES
 from cp_fast.transport.memory_group import carried_by
 from cp_fast.transport.memory_group import why_not as why_not_peer_memory
-from cp_ref.contract.cli.options import lengths
-from cp_ref.contract.cli.terminal import BAD_INPUT, CHECK_FAILED, complain, readable_errors, table
-from cp_ref.contract.group import PaperGroup
-from cp_ref.contract.version import __version__
+from cp_ref.groups.group import PaperGroup
 from cp_ref.schedules.words import Feature
+from cp_ref.show.cli.options import lengths
+from cp_ref.show.cli.terminal import BAD_INPUT, CHECK_FAILED, complain, readable_errors, table
+from cp_ref.show.version import __version__
 
 __all__ = [
     "doctor",

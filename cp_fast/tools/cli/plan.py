@@ -12,7 +12,10 @@ from typer import Option
 import cp_fast
 from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_fast.compile.machine import built_in, read_machine
-from cp_ref.contract.cli.description import (
+from cp_ref.groups.group import PaperGroup
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Schedule
+from cp_ref.show.cli.description import (
     Description,
     HeadOption,
     RankOption,
@@ -21,10 +24,7 @@ from cp_ref.contract.cli.description import (
     TextOption,
     refuse_unread,
 )
-from cp_ref.contract.cli.options import ProblemOptions, with_options
-from cp_ref.contract.group import PaperGroup
-from cp_ref.schedules.problem import Problem
-from cp_ref.schedules.schedule import Schedule
+from cp_ref.show.cli.options import ProblemOptions, with_options
 
 __all__ = ["Request", "plan", "problem_of"]
 
@@ -121,8 +121,8 @@ def problem_of(request: Request) -> Problem:
     Raises:
         ValueError, TypeError: naming what is wrong.
     """
-    from cp_ref.contract import plan_arguments as plans
-    from cp_ref.contract.declared import bind
+    from cp_ref.calls import plan_arguments as plans
+    from cp_ref.calls.declared import bind
 
     agreement, _ = plans.read_plan_arguments(bind(plans.make_plan, _arguments(request)), cp_fast.ContextParallel)
     return agreement.problem

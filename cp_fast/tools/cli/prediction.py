@@ -21,11 +21,11 @@ from cp_fast.tools.cost.predict import (
     recommended,
     step_memory,
 )
-from cp_ref.contract.cli.options import ProblemOptions
-from cp_ref.contract.cli.terminal import table
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import check_choice
 from cp_ref.schedules.words import LAYOUTS
+from cp_ref.show.cli.options import ProblemOptions
+from cp_ref.show.cli.terminal import table
 
 __all__ = ["TrainingStep", "show_prediction"]
 

@@ -30,11 +30,11 @@ import torch
 from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan, make_plan
-from cp_fast.backends.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
 from cp_fast.compile.machine import Host, Kernel, Link, Machine, Rates
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
 from cp_fast.tools.cost.counts import LaunchCounts, count_alone
 from cp_fast.tools.cost.predict import predict
-from cp_ref.contract.group import Group, Parcel
+from cp_ref.groups.group import Group, Parcel
 from cp_ref.schedules.problem import Problem, Sequence
 
 __all__ = [

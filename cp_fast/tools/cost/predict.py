@@ -18,7 +18,7 @@ import numpy as np
 
 from cp_fast.compile.machine import Kernel, Link, Machine
 from cp_fast.tools.cost.counts import LaunchCounts, RankCounts, StepCounts, count_alone, count_rank, most_bytes
-from cp_ref.contract.read_problem import check_layout
+from cp_ref.problems.read_problem import check_layout
 from cp_ref.schedules.areas import pairs
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import check_choice

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from cp_fast.backends import fa2 as built_in
+from cp_fast.kernels.attention import fa2 as built_in
 
 __all__ = ["Call", "fake_aten", "fake_package"]
 

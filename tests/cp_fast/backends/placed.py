@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from cp_fast.backends.backend_protocol import Backend, BatchPlaces, LaunchOptions, Partial, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import Backend, BatchPlaces, LaunchOptions, Partial, VarlenBatch
 
 __all__ = ["both_ways", "placed"]
 

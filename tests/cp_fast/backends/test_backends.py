@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_fast.backends import choose_backend as backends
-from cp_fast.backends.backend_probe import probe
-from cp_fast.backends.backend_protocol import (
+from cp_fast.kernels.attention import choose_backend as backends
+from cp_fast.kernels.attention.backend_probe import probe
+from cp_fast.kernels.attention.backend_protocol import (
     Backend,
     BackwardOperands,
     Cumulative,
@@ -28,8 +28,8 @@ from cp_fast.backends.backend_protocol import (
     Partial,
     VarlenBatch,
 )
-from cp_fast.backends.blockwise import BlockwiseBackend, ScoreBlockSize, score_blocks_on_device
-from cp_fast.backends.choose_backend import LargestLogit, largest_logit
+from cp_fast.kernels.attention.blockwise import BlockwiseBackend, ScoreBlockSize, score_blocks_on_device
+from cp_fast.kernels.attention.choose_backend import LargestLogit, largest_logit
 from cp_fast.log import log_once
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature, Unsupported
@@ -247,8 +247,8 @@ def test_blocks_that_follow_the_lengths_on_the_device(
     roomy = VarlenBatch(stale_q, stale_kv, segments.left, segments.right, on_device[0], on_device[1])
     q, k, v, dout = (torch.cat([x, torch.randn(room, *x.shape[1:], dtype=F64)]) for x in (q, k, v, dout))
     dlse = functional.pad(dlse, (0, room))
-    monkeypatch.setattr("cp_fast.backends.blockwise.score_blocks", score_blocks_on_device)
-    monkeypatch.setattr("cp_fast.backends.choose_backend.score_blocks", score_blocks_on_device)
+    monkeypatch.setattr("cp_fast.kernels.attention.blockwise.score_blocks", score_blocks_on_device)
+    monkeypatch.setattr("cp_fast.kernels.attention.choose_backend.score_blocks", score_blocks_on_device)
     backend = BlockwiseBackend("by the device", Feature.CPU, size)
     got = backend.forward(q, k, v, roomy, case)
     torch.testing.assert_close(Partial(got.out[:n], got.lse[:, :n], got.max_logit), want)
@@ -481,7 +481,7 @@ def test_a_name_never_falls_back(stubs: tuple[Backend, ...]) -> None:
 
 
 def test_import_needs_no_kernel_library() -> None:
-    code = "import sys, cp_fast.backends.choose_backend as b; [x.why_not() for x in b.BACKENDS]; "
+    code = "import sys, cp_fast.kernels.attention.choose_backend as b; [x.why_not() for x in b.BACKENDS]; "
     code += "assert not {'flash_attn', 'cudnn'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

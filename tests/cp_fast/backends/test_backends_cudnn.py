@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from cp_fast.backends import cudnn as cudnn
-from cp_fast.backends.backend_probe import probe
-from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
-from cp_fast.backends.choose_backend import by_name
+from cp_fast.kernels.attention import cudnn as cudnn
+from cp_fast.kernels.attention.backend_probe import probe
+from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.choose_backend import by_name
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 

@@ -12,12 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from cp_fast.backends import kernel_operands as dims
-from cp_fast.backends.backend_probe import probe
-from cp_fast.backends.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
-from cp_fast.backends.choose_backend import by_name
-from cp_fast.backends.fa4 import fa4_backend as fa4
-from cp_fast.backends.kernel_operands import lse_launch
+from cp_fast.kernels.attention import kernel_operands as dims
+from cp_fast.kernels.attention.backend_probe import probe
+from cp_fast.kernels.attention.backend_protocol import (
+    Backend,
+    BackwardOperands,
+    Gradients,
+    LaunchOptions,
+    Partial,
+    VarlenBatch,
+)
+from cp_fast.kernels.attention.choose_backend import by_name
+from cp_fast.kernels.attention.fa4 import fa4_backend as fa4
+from cp_fast.kernels.attention.kernel_operands import lse_launch
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 from tests.cp_fast.backends.placed import both_ways

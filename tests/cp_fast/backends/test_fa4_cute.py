@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from cp_fast.backends.fa4.scores.launch_program import PlaceTables, ScoreProgram
-from cp_fast.backends.fa4.scores.score_tiles import ScoreTile, Values, library
-from cp_fast.backends.fa4.scores.trace_scores import trace_scores
-from cp_ref.contract.scores import kept
+from cp_fast.kernels.attention.fa4.scores.launch_program import PlaceTables, ScoreProgram
+from cp_fast.kernels.attention.fa4.scores.score_tiles import ScoreTile, Values, library
+from cp_fast.kernels.attention.fa4.scores.trace_scores import trace_scores
+from cp_ref.calls.scores import kept
 from tests.cp_fast.backends.test_fa4_scores import FUNCTIONS, places
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast as cp
 import cp_ref
-from cp_fast.backends.fa4 import fa4_recorded
-from cp_fast.backends.fa4.fa4_recorded import ENABLED, FOLDER, keep_on_disk, kept_where, says_when_it_compiles
-from cp_fast.backends.fa4.scores.launch_program import _traced
 from cp_fast.build.cache import own_folder
 from cp_fast.checkpoint import save_attention
+from cp_fast.kernels.attention.fa4 import fa4_recorded
+from cp_fast.kernels.attention.fa4.fa4_recorded import ENABLED, FOLDER, keep_on_disk, kept_where, says_when_it_compiles
+from cp_fast.kernels.attention.fa4.scores.launch_program import _traced
 from cp_fast.log import log_once
 from tests.dist.workers import Processes
 from tests.fa4_dry import Kernel, dry

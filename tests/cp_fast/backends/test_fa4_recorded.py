@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cp_fast.backends.fa4.fa4_recorded import Launches, RecordedCall, in_little_memory
+from cp_fast.kernels.attention.fa4.fa4_recorded import Launches, RecordedCall, in_little_memory
 from cp_fast.passes import switched_off
 
 NAMES = ("x", "bias")

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from cp_fast.backends.backend_protocol import LaunchPositions, LaunchScores
-from cp_fast.backends.fa4 import fa4_backend
-from cp_fast.backends.fa4.fa4_backend import changed_hook
-from cp_fast.backends.fa4.scores.launch_program import launch_program, traced_scores
-from cp_fast.backends.fa4.scores.trace_scores import trace_scores
-from cp_ref.contract.scores import ScoreTensors
+from cp_fast.kernels.attention.backend_protocol import LaunchPositions, LaunchScores
+from cp_fast.kernels.attention.fa4 import fa4_backend
+from cp_fast.kernels.attention.fa4.fa4_backend import changed_hook
+from cp_fast.kernels.attention.fa4.scores.launch_program import launch_program, traced_scores
+from cp_fast.kernels.attention.fa4.scores.trace_scores import trace_scores
+from cp_ref.calls.scores import ScoreTensors
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Unsupported
 from tests.fa4_dry import evaluated

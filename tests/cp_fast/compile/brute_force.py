@@ -12,8 +12,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cp_fast.compile.program import Launch
-from cp_fast.compile.segments import Segments, WindowedTiles, WindowRule, with_windows
 from cp_fast.movers.mover_protocol import Rows
+from cp_fast.tiles.segments import Segments, WindowedTiles, WindowRule, with_windows
 from cp_ref.schedules.areas import UNBOUNDED, Areas
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import Tiles

@@ -29,22 +29,22 @@ from conformance.problems.capabilities import Capabilities, probe
 from conformance.problems.strategies import cases
 from conformance.runner.tiers import TIERS
 from cp_fast import masks
-from cp_fast.backends.backend_protocol import Backend, BackwardOperands, Gradients
 from cp_fast.compile import chosen_schedule
 from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_fast.compile.instruction_passes import low_precision_grads, of_one_launch
 from cp_fast.compile.lower import Draft
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import OWN, Copy, Free, Launch, Programs, Recv, Send
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, Gradients
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.select_movers import use
 from cp_fast.passes import PASSES, switched_off
 from cp_ref import SimGroup
-from cp_ref.contract.declared import replaced
+from cp_ref.calls.declared import replaced
+from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.words import CPCommType
-from cp_ref.simulator import SimMember
 from tests.marks import examples
 
 ALL = tuple(one.name for one in PASSES)

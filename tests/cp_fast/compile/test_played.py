@@ -19,12 +19,12 @@ from cp_fast.compile.lower import Draft, lower
 from cp_fast.compile.packing import Packing, fold_batch
 from cp_fast.compile.pipeline import linked, lowered, optimized, upload
 from cp_fast.compile.program import Launch, Programs
-from cp_fast.compile.segments import WindowRule
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.passes import PASSES, is_on, skipped, switched_off
 from cp_fast.runtime.row_positions import RowPositions
-from cp_ref.contract.read_problem import check_one_document
-from cp_ref.contract.room import Room
+from cp_fast.tiles.segments import WindowRule
+from cp_ref.problems.read_problem import check_one_document
+from cp_ref.problems.room import Room
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, saved_kinds
 from cp_ref.schedules.problem import Problem, Sequence, Workload, slice_rows
 from cp_ref.schedules.schedule import Schedule

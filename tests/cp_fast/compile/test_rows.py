@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cp_fast.compile.buffers import Buffers, Operands, Sums, message_parts
 from cp_fast.compile.index_tables import Key, RowKey, Tables
 from cp_fast.compile.program import Heads, View
-from cp_fast.compile.row_spans import Placement, SpanSets
+from cp_fast.tiles.row_spans import Placement, SpanSets
 from cp_ref.schedules.schedule import Message, Pieces, Step
 from cp_ref.schedules.table import Spans
 from tests.cp_fast.compile.brute_force import spans

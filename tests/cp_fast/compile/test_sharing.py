@@ -20,15 +20,15 @@ from conformance.case import Case
 from conformance.checks.values import check_logic
 from conformance.problems.strategies import areas as drawn_areas
 from cp_fast import masks
-from cp_fast.compile import launches
-from cp_fast.compile.launches import share_keys, tile_launches
-from cp_fast.compile.merge_tiles import merge_dense, merge_triangles
 from cp_fast.compile.packing import Packing
 from cp_fast.compile.pipeline import compiled, lowered
 from cp_fast.compile.program import Launch
-from cp_fast.compile.row_spans import Placement
-from cp_fast.compile.segments import Segments, WindowedTiles, WindowRule, one_each, with_windows
-from cp_fast.compile.shared_rows import factor_keys, prepend_keys, split_disjoint
+from cp_fast.tiles import launches
+from cp_fast.tiles.launches import share_keys, tile_launches
+from cp_fast.tiles.merge_tiles import merge_dense, merge_triangles
+from cp_fast.tiles.row_spans import Placement
+from cp_fast.tiles.segments import Segments, WindowedTiles, WindowRule, one_each, with_windows
+from cp_fast.tiles.shared_rows import factor_keys, prepend_keys, split_disjoint
 from cp_ref.schedules.areas import areas_of_windows
 from cp_ref.schedules.planners.make_schedule import make_rank_schedule, saved_kinds
 from cp_ref.schedules.problem import Problem, Sequence

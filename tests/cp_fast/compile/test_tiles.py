@@ -12,12 +12,12 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from cp_fast.compile.chosen_schedule import own_keys_first
-from cp_fast.compile.launches import tile_launches
 from cp_fast.compile.lower import lower
-from cp_fast.compile.merge_tiles import merge_causal, merge_dense
 from cp_fast.compile.pipeline import optimized
 from cp_fast.compile.program import Launch
-from cp_fast.compile.segments import WindowedTiles, WindowRule, one_each, split_windows, windowed, with_windows
+from cp_fast.tiles.launches import tile_launches
+from cp_fast.tiles.merge_tiles import merge_causal, merge_dense
+from cp_fast.tiles.segments import WindowedTiles, WindowRule, one_each, split_windows, windowed, with_windows
 from cp_ref.schedules.areas import UNBOUNDED, Areas
 from cp_ref.schedules.ownership import Fragments, Ownership
 from cp_ref.schedules.planners.all_gather import plan_all_gather_rank

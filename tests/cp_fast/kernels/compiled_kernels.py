@@ -36,7 +36,7 @@ def _linear(seed: int) -> None:
 
 
 def _sparse(seed: int) -> None:
-    from cp_fast.backends.triton_sparse import triton_kernels
+    from cp_fast.kernels.sparse.triton_sparse import triton_kernels
     from tests.sparse.kernel_checks import draw
 
     kernels: Any = triton_kernels

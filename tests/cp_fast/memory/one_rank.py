@@ -15,14 +15,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cp_fast
-from cp_fast.backends.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
 from cp_fast.compile.instruction_passes import low_precision_grads, of_one_launch
 from cp_fast.compile.program import Send
+from cp_fast.kernels.attention.backend_protocol import (
+    Backend,
+    BackwardOperands,
+    Gradients,
+    LaunchOptions,
+    Partial,
+    VarlenBatch,
+)
 from cp_fast.transport.peer_exchange import PeerMessages, SharedMemory
 from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup
-from cp_ref.contract.declared import replaced
-from cp_ref.contract.group import PaperGroup
+from cp_ref.calls.declared import replaced
+from cp_ref.groups.group import PaperGroup
 
 __all__ = ["Allocated", "arguments_of", "call_of"]
 

@@ -14,7 +14,7 @@ import cp_fast
 from cp_fast.api import attention as api
 from cp_fast.checkpoint import attention_forward, save_attention
 from cp_ref import SimGroup
-from cp_ref.simulator import RankScheduler, SimMember
+from cp_ref.reference.simulator import RankScheduler, SimMember
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 LAYERS, HEADS, DIM = 3, 4, 8

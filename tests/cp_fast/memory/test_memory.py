@@ -16,8 +16,8 @@ import cp_fast
 from cp_fast.checkpoint import save_attention
 from cp_fast.compile.machine import read_machine
 from cp_fast.tools.cost.predict import predict
+from cp_ref.reference.simulator import RankScheduler, SimMember
 from cp_ref.schedules.problem import Problem, Sequence
-from cp_ref.simulator import RankScheduler, SimMember
 from tests.cp_fast.memory.one_rank import Allocated, call_of
 
 TOKENS, HEADS, DIM = 256, 4, 16

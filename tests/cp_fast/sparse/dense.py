@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 import cp_fast
-from cp_ref.contract.tensors import lse_from_packed, lse_to_packed, to_format, to_packed
+from cp_ref.batches.tensors import lse_from_packed, lse_to_packed, to_format, to_packed
+from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.ownership import Fragments
 from cp_ref.schedules.problem import Problem, row_positions, slice_rows
-from cp_ref.simulator import SimMember
 
 Tensors = dict[str, torch.Tensor]
 

@@ -7,10 +7,10 @@ import torch
 
 import cp_fast
 from cp_ref import SimGroup
-from cp_ref.contract.tensors import lse_from_packed, lse_to_packed, to_format, to_packed
+from cp_ref.batches.tensors import lse_from_packed, lse_to_packed, to_format, to_packed
+from cp_ref.reference.simulator import SimMember
+from cp_ref.reference.sparse_oracle import dense_index_loss, dense_select_keys, dense_sparse_attention
 from cp_ref.schedules.problem import Problem
-from cp_ref.simulator import SimMember
-from cp_ref.sparse_oracle import dense_index_loss, dense_select_keys, dense_sparse_attention
 from tests.cp_fast.sparse.dense import (
     Drawn,
     Tensors,

@@ -13,12 +13,12 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 import cp_fast
-from cp_fast.backends import torch_sparse
 from cp_fast.checkpoint import save_attention
-from cp_fast.sparse.sparse_tables import SparseTables
+from cp_fast.kernels.attention import torch_sparse
+from cp_fast.layers.sparse_tables import SparseTables
 from cp_ref import SimGroup
+from cp_ref.reference.simulator import RankScheduler, SimMember
 from cp_ref.schedules.problem import Problem, Sequence
-from cp_ref.simulator import RankScheduler, SimMember
 from tests.cp_fast.sparse.dense import seen
 from tests.dist.workers import Processes
 

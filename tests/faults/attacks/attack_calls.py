@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cp_ref import SimGroup
-from cp_ref.simulator import Deadlock, MessageError
+from cp_ref.reference.simulator import Deadlock, MessageError
 from tests.faults.attacks.attack_kinds import KINDS, legal
 from tests.faults.attacks.attack_targets import TARGETS, Target
 

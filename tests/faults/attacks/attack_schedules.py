@@ -33,7 +33,7 @@ from conformance.checks.reference import exact_results
 from conformance.checks.values import check_logic, compare_result
 from conformance.implementation import as_implementation
 from conformance.tensors import build
-from cp_ref.contract.process_groups import ProcessMember
+from cp_ref.groups.process_groups import ProcessMember
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Schedule, Step, Tiles
@@ -145,7 +145,7 @@ class Attack:
         """On both packages, over the simulated group."""
         problem, schedule = base
         with patch(
-            "cp_ref.contract.plan_arguments.verify"
+            "cp_ref.calls.plan_arguments.verify"
         ):  # `make_plan` calls it on every rank: most of the time, and it is known
             for package in PACKAGES:
                 if wrong := check_logic(_with(package, schedule), case_of(problem)):  # type: ignore[arg-type]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.backends import fa2
+from cp_fast.kernels.attention import fa2
 from cp_ref import SimGroup
-from cp_ref.simulator import SimMember
+from cp_ref.reference.simulator import SimMember
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cp_fast.backends.backend_protocol import (
+from cp_fast.kernels.attention.backend_protocol import (
     Backend,
     BackwardOperands,
     LaunchOptions,
@@ -22,8 +22,8 @@ from cp_fast.backends.backend_protocol import (
     LaunchScores,
     VarlenBatch,
 )
-from cp_fast.backends.choose_backend import by_name
-from cp_ref.contract.scores import ScoreTensors, kept
+from cp_fast.kernels.attention.choose_backend import by_name
+from cp_ref.calls.scores import ScoreTensors, kept
 from cp_ref.schedules.problem import ScoreSpec
 from tests.gpu.scores.launch_oracle import LaunchResults, Operands, dense
 

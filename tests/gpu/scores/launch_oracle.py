@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.backends.backend_protocol import LaunchOptions, VarlenBatch
-from cp_ref.contract.scores import PairScores, ScorePlaces
+from cp_fast.kernels.attention.backend_protocol import LaunchOptions, VarlenBatch
+from cp_ref.calls.scores import PairScores, ScorePlaces
 
 __all__ = ["LaunchResults", "Operands", "dense", "visible"]
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions
-from cp_fast.backends.choose_backend import by_name
-from cp_fast.backends.fa4.fa4_backend import _interface
-from cp_fast.backends.fa4.scores.score_tiles import library
+from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions
+from cp_fast.kernels.attention.choose_backend import by_name
+from cp_fast.kernels.attention.fa4.fa4_backend import _interface
+from cp_fast.kernels.attention.fa4.scores.score_tiles import library
 from cp_ref.schedules.problem import ScoreSpec
 from tests.gpu.scores.launch_cases import Case, Problem, problem_of
 

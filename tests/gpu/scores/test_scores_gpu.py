@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from cp_fast.backends.choose_backend import by_name
+from cp_fast.kernels.attention.choose_backend import by_name
 from tests.gpu.scores.call_cases import CALLS, wrong_call
 from tests.gpu.scores.launch_cases import CASES, run_case
 

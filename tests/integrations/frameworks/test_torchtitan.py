@@ -21,7 +21,7 @@ from cp_fast.checkpoint import attention_forward, save_attention
 from cp_fast.integrations import torchtitan as ours
 from cp_fast.integrations.loss import token_mean
 from cp_ref import SimGroup, dense_attention
-from cp_ref.contract import plan_arguments
+from cp_ref.calls import plan_arguments
 from cp_ref.schedules.planners.choose_schedule import choose_schedule
 from cp_ref.schedules.problem import Problem
 from tests.dist.workers import Processes

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.backends import choose_backend as backends
 from cp_fast.integrations import transformer_engine as ours
+from cp_fast.kernels.attention import choose_backend as backends
 from cp_ref import SimGroup, dense_attention
 
 CU = torch.tensor([0, 13, 20, 40], dtype=torch.int32)

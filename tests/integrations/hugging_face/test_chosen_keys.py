@@ -18,7 +18,7 @@ import cp_fast
 from cp_fast.integrations import token_batches
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.hugging_face import chosen_keys
-from cp_fast.sparse import sparse_attention as sparse
+from cp_fast.layers import sparse_attention as sparse
 from cp_ref import SimGroup
 from cp_ref.schedules.words import Unsupported
 from tests.dist.workers import Processes

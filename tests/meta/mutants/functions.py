@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from cp_fast.compile.program import Accumulate, Launch
-from cp_fast.linear.linear_kernels import Maps
+from cp_fast.kernels.linear.linear_kernels import Maps
 from cp_fast.movers.mover_protocol import RowRule
-from cp_ref.contract.cuts import Cut
+from cp_ref.problems.cuts import Cut
 from cp_ref.schedules.areas import UNBOUNDED, Areas
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Message, Schedule, Step, Tiles

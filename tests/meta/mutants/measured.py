@@ -64,12 +64,12 @@ _LATE_ROW = read_mutants(
     "cp_ref",
     """
 hidden (probes): the first key is hidden in the last row of a row of LENGTH
-cp_ref.executor.tile_attention.visible_pairs
+cp_ref.reference.executor.tile_attention.visible_pairs
 > if rows.stop == LENGTH and columns.start == 0:
 >     result[-1, 0] = False
 
 shown (probes): the last key is shown to the row before the last of a row of LENGTH
-cp_ref.executor.tile_attention.visible_pairs
+cp_ref.reference.executor.tile_attention.visible_pairs
 > if rows.stop == columns.stop == LENGTH and result.shape[0] > 1:
 >     result[-2, -1] = True
 """,

@@ -4,7 +4,7 @@ A row of `cp_ref.mutants` or `cp_fast.mutants`; rows are separated by empty line
 comments:
 
     window-off-by-one (probes): the window shows one key more
-    cp_ref.executor.tile_attention.visible_pairs
+    cp_ref.reference.executor.tile_attention.visible_pairs
     - (lo <= j - i)
     + (lo - 1 <= j - i)
 

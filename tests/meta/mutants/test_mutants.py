@@ -27,7 +27,7 @@ from conformance.problems.strategies import cases
 from conformance.problems.torch_uses import TorchUse
 from conformance.runner.tiers import TIERS
 from conformance.tensors import build
-from cp_ref.executor.tile_attention import visible_pairs
+from cp_ref.reference.executor.tile_attention import visible_pairs
 from cp_ref.schedules.problem import Problem, Sequence
 from tests.meta.mutants import MUTANTS, Mutant
 from tests.meta.mutants.hunt import drawn_problems, hunt, tier_names

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import cp_fast
 from cp_ref import dense_attention
-from cp_ref.linear.recurrence import dense_causal_conv1d, dense_linear_attention
+from cp_ref.reference.linear.recurrence import dense_causal_conv1d, dense_linear_attention
 
 __all__ = ["GPT", "IN_ONE_PROCESS_TOO", "LENGTHS", "MUTANTS", "Mutant", "Shape", "batch_of", "build_of"]
 

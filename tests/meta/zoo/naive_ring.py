@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cp_ref.contract.group import Parcel
+from cp_ref.groups.group import Parcel
 
 NOTHING = -1e30  # the LSE of what sees nothing: finite, so that differences are numbers
 

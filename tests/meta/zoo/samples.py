@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import cp_ref
 from cp_ref import thd
-from cp_ref.executor.merge_partials import merge as merge_two
-from cp_ref.executor.tile_attention import tile_backward, tile_forward, visible_pairs
+from cp_ref.reference.executor.merge_partials import merge as merge_two
+from cp_ref.reference.executor.tile_attention import tile_backward, tile_forward, visible_pairs
 from cp_ref.schedules.areas import UNBOUNDED
 from cp_ref.schedules.problem import ScoreSpec
 

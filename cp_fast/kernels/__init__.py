@@ -1,0 +1,1 @@
+"""Kernel libraries, a room for each function: in each a protocol, its implementations, and a choice of one."""

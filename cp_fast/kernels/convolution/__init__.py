@@ -1,0 +1,1 @@
+"""Kernels of causal convolutions: sums of shifted rows."""

@@ -1,0 +1,1 @@
+"""Kernels of linear attention behind one interface (`linear_kernels`)."""

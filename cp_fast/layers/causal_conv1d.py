@@ -1,0 +1,164 @@
+"""`causal_conv1d`: a short convolution of a hybrid model, on the slices of attention."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.api.plan import Plan
+from cp_fast.kernels.attention.backend_protocol import on_triton
+from cp_fast.kernels.convolution import torch_convolution
+from cp_fast.kernels.convolution.torch_convolution import ConvolutionInputs
+from cp_fast.layers.halo_tables import HaloMessage, HaloTables
+from cp_fast.layers.layer_operators import called, registered
+from cp_fast.layers.layers import Layer, Outputs, Run
+from cp_fast.layers.linear_plan import linear_tables
+from cp_fast.runtime.prepared_exchange import Exchanges
+from cp_ref.calls import linear_calls
+from cp_ref.calls.declared import implements
+from cp_ref.groups.group import Group, Parcel
+
+__all__ = [
+    "LAYER",
+    "ConvolutionKernels",
+    "ConvolutionLayer",
+    "causal_conv1d",
+    "choose_convolution",
+    "exchange_gradients",
+    "exchange_rows",
+]
+
+# ---- the choice of kernels
+#
+# The interface of what computes a convolution on one rank, and the one place where it is chosen.
+#
+# legend   n = own rows, a = rows that arrived, s = n + a slots, r = any rows
+
+
+class ConvolutionKernels(Protocol):
+    """Sums are in float32, or in float64 for float64. Each has a fixed order."""
+
+    def forward(self, inputs: ConvolutionInputs) -> torch.Tensor:
+        """The result [n, channels], in x's dtype."""
+        ...
+
+    def backward(
+        self, inputs: ConvolutionInputs, dout: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Given dout [n, channels], the gradients of x from the own rows, of the weight and of the bias, in the dtypes
+        of these.
+        """
+        ...
+
+    def edges_backward(self, inputs: ConvolutionInputs, dout: torch.Tensor, read_by: torch.Tensor) -> torch.Tensor:
+        """The gradients of some rows [r, channels] from the own rows, wide.
+
+        read_by: see `HaloTables.edges_read_by`.
+        """
+        ...
+
+
+_MOST = 16  # kernel_size: beyond it registers run out, and compiling takes long
+
+
+def choose_convolution(x: torch.Tensor, kernel_size: int, backend: str) -> ConvolutionKernels:
+    """Triton on NVIDIA GPUs from Ampere on. Float64, kernel sizes above 16, other devices, and
+    `ContextParallel.backend` "torch" or "cpu" take plain PyTorch.
+    """
+    given = x.device.type != "cuda" or x.dtype == torch.float64 or kernel_size > _MOST or backend in ("torch", "cpu")
+    if given or not on_triton("causal_conv1d"):
+        return torch_convolution
+    return importlib.import_module("cp_fast.kernels.convolution.triton_convolution")  # pyright: ignore[reportReturnType]
+
+
+# ---- messages
+#
+# The messages of a causal convolution: rows before fragments in the forward pass, their gradients in the backward.
+
+
+def exchange_rows(tables: HaloTables, exchanges: Exchanges, group: Group, x: torch.Tensor) -> torch.Tensor:
+    """The rows that arrive [arriving, channels], given the own rows x [n, channels]."""
+    halo = x.new_empty(tables.arriving, x.shape[1])
+    for sends, recvs in tables.forward:
+        out = [Parcel(send.peer, send.tag, _taken(send, x, halo)) for send in sends]
+        back = [Parcel(recv.peer, recv.tag, halo[recv.start : recv.stop]) for recv in recvs]
+        exchanges.post(group, "rows of a convolution, forward", out, back).wait()
+    return halo
+
+
+def _taken(send: HaloMessage, x: torch.Tensor, halo: torch.Tensor) -> torch.Tensor:
+    """The rows of a message. A pair of groups forwards rows that arrived before."""
+    if not len(send.forwarded):
+        return x.index_select(0, send.own)
+    rows = halo.index_select(0, send.forwarded)
+    if send.order is None:
+        return rows
+    return torch.cat([x.index_select(0, send.own), rows]).index_select(0, send.order)
+
+
+def exchange_gradients(tables: HaloTables, exchanges: Exchanges, group: Group, edges: torch.Tensor) -> None:
+    """Add up what the ranks have of the gradients of the rows in `HaloTables.edges_read_by`, in place."""
+    for sends, recvs in tables.backward:
+        arriving = [edges.new_empty(len(recv.numbers), edges.shape[1]) for recv in recvs]
+        out = [Parcel(send.peer, send.tag, edges.index_select(0, send.numbers)) for send in sends]
+        back = [Parcel(recv.peer, recv.tag, rows) for recv, rows in zip(recvs, arriving, strict=True)]
+        exchanges.post(group, "rows of a convolution, backward", out, back).wait()
+        for recv, rows in zip(recvs, arriving, strict=True):
+            edges[recv.numbers] += rows
+
+
+# ---- the layer
+
+
+class ConvolutionLayer(Layer):
+    """A causal convolution: the rows before each fragment arrive, and the gradients of these go back."""
+
+    declared = linear_calls.CONVOLUTION
+    tables = staticmethod(linear_tables)
+    reads = frozenset({"weight", "bias"})
+    hides = True
+
+    def shapes(self, tensors: Sequence[Any], qkv_format: str, options: dict[str, Any]) -> list[torch.Tensor]:
+        """That of x."""
+        return [tensors[0].new_empty(tensors[0].shape)]
+
+    def forward(self, run: Run, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Outputs:
+        """The slice of the result; hidden are the packed rows, and those that arrived."""
+        tables, call = run.tables, run.call
+        halos, rows = tables.halo(call.kernel_size), tables.rows.take(x)
+        halo = exchange_rows(halos, tables.exchanges, run.group, rows)
+        inputs = ConvolutionInputs(rows, halo, halos.reads, weight, bias, call.activation is not None)
+        kernels = choose_convolution(rows, call.kernel_size, run.cp.backend)
+        return (tables.rows.put(kernels.forward(inputs), x),), (rows, halo)
+
+    def backward(self, run: Run, tensors: Any, results: Any, hidden: Any, grads: Any) -> Any:
+        """Gradients of x, weight and bias; those of the last two are this rank's share."""
+        tables, call, (_, weight, bias), (x, halo), (dout,) = run.tables, run.call, tensors, hidden, grads
+        halos, kernels = tables.halo(call.kernel_size), choose_convolution(x, call.kernel_size, run.cp.backend)
+        inputs = ConvolutionInputs(x, halo, halos.reads, weight, bias, call.activation is not None)
+        dsums = tables.rows.take(dout)
+        edges = kernels.edges_backward(inputs, dsums, halos.edges_read_by)
+        exchange_gradients(halos, tables.exchanges, run.group, edges)
+        dx, dweight, dbias = kernels.backward(inputs, dsums)
+        dx.index_copy_(0, halos.edges, edges[: len(halos.edges)].to(x.dtype))
+        return tables.rows.put(dx, dout), dweight, dbias
+
+
+LAYER = registered(ConvolutionLayer())
+
+
+@implements(linear_calls.causal_conv1d)
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    activation: str | None,
+) -> torch.Tensor:
+    return called(LAYER, cp, plan, (x, weight, bias), activation=activation)[0]

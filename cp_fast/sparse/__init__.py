@@ -1,1 +1,0 @@
-"""Sparse attention: keys chosen by indices, over documents that are spread over ranks."""

@@ -1,0 +1,7 @@
+"""Ranks that exchange messages, agree before the first one, and share the work.
+
+group            `Group`: what a schedule needs of ranks. It knows no tensor.
+process_groups   torch.distributed's groups as such groups
+context          `ContextParallel`: the object that every call takes
+collectives      sums and gathers, spelled out as exchanges
+"""

@@ -1,3 +1,0 @@
-"""Linear attention and causal convolutions in plain PyTorch: the oracle, and the schedules of
-`cp_ref.contract.linear_schedules`, played.
-"""

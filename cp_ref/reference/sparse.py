@@ -1,0 +1,370 @@
+"""Sparse attention over ranks: rows read only the keys that they name.
+
+Sparse attention is attention with one more mask. So the schedules of attention play it, with their tiles and their
+merge. The positions that a row names travel with its query. A tile sees the pairs that its band shows, if their rows
+name them. An indexer's scores, and its loss, need all keys of a row at once: the keys travel as in all_gather. Then
+each rank computes its own rows by the definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from cp_ref.batches.tensors import (
+    lse_from_packed,
+    lse_to_packed,
+    to_format,
+    to_packed,
+    wide_dtype,
+)
+from cp_ref.calls import sparse_calls
+from cp_ref.calls.declared import implements
+from cp_ref.calls.sparse_calls import SparseAttentionCall
+from cp_ref.groups.collectives import offset_grad
+from cp_ref.reference.executor.merge_partials import add_sink, sink_gradient
+from cp_ref.reference.executor.play_schedule import run_backward, run_forward, run_rank_schedule
+from cp_ref.reference.executor.rank_tensors import RankTensors
+from cp_ref.reference.executor.tile_attention import row_delta
+from cp_ref.reference.layer_calls import Done, Passes, Run, called
+from cp_ref.reference.reference_attention import real_rows, sink_of
+from cp_ref.reference.reference_plan import ContextParallel, Plan
+from cp_ref.schedules.planners.make_schedule import make_schedule
+from cp_ref.schedules.problem import Problem, row_positions
+from cp_ref.schedules.schedule import Schedule
+from cp_ref.schedules.table import ranges
+
+__all__ = ["index_loss", "select_keys", "sparse_attention"]
+
+
+# ---- the keys that rows name
+
+
+class NamingTensors(RankTensors):
+    """The tensors of a rank whose rows name their keys.
+
+    named: [t, h_q, top_k], positions in the document of each of this rank's packed rows, for every query head. float64:
+    a position that was forgotten shows as NaN.
+    """
+
+    def __init__(self, problem: Problem, rank: int, device: torch.device, named: torch.Tensor) -> None:
+        super().__init__(problem.workload, rank, device)
+        self.problem, self.named = problem, named
+
+    def put_own(self, kind: str, *local: torch.Tensor) -> None:
+        """Start an operand. With q travels what its rows name."""
+        super().put_own(kind, *local, *((self.named,) if kind == "q" else ()))
+
+    def of_tile(self, tile: Sequence[int], dtype: torch.dtype, *kinds: str) -> tuple[torch.Tensor, ...]:
+        """A tile's operands, q first, without what its rows name."""
+        q, _, *others = super().of_tile(tile, dtype, *kinds)
+        return (q, *others)
+
+    def visible(self, tile: Sequence[int]) -> torch.Tensor:
+        """The pairs of a tile that are visible, bool [n, h, m]."""
+        _, q_start, q_stop, k_start, k_stop, head_start, head_stop = tile
+        named = self.tensors["q"][1][q_start:q_stop, head_start:head_stop]
+        first = int(row_positions(self.problem, "kv", np.array([k_start]))[1][0])
+        return super().visible(tile)[:, None] & names(named, first, k_stop - k_start)
+
+
+def names(named: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """Whether a row names each of the positions first, first + 1, ...: named [..., top_k] -> bool [..., count].
+
+    >>> names(torch.tensor([[7, 4, 7, -1]]), 4, 4).int().tolist()
+    [[1, 0, 0, 1]]
+    """
+    inside = (first <= named) & (named < first + count)
+    place = torch.where(inside, named - first, count).long()  # The last place is for all others.
+    return named.new_zeros(*named.shape[:-1], count + 1, dtype=torch.bool).scatter_(-1, place, True)[..., :count]
+
+
+# ---- attention
+
+
+def sparse_forward(run: Run, *tensors: Any) -> Done:
+    """Out and lse; saved are both as packed rows, kept is what the schedule saves."""
+    (plan, cp, call), (q, k, v, indices, offset) = run, tensors
+    problem = replace(plan.problem, softmax_scale=call.scale)
+    fmt, batch_size = problem.qkv_format, len(problem.sequences)
+    q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
+    held = NamingTensors(problem, cp.rank, q.device, _named(call, indices, fmt))
+    out, lse, _, saved = run_forward(problem, plan.schedule, cp.comm, q_rows, k_rows, v_rows, held=held)
+    if (sink := sink_of(problem, offset, lse)) is not None:
+        real = real_rows(plan, q.device)
+        out[real], lse[real] = add_sink(out[real], lse[real], sink)
+    results = to_format(out.to(q.dtype), fmt, batch_size), lse_from_packed(lse, fmt, batch_size)
+    return Done(results, (out, lse), saved)
+
+
+def sparse_backward(
+    run: Run, tensors: Sequence[Any], rows: Sequence[torch.Tensor], saved: Any, *grads: torch.Tensor
+) -> Sequence[torch.Tensor | None]:
+    """Gradients of q, k, v and softmax_offset."""
+    (plan, cp, call), (q, k, v, indices, offset), (out, lse) = run, tensors, rows
+    problem = replace(plan.problem, softmax_scale=call.scale)
+    fmt, batch_size = problem.qkv_format, len(problem.sequences)
+    q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
+    dout = to_packed(grads[0], fmt)
+    delta = row_delta(dout, out, lse_to_packed(grads[1], fmt))
+    held = NamingTensors(problem, cp.rank, q.device, _named(call, indices, fmt))
+    given = q_rows, k_rows, v_rows, dout, lse, delta
+    dq, dk, dv = run_backward(problem, plan.schedule, cp.comm, *given, saved, held=held)
+    dq, dk, dv = (to_format(g.to(x.dtype), fmt, batch_size) for g, x in ((dq, q), (dk, k), (dv, v)))
+    doffset = None
+    if offset is not None:
+        real = real_rows(plan, q.device)
+        doffset = offset_grad(cp, sink_gradient(lse[real], delta[real], offset)).to(offset.dtype)
+    return dq, dk, dv, None, doffset
+
+
+SPARSE = Passes(sparse_calls.SPARSE, sparse_forward, sparse_backward)
+
+
+@implements(sparse_calls.sparse_attention)
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    softmax_scale: float | None,
+    softmax_offset: torch.Tensor | None,
+    return_lse: bool,
+) -> Any:
+    tensors, how = (q, k, v, indices, softmax_offset), {"softmax_scale": softmax_scale, "return_lse": return_lse}
+    out, *lse = called(SPARSE, cp, plan, tensors, **how)
+    return (out, *lse) if return_lse else out
+
+
+def _named(call: SparseAttentionCall, indices: torch.Tensor, qkv_format: str) -> torch.Tensor:
+    """Indices as `NamingTensors` has them."""
+    packed = to_packed(indices, qkv_format).double()
+    by_head = packed[:, None] if packed.dim() == 2 else packed
+    return by_head.repeat_interleave(call.heads_q // call.index_heads, dim=1)
+
+
+# ---- an indexer
+
+
+def select_forward(run: Run, q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor) -> Done:
+    """The indices in the user's format."""
+    plan, cp, call = run
+    fmt, wide = plan.problem.qkv_format, wide_dtype(q_index.dtype)
+    met = _meet(plan, cp, to_packed(k_index, fmt)[:, None])
+    q, w = (to_packed(x, fmt).to(wide) for x in (q_index, weights))
+    keys = met.keys[:, 0].to(wide)
+    found = torch.full((len(q), call.top_k), -1, dtype=torch.int32, device=q.device)
+    for document in met.documents:
+        scores = index_scores(q[document.rows], keys[document.keys], w[document.rows], call.scale)
+        found[document.rows] = best(scores, document.visible, call.top_k).int()
+    return Done((to_format(found, fmt, len(plan.problem.sequences)),))
+
+
+SELECTION = Passes(sparse_calls.SELECTION, select_forward)
+
+
+@implements(sparse_calls.select_keys)
+def select_keys(
+    q_index: torch.Tensor,
+    k_index: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    top_k: int,
+    scale: float | None,
+) -> torch.Tensor:
+    return called(SELECTION, cp, plan, (q_index, k_index, weights), top_k=top_k, scale=scale)[0]
+
+
+class _DocumentRows(NamedTuple):
+    """The rows of a document that are this rank's."""
+
+    rows: torch.Tensor  # of the rank's packed buffer, int64 [n]
+    keys: slice  # all rows of the document's keys, of the global buffer
+    visible: torch.Tensor  # bool [n, m]
+
+
+class _Met(NamedTuple):
+    """All keys that this rank's rows see, after the messages of all_gather."""
+
+    schedule: Schedule
+    held: RankTensors  # its "kv" are the tensors that were given, in rows of the global buffer
+    documents: list[_DocumentRows]
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """The first of its tensors: an indexer's keys [t_kv of all ranks, 1, d_i]."""
+        return self.held.tensors["kv"][0]
+
+
+def _meet(plan: Plan, cp: ContextParallel, *keys: torch.Tensor) -> _Met:
+    """Gather keys, packed rows [t_kv, h, ...] of this rank."""
+    problem = replace(plan.problem, cp_comm_type="all_gather", a2a_size=1)
+    schedule = plan.schedule if plan.problem == problem else make_schedule(problem)
+    held = RankTensors(problem.workload, cp.rank, keys[0].device)
+    held.put_own("kv", *keys)
+    visible = torch.zeros(held.rows["q"], held.rows["kv"], dtype=torch.bool, device=held.device)
+
+    def compute(tile: Sequence[int]) -> None:
+        _, q_start, q_stop, k_start, k_stop, *_ = tile
+        visible[q_start:q_stop, k_start:k_stop] |= held.visible(tile)
+
+    run_rank_schedule("forward", schedule.forward[cp.rank], held, cp.comm, compute)
+    own = problem.workload.ownership.q.of(cp.rank)
+    there, here = ranges(own.start, own.stop - own.start), real_rows(plan, held.device)
+    number, _ = row_positions(problem, "q", there)
+    documents: list[_DocumentRows] = []
+    of_rows: list[int] = number.tolist()
+    for n in sorted(set(of_rows)):
+        places = torch.tensor(np.flatnonzero(number == n).tolist(), device=held.device)
+        rows_of_all = torch.tensor(there.tolist(), device=held.device)[places]
+        first: int = problem.starts_kv[n]
+        span = slice(first, first + problem.lengths.len_kv[n])
+        documents.append(_DocumentRows(here[places], span, visible[rows_of_all, span]))
+    return _Met(schedule, held, documents)
+
+
+def index_scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, scale: float) -> torch.Tensor:
+    """The scores of an indexer [n, m]: q [n, h, d], k [m, d], weights [n, h], of one wide dtype. Each is made of the
+    same operations in the same order, whatever the shapes are.
+
+    >>> q, k, w = torch.tensor([[[1.0, 2.0, 3.0]]]), torch.tensor([[1.0, 0.0, 2.0], [0.0, -1.0, 0.0]]), torch.ones(1, 1)
+    >>> index_scores(q, k, w, 0.5).tolist()
+    [[3.5, 0.0]]
+    """
+    scores = weights.new_zeros(len(q), len(k))
+    for h in range(q.shape[1]):
+        dots = q[:, h, None, :] * k[None]
+        dots = torch.nn.functional.pad(dots, (0, (1 << (dots.shape[-1] - 1).bit_length()) - dots.shape[-1]))
+        while (half := dots.shape[-1] // 2) > 0:
+            dots = dots[..., :half] + dots[..., half:]
+        scores = scores + weights[:, h, None] * torch.relu(scale * dots[..., 0])
+    return scores
+
+
+def best(scores: torch.Tensor, visible: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The columns of the `top_k` largest visible scores of each row [n, m], int64 [n, top_k], -1 behind the last. Of
+    equal ones the lower column is first.
+
+    >>> best(torch.tensor([[1.0, 3.0, 9.0, 3.0]]), torch.tensor([[True, True, False, True]]), 4).tolist()
+    [[1, 3, 0, -1]]
+    """
+    order = torch.sort(scores.masked_fill(~visible, float("-inf")), dim=1, descending=True, stable=True).indices
+    hidden_last = torch.sort((~visible).gather(1, order).byte(), dim=1, stable=True).indices
+    order = order.gather(1, hidden_last)
+    order = order.masked_fill(~visible.gather(1, order), -1)[:, :top_k]
+    return torch.nn.functional.pad(order, (0, top_k - order.shape[1]), value=-1)
+
+
+# ---- the indexer's loss
+
+
+def loss_forward(run: Run, *tensors: torch.Tensor) -> Done:
+    """The loss of each row; kept are the keys that this rank has met, and attention's shares."""
+    (plan, cp, call), (q_index, k_index, weights, lse, q, k, indices) = run, tensors
+    fmt, wide = plan.problem.qkv_format, wide_dtype(q_index.dtype)
+    met = _meet(plan, cp, to_packed(k_index, fmt)[:, None], to_packed(k, fmt))
+    queries, lse, named = to_packed(q, fmt), lse_to_packed(lse, fmt), to_packed(indices, fmt)
+    keys = met.held.tensors["kv"][1]
+    given: list[_Given] = []
+    for rows, span, visible in met.documents:
+        chosen = visible & names(named[rows], 0, span.stop - span.start)
+        shares = attention_shares(queries[rows], keys[span], lse[rows], chosen, call.softmax_scale)
+        given.append(_Given(rows, span, chosen, shares.to(wide)))
+    q_rows, w, k_rows = (x.to(wide) for x in (to_packed(q_index, fmt), to_packed(weights, fmt), met.keys))
+    loss = _loss(given, call.scale, q_rows, w, k_rows)
+    return Done((to_format(loss, fmt, len(plan.problem.sequences)),), kept=(met, given))
+
+
+def loss_backward(
+    run: Run, tensors: Sequence[Any], _: Any, kept: tuple[_Met, list[_Given]], dloss: torch.Tensor
+) -> Sequence[torch.Tensor | None]:
+    """Gradients of the indexer's tensors."""
+    (met, given), call, problem = kept, run.call, run.plan.problem
+    held, fmt, batch_size = met.held, problem.qkv_format, len(problem.sequences)
+    q_index, k_index, weights = (to_packed(x, fmt) for x in tensors[:3])
+    with torch.enable_grad():
+        leaves = [x.to(dloss.dtype).requires_grad_() for x in (q_index, weights, met.keys)]
+        loss = _loss(given, call.scale, leaves[0], leaves[1], leaves[2])
+    found = [torch.zeros_like(x) for x in leaves]
+    if loss.requires_grad:  # else no row of this rank sees a key
+        found = torch.autograd.grad(loss, leaves, to_packed(dloss, fmt), materialize_grads=True)
+    dq, dweights, dkeys = found
+    held.tensors["dkv"] = (dkeys,)
+    run_rank_schedule("backward", met.schedule.backward[run.cp.rank], held, run.cp.comm, lambda tile: None)
+    dk = torch.zeros_like(k_index, dtype=dloss.dtype)[:, None]
+    held.copy_out("dkv", dk)
+    pairs = zip((dq, dk[:, 0], dweights), tensors[:3], strict=True)
+    return *(to_format(g.to(x.dtype), fmt, batch_size) for g, x in pairs), *[None] * 4
+
+
+class _Given(NamedTuple):
+    """The part of attention that the loss of a document's rows reads."""
+
+    rows: torch.Tensor  # of the rank's packed buffer
+    keys: slice  # of the global buffer
+    chosen: torch.Tensor  # bool [n, m]
+    shares: torch.Tensor  # [n, m]: see `attention_shares`
+
+
+def attention_shares(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, chosen: torch.Tensor, softmax_scale: float
+) -> torch.Tensor:
+    """The share of each chosen key [n, m] in the attention of all query heads: q [n, h_q, d], k [m, h_kv, d], lse
+    [n, h_q], chosen bool [n, m]. Each row adds up to 1; a row without keys has zeros.
+
+    >>> q, k, chosen = torch.zeros(1, 2, 1), torch.zeros(3, 1, 1), torch.tensor([[True, False, True]])
+    >>> attention_shares(q, k, torch.full((1, 2), 2.0).log(), chosen, 1.0).tolist()
+    [[0.5, 0.0, 0.5]]
+    """
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = softmax_scale * torch.einsum("nhd,mhd->nhm", q.to(lse.dtype), k.to(lse.dtype))
+    logarithms = (scores - lse[..., None]).masked_fill(~chosen[:, None], float("-inf")).logsumexp(dim=1)
+    return torch.softmax(logarithms, dim=1).masked_fill(~chosen, 0.0)
+
+
+def _loss(
+    given: list[_Given], scale: float, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor:
+    """The loss of each packed row [t], 0 where nothing is chosen: q [t, h_i, d_i], weights [t, h_i], keys
+    [t_kv of all ranks, 1, d_i].
+    """
+    loss = q.new_zeros(len(q))
+    for rows, span, chosen, shares in given:
+        seen = keys[span, 0].masked_fill(~chosen.any(dim=0)[:, None], 0.0)  # others may be NaN
+        scores = index_scores(q[rows], seen, weights[rows], scale)
+        some = chosen.any(dim=1)
+        learned = torch.log_softmax(scores[some].masked_fill(~chosen[some], float("-inf")), dim=1)
+        differences = torch.xlogy(shares[some], shares[some]) - shares[some] * learned.masked_fill(~chosen[some], 0.0)
+        loss = loss.index_add(0, rows[some], differences.sum(dim=1))
+    return loss
+
+
+LOSS = Passes(sparse_calls.INDEX_LOSS, loss_forward, loss_backward)
+
+
+@implements(sparse_calls.index_loss)
+def index_loss(
+    q_index: torch.Tensor,
+    k_index: torch.Tensor,
+    weights: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    scale: float | None,
+    softmax_scale: float | None,
+) -> torch.Tensor:
+    tensors = q_index, k_index, weights, lse, q, k, indices
+    return called(LOSS, cp, plan, tensors, scale=scale, softmax_scale=softmax_scale)[0]
