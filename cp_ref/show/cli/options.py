@@ -131,7 +131,7 @@ class ProblemOptions:
 
     def said(self) -> dict[str, Any]:
         """The arguments of `attention` that describe the problem."""
-        from cp_ref.contract import masks  # This and the next ones import PyTorch, and --help must not.
+        from cp_ref.batches import masks  # This and the next ones import PyTorch, and --help must not.
 
         q, kv = self.lengths_q, self.lengths_kv
         made: dict[str, Any] = {"qkv_format": self.in_format, "window_size": window(self.window)}

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 from cp_fast.checkpoint import save_attention
-from cp_fast.kernels.attention import torch_sparse
+from cp_fast.kernels.sparse import torch_sparse
 from cp_fast.layers.sparse_tables import SparseTables
 from cp_ref import SimGroup
 from cp_ref.reference.simulator import RankScheduler, SimMember
