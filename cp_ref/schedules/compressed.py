@@ -67,6 +67,11 @@ def entries_of(problem: Problem, rate: int) -> Entries:
     return Entries(document, number, start, rank)
 
 
+def seen_from(start: Column, rate: int) -> Column:
+    """The first query that sees each window: that of its last token."""
+    return start + rate - 1
+
+
 @dataclass(frozen=True)
 class EntryProblem(Problem):
     """Attention of a batch of tokens to its entries: `sequences` have them as keys, without padding.
@@ -92,7 +97,7 @@ class EntryProblem(Problem):
         held, owners = self.entries, self.tokens.workload.ownership
         first = np.array(self.starts_kv, dtype=np.int64)[held.document]
         end = np.array(self.starts_q, dtype=np.int64)[:-1] + np.array(self.lengths.len_q, dtype=np.int64)
-        begin = held.start + self.rate - 1
+        begin = seen_from(held.start, self.rate)
         areas = Areas(
             begin,
             np.minimum(begin + self.rate, end[held.document]),
