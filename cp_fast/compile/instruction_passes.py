@@ -319,7 +319,8 @@ def copy_early(program: Program[RowKey]) -> Program[RowKey]:
 
 def free_early(program: Program[R], kept: Collection[int]) -> Program[R]:
     """Add the frees. `kept`: buffers that are needed after the program."""
-    keep = {*kept, *(number for number, spec in enumerate(program.buffers) if spec.role in ("own", "result"))}
+    keep = {*kept, *program.results.values()}
+    keep |= {number for number, spec in enumerate(program.buffers) if spec.role in ("own", "result")}
     after: dict[int, list[int]] = {}
     for place, one in reversed(list(enumerate(program.instructions))):
         for number in (*reads(one), *writes(one)):
