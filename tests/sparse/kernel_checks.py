@@ -151,7 +151,21 @@ def draw(seed: int, dtype: torch.dtype = torch.bfloat16, small: bool = False) ->
 
 def few_kinds() -> list[int]:
     """Some of CLASSES: each value of each field is in one of them."""
-    of_class = ("intervals", "h_q", "h_kv", "d", "d_v", "view", "sets", "top_k", "h_i", "d_i", "sink", "with_dlse", "runs")
+    of_class = (
+        "intervals",
+        "h_q",
+        "h_kv",
+        "d",
+        "d_v",
+        "view",
+        "sets",
+        "top_k",
+        "h_i",
+        "d_i",
+        "sink",
+        "with_dlse",
+        "runs",
+    )
     values = [{(name, getattr(draw(kind), name)) for name in of_class} for kind in range(CLASSES)]
     left, found = set[tuple[str, Any]]().union(*values), list[int]()
     while left:

@@ -3,7 +3,8 @@
 """Attention of each query row over its own rows of keys, in Triton: `forward` of `SparseKernels`.
 
 A program has one query row and BH of the query heads of one kv head, the rows of its matrices, and goes through tiles
-of BN gathered keys: those of its runs, which need no list, and then those of its list. A tile of keys is loaded once, and is the tile of values where v is a view of k (VIEW).
+of BN gathered keys: those of its runs, which need no list, and then those of its list. A tile of keys is loaded once,
+and is the tile of values where v is a view of k (VIEW).
 
 legend   n = query rows, m = gathered keys, G = query heads of a kv head, BH = query heads of a program, S = runs
          BN = keys of a tile, NC tiles of DC columns and one of DR = the columns of q and k, NV of DV = those of v
@@ -82,7 +83,8 @@ def query_tiles(
 @triton.jit
 def forward_kernel(
     q, k, v, rows, sink, out, lse, top_k, scale, q_row, q_head, k_row, k_head, v_row, v_head, rows_row, rows_set,
-    starts, stops, S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCKS: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr,
+    starts, stops, S: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, BLOCKS: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr,
     D: tl.constexpr, NC: tl.constexpr, DC: tl.constexpr, DR: tl.constexpr,
     D_V: tl.constexpr, NV: tl.constexpr, DV: tl.constexpr, VIEW: tl.constexpr, SINK: tl.constexpr,
     PRECISION: tl.constexpr,

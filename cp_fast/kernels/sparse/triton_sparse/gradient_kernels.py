@@ -8,8 +8,9 @@ Some query rows at a time, by three kernels, since no program has room for all s
 to each chosen key, in one sum where v is a view of k. It adds to memory by atomic adds, or writes PARTS: one row for
 each pair of a query row and a key. `add_parts` adds these in the order of the query rows.
 
-legend   n = query rows, R = those of a launch, m = gathered keys, G = query heads of a kv head, BH = those of a program
-         BN = keys of a tile, ROW = places of a row in the workspace: top_k, rounded up to WHOLE
+legend   n = query rows, S = runs of each, R = query rows of a launch, m = gathered keys
+         G = query heads of a kv head, BH = those of a program
+         BN = keys of a tile, ROW = places of a row in the workspace: those of its runs and top_k, rounded up to WHOLE
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 from cp_fast.kernels.sparse.sparse_kernels import Runs, shared_storage
-from cp_fast.kernels.sparse.triton_sparse.attention_kernels import Tiling, chosen_rows, last_chosen, query_tiles, runs_of
+from cp_fast.kernels.sparse.triton_sparse.attention_kernels import (
+    Tiling,
+    chosen_rows,
+    last_chosen,
+    query_tiles,
+    runs_of,
+)
 from cp_fast.kernels.sparse.triton_sparse.tiles import columns, launch_device, precision, widths
 
 __all__ = [
@@ -128,7 +135,8 @@ def pairs_kernel(
 @triton.jit(do_not_specialize=["first"])
 def queries_kernel(
     grads, k, rows, dq, first, top_k, row_places, k_row, k_head, rows_row, rows_set,
-    starts, stops, S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCKS: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr,
+    starts, stops, S: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, BLOCKS: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr,
     D: tl.constexpr, NC: tl.constexpr, DC: tl.constexpr, DR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of BH query heads of one query row."""
@@ -170,7 +178,8 @@ def queries_kernel(
 @triton.jit(do_not_specialize=["first", "total"])
 def keys_kernel(
     factors, x, more_factors, y, rows, found, first, total, top_k, row_places, begin, end, x_row, x_head, y_row, y_head,
-    rows_row, rows_set, starts, stops, S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCKS: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr,
+    rows_row, rows_set, starts, stops, S: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, BLOCKS: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr,
     D: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, BOTH: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
