@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from cp_ref.calls.attention_call import Call, CallFlags, asked_for
 from cp_ref.calls.declared import implements
 from cp_ref.calls.score_mod import with_digest
 from cp_ref.calls.scores import ScoreTensors
-from cp_ref.groups.collectives import raise_on_all
+from cp_ref.groups.agreement import agreed
 from cp_ref.problems.arguments import problem_arguments
 from cp_ref.problems.call_checks import check_context, check_settled, local_part, one_a_head
 
@@ -324,16 +323,18 @@ def attention(
     if torch.compiler.is_compiling():
         return _while_compiling(given, cp, flags, scores, softmax_offset, plan, arguments)
     refuse_transforms()
-    planned = isinstance(plan, Plan)
-    with nullcontext() if planned and not checking() else raise_on_all(cp):  # with a plan the ranks do not agree
-        arguments = on_host(problem_arguments(arguments))
-        q, k, v = (autocast(local_part(x)) for x in (q, k, v))
-        softmax_offset = one_a_head(softmax_offset)
-    asked = Call(cp, plan, flags, given, (q, k, v), softmax_offset, scores, arguments)
+
+    def read() -> Call:
+        problem = on_host(problem_arguments(arguments))
+        tensors = autocast(local_part(q)), autocast(local_part(k)), autocast(local_part(v))
+        return Call(cp, plan, flags, given, tensors, one_a_head(softmax_offset), scores, problem)
+
+    planned = isinstance(plan, Plan)  # then the ranks do not meet
+    asked = read() if planned and not checking() else agreed(cp, "an agreement on a call", read)
     with hide_from_checkpointing():
         made = plan if planned else plan_of_call(asked)
         call = agree_on_forward(asked, made)
-    results = Attention.apply(call, q, k, v, softmax_offset)
+    results = Attention.apply(call, *asked.tensors, asked.offset)
     results = placed_like(given["q"], made.problem.qkv_format, results)
     return asked_for(results, return_lse, return_max_logit)
 

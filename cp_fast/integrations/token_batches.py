@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import prod
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 
@@ -20,12 +20,14 @@ from cp_fast.thd import pad_thd_sequences_for_cp
 from cp_ref.batches.sharding import position_ids as positions_of
 from cp_ref.batches.sharding import shard, unshard
 from cp_ref.batches.tensors import autocast, differentiable_once, filled, read_fill, taken, wide_dtype
-from cp_ref.groups.collectives import all_reduce_sum, collective, together
+from cp_ref.groups.agreement import collective, merged
+from cp_ref.groups.collectives import all_reduce_sum
+from cp_ref.groups.group import Group
 from cp_ref.problems.call_checks import check_context
 from cp_ref.schedules.ownership import divisor
 from cp_ref.schedules.values import check_tensor, read_count
 
-__all__ = ["CpBatch", "raise_on_all_ranks", "shard_batch"]
+__all__ = ["CpBatch", "ranks_of_batch", "shard_batch"]
 
 
 class CpBatch:
@@ -122,7 +124,7 @@ class CpBatch:
                 )
             return numbers.to(x.device)
 
-        together([self.cp.comm], lambda: read() is None, any)
+        merged(self.cp, "unshard of a batch", lambda: read() is None, any)
         numbers, shape, packed = read(), self._known_rows.ids.shape, self.qkv_format == "thd"
         how: dict[str, Any] = {"cp": self.cp, "plan": self.plan}
         places, whole = (unshard(y[0], **how) if packed else unshard(y, **how).flatten(0, 1) for y in (numbers, x))
@@ -160,7 +162,10 @@ class CpBatch:
             least = torch.full((len(lengths) + 1,), torch.iinfo(torch.int64).min, device="cpu")
             return least.scatter_reduce(0, of.flatten() % len(least), keys.flatten(), "amax")[:-1].tolist()
 
-        most = together([self.cp.comm], mine, lambda everyone: [max(each) for each in zip(*everyone, strict=True)])
+        def largest(everyone: list[list[int]]) -> list[int]:
+            return [max(each) for each in zip(*everyone, strict=True)]
+
+        most = merged(self.cp, "the last token of each sequence", mine, largest)
         chosen = torch.tensor([*most, 0], device="cpu")[of]
         read = of.where((keys == chosen) & (documents >= 0), -1)
         odd = [number for number, key in enumerate(most) if key % 2 == 0 and lengths[number] > 0]
@@ -275,18 +280,15 @@ class _SumOverRanks(torch.autograd.Function):
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, CpBatch]  # ids, targets, positions
 
 
-def raise_on_all_ranks(given: dict[str, Any], error: Exception) -> NoReturn:
-    """Raise an error on all ranks that a call of `shard_batch` would meet."""
-
-    def refuse() -> NoReturn:
-        raise error
-
-    if isinstance(cp := given.get("cp"), ContextParallel):
-        _agreed(cp, given.get("over"), refuse)
-    raise error
+def ranks_of_batch(given: dict[str, Any]) -> list[Group]:
+    """The groups that `shard_batch` meets, by its unchecked keywords."""
+    cp, over = given.get("cp"), given.get("over")
+    if not isinstance(cp, ContextParallel):
+        return []
+    return [cp.comm, *([] if over is None else groups_of(over))]
 
 
-@collective(raise_on_all_ranks)
+@collective(ranks_of_batch)
 def shard_batch(
     batch: Mapping[str, torch.Tensor],
     *,
@@ -351,7 +353,7 @@ def shard_batch(
         said = {"pad_token_id": pad, "shift_labels": shift_labels, "fill": str(sorted(read_fills(batch, fill).items()))}
         return rows, {"batch": digests(batch), **said, "whole": sorted(whole)}
 
-    rows, count = _agreed(cp, over, read)
+    rows, count = _same_rows(cp, over, read)
     pad_token_id, fills = int(pad_token_id), read_fills(batch, fill)
     targets = torch.full(rows.ids.shape, -100, device=rows.ids.device) if rows.targets is None else rows.targets
     cut = _balanced if cp.layout == "balanced" else _packed if rows.packed else _padded
@@ -372,28 +374,28 @@ def shard_batch(
 Said = dict[str, Any]  # the arguments of a call, in a form to compare; of the batch digests
 
 
-def _agreed(cp: ContextParallel, over: Any, read: Callable[[], tuple[TokenRows, Said]]) -> tuple[TokenRows, int]:
+def _same_rows(cp: ContextParallel, over: Any, read: Callable[[], tuple[TokenRows, Said]]) -> tuple[TokenRows, int]:
     """Return the rows of a batch, which all ranks of a context have. Count the targets on all ranks of `over`."""
     groups = [] if over is None else groups_of(over)
     found: list[TokenRows] = []
 
-    def same() -> int:
-        def mine() -> list[Said]:
-            check_holds(over, groups, cp)
-            rows, said = read()
-            found.append(rows)
-            return [said]
+    def mine() -> list[Said]:
+        check_holds(over, groups, cp)
+        rows, said = read()
+        found.append(rows)
+        return [said]
 
-        with cp.naming_errors("shard_batch"):
-            everyone = together([cp.comm], mine, lambda all_of_them: [one for each in all_of_them for one in each])
+    def targets() -> int:
+        everyone = merged(cp, "shard_batch", mine, lambda found: [one for each in found for one in each])
         _check_the_same(everyone, cp.rank)
         targets = found[0].targets
         return 0 if targets is None else int((targets != -100).sum())
 
     if not groups:
-        count = same()
+        count = targets()
         return found[0], count
-    count = together(groups, lambda: same() * (cp.rank == 0), sum)  # All ranks of a context have the same targets.
+    # All ranks of a context have the same targets.
+    count = merged(groups, "a count of labels", lambda: targets() * (cp.rank == 0), sum)
     return found[0], count
 
 
