@@ -18,7 +18,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.attention_dropout import dropout_of_layer, number_layers
 from cp_fast.integrations.hugging_face.built_masks import Said, refuse_own_mask, sides_of
@@ -220,13 +219,13 @@ def attention_forward(
         if indices is None or not causal or window != (-1, -1):
             raise NotImplementedError(f"{name} gives its attention no indices, or a window besides")
         return attend_to_chosen(chosen, query, key, value, indices, scaling), None
-    arguments, rows = _sequences(sequences, causal, window)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) if rows else x.transpose(1, 2) for x in (query, key, value))
-    out = attention(
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = sequences.attend(
         q,
         k,
         v,
-        **arguments,
+        causal,
+        window,
         softmax_scale=scaling,
         softcap=softcap or 0.0,
         softmax_type="vanilla" if s_aux is None else "learnable",
@@ -234,7 +233,7 @@ def attention_forward(
         alibi_slopes=alibi_slopes,
         **dropout_of_layer(module, dropout, getattr(cp_batch, "seed", None), query.device),
     )
-    return out.unflatten(0, (len(query), -1)) if rows else out, None
+    return out, None
 
 
 def refuse_masks(
@@ -285,13 +284,3 @@ def _window(module: torch.nn.Module, said: Said) -> tuple[int, int]:
         )
     left, right = sides if size == said.size else said.sides
     return (left, right) if left >= 0 else (-1, -1)
-
-
-def _sequences(batch: CpBatch, causal: bool, window: tuple[int, int]) -> tuple[dict[str, Any], bool]:
-    """The arguments of `attention` for a batch and a layer's mask, and whether it takes tensors [t/cp, h, d]."""
-    if batch.both_ways is not None and causal:
-        return batch.both_ways.arguments(window[0]), True
-    lengths = {"cu_seqlens_q": batch.cu_seqlens, "cu_seqlens_q_padded": batch.cu_seqlens_padded}
-    kinds = ("no_mask", "causal") if batch.cu_seqlens is None else ("padding", "padding_causal")
-    mask = {"attn_mask_type": kinds[causal], "window_size": window}
-    return {"cp": batch.cp, "qkv_format": batch.qkv_format, **mask, **lengths}, batch.qkv_format == "thd"
