@@ -12,7 +12,7 @@ from cp_fast.api.attention import attention, plan_for
 from cp_fast.api.checked_calls import checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan, make_plan
-from cp_fast.integrations.shared.both_ways import BothWays
+from cp_fast.integrations.shared.mask_areas import MaskAreas, Run
 from cp_fast.integrations.shared.token_rows import TokenRows
 from cp_fast.runtime.handles import hide_from_checkpointing, outside_of_graphs
 from cp_ref.batches.sharding import unshard
@@ -50,13 +50,14 @@ class CpBatch:
         self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
         self._plans: dict[Any, Plan] = {}  # Of linear layers and of attention to chosen keys, by kind.
         self._attention: dict[Any, tuple[ContextParallel, Plan]] = {}  # Plans of attention, with their contexts.
+        self._areas: MaskAreas | None = None
         self._rows: TokenRows | None = None  # The batch was cut from these.
         self.mixes_rows = False  # True: a row of a slice has tokens of several rows.
         self.contexts = 1  # This number of contexts share a step: `shard_tokens` finds them in `over`.
         self.shape: torch.Size | None = None  # This rank's input_ids have it, [b, s/cp], after `shard_tokens`.
         self._cut: Callable[[TokenRows, torch.Tensor], Parts] | None = None  # It cuts other rows in the same way.
         self.image_rows: dict[str, tuple[torch.Tensor, int]] | None = None  # Images and videos: mine, and how many.
-        self.both_ways: BothWays | None = None  # These tokens see each other both ways.
+        self.both_ways: tuple[Run, ...] = ()  # These tokens see each other both ways.
 
     def shard(self, x: torch.Tensor, fill_value: float = 0) -> torch.Tensor:
         """This rank's slice of another tensor of the batch, cut as its tokens were: weights of tokens, rewards, masks.
@@ -223,54 +224,81 @@ class CpBatch:
         assert self._cut is not None
         return self._cut(TokenRows(numbers, None, rows.cu_seqlens, rows.packed), numbers)[0]
 
+    def areas(self, rows: int, tokens: int) -> MaskAreas:
+        """The masks of this batch that are no windows; the first use makes them. [rows, tokens]: a slice's shape."""
+        if self._areas is None:
+            slot = tokens * self.cp.size
+            full = slot * torch.arange(rows + 1, device="cpu")
+            lengths = full if self.cu_seqlens is None else self.cu_seqlens
+            self._areas = MaskAreas(self.cp, lengths, self.cu_seqlens_padded, slot, self.both_ways)
+        return self._areas
+
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: tuple[int, int], **scores: Any
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        sides: tuple[int, int, int],
+        **scores: Any,
     ) -> torch.Tensor:
         """One layer's attention: [b, s/cp, h, d] -> [b, s/cp, h, d_v]. Collective.
 
         The layers of one kind share a plan, which the first of them makes, or finds with an equal batch.
 
         Args:
-            causal, window: the mask inside each sequence; the sides of the window are those of `attention`.
+            causal: whether a query sees no later token of its sequence, but for `both_ways`.
+            sides: its window (left, right), as of `attention`, and the tokens of a chunk, of which it sees its own
+                alone; 0: the sequences have no chunks.
             scores: further arguments of `attention`, None for its defaults.
         """
         if torch.compiler.is_compiling():
-            return outside_of_graphs(CpBatch.attend, self, q, k, v, causal, window, **scores)
-        rows = q.shape[:2]
-        packed = self.qkv_format == "thd" or (self.both_ways is not None and causal)
-        if packed:
+            return outside_of_graphs(CpBatch.attend, self, q, k, v, causal, sides, **scores)
+        rows, areas = q.shape[:2], self._areas_of(q, causal, sides[2])
+        if packed := areas is not None or self.qkv_format == "thd":
             q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         scores = {name: x for name, x in scores.items() if x is not None}
         if checking() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):  # A graph keeps a plan of its own.
-            out = attention(q, k, v, **self._arguments(causal, window), **scores)
+            out = attention(q, k, v, **self._arguments(areas, causal, sides), **scores)
         else:
-            cp, plan = self._attention_plan(q, k, v, causal=causal, window=window, scores=scores)
-            of_call = {name: scores[name] for name in _OF_A_CALL if name in scores}
-            out = attention(q, k, v, cp=cp, plan=plan, **of_call)
+            cp, plan = self._attention_plan((q, k, v), areas, causal, sides, scores)
+            out = attention(q, k, v, cp=cp, plan=plan, **{name: scores[name] for name in _OF_A_CALL if name in scores})
         return out.unflatten(0, rows) if packed else out
 
     def _attention_plan(
-        self, *qkv: torch.Tensor, causal: bool, window: tuple[int, int], scores: dict[str, Any]
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        areas: MaskAreas | None,
+        causal: bool,
+        sides: tuple[int, int, int],
+        scores: dict[str, Any],
     ) -> tuple[ContextParallel, Plan]:
         """The plan of a layer's kind, and its context."""
-        q, device = qkv[0], qkv[0].device
+        device, shapes = qkv[0].device, (x.shape for x in qkv)
         half = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        stream = torch.cuda.current_stream(device).cuda_stream if q.is_cuda else 0
-        sizes = (x.shape for x in qkv)
+        stream = torch.cuda.current_stream(device).cuda_stream if qkv[0].is_cuda else 0
         kinds = (_kind(x) if isinstance(x, torch.Tensor) else x for x in scores.values())
-        key = causal, window, *sizes, q.dtype, half, device, stream, needs_grad(*qkv), *scores, *kinds
+        key = causal, sides, *shapes, qkv[0].dtype, half, device, stream, needs_grad(*qkv), *scores, *kinds
         if (found := self._attention.get(key)) is None:
-            arguments = self._arguments(causal, window)
+            arguments = self._arguments(areas, causal, sides)
             found = self._attention[key] = arguments["cp"], plan_for(*qkv, **arguments, **scores)
         return found
 
-    def _arguments(self, causal: bool, window: tuple[int, int]) -> dict[str, Any]:
+    def _areas_of(self, x: torch.Tensor, causal: bool, chunk: int) -> MaskAreas | None:
+        """The areas of a layer's mask, if it is no window. x: the layer's slice [b, s/cp, ...]."""
+        if not chunk and not (self.both_ways and causal):
+            return None
+        areas = self.areas(*x.shape[:2])
+        return areas if self.both_ways or chunk < areas.longest else None
+
+    def _arguments(self, areas: MaskAreas | None, causal: bool, sides: tuple[int, int, int]) -> dict[str, Any]:
         """The arguments of `attention` for a mask in this batch."""
-        if self.both_ways is not None and causal:
-            return self.both_ways.arguments(window[0])
+        left, right, chunk = sides
+        if areas is not None:
+            return areas.arguments(left, chunk)
         lengths = {"cu_seqlens_q": self.cu_seqlens, "cu_seqlens_q_padded": self.cu_seqlens_padded}
         kinds = ("no_mask", "causal") if self.cu_seqlens is None else ("padding", "padding_causal")
-        mask = {"attn_mask_type": kinds[causal], "window_size": window}
+        mask = {"attn_mask_type": kinds[causal], "window_size": (left, right)}
         return {"cp": self.cp, "qkv_format": self.qkv_format, **mask, **lengths}
 
     def linear_plan(self, x: torch.Tensor) -> Plan:
