@@ -282,7 +282,10 @@ def _said(module: torch.nn.Module, causal: bool, sliding_window: Any) -> Said:
         raise NotImplementedError(
             f"{type(module).__name__} has a sliding window that it does not pass to its attention"
         )
-    return Said(causal, size, config.attention_chunk_size if kind == CHUNKED else 0)
+    chunk = getattr(config, "attention_chunk_size", None) if kind == CHUNKED else 0
+    if chunk is None:
+        raise NotImplementedError(f"layer_types[{layer}] is {kind!r}, and its configuration has no attention_chunk_size")
+    return Said(causal, size, chunk)
 
 
 def _sides(module: torch.nn.Module, said: Said) -> Sides:
