@@ -13,7 +13,7 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan, make_plan
 from cp_fast.integrations.shared.balanced_table import check_holds, groups_of, table_of_batch
-from cp_fast.integrations.shared.both_ways import BothWays
+from cp_fast.integrations.shared.mask_areas import MaskAreas, Run
 from cp_fast.integrations.shared.token_rows import TokenRows, digests, read_fills, read_rows
 from cp_fast.runtime.handles import hide_from_checkpointing, outside_of_graphs
 from cp_fast.thd import pad_thd_sequences_for_cp
@@ -52,13 +52,14 @@ class CpBatch:
         self.cp, self.qkv_format, self.longest = cp, qkv_format, longest
         self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
         self._plans: dict[Any, Plan] = {}
+        self._areas: MaskAreas | None = None
         self._rows: TokenRows | None = None  # The batch was cut from these.
         self.mixes_rows = False  # True: a row of a slice has tokens of several rows.
         self.contexts = 1  # This number of contexts share a step: `shard_batch` finds them in `over`.
         self.shape: torch.Size | None = None  # This rank's input_ids have it, [b, s/cp], after `shard_batch`.
         self._cut: Callable[[TokenRows, torch.Tensor], Parts] | None = None  # It cuts other rows in the same way.
         self.image_rows: dict[str, tuple[torch.Tensor, int]] | None = None  # Images and videos: mine, and how many.
-        self.both_ways: BothWays | None = None  # These tokens see each other both ways.
+        self.both_ways: tuple[Run, ...] = ()  # These tokens see each other both ways.
 
     def shard(self, x: torch.Tensor, fill_value: float = 0) -> torch.Tensor:
         """This rank's slice of another tensor of the batch, cut as its tokens were: weights of tokens, rewards, masks.
@@ -222,6 +223,15 @@ class CpBatch:
         numbers = torch.arange(1, 1 + rows.ids.numel(), device="cpu").view(rows.ids.shape)
         assert self._cut is not None
         return self._cut(TokenRows(numbers, None, rows.cu_seqlens, rows.packed), numbers)[0]
+
+    def areas(self, rows: int, tokens: int) -> MaskAreas:
+        """The masks of this batch that are no windows; the first use makes them. [rows, tokens]: a slice's shape."""
+        if self._areas is None:
+            slot = tokens * self.cp.size
+            full = slot * torch.arange(rows + 1, device="cpu")
+            lengths = full if self.cu_seqlens is None else self.cu_seqlens
+            self._areas = MaskAreas(self.cp, lengths, self.cu_seqlens_padded, slot, self.both_ways)
+        return self._areas
 
     def linear_plan(self, x: torch.Tensor) -> Plan:
         """The plan of linear layers and convolutions, made by the first of them. x: a layer's slice [b, s/cp, ...]."""
