@@ -284,7 +284,9 @@ def _said(module: torch.nn.Module, causal: bool, sliding_window: Any) -> Said:
         )
     chunk = getattr(config, "attention_chunk_size", None) if kind == CHUNKED else 0
     if chunk is None:
-        raise NotImplementedError(f"layer_types[{layer}] is {kind!r}, and its configuration has no attention_chunk_size")
+        raise NotImplementedError(
+            f"layer_types[{layer}] is {kind!r}, and its configuration has no attention_chunk_size"
+        )
     return Said(causal, size, chunk)
 
 
