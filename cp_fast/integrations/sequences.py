@@ -23,7 +23,7 @@ from cp_fast.integrations.hugging_face.task_head import MARKS, LogitsTransform, 
 from cp_fast.integrations.shared.drop_in import check_floats
 from cp_fast.integrations.token_batches import CpBatch
 from cp_ref.batches.tensors import wide_dtype
-from cp_ref.groups.collectives import together
+from cp_ref.groups.agreement import merged
 from cp_ref.schedules.values import kind_of, read_number
 
 __all__ = ["sequence_sum", "token_log_probs", "token_log_probs_and_entropy"]
@@ -51,11 +51,11 @@ def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
         ValueError, TypeError: values are not one a token, here or on another rank.
 
     >>> from cp_fast import ContextParallel
-    >>> from cp_fast.integrations.token_batches import shard_batch
+    >>> from cp_fast.integrations.token_batches import shard_tokens
     >>> from cp_ref import SimGroup
     >>> batch = {"input_ids": torch.arange(5)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
     >>> def one(member):
-    ...     part = shard_batch(batch, cp=ContextParallel(member))
+    ...     part = shard_tokens(batch, cp=ContextParallel(member))
     ...     return sequence_sum(part["input_ids"].float(), part)  # 0 + 1 + 2 and 3 + 4
     >>> SimGroup(2).run(one)
     [tensor([3., 7.]), tensor([3., 7.])]
@@ -72,8 +72,7 @@ def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
             )
         return documents
 
-    with sequences.cp.naming_errors("a sum over sequences"):
-        together([sequences.cp.comm], lambda: read() is None, any)
+    merged(sequences.cp, "a sum over sequences", lambda: read() is None, any)
     return sequences.sum_over(read(), values)
 
 

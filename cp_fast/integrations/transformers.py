@@ -18,10 +18,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.attention_dropout import dropout_of_layer, number_layers
-from cp_fast.integrations.hugging_face.built_masks import Said, refuse_own_mask, sides_of
+from cp_fast.integrations.hugging_face.built_masks import Said, Sides, refuse_own_mask, sides_of
 from cp_fast.integrations.hugging_face.chosen_keys import (
     INDEXED,
     SequencesToChoose,
@@ -44,10 +43,18 @@ from cp_fast.integrations.hugging_face.model_edge import (
     take_off,
 )
 from cp_fast.integrations.hugging_face.pooled_head import pooling_of
+from cp_fast.integrations.hugging_face.query_scales import give_positions, take_positions
 from cp_fast.integrations.hugging_face.router_losses import routing_asked_for, routing_of
 from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over, takes_cache
 from cp_fast.integrations.hugging_face.task_head import Head, head_of, spans_of, transform_of
-from cp_fast.integrations.hugging_face.token_mixers import LAYERS, NAME, refuse_adapters, refuse_by_name, refuse_kind
+from cp_fast.integrations.hugging_face.token_mixers import (
+    CHUNKED,
+    LAYERS,
+    NAME,
+    refuse_adapters,
+    refuse_by_name,
+    refuse_kind,
+)
 from cp_fast.integrations.hugging_face.written_attention import (
     SequencesAsMask,
     has_alibi,
@@ -117,6 +124,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     try:
         put_over_ranks(model)
         put_selectors(model)
+        give_positions(model, attention_forward)
         with at_rest(model):
             looked: Any = cast(Any, model).base_model if pools else model
             seen = handing_on(model, covered, lambda: look_over(looked, covered, numbered=not alibi))
@@ -132,6 +140,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         switch(before)
         take_back(model)
         give_back(model)
+        take_positions(model)
         if isinstance(error, Exception) and not isinstance(error, NotImplementedError):
             raise NotImplementedError(
                 f"{type(model).__name__} does not run with cp_fast's attention: {error}"
@@ -139,7 +148,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         raise
     for module, said in seen.callers.items():
         module.__dict__["_cp_fast_causal"] = said.causal
-        module.__dict__["_cp_fast_sides"] = said.size, seen.sides.get(module, said.sides)
+        module.__dict__["_cp_fast_sides"] = said, seen.sides.get(module, said.sides)
     number_layers(seen.callers)
     blocks = mark_layers(model, {*seen.callers, *seen.linear}, seen.heard)
     put_around(model, replace(edge, blocks=blocks, by_row=seen.by_row))
@@ -191,7 +200,7 @@ def attention_forward(
     unheard = {keyword: value for keyword, value in kwargs.items() if keyword not in SILENT}
     chosen = attention_mask if isinstance(attention_mask, SequencesToChoose) else None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    said = Said(causal, _size(module, sliding_window))
+    said = _said(module, causal, sliding_window)
     if chosen is None and isinstance(sequences, Probe):
         sequences.look_at_mask(module, said, attention_mask)
         attention_mask = None
@@ -213,20 +222,20 @@ def attention_forward(
         raise RuntimeError(f"{name} was not prepared: call cp_fast.integrations.transformers.prepare(model, cp) first")
     if prepared != causal:
         raise ValueError(f"{name} is called with is_causal={causal}; when it was prepared it was {prepared}")
-    window = _window(module, said)
+    sides = _sides(module, said)
     if isinstance(cp_batch, ModelCall):
         cast(Any, module)._cp_fast_call = cp_batch
     if chosen is not None:
-        if indices is None or not causal or window != (-1, -1):
+        if indices is None or sides != (-1, 0, 0):
             raise NotImplementedError(f"{name} gives its attention no indices, or a window besides")
         return attend_to_chosen(chosen, query, key, value, indices, scaling), None
-    arguments, rows = _sequences(sequences, causal, window)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) if rows else x.transpose(1, 2) for x in (query, key, value))
-    out = attention(
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = sequences.attend(
         q,
         k,
         v,
-        **arguments,
+        causal,
+        sides if sides.left >= 0 else (-1, -1, sides.chunk),
         softmax_scale=scaling,
         softcap=softcap or 0.0,
         softmax_type="vanilla" if s_aux is None else "learnable",
@@ -234,14 +243,15 @@ def attention_forward(
         alibi_slopes=alibi_slopes,
         **dropout_of_layer(module, dropout, getattr(cp_batch, "seed", None), query.device),
     )
-    return out.unflatten(0, (len(query), -1)) if rows else out, None
+    return out, None
 
 
 def refuse_masks(
     *_: Any, attention_mask: Any = None, mask_function: Callable[..., Any], **given: Any
 ) -> SequencesAsMask | torch.Tensor | None:
-    """Build no mask: `attention_forward` knows causal masks and windows, and full attention or windows of two sides
-    that a model makes of causal ones. Raises for any other mask. A run of `prepare` gets a number in a mask's place.
+    """Build no mask: `attention_forward` knows causal masks, windows and chunks, and full attention or windows of two
+    sides that a model makes of causal ones. Raises for any other mask. A run of `prepare` gets a number in a mask's
+    place.
     """
     if attention_mask is not None and not (isinstance(attention_mask, torch.Tensor) and bool(attention_mask.all())):
         refuse_own_mask("cp_fast", attention_mask)
@@ -250,7 +260,7 @@ def refuse_masks(
     if not joined and probe is None:
         return sequences
     sides = sides_of(mask_function, given.get("q_length"), given.get("local_size"))
-    if joined and not any(right for _, right in sides):
+    if joined and not any(one.right for one in sides):
         raise NotImplementedError(
             f"mask_function is {mask_function.__qualname__}; cp_fast has causal masks and windows"
         )
@@ -259,8 +269,8 @@ def refuse_masks(
     return probe.mask(sides, given) if sequences is None and probe is not None else sequences
 
 
-def _size(module: torch.nn.Module, sliding_window: Any) -> int | None:
-    """The layer's window. Raises if its configuration requests attention that its arguments do not express."""
+def _said(module: torch.nn.Module, causal: bool, sliding_window: Any) -> Said:
+    """The layer's own account. Raises if its configuration requests attention that its arguments do not express."""
     config: Any = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds is not None and layer is not None else None
@@ -272,26 +282,22 @@ def _size(module: torch.nn.Module, sliding_window: Any) -> int | None:
         raise NotImplementedError(
             f"{type(module).__name__} has a sliding window that it does not pass to its attention"
         )
-    return size
-
-
-def _window(module: torch.nn.Module, said: Said) -> tuple[int, int]:
-    """The sides of the layer's window, as `attention` takes them."""
-    size, sides = module.__dict__["_cp_fast_sides"]
-    if size != said.size and not said.causal:
-        raise ValueError(
-            f"{type(module).__name__} is called with a window of {said.size}; when it was prepared it was {size}: call "
-            "prepare again"
+    chunk = getattr(config, "attention_chunk_size", None) if kind == CHUNKED else 0
+    if chunk is None:
+        raise NotImplementedError(
+            f"layer_types[{layer}] is {kind!r}, and its configuration has no attention_chunk_size"
         )
-    left, right = sides if size == said.size else said.sides
-    return (left, right) if left >= 0 else (-1, -1)
+    return Said(causal, size, chunk)
 
 
-def _sequences(batch: CpBatch, causal: bool, window: tuple[int, int]) -> tuple[dict[str, Any], bool]:
-    """The arguments of `attention` for a batch and a layer's mask, and whether it takes tensors [t/cp, h, d]."""
-    if batch.both_ways is not None and causal:
-        return batch.both_ways.arguments(window[0]), True
-    lengths = {"cu_seqlens_q": batch.cu_seqlens, "cu_seqlens_q_padded": batch.cu_seqlens_padded}
-    kinds = ("no_mask", "causal") if batch.cu_seqlens is None else ("padding", "padding_causal")
-    mask = {"attn_mask_type": kinds[causal], "window_size": window}
-    return {"cp": batch.cp, "qkv_format": batch.qkv_format, **mask, **lengths}, batch.qkv_format == "thd"
+def _sides(module: torch.nn.Module, said: Said) -> Sides:
+    """What the layer's queries see of their sequences."""
+    before, sides = module.__dict__["_cp_fast_sides"]
+    if said == before:
+        return sides
+    if not said.causal:
+        raise ValueError(
+            f"{type(module).__name__} is called with a window of {said.size}; when it was prepared it was "
+            f"{before.size}: call prepare again"
+        )
+    return said.sides

@@ -24,7 +24,8 @@ from cp_fast.runtime.handles import hide_from_checkpointing
 from cp_fast.runtime.row_exchange import RowExchange
 from cp_ref.batches.tensors import differentiable_once, no_autocast
 from cp_ref.calls import layer as calls
-from cp_ref.calls.layer import LayerCall, agree_on_layer
+from cp_ref.calls.layer import LayerCall
+from cp_ref.groups.agreement import agreed
 from cp_ref.groups.group import Group
 from cp_ref.schedules.problem import Problem
 
@@ -243,7 +244,8 @@ def begun(
             elif checking() and isinstance(plan, Plan):
                 call, number = agree_on_call(cp, plan, f"{layer.name}, forward", noted)
             else:
-                call = agree_on_layer(cp, plan, read)
+                known = plan.agreed if isinstance(plan, Plan) else None  # a plan asks once about each kind of call
+                call = agreed(cp, "an agreement on the call of a layer", read, lambda found: found, known)
         if key is not None:
             plan.calls.find(key, lambda: call)
     return Run(layer, plan, cp, call, number, layer.tables(plan))

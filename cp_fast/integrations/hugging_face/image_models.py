@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from cp_fast.integrations.shared.both_ways import BothWays
 from cp_fast.integrations.token_batches import CpBatch
 from cp_ref.schedules.values import kind_of
 
@@ -264,11 +263,7 @@ class ImageBatch:
         for modality, numbers in places.numbers.items():
             mine = sequences.shard(numbers, -1).flatten()
             sequences.image_rows[modality] = mine[mine >= 0], int(numbers.max()) + 1
-        if places.both_ways:
-            rows, slot = len(sequences.documents), sequences.documents.shape[1] * sequences.cp.size
-            full = slot * torch.arange(rows + 1, device="cpu")
-            lengths = full if sequences.cu_seqlens is None else sequences.cu_seqlens
-            sequences.both_ways = BothWays(sequences.cp, places.both_ways, lengths, sequences.cu_seqlens_padded, slot)
+        sequences.both_ways = places.both_ways
         if places.positions is not None:
             positions = places.positions.to(part["input_ids"].device)
             part["position_ids"] = sequences.shard(positions.permute(1, 2, 0)).permute(2, 0, 1)
