@@ -86,7 +86,8 @@ def lower_exchange(name: str, messages: RowMessages) -> Draft:
     gather = _gathering(f"gather {name}", messages, tables, sets)
     give_back = _giving_back(f"give back {name}", messages, tables, sets)
     skipped = {"accumulate_late": "the sums of a layer have the order of its messages"}
-    return optimized(Draft(Programs(gather, give_back, (), slice(0, 0), skipped), tables), writes_rows=True)
+    draft = Draft(Programs(gather, give_back, (), slice(0, 0), skipped), tables)
+    return optimized(draft, writes_rows=True, most_pieces=1)  # one kernel moves the rows of all messages
 
 
 def _gathering(direction: str, messages: RowMessages, tables: Tables, sets: SpanSets) -> Program[RowKey]:

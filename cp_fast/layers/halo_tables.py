@@ -50,6 +50,11 @@ class HaloTables:
     edges: torch.Tensor
     edges_read_by: torch.Tensor
 
+    @property
+    def zeros(self) -> int:
+        """The slot that is a row of zeros."""
+        return len(self.reads.slots) + self.messages.rows["kv"].gathered.total
+
 
 def halo_tables(
     problem: Problem, rank: int, own: DocumentFragments, kernel_size: int, device: torch.device

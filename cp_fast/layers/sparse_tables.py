@@ -270,7 +270,7 @@ class _RowsOfHeads(NamedTuple):
     def messages(
         self, kind: str, tag: int, *, complete: bool = False
     ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        """With each peer, those of the own rows for the peer's heads, and those of the peer's rows for the own heads."""
+        """With each peer: those of the own rows for its heads, and those of its rows for the own heads."""
         peers = [(self.rank + n) % len(self.travel) for n in range(1, len(self.travel))]  # the next one first
 
         def of(pairs: Iterable[tuple[int, int, int]]) -> tuple[Message, ...]:

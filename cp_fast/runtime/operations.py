@@ -99,7 +99,7 @@ def _pack(buffers: PassBuffers, some: Sequence[Copy[Rows]]) -> Operation:
         packed = iter(gather(xs, rows, firsts, sizes))
         for source, target, first_heads in each:
             held, size = state.buffers[source], heads[target]
-            columns = [columns_of(held.columns, rows, (n, n + size)) for n in first_heads if held.columns]
+            columns = [columns_of(held.columns, rows, slice(n, n + size)) for n in first_heads if held.columns]
             found = [next(packed) for _ in held.rows]
             state.buffers[target] = Tensors(found, [x for parts in columns for x in parts])
 
@@ -174,8 +174,8 @@ class _Move(NamedTuple):
     source: int
     target: int
     rows: Rows
-    heads: tuple[int, int]
-    into_heads: slice | None  # None for all.
+    heads: slice | None  # None for all.
+    into_heads: slice | None
     is_sum: bool
     dtypes: tuple[torch.dtype, ...]
     nothing: Callable[[], Tensors]
@@ -185,10 +185,10 @@ class _Move(NamedTuple):
     def of(buffers: PassBuffers, one: Copy[Rows]) -> _Move:
         source, target = one.source.buffer, one.target.buffer
         spec, into = buffers.specs[source], buffers.specs[target]
-        heads = None if one.target.heads == into.all_heads else slice(*one.target.heads)
+        heads, into_heads = buffers.heads(one.source), buffers.heads(one.target)
         nothing, dtypes = buffers.shapes.allocation(spec).nothing, buffers.shapes.allocation(into).dtypes
         rows, new = buffers.rows(one.source), buffers.maker(target)
-        return _Move(source, target, rows, one.source.heads, heads, spec.role == "sum", dtypes, nothing, new)
+        return _Move(source, target, rows, heads, into_heads, spec.role == "sum", dtypes, nothing, new)
 
 
 # ---- Accumulate
@@ -206,13 +206,13 @@ def accumulate(buffers: PassBuffers, one: Accumulate[Rows], *, of: Accumulations
     if one.of_sink:
         return _accumulate_sink(buffers, one)
     assert of is not None
-    take = None if buffers.is_whole(source) else (buffers.rows(source), source.heads)
+    take = None if buffers.is_whole(source) else (buffers.rows(source), buffers.heads(source))
     is_whole, into = buffers.is_whole(target), buffers.rows(target)
     spec = buffers.specs[total]
     allocation = buffers.shapes.allocation(spec)
     filled, written = of.filled == buffers.shapes.rows(spec), id(one) in of.written
     finals = allocation.dtypes if id(one) in of.rounded else (allocation.wide,) * len(allocation.dtypes)
-    heads = None if target.heads == spec.all_heads else slice(*target.heads)
+    heads = buffers.heads(target)
     kernels, wide = buffers.kernels, allocation.wide
     gather, scatter, merge = kernels.gather, kernels.scatter_, kernels.merge_
 

@@ -60,24 +60,22 @@ def count(rows: Rows) -> int:
 def rows_of(
     tensors: Sequence[torch.Tensor],
     rows: Rows,
-    heads: tuple[int, int],
+    heads: slice | None,
     gather: Callable[[Sequence[torch.Tensor], Rows], Sequence[torch.Tensor]],
 ) -> Sequence[torch.Tensor]:
-    """Rows and heads of tensors by row [t, h, d]: views if possible. gather: that of `Movers`."""
-    size, count, _ = tensors[0].shape
-    if heads != (0, count):
-        tensors = [x[:, heads[0] : heads[1]] for x in tensors]
-    return tensors if is_all(rows, size) else gather(tensors, rows)
+    """Rows and heads of tensors by row [t, h, ...], None for all heads: views if possible. gather: that of `Movers`."""
+    if heads is not None:
+        tensors = [x[:, heads] for x in tensors]
+    return tensors if is_all(rows, tensors[0].shape[0]) else gather(tensors, rows)
 
 
-def columns_of(tensors: Sequence[torch.Tensor], rows: Rows, heads: tuple[int, int]) -> list[torch.Tensor]:
+def columns_of(tensors: Sequence[torch.Tensor], rows: Rows, heads: slice | None) -> list[torch.Tensor]:
     """Rows and heads of LSEs [h, t], with rows on the second axis; contiguous."""
     found: list[torch.Tensor] = []
     for x in tensors:
-        count, size = x.shape
-        if heads != (0, count):
-            x = x[heads[0] : heads[1]]
-        if not is_all(rows, size):
+        if heads is not None:
+            x = x[heads]
+        if not is_all(rows, x.shape[1]):
             x = x[:, rows] if isinstance(rows, slice) else x.index_select(1, rows)
         found.append(x.contiguous())
     return found
@@ -185,13 +183,14 @@ class Shapes:
 
     Attributes:
         sizes: by kind, the rows of the rank's own tensors.
-        dims, dtypes: by kind, the head dimensions of the tensors by row, and their dtypes.
+        dims: by kind, the axes of a row in each tensor by row; -1 for the heads of the buffer.
+        dtypes: by kind, the dtypes of the tensors by row.
         spare_rows: see `Programs`.
         with_column: the kinds that have a tensor by column besides.
     """
 
     sizes: Mapping[str, int]
-    dims: Mapping[str, tuple[int, ...]]
+    dims: Mapping[str, Sequence[Sequence[int]]]
     dtypes: Mapping[str, tuple[torch.dtype, ...]]
     device: torch.device
     spare_rows: int = 0
@@ -211,7 +210,7 @@ class Shapes:
         """The allocation of a buffer, or of a message with this many of its rows, of one part if it is stacked."""
         n, heads = self.rows(spec) if rows is None else rows, spec.all_heads[1]
         parts = (spec.parts,) if spec.parts and stacked else ()
-        by_row = tuple((*parts, n, heads, d) for d in self.dims[spec.kind])
+        by_row = tuple((*parts, n, *(heads if d < 0 else d for d in axes)) for axes in self.dims[spec.kind])
         has_column = spec.kind in self.with_column
         dtypes = self.dtypes[spec.kind]
         wide = wide_dtype(*dtypes)
@@ -252,6 +251,10 @@ class PassBuffers:
         """The rows of a view."""
         return slice(0, self.shapes.rows(self.specs[view.buffer])) if view.rows is None else view.rows
 
+    def heads(self, view: View[Rows]) -> slice | None:
+        """The heads of a view; None for all of its buffer."""
+        return None if view.heads == self.specs[view.buffer].all_heads else slice(*view.heads)
+
     def is_whole(self, view: View[Rows]) -> bool:
         """Whether a view has all rows and heads of its buffer."""
         all_rows = view.rows is None or is_all(view.rows, self.shapes.rows(self.specs[view.buffer]))
@@ -261,7 +264,7 @@ class PassBuffers:
         """Rows and heads of a buffer; contiguous, or where a slice of the buffer may be `strided`. The last rows
         gathered from an own buffer are kept: a ring needs the same ones at every step.
         """
-        number, rows, heads, gather = view.buffer, self.rows(view), view.heads, self.kernels.gather
+        number, rows, gather = view.buffer, self.rows(view), self.kernels.gather
         if self.is_whole(view):
 
             def whole(state: State) -> Tensors:
@@ -272,7 +275,7 @@ class PassBuffers:
             return whole
         own = self.specs[number].role == "own"
         if strided and isinstance(rows, slice):
-            some = slice(*heads)
+            some = slice(*view.heads)
 
             def cut(state: State) -> Tensors:
                 held = state.buffers[number]
@@ -280,8 +283,9 @@ class PassBuffers:
                 return Tensors([x[rows, some] for x in held.rows], [x[some, rows] for x in held.columns])
 
             return cut
-        sliced = isinstance(rows, slice) and heads == self.specs[number].all_heads
-        key = (rows.start, rows.stop, heads) if isinstance(rows, slice) else (id(rows), heads)
+        heads = self.heads(view)
+        sliced = isinstance(rows, slice) and heads is None
+        key = (rows.start, rows.stop, view.heads) if isinstance(rows, slice) else (id(rows), view.heads)
 
         def part(state: State) -> Tensors:
             held = state.buffers[number]

@@ -10,8 +10,7 @@ of peers where the group's messages go that way. Operations are resolved on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +69,7 @@ class RowExchange:
 
     def gather(
         self, group: Group, *given: _Given, meanwhile: Callable[[], None] | None = None
-    ) -> list[list[torch.Tensor]]:
+    ) -> list[Sequence[torch.Tensor]]:
         """The rows that this rank computes with, given its own rows of the tensors of each kind.
 
         meanwhile: work to do while the first messages travel.
@@ -81,7 +80,7 @@ class RowExchange:
             return [list(some) for some in given]
         return self._run(self.programs.forward, self._kinds, group, given, meanwhile)
 
-    def give_back(self, group: Group, *given: _Given) -> list[list[torch.Tensor]]:
+    def give_back(self, group: Group, *given: _Given) -> list[Sequence[torch.Tensor]]:
         """The sums of all ranks' results for the own rows, given results for the gathered rows. The sums may be formed
         in the memory of the given tensors.
         """
@@ -94,14 +93,13 @@ class RowExchange:
         group: Group,
         given: Sequence[_Given],
         meanwhile: Callable[[], None] | None,
-    ) -> list[list[torch.Tensor]]:
-        rows = [[self._by_heads(kind, x) for x in some] for kind, some in zip(kinds, given, strict=True)]
-        sizes = tuple((x.shape[1:], x.dtype) for some in rows for x in some)
-        key = program.direction, sizes, tuple(map(len, rows)), group if prepares(group) else None
+    ) -> list[Sequence[torch.Tensor]]:
+        sizes = tuple([(x.shape[1:], x.dtype) for some in given for x in some])
+        key = program.direction, sizes, tuple(map(len, given)), group if prepares(group) else None
         if (resolved := self._resolved.get(key)) is None:
-            resolved = self._resolved.setdefault(key, self._resolve(program, kinds, rows, group))
+            resolved = self._resolved.setdefault(key, self._resolve(program, kinds, given, group))
         state = State(len(program.buffers), group)
-        for number, some in enumerate(rows):
+        for number, some in enumerate(given):
             state.buffers[number] = Tensors(some, ())
         for operation in resolved.before:
             operation(state)
@@ -109,29 +107,21 @@ class RowExchange:
             meanwhile()
         for operation in resolved.after:
             operation(state)
-        found = list[list[torch.Tensor]]()
-        for kind, some, (number, nothing) in zip(kinds, given, resolved.results, strict=True):
-            together, tensors = self._together[kind], (state.buffers[number] or nothing()).rows
-            last = [x.shape[1:] if together else (y.shape[1], *x.shape[2:]) for x, y in zip(some, tensors, strict=True)]
-            found.append([y.view(y.shape[0], *axes) for y, axes in zip(tensors, last, strict=True)])
-        return found
-
-    def _by_heads(self, kind: str, x: torch.Tensor) -> torch.Tensor:
-        """A tensor [rows, heads, d]."""
-        if self._together[kind]:
-            return x.reshape(x.shape[0], 1, prod(x.shape[1:]))
-        return x if x.ndim == 3 else x.reshape(*x.shape[:2], prod(x.shape[2:]))
+        return [(state.buffers[number] or nothing()).rows for number, nothing in resolved.results]
 
     def _resolve(
         self, program: Program[Rows], kinds: Sequence[str], given: Sequence[_Given], group: Group
     ) -> _Resolved:
-        dims: Mapping[str, tuple[int, ...]] = {
-            kind: tuple(x.shape[2] for x in some) for kind, some in zip(kinds, given, strict=True)
-        }
-        dtypes = {kind: tuple(x.dtype for x in some) for kind, some in zip(kinds, given, strict=True)}
-        shapes = Shapes(self._own, dims, dtypes, self._device)
+        by_kind = dict(zip(kinds, given, strict=True))
+        axes = {kind: [self._axes(kind, x) for x in some] for kind, some in by_kind.items()}
+        dtypes = {kind: tuple(x.dtype for x in some) for kind, some in by_kind.items()}
+        shapes = Shapes(self._own, axes, dtypes, self._device)
         operations = resolve(program, shapes, group)
         first = operations.index(wait) if wait in operations else len(operations)
         numbers = [program.results[kind] for kind in kinds]
         results = [(number, shapes.allocation(program.buffers[number]).nothing) for number in numbers]
         return _Resolved(operations[:first], operations[first:], results)
+
+    def _axes(self, kind: str, x: torch.Tensor) -> Sequence[int]:
+        """See `Shapes.dims`."""
+        return x.shape[1:] if self._together[kind] else (-1, *x.shape[2:])

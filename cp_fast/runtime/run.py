@@ -160,9 +160,10 @@ class CompiledCall:
         d_qk, d_v = packing.problem.d_qk, packing.problem.d_v
         dims = {"q": (d_qk,), "kv": (d_qk, d_v), "do": (d_v,), "res": (d_v,), "out": (d_v,), "sink": ()}
         dims |= {"dq": (d_qk,), "dkv": (d_qk, d_v)}
+        axes = {kind: [(-1, d) for d in some] for kind, some in dims.items()}
         dtypes = {kind: (dtype,) * len(some) for kind, some in dims.items()}
         rows = {kind: sizes[side_of(kind) == "kv"] for kind in dims}
-        shapes = Shapes(rows, dims, dtypes, device, instructions.spare_rows, frozenset({"res", "out"}))
+        shapes = Shapes(rows, axes, dtypes, device, instructions.spare_rows, frozenset({"res", "out"}))
         self._shapes = shapes, replace(shapes, with_column=frozenset({"res", "out", "do"}))
         self._operations: dict[tuple[str, bool], list[Operation]] = {}
 

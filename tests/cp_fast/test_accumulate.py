@@ -52,7 +52,8 @@ def result(
     specs.append(BufferSpec("result", kind, HEADS, ROWS, "message"))
     specs += [BufferSpec("part", kind, part.heads, None, "partial") for part in parts]
     dtypes = {kind: (final,) * len(dims) for kind, dims in DIMS.items()}
-    shapes = Shapes(dict.fromkeys(DIMS, ROWS), DIMS, dtypes, CPU, spare, frozenset({"res", "out"}))
+    axes = {kind: [(-1, d) for d in dims] for kind, dims in DIMS.items()}
+    shapes = Shapes(dict.fromkeys(DIMS, ROWS), axes, dtypes, CPU, spare, frozenset({"res", "out"}))
     buffers = PassBuffers(specs, shapes, kernels("cpu"), frozenset({RESULT}), frozenset())
     state = State(len(specs), PaperGroup(1, 0), LaunchOptions(ScoreSpec(1.0, 0.0)))
     every = list[Accumulate[Rows]]()
