@@ -247,7 +247,7 @@ class CompressedAttention(SparseCase):
         given, indices = self._with_values(exact), self.indices
         indices = None if indices is None else indices.to(device)
         how: dict[str, Any] = {"softmax_offset": given.pop("softmax_offset", None), "rate": self.rate}
-        dense = dense_compressed_attention if self.tokens else dense_sparse_attention
+        dense: Any = dense_compressed_attention if self.tokens else dense_sparse_attention
         return dense(self.problem, *given.values(), indices, **how)
 
     def _with_values(self, given: Tensors) -> Tensors:

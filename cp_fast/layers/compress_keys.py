@@ -144,20 +144,20 @@ class CompressionLayer(Layer):
         """The rank's entries."""
         (values, gates, bias), call = tensors, run.call
         windows = run.tables.windows(call.rate, overlap=call.overlap)
-        rows = run.gather(windows.name, run.tables.own.take(values), run.tables.own.take(gates))
-        of = _slots(windows, *rows, bias, overlap=call.overlap)
+        x, z = run.gather(windows.name, run.tables.own.take(values), run.tables.own.take(gates))
+        of = _slots(windows, x, z, bias, overlap=call.overlap)
         return (_added(of.weights * of.x).to(values.dtype),), ()
 
     def backward(self, run: Run, tensors: Any, results: Any, hidden: Any, grads: Any) -> Any:
         """Gradients of values, gates and bias; that of bias is this rank's share."""
         (values, gates, bias), (dentries,), call, own = tensors, grads, run.call, run.tables.own
         windows = run.tables.windows(call.rate, overlap=call.overlap)
-        rows = run.gather(windows.name, own.take(values), own.take(gates))
-        x, weights = _slots(windows, *rows, bias, overlap=call.overlap)
+        of_values, of_gates = run.gather(windows.name, own.take(values), own.take(gates))
+        x, weights = _slots(windows, of_values, of_gates, bias, overlap=call.overlap)
         de = dentries.to(x.dtype)[:, None]
         of_x = weights * de
         of_z = weights * (x - _added(weights * x)[:, None]) * de
-        found = [self._of_rows(windows, g, rows[0].shape, overlap=call.overlap) for g in (of_x, of_z)]
+        found = [self._of_rows(windows, g, of_values.shape, overlap=call.overlap) for g in (of_x, of_z)]
         dvalues, dgates = run.give_back(windows.name, *found)
         dbias = None
         if bias is not None:

@@ -113,7 +113,7 @@ def compress_backward(
     own = [torch.zeros_like(to_packed(x, fmt), dtype=wide)[:, None] for x in (values, gates)]
     held.copy_out("dkv", *own)
     results = (to_format(g[:, 0].to(x.dtype), fmt, batch_size) for g, x in zip(own, (values, gates), strict=True))
-    return *results, dbias[0].to(bias.dtype) if dbias else None
+    return *results, None if bias is None else dbias[0].to(bias.dtype)
 
 
 COMPRESSION = Passes(compressed_calls.COMPRESSION, compress_forward, compress_backward)

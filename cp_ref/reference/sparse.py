@@ -120,8 +120,8 @@ def _met_keys(run: Run, k: torch.Tensor, v: torch.Tensor, indices: Any, rate: in
     problem, schedule = keys_of(run.plan, rate)
     fmt = problem.qkv_format
     named = None if indices is None else _named(run.call, indices, fmt)
-    rows = (to_packed(x, fmt) if rate is None else x for x in (k, v))
-    return _Keys(replace(problem, softmax_scale=run.call.scale), schedule, *rows, named)
+    k, v = (to_packed(x, fmt) if rate is None else x for x in (k, v))
+    return _Keys(replace(problem, softmax_scale=run.call.scale), schedule, k, v, named)
 
 
 def _keys_of_sparse(run: Run, tensors: Sequence[Any]) -> tuple[torch.Tensor, list[_Keys], Any]:
