@@ -65,8 +65,8 @@ def shard_batch(
         images = images_of(batch, model, fill or ())
         rows = positions_said(batch if images is None else images.rest, 0 if edge is None else edge.numbering.first)
         places = None if images is None else images.placed(rows)
-        labelled = edge is not None and edge.head is not None and isinstance(rows, Mapping) and "labels" in rows
-        shifts = edge.labels_head(type(model).__name__).shifts if edge is not None and labelled else True
+        labelled = edge is not None and edge.task.head is not None and isinstance(rows, Mapping) and "labels" in rows
+        shifts = edge.task.labels_head(type(model).__name__).shifts if edge is not None and labelled else True
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         token_batches.raise_on_all_ranks({"cp": cp, "over": over}, error)
     how: dict[str, Any] = {"cp": cp, "pad_token_id": pad_token_id, "shift_labels": shifts, "over": over, "fill": fill}
