@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from cp_fast.integrations.hugging_face.model_call import ModelCall
-from cp_fast.integrations.hugging_face.module_states import drop_state, hook_once, put_state, state_of
+from cp_fast.integrations.hugging_face.module_states import drop_state, hook_once, known_state, put_state, state_of
 from cp_fast.integrations.hugging_face.token_mixers import NAME, refuse_adapters
 
 __all__ = ["check_layers", "forget_layers", "note_call", "note_layers"]
@@ -91,10 +91,10 @@ def check_layers(model: nn.Module, call: ModelCall, known: tuple[str, ...]) -> N
     """
     refuse_adapters(model)
     blocks = _layers_of_blocks(model)
-    ran = [block for block in blocks if block is model or _block(block).call is call]
+    ran = [block for block in blocks if block is model or known_state(block, _Block).call is call]
     odd: set[nn.Module] = set()
     for block in ran or blocks:
-        layers, names = blocks[block], _block(block).layers
+        layers, names = blocks[block], known_state(block, _Block).layers
         odd |= {layer for layer, noted in layers.items() if noted.call is not call}
         if len(layers) < len(names):  # one has another module in its place
             odd |= {_at(block, name) or block for name in names} - layers.keys() or {block}
@@ -117,12 +117,6 @@ def check_layers(model: nn.Module, call: ModelCall, known: tuple[str, ...]) -> N
 def _enter_block(block: nn.Module, _: tuple[Any, ...], given: dict[str, Any]) -> None:
     if (noted := state_of(block, _Block)) is not None:
         noted.call = given.get("cp_batch")
-
-
-def _block(module: nn.Module) -> _Block:
-    noted = state_of(module, _Block)
-    assert noted is not None
-    return noted
 
 
 def _layers_of_blocks(model: nn.Module) -> dict[nn.Module, dict[nn.Module, _Layer]]:

@@ -12,7 +12,16 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-__all__ = ["check_forward", "drop_state", "give_forward", "hook_once", "put_state", "state_of", "take_forward"]
+__all__ = [
+    "check_forward",
+    "drop_state",
+    "give_forward",
+    "hook_once",
+    "known_state",
+    "put_state",
+    "state_of",
+    "take_forward",
+]
 
 State = TypeVar("State")
 _STATES = "_cp_fast"  # The one attribute that a module gets.
@@ -28,6 +37,11 @@ def state_of(module: nn.Module, kind: type[State]) -> State | None:
     """
     states = module.__dict__.get(_STATES)
     return None if states is None else states.get(kind)
+
+
+def known_state(module: nn.Module, kind: type[State]) -> State:
+    """A module's state of a kind, where it has one."""
+    return module.__dict__[_STATES][kind]
 
 
 def put_state(module: nn.Module, state: Any) -> None:
