@@ -30,8 +30,8 @@ from cp_fast.integrations.hugging_face.model_call import sequences_of
 from cp_fast.integrations.hugging_face.module_states import (
     check_forward,
     give_forward,
+    known_state,
     put_state,
-    state_of,
     take_forward,
 )
 from cp_fast.integrations.hugging_face.slice_probe import Probe
@@ -80,12 +80,6 @@ class _Keys:
     """Of an attention layer: whether its keys stay latent in the call that runs."""
 
     latent: bool = False
-
-
-def _keys(layer: nn.Module) -> _Keys:
-    known = state_of(layer, _Keys)
-    assert known is not None
-    return known
 
 
 def choosers(model: nn.Module) -> dict[str, nn.Module]:
@@ -177,7 +171,7 @@ def _attention(theirs: Callable[..., Any]) -> Callable[..., Any]:
         elif mask is not None:
             refuse_own_mask(name, mask)
         latent = isinstance(sequences, CpBatch) and _is_latent(self)
-        keys = _keys(self)
+        keys = known_state(self, _Keys)
         keys.latent = latent
         try:
             return theirs(self, **{**named, "attention_mask": SequencesToChoose(sequences, self, latent)})
@@ -191,7 +185,7 @@ def _expanded(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """`expand_kv`: keys and values of all heads, or the latent ones."""
 
     def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if not _keys(self).latent:
+        if not known_state(self, _Keys).latent:
             return theirs(self, kv_nope, k_rot)
         key = torch.cat([kv_nope, k_rot], -1)
         return key, key[..., : kv_nope.shape[-1]]

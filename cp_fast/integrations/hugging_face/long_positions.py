@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from cp_fast.integrations.hugging_face.module_states import hook_once, put_state, state_of
+from cp_fast.integrations.hugging_face.module_states import hook_once, known_state, put_state, state_of
 
 __all__ = ["CountFrom", "far_position", "give_longest", "say_longest"]
 
@@ -52,13 +52,7 @@ def say_longest(model: nn.Module, longest: int | None, device: torch.device | No
     """Say the longest position of the batch of the next call; None: the call has the whole batch."""
     known = state_of(model, _Rotaries)
     for rotary in () if known is None else known.modules:
-        _longest(rotary).position = None if longest is None else torch.tensor([longest], device=device)
-
-
-def _longest(rotary: nn.Module) -> _Longest:
-    known = state_of(rotary, _Longest)
-    assert known is not None
-    return known
+        known_state(rotary, _Longest).position = None if longest is None else torch.tensor([longest], device=device)
 
 
 def _kinds(module: nn.Module) -> set[str]:
@@ -70,7 +64,7 @@ def _kinds(module: nn.Module) -> set[str]:
 
 
 def _append(rotary: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    longest = _longest(rotary).position
+    longest = known_state(rotary, _Longest).position
     if longest is None:
         return None
     bound = inspect.signature(rotary.forward).bind(*by_place, **given)
@@ -82,7 +76,7 @@ def _append(rotary: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> An
 
 def _cut_off(rotary: Any, _: Any, out: Any) -> Any:
     """cos and sin, or one tensor of both: [..., s/cp + 1, d] -> [..., s/cp, d]."""
-    if _longest(rotary).position is None:
+    if known_state(rotary, _Longest).position is None:
         return None
     return tuple(x[..., :-1, :] for x in out) if isinstance(out, tuple) else out[..., :-1, :]
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from cp_fast.integrations.hugging_face.built_masks import Said, Sides
-from cp_fast.integrations.hugging_face.module_states import hook_once, put_state, state_of
+from cp_fast.integrations.hugging_face.module_states import hook_once, known_state, put_state
 from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 from cp_fast.integrations.shared.drop_in import refuse
 
@@ -239,8 +239,7 @@ def _attended(
     self: Any, qkv: Any, mask: SequencesAsMask, dropout: float, scale: float, is_causal: bool = True, **more: Any
 ) -> torch.Tensor:
     """q, k, v [b, h, s/cp, d] -> [b, s/cp, h * d]."""
-    known = state_of(self, WrittenAttention)
-    assert known is not None
+    known = known_state(self, WrittenAttention)
     if mask.sides is not None:
         Said(is_causal, None).among(mask.sides, type(self).__name__)
     given = {"dropout": dropout, "scaling": scale, "is_causal": is_causal, "sliding_window": None} | more
