@@ -193,7 +193,7 @@ def _layer(shape: Shape, calls: int) -> tuple[bool, dict[str, Any]]:
 def _errors(shape: Shape, x: dict[str, torch.Tensor], rows: torch.Tensor, runs: Runs, results: Any) -> dict[str, float]:
     """Relative errors of some rows; of dk those of a key that few rows see: the last token, which one row sees."""
     out, lse, dq, dk = results
-    errors = dict.fromkeys(("out", "lse", "dq", "dk"), 0.0)
+    errors: dict[str, float] = {"out": 0.0, "lse": 0.0, "dq": 0.0, "dk": 0.0}
     for row in (0, 1, shape.rows // 3, shape.rows - 1):
         here = slice(row, row + 1)
         named = runs.of(here).listed(rows[here])[0, 0]

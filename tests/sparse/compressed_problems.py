@@ -38,7 +38,7 @@ def _drawn(strategy: SearchStrategy[Any], count: int) -> list[Any]:
 
     @settings(
         max_examples=count, phases=[Phase.generate], derandomize=True, database=None, deadline=None,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
     )  # fmt: skip
     @given(strategy)
     def keep(problem: Any) -> None:
