@@ -19,7 +19,7 @@ from cp_fast.layers.sparse_tables import KEYS, SparseTables, sparse_tables
 from cp_fast.runtime.forward_backward import sink_shares
 from cp_ref.batches.tensors import lse_shape, wide_dtype
 from cp_ref.calls import sparse_calls
-from cp_ref.calls.declared import implements
+from cp_ref.calls.layer import public_function
 from cp_ref.calls.sparse_calls import SparseAttentionCall
 from cp_ref.groups.collectives import offset_grad
 
@@ -276,53 +276,6 @@ class LossLayer(Layer):
 SELECTION, SPARSE, LOSS = registered(SelectionLayer()), registered(SparseLayer()), registered(LossLayer())
 OPERATORS = SELECTION.operator, SPARSE.operator, LOSS.operator  # whose results checkpointing saves
 
-
-@implements(sparse_calls.select_keys)
-def select_keys(
-    q_index: torch.Tensor,
-    k_index: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    top_k: int,
-    scale: float | None,
-) -> torch.Tensor:
-    return called(SELECTION, cp, plan, (q_index, k_index, weights), top_k=top_k, scale=scale)[0]
-
-
-@implements(sparse_calls.sparse_attention)
-def sparse_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    indices: torch.Tensor,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    softmax_scale: float | None,
-    softmax_offset: torch.Tensor | None,
-    return_lse: bool,
-) -> Any:
-    tensors, how = (q, k, v, indices, softmax_offset), {"softmax_scale": softmax_scale, "return_lse": return_lse}
-    out, *lse = called(SPARSE, cp, plan, tensors, **how)
-    return (out, *lse) if return_lse else out
-
-
-@implements(sparse_calls.index_loss)
-def index_loss(
-    q_index: torch.Tensor,
-    k_index: torch.Tensor,
-    weights: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    indices: torch.Tensor,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    scale: float | None,
-    softmax_scale: float | None,
-) -> torch.Tensor:
-    tensors = q_index, k_index, weights, lse, q, k, indices
-    return called(LOSS, cp, plan, tensors, scale=scale, softmax_scale=softmax_scale)[0]
+select_keys = public_function(sparse_calls.select_keys, sparse_calls.SELECTION, called, SELECTION, __name__)
+sparse_attention = public_function(sparse_calls.sparse_attention, sparse_calls.SPARSE, called, SPARSE, __name__)
+index_loss = public_function(sparse_calls.index_loss, sparse_calls.INDEX_LOSS, called, LOSS, __name__)

@@ -23,7 +23,7 @@ from cp_ref.batches.tensors import (
     wide_dtype,
 )
 from cp_ref.calls import sparse_calls
-from cp_ref.calls.declared import implements
+from cp_ref.calls.layer import public_function
 from cp_ref.calls.sparse_calls import SparseAttentionCall
 from cp_ref.groups.collectives import offset_grad
 from cp_ref.reference.executor.merge_partials import add_sink, sink_gradient
@@ -123,24 +123,7 @@ def sparse_backward(
 
 
 SPARSE = Passes(sparse_calls.SPARSE, sparse_forward, sparse_backward)
-
-
-@implements(sparse_calls.sparse_attention)
-def sparse_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    indices: torch.Tensor,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    softmax_scale: float | None,
-    softmax_offset: torch.Tensor | None,
-    return_lse: bool,
-) -> Any:
-    tensors, how = (q, k, v, indices, softmax_offset), {"softmax_scale": softmax_scale, "return_lse": return_lse}
-    out, *lse = called(SPARSE, cp, plan, tensors, **how)
-    return (out, *lse) if return_lse else out
+sparse_attention = public_function(sparse_calls.sparse_attention, sparse_calls.SPARSE, called, SPARSE, __name__)
 
 
 def _named(call: SparseAttentionCall, indices: torch.Tensor, qkv_format: str) -> torch.Tensor:
@@ -168,20 +151,7 @@ def select_forward(run: Run, q_index: torch.Tensor, k_index: torch.Tensor, weigh
 
 
 SELECTION = Passes(sparse_calls.SELECTION, select_forward)
-
-
-@implements(sparse_calls.select_keys)
-def select_keys(
-    q_index: torch.Tensor,
-    k_index: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    top_k: int,
-    scale: float | None,
-) -> torch.Tensor:
-    return called(SELECTION, cp, plan, (q_index, k_index, weights), top_k=top_k, scale=scale)[0]
+select_keys = public_function(sparse_calls.select_keys, sparse_calls.SELECTION, called, SELECTION, __name__)
 
 
 class _DocumentRows(NamedTuple):
@@ -349,22 +319,4 @@ def _loss(
 
 
 LOSS = Passes(sparse_calls.INDEX_LOSS, loss_forward, loss_backward)
-
-
-@implements(sparse_calls.index_loss)
-def index_loss(
-    q_index: torch.Tensor,
-    k_index: torch.Tensor,
-    weights: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    indices: torch.Tensor,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    scale: float | None,
-    softmax_scale: float | None,
-) -> torch.Tensor:
-    tensors = q_index, k_index, weights, lse, q, k, indices
-    return called(LOSS, cp, plan, tensors, scale=scale, softmax_scale=softmax_scale)[0]
+index_loss = public_function(sparse_calls.index_loss, sparse_calls.INDEX_LOSS, called, LOSS, __name__)
