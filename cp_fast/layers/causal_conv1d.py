@@ -106,4 +106,4 @@ class ConvolutionLayer(Layer):
 
 
 LAYER = registered(ConvolutionLayer())
-causal_conv1d = public_function(linear_calls.causal_conv1d, linear_calls.CONVOLUTION, called, LAYER, __name__)
+causal_conv1d = public_function(linear_calls.causal_conv1d, called, LAYER, __name__)

@@ -159,7 +159,7 @@ class LinearLayer(Layer):
 
 
 LAYER = registered(LinearLayer())
-linear_attention = public_function(linear_calls.linear_attention, linear_calls.LINEAR, called, LAYER, __name__)
+linear_attention = public_function(linear_calls.linear_attention, called, LAYER, __name__)
 
 
 def kernels_for(call: LinearCall, cp: ContextParallel, device: torch.device) -> LinearKernels:

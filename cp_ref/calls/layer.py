@@ -106,14 +106,16 @@ class Layer:
         return 2 if self.second and options[self.second] else 1
 
 
-def public_function(stub: F, layer: Layer, called: Callable[..., Sequence[torch.Tensor]], of: Any, module: str) -> F:
+def public_function(stub: F, called: Callable[..., Sequence[torch.Tensor]], of: Any, module: str) -> F:
     """The public function of a layer in one package, with the parameters, the defaults and the docstring of the stub.
     It is made as `dataclasses` makes `__init__`: so a call costs no more than that of a function that is written out.
 
     Args:
         called: the package's driver. `called(of, cp, plan, tensors, **options)` gives the results of a call.
+        of: what the package computes of the layer, which is declared as `of.declared`.
         module: the name of the module that the function is in.
     """
+    layer: Layer = of.declared
     parameters = inspect.signature(stub).parameters.values()
     names = [f"{'*, ' if p.name == 'cp' else ''}{p.name}" for p in parameters]
     tensors = ", ".join(operand.name for operand in layer.operands)

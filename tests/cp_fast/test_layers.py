@@ -130,8 +130,8 @@ REFERENCE = layer_calls.Passes(MEAN, _forward, _backward)
 # ---- tests
 
 CALLED = {
-    cp_fast: public_function(visible_mean, MEAN, layer_operators.called, FAST, __name__),
-    cp_ref: public_function(visible_mean, MEAN, layer_calls.called, REFERENCE, __name__),
+    cp_fast: public_function(visible_mean, layer_operators.called, FAST, __name__),
+    cp_ref: public_function(visible_mean, layer_calls.called, REFERENCE, __name__),
 }
 CU, TOTAL = torch.tensor([0, 7, 20]), 20
 

@@ -119,7 +119,7 @@ def linear_backward(
 
 
 LINEAR = Passes(linear_calls.LINEAR, linear_forward, linear_backward)
-linear_attention = public_function(linear_calls.linear_attention, linear_calls.LINEAR, called, LINEAR, __name__)
+linear_attention = public_function(linear_calls.linear_attention, called, LINEAR, __name__)
 
 
 def _recorded(
@@ -214,4 +214,4 @@ def conv_backward(
 
 
 CONVOLUTION = Passes(linear_calls.CONVOLUTION, conv_forward, conv_backward)
-causal_conv1d = public_function(linear_calls.causal_conv1d, linear_calls.CONVOLUTION, called, CONVOLUTION, __name__)
+causal_conv1d = public_function(linear_calls.causal_conv1d, called, CONVOLUTION, __name__)
