@@ -45,7 +45,7 @@ __all__ = [
 # ---- problems
 
 
-LINEAR_KINDS = ("gated_delta_rule", "kda", "mamba2")
+LINEAR_KINDS = ("gated_delta_rule", "kda", "mamba2", "mamba")
 ACTIVATIONS = (None, "silu", "swish")
 
 
@@ -290,12 +290,17 @@ def build_linear(case: LinearCase, device: str = "cpu") -> LinearTensors:
         "q": some(*lead, case.heads, case.d_k).to(low),
         "k": torch.nn.functional.normalize(some(*lead, case.heads, case.d_k), dim=-1).to(low),
         "v": some(*lead, heads_v, case.d_v).to(low),
-        "g": -0.2 * some(*lead, heads_v, *([case.d_k] if case.kind == "kda" else [])).abs().to(gates),
+        "g": -0.2 * some(*lead, heads_v, *{"kda": [case.d_k], "mamba": [case.d_v]}.get(case.kind, [])).abs().to(gates),
     }
-    if case.kind != "mamba2":
+    alike: dict[str, torch.Tensor] = {}
+    if case.kind == "mamba":
+        rows["g"] = -rows["g"]
+        alike["A"] = -some(heads_v, case.d_k, case.d_v).abs().to(device, gates)
+    elif case.kind != "mamba2":
         rows["beta"] = some(*lead, heads_v).sigmoid().to(gates)
     states = len(case.documents), heads_v, case.d_k, case.d_v
-    alike = {"initial_state": some(*states).to(device, state_dtype)} if case.initial_state else {}
+    if case.initial_state:
+        alike["initial_state"] = some(*states).to(device, state_dtype)
     dfinal = some(case.cp_size, *states).to(device, state_dtype) if case.output_final_state else None
     dout = some(*lead, heads_v, case.d_v).to(device, low)
     return LinearTensors({name: x.to(device) for name, x in rows.items()}, alike, dout, dfinal)

@@ -224,7 +224,7 @@ def test_a_compiled_layer_that_makes_its_plan_and_its_context() -> None:
 
 
 PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
-KINDS = ("gated_delta_rule", "kda", "mamba2")
+KINDS = ("gated_delta_rule", "kda", "mamba2", "mamba")
 ROWS = 12  # of each of two ranks
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float64, "device": "cpu"}
 
@@ -238,8 +238,8 @@ def use(module: Any, cp: Any, plan: Any) -> None:
     total = total + torch.nn.Embedding(24, 1)(plan.position_ids).sum()
     total = total + module.causal_conv1d(x.flatten(1), torch.ones(16, 3).double(), cp=cp, plan=plan).sum()
     for kind in KINDS:
-        decay = -x.exp() if kind == "kda" else g
-        more = {} if kind == "mamba2" else {"beta": beta}
+        decay = {"kda": -x.exp(), "mamba": x.exp()}.get(kind, g)
+        more = {"mamba": {"A": -torch.ones(2, 8, 8).double()}, "mamba2": {}}.get(kind, {"beta": beta})
         total = total + module.linear_attention(x, x, x, decay, **more, cp=cp, plan=plan, kind=kind).sum()
     if train:
         total.backward()

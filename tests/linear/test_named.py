@@ -29,6 +29,7 @@ from conformance.problems.linear import (
 from cp_fast.layers.linear_plan import LinearTables
 from cp_ref import SimGroup
 from cp_ref.calls.linear_calls import LINEAR_KINDS
+from cp_ref.groups.collectives import all_reduce_sum
 from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.problem import Problem, Sequence
 from tests.dist.workers import Processes
@@ -56,8 +57,15 @@ def inputs(kind: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Ten
 
     found = {"q": some(1, 4), "k": torch.nn.functional.normalize(some(1, 4), dim=-1), "v": some(2, 3)}
     found = {name: x.to(dtype) for name, x in found.items()}
-    found["g"] = -some(*((2, 4) if kind == "kda" else (2,))).abs()
+    found["g"] = -some(*{"kda": (2, 4), "mamba": (2, 3)}.get(kind, (2,))).abs()
+    if kind == "mamba":
+        return found | {"g": -found["g"], "A": -torch.rand(2, 4, 3, generator=draw)}
     return found if kind == "mamba2" else found | {"beta": some(2).sigmoid()}
+
+
+def sliced(module: Any, given: dict[str, torch.Tensor], cp: Any, plan: Any) -> dict[str, torch.Tensor]:
+    """A rank's tensors: slices of those with a row for each token; A whole."""
+    return {n: x.clone() if n == "A" else module.shard(x, cp=cp, plan=plan) for n, x in given.items()}
 
 
 def exact(kind: str, given: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -74,7 +82,7 @@ def test_dtypes(dtype: torch.dtype, kind: str, package: str) -> None:
 
     def one(member: SimMember) -> torch.Tensor:
         module, cp, plan = made(package, member)
-        mine = {name: module.shard(x, cp=cp, plan=plan).requires_grad_() for name, x in given.items()}
+        mine = {name: x.requires_grad_() for name, x in sliced(module, given, cp, plan).items()}
         out, state = module.linear_attention(**mine, cp=cp, plan=plan, kind=kind, output_final_state=True)
         assert (out.dtype, state.dtype, list(state.shape)) == (dtype, torch.float32, [3, 2, 4, 3])
         (out.float().sum() + state.sum()).backward()
@@ -97,8 +105,10 @@ def test_strong_decays_lose_no_digit(strongest: float, kind: str) -> None:
     sizes = {"q": (1, 8), "k": (1, 8), "v": (2, 8), "dout": (2, 8)}
     given = {name: torch.randn(rows, *size, generator=draw) for name, size in sizes.items()}
     given["k"] = torch.nn.functional.normalize(given["k"], dim=-1)
-    given["g"] = -strongest * torch.rand(rows, *((2, 8) if kind == "kda" else (2,)), generator=draw)
-    if kind != "mamba2":
+    given["g"] = -strongest * torch.rand(rows, *((2, 8) if kind in ("kda", "mamba") else (2,)), generator=draw)
+    if kind == "mamba":
+        given |= {"g": -given["g"], "A": -torch.rand(2, 8, 8, generator=draw)}
+    elif kind != "mamba2":
         given["beta"] = torch.rand(rows, 2, generator=draw)
     dout, cu = given.pop("dout"), torch.tensor([0, rows])
     wide = {name: x.double().requires_grad_() for name, x in given.items()}
@@ -110,10 +120,14 @@ def test_strong_decays_lose_no_digit(strongest: float, kind: str) -> None:
     def one(member: SimMember) -> list[torch.Tensor]:
         sequence: dict[str, Any] = {"cu_seqlens_q": cu, "cu_seqlens_q_padded": None}
         module, cp, plan = made("cp_fast", member, **sequence)
-        mine = {name: module.shard(x, cp=cp, plan=plan).requires_grad_() for name, x in given.items()}
+        mine = {name: x.requires_grad_() for name, x in sliced(module, given, cp, plan).items()}
         out = module.linear_attention(**mine, cp=cp, plan=plan, kind=kind)
         grads = torch.autograd.grad(out, list(mine.values()), module.shard(dout, cp=cp, plan=plan))
-        return [module.unshard(x.detach(), cp=cp, plan=plan) for x in (out, *grads)]
+        found = dict(zip(("out", *mine), (x.detach() for x in (out, *grads)), strict=True))
+        # The gradient of A is a rank's share.
+        return [
+            all_reduce_sum(member, x) if n == "A" else module.unshard(x, cp=cp, plan=plan) for n, x in found.items()
+        ]
 
     for name, got, want in zip(("out", *given), SimGroup(2).run(one)[0], wanted, strict=True):
         assert (got - want).norm() <= 1e-6 * want.norm(), name
@@ -145,15 +159,15 @@ def test_documents_do_not_see_each_other(kind: str, package: str) -> None:
             spoiled = {name: x.clone() for name, x in inputs(kind).items()}
             others = torch.ones(20, dtype=torch.bool)
             others[start:stop] = False
-            for x in spoiled.values():
-                x[start:stop] = float("nan")
-            mine = {name: module.shard(x, cp=cp, plan=plan).requires_grad_() for name, x in spoiled.items()}
+            for name, x in spoiled.items():
+                if name != "A":
+                    x[start:stop] = float("nan")
+            mine = {name: x.requires_grad_() for name, x in sliced(module, spoiled, cp, plan).items()}
+            rows = [x for name, x in mine.items() if name != "A"]
             out, state = module.linear_attention(**mine, cp=cp, plan=plan, kind=kind, output_final_state=True)
             dout, dstate = torch.ones(20, 2, 3), torch.ones(3, 2, 4, 3)
             dout[start:stop], dstate[document * 2] = float("nan"), float("nan")
-            grads = torch.autograd.grad(
-                (out, state), list(mine.values()), (module.shard(dout, cp=cp, plan=plan), dstate)
-            )
+            grads = torch.autograd.grad((out, state), rows, (module.shard(dout, cp=cp, plan=plan), dstate))
             assert state[[1, 2 - document * 2]].isfinite().all()
             x = mine["v"].detach().flatten(1).requires_grad_()
             conv = module.causal_conv1d(x, torch.ones(6, 4), cp=cp, plan=plan)
