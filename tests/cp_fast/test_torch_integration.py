@@ -184,56 +184,9 @@ def test_a_compiled_layer_that_makes_its_plan_and_its_context() -> None:
 
 
 PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
-<<<<<<< HEAD
-KINDS = ("gated_delta_rule", "kda", "mamba2", "mamba")
-ROWS = 12  # of each of two ranks
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float64, "device": "cpu"}
 
 
-def use(module: Any, cp: Any, plan: Any) -> None:
-    """One call of each kind of layer, and positions; a backward pass where there are gradients."""
-    train = not torch.is_inference_mode_enabled()
-    x = torch.randn(ROWS, 2, 8, dtype=torch.float64, requires_grad=train)
-    g, beta = -x[..., 0].exp(), x[..., 0].sigmoid()
-    total = module.attention(x, x, x, cp=cp, plan=plan).sum()
-    total = total + torch.nn.Embedding(24, 1)(plan.position_ids).sum()
-    total = total + module.causal_conv1d(x.flatten(1), torch.ones(16, 3).double(), cp=cp, plan=plan).sum()
-    for kind in KINDS:
-        decay = {"kda": -x.exp(), "mamba": x.exp()}.get(kind, g)
-        more = {"mamba": {"A": -torch.ones(2, 8, 8).double()}, "mamba2": {}}.get(kind, {"beta": beta})
-        total = total + module.linear_attention(x, x, x, decay, **more, cp=cp, plan=plan, kind=kind).sum()
-    if train:
-        total.backward()
-        assert x.grad is not None
-        assert x.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("making", [False, True], ids=["made in training", "made in evaluation"])
-@pytest.mark.parametrize("room", [False, True], ids=["fixed", "updated"])
-def test_training_uses_what_an_evaluation_made(room: bool, making: bool, package: str) -> None:
-    module = PACKAGES[package]
-    lengths = torch.tensor([0, 10, 24])
-
-    def one(member: SimMember) -> None:
-        cp = module.ContextParallel(member, layout="contiguous")
-        more = {"max_sequences": 2, "max_tokens_q": 2 * ROWS} if room else {}
-        with torch.inference_mode(making):
-            plan = module.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=lengths, linear=True, **SIZES, **more)
-        for evaluating in (True, False, True, False):
-            with torch.inference_mode(evaluating):
-                if room:
-                    plan.update(cp=cp, cu_seqlens_q=lengths)
-                use(module, cp, plan)
-
-    SimGroup(2).run(one)
-
-
-=======
-SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float64, "device": "cpu"}
-
-
->>>>>>> main
 @pytest.mark.parametrize("making", [False, True], ids=["made in training", "made in evaluation"])
 def test_a_compiled_layer_takes_a_plan_of_an_evaluation(making: bool) -> None:
     def one(member: SimMember) -> None:
