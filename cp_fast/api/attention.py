@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from cp_ref.calls.attention_call import Call, CallFlags, asked_for
 from cp_ref.calls.declared import implements
 from cp_ref.calls.score_mod import with_digest
 from cp_ref.calls.scores import ScoreTensors
-from cp_ref.groups.collectives import raise_on_all
+from cp_ref.groups.agreement import agreed
 from cp_ref.problems.arguments import problem_arguments
 from cp_ref.problems.call_checks import check_context, check_settled, local_part, one_a_head
 
@@ -325,9 +324,12 @@ def attention(
     if torch.compiler.is_compiling():
         return _while_compiling(given, cp, flags, scores, softmax_offset, plan, arguments)
     refuse_transforms()
-    planned = isinstance(plan, Plan)
-    with nullcontext() if planned and not checking() else raise_on_all(cp):  # with a plan the ranks do not agree
-        asked = _asked(given, cp, flags, scores, softmax_offset, plan, arguments)
+
+    def read() -> Call:
+        return _asked(given, cp, flags, scores, softmax_offset, plan, arguments)
+
+    planned = isinstance(plan, Plan)  # then the ranks do not meet
+    asked = read() if planned and not checking() else agreed(cp, "an agreement on a call", read)
     with hide_from_checkpointing():
         made = plan if planned else plan_of_call(asked)
         call = agree_on_forward(asked, made)
@@ -345,8 +347,12 @@ def plan_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cp: ContextPa
     """
     check_context(cp, ContextParallel)
     scores, offset = ScoreTensors.given(arguments), arguments.pop("softmax_offset", None)
-    with raise_on_all(cp):
-        asked = _asked({"q": q, "k": k, "v": v}, cp, CallFlags(False, False, False), scores, offset, None, arguments)
+
+    def read() -> Call:
+        flags, given = CallFlags(False, False, False), {"q": q, "k": k, "v": v}
+        return _asked(given, cp, flags, scores, offset, None, arguments)
+
+    asked = agreed(cp, "an agreement on a call", read)
     with hide_from_checkpointing():
         return plan_of_call(asked)
 

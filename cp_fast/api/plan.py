@@ -38,7 +38,8 @@ from cp_ref.calls import plan_arguments as plans
 from cp_ref.calls.declared import bind, implements, not_a_dataclass, replaced, same_parameters
 from cp_ref.calls.plan_arguments import read_plan_arguments
 from cp_ref.calls.score_mod import ScoreMod, frozen
-from cp_ref.groups.group import Group, read_together
+from cp_ref.groups.agreement import agreed
+from cp_ref.groups.group import Group
 from cp_ref.problems.call_checks import check_context, check_plan_owner
 from cp_ref.problems.cuts import planned_positions
 from cp_ref.problems.room import Agreement, Room, next_batch
@@ -51,7 +52,6 @@ from cp_ref.schedules.words import Feature, Unsupported, describe
 __all__ = [
     "Made",
     "Plan",
-    "agree_on",
     "backend_for",
     "captured",
     "check_not_captured",
@@ -71,7 +71,6 @@ class _HasAgreement(Protocol):
     def agreement(self) -> Agreement: ...
 
 
-Found = TypeVar("Found", bound=_HasAgreement)
 Tables = TypeVar("Tables")
 
 
@@ -207,7 +206,8 @@ class Plan(OfThisProcess, plans.Plan):
             extras = plans.read_linear(self.linear, problem)
             return _Batch(Agreement(problem, self.room, extras), steps, self.fixed.fitted(draft, problem))
 
-        agreement, steps, fitted = agree_on(cp, read)
+        check_context(cp, ContextParallel)
+        agreement, steps, fitted = agreed(cp, "an agreement on a plan", read, lambda batch: batch.agreement)
         assert self.fixed is not None
         forget(self.handle)
         instructions = self.fixed.overwrite(fitted)
@@ -267,15 +267,6 @@ class _Batch(NamedTuple):
     fitted: Fitted
 
 
-def agree_on(cp: ContextParallel, read: Callable[[], Found], known: Set[bytes] = frozenset()) -> Found:
-    """This rank's reading of its arguments, once all ranks have read theirs and agree; else all raise. Nothing is sent
-    if the agreement is known.
-    """
-    check_context(cp, ContextParallel)
-    with cp.naming_errors("an agreement on a plan"):
-        return read_together(cp.comm, read, lambda found: found.agreement, known)
-
-
 # ---- from arguments to a plan
 #
 # `make_plan`: from arguments to a plan on which all ranks agree.
@@ -297,7 +288,8 @@ def make_plan(**arguments: Any) -> Plan:
         _ = plan.position_ids  # Made now: a compiled layer could not make them.
         return Made(agreement, plan)
 
-    plan = agree_on(cp, make).plan
+    check_context(cp, ContextParallel)
+    plan = agreed(cp, "an agreement on a plan", make, lambda made: made.agreement).plan
     if custom is None:
         _choose_messages(cp, plan)
     return plan

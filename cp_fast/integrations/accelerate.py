@@ -38,9 +38,10 @@ from cp_fast.integrations.shared.unnamed_buffers import (
     rows_of,
     said_by,
 )
-from cp_fast.integrations.token_batches import CpBatch, raise_on_all_ranks, shard_tokens
+from cp_fast.integrations.token_batches import CpBatch, shard_tokens
 from cp_fast.integrations.transformers import NAME, prepare
-from cp_ref.groups.collectives import all_reduce_sum, together
+from cp_ref.groups.agreement import agreed, merged
+from cp_ref.groups.collectives import all_reduce_sum
 from cp_ref.schedules.values import kind_of
 
 __all__ = ["use"]
@@ -145,7 +146,7 @@ class _Switch:
         """In place of accelerate's hooks, which drop masks: each model is prepared. Collective."""
         for model in args:
             if isinstance(model, nn.Module):
-                together([self.cp.comm], lambda model=model: self._prepare(model), any)
+                merged(self.cp, "accelerator.prepare", lambda model=model: self._prepare(model), any)
         return args
 
     def _prepare(self, model: Any) -> None:
@@ -183,7 +184,7 @@ class _Switch:
         batch = self.batch
         if batch is None:
             return None
-        count = together([self.cp.comm], lambda: _read_call(model, batch, given), sum)
+        count = merged(self.cp, "a count of labels", lambda: _read_call(model, batch, given), sum)
         labels, targets = given.get("labels"), given.get("shift_labels")
         if labels is not None:
             if targets is None and edge_of(model).labels_head(type(model).__name__).shifts:
@@ -251,7 +252,8 @@ class _Switch:
 
     def _cut(self, buffers: list[Any], dims: list[int], kept: Any) -> tuple[_Batch, dict[torch.Tensor, torch.Tensor]]:
         """The batch, and the slice of each buffer. Collective."""
-        try:
+
+        def read() -> tuple[Any, ...]:
             self._check_free()
             shape = check_buffers(buffers, dims, kept)
             said = said_by(buffers, dims, shape)
@@ -262,9 +264,9 @@ class _Switch:
                     f"buffers[{others[0]}] has shape {list(buffers[others[0]].shape)}; with layout 'balanced', which "
                     f"cuts each row in another way, all buffers must be [{shape[0]}, {shape[1]}, ...]"
                 )
-            fill = {name: padding_of(x) for name, x in named.items()}
-        except Exception as error:  # whatever it is, the other ranks must not wait for this one
-            raise_on_all_ranks({"cp": self.cp}, error)
+            return shape, said, named, others, {name: padding_of(x) for name, x in named.items()}
+
+        shape, said, named, others, fill = agreed(self.cp, "an agreement on buffers", read)
         numbers = torch.arange(shape[1], device="cpu").expand(shape).contiguous()
         batch = {"input_ids": numbers, **said, **named}
         part = shard_tokens(batch, cp=self.cp, pad_token_id=-1, fill=fill)

@@ -23,7 +23,7 @@ from cp_fast.integrations.hugging_face.task_head import MARKS, LogitsTransform, 
 from cp_fast.integrations.shared.drop_in import check_floats
 from cp_fast.integrations.token_batches import CpBatch
 from cp_ref.batches.tensors import wide_dtype
-from cp_ref.groups.collectives import together
+from cp_ref.groups.agreement import merged
 from cp_ref.schedules.values import kind_of, read_number
 
 __all__ = ["sequence_sum", "token_log_probs", "token_log_probs_and_entropy"]
@@ -72,8 +72,7 @@ def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
             )
         return documents
 
-    with sequences.cp.naming_errors("a sum over sequences"):
-        together([sequences.cp.comm], lambda: read() is None, any)
+    merged(sequences.cp, "a sum over sequences", lambda: read() is None, any)
     return sequences.sum_over(read(), values)
 
 

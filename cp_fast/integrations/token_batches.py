@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -17,26 +17,24 @@ from cp_fast.thd import pad_thd_sequences_for_cp
 from cp_ref.batches.sharding import position_ids as positions_of
 from cp_ref.batches.sharding import shard
 from cp_ref.batches.tensors import filled
-from cp_ref.groups.collectives import collective, together
+from cp_ref.groups.agreement import collective, merged
+from cp_ref.groups.group import Group
 from cp_ref.problems.call_checks import check_context
 from cp_ref.schedules.ownership import divisor
 from cp_ref.schedules.values import read_count
 
-__all__ = ["CpBatch", "raise_on_all_ranks", "shard_batch", "shard_tokens"]
+__all__ = ["CpBatch", "ranks_of_batch", "shard_batch", "shard_tokens"]
 
 
-def raise_on_all_ranks(given: dict[str, Any], error: Exception) -> NoReturn:
-    """Raise an error on all ranks that a call of `shard_tokens` would meet."""
-
-    def refuse() -> NoReturn:
-        raise error
-
-    if isinstance(cp := given.get("cp"), ContextParallel):
-        _agreed(cp, given.get("over"), refuse)
-    raise error
+def ranks_of_batch(given: dict[str, Any]) -> list[Group]:
+    """The groups that `shard_tokens` meets, by its unchecked keywords."""
+    cp, over = given.get("cp"), given.get("over")
+    if not isinstance(cp, ContextParallel):
+        return []
+    return [cp.comm, *([] if over is None else groups_of(over))]
 
 
-@collective(raise_on_all_ranks)
+@collective(ranks_of_batch)
 def shard_tokens(
     batch: Mapping[str, torch.Tensor],
     *,
@@ -101,7 +99,7 @@ def shard_tokens(
         said = {"pad_token_id": pad, "shift_labels": shift_labels, "fill": str(sorted(read_fills(batch, fill).items()))}
         return rows, {"batch": digests(batch), **said, "whole": sorted(whole)}
 
-    rows, count = _agreed(cp, over, read)
+    rows, count = _same_rows(cp, over, read)
     pad_token_id, fills = int(pad_token_id), read_fills(batch, fill)
     targets = torch.full(rows.ids.shape, -100, device=rows.ids.device) if rows.targets is None else rows.targets
     cut = _balanced if cp.layout == "balanced" else _packed if rows.packed else _padded
@@ -125,28 +123,28 @@ shard_batch = shard_tokens  # An older name. `cp_fast.integrations.transformers.
 Said = dict[str, Any]  # the arguments of a call, in a form to compare; of the batch digests
 
 
-def _agreed(cp: ContextParallel, over: Any, read: Callable[[], tuple[TokenRows, Said]]) -> tuple[TokenRows, int]:
+def _same_rows(cp: ContextParallel, over: Any, read: Callable[[], tuple[TokenRows, Said]]) -> tuple[TokenRows, int]:
     """Return the rows of a batch, which all ranks of a context have. Count the targets on all ranks of `over`."""
     groups = [] if over is None else groups_of(over)
     found: list[TokenRows] = []
 
-    def same() -> int:
-        def mine() -> list[Said]:
-            check_holds(over, groups, cp)
-            rows, said = read()
-            found.append(rows)
-            return [said]
+    def mine() -> list[Said]:
+        check_holds(over, groups, cp)
+        rows, said = read()
+        found.append(rows)
+        return [said]
 
-        with cp.naming_errors("shard_batch"):
-            everyone = together([cp.comm], mine, lambda all_of_them: [one for each in all_of_them for one in each])
+    def targets() -> int:
+        everyone = merged(cp, "shard_batch", mine, lambda found: [one for each in found for one in each])
         _check_the_same(everyone, cp.rank)
         targets = found[0].targets
         return 0 if targets is None else int((targets != -100).sum())
 
     if not groups:
-        count = same()
+        count = targets()
         return found[0], count
-    count = together(groups, lambda: same() * (cp.rank == 0), sum)  # All ranks of a context have the same targets.
+    # All ranks of a context have the same targets.
+    count = merged(groups, "a count of labels", lambda: targets() * (cp.rank == 0), sum)
     return found[0], count
 
 

@@ -20,7 +20,8 @@ from cp_fast.api.plan import Plan, captured, check_not_captured, check_same_batc
 from cp_fast.runtime.handles import hide_from_checkpointing
 from cp_ref.batches.tensors import differentiable_once, no_autocast
 from cp_ref.calls import layer as calls
-from cp_ref.calls.layer import LayerCall, agree_on_layer
+from cp_ref.calls.layer import LayerCall
+from cp_ref.groups.agreement import agreed
 from cp_ref.groups.group import Group
 
 __all__ = ["Layer", "LayerFunction", "Outputs", "Run", "begun"]
@@ -189,7 +190,8 @@ def begun(
             elif checking() and isinstance(plan, Plan):
                 call, number = agree_on_call(cp, plan, f"{layer.name}, forward", noted)
             else:
-                call = agree_on_layer(cp, plan, read)
+                known = plan.agreed if isinstance(plan, Plan) else None  # a plan asks once about each kind of call
+                call = agreed(cp, "an agreement on the call of a layer", read, lambda found: found, known)
         if key is not None:
             plan.calls.find(key, lambda: call)
     return Run(layer, plan, cp, call, number, layer.tables(plan))

@@ -105,7 +105,7 @@ class Plan:
     linear: bool = False  # Whether it serves linear layers.
     sparse: bool = False  # Whether it was made for attention to chosen keys.
     custom: Schedule | None = None  # The schedule that `make_plan` was given.
-    agreed: set[bytes]  # Calls of linear and sparse layers that the ranks have agreed on: see `agree_on_layer`.
+    agreed: set[bytes]  # Calls of linear and sparse layers that the ranks have agreed on.
     head_chunks: tuple[int, ...] = ()  # See `make_schedule`.
     score_mod: ScoreMod | None = None  # A frozen copy of the function. The problem has its digest.
     chosen_from: tuple[str, ...] = ()  # "auto" chose from these schedules; (): it had no choice.

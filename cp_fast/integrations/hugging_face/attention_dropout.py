@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from cp_fast.integrations.token_batches import CpBatch
-from cp_ref.groups.collectives import together
+from cp_ref.groups.agreement import merged
 
 __all__ = ["dropout_of_layer", "number_layers", "shared_seed"]
 
@@ -29,7 +29,8 @@ def shared_seed(model: Any, sequences: CpBatch, device: torch.device) -> torch.T
     if not model.training or not likely:
         return None
     drawn = int(torch.randint(2**62, (), device="cpu"))
-    return torch.tensor(together([sequences.cp.comm], lambda: drawn, lambda seeds: seeds[0]), device=device)
+    seed = merged(sequences.cp, "a seed of dropout", lambda: drawn, lambda seeds: seeds[0])
+    return torch.tensor(seed, device=device)
 
 
 def number_layers(layers: Any) -> None:

@@ -14,7 +14,7 @@ from cp_fast.integrations.hugging_face.image_models import images_of
 from cp_fast.integrations.hugging_face.model_edge import edge_of
 from cp_fast.integrations.hugging_face.task_head import SPANS
 from cp_fast.integrations.shared.token_rows import wide_integers
-from cp_ref.groups.collectives import collective
+from cp_ref.groups.agreement import agreed, collective
 from cp_ref.schedules.values import check_tensor, read_count, read_lengths
 
 __all__ = ["shard_batch"]
@@ -22,7 +22,7 @@ __all__ = ["shard_batch"]
 FLAT = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-@collective(token_batches.raise_on_all_ranks)
+@collective(token_batches.ranks_of_batch)
 def shard_batch(
     batch: Mapping[str, Any],
     *,
@@ -60,15 +60,18 @@ def shard_batch(
     Raises:
         ValueError, TypeError: as there; a model that was not prepared; lengths that contradict the positions.
     """
-    try:
+
+    def read() -> tuple[Any, ...]:
         edge = None if model is None else edge_of(model)
         images = images_of(batch, model, fill or ())
         rows = positions_said(batch if images is None else images.rest, 0 if edge is None else edge.numbering.first)
         places = None if images is None else images.placed(rows)
         labelled = edge is not None and edge.head is not None and isinstance(rows, Mapping) and "labels" in rows
         shifts = edge.labels_head(type(model).__name__).shifts if edge is not None and labelled else True
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        token_batches.raise_on_all_ranks({"cp": cp, "over": over}, error)
+        return images, rows, places, shifts
+
+    met = token_batches.ranks_of_batch({"cp": cp, "over": over})
+    images, rows, places, shifts = agreed(met, "shard_batch", read)
     how: dict[str, Any] = {"cp": cp, "pad_token_id": pad_token_id, "shift_labels": shifts, "over": over, "fill": fill}
     spans = [name for name in SPANS if isinstance(rows, Mapping) and name in rows]
     if images is None or places is None:

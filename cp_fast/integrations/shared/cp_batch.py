@@ -17,7 +17,8 @@ from cp_fast.integrations.shared.token_rows import TokenRows
 from cp_fast.runtime.handles import hide_from_checkpointing, outside_of_graphs
 from cp_ref.batches.sharding import unshard
 from cp_ref.batches.tensors import autocast, differentiable_once, filled, needs_grad, read_fill, taken, wide_dtype
-from cp_ref.groups.collectives import all_reduce_sum, together
+from cp_ref.groups.agreement import merged
+from cp_ref.groups.collectives import all_reduce_sum
 from cp_ref.schedules.values import check_tensor
 
 __all__ = ["CpBatch", "Parts"]
@@ -123,7 +124,7 @@ class CpBatch:
                 )
             return numbers.to(x.device)
 
-        together([self.cp.comm], lambda: read() is None, any)
+        merged(self.cp, "unshard of a batch", lambda: read() is None, any)
         numbers, shape, packed = read(), self._known_rows.ids.shape, self.qkv_format == "thd"
         how: dict[str, Any] = {"cp": self.cp, "plan": self.plan}
         places, whole = (unshard(y[0], **how) if packed else unshard(y, **how).flatten(0, 1) for y in (numbers, x))
@@ -161,7 +162,10 @@ class CpBatch:
             least = torch.full((len(lengths) + 1,), torch.iinfo(torch.int64).min, device="cpu")
             return least.scatter_reduce(0, of.flatten() % len(least), keys.flatten(), "amax")[:-1].tolist()
 
-        most = together([self.cp.comm], mine, lambda everyone: [max(each) for each in zip(*everyone, strict=True)])
+        def largest(everyone: list[list[int]]) -> list[int]:
+            return [max(each) for each in zip(*everyone, strict=True)]
+
+        most = merged(self.cp, "the last token of each sequence", mine, largest)
         chosen = torch.tensor([*most, 0], device="cpu")[of]
         read = of.where((keys == chosen) & (documents >= 0), -1)
         odd = [number for number, key in enumerate(most) if key % 2 == 0 and lengths[number] > 0]

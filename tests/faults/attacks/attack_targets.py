@@ -372,7 +372,7 @@ NOT_ATTACKED = {  # and why
     "loss_for_backward": "one multiplication",
     "token_log_probs": "needs a model, with tests of its own",
     "token_log_probs_and_entropy": "needs a model, with tests of its own",
-    "raise_on_all_ranks": "only raises",
+    "ranks_of_batch": "takes unchecked keywords, for a decorator",
 }
 
 
