@@ -213,13 +213,14 @@ def _values(draw: DrawFn, documents: int, dtypes: Seq[str]) -> dict[str, Any]:
 @st.composite
 def linear_attentions(draw: DrawFn, cp_sizes: Seq[int] = FEW_SIZES, dtypes: Seq[str] = OFTEN_EXACT) -> LinearAttention:
     """A problem of `linear_attention`; the dims of models are rare, for their kernels."""
+    kind = draw(st.sampled_from(LINEAR_KINDS))  # first: what Hypothesis draws last depends on the batch most
     batch = draw(batches(cp_sizes))
     small = st.tuples(st.sampled_from([3, 2, 4, 1]), st.integers(1, 3))
     d_k, d_v = draw(st.sampled_from(_REAL_DIMS) if draw(st.integers(0, 7)) == 7 else small)
     return LinearAttention(
         **batch,
         **draw(_values(len(batch["documents"]), dtypes)),
-        kind=draw(st.sampled_from(LINEAR_KINDS)),
+        kind=kind,
         heads=draw(st.integers(1, 2)),
         shared=draw(st.integers(1, 2)),
         d_k=d_k,

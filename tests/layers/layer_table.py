@@ -148,7 +148,7 @@ def _kind(
     name: str, rows: Mapping[str, tuple[int, ...]], alike: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 ) -> Layer:
     call, other = partial(_linear, kind=name), {"scale": 2.0}
-    return Layer(rows, call, ((0.0, _LOW),), alike=_STATE | alike, cast=("q", "k", "v"), other=other)
+    return Layer(rows, call, ((0.0, _LOW),), alike={**_STATE, **alike}, cast=("q", "k", "v"), other=other)
 
 
 LAYERS: dict[str, Layer] = {

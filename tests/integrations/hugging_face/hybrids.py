@@ -32,6 +32,11 @@ ZAMBA = {"n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 16, "mamba_ngr
 INDEXED: dict[str, Any] = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16}
 INDEXED |= {"indexer_compress_ratio": 4}
 SCAN = {"state_size": 8, "time_step_rank": 4, "expand": 2}
+JAMBA = {"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_expand": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+JAMBA |= {"num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1}
+ZAMBA1 = {"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_expand": 2, "n_mamba_heads": 2, "num_hidden_layers": 3}
+ZAMBA1 |= {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "attention_head_dim": 16}
+ZAMBA1 |= {"attention_hidden_size": 64}
 CONV = {"layer_types": ["conv", "full_attention"]}
 
 HYBRIDS: dict[str, dict[str, Any]] = {  # by the functions that they call
@@ -51,10 +56,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # by the functions that they call
     "MiniMaxForCausalLM": EXPERTS | LAYERS | {"block_size": 4},
     "MambaForCausalLM": SCAN,
     "FalconMambaForCausalLM": SCAN,
-    "JambaForCausalLM": STATES | LAYERS | EXPERTS | {"mamba_dt_rank": 4, "attn_layer_offset": 1},
-    "ZambaForCausalLM": STATES
-    | {"layers_block_type": ["linear_attention", "hybrid"], "mamba_dt_rank": 4}
-    | {"n_mamba_heads": 2, "attention_head_dim": 16, "attention_hidden_size": 64},
+    "JambaForCausalLM": JAMBA,
+    "ZambaForCausalLM": ZAMBA1,
     "RecurrentGemmaForCausalLM": {"lru_width": 32, "block_types": ["recurrent", "attention"]},
     "Lfm2ForCausalLM": CONV,
     "Lfm2MoeForCausalLM": CONV | EXPERTS | {"num_dense_layers": 1},
