@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from cp_fast.integrations.hugging_face.model_edge import SILENT, sequences_of
+from cp_fast.integrations.hugging_face.model_call import SILENT, sequences_of
 from cp_fast.integrations.hugging_face.slice_probe import Probe
 from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.token_batches import CpBatch

@@ -15,13 +15,14 @@ from typing import Any, cast
 
 from torch import nn
 
+from cp_fast.integrations.hugging_face.called_layers import note_call
 from cp_fast.integrations.hugging_face.linear_functions import (
     FUNCTIONS,
     OF_CACHES,
     mamba2_split_conv1d_scan_combined,
     one_token,
 )
-from cp_fast.integrations.hugging_face.model_edge import ModelCall, check_forward, give_forward, take_forward
+from cp_fast.integrations.hugging_face.module_states import check_forward, give_forward, take_forward
 from cp_fast.integrations.hugging_face.slice_probe import Probe
 from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 from cp_fast.integrations.hugging_face.written_mixers import WRITTEN
@@ -85,8 +86,7 @@ def _forward(theirs: Callable[..., Any], written: Callable[..., Any] | None) -> 
         refuse_caches(type(self).__name__, named)
         if isinstance(sequences, Probe):
             sequences.linear.add(self)
-        if isinstance(sequences, ModelCall):
-            cast(Any, self)._cp_fast_call = sequences
+        note_call(self, sequences)
         return ours(self, *given, **named)
 
     return forward
