@@ -15,7 +15,7 @@ from cp_fast.api.plan import Plan
 from cp_fast.kernels.sparse.sparse_kernels import choose_sparse, shared_storage
 from cp_fast.layers.layer_operators import called, registered
 from cp_fast.layers.layers import Layer, Outputs, Run
-from cp_fast.layers.sparse_tables import KeyExchange, RowsOfHeads, SparseTables, sparse_tables
+from cp_fast.layers.sparse_tables import KEYS, SparseTables, sparse_tables
 from cp_fast.runtime.forward_backward import sink_shares
 from cp_ref.batches.tensors import lse_shape, wide_dtype
 from cp_ref.calls import sparse_calls
@@ -55,51 +55,34 @@ class _Attended:
     """The operands of a rank's kernels in one pass of `sparse_attention`, and the way of their results home.
 
     Attributes:
-        tables, kernels, visible: of the call.
-        q, k, v, rows: operands of `SparseKernels.forward`.
+        kernels: of the call.
+        q, more, k, v, rows: operands of `SparseKernels.forward`; more own rows of queries, as `q` has them.
         heads: the rank's query heads.
     """
 
-    def __init__(self, run: Run, where: str, given: list[Tensor]) -> None:
-        """given: q, k, v and indices."""
-        (q, k, v, indices), cp, latent = given, run.cp, run.call.latent
-        self.tables = tables = run.tables
-        self._gathered, self._where, self._exchange = tables.of_attention, where, KeyExchange(run.group, tables)
-        self._of_q, self._of_kv = zip(*self._gathered.heads, strict=True)
-        self.heads = slice(*self._of_q[cp.rank])
-        self.kernels = choose_sparse(q, cp.backend)
-
-        rows = [tables.kv.take(x) for x in ((k,) if latent else (k, v))]
-        gathered = self._exchange.gather(where, self._gathered.kv, *(RowsOfHeads(x, self._of_kv) for x in rows))
-        self.k, self.v = (gathered[0], gathered[0][..., : v.shape[-1]]) if latent else gathered
+    def __init__(self, run: Run, given: Sequence[Tensor], more: Sequence[Tensor] = ()) -> None:
+        """given: q, k, v and indices. more: rows of own queries [n, h_q, ...]."""
+        (q, k, v, indices), latent = given, run.call.latent
+        tables: SparseTables = run.tables
+        self._run, self._gathered = run, tables.of_attention
+        self.heads = slice(*self._gathered.heads)
+        self.kernels = choose_sparse(q, run.cp.backend)
+        keys = run.gather(self._gathered.keys, *(tables.kv.take(x) for x in ((k,) if latent else (k, v))))
+        self.k, self.v = (keys[0], keys[0][..., : v.shape[-1]]) if latent else keys
         named = tables.q.take(indices)
         named = named if named.ndim == 3 else named[:, None]
-        of_named = self._of_kv if named.shape[1] == k.shape[-2] else ((0, 1),) * cp.size
-        self.q, named = self._travelled(RowsOfHeads(tables.q.take(q), self._of_q), RowsOfHeads(named, of_named))
+        self.q, self.more = tables.q.take(q), more
+        if self._gathered.queries is not None:
+            self.q, *self.more, named = run.gather(self._gathered.queries_of(named), self.q, *more, indices=named)
         self.rows = self.kernels.rows_of(named, self._gathered.visible)
 
-    def taken(self, *own: Tensor) -> list[Tensor]:
-        """Rows of own queries [n, h_q, ...], as `q` has them."""
-        return self._travelled(*(RowsOfHeads(x, self._of_q) for x in own))
-
-    def _travelled(self, *own: RowsOfHeads) -> list[Tensor]:
-        if self._gathered.q is None:
-            return [x.rows for x in own]
-        return self._exchange.gather(f"{self._where}, queries", self._gathered.q, *own)
-
-    def home(self, *found: Tensor) -> list[Tensor]:
+    def home(self, *found: Tensor) -> Sequence[Tensor]:
         """Results for the rows of `q` as those of the own queries [n, h_q, ...]."""
-        if self._gathered.q is None:
-            return list(found)
-        total, n = self.tables.problem.heads_q, len(self.tables.q.rows)
-        results = (RowsOfHeads(x, self._of_q) for x in found)
-        return self._exchange.bring_back(f"{self._where}, results", self._gathered.q, n, total, *results)
+        return found if self._gathered.queries is None else self._run.give_back(self._gathered.queries, *found)
 
-    def keys_home(self, *found: Tensor) -> list[Tensor]:
+    def keys_home(self, *found: Tensor) -> Sequence[Tensor]:
         """Gradients of the rows of `k` as sums for the own keys [n, h_kv, ...]."""
-        total, n = self.tables.problem.heads_kv, len(self.tables.kv.rows)
-        gradients = (RowsOfHeads(x, self._of_kv) for x in found)
-        return self._exchange.bring_back(f"{self._where}, gradients", self._gathered.kv, n, total, *gradients)
+        return self._run.give_back(self._gathered.keys, *found)
 
 
 def _is_part(v: Any, k: Any) -> bool:
@@ -176,7 +159,7 @@ class SparseLayer(Layer):
         """Out and lse in the user's format."""
         *given, offset = tensors
         q = given[0]
-        work = _Attended(run, self.forward_name, given)
+        work = _Attended(run, given)
         sink = None if offset is None else offset.to(wide_dtype(q.dtype))[work.heads]
         out, lse = work.home(*work.kernels.forward(work.q, work.k, work.v, work.rows, run.call.scale, sink))
         own = run.tables.q
@@ -186,16 +169,16 @@ class SparseLayer(Layer):
         """Gradients of q, k, v and softmax_offset."""
         (q, k, v, indices, offset), (out, lse), call, cp = tensors, results, run.call, run.cp
         dout, dlse = (*grads, None)[:2]
-        work = _Attended(run, self.backward_name, [q, k, v, indices])
         own, of_keys = run.tables.q, run.tables.kv
         given = [own.take(out), own.take_lse(lse), own.take(dout)]
         if dlse is not None:
             given.append(own.take_lse(dlse))
+        work = _Attended(run, (q, k, v, indices), given)
         doffset = None
         if offset is not None:
             share = sink_shares(offset.to(lse.dtype), *given)  # of the own rows
             doffset = offset_grad(cp, -share.sum(0)).to(offset.dtype)
-        out, lse, dout, *rest = work.taken(*given)
+        out, lse, dout, *rest = work.more
         operands = work.q, work.k, work.v, work.rows, out, lse, dout, rest[0] if rest else None
         dq, dk, dv = work.kernels.backward(*operands, call.scale, _deterministic(run.plan), one_sum=call.joined)
         (dq,) = work.home(dq)
@@ -228,11 +211,10 @@ class SelectionLayer(Layer):
     def forward(self, run: Run, q_index: Tensor, k_index: Tensor, weights: Tensor) -> Outputs:
         """The indices in the user's format."""
         tables, call, cp = run.tables, run.call, run.cp
-        own, gathered = tables.q, tables.by_rows
-        keys = RowsOfHeads(tables.kv.take(k_index)[:, None], ((0, 1),) * cp.size)
-        (found,) = KeyExchange(run.group, tables).gather(self.forward_name, gathered.kv, keys)
-        operands = own.take(q_index), found[:, 0], own.take(weights).to(wide_dtype(q_index.dtype))
-        chosen = choose_sparse(q_index, cp.backend).select(*operands, gathered.visible, call.top_k, call.scale)
+        own = tables.q
+        (keys,) = run.gather(KEYS, tables.kv.take(k_index))
+        operands = own.take(q_index), keys, own.take(weights).to(wide_dtype(q_index.dtype))
+        chosen = choose_sparse(q_index, cp.backend).select(*operands, tables.by_rows.visible, call.top_k, call.scale)
         return (own.put(chosen, q_index, -1),), ()
 
 
@@ -240,30 +222,21 @@ class _Compared:
     """The operands of a rank's kernels in one pass of `index_loss`.
 
     Attributes:
+        kernels: of the call.
         operands: those of `SparseKernels.loss` before the scales.
     """
 
-    def __init__(self, run: Run, where: str, given: Sequence[Any]) -> None:
+    def __init__(self, run: Run, given: Sequence[Any]) -> None:
         """given: the tensors of `index_loss`."""
         q_index, k_index, weights, lse, q, k, indices = given
-        self.tables, size = run.tables, run.cp.size
-        tables: SparseTables = self.tables
-        self._where, self._exchange, self._keys = where, KeyExchange(run.group, tables), tables.by_rows.kv
+        tables: SparseTables = run.tables
+        own = tables.q
         self.kernels = choose_sparse(q if q.dtype == torch.float64 else q_index, run.cp.backend)
-        own, everything = tables.q, ((0, tables.problem.heads_kv),) * size
-        self._one = ((0, 1),) * size
-        keys = RowsOfHeads(tables.kv.take(k_index)[:, None], self._one), RowsOfHeads(tables.kv.take(k), everything)
-        k_index, k = self._exchange.gather(where, self._keys, *keys)
+        k_index, k = run.gather(KEYS, tables.kv.take(k_index), tables.kv.take(k))
         rows = self.kernels.rows_of(own.take(indices)[:, None], tables.by_rows.visible)
         weights = own.take(weights).to(wide_dtype(q_index.dtype))
         of_attention = own.take(q), k, own.take_lse(lse).to(wide_dtype(q_index.dtype, lse.dtype)), rows
-        self.operands = own.take(q_index), k_index[:, 0], weights, *of_attention
-
-    def keys_home(self, dk: Tensor) -> Tensor:
-        """Gradients of the gathered keys of the indexer as sums for the own ones [n, d_i]."""
-        where, n = f"{self._where}, gradients", len(self.tables.kv.rows)
-        (found,) = self._exchange.bring_back(where, self._keys, n, 1, RowsOfHeads(dk[:, None], self._one))
-        return found[:, 0]
+        self.operands = own.take(q_index), k_index, weights, *of_attention
 
 
 class LossLayer(Layer):
@@ -280,19 +253,20 @@ class LossLayer(Layer):
     def forward(self, run: Run, *tensors: Any) -> Outputs:
         """The loss of each row in the user's format."""
         q_index, call = tensors[0], run.call
-        work = _Compared(run, self.forward_name, tensors)
+        work = _Compared(run, tensors)
         found = work.kernels.loss(*work.operands, call.scale, call.softmax_scale)
         return (run.tables.q.put(found.to(wide_dtype(q_index.dtype)), q_index),), ()
 
     def backward(self, run: Run, tensors: Any, results: Any, hidden: Any, grads: Any) -> Any:
         """Gradients of the indexer's tensors."""
         (q_index, k_index, weights, *constants), (dloss,), call = tensors, grads, run.call
-        work = _Compared(run, self.backward_name, tensors)
+        work = _Compared(run, tensors)
         own, of_keys = run.tables.q, run.tables.kv
         dloss = own.take(dloss[..., None])[:, 0].to(work.operands[5].dtype)
         how = call.scale, call.softmax_scale, dloss, _deterministic(run.plan)
         dq, dk, dweights = work.kernels.loss_backward(*work.operands, *how)
-        dk = of_keys.put(work.keys_home(dk).to(k_index.dtype), k_index)
+        (dk,) = run.give_back(KEYS, dk)
+        dk = of_keys.put(dk.to(k_index.dtype), k_index)
         return own.put(dq, q_index), dk, own.put(dweights.to(weights.dtype), weights), *(None for _ in constants)
 
 
