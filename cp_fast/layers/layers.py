@@ -87,6 +87,10 @@ class Run(NamedTuple):
         """The group carries its messages."""
         return messages_of(self.plan, self.cp.comm)
 
+    def of(self, tables: LayerTables) -> Run:
+        """The run with exchanges of other tables of its batch."""
+        return self if tables is self.tables else self._replace(tables=tables)
+
     def gather(
         self, name: str, *tensors: Tensor, meanwhile: Callable[[], None] | None = None, **others: Tensor
     ) -> list[Tensor]:
@@ -141,6 +145,7 @@ class Layer:
         reads_results: whether it reads the results of the forward pass too.
         hides: whether the forward pass has hidden tensors (`Outputs`).
         differentiable: whether there is a backward pass.
+        as_operator: whether it may be one operator: the shapes of its results follow from those of its operands.
         operator: the forward pass as an operator (`cp_fast.layers.layer_operators.registered`).
     """
 
@@ -150,6 +155,7 @@ class Layer:
     reads_results = False
     hides = False
     differentiable = True
+    as_operator = True
     operator: Any
 
     def __init__(self, **more_options: str) -> None:

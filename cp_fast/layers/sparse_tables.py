@@ -12,7 +12,7 @@ a run of gathered rows:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,10 +21,11 @@ import torch
 
 from cp_fast.api.plan import Plan, tables_of
 from cp_fast.compile.exchange_program import ExchangedRows, RowMessages
-from cp_fast.kernels.sparse.sparse_kernels import Visible
+from cp_fast.kernels.sparse.sparse_kernels import Runs, Visible
 from cp_fast.layers.layers import LayerTables
 from cp_fast.runtime.slices import OwnRows
 from cp_ref.schedules.areas import Areas
+from cp_ref.schedules.compressed import EntryProblem, entry_problem
 from cp_ref.schedules.linear_schedules import ALL_HEADS
 from cp_ref.schedules.planners.a2a import head_ranges
 from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
@@ -42,6 +43,7 @@ __all__ = [
     "SparseTables",
     "intervals",
     "sparse_tables",
+    "together",
 ]
 
 KEYS, KEYS_OF_HEADS = "keys", "keys of heads"
@@ -61,6 +63,12 @@ class GatheredRows(NamedTuple):
     keys: str
     heads: Heads
     visible: Visible
+    longest: int  # the most keys that a query row sees
+
+    @property
+    def runs(self) -> Runs:
+        """All visible keys."""
+        return Runs(self.visible.starts, self.visible.stops, self.longest)
 
     def queries_of(self, indices: torch.Tensor) -> str:
         """The exchange of the queries with these indices [n, 1 or h_kv, top_k]."""
@@ -69,7 +77,22 @@ class GatheredRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SparseTables(LayerTables):
-    """A rank's tables for the sparse attention of one batch."""
+    """A rank's tables for the sparse attention of one batch to its tokens, or to compressed keys of one rate.
+
+    Attributes:
+        of_entries: those for compressed keys, by rate.
+    """
+
+    of_entries: dict[int, SparseTables] = field(default_factory=dict[int, "SparseTables"], repr=False)
+
+    def of_rate(self, rate: int | None) -> SparseTables:
+        """Those for compressed keys of this rate; None: these."""
+        if rate is None:
+            return self
+        if (found := self.of_entries.get(rate)) is None:
+            made = SparseTables(entry_problem(self.problem, rate), self.rank, self.device)
+            found = self.of_entries.setdefault(rate, made)
+        return found
 
     @cached_property
     @torch.inference_mode(False)
@@ -81,10 +104,10 @@ class SparseTables(LayerTables):
     @torch.inference_mode(False)
     def kv(self) -> OwnRows:
         """The rank's rows of keys."""
-        ownership = self.problem.workload.ownership
-        return (
-            self.q if ownership.kv is ownership.q else OwnRows.of(self.problem, ownership.kv.of(self.rank), self.device)
-        )
+        ownership, problem = self.problem.workload.ownership, self.problem
+        if isinstance(problem, EntryProblem):  # entries are packed in every format
+            problem = replace(problem, qkv_format="thd")
+        return self.q if ownership.kv is ownership.q else OwnRows.of(problem, ownership.kv.of(self.rank), self.device)
 
     def messages(self, name: str) -> RowMessages:
         """See `LayerTables`."""
@@ -100,8 +123,8 @@ class SparseTables(LayerTables):
         """Own queries, all heads, and the keys that they see: as all_gather has it. Selection and the indexer's loss
         always work like this.
         """
-        visible = self._visible(self.q.rows, self._keys.rows["kv"].gathered)
-        return GatheredRows(None, KEYS, (0, self.problem.heads_q), visible)
+        seen = self._visible(self.q.rows, self._keys.rows["kv"].gathered)
+        return GatheredRows(None, KEYS, (0, self.problem.heads_q), *seen)
 
     @cached_property
     @torch.inference_mode(False)
@@ -109,8 +132,8 @@ class SparseTables(LayerTables):
         """All queries for the rank's share of the heads, and all keys that are seen: as a2a has it."""
         queries = self._queries_of_heads(indices_of_heads=False).rows["q"]
         rows = ranges(queries.gathered.start, queries.gathered.size)
-        visible = self._visible(rows, self._keys_of_heads.rows["kv"].gathered)
-        return GatheredRows(QUERIES, KEYS_OF_HEADS, queries.heads, visible)
+        seen = self._visible(rows, self._keys_of_heads.rows["kv"].gathered)
+        return GatheredRows(QUERIES, KEYS_OF_HEADS, queries.heads, *seen)
 
     @property
     def of_attention(self) -> GatheredRows:
@@ -124,13 +147,13 @@ class SparseTables(LayerTables):
         forward, backward = plan_all_gather_rank(RingMembers(replace(work, a2a_size=1)), self.rank)
         there, back = _with_all_heads(forward[0]), _with_all_heads(backward[-1])
         own = work.ownership.kv.of(self.rank).spans
-        rows = ExchangedRows(own, _together([own, *(Spans(m.pieces.start, m.pieces.stop) for m in there.recvs)]))
+        rows = ExchangedRows(own, together([own, *(Spans(m.pieces.start, m.pieces.stop) for m in there.recvs)]))
         return RowMessages({"kv": rows}, (there,), {"dkv": rows}, (back,))
 
     @cached_property
     def _keys_of_heads(self) -> RowMessages:
         work = self.problem.workload
-        seen = work.areas.keys.merged() if len(work.areas) else _together([])
+        seen = work.areas.keys.merged() if len(work.areas) else together([])
         travel = [work.ownership.kv.of(rank).within(*seen).spans for rank in range(work.cp_size)]
         keys = _RowsOfHeads(travel, [kv for _, kv in self._heads], self.rank)
         rows = keys.rows(work.ownership.kv.of(self.rank).spans, work.heads_kv)
@@ -159,15 +182,16 @@ class SparseTables(LayerTables):
         """Of each rank the query heads that it computes with, and their kv heads."""
         return [head_ranges(self.problem.workload, rank) for rank in range(self.problem.cp_size)]
 
-    def _visible(self, rows: Column, keys: Spans) -> Visible:
-        """The gathered keys that query rows see; both are rows of the global buffer."""
+    def _visible(self, rows: Column, keys: Spans) -> tuple[Visible, int]:
+        """The gathered keys that query rows see, and the most of one; both are rows of the global buffer."""
         held = ranges(keys.start, keys.size)
         starts, stops = intervals(self.problem.workload.areas, rows)
         _, positions = row_positions(self.problem, "kv", starts)
         positions = np.where(starts < stops, positions, 0)
         place = np.searchsorted(held, starts)
         columns = (place, place + stops - starts, positions)
-        return Visible(*(torch.from_numpy(x.astype(np.int32)).to(self.device) for x in columns))
+        seen = Visible(*(torch.from_numpy(x.astype(np.int32)).to(self.device) for x in columns))
+        return seen, int((stops - starts).sum(axis=1).max(initial=0))
 
 
 def sparse_tables(plan: Plan) -> SparseTables:
@@ -219,7 +243,7 @@ def _with_all_heads(step: Step) -> Step:
     return Step(changed(step.sends), changed(step.recvs))
 
 
-def _together(some: Sequence[Spans]) -> Spans:
+def together(some: Sequence[Spans]) -> Spans:
     """The rows of all of these, each once, in order."""
     none = np.empty(0, dtype=np.int64)
     joined = Spans(*(np.concatenate([none, *columns]) for columns in zip((none, none), *some, strict=True)))
@@ -241,7 +265,7 @@ class _RowsOfHeads(NamedTuple):
 
     def rows(self, own: Spans, count: int) -> ExchangedRows:
         """All rows that travel, for the rank's heads of `count`. own: its own rows, in their order."""
-        return ExchangedRows(own, _together(self.travel), count, self.heads[self.rank])
+        return ExchangedRows(own, together(self.travel), count, self.heads[self.rank])
 
     def messages(
         self, kind: str, tag: int, *, complete: bool = False
