@@ -44,7 +44,8 @@ _MIXING = (
     nn.Fold,
     nn.Upsample,
 )
-_ELSEWHERE = {"indexed_attention", "linear_attention", "conv", "hybrid"}  # It has these in some models.
+_ELSEWHERE = {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"}
+_ELSEWHERE |= {"linear_attention", "conv", "hybrid"}  # It has these in some models.
 _BY_ROW = (nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)  # They drop whole rows of [b, s, d].
 _DROPPED = ("p", "drop_prob", "drop_path_rate")  # These say how likely.
 _OF_EXPERTS = ("expert_capacity", "capacity_factor", "expert_capacity_factor")  # Other tokens decide which are dropped.
