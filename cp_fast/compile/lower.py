@@ -230,8 +230,6 @@ def _launch(
     state: Lowering, number: int, group: TileGroup, launch: LaunchRows, held: tuple[Held, ...]
 ) -> Iterator[Instruction[RowKey]]:
     heads, kv_heads, packed = group.heads, group.kv_heads, state.shared.sets.packed
-    if launch.batch.places is None:
-        launch = state.shared.groups.in_buffer_order(launch, held[1].rows)
     at, rows_q = launch.apart or (packed(launch.q), launch.q)
     if launch.apart is None:
         operands = [state.operands.view(one, launch.q, heads) for one in held]
