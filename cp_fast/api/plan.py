@@ -186,6 +186,14 @@ class Plan(OfThisProcess, plans.Plan):
             return self.instructions.position_ids
         return numbers(planned_positions(self.problem, self.rank), self.device)
 
+    @property
+    def exchanges(self) -> dict[str, Programs[Rows]]:
+        """What the layers that were called with this plan send and copy, by the name of the exchange: a program that
+        gathers rows, and one that gives results for them back. Printed, one line an instruction.
+        """
+        made = [(name, exchange) for tables in self.others.values() for name, exchange in tables.exchanges.items()]
+        return {name: exchange.programs for name, exchange in made}
+
     @implements(plans.update)
     @torch.inference_mode(False)
     def update(

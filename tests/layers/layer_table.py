@@ -1,10 +1,11 @@
-"""The six public functions as one table: what each takes and gives, on one batch of three documents."""
+"""The public functions of layers as one table: what each takes and gives, on one batch of three documents."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ class Layer:
 _VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "g": lambda x: -x.abs(),
     "beta": torch.sigmoid,
+    "A": torch.abs,  # g is below zero, and A * g
     "k": partial(torch.nn.functional.normalize, dim=-1),
 }
 
@@ -122,6 +124,16 @@ def _sparse(module: Any, *, plan: Any, **given: Any) -> tuple[torch.Tensor, ...]
     return out, _by_row(lse, plan)
 
 
+def _compressed(
+    module: Any, *, values: Any, gates: Any, cp: Any, plan: Any, rate: int = 3, **given: Any
+) -> tuple[torch.Tensor, ...]:
+    how: dict[str, Any] = {"cp": cp, "plan": plan, "rate": rate}
+    of_keys, of_values = module.compress_keys(values, gates, **how).to(given["q"].dtype).split([12, 8], -1)
+    entries = {"k_entries": of_keys.unflatten(-1, (2, 6)), "v_entries": of_values.unflatten(-1, (2, 4))}
+    out, lse = module.compressed_attention(**given, **entries, **how, return_lse=True)
+    return out, _by_row(lse, plan)
+
+
 def _index_loss(module: Any, *, lse: Any, plan: Any, **given: Any) -> tuple[torch.Tensor, ...]:
     fmt, batch = plan.problem.qkv_format, len(plan.problem.sequences)
     return (module.index_loss(**given, lse=lse_from_packed(to_packed(lse, fmt), fmt, batch), plan=plan),)
@@ -142,9 +154,11 @@ _STATE = {"initial_state": (3, 2, 4, 3)}
 _CHOSEN = ("all_gather", "a2a")
 
 
-def _kind(name: str, rows: Mapping[str, tuple[int, ...]]) -> Layer:
+def _kind(
+    name: str, rows: Mapping[str, tuple[int, ...]], alike: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> Layer:
     call, other = partial(_linear, kind=name), {"scale": 2.0}
-    return Layer(rows, call, ((0.0, _LOW),), alike=_STATE, cast=("q", "k", "v"), other=other)
+    return Layer(rows, call, ((0.0, _LOW),), alike={**_STATE, **alike}, cast=("q", "k", "v"), other=other)
 
 
 LAYERS: dict[str, Layer] = {
@@ -155,6 +169,7 @@ LAYERS: dict[str, Layer] = {
     "gated_delta_rule": _kind("gated_delta_rule", _MAMBA2 | {"beta": (2,)}),
     "kda": _kind("kda", _MAMBA2 | {"g": (2, 4), "beta": (2,)}),
     "mamba2": _kind("mamba2", _MAMBA2),
+    "mamba": _kind("mamba", _MAMBA2 | {"g": (2, 3)}, {"A": (2, 4, 3)}),
     "causal_conv1d": Layer(
         {"x": (6,)}, _convolution, ((0.0, _LOW),), alike={"weight": (6, 4), "bias": (6,)}, cast=("x",),
         other={"activation": "silu"},
@@ -165,6 +180,10 @@ LAYERS: dict[str, Layer] = {
     "sparse_attention": Layer(
         _QKV | {"indices": (3,)}, _sparse, ((0.0, _LOW), (_NONE, _WIDE)), ("indices",), cast=("q", "k", "v"),
         other={"softmax_scale": 0.5}, comms=_CHOSEN,
+    ),
+    "compressed_attention": Layer(
+        _QKV | {"values": (20,), "gates": (20,)}, _compressed, ((0.0, _LOW), (_NONE, _WIDE)), cast=("q", "k", "v"),
+        other={"rate": 2}, agreements=2, comms=_CHOSEN,
     ),
     "index_loss": Layer(
         _INDEXER | {"lse": (8,), "q": (8, 6), "k": (2, 6), "indices": (3,)}, _index_loss, ((0.0, _WIDE),),

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 from cp_fast.checkpoint import save_attention
+from cp_fast.compile.program import Recv
 from cp_fast.kernels.sparse import torch_sparse
-from cp_fast.layers.sparse_tables import SparseTables
+from cp_fast.layers.sparse_tables import KEYS, SparseTables
 from cp_ref import SimGroup
 from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.problem import Problem, Sequence
@@ -73,9 +74,9 @@ def all_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 def test_checkpointing_does_not_select_twice(comm: str, offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
-    def counted(name: str, function: Any, *given: Any) -> Any:
+    def counted(name: str, function: Any, *given: Any, **how: Any) -> Any:
         calls.append(name)
-        return function(*given)
+        return function(*given, **how)
 
     for name in ("select", "forward", "loss"):
         monkeypatch.setattr(torch_sparse, name, partial(counted, name, getattr(torch_sparse, name)))
@@ -125,21 +126,21 @@ def test_only_rows_that_are_seen_travel() -> None:
             plan = SparseTables(problem, rank, torch.device("cpu"))
             mine, own = plan.q.rows, plan.kv.rows
             wanted = set(pairs[mine].any(0).nonzero()[:, 0].tolist()) - set(own.tolist())
-            travel = plan.by_rows.kv
-            assert sum(count for _, count, _ in travel.recvs) == len(wanted)
-            assert travel.size == len(wanted) + len(own)
+            messages = plan.messages(KEYS)
+            assert sum(recv.size for recv in plan.exchange(KEYS).programs.forward.of(Recv)) == len(wanted)
+            assert messages.rows["kv"].gathered.total == len(wanted) + len(own)
         if layout is table:
-            there = SparseTables(problem, 1, torch.device("cpu")).by_rows.kv
-            assert [(peer, count) for peer, count, _ in there.sends] == [(0, 3)]  # of the first document alone
+            (there,) = SparseTables(problem, 1, torch.device("cpu")).messages(KEYS).there
+            assert [(m.peer, m.pieces.total) for m in there.sends] == [(0, 3)]  # of the first document alone
 
 
 def test_the_latent_form_is_sent_once_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     shared: list[bool] = []
     forward = torch_sparse.forward
 
-    def looked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
+    def looked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **how: Any) -> Any:
         shared.append(v.data_ptr() == k.data_ptr() and v.stride() == k.stride())
-        return forward(q, k, v, *rest)
+        return forward(q, k, v, *rest, **how)
 
     monkeypatch.setattr(torch_sparse, "forward", looked)
 
