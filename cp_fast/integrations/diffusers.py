@@ -6,8 +6,8 @@
     cp_diffusers.use(pipeline.transformer, context)  # in place of enable_parallelism
     frames = pipeline(prompt, generator=torch.Generator("cpu").manual_seed(0)).frames  # the same on all ranks
 
-Every rank calls the model with the same arguments, and gets the whole output. In between, each rank has its share of all
-tokens. Needs diffusers 0.42; only `use` imports it.
+Every rank calls the model with the same arguments, and gets the whole output. In between, each rank has its share of
+all tokens. Needs diffusers 0.42; only `use` imports it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import MethodType
@@ -25,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.integrations.diffusion.cut_points import Cut, Plan, plan_of
+from cp_fast.integrations.diffusion.cut_points import Plan, plan_of
 from cp_fast.integrations.diffusion.joint_attention import Seen, attend_over_ranks, lengths
 from cp_fast.integrations.diffusion.stream_probe import Learned, Probe, learn
 from cp_fast.integrations.diffusion.token_cuts import (
@@ -40,7 +41,6 @@ from cp_fast.integrations.diffusion.token_cuts import (
     unhook,
 )
 from cp_fast.integrations.shared.drop_in import refuse
-from cp_fast.runtime.handles import outside_of_graphs
 from cp_ref.calls.declared import replaced
 from cp_ref.groups.collectives import together
 from cp_ref.problems.call_checks import check_context
@@ -99,8 +99,8 @@ def use(model: Model, cp: Any, *, plan: Any = None) -> Model:
     _take_attention(model, state)
     hook(model, rows)
     model.__dict__["_cp_fast_state"] = state
-    forward = functools.wraps(type(model).forward)(_forward)
-    forward.cp_fast = True  # type: ignore[attr-defined]
+    forward: Any = functools.wraps(type(model).forward)(torch.compiler.disable(_forward))
+    forward.cp_fast = True
     model.__dict__["forward"] = MethodType(forward, model)
     return model
 
@@ -159,8 +159,8 @@ def _take_attention(model: nn.Module, state: _State) -> None:
         where = _where(name)
         if names.setdefault(id(processor), where) != where:
             raise NotImplementedError(
-                f"{names[id(processor)]} and {where} of {type(model).__name__} share one attention processor; give each "
-                "its own"
+                f"{names[id(processor)]} and {where} of {type(model).__name__} share one attention processor; give "
+                "each its own"
             )
         mine, theirs = _backend_of(where), processor._attention_backend
         if theirs != mine:
@@ -188,7 +188,7 @@ def _backend_of(where: str) -> Any:
     kind, registry = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
     backend = str.__new__(kind, f"cp_fast: {where}")
     backend._name_ = backend._value_ = f"cp_fast: {where}"
-    registry.register(backend)(functools.partial(_attend, where))
+    registry.register(backend)(functools.partial(torch.compiler.disable(_attend), where))
     registry._supported_arg_names[backend] = _Everything()
     return backend
 
@@ -207,24 +207,7 @@ def _attend(
     **more: Any,
 ) -> torch.Tensor:
     """One layer's attention, as diffusers' dispatcher calls it: [b, rows, h, d]."""
-    given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if torch.compiler.is_compiling():
-        return outside_of_graphs(_attend_in_call, where, *given, **more)
-    return _attend_in_call(where, *given, **more)
-
-
-def _attend_in_call(
-    where: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    **more: Any,
-) -> torch.Tensor:
+    q, k, v = query, key, value
     call = current()
     if not isinstance(call, _Spread | Probe):
         raise RuntimeError(
@@ -234,7 +217,7 @@ def _attend_in_call(
 
     def local() -> torch.Tensor:
         dispatch = importlib.import_module("diffusers.models.attention_dispatch")
-        how: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        how: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
         how |= {"enable_gqa": enable_gqa, "attention_kwargs": more, "backend": call.kernels.get(where)}
         return dispatch.dispatch_attention_fn(q, k, v, **how)
 
@@ -246,7 +229,7 @@ def _attend_in_call(
     refuse(f"the attention of {where}", dropout_p=dropout_p, **more)
     if q.shape[2] != k.shape[2] and not enable_gqa:
         raise ValueError(f"{where} has {q.shape[2]} query heads and {k.shape[2]} kv heads without enable_gqa")
-    return attend_over_ranks(where, seen, call, q, k, v, mask, is_causal, scale)
+    return attend_over_ranks(where, seen, call, q, k, v, attn_mask, is_causal, scale)
 
 
 # ---- a call
@@ -260,10 +243,12 @@ class _Spread(Call):
 
     def seen(self, where: str, queries: int, keys: int) -> Seen:
         """What a layer's attention with so many rows is made of."""
-        fitting = []
-        for seen in self.learned.attention.get(where, []):
-            if (seen.queries is None or lengths(seen.queries, self) == queries) and (seen.keys is None or lengths(seen.keys, self) == keys):
-                fitting.append(seen)
+
+        def fits(streams: tuple[str, ...] | None, rows: int) -> bool:
+            return streams is None or lengths(streams, self) == rows
+
+        known = self.learned.attention.get(where, [])
+        fitting = [seen for seen in known if fits(seen.queries, queries) and fits(seen.keys, keys)]
         if len(fitting) != 1:
             why = "as no call before it" if not fitting else "as several that are made of other streams"
             raise NotImplementedError(f"{where} has {queries} queries and {keys} keys, {why}")
@@ -275,8 +260,6 @@ class _Spread(Call):
 
 def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The model's forward, with its tokens cut."""
-    if torch.compiler.is_compiling():
-        return outside_of_graphs(_forward, model, *args, **kwargs)
     if isinstance(current(), Call):
         raise RuntimeError(f"{type(model).__name__} is called inside of a call of a model over ranks")
     state: _State = model.__dict__["_cp_fast_state"]
@@ -333,7 +316,8 @@ def _agreed(model: nn.Module, state: _State, args: tuple[Any, ...], kwargs: dict
 
     def read() -> list[_Entry]:
         _check(model, state)
-        entries = [_Entry("gradients", (), torch.is_grad_enabled())]
+        modules = zlib.crc32(repr([(where, type(one).__qualname__) for where, one in model.named_modules()]).encode())
+        entries = [_Entry("module", (modules,), modules), _Entry("gradients", (), torch.is_grad_enabled())]
         entries += [x for n, value in enumerate(args) for x in _entries(f"argument {n}", value)]
         entries += [x for key in sorted(kwargs) for x in _entries(key, kwargs[key])]
         sums = torch.stack([_checksum(x.value) for x in entries if isinstance(x.value, torch.Tensor)]).tolist()

@@ -16,7 +16,19 @@ from torch import nn
 
 from cp_ref.schedules.values import kind_of
 
-__all__ = ["OWN_PLANS", "Count", "Cut", "Gather", "Plan", "is_stream", "modules_of", "plan_of", "read_plan"]
+__all__ = [
+    "OWN_PLANS",
+    "Count",
+    "Cut",
+    "Gather",
+    "Plan",
+    "Reach",
+    "Row",
+    "is_stream",
+    "modules_of",
+    "plan_of",
+    "read_plan",
+]
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,18 @@ class Gather:
     axes: tuple[int | None, ...]
 
 
-Plan = tuple[Cut | Count | Gather, ...]
+@dataclass(frozen=True)
+class Reach:
+    """A parameter that a module leaves out where its slice has no token of one kind: a rank then has a gradient of 0,
+    and sums over ranks find one on each.
+    """
+
+    where: str
+    of: str
+
+
+Row = Cut | Count | Gather | Reach
+Plan = tuple[Row, ...]
 
 
 def _cuts(where: str, **axes: tuple[int, int]) -> Plan:
@@ -87,6 +110,7 @@ OWN_PLANS: dict[str, Plan] = {
         *_cuts("blocks.0", hidden_states=_ROWS),
         *_cuts("blocks.*", temb=(1, 4), rotary_emb=_ROWS),
         Count("blocks.*", "original_context_length", "hidden_states"),
+        Reach("blocks.*.attn1", "history_key_scale"),
         Gather("blocks.-1", (1,)),
     ),
     "Cosmos3OmniTransformer": (),
@@ -113,6 +137,8 @@ def plan_of(model: nn.Module, given: Any) -> Plan:
     for row in rows:
         if not modules_of(model, row.where):
             raise ValueError(f"plan names {row.where!r}, which {type(model).__name__} has not")
+    if not hasattr(model, "_cp_shard_fn") and not any(isinstance(row, Cut) and is_stream(row) for row in rows):
+        raise ValueError(f"the plan of {type(model).__name__} cuts no argument whose name ends with hidden_states")
     return rows
 
 
@@ -128,7 +154,7 @@ def read_plan(plan: Any) -> Plan:
     """
     if not isinstance(plan, Mapping):
         raise TypeError(f"plan is {kind_of(plan)}; it must be a dict as _cp_plan of diffusers' models")
-    rows: list[Cut | Count | Gather] = []
+    rows: list[Row] = []
     for where, entry in plan.items():
         if isinstance(entry, Mapping):
             for of, cut in entry.items():

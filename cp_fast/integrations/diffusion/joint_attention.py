@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from cp_fast.api.attention import attention
-from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.diffusion.token_cuts import Call, rows_of_slice
 from cp_fast.integrations.shared.drop_in import words_for
 from cp_ref.batches.area_rows import tensor
@@ -161,7 +160,7 @@ def _areas(shown: np.ndarray, queries: int) -> torch.Tensor:
 
     shown: which keys are tokens, bool [rank, b, rows]. queries: rows of each rank and sequence.
     """
-    size, batch, rows = shown.shape
+    size, batch, _ = shown.shape
     areas = []
     for sequence in range(batch):
         mine = np.zeros(shown.shape, dtype=np.int8)

@@ -1,5 +1,5 @@
-"""Run a model a few times on slices of a call's own tokens, with attention that passes each token on alone, and find out
-what each attention is made of. Nothing is sent, and no gradients are kept.
+"""Run a model a few times on slices of a call's own tokens, with attention that passes each token on alone, and find
+out what each attention is made of. Nothing is sent, and no gradients are kept.
 
 Streams are spoilt with NaN where they are cut, one after the other. The rows of queries and keys that are NaN then are
 those of this stream: so it is seen which streams a layer joins, in which order, and which keys every rank has whole. If
@@ -126,7 +126,7 @@ def learn(model: nn.Module, run: Callable[[], Any], call: Call) -> Learned:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             return _learn(name, run, call)
     finally:
         for module, mode in modes:
@@ -143,16 +143,16 @@ def _learn(name: str, run: Callable[[], Any], call: Call) -> Learned:
         except (NotImplementedError, ValueError):
             raise
         except Exception as error:
+            slices = ", ".join(f"{one.window.of(n)[1]} of {n} {stream}" for stream, n in one.streams.items())
             raise NotImplementedError(
-                f"{name} does not run on {', '.join(f'{one.window.of(n)[1]} of {n} {s}' for s, n in one.streams.items())}"
-                f" with these arguments: {type(error).__name__}: {error}. An argument with a row for each token may be "
-                "missing in its plan"
+                f"{name} does not run on {slices} with these arguments: {type(error).__name__}: {error}. An argument "
+                "with a row for each token may be missing in its plan"
             ) from error
         return one
 
     everything = probe(spoilt=_ALL)
     if not everything.streams:
-        raise NotImplementedError(f"the plan of {name} cuts no argument whose name ends with hidden_states")
+        raise NotImplementedError(f"{name} was called without any of the tokens that its plan cuts")
     over = [_is_over(one) for one in everything.looked if one.rows[1] is not None]
     several = len(everything.streams) > 1
     by_stream = {s: probe(spoilt=s).looked if several else everything.looked for s in everything.streams}

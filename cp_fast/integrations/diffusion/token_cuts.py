@@ -1,26 +1,35 @@
 """One call of a model: which of its tokens this rank has, and the hooks that cut tensors and make them whole again.
 
 Each stream of n tokens is cut into cp_size slices of ceil(n / cp_size) rows, one after the other. Rows behind the last
-token repeat it: they are numbers that every layer takes, no attention sees them as keys, and they are left out where the
-stream becomes whole. All streams are cut by this one rule, so a tensor that goes with a stream has the same rows.
+token repeat it: every layer takes them, no attention sees them as keys, and they are left out where the stream becomes
+whole. All streams are cut by this one rule, so a tensor that goes with a stream has the same rows.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.integrations.diffusion.cut_points import Count, Cut, Gather, Plan, is_stream, modules_of
-from cp_fast.runtime.handles import outside_of_graphs
+from cp_fast.integrations.diffusion.cut_points import (
+    Count,
+    Cut,
+    Gather,
+    Plan,
+    Reach,
+    Row,
+    is_stream,
+    modules_of,
+)
 from cp_ref.batches.sharding import gathered
 from cp_ref.problems.cuts import read_cut
 
@@ -162,21 +171,26 @@ class _Edge:
     rows: Plan
     where: str
 
+    @functools.cached_property
+    def arguments(self) -> tuple[Cut | Count, ...]:
+        """Those of arguments."""
+        return tuple(row for row in self.rows if isinstance(row, Cut | Count) and isinstance(row.of, str))
+
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cut the arguments."""
         call = current()
-        if call is None or not any(isinstance(row, Count) or isinstance(getattr(row, "of", 0), str) for row in self.rows):
+        if call is None or not self.arguments:
             return None
         names = list(inspect.signature(module.forward).parameters)
         given = dict(zip(names, args, strict=False)) | kwargs
-        for row in self.rows:
-            value = given.get(row.of) if not isinstance(row, Gather) and isinstance(row.of, str) else None
-            if isinstance(row, Cut) and isinstance(value, torch.Tensor):
-                given[row.of] = call.cut(value, row)
-            elif isinstance(row, Count) and value is not None:
-                given[row.of] = call.count(value, row.stream)
+        for row in self.arguments:
+            name, value = str(row.of), given.get(str(row.of))
+            if isinstance(row, Count) and value is not None:
+                given[name] = call.count(value, row.stream)
+            elif isinstance(row, Cut) and isinstance(value, torch.Tensor):
+                given[name] = call.cut(value, row)
             elif value is not None:
-                raise NotImplementedError(f"{row.of} of {self.where} is a {type(value).__name__}, and no tensor")
+                raise NotImplementedError(f"{name} of {self.where} is a {type(value).__name__}, and no tensor")
         return tuple(given[name] for name in names[: len(args)]), {name: given[name] for name in kwargs}
 
     def leave(self, module: nn.Module, _: Any, out: Any) -> Any:
@@ -189,21 +203,13 @@ class _Edge:
         for row in self.rows:
             if isinstance(row, Cut) and isinstance(row.of, int):
                 outputs[row.of] = call.cut(outputs[row.of], row)
+            elif isinstance(row, Reach) and (weight := getattr(module, row.of, None)) is not None:
+                outputs[0] = outputs[0] + (0 * weight.sum()).to(outputs[0].dtype)
             elif isinstance(row, Gather):
                 for number, axis in enumerate(row.axes):
                     if axis is not None:
                         outputs[number] = call.whole(outputs[number], axis, self.where)
         return outputs[0] if alone else tuple(outputs)
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling():
-            return outside_of_graphs(self.enter, module, args, kwargs)
-        return self.enter(module, args, kwargs)
-
-    def after(self, module: nn.Module, args: Any, out: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return outside_of_graphs(self.leave, module, args, out)
-        return self.leave(module, args, out)
 
 
 def _shard(und: torch.Tensor, gen: torch.Tensor, rotary: tuple[torch.Tensor, ...]) -> Any:
@@ -225,16 +231,17 @@ def hook(model: Any, plan: Plan) -> None:
     if hasattr(model, "_cp_shard_fn"):
         model._cp_shard_fn, model._cp_gather_fn = _shard, _gather
     names = {module: name for name, module in model.named_modules()}
-    rows: dict[nn.Module, list[Any]] = {}
+    rows: dict[nn.Module, list[Row]] = {}
     for row in plan:
         for module in modules_of(model, row.where):
             rows.setdefault(module, []).append(row)
     for module, mine in rows.items():
         if module is not model:
             edge = _Edge(tuple(mine), names[module])
+            enter, leave = cast(Any, torch.compiler.disable(edge.enter)), cast(Any, torch.compiler.disable(edge.leave))
             handles = (
-                module.register_forward_pre_hook(edge.before, with_kwargs=True),
-                module.register_forward_hook(edge.after),
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave),
             )
             module.__dict__["_cp_fast_cuts"] = handles
 
@@ -282,7 +289,7 @@ def recomputing(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     return checkpointed
 
 
-def checkpoint_inside(modules: Sequence[nn.Module]) -> None:
+def checkpoint_inside(modules: Sequence[Any]) -> None:
     """Have diffusers' gradient checkpointing run blocks again inside of their own call."""
     for module in modules:
         if getattr(module, "_gradient_checkpointing_func", None) is not None:
