@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from peft import LoraConfig
 
 import cp_fast as cp
@@ -42,7 +43,7 @@ def build(context: cp.ContextParallel | None) -> tuple[Any, Any, Any]:
     sizes: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4}
     sizes |= {"text_dim": 16, "freq_dim": 16, "ffn_dim": 48, "num_layers": 2, "rope_max_seq_len": 32}
     torch.manual_seed(0)
-    model = WanTransformer3DModel(**sizes)
+    model: Any = WanTransformer3DModel(**sizes)
     model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False))
     model.enable_gradient_checkpointing()
     device = device_of_group()
@@ -73,7 +74,7 @@ def denoise(model: Any, steps: int = 4, guidance: float = 3.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(1, 4, FRAMES, HEIGHT, WIDTH, generator=generator).to(model.device, model.dtype)
     text = torch.randn(1, TEXT, 16, generator=generator).to(model.device, model.dtype)
-    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler: Any = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(steps)
     for time in scheduler.timesteps:
         both = torch.cat([latents, latents]), time.expand(2).to(model.device), torch.cat([text, 0 * text])

@@ -155,7 +155,8 @@ def gather(x: torch.Tensor, axis: int, tokens: int, cp: ContextParallel) -> torc
         return x
     rows = x.movedim(axis, 1) if axis else x[None]
     whole = gathered(rows, read_cut(cp, None, rows, "bshd", None, whole=False, seqlen=tokens), cp)
-    return whole.movedim(1, axis) if axis else whole[0]
+    whole = whole.movedim(1, axis) if axis else whole[0]
+    return whole.clone() if whole._is_view() else whole  # FSDP warns of views, which may be changed in place
 
 
 # ---- hooks
