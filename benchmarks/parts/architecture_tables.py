@@ -99,8 +99,8 @@ def _why_not(message: str) -> str:
 def reason_of(message: str) -> str:
     """The line of the table for what a refusal says.
 
-    >>> reason_of("layer_types[1] is 'chunked_attention'; cp_fast has full_attention and sliding_attention")
-    'layers of the kind `chunked_attention`'
+    >>> reason_of("layer_types[1] is 'hybrid_sliding'; cp_fast has full_attention and sliding_attention")
+    'layers of the kind `hybrid_sliding`'
     """
     for pattern, said in REASONS:
         if match := re.search(pattern, message):

@@ -44,7 +44,8 @@ from cp_fast.compile.packing import Packing
 from cp_fast.compile.pipeline import linked, lowered
 from cp_fast.compile.program import Launch
 from cp_fast.kernels.attention.choose_backend import required
-from cp_ref.groups.group import PaperGroup, agree
+from cp_ref.groups.agreement import agreed
+from cp_ref.groups.group import PaperGroup
 from cp_ref.problems.arguments import SCORE_OPTIONS
 from cp_ref.problems.read_problem import Sizes, read_problem
 from cp_ref.problems.room import Agreement
@@ -132,7 +133,7 @@ def _measure(
         problem = read()
         required(problem, device.type)
         marks.append(_now())
-        agree(group, Agreement(problem), None)
+        agreed([group], "a plan", lambda problem=problem: problem, Agreement)
         marks.append(_now())
         steps = chosen_rank_schedule(problem, rank, choose_head_chunks(problem))
         marks.append(_now())

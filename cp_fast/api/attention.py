@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from cp_ref.calls.attention_call import Call, CallFlags, asked_for
 from cp_ref.calls.declared import implements
 from cp_ref.calls.score_mod import with_digest
 from cp_ref.calls.scores import ScoreTensors
-from cp_ref.groups.collectives import raise_on_all
+from cp_ref.groups.agreement import agreed
 from cp_ref.problems.arguments import problem_arguments
 from cp_ref.problems.call_checks import check_context, check_settled, local_part, one_a_head
 
@@ -49,6 +48,7 @@ __all__ = [
     "attention",
     "attention_in_graph",
     "forward_as_operator",
+    "plan_for",
 ]
 
 # ---- the passes as operators
@@ -324,18 +324,52 @@ def attention(
     if torch.compiler.is_compiling():
         return _while_compiling(given, cp, flags, scores, softmax_offset, plan, arguments)
     refuse_transforms()
-    planned = isinstance(plan, Plan)
-    with nullcontext() if planned and not checking() else raise_on_all(cp):  # with a plan the ranks do not agree
-        arguments = on_host(problem_arguments(arguments))
-        q, k, v = (autocast(local_part(x)) for x in (q, k, v))
-        softmax_offset = one_a_head(softmax_offset)
-    asked = Call(cp, plan, flags, given, (q, k, v), softmax_offset, scores, arguments)
+
+    def read() -> Call:
+        return _asked(given, cp, flags, scores, softmax_offset, plan, arguments)
+
+    planned = isinstance(plan, Plan)  # then the ranks do not meet
+    asked = read() if planned and not checking() else agreed(cp, "an agreement on a call", read)
     with hide_from_checkpointing():
         made = plan if planned else plan_of_call(asked)
         call = agree_on_forward(asked, made)
-    results = Attention.apply(call, q, k, v, softmax_offset)
-    results = placed_like(given["q"], made.problem.qkv_format, results)
+    results = Attention.apply(call, *asked.tensors, asked.offset)
+    results = placed_like(q, made.problem.qkv_format, results)
     return asked_for(results, return_lse, return_max_logit)
+
+
+def plan_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cp: ContextParallel, **arguments: Any) -> Plan:
+    """Find or make the plan of a call of `attention` with these arguments, to give it to all calls like this one.
+    Collective where the ranks have not agreed on an equal call lately.
+
+    Args:
+        arguments: others of `attention` that decide the plan, `softmax_offset` and the tensors of scores among them.
+    """
+    check_context(cp, ContextParallel)
+    scores, offset = ScoreTensors.given(arguments), arguments.pop("softmax_offset", None)
+
+    def read() -> Call:
+        flags, given = CallFlags(False, False, False), {"q": q, "k": k, "v": v}
+        return _asked(given, cp, flags, scores, offset, None, arguments)
+
+    asked = agreed(cp, "an agreement on a call", read)
+    with hide_from_checkpointing():
+        return plan_of_call(asked)
+
+
+def _asked(
+    given: dict[str, Any],
+    cp: ContextParallel,
+    flags: CallFlags,
+    scores: ScoreTensors,
+    offset: Any,
+    plan: Any,
+    arguments: dict[str, Any],
+) -> Call:
+    """The call, with lengths on the host, and the tensors under autocast. given: q, k and v."""
+    arguments = on_host(problem_arguments(arguments))
+    q, k, v = (autocast(local_part(x)) for x in given.values())
+    return Call(cp, plan, flags, given, (q, k, v), one_a_head(offset), scores, arguments)
 
 
 def _while_compiling(

@@ -10,7 +10,7 @@ import torch
 
 from cp_fast.api.checked_calls import PLAIN_TENSORS, WORDS, agree_on_call, checking, describe
 from cp_fast.api.fast_context import ContextParallel, Signature
-from cp_fast.api.plan import Made, Plan, agree_on, backend_for, messages_of, prepared
+from cp_fast.api.plan import Made, Plan, backend_for, messages_of, prepared
 from cp_fast.compile.chosen_schedule import own_first
 from cp_fast.compile.index_tables import check_row_numbers
 from cp_fast.kernels.attention.choose_backend import BACKENDS, features_of
@@ -21,6 +21,7 @@ from cp_ref.batches.tensors import bytes_of, needs_grad, refuse_transforms
 from cp_ref.calls.attention_call import Call, CallFlags
 from cp_ref.calls.score_mod import with_digest
 from cp_ref.calls.scores import ScoreTensors, read_scores
+from cp_ref.groups.agreement import agreed
 from cp_ref.problems.call_checks import check_plan_device, check_plan_owner
 from cp_ref.problems.room import Agreement
 from cp_ref.schedules.problem import Problem
@@ -321,15 +322,18 @@ def plan_of_call(call: Call) -> Plan:
         ValueError, TypeError: an argument is wrong, here or, if the call is collective, on another rank. Unsupported:
         naming what is missing.
     """
-    cp = call.cp
+    cp, what = call.cp, "an agreement on a plan"
     if checking() or (_on_gpu(call) and torch.cuda.is_current_stream_capturing()):  # A graph keeps its plan.
-        return agree_on(cp, lambda: _made(call, ())).plan
+        return agreed(cp, what, lambda: _made(call, ()), lambda made: made.agreement).plan
     signature = _signature_of_call(call)
     kept = cp.agreements
     if (found := kept.plan_of(signature)) is not None:
         return found
 
-    agreement, plan = agree_on(cp, lambda: _made(call, kept.plans(signature.stream)), kept.fingerprints)
+    def read() -> Made:
+        return _made(call, kept.plans(signature.stream))
+
+    agreement, plan = agreed(cp, what, read, lambda made: made.agreement, kept.fingerprints)
     kept.keep(agreement.fingerprint, signature, plan)
     return plan
 

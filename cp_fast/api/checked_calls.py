@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
-from cp_ref.groups.group import agree
+from cp_ref.groups.agreement import agreed
 from cp_ref.problems.room import Agreement
 
 __all__ = [
@@ -170,25 +170,15 @@ def agree_on_call(
     Returns:
         The result, and the number of the checked call, of its group.
     """
-    found, error = list[Found](), None
-    details: Details = ()
+    number, module = cp.next_number(), named_modules.current()
+    result, details = agreed(cp, what, read)
+    call = Agreement(plan.problem, plan.room, (("call", number), ("what", what), ("module", module), *details))
     try:
-        result, details = read()
-        found.append(result)
-    except Exception as caught:  # After any error the other ranks must not wait for this one.
-        error = caught
-    number = cp.next_number()
-    module = named_modules.current()
-    call = (("call", number), ("what", what), ("module", module), *details)
-    try:
-        with cp.naming_errors(what):
-            agree(cp.comm, Agreement(plan.problem, plan.room, call), error)
+        agreed(cp, what, lambda: call, lambda found: found)
     except ValueError as refused:
-        if refused is error:
-            raise
         where = f"{what}, call {number}{f' in {module}' if module else ''}"
         raise ValueError(f"checked, {where}: {refused}") from None
-    return found[0], number
+    return result, number
 
 
 PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}

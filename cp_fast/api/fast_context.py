@@ -208,9 +208,9 @@ class Agreements(PlanCache[bytes, PlanCache[Signature, Any]]):
         super().__init__(self.SIZE)
 
     @property
-    def fingerprints(self) -> frozenset[bytes]:
+    def fingerprints(self) -> set[bytes]:
         """Those of the agreements."""
-        return frozenset(fingerprint for fingerprint, _ in self.items())
+        return {fingerprint for fingerprint, _ in self.items()}
 
     def plan_of(self, signature: Signature) -> Any:
         """The plan of an equal call."""

@@ -38,7 +38,8 @@ from cp_ref.calls import plan_arguments as plans
 from cp_ref.calls.declared import bind, implements, not_a_dataclass, replaced, same_parameters
 from cp_ref.calls.plan_arguments import read_plan_arguments
 from cp_ref.calls.score_mod import ScoreMod, frozen
-from cp_ref.groups.group import Group, read_together
+from cp_ref.groups.agreement import agreed
+from cp_ref.groups.group import Group
 from cp_ref.problems.call_checks import check_context, check_plan_owner
 from cp_ref.problems.cuts import planned_positions
 from cp_ref.problems.room import Agreement, Room, next_batch
@@ -51,7 +52,6 @@ from cp_ref.schedules.words import Feature, Unsupported, describe
 __all__ = [
     "Made",
     "Plan",
-    "agree_on",
     "backend_for",
     "captured",
     "check_not_captured",
@@ -71,7 +71,6 @@ class _HasAgreement(Protocol):
     def agreement(self) -> Agreement: ...
 
 
-Found = TypeVar("Found", bound=_HasAgreement)
 Tables = TypeVar("Tables")
 
 
@@ -187,6 +186,14 @@ class Plan(OfThisProcess, plans.Plan):
             return self.instructions.position_ids
         return numbers(planned_positions(self.problem, self.rank), self.device)
 
+    @property
+    def exchanges(self) -> dict[str, Programs[Rows]]:
+        """What the layers that were called with this plan send and copy, by the name of the exchange: a program that
+        gathers rows, and one that gives results for them back. Printed, one line an instruction.
+        """
+        made = [(name, exchange) for tables in self.others.values() for name, exchange in tables.exchanges.items()]
+        return {name: exchange.programs for name, exchange in made}
+
     @implements(plans.update)
     @torch.inference_mode(False)
     def update(
@@ -207,7 +214,8 @@ class Plan(OfThisProcess, plans.Plan):
             extras = plans.read_linear(self.linear, problem)
             return _Batch(Agreement(problem, self.room, extras), steps, self.fixed.fitted(draft, problem))
 
-        agreement, steps, fitted = agree_on(cp, read)
+        check_context(cp, ContextParallel)
+        agreement, steps, fitted = agreed(cp, "an agreement on a plan", read, lambda batch: batch.agreement)
         assert self.fixed is not None
         forget(self.handle)
         instructions = self.fixed.overwrite(fitted)
@@ -267,15 +275,6 @@ class _Batch(NamedTuple):
     fitted: Fitted
 
 
-def agree_on(cp: ContextParallel, read: Callable[[], Found], known: Set[bytes] = frozenset()) -> Found:
-    """This rank's reading of its arguments, once all ranks have read theirs and agree; else all raise. Nothing is sent
-    if the agreement is known.
-    """
-    check_context(cp, ContextParallel)
-    with cp.naming_errors("an agreement on a plan"):
-        return read_together(cp.comm, read, lambda found: found.agreement, known)
-
-
 # ---- from arguments to a plan
 #
 # `make_plan`: from arguments to a plan on which all ranks agree.
@@ -297,7 +296,8 @@ def make_plan(**arguments: Any) -> Plan:
         _ = plan.position_ids  # Made now: a compiled layer could not make them.
         return Made(agreement, plan)
 
-    plan = agree_on(cp, make).plan
+    check_context(cp, ContextParallel)
+    plan = agreed(cp, "an agreement on a plan", make, lambda made: made.agreement).plan
     if custom is None:
         _choose_messages(cp, plan)
     return plan

@@ -26,7 +26,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.image_models import has_images
 from cp_fast.integrations.hugging_face.model_batches import FLAT, positions_said
-from cp_fast.integrations.hugging_face.model_edge import ModelCall, edge_of, with_output
+from cp_fast.integrations.hugging_face.model_call import ModelCall
+from cp_fast.integrations.hugging_face.model_edge import edge_of
+from cp_fast.integrations.hugging_face.model_task import with_output
 from cp_fast.integrations.hugging_face.router_losses import routing_asked_for
 from cp_fast.integrations.hugging_face.token_mixers import refuse_adapters
 from cp_fast.integrations.shared.own_numbers import own_numbers
@@ -38,9 +40,10 @@ from cp_fast.integrations.shared.unnamed_buffers import (
     rows_of,
     said_by,
 )
-from cp_fast.integrations.token_batches import CpBatch, raise_on_all_ranks, shard_batch
-from cp_fast.integrations.transformers import NAME, prepare
-from cp_ref.groups.collectives import all_reduce_sum, together
+from cp_fast.integrations.token_batches import CpBatch, shard_tokens
+from cp_fast.integrations.transformers import NAME, attention_layers, prepare
+from cp_ref.groups.agreement import agreed, merged
+from cp_ref.groups.collectives import all_reduce_sum
 from cp_ref.schedules.values import kind_of
 
 __all__ = ["use"]
@@ -145,7 +148,7 @@ class _Switch:
         """In place of accelerate's hooks, which drop masks: each model is prepared. Collective."""
         for model in args:
             if isinstance(model, nn.Module):
-                together([self.cp.comm], lambda model=model: self._prepare(model), any)
+                merged(self.cp, "accelerator.prepare", lambda model=model: self._prepare(model), any)
         return args
 
     def _prepare(self, model: Any) -> None:
@@ -165,9 +168,8 @@ class _Switch:
             )
         before = getattr(getattr(model, "config", None), "_attn_implementation", None)
         prepare(model, self.cp)
-        for layer in model.modules():
-            if "_cp_fast_causal" in layer.__dict__:
-                layer.register_forward_pre_hook(_refuse_outside, with_kwargs=True)
+        for layer in attention_layers(model):
+            layer.register_forward_pre_hook(_refuse_outside, with_kwargs=True)
         self.models[model] = "sdpa" if before == NAME else before
         self.waiting.append(model)
         model.set_attn_implementation(self.models[model])
@@ -183,10 +185,10 @@ class _Switch:
         batch = self.batch
         if batch is None:
             return None
-        count = together([self.cp.comm], lambda: _read_call(model, batch, given), sum)
+        count = merged(self.cp, "a count of labels", lambda: _read_call(model, batch, given), sum)
         labels, targets = given.get("labels"), given.get("shift_labels")
         if labels is not None:
-            if targets is None and edge_of(model).labels_head(type(model).__name__).shifts:
+            if targets is None and edge_of(model).task.labels_head(type(model).__name__).shifts:
                 given["shift_labels"] = targets = self._shifted(batch, labels)
                 count = int(all_reduce_sum(self.cp.comm, (targets != -100).sum()))
             said = given.get("num_items_in_batch")
@@ -209,7 +211,7 @@ class _Switch:
             return out
         call, evaluated = given.get("cp_batch"), not torch.is_grad_enabled()
         if evaluated:
-            self.evaluated = None if edge_of(model).pools else self.batch
+            self.evaluated = None if edge_of(model).task.pools else self.batch
         loss = out.get("loss") if isinstance(out, Mapping) else out[0]
         if loss is None or loss.dim():
             return out
@@ -251,7 +253,8 @@ class _Switch:
 
     def _cut(self, buffers: list[Any], dims: list[int], kept: Any) -> tuple[_Batch, dict[torch.Tensor, torch.Tensor]]:
         """The batch, and the slice of each buffer. Collective."""
-        try:
+
+        def read() -> tuple[Any, ...]:
             self._check_free()
             shape = check_buffers(buffers, dims, kept)
             said = said_by(buffers, dims, shape)
@@ -262,12 +265,12 @@ class _Switch:
                     f"buffers[{others[0]}] has shape {list(buffers[others[0]].shape)}; with layout 'balanced', which "
                     f"cuts each row in another way, all buffers must be [{shape[0]}, {shape[1]}, ...]"
                 )
-            fill = {name: padding_of(x) for name, x in named.items()}
-        except Exception as error:  # whatever it is, the other ranks must not wait for this one
-            raise_on_all_ranks({"cp": self.cp}, error)
+            return shape, said, named, others, {name: padding_of(x) for name, x in named.items()}
+
+        shape, said, named, others, fill = agreed(self.cp, "an agreement on buffers", read)
         numbers = torch.arange(shape[1], device="cpu").expand(shape).contiguous()
         batch = {"input_ids": numbers, **said, **named}
-        part = shard_batch(batch, cp=self.cp, pad_token_id=-1, fill=fill)
+        part = shard_tokens(batch, cp=self.cp, pad_token_id=-1, fill=fill)
         places = part["input_ids"]
         if places.numel() * self.cp.size > numbers.numel():
             check_filled(named, said.get("attention_mask"), self.cp.size)
@@ -379,7 +382,7 @@ def _read_call(model: Any, batch: _Batch, given: dict[str, Any]) -> int:
         if given.get("shift_labels") is not None:
             raise NotImplementedError(f"{name} {_OWN_LOSS}")
         return 0
-    if not edge_of(model).labels_head(name).shifts:
+    if not edge_of(model).task.labels_head(name).shifts:
         given.pop("shift_labels", None)  # which Trainer makes for every model
     return int((given.get("shift_labels", given["labels"]) != -100).sum())
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from numbers import Integral
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.balanced_table import groups_of
 from cp_fast.integrations.shared.drop_in import check_floats
-from cp_ref.groups.collectives import collective, together
+from cp_ref.groups.agreement import Ranks, collective, merged
 from cp_ref.schedules.values import check_data, kind_of, read_count
 
 __all__ = ["count_tokens", "loss_for_backward", "token_mean"]
@@ -93,18 +92,13 @@ def _divisor(group: Any) -> float:
 # ---- the loss
 
 
-def _tell(given: dict[str, Any], error: Exception) -> NoReturn:
-    """Raise an error on all ranks of `over`, which are about to count."""
-
-    def refuse() -> NoReturn:
-        raise error
-
-    if "over" in given:
-        _sum(given["over"], refuse)
-    raise error
+def _ranks(given: dict[str, Any]) -> Ranks:
+    """Those of `over`, who count; none without it."""
+    over = given.get("over")
+    return over if isinstance(over, ContextParallel) else groups_of(over) if "over" in given else ()
 
 
-@collective(_tell)
+@collective(_ranks)
 def token_mean(losses: torch.Tensor, counted: torch.Tensor, *, over: Any, averaged_over: Any = None) -> torch.Tensor:
     """This rank's part of the mean loss of all counted tokens of the ranks. Collective, forward only.
 
@@ -145,7 +139,7 @@ def token_mean(losses: torch.Tensor, counted: torch.Tensor, *, over: Any, averag
     return total * times[0] / max(count, 1)
 
 
-@collective(_tell)
+@collective(_ranks)
 def count_tokens(counted: torch.Tensor, *, over: Any) -> torch.Tensor:
     """How many tokens count on all ranks of `over` (see `token_mean`): int64, no axis. Collective."""
 
@@ -196,5 +190,4 @@ def _check_counted(counted: Any, shape: list[int] | None = None) -> None:
 
 
 def _sum(over: Any, read: Any) -> int:
-    with over.naming_errors("a count of tokens") if isinstance(over, ContextParallel) else nullcontext():
-        return together(groups_of(over), read, sum)
+    return merged(_ranks({"over": over}), "a count of tokens", read, sum)

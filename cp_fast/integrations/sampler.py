@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.token_rows import wide_integers
-from cp_ref.groups.collectives import together
+from cp_ref.groups.agreement import merged
 from cp_ref.groups.group import PaperGroup
 from cp_ref.groups.process_groups import as_group
 from cp_ref.schedules.values import check_data, kind_of, read_count, read_several
@@ -174,7 +174,8 @@ class GroupsOfAllSizes(Mapping[int, ContextParallel]):
             ContextParallel(PaperGroup(1), **options)
             return [str(sorted(options.items()))]
 
-        everyone = together([comm], read, lambda found: [one for each in found for one in each])
+        what = "an agreement on contexts"
+        everyone = merged([comm], what, read, lambda found: [one for each in found for one in each])
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
                 raise ValueError(f"options are {theirs} on rank {rank} and {everyone[0]} on rank 0; they must be equal")

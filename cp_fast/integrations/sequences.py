@@ -18,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from cp_fast.integrations.hugging_face.model_edge import edge_of
+from cp_fast.integrations.hugging_face.model_edge import Edge, edge_of
+from cp_fast.integrations.hugging_face.module_states import state_of
 from cp_fast.integrations.hugging_face.task_head import MARKS, LogitsTransform, calling
 from cp_fast.integrations.shared.drop_in import check_floats
 from cp_fast.integrations.token_batches import CpBatch
 from cp_ref.batches.tensors import wide_dtype
-from cp_ref.groups.collectives import together
+from cp_ref.groups.agreement import merged
 from cp_ref.schedules.values import kind_of, read_number
 
 __all__ = ["sequence_sum", "token_log_probs", "token_log_probs_and_entropy"]
@@ -51,11 +52,11 @@ def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
         ValueError, TypeError: values are not one a token, here or on another rank.
 
     >>> from cp_fast import ContextParallel
-    >>> from cp_fast.integrations.token_batches import shard_batch
+    >>> from cp_fast.integrations.token_batches import shard_tokens
     >>> from cp_ref import SimGroup
     >>> batch = {"input_ids": torch.arange(5)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
     >>> def one(member):
-    ...     part = shard_batch(batch, cp=ContextParallel(member))
+    ...     part = shard_tokens(batch, cp=ContextParallel(member))
     ...     return sequence_sum(part["input_ids"].float(), part)  # 0 + 1 + 2 and 3 + 4
     >>> SimGroup(2).run(one)
     [tensor([3., 7.]), tensor([3., 7.])]
@@ -72,8 +73,7 @@ def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
             )
         return documents
 
-    with sequences.cp.naming_errors("a sum over sequences"):
-        together([sequences.cp.comm], lambda: read() is None, any)
+    merged(sequences.cp, "a sum over sequences", lambda: read() is None, any)
     return sequences.sum_over(read(), values)
 
 
@@ -133,11 +133,11 @@ def _of_labels(
     if targets is None:
         raise ValueError("part has no shift_labels; give shard_batch a batch with labels, -100 where nothing counts")
     edge_of(model)
-    inner: Any = next(m for m in model.modules() if m.__dict__.get("_cp_fast_edge") is not None)
+    inner: Any = next(m for m in model.modules() if state_of(m, Edge) is not None)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if head is None:
         raise TypeError(f"{type(inner).__name__} has no output embeddings, so it gives no logits of a vocabulary")
-    transform, cure = edge_of(inner).transform, "compute log-probabilities from model(**part).logits"
+    transform, cure = edge_of(inner).task.transform, "compute log-probabilities from model(**part).logits"
     if isinstance(transform, str):
         raise NotImplementedError(f"{transform}; {cure}")
     given = {n: x for n, x in part.items() if n not in ("labels", "shift_labels", "num_items_in_batch")}

@@ -28,7 +28,7 @@ from cp_fast.integrations.shared.drop_in import (
     drop_in,
     lengths_of_both,
     lengths_on_host,
-    read_equal,
+    of_whole_batch,
     refuse,
 )
 from cp_fast.runtime.handles import again, object_of
@@ -36,7 +36,7 @@ from cp_ref.batches.sharding import shard
 from cp_ref.calls.attention_call import Call, CallFlags
 from cp_ref.calls.declared import replaced
 from cp_ref.calls.scores import PLAIN
-from cp_ref.groups.collectives import raise_on_all
+from cp_ref.groups.agreement import agreed, merged
 from cp_ref.problems.arguments import problem_arguments
 from cp_ref.problems.call_checks import check_context
 from cp_ref.schedules.values import kind_of
@@ -112,8 +112,8 @@ def prepare_context_parallel_input(
         _check_divides(lengths, inputs.numel(), cp)
         return lengths.tolist()
 
-    other = "attention_masks has other documents"
-    everyone = read_equal(cp, "prepare_context_parallel_input", other, read)
+    same = of_whole_batch("attention_masks has other documents")
+    everyone = merged(cp, "prepare_context_parallel_input", read, same)
     lengths = torch.tensor(everyone, dtype=torch.int32, device="cpu")
     cut: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_padded": lengths}
     if cp.layout == "balanced":
@@ -190,11 +190,14 @@ def _plan_of_documents(
 ) -> torch.Tensor:
     """The handle of the plan of a batch's documents: the one that an eager call would take. Collective if it is new."""
     context = object_of(cp)
-    with raise_on_all(context):
-        q, k, v = (x.detach().requires_grad_(requires_grad) for x in (q, k, v))
+
+    def read() -> tuple[Asked, dict[str, Any]]:
+        mine = [x.detach().requires_grad_(requires_grad) for x in (q, k, v)]
         window = window_size[0], window_size[1]
-        asked = _documents(q, k, v, cu_seq_q, cu_seq_k, {}, scale, enable_gqa, context, window)
-        problem = problem_arguments(asked.arguments)
+        asked = _documents(mine[0], mine[1], mine[2], cu_seq_q, cu_seq_k, {}, scale, enable_gqa, context, window)
+        return asked, problem_arguments(asked.arguments)
+
+    asked, problem = agreed(context, "an agreement on a call", read)
     tensors, flags = (asked.q, asked.k, asked.v), CallFlags(False, False, return_lse)
     given = dict(zip("qkv", tensors, strict=True))
     plan = plan_of_call(Call(_in_graph(asked.cp), None, flags, given, tensors, None, PLAIN, problem))

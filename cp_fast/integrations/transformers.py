@@ -12,16 +12,16 @@ The sequences of a batch reach every layer as the keyword `cp_batch`, which mode
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
 
-from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.integrations.hugging_face.attention_dropout import dropout_of_layer, number_layers
-from cp_fast.integrations.hugging_face.built_masks import Said, refuse_own_mask, sides_of
+from cp_fast.integrations.hugging_face.attention_dropout import dropout_of_layer
+from cp_fast.integrations.hugging_face.built_masks import Said, Sides, refuse_own_mask, sides_of
+from cp_fast.integrations.hugging_face.called_layers import note_call, note_layers
 from cp_fast.integrations.hugging_face.chosen_keys import (
     INDEXED,
     SequencesToChoose,
@@ -34,20 +34,23 @@ from cp_fast.integrations.hugging_face.handed_on import handing_on
 from cp_fast.integrations.hugging_face.image_models import is_whole, mark_whole, vision_parts
 from cp_fast.integrations.hugging_face.linear_mixers import linear_mixers, put_over_ranks, take_back
 from cp_fast.integrations.hugging_face.model_batches import shard_batch
-from cp_fast.integrations.hugging_face.model_edge import (
-    SILENT,
-    Edge,
-    ModelCall,
-    mark_layers,
-    put_around,
-    sequences_of,
-    take_off,
-)
+from cp_fast.integrations.hugging_face.model_call import SILENT, ModelCall, sequences_of
+from cp_fast.integrations.hugging_face.model_edge import Edge, put_around, take_off
+from cp_fast.integrations.hugging_face.model_task import Task
+from cp_fast.integrations.hugging_face.module_states import put_state, state_of
 from cp_fast.integrations.hugging_face.pooled_head import pooling_of
+from cp_fast.integrations.hugging_face.query_scales import give_positions, take_positions
 from cp_fast.integrations.hugging_face.router_losses import routing_asked_for, routing_of
 from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over, takes_cache
 from cp_fast.integrations.hugging_face.task_head import Head, head_of, spans_of, transform_of
-from cp_fast.integrations.hugging_face.token_mixers import LAYERS, NAME, refuse_adapters, refuse_by_name, refuse_kind
+from cp_fast.integrations.hugging_face.token_mixers import (
+    CHUNKED,
+    LAYERS,
+    NAME,
+    refuse_adapters,
+    refuse_by_name,
+    refuse_kind,
+)
 from cp_fast.integrations.hugging_face.written_attention import (
     SequencesAsMask,
     has_alibi,
@@ -65,6 +68,40 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 _UNSAID = object()
 _POOLED = "{}'s labels are one for each sequence"
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """A layer's attention, as `prepare` has seen it.
+
+    Attributes:
+        said: the layer's own account.
+        sides: what its queries see of their sequences.
+        number: of the layer, by which its seed of dropout differs from others'.
+    """
+
+    said: Said
+    sides: Sides
+    number: int
+
+    def sides_now(self, said: Said, name: str) -> Sides:
+        """What the queries of a call see. said: the layer's account of it; name: of the layer, for the error."""
+        if said == self.said:
+            return self.sides
+        if said.causal != self.said.causal:
+            before = self.said.causal
+            raise ValueError(f"{name} is called with is_causal={said.causal}; when it was prepared it was {before}")
+        if not said.causal:
+            raise ValueError(
+                f"{name} is called with a window of {said.size}; when it was prepared it was {self.said.size}: call "
+                "prepare again"
+            )
+        return said.sides
+
+
+def attention_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The layers of a prepared model whose attention is over ranks."""
+    return (module for module in model.modules() if state_of(module, _Attention) is not None)
 
 
 def prepare(model: Model, cp: ContextParallel) -> Model:
@@ -117,32 +154,33 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     try:
         put_over_ranks(model)
         put_selectors(model)
+        give_positions(model, attention_forward)
         with at_rest(model):
             looked: Any = cast(Any, model).base_model if pools else model
-            seen = handing_on(model, covered, lambda: look_over(looked, covered, numbered=not alibi))
+            mixers = linear_mixers(looked)
+            seen = handing_on(model, covered, lambda: look_over(looked, mixers, numbered=not alibi))
             head = _POOLED.format(type(model).__name__) if pools else head_of(model, seen)
             found: dict[str, Any] = {"pools": pools}
             if not pools:
                 found |= {"spans": spans_of(model, seen), "transform": transform_of(model, seen)}
             if isinstance(head, Head):
                 found["routing"] = routing_of(model, seen)
-            edge = Edge(cp, head, seen.numbering, takes_cache(model), **found)
-            routing_asked_for(edge.routing, {}, config)
+            task = Task(head, **found)
+            routing_asked_for(task.routing, {}, config)
     except BaseException as error:
         switch(before)
         take_back(model)
         give_back(model)
+        take_positions(model)
         if isinstance(error, Exception) and not isinstance(error, NotImplementedError):
             raise NotImplementedError(
                 f"{type(model).__name__} does not run with cp_fast's attention: {error}"
             ) from error
         raise
-    for module, said in seen.callers.items():
-        module.__dict__["_cp_fast_causal"] = said.causal
-        module.__dict__["_cp_fast_sides"] = said.size, seen.sides.get(module, said.sides)
-    number_layers(seen.callers)
-    blocks = mark_layers(model, {*seen.callers, *seen.linear}, seen.heard)
-    put_around(model, replace(edge, blocks=blocks, by_row=seen.by_row))
+    for number, (module, said) in enumerate(seen.callers.items()):
+        put_state(module, _Attention(said, seen.sides.get(module, said.sides), number))
+    blocks = note_layers(model, {*seen.callers, *seen.linear}, seen.heard)
+    put_around(model, Edge(cp, seen.numbering, takes_cache(model), task, blocks, seen.by_row))
     return model
 
 
@@ -191,7 +229,7 @@ def attention_forward(
     unheard = {keyword: value for keyword, value in kwargs.items() if keyword not in SILENT}
     chosen = attention_mask if isinstance(attention_mask, SequencesToChoose) else None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    said = Said(causal, _size(module, sliding_window))
+    said = _said(module, causal, sliding_window)
     if chosen is None and isinstance(sequences, Probe):
         sequences.look_at_mask(module, said, attention_mask)
         attention_mask = None
@@ -208,40 +246,38 @@ def attention_forward(
         )
     if isinstance(sequences, Probe):
         return sequences.attend(query, key, value), None
-    prepared = module.__dict__.get("_cp_fast_causal")
+    prepared = state_of(module, _Attention)
     if prepared is None:
         raise RuntimeError(f"{name} was not prepared: call cp_fast.integrations.transformers.prepare(model, cp) first")
-    if prepared != causal:
-        raise ValueError(f"{name} is called with is_causal={causal}; when it was prepared it was {prepared}")
-    window = _window(module, said)
-    if isinstance(cp_batch, ModelCall):
-        cast(Any, module)._cp_fast_call = cp_batch
+    sides = prepared.sides_now(said, name)
+    note_call(module, cp_batch)
     if chosen is not None:
-        if indices is None or not causal or window != (-1, -1):
+        if indices is None or sides != (-1, 0, 0):
             raise NotImplementedError(f"{name} gives its attention no indices, or a window besides")
         return attend_to_chosen(chosen, query, key, value, indices, scaling), None
-    arguments, rows = _sequences(sequences, causal, window)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) if rows else x.transpose(1, 2) for x in (query, key, value))
-    out = attention(
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = sequences.attend(
         q,
         k,
         v,
-        **arguments,
+        causal,
+        sides if sides.left >= 0 else (-1, -1, sides.chunk),
         softmax_scale=scaling,
         softcap=softcap or 0.0,
         softmax_type="vanilla" if s_aux is None else "learnable",
         softmax_offset=s_aux,
         alibi_slopes=alibi_slopes,
-        **dropout_of_layer(module, dropout, getattr(cp_batch, "seed", None), query.device),
+        **dropout_of_layer(module, prepared.number, dropout, getattr(cp_batch, "seed", None), query.device),
     )
-    return out.unflatten(0, (len(query), -1)) if rows else out, None
+    return out, None
 
 
 def refuse_masks(
     *_: Any, attention_mask: Any = None, mask_function: Callable[..., Any], **given: Any
 ) -> SequencesAsMask | torch.Tensor | None:
-    """Build no mask: `attention_forward` knows causal masks and windows, and full attention or windows of two sides
-    that a model makes of causal ones. Raises for any other mask. A run of `prepare` gets a number in a mask's place.
+    """Build no mask: `attention_forward` knows causal masks, windows and chunks, and full attention or windows of two
+    sides that a model makes of causal ones. Raises for any other mask. A run of `prepare` gets a number in a mask's
+    place.
     """
     if attention_mask is not None and not (isinstance(attention_mask, torch.Tensor) and bool(attention_mask.all())):
         refuse_own_mask("cp_fast", attention_mask)
@@ -250,7 +286,7 @@ def refuse_masks(
     if not joined and probe is None:
         return sequences
     sides = sides_of(mask_function, given.get("q_length"), given.get("local_size"))
-    if joined and not any(right for _, right in sides):
+    if joined and not any(one.right for one in sides):
         raise NotImplementedError(
             f"mask_function is {mask_function.__qualname__}; cp_fast has causal masks and windows"
         )
@@ -259,8 +295,8 @@ def refuse_masks(
     return probe.mask(sides, given) if sequences is None and probe is not None else sequences
 
 
-def _size(module: torch.nn.Module, sliding_window: Any) -> int | None:
-    """The layer's window. Raises if its configuration requests attention that its arguments do not express."""
+def _said(module: torch.nn.Module, causal: bool, sliding_window: Any) -> Said:
+    """The layer's own account. Raises if its configuration requests attention that its arguments do not express."""
     config: Any = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds is not None and layer is not None else None
@@ -272,26 +308,9 @@ def _size(module: torch.nn.Module, sliding_window: Any) -> int | None:
         raise NotImplementedError(
             f"{type(module).__name__} has a sliding window that it does not pass to its attention"
         )
-    return size
-
-
-def _window(module: torch.nn.Module, said: Said) -> tuple[int, int]:
-    """The sides of the layer's window, as `attention` takes them."""
-    size, sides = module.__dict__["_cp_fast_sides"]
-    if size != said.size and not said.causal:
-        raise ValueError(
-            f"{type(module).__name__} is called with a window of {said.size}; when it was prepared it was {size}: call "
-            "prepare again"
+    chunk = getattr(config, "attention_chunk_size", None) if kind == CHUNKED else 0
+    if chunk is None:
+        raise NotImplementedError(
+            f"layer_types[{layer}] is {kind!r}, and its configuration has no attention_chunk_size"
         )
-    left, right = sides if size == said.size else said.sides
-    return (left, right) if left >= 0 else (-1, -1)
-
-
-def _sequences(batch: CpBatch, causal: bool, window: tuple[int, int]) -> tuple[dict[str, Any], bool]:
-    """The arguments of `attention` for a batch and a layer's mask, and whether it takes tensors [t/cp, h, d]."""
-    if batch.both_ways is not None and causal:
-        return batch.both_ways.arguments(window[0]), True
-    lengths = {"cu_seqlens_q": batch.cu_seqlens, "cu_seqlens_q_padded": batch.cu_seqlens_padded}
-    kinds = ("no_mask", "causal") if batch.cu_seqlens is None else ("padding", "padding_causal")
-    mask = {"attn_mask_type": kinds[causal], "window_size": window}
-    return {"cp": batch.cp, "qkv_format": batch.qkv_format, **mask, **lengths}, batch.qkv_format == "thd"
+    return Said(causal, size, chunk)

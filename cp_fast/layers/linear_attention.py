@@ -5,7 +5,7 @@ A pass has three parts: local kernels, the exchange of maps, and their compositi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -19,24 +19,21 @@ from cp_fast.kernels.linear.fla.fla_kernels import FlaKernels
 from cp_fast.kernels.linear.linear_kernels import Kind, LinearGradients, LinearInputs, LinearKernels, Maps
 from cp_fast.layers.layer_operators import called, registered
 from cp_fast.layers.layers import Layer, Outputs, Run
-from cp_fast.layers.linear_plan import LinearTables, linear_tables
-from cp_fast.layers.state_tables import StateTables, Transfer
+from cp_fast.layers.linear_plan import REVERSED_STATES, STATES, LinearTables, linear_tables
+from cp_fast.layers.state_tables import StateTables
 from cp_fast.log import log_once
-from cp_fast.runtime.prepared_exchange import Exchanges
 from cp_ref.batches.tensors import wide_dtype
 from cp_ref.calls import linear_calls
 from cp_ref.calls.declared import implements
 from cp_ref.calls.layer import LayerCall
-from cp_ref.calls.linear_calls import LinearCall
+from cp_ref.calls.linear_calls import LinearCall, columns_apart, columns_together
 from cp_ref.groups.collectives import all_reduce_sum
-from cp_ref.groups.group import Group, Parcel, Pending
 from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
     "LAYER",
     "LIBRARIES",
     "LinearLayer",
-    "MapExchange",
     "NoRowsBackward",
     "NoRowsForward",
     "Saved",
@@ -72,9 +69,9 @@ def features_of_call(device: str, dtype: str, d_k: int, d_v: int) -> frozenset[F
 
 
 @cache
-def choose_kernels(required: frozenset[Feature], backend: str) -> LinearKernels:
-    """The first library that works here and has every feature. `ContextParallel.backend` "torch" or "cpu" takes plain
-    PyTorch; "auto", and the name of a library of attention, take flash-linear-attention first.
+def choose_kernels(required: frozenset[Feature], backend: str, kind: str) -> LinearKernels:
+    """The first library that has this kind and every feature, and works here. `ContextParallel.backend` "torch" or
+    "cpu" takes plain PyTorch; "auto", and the name of a library of attention, take flash-linear-attention first.
 
     Raises:
         Unsupported: there is none; it names for every library the features that it lacks, or why it does not work.
@@ -84,7 +81,7 @@ def choose_kernels(required: frozenset[Feature], backend: str) -> LinearKernels:
     reasons: list[str] = []
     missed: list[str] = []
     for library in LIBRARIES:
-        if names is not None and library.name not in names:
+        if (names is not None and library.name not in names) or kind not in library.kinds:
             continue
         if lacking := required - library.features:
             missing[library.name] = lacking
@@ -120,7 +117,7 @@ class LinearLayer(Layer):
 
     def shapes(self, tensors: Sequence[Any], qkv_format: str, options: dict[str, Any]) -> list[torch.Tensor]:
         """Out, and the final states if asked for."""
-        q, _, v, _, _, initial = tensors
+        q, _, v, *_, initial = tensors
         out = q.new_empty(v.shape)
         if not options["output_final_state"]:
             return [out]
@@ -135,32 +132,39 @@ class LinearLayer(Layer):
     def forward(self, run: Run, *tensors: Any) -> Outputs:
         """Out and the final states; hidden are the kernels' tensors, the maps and the entering states."""
         tables, call = run.tables, run.call
-        *of_tokens, initial = tensors
+        *of_tokens, rates, initial = tensors
         first = of_tokens[0]
         kernels = kernels_for(call, run.cp, first.device)
-        inputs = _packed(tables, call, of_tokens)
+        inputs = _packed(tables, call, of_tokens, rates)
         if initial is not None:
-            initial = initial.to(_state_dtype(call.dtype))
-        out, final, saved = forward_pass(tables, kernels, run.group, inputs, initial, final=call.output_final_state)
-        out = tables.sequences.put(out.to(first.dtype), first)
+            initial = _states(call, initial.to(_state_dtype(call.dtype)))
+        out, final, saved = forward_pass(run, kernels, inputs, initial, final=call.output_final_state)
+        out = out.to(first.dtype).reshape(len(out), call.heads_v, call.d_v)
+        out = tables.sequences.put(out, first)
         kept, maps, entering = saved
-        return (out,) if final is None else (out, final), (maps, entering, *kept)
+        results = (out,) if final is None else (out, _states_of_call(call, final))
+        return results, (maps, entering, *kept)
 
     def backward(self, run: Run, tensors: Any, results: Any, hidden: Any, grads: Any) -> Any:
         """Gradients of all operands; that of initial_state is this rank's share."""
         tables, call, kernels = run.tables, run.call, kernels_for(run.call, run.cp, tensors[0].device)
-        *of_tokens, initial = tensors
+        *of_tokens, rates, initial = tensors
         maps, entering, *kept = hidden
-        dout, dfinal = (*grads, None)[:2]
-        inputs = _packed(tables, call, of_tokens)
-        dpacked = tables.sequences.take(dout).to(inputs.v.dtype)
-        found = backward_pass(tables, kernels, run.group, inputs, Saved(tuple(kept), maps, entering), dpacked, dfinal)
+        dout, dfinal = grads[0], (*grads, None)[1]
+        inputs = _packed(tables, call, of_tokens, rates)
+        dpacked = _rows(tables, call, dout).to(inputs.v.dtype).view_as(inputs.v)
+        dfinal = None if dfinal is None else _states(call, dfinal)
+        found = backward_pass(run, kernels, inputs, Saved(tuple(kept), maps, entering), dpacked, dfinal)
+        found = _gradients_of_call(call, found)
         of_inputs = [
             None if x is None or grad is None else tables.sequences.put(grad.to(x.dtype), x)
             for x, grad in zip(of_tokens, found[:5], strict=True)
         ]
-        dinitial = None if initial is None or found.dinitial is None else found.dinitial.to(initial.dtype)
-        return *of_inputs, dinitial
+        of_rest = [
+            None if x is None or grad is None else grad.to(x.dtype)
+            for x, grad in ((rates, found.dA), (initial, found.dinitial))
+        ]
+        return *of_inputs, *of_rest
 
 
 LAYER = registered(LinearLayer())
@@ -177,29 +181,59 @@ def linear_attention(
     cp: ContextParallel,
     plan: Plan,
     kind: str,
+    A: torch.Tensor | None,
     scale: float | None,
     initial_state: torch.Tensor | None,
     output_final_state: bool,
 ) -> Any:
-    tensors, how = (q, k, v, g, beta, initial_state), {"kind": kind, "scale": scale}
+    tensors, how = (q, k, v, g, beta, A, initial_state), {"kind": kind, "scale": scale}
     out, *final = called(LAYER, cp, plan, tensors, **how, output_final_state=output_final_state)
     return (out, *final) if output_final_state else out
 
 
 def kernels_for(call: LinearCall, cp: ContextParallel, device: torch.device) -> LinearKernels:
     """The library of a call. Raises Unsupported."""
-    return _kernels_for(device.type, call.dtype, call.d_k, call.d_v, cp.backend)
+    return _kernels_for(device.type, call.dtype, call.d_k, call.d_v, cp.backend, call.kind)
 
 
 @cache
-def _kernels_for(device: str, dtype: str, d_k: int, d_v: int, backend: str) -> LinearKernels:
-    return choose_kernels(features_of_call(device, dtype, d_k, d_v), backend)
+def _kernels_for(device: str, dtype: str, d_k: int, d_v: int, backend: str, kind: str) -> LinearKernels:
+    return choose_kernels(features_of_call(device, dtype, d_k, d_v), backend, kind)
 
 
-def _packed(tables: LinearTables, call: LinearCall, tensors: Sequence[Any]) -> LinearInputs:
-    q, k, v, g = (tables.sequences.take(x) for x in tensors[:4])
-    beta = None if tensors[4] is None else tables.sequences.take(tensors[4])
-    return LinearInputs(q, k, v, g, beta, call.scale, cast(Kind, call.kind))
+def _packed(tables: LinearTables, call: LinearCall, tensors: Sequence[Any], rates: Any) -> LinearInputs:
+    q, k, v, g, beta = (None if x is None else _rows(tables, call, x) for x in tensors)
+    assert q is not None and k is not None and v is not None and g is not None  # noqa: PT018
+    if rates is None:
+        return LinearInputs(q, k, v, g, beta, call.scale, cast(Kind, call.kind))
+    v, g, rates = v.flatten(1)[..., None], g.flatten(1), columns_apart(rates)[..., 0]
+    return LinearInputs(q, k, v, g, None, call.scale, "mamba", rates)
+
+
+def _rows(tables: LinearTables, call: LinearCall, x: torch.Tensor) -> torch.Tensor:
+    """Packed rows. Padding among them is zero where a sum over all rows is computed, as for A's gradient."""
+    rows = tables.sequences
+    return rows.zeroed(rows.take(x)) if call.kind == "mamba" else rows.take(x)
+
+
+def _states(call: LinearCall, x: torch.Tensor) -> torch.Tensor:
+    """The call's states [b, h_v, d_k, d_v], as those of the heads that kernels know."""
+    return columns_apart(x) if call.kind == "mamba" else x
+
+
+def _states_of_call(call: LinearCall, x: torch.Tensor) -> torch.Tensor:
+    """`_states` undone."""
+    return columns_together(x, call.d_v) if call.kind == "mamba" else x
+
+
+def _gradients_of_call(call: LinearCall, found: LinearGradients) -> LinearGradients:
+    """The gradients of the call's own tensors: packed rows, states and A."""
+    if call.kind != "mamba":
+        return found
+    assert found.dA is not None
+    dv, dg = (x.reshape(len(x), call.heads_v, call.d_v) for x in (found.dv, found.dg))
+    dinitial = None if found.dinitial is None else columns_together(found.dinitial, call.d_v)
+    return found._replace(dv=dv, dg=dg, dinitial=dinitial, dA=columns_together(found.dA[..., None], call.d_v))
 
 
 def _state_dtype(dtype: str) -> torch.dtype:
@@ -219,7 +253,7 @@ class _NoRows:
         self._inputs = inputs
         d_k, (_, h_v, d_v) = inputs.q.shape[-1], inputs.v.shape
         dtype = torch.float64 if inputs.v.dtype == torch.float64 else torch.float32
-        m = (0, h_v) if inputs.kind == "mamba2" else (0, h_v, d_k, d_k)
+        m = (0, h_v, *{"mamba2": (), "mamba": (d_k,)}.get(inputs.kind, (d_k, d_k)))
         self._maps = Maps(inputs.v.new_empty(m, dtype=dtype), inputs.v.new_empty(0, h_v, d_k, d_v, dtype=dtype))
 
 
@@ -250,61 +284,8 @@ class NoRowsBackward(_NoRows):
     def run(self, dfinal: torch.Tensor | None) -> LinearGradients:
         """No rows, no states."""
         q, k, v, g, beta, *_ = self._inputs
-        return LinearGradients(q, k, v, g, beta, self._maps.b)
-
-
-# ---- messages of maps
-#
-# The messages of states: maps packed in one tensor, a row for each slot, sent and received in the steps of a schedule.
-#
-# A row is [M, B] of all heads, flat. A message is a view of rows, or a copy where they do not lie together.
-
-
-class MapExchange:
-    """The maps of one pass: posted when made, complete after `wait`.
-
-    own: the maps of the chosen fragments.
-    """
-
-    def __init__(self, tables: StateTables, own: Maps, exchanges: Exchanges, group: Group, where: str) -> None:
-        self._tables, self._exchanges, self._group, self._where = tables, exchanges, group, where
-        self._shapes = own.m.shape[1:], own.b.shape[1:]
-        self._pending: tuple[Pending, list[Parcel]] | None = None  # With the parcels on their way: they must stay.
-        self._done = 0
-        if not tables.steps:  # Nothing travels, so there are no rows.
-            self._maps: Maps | None = own
-            return
-        self._maps = None
-        size_m, size_b = (shape.numel() for shape in self._shapes)
-        self._rows = own.b.new_empty(tables.slots, size_m + size_b)
-        c = len(own.b)
-        torch.cat([own.m.reshape(c, size_m), own.b.reshape(c, size_b)], dim=1, out=self._rows[:c])
-        self._post()
-
-    def _post(self) -> None:
-        sends, recvs = self._tables.steps[self._done]
-        out, back = ([Parcel(one.peer, one.tag, self._of(one)) for one in some] for some in (sends, recvs))
-        self._pending = self._exchanges.post(self._group, self._where, out, back), out
-        self._done += 1
-
-    def _of(self, transfer: Transfer) -> torch.Tensor:
-        if transfer.scattered is not None:
-            return self._rows.index_select(0, transfer.scattered)
-        return self._rows[transfer.first : transfer.first + transfer.count]
-
-    def wait(self, meanwhile: Callable[[], None] | None = None) -> Maps:
-        """The maps by slot, after all steps. meanwhile: work to do while the first messages travel."""
-        if meanwhile is not None:
-            meanwhile()
-        while self._pending is not None:
-            self._pending[0].wait()
-            self._pending = None
-            if self._done < len(self._tables.steps):
-                self._post()
-        if self._maps is None:
-            m, b = self._rows.split([shape.numel() for shape in self._shapes], dim=1)
-            self._maps = Maps(m.unflatten(1, self._shapes[0]), b.unflatten(1, self._shapes[1]))
-        return self._maps
+        rates = self._inputs.A
+        return LinearGradients(q, k, v, g, beta, self._maps.b, None if rates is None else torch.zeros_like(rates))
 
 
 # ---- both passes
@@ -334,9 +315,8 @@ def entering_states(
 
 
 def forward_pass(
-    tables: LinearTables,
+    run: Run,
     kernels: LinearKernels,
-    group: Group,
     inputs: LinearInputs,
     initial_state: torch.Tensor | None,
     *,
@@ -346,29 +326,29 @@ def forward_pass(
 
     initial_state: [b, h_v, d_k, d_v] in the states' dtype, or None.
     """
+    tables: LinearTables = run.tables
     fragments, (pass_tables, _) = tables.fragments, tables.passes
     running = kernels.forward(inputs, fragments) if len(fragments) else NoRowsForward(inputs)
     maps = running.maps(pass_tables.chosen)
-    exchange = MapExchange(pass_tables, maps, tables.exchanges, group, "states, forward")
-    entering = entering_states(pass_tables, exchange.wait(), initial_state, len(fragments), kernels)
+    everywhere = Maps(*run.gather(STATES, *maps))
+    entering = entering_states(pass_tables, everywhere, initial_state, len(fragments), kernels)
     out, states = running.run(entering, final=final)
     saved = Saved(tuple(running.kept), maps.m, entering)
     if not final:
         return out, None, saved
     assert states is not None
-    everyone = states.new_zeros(len(tables.problem.lengths.len_q), *states.shape[1:])
+    finals = states.new_zeros(len(tables.problem.lengths.len_q), *states.shape[1:])
     _, _, ending, documents = tables.ends
-    everyone[documents] = states[ending]
-    everyone = all_reduce_sum(group, everyone)
+    finals[documents] = states[ending]
+    finals = all_reduce_sum(run.group, finals)
     if initial_state is not None:
-        everyone[tables.empty] = initial_state[tables.empty]
-    return out, everyone, saved
+        finals[tables.empty] = initial_state[tables.empty]
+    return out, finals, saved
 
 
 def backward_pass(
-    tables: LinearTables,
+    run: Run,
     kernels: LinearKernels,
-    group: Group,
     inputs: LinearInputs,
     saved: Saved,
     dout: torch.Tensor,
@@ -379,23 +359,22 @@ def backward_pass(
 
     dfinal: this rank's gradient of the final states of all documents [b, h_v, d_k, d_v]; None where the call had none.
     """
+    tables: LinearTables = run.tables
     fragments, (_, pass_tables) = tables.fragments, tables.passes
     begin, begun, ending, ended = tables.ends
     if len(fragments):
         running = kernels.backward(inputs, fragments, saved.kept, saved.entering, dout)
     else:
         running = NoRowsBackward(inputs)
-    total = None if dfinal is None else all_reduce_sum(group, dfinal)
+    total = None if dfinal is None else all_reduce_sum(run.group, dfinal)
     at_ends = None
     if total is not None:
         at_ends = total.new_zeros(len(fragments), *total.shape[1:])
         at_ends[ending] = total[ended]
     d = running.reverse_maps(pass_tables.chosen, None if at_ends is None else at_ends[pass_tables.chosen_index])
-    own = Maps(_chosen_maps(tables, saved.maps), d)
-    exchange = MapExchange(pass_tables, own, tables.exchanges, group, "states, backward")
-    leaving = entering_states(
-        pass_tables, exchange.wait(running.meanwhile), None, len(fragments), kernels, transposed=True
-    )
+    own = _chosen_maps(tables, saved.maps), d
+    everywhere = Maps(*run.gather(REVERSED_STATES, *own, meanwhile=running.meanwhile))
+    leaving = entering_states(pass_tables, everywhere, None, len(fragments), kernels, transposed=True)
     if at_ends is not None:
         leaving = at_ends if leaving is None else leaving + at_ends
     gradients = running.run(leaving)

@@ -18,11 +18,12 @@ from cp_ref.batches.tensors import (
     taken,
 )
 from cp_ref.calls.plan_arguments import Plan
-from cp_ref.groups.collectives import all_gather, all_to_all, collective, tell_context
+from cp_ref.groups.agreement import agreed, collective
+from cp_ref.groups.collectives import all_gather, all_to_all
 from cp_ref.groups.context import ContextParallel
 from cp_ref.groups.group import PairGroup, Parcel
 from cp_ref.problems.call_checks import check_context, local_part
-from cp_ref.problems.cuts import Cut, agreed_cut, read_cut, read_positions, roll_of, sequences_of
+from cp_ref.problems.cuts import Cut, Gathering, read_cut, read_gathering, read_positions, roll_of, sequences_of
 from cp_ref.schedules.table import Column
 from cp_ref.schedules.values import MOST, read_count
 
@@ -222,7 +223,7 @@ def shard(
     return slice_of(x, cut, cp.rank, fill)
 
 
-@collective(tell_context)
+@collective()
 def unshard(
     x: torch.Tensor,
     *,
@@ -265,12 +266,16 @@ def unshard(
     [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]
     """
     check_context(cp, ContextParallel)
-    with cp.naming_errors("unshard"):
-        cut = agreed_cut(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen, with_grad=torch.is_grad_enabled())
+
+    def read() -> tuple[Cut, Gathering]:
+        wanted = torch.is_grad_enabled()
+        return read_gathering(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen, with_grad=wanted)
+
+    cut, _ = agreed(cp, "unshard", read, lambda found: found[1])
     return gathered(local_part(x), cut, cp)
 
 
-@collective(tell_context)
+@collective()
 def roll(
     x: torch.Tensor,
     shifts: int,
@@ -310,13 +315,16 @@ def roll(
     """
     check_context(cp, ContextParallel)
 
-    def read() -> tuple[int, float]:
+    def how() -> tuple[int, float]:
         return read_count("shifts", shifts, at_least=-MOST), read_fill("fill_value", fill_value, x.dtype)
 
-    with cp.naming_errors("roll"):
-        cut = agreed_cut(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen, read, with_grad=torch.is_grad_enabled())
+    def read() -> tuple[Cut, Gathering]:
+        wanted = torch.is_grad_enabled()
+        return read_gathering(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen, how, with_grad=wanted)
+
+    cut, _ = agreed(cp, "roll", read, lambda found: found[1])
     starts = sequences_of(cut, plan, cu_seqlens_padded)
-    return like_slice(x, rolled(local_part(x), cut, starts, *read(), cp))
+    return like_slice(x, rolled(local_part(x), cut, starts, *how(), cp))
 
 
 def position_ids(

@@ -1,5 +1,5 @@
 """Both packages describe a linear or sparse layer here: its tensors and options, and how its calls are read and
-checked. The ranks' agreement on it is here too.
+checked.
 
     CONVOLUTION = Layer(
         "causal_conv1d",
@@ -24,7 +24,6 @@ import torch
 
 from cp_ref.calls.plan_arguments import Plan
 from cp_ref.groups.context import ContextParallel
-from cp_ref.groups.group import read_together
 from cp_ref.problems.call_checks import check_plan_device, check_plan_owner, check_slice
 from cp_ref.problems.read_problem import DTYPES, ROW_AXES, check_axes
 from cp_ref.schedules.problem import Problem
@@ -34,7 +33,6 @@ __all__ = [
     "Layer",
     "LayerCall",
     "Operand",
-    "agree_on_layer",
     "check_last",
     "check_linear_plan",
     "check_local",
@@ -114,19 +112,6 @@ class LayerCall:
     def fingerprint(self) -> bytes:
         """32 bytes that are equal for equal calls."""
         return blake2b(str(self).encode()).digest()[:32]
-
-
-def agree_on_layer(cp: ContextParallel, plan: Any, read: Callable[[], LayerCall]) -> LayerCall:
-    """This rank's call, once all ranks have read theirs and have the same sizes; else all raise. A plan asks the other
-    ranks once about each kind of call.
-
-    read: reads and checks this rank's arguments, the plan included; sends nothing.
-    """
-    known: set[bytes] = plan.agreed if isinstance(plan, Plan) else set()
-    with cp.naming_errors("an agreement on the call of a layer"):
-        call = read_together(cp.comm, read, lambda found: found, known)
-    known.add(call.fingerprint)
-    return call
 
 
 def _detached(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A group of ranks as a schedule needs it: an exchange of messages, and a small agreement before the first one.
+"""A group of ranks as a schedule needs it: an exchange of messages, and a gather of small objects before the first one.
 
 Anything with these members can carry a context-parallel attention: `cp_ref.SimGroup` (all ranks in one process), the
 adapters over torch.distributed in both packages, or the user's own. Tensors are only passed through, so this module
@@ -7,10 +7,9 @@ needs no torch.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 __all__ = [
     "Group",
@@ -18,12 +17,7 @@ __all__ = [
     "PaperGroup",
     "Parcel",
     "Pending",
-    "agree",
-    "read_together",
-    "tell",
 ]
-
-Found = TypeVar("Found")
 
 
 class Parcel(NamedTuple):
@@ -93,143 +87,6 @@ class PaperGroup:
     def all_gather_object(self, value: Any) -> list[Any]:
         """The value, as often as there are ranks."""
         return [value] * self.size
-
-
-class Agreed(Protocol):
-    """A value that all ranks must have in common: a `Problem`, an `Agreement`, or anything else with a canonical text,
-    its `str`, of the form `Name(argument=value, ...)`.
-    """
-
-    @property
-    def fingerprint(self) -> bytes:
-        """Equal where all of it is equal."""
-        ...
-
-
-def agree(group: Group, problem: Agreed | None, error: Exception | None) -> None:
-    """Let all ranks find out together whether all of them have the same, well-formed problem; called before anything is
-    sent.
-
-    Args:
-        problem: this rank's problem, or the room of its plan; None if its arguments were refused.
-        error: why they were refused, or None.
-
-    Raises:
-        The rank's own `error`, if any. ValueError where another rank refused its arguments or has another problem; it
-        names the rank and quotes its error. Either all ranks raise or no rank does, so no rank is left waiting.
-    """
-    complaint = None if error is None else f"{type(error).__name__}: {error}"
-    mine = None if problem is None else (problem.fingerprint, getattr(problem, "compared", ()))
-    everyone = group.all_gather_object((mine, complaint))
-    if error is not None:
-        raise error
-    for rank, (_, refused) in enumerate(everyone):
-        if refused is not None:
-            raise ValueError(f"rank {rank} refused its arguments, so rank {group.rank} does not start: {refused}")
-    if all(theirs == everyone[0][0] for theirs, _ in everyone):
-        return
-    texts = group.all_gather_object(str(problem))  # all ranks see the same fingerprints, so all come here
-    for rank, text in enumerate(texts):
-        if text != texts[group.rank]:
-            here, there = (_function(one) for one in (texts[group.rank], text))
-            if here != there:
-                raise ValueError(
-                    f"the ranks call different functions: rank {group.rank} calls {here}; rank {rank} calls {there}"
-                )
-            here, there = _difference(texts[group.rank], text)
-            raise ValueError(
-                f"the ranks have different problems: rank {group.rank} has {here} where rank {rank} has {there}"
-            )
-
-
-def read_together(
-    group: Group, read: Callable[[], Found], agreed: Callable[[Found], Agreed], known: Set[bytes] = frozenset()
-) -> Found:
-    """The result of `read` on this rank, once every rank has read its own arguments and `agreed` of the result is the
-    same on all; else all raise, as in `agree`.
-
-    known: fingerprints on which all ranks have agreed before; for these nothing is sent. A rank whose arguments are
-    refused still tells the others; where they do not listen, as theirs are known, its own error is raised.
-    """
-    try:
-        found = read()
-    except Exception as error:  # any error: the other ranks must not wait for this one
-        tell(group, error)
-        raise
-    wanted = agreed(found)
-    if wanted.fingerprint not in known:
-        agree(group, wanted, None)
-    return found
-
-
-def tell(group: Group, error: Exception) -> None:
-    """Tell the other ranks, which are about to agree, that this rank refuses its arguments; then raise `error`.
-
-    Where they do not listen, the error gets a note that says so.
-    """
-    try:
-        agree(group, None, error)
-    except Exception as other:
-        if other is not error:
-            error.add_note(f"The other ranks could not be told: {other}")
-
-
-_LISTS = ("sequences", "areas")
-
-
-def _difference(one: str, other: str) -> tuple[str, str]:
-    """The first arguments in which two canonical texts differ; of sequences and areas, the first different one.
-
-    >>> _difference("Problem(cp_size=2, d_qk=16)", "Problem(cp_size=2, d_qk=32)")
-    ('d_qk=16', 'd_qk=32')
-    >>> _difference("Problem(sequences=[(4, 4, 4, 4), (8, 8, 8, 8)])", "Problem(sequences=[(4, 4, 4, 4)])")
-    ('2 sequences', '1 sequences')
-    >>> _difference("Problem(sequences=[(4, 4, 4, 4)])", "Problem(sequences=[(3, 4, 4, 4)])")
-    ('sequences[0]=(4, 4, 4, 4)', 'sequences[0]=(3, 4, 4, 4)')
-    """
-    words, others = _words(one), _words(other)
-    for name in [*words, *others]:
-        here, there = words.get(name), others.get(name)
-        if here != there:
-            if name in _LISTS and here is not None and there is not None:
-                return _in_lists(name, here, there)
-            return _word(name, here), _word(name, there)
-    return "nothing", "nothing"
-
-
-def _function(text: str) -> str:
-    """The call that a canonical text is of.
-
-    >>> _function("select_keys(heads=3)"), _function("Problem(cp_size=2, call=1, what=select_keys, forward)")
-    ('select_keys', 'select_keys, forward, under checked()')
-    """
-    name, what = text.partition("(")[0], _words(text).get("what")
-    if what is not None:
-        return f"{what if ', ' in what else f'attention, {what}'}, under checked()"
-    return _FUNCTIONS.get(name, name)
-
-
-# of texts that do not begin with the function
-_FUNCTIONS = {"Problem": "make_plan, or attention without a plan", "Gathering": "unshard or roll"}
-
-
-def _word(name: str, value: str | None) -> str:
-    return "nothing" if value is None else f"{name}={value}"
-
-
-def _words(text: str) -> dict[str, str]:
-    """The arguments of a canonical text, `Name(argument=value, ...)`, by name."""
-    inside = text.partition("(")[2].removesuffix(")")
-    return {name: value for name, _, value in (word.partition("=") for word in re.split(r", (?=[\w.]+=)", inside))}
-
-
-def _in_lists(name: str, one: str, other: str) -> tuple[str, str]:
-    """Where two lists of rows of integers differ."""
-    mine, theirs = (re.findall(r"\([-\d, ]*\d\)", text) for text in (one, other))
-    if len(mine) != len(theirs):
-        return f"{len(mine)} {name}", f"{len(theirs)} {name}"
-    n = next(n for n, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-    return f"{name}[{n}]={mine[n]}", f"{name}[{n}]={theirs[n]}"
 
 
 # ---- two groups of a2a+p2p

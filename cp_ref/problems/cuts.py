@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from cp_ref.groups.group import read_together
 from cp_ref.problems.call_checks import check_placements, check_plan_owner, check_settled, local_part
 from cp_ref.schedules.ownership import LAYOUTS_OF_LENGTHS, Fragments, padded_to_cut, slots_of_lengths
 from cp_ref.schedules.problem import Problem, slice_rows
@@ -31,11 +30,12 @@ from cp_ref.schedules.words import QKV_FORMATS
 
 __all__ = [
     "Cut",
+    "Gathering",
     "Roll",
-    "agreed_cut",
     "planned_cut",
     "planned_positions",
     "read_cut",
+    "read_gathering",
     "read_positions",
     "roll_of",
     "sequences_of",
@@ -280,7 +280,7 @@ def _thd_slots(cu_seqlens_padded: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Gathering:
-    """The arguments that all ranks must have in common, in the form that `agree` takes."""
+    """The arguments that all ranks must have in common, in the form that `agreed` takes."""
 
     x: tuple[tuple[int, ...], str]
     qkv_format: str
@@ -297,7 +297,7 @@ class Gathering:
         return blake2b(str(self).encode()).digest()[:32]
 
 
-def agreed_cut(
+def read_gathering(
     cp: Any,
     plan: Any,
     x: Any,
@@ -307,27 +307,23 @@ def agreed_cut(
     read_roll: Callable[[], tuple[int, float]] | None = None,
     *,
     with_grad: bool,
-) -> Cut:
-    """How the tensor was cut of which every rank has a slice. Collective: all ranks get it, or all raise.
+) -> tuple[Cut, Gathering]:
+    """How the tensor was cut of which every rank has a slice, and what all ranks must have in common.
 
     Args:
         cp: a ContextParallel. read_roll: reads shifts and fill_value of `roll`, once x is known to be a tensor.
             with_grad: whether PyTorch records what needs gradients. The others: as in `unshard`.
 
     Raises:
-        ValueError, TypeError: an argument is wrong, here or on another rank, or not the same on all of them.
+        ValueError, TypeError: an argument is wrong.
     """
-
-    def read() -> tuple[Cut, Gathering]:
-        cut = read_cut(cp, plan, x, qkv_format, cu_seqlens_padded, whole=False, seqlen=seqlen)
-        lengths = None if cu_seqlens_padded is None else tuple(cu_seqlens_padded.tolist())
-        shifted = None if read_roll is None else read_roll()
-        of_plan = None if plan is None else plan.problem.fingerprint.hex()
-        shape = tuple(x.shape), str(x.dtype)
-        needs_grad = with_grad and x.requires_grad
-        return cut, Gathering(shape, cut.qkv_format, cp.layout, seqlen, lengths, of_plan, shifted, needs_grad)
-
-    return read_together(cp.comm, read, lambda found: found[1])[0]
+    cut = read_cut(cp, plan, x, qkv_format, cu_seqlens_padded, whole=False, seqlen=seqlen)
+    lengths = None if cu_seqlens_padded is None else tuple(cu_seqlens_padded.tolist())
+    shifted = None if read_roll is None else read_roll()
+    of_plan = None if plan is None else plan.problem.fingerprint.hex()
+    shape = tuple(x.shape), str(x.dtype)
+    needs_grad = with_grad and x.requires_grad
+    return cut, Gathering(shape, cut.qkv_format, cp.layout, seqlen, lengths, of_plan, shifted, needs_grad)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from cp_ref.batches.tensors import no_autocast, refuse_transforms
-from cp_ref.calls.layer import Layer, agree_on_layer
+from cp_ref.calls.layer import Layer, LayerCall
+from cp_ref.groups.agreement import agreed
 from cp_ref.problems.call_checks import check_context
 from cp_ref.reference.reference_plan import ContextParallel, Plan, backward_pass
 
@@ -57,7 +58,12 @@ def called(passes: Passes, cp: Any, plan: Any, tensors: Sequence[Any], **options
     layer = passes.declared
     given = layer.cast(tensors)
     named = {operand.name: x for operand, x in zip(layer.operands, given, strict=True)}
-    call = agree_on_layer(cp, plan, lambda: layer.read(cp, plan, Plan, **named, **options))
+
+    def read() -> LayerCall:
+        return layer.read(cp, plan, Plan, **named, **options)
+
+    known = plan.agreed if isinstance(plan, Plan) else None  # a plan asks once about each kind of call
+    call = agreed(cp, "an agreement on the call of a layer", read, lambda found: found, known)
     with no_autocast(given[0].device):
         results = cast(Any, _LayerFunction).apply(passes, Run(plan, cp, call), *given)
     return results[: layer.results(options)]

@@ -6,7 +6,6 @@ and backward, and adds the rest, which schedules do not have: the sink, and the 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -26,14 +25,15 @@ from cp_ref.calls.attention_call import Call, CallFlags, asked_for
 from cp_ref.calls.declared import implements
 from cp_ref.calls.score_mod import ScoreMod, frozen
 from cp_ref.calls.scores import PLAIN, ScoreTensors, read_scores
-from cp_ref.groups.collectives import all_reduce_max, offset_grad, raise_on_all
+from cp_ref.groups.agreement import agreed
+from cp_ref.groups.collectives import all_reduce_max, offset_grad
 from cp_ref.problems.arguments import problem_arguments
 from cp_ref.problems.call_checks import check_context, local_part, one_a_head
 from cp_ref.problems.room import Agreement, Room
 from cp_ref.reference.executor.merge_partials import add_sink, sink_gradient
 from cp_ref.reference.executor.play_schedule import run_backward, run_forward
 from cp_ref.reference.executor.tile_attention import row_delta
-from cp_ref.reference.reference_plan import ContextParallel, Plan, backward_pass, plan_together
+from cp_ref.reference.reference_plan import ContextParallel, Plan, backward_pass
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.table import ranges
 from cp_ref.tracing.recorder import recording
@@ -59,15 +59,17 @@ def attention(
     check_context(cp, ContextParallel)
     flags, scores = CallFlags(deterministic, return_max_logit, return_lse), ScoreTensors.given(arguments)
     given = {"q": q, "k": k, "v": v}
-    with nullcontext() if isinstance(plan, Plan) else raise_on_all(cp):  # The ranks have already agreed on a plan.
-        arguments = problem_arguments(arguments)
-        q, k, v = (autocast(local_part(x)) for x in (q, k, v))
-        softmax_offset = one_a_head(softmax_offset)
-    call = Call(cp, plan, flags, given, (q, k, v), softmax_offset, scores, arguments)
 
+    def read() -> Call:
+        problem = problem_arguments(arguments)
+        tensors = autocast(local_part(q)), autocast(local_part(k)), autocast(local_part(v))
+        return Call(cp, plan, flags, given, tensors, one_a_head(softmax_offset), scores, problem)
+
+    # With a plan the ranks do not meet.
+    call = read() if isinstance(plan, Plan) else agreed(cp, "an agreement on a call", read)
     plan, inputs = _read(call)
     with no_autocast(q.device):
-        results = cast(Any, _Attention).apply(plan, cp, inputs, q, k, v, softmax_offset)  # torch leaves it untyped
+        results = cast(Any, _Attention).apply(plan, cp, inputs, *call.tensors, call.offset)  # torch leaves it untyped
     return asked_for(placed_like(given["q"], plan.problem.qkv_format, results), return_lse, return_max_logit)
 
 
@@ -91,8 +93,8 @@ def _read(call: Call) -> tuple[Plan, ScoreTensors]:
         extras = ("softmax_offset_grad", call.cp.softmax_offset_grad), *call.scores.kinds
         return Agreement(problem, extras=extras), call.tensors[0].device
 
-    plan = plan_together(call.cp, agreement)
-    return plan, inputs
+    made, device = agreed(call.cp, "an agreement on a plan", agreement, lambda found: found[0])
+    return Plan(made.problem, call.cp.rank, device), inputs
 
 
 class _Attention(torch.autograd.Function):

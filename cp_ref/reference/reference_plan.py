@@ -12,11 +12,11 @@ import torch
 from cp_ref.batches.sharding import numbers
 from cp_ref.batches.tensors import check_usable, differentiable_once, no_autocast
 from cp_ref.calls import plan_arguments as plans
-from cp_ref.calls.declared import bind, implements, not_a_dataclass, replaced, same_parameters
+from cp_ref.calls.declared import bind, implements, not_a_dataclass, same_parameters
 from cp_ref.calls.plan_arguments import read_plan_arguments
 from cp_ref.calls.score_mod import ScoreMod, frozen
 from cp_ref.groups import context
-from cp_ref.groups.group import read_together
+from cp_ref.groups.agreement import agreed
 from cp_ref.problems.call_checks import check_context, check_plan_owner
 from cp_ref.problems.cuts import planned_positions
 from cp_ref.problems.room import Agreement, Room, next_batch
@@ -30,7 +30,6 @@ __all__ = [
     "Plan",
     "backward_pass",
     "make_plan",
-    "plan_together",
     "supports",
 ]
 
@@ -108,7 +107,8 @@ class Plan(plans.Plan):
             problem = next_batch(self.problem, self.room, given)
             return Agreement(problem, self.room, plans.read_linear(self.linear, problem))
 
-        made = plan_together(cp, lambda: (read(), self.device))
+        check_context(cp, ContextParallel)
+        made = agreed(cp, "an agreement on a plan", read, lambda found: found)
         object.__setattr__(self, "problem", made.problem)
         for name in ("schedule", "states", "position_ids"):
             self.__dict__.pop(name, None)
@@ -117,16 +117,25 @@ class Plan(plans.Plan):
 
 @same_parameters(plans.make_plan)  # documented in calls/plan_arguments, once for both packages, as what follows
 def make_plan(**arguments: Any) -> Plan:
-    plan = plan_together(arguments.get("cp"), lambda: _read_plan_arguments(bind(plans.make_plan, arguments)))
+    cp: Any = arguments.get("cp")
+    check_context(cp, ContextParallel)
+
+    def read() -> tuple[Agreement, torch.device]:
+        return _read_plan_arguments(bind(plans.make_plan, arguments))
+
+    agreement, device = agreed(cp, "an agreement on a plan", read, lambda found: found[0])
     score_mod: ScoreMod | None = arguments.get("score_mod")
     custom, sparse = arguments.get("schedule"), arguments.get("sparse", False)
-    return replaced(
-        plan,
+    return Plan(
+        agreement.problem,
+        cp.rank,
+        device,
+        agreement.room,
         custom=custom,
         score_mod=score_mod and frozen(score_mod),
         linear=arguments.get("linear", False),
         sparse=sparse,
-        chosen_from=plans.choices(arguments["cp"], custom, sparse=sparse),
+        chosen_from=plans.choices(cp, custom, sparse=sparse),
     )
 
 
@@ -143,13 +152,6 @@ def _read_plan_arguments(given: dict[str, Any]) -> tuple[Agreement, torch.device
     agreement, device = read_plan_arguments(given, ContextParallel)
     check_usable(device)
     return agreement, device
-
-
-def plan_together(cp: Any, read: Callable[[], tuple[Agreement, torch.device]]) -> Plan:
-    """Read this rank's arguments and compare them with the other ranks': all get their plan, or all raise."""
-    check_context(cp, ContextParallel)
-    agreement, device = read_together(cp.comm, read, lambda found: found[0])
-    return Plan(agreement.problem, cp.rank, device, agreement.room)
 
 
 def backward_pass(backward: Callable[..., Any]) -> Callable[..., Any]:

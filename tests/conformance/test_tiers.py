@@ -32,6 +32,7 @@ from cp_ref.schedules.problem import Problem, Sequence
 from tests.marks import HANGS_S
 
 SCHEDULES = [name for name, tier in TIERS.items() if tier.level == "schedule"]
+LAYERS = [name for name, tier in TIERS.items() if tier.level in ("linear", "sparse")]  # cp_ref: tests/meta
 SLOW = ("special", "known", "torch", "pairs")
 
 
@@ -76,10 +77,12 @@ def test_cp_ref_passes_special_under_schedules_in_turn(monkeypatch: pytest.Monke
         assert not found, "\n".join((name, *found))
 
 
-@pytest.mark.parametrize("tier", [pytest.param(t, marks=pytest.mark.thorough if t in SLOW else ()) for t in SCHEDULES])
+@pytest.mark.parametrize(
+    "tier", [pytest.param(t, marks=pytest.mark.thorough if t in SLOW else ()) for t in (*SCHEDULES, *LAYERS)]
+)
 def test_cp_fast_passes(tier: str) -> None:
     """A few problems each: CI plays all tiers by `python -m conformance`."""
-    check_tier("cp_fast", tier, 10)
+    check_tier("cp_fast", tier, 5)
 
 
 # ---- sinks

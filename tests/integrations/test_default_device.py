@@ -27,9 +27,9 @@ VARLEN = SimpleNamespace(cu_seq_q=CU, cu_seq_k=CU, max_q=5, max_k=5, _replace=la
 ROW = {"input_ids": IDS[:1], "labels": IDS[:1]}
 
 OF_CP_FAST: dict[str, Callable[[Any], Any]] = {
-    "rows": lambda cp: token_batches.shard_batch({"input_ids": IDS, "labels": IDS}, cp=cp),
-    "padded": lambda cp: token_batches.shard_batch({"input_ids": IDS, "attention_mask": MASK}, cp=cp),
-    "packed": lambda cp: token_batches.shard_batch({**ROW, "position_ids": POSITIONS}, cp=cp),
+    "rows": lambda cp: token_batches.shard_tokens({"input_ids": IDS, "labels": IDS}, cp=cp),
+    "padded": lambda cp: token_batches.shard_tokens({"input_ids": IDS, "attention_mask": MASK}, cp=cp),
+    "packed": lambda cp: token_batches.shard_tokens({**ROW, "position_ids": POSITIONS}, cp=cp),
     "lengths": lambda cp: model_batches.shard_batch({**ROW, "cu_seq_lens_q": CU}, cp=cp),
     "flash-attn": lambda cp: flash_attn.flash_attn_varlen_func(X, X, X, CU, CU, 5, 5, causal=True, cp=cp),
     "ring-flash-attn": lambda cp: ring_flash_attn.zigzag_ring_flash_attn_varlen_func(
@@ -81,9 +81,10 @@ def test_linear_layers(package: Any) -> None:
         plan = package.make_plan(cp=cp, batch_size=1, seqlen_q=8, linear=True, **sizes)
         x = X[None].clone().requires_grad_()
         results: list[torch.Tensor] = [package.causal_conv1d(x.flatten(2), X[:1].flatten(1).T, cp=cp, plan=plan)]
-        for kind, g in (("gated_delta_rule", -x[..., 0]), ("kda", -x), ("mamba2", -x[..., 0])):
-            beta = None if kind == "mamba2" else x[..., 0]
-            how = {"kind": kind, "output_final_state": True}
+        for kind, g in (("gated_delta_rule", -x[..., 0]), ("kda", -x), ("mamba2", -x[..., 0]), ("mamba", -x)):
+            beta = None if kind.startswith("mamba") else x[..., 0]
+            how: dict[str, Any] = {"kind": kind, "output_final_state": True}
+            how |= {"A": x.new_ones(2, 8, 8)} if kind == "mamba" else {}
             results += package.linear_attention(x, x, x, g, beta, cp=cp, plan=plan, **how)
         torch.stack([y.sum() for y in results]).sum().backward()
         assert x.grad is not None

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.tensors import DiagonalBand
-from cp_ref.groups.group import agree
+from cp_ref.groups.agreement import agreed
 from cp_ref.schedules.areas import UNBOUNDED, Areas
 from cp_ref.schedules.ownership import Fragments, Ownership, contiguous, dual_chunk, grouped
 from cp_ref.schedules.planners.make_schedule import make_schedule
@@ -262,13 +262,15 @@ class _Everyone:
 
 def test_ranks_that_agree_compare_fingerprints_alone() -> None:
     problem = Problem(2, (Sequence(8, 8, 8, 8),))
-    agree(_Everyone(((problem.fingerprint, ()), None)), problem, None)  # type: ignore[arg-type]
+    everyone = _Everyone(((problem.fingerprint, ()), None))
+    assert agreed([everyone], "a plan", lambda: problem, lambda found: found) is problem  # type: ignore[list-item]
 
 
 def test_ranks_that_differ_are_told_where() -> None:
     mine, other = Problem(2, (Sequence(8, 8, 8, 8),)), Problem(2, (Sequence(8, 8, 8, 8),), softcap=2.0)
+    everyone = _Everyone(((other.fingerprint, ()), None), str(other))
     with pytest.raises(ValueError, match=r"rank 0 has .* where rank 1 has softcap=2.0"):
-        agree(_Everyone(((other.fingerprint, ()), None), str(other)), mine, None)  # type: ignore[arg-type]
+        agreed([everyone], "a plan", lambda: mine, lambda found: found)  # type: ignore[list-item]
 
 
 sides = st.one_of(st.none(), st.integers(-9, 9))

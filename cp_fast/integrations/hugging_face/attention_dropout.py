@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from cp_fast.integrations.token_batches import CpBatch
-from cp_ref.groups.collectives import together
+from cp_ref.groups.agreement import merged
 
-__all__ = ["dropout_of_layer", "number_layers", "shared_seed"]
+__all__ = ["dropout_of_layer", "shared_seed"]
 
 _ENTRY = re.compile("attn.*drop|attention.*drop|drop.*attn|drop.*attention")  # attention_probs_dropout_prob, attn_pdrop
 
@@ -29,17 +29,19 @@ def shared_seed(model: Any, sequences: CpBatch, device: torch.device) -> torch.T
     if not model.training or not likely:
         return None
     drawn = int(torch.randint(2**62, (), device="cpu"))
-    return torch.tensor(together([sequences.cp.comm], lambda: drawn, lambda seeds: seeds[0]), device=device)
+    seed = merged(sequences.cp, "a seed of dropout", lambda: drawn, lambda seeds: seeds[0])
+    return torch.tensor(seed, device=device)
 
 
-def number_layers(layers: Any) -> None:
-    """Give each layer a number, by which its seed differs from others'."""
-    for number, layer in enumerate(layers):
-        layer.__dict__["_cp_fast_number"] = number
+def dropout_of_layer(
+    module: nn.Module, number: int, p: float, seed: torch.Tensor | None, device: torch.device
+) -> dict[str, Any]:
+    """The arguments of `attention`.
 
-
-def dropout_of_layer(module: nn.Module, p: float, seed: torch.Tensor | None, device: torch.device) -> dict[str, Any]:
-    """The arguments of `attention`. p: the probability; seed: of the call.
+    Args:
+        number: of the layer, by which its seed differs from others'.
+        p: the probability.
+        seed: of the call.
 
     Raises:
         NotImplementedError: the call has none.
@@ -52,4 +54,4 @@ def dropout_of_layer(module: nn.Module, p: float, seed: torch.Tensor | None, dev
             "mode, has none, so its ranks agreed on no seed: set it in the configuration (attention_dropout, "
             "attention_probs_dropout_prob or attn_pdrop) or set it to 0 in the layer, and call train() on the model"
         )
-    return {"dropout_p": float(p), "dropout_seed": seed.to(device) + module.__dict__["_cp_fast_number"]}
+    return {"dropout_p": float(p), "dropout_seed": seed.to(device) + number}

@@ -12,15 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 __all__ = ["Said", "Sides", "refuse_own_mask", "sides_of"]
 
-Sides = tuple[int, int]  # how many tokens a query sees to its left and to its right, without itself; -1: all
-_CAUSAL: Sides = (-1, 0)
-_FULL: Sides = (-1, -1)
+
+class Sides(NamedTuple):
+    """What a query sees of its sequence.
+
+    Attributes:
+        left, right: how many tokens on each side of it, without itself; -1: all.
+        chunk: the tokens of a chunk, of which it sees its own alone: chunks are counted from the sequence's begin. 0:
+            the sequence has no chunks.
+    """
+
+    left: int
+    right: int
+    chunk: int = 0
+
+
+_CAUSAL, _FULL = Sides(-1, 0), Sides(-1, -1)
 
 
 @dataclass(frozen=True)
@@ -30,16 +43,18 @@ class Said:
     Args:
         causal: whether a query sees no later key.
         size: of its window, which counts the query itself; None: it has none.
+        chunk: as of `Sides`.
     """
 
     causal: bool
     size: int | None
+    chunk: int = 0
 
     @property
     def sides(self) -> Sides:
         """As FlashAttention reads it."""
         left = -1 if self.size is None else self.size - 1
-        return left, 0 if self.causal else left
+        return Sides(left, 0 if self.causal else left, self.chunk)
 
     def among(self, built: frozenset[Sides], name: str) -> Sides:
         """The sides that the layer has under a mask that its model has built. name: of the layer, for the error.
@@ -50,14 +65,17 @@ class Said:
         Raises:
             NotImplementedError: the mask is another one.
 
-        >>> Said(False, 8).among(frozenset({(8, 8)}), "layer"), Said(True, 8).among(frozenset({(7, 0)}), "layer")
-        ((8, 8), (7, 0))
+        >>> Said(False, 8).among(frozenset({Sides(8, 8)}), "layer")
+        Sides(left=8, right=8, chunk=0)
+        >>> Said(True, 8).among(frozenset({Sides(7, 0)}), "layer")
+        Sides(left=7, right=0, chunk=0)
         """
         if self.sides in built:
             return self.sides
-        if not self.causal and self.size is not None and built == {(self.size, self.size)}:
-            return self.size, self.size
+        if not self.causal and self.size is not None and built == {Sides(self.size, self.size)}:
+            return Sides(self.size, self.size)
         window = "" if self.size is None else f" with a window of {self.size}"
+        window += f" in chunks of {self.chunk}" if self.chunk else ""
         cure = f"set model.config.is_causal to {self.causal} too"
         if not self.causal:
             cure += ", or make the layers causal (use_bidirectional_attention=False)"
@@ -68,18 +86,23 @@ class Said:
         )
 
 
-def sides_of(mask_function: Callable[..., Any], length: Any, window: int | None) -> frozenset[Sides]:
-    """The sides that a function of transformers.masking_utils may have, tried near 0, `length` and `window`.
+def sides_of(mask_function: Callable[..., Any], length: Any, size: int | None) -> frozenset[Sides]:
+    """The sides that a function of transformers.masking_utils may have, tried near 0, `length` and `size`.
 
     Documents are left out: transformers joins functions, a mask and whether two tokens have one document. It takes the
     positions of a slice for those of several documents, and `cp_batch` knows better. A function that holds tensors is
     tried inside of `length`, where several sides may fit.
 
+    Args:
+        size: of a window or of chunks.
+
     Returns:
         Nothing where it is no mask of sides.
 
     >>> sides_of(lambda batch, head, q, kv: (kv <= q) & (kv > q - 4), 6, 4)
-    frozenset({(3, 0)})
+    frozenset({Sides(left=3, right=0, chunk=0)})
+    >>> sides_of(lambda batch, head, q, kv: (kv <= q) & (kv // 4 == q // 4), 6, 4)
+    frozenset({Sides(left=-1, right=0, chunk=4)})
     >>> sides_of(lambda batch, head, q, kv: (kv <= q) | (kv < 2), 6, None)
     frozenset()
     """
@@ -88,15 +111,15 @@ def sides_of(mask_function: Callable[..., Any], length: Any, window: int | None)
         return frozenset()
     near = {0, 1, 2, length // 2, length - 1}
     candidates = {_CAUSAL, _FULL}
-    if window is not None:
-        near |= {window - 1, window, window + 1, 2 * window}
-        candidates |= {(left, right) for left in (window - 1, window) for right in (0, left)}
+    if size is not None:
+        near |= {size - 1, size, size + 1, 2 * size}
+        candidates |= {Sides(left, right) for left in (size - 1, size) for right in (0, left)}
+        candidates |= {Sides(-1, 0, size)} if size > 0 else set()
     last = length - 1 if _holds_tensors(function) else max(near)
     rows = torch.tensor(sorted(row for row in near if 0 <= row <= last), device="cpu")
     zero = torch.tensor(0, device="cpu")
-    distance = rows[:, None] - rows[None]
-    seen = torch.as_tensor(function(zero, zero, rows[:, None], rows[None])).cpu().expand_as(distance)
-    return frozenset(sides for sides in candidates if torch.equal(seen, _visible(distance, sides)))
+    seen = torch.as_tensor(function(zero, zero, rows[:, None], rows[None])).cpu().expand(len(rows), len(rows))
+    return frozenset(sides for sides in candidates if torch.equal(seen, _visible(rows, sides)))
 
 
 def refuse_own_mask(name: str, mask: Any) -> None:
@@ -104,16 +127,17 @@ def refuse_own_mask(name: str, mask: Any) -> None:
     shape = f"{list(mask.shape)} " if isinstance(mask, torch.Tensor) else ""
     raise NotImplementedError(
         f"the model makes an attention mask {shape}of its own, which comes to {name}; cp_fast has the causal masks, "
-        "windows and full attention of transformers.masking_utils, and documents and padding from shard_batch"
+        "windows, chunks and full attention of transformers.masking_utils, and documents and padding from shard_batch"
     )
 
 
-def _visible(distance: torch.Tensor, sides: Sides) -> torch.Tensor:
-    """Whether a query sees a key this far to its left, or to its right where it is negative."""
-    left, right = sides
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    seen = seen if left < 0 else seen & (distance <= left)
-    return seen if right < 0 else seen & (-distance <= right)
+def _visible(rows: torch.Tensor, sides: Sides) -> torch.Tensor:
+    """Whether each of these tokens sees each other one: bool [rows, rows]."""
+    distance = rows[:, None] - rows[None]  # of a key to the left of a query
+    chunks = rows // sides.chunk if sides.chunk else torch.zeros_like(rows)
+    seen = chunks[:, None] == chunks[None]
+    seen = seen if sides.left < 0 else seen & (distance <= sides.left)
+    return seen if sides.right < 0 else seen & (-distance <= sides.right)
 
 
 def _without_documents(function: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -138,6 +162,9 @@ def _parts(function: Callable[..., Any]) -> list[Any]:
 
 
 def _holds_tensors(function: Callable[..., Any]) -> bool:
+    """Whether a function of a mask has tensors that it may read by place; chunks read one by row of the batch."""
+    if _name(function).startswith("chunked_overlay"):
+        return False
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     return any(isinstance(x, torch.Tensor) and x.dim() > 0 for x in held) or any(map(_holds_tensors, _parts(function)))
 
@@ -145,6 +172,7 @@ def _holds_tensors(function: Callable[..., Any]) -> bool:
 def _words(built: frozenset[Sides]) -> str:
     if not built:
         return "that is neither causal, nor a window, nor full attention"
-    left, right = min(built)
+    left, right, chunk = min(built)
     kind = "that is causal" if right == 0 else "of both sides"
+    kind += f" in chunks of {chunk}" if chunk else ""
     return kind if left < 0 else f"{kind}, with {left} tokens on {'the left' if right == 0 else 'each side'}"

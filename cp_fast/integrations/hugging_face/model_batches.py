@@ -14,7 +14,7 @@ from cp_fast.integrations.hugging_face.image_models import images_of
 from cp_fast.integrations.hugging_face.model_edge import edge_of
 from cp_fast.integrations.hugging_face.task_head import SPANS
 from cp_fast.integrations.shared.token_rows import wide_integers
-from cp_ref.groups.collectives import collective
+from cp_ref.groups.agreement import agreed, collective
 from cp_ref.schedules.values import check_tensor, read_count, read_lengths
 
 __all__ = ["shard_batch"]
@@ -22,7 +22,7 @@ __all__ = ["shard_batch"]
 FLAT = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-@collective(token_batches.raise_on_all_ranks)
+@collective(token_batches.ranks_of_batch)
 def shard_batch(
     batch: Mapping[str, Any],
     *,
@@ -50,7 +50,7 @@ def shard_batch(
             positions are numbered, and where images go. None: a decoder of text, whose labels are the next tokens', and
             whose positions begin at 0.
         pad_token_id: what lengths are filled up with until they divide.
-        over, fill: as in `cp_fast.integrations.token_batches.shard_batch`.
+        over, fill: as in `cp_fast.integrations.token_batches.shard_tokens`.
 
     Returns:
         What that function returns: input_ids, position_ids, cp_batch; with labels also labels, num_items_in_batch, and
@@ -60,21 +60,24 @@ def shard_batch(
     Raises:
         ValueError, TypeError: as there; a model that was not prepared; lengths that contradict the positions.
     """
-    try:
+
+    def read() -> tuple[Any, ...]:
         edge = None if model is None else edge_of(model)
         images = images_of(batch, model, fill or ())
         rows = positions_said(batch if images is None else images.rest, 0 if edge is None else edge.numbering.first)
         places = None if images is None else images.placed(rows)
-        labelled = edge is not None and edge.head is not None and isinstance(rows, Mapping) and "labels" in rows
-        shifts = edge.labels_head(type(model).__name__).shifts if edge is not None and labelled else True
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        token_batches.raise_on_all_ranks({"cp": cp, "over": over}, error)
+        labelled = edge is not None and edge.task.head is not None and isinstance(rows, Mapping) and "labels" in rows
+        shifts = edge.task.labels_head(type(model).__name__).shifts if edge is not None and labelled else True
+        return images, rows, places, shifts
+
+    met = token_batches.ranks_of_batch({"cp": cp, "over": over})
+    images, rows, places, shifts = agreed(met, "shard_batch", read)
     how: dict[str, Any] = {"cp": cp, "pad_token_id": pad_token_id, "shift_labels": shifts, "over": over, "fill": fill}
     spans = [name for name in SPANS if isinstance(rows, Mapping) and name in rows]
     if images is None or places is None:
-        return token_batches.shard_batch(rows, **how, whole=spans)
+        return token_batches.shard_tokens(rows, **how, whole=spans)
     whole = images.whole(places)
-    return images.cut(places, token_batches.shard_batch({**rows, **whole}, **how, whole=[*spans, *whole]))
+    return images.cut(places, token_batches.shard_tokens({**rows, **whole}, **how, whole=[*spans, *whole]))
 
 
 def positions_said(batch: Any, first: int) -> Any:

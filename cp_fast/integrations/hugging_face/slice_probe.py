@@ -365,11 +365,9 @@ def _refuse_counting(
     part = _outputs(model(**_slice(rows, numbering, mixed=False), **given))
     if not _differ(whole, part, rows, mixed=False) or all(_near(x, whole[name]) for name, x in near.items()):
         return
-    tuned = getattr(cast(Any, model).config.get_text_config(), "attn_temperature_tuning", False)
-    cure = "; set attn_temperature_tuning to False in its configuration" if tuned else ""
     raise NotImplementedError(
         f"{_first_to_differ(model, rows, given, [numbering], far=far)} counts a slice's tokens from 0 in place of "
-        f"reading position_ids, which changes its outputs far from position 0 (seen from {far} on){cure}"
+        f"reading position_ids, which changes its outputs far from position 0 (seen from {far} on)"
     )
 
 

@@ -17,7 +17,8 @@ from torch import nn
 from cp_fast.integrations.hugging_face.slice_probe import Seen
 from cp_fast.integrations.token_batches import CpBatch
 from cp_ref.batches.tensors import wide_dtype
-from cp_ref.groups.collectives import all_reduce_max, together
+from cp_ref.groups.agreement import merged
+from cp_ref.groups.collectives import all_reduce_max
 from cp_ref.schedules.values import check_tensor
 
 __all__ = [
@@ -207,7 +208,7 @@ class SpanCall:
                     raise ValueError(f"{argument} is not the same on all ranks; give each the spans of whole rows")
             return everyone[0]
 
-        self.targets = together([sequences.cp.comm], read, same)
+        self.targets = merged(sequences.cp, "an agreement on spans", read, same)
 
     def loss(self, out: Any) -> torch.Tensor:
         """This rank's part of the loss: all parts are equal, and add up to it. Collective, also in the backward pass.

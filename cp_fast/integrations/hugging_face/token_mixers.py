@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 __all__ = [
+    "CHUNKED",
     "LAYERS",
     "NAME",
     "ROUTER_SWITCH",
@@ -25,7 +26,8 @@ NAME = "cp_fast"  # The attention implementation has this name.
 ROUTER_SWITCH = "output_router_logits"  # It switches the loss of `router_losses` on.
 # One argument: transformers 5.24 calls it cache.
 _CACHES = ("cache", "past_key_values", "cache_params", "layer_past")
-LAYERS = ("full_attention", "sliding_attention")  # cp_fast has these of a configuration's layer_types.
+CHUNKED = "chunked_attention"
+LAYERS = ("full_attention", "sliding_attention", CHUNKED)  # cp_fast has these of a configuration's layer_types.
 _WITH_MIXERS = ("linear_attention", "conv", "hybrid", "moe", "mlp")  # It has these with the model's linear layers.
 _MIXING = (
     nn.modules.conv._ConvNd,
@@ -135,7 +137,7 @@ def refuse_caches(name: str, named: Mapping[str, Any]) -> None:
 
 def refuse_kind(entry: str, kind: str, name: str) -> None:
     """Raise NotImplementedError for a kind of layers. entry: of the configuration; name: of the model or the layer."""
-    has = " and ".join(LAYERS)
+    has = f"{', '.join(LAYERS[:-1])} and {LAYERS[-1]}"
     if kind in _ELSEWHERE:
         has = f"such layers in other models, not those of {name} (docs/how_to/hybrid.md)"
     raise NotImplementedError(f"{entry} is {kind!r}; cp_fast has {has}")

@@ -16,7 +16,7 @@ from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.runtime.handles import outside_of_graphs
 from cp_ref.batches.masks import documents
-from cp_ref.groups.collectives import raise_on_all, together
+from cp_ref.groups.agreement import agreed
 from cp_ref.problems.call_checks import check_context, local_part
 from cp_ref.schedules.values import (
     check_data,
@@ -41,7 +41,7 @@ __all__ = [
     "lengths_of_both",
     "lengths_of_one",
     "lengths_on_host",
-    "read_equal",
+    "of_whole_batch",
     "refuse",
     "taking_kv",
     "taking_qkv",
@@ -182,18 +182,13 @@ def check_two_chunks(cp: ContextParallel, **lengths: torch.Tensor) -> None:
             )
 
 
-def read_equal(cp: ContextParallel, where: str, other: str, read: Callable[[], T]) -> T:
-    """Read an argument on all ranks of a context; all ranks have the same value, or all raise. Collective.
+def of_whole_batch(other: str) -> Callable[[list[T]], T]:
+    """What merges the ranks' values of an argument that all of them have whole (`cp_ref.groups.agreement.merged`): the
+    values must be equal.
 
-    Args:
-        where: the function that was called.
-        other: names the argument and its difference on another rank.
-        read: sends nothing.
+    other: names the argument and its difference on another rank.
 
-    >>> from cp_ref import SimGroup
-    >>> def one(member):
-    ...     return read_equal(ContextParallel(member), "split", "lengths has other values", lambda: member.rank)
-    >>> SimGroup(2).run(one)
+    >>> of_whole_batch("lengths has other values")([[4, 2], [4, 3]])
     Traceback (most recent call last):
         ...
     ValueError: lengths has other values on rank 1 than on rank 0; all ranks of a context get the same batch whole
@@ -207,8 +202,7 @@ def read_equal(cp: ContextParallel, where: str, other: str, read: Callable[[], T
                 )
         return found[0]
 
-    with cp.naming_errors(where):
-        return together([cp.comm], read, first)
+    return first
 
 
 # ---- functions of other libraries
@@ -277,8 +271,8 @@ def drop_in(
                 if in_graph is not None:
                     return in_graph(*args, **kwargs)
                 return outside_of_graphs(call, *args, **kwargs)
-            with raise_on_all(context_of(dict(zip(names, args, strict=False)) | kwargs)):
-                asked = read(*args, **kwargs)
+            cp = context_of(dict(zip(names, args, strict=False)) | kwargs)
+            asked = agreed(cp, "an agreement on a call", lambda: read(*args, **kwargs))
             arguments = asked.arguments | asked.gathered()
             return asked.give(attention(asked.q, asked.k, asked.v, cp=asked.cp, **arguments))
 

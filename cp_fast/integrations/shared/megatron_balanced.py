@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from cp_fast.integrations.shared.balanced_table import BalancedTable, table_of_batch
-from cp_fast.integrations.shared.drop_in import context_for, lengths_on_host, read_equal, refuse
+from cp_fast.integrations.shared.drop_in import context_for, lengths_on_host, of_whole_batch, refuse
 from cp_ref.batches.sharding import position_ids, shard
+from cp_ref.groups.agreement import merged
 from cp_ref.groups.group import PaperGroup
 from cp_ref.schedules.values import kind_of, read_count
 
@@ -165,7 +166,8 @@ def get_batch_on_this_cp_rank(
             raise wrong
         return _lengths(batch, packed_seq_params, cp.size)
 
-    both = read_equal(cp, "get_batch_on_this_cp_rank", "packed_seq_params has other lengths", read)
+    same = of_whole_batch("packed_seq_params has other lengths")
+    both = merged(cp, "get_batch_on_this_cp_rank", read, same)
     real, padded = (torch.tensor(lengths, dtype=torch.int32, device="cpu") for lengths in both)
     table = table_of_batch(cp, "thd", real, padded)
     local = {name: x if x is None else shard(x[0], cp=cp, plan=table)[None] for name, x in batch.items()}
