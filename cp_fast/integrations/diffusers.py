@@ -42,7 +42,7 @@ from cp_fast.integrations.diffusion.token_cuts import (
 )
 from cp_fast.integrations.shared.drop_in import refuse
 from cp_ref.calls.declared import replaced
-from cp_ref.groups.collectives import together
+from cp_ref.groups.agreement import merged
 from cp_ref.problems.call_checks import check_context
 from cp_ref.schedules.values import kind_of
 
@@ -275,8 +275,8 @@ def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     kind = tuple(entry.kind for entry in entries)
     if kind not in state.learned:
         mine = Probe(state.cp, Window(state.cp.rank, state.cp.size), kernels=state.attention)
-        state.learned[kind] = together(
-            [state.cp.comm], lambda: learn(model, run, mine), lambda found: _same(model, found)
+        state.learned[kind] = merged(
+            state.cp, "a first call", lambda: learn(model, run, mine), lambda found: _same(model, found)
         )
     call = _Spread(state.cp, Window(state.cp.rank, state.cp.size), kernels=state.attention)
     call.learned = state.learned[kind]
@@ -341,7 +341,7 @@ def _agreed(model: nn.Module, state: _State, args: tuple[Any, ...], kwargs: dict
                 raise ValueError(f"rank 0 and rank {rank} call {name} with other arguments")
         return everyone[0]
 
-    return together([state.cp.comm], read, merge) if state.cp.size > 1 else read()
+    return merged(state.cp, f"a call of {name}", read, merge) if state.cp.size > 1 else read()
 
 
 def _entries(name: str, value: Any) -> Iterator[_Entry]:

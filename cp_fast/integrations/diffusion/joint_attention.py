@@ -15,7 +15,7 @@ from cp_fast.api.attention import attention
 from cp_fast.integrations.diffusion.token_cuts import Call, rows_of_slice
 from cp_fast.integrations.shared.drop_in import words_for
 from cp_ref.batches.area_rows import tensor
-from cp_ref.groups.collectives import together
+from cp_ref.groups.agreement import merged
 
 __all__ = ["Seen", "attend_over_ranks", "check_mask", "keys_of", "lengths"]
 
@@ -148,7 +148,7 @@ def _shown(
     def read() -> list[bytes]:
         return [np.packbits(check_mask(where, mask, batch, rows).cpu().numpy()).tobytes()]
 
-    told = together([call.cp.comm], read, lambda parts: [part for some in parts for part in some])
+    told = merged(call.cp, f"a mask of {where}", read, lambda parts: [part for some in parts for part in some])
     bits = np.stack([np.unpackbits(np.frombuffer(one, dtype=np.uint8), count=batch * rows) for one in told])
     shown = tokens & bits.astype(bool).reshape(-1, batch, rows)
     known.append((mask, shown))
