@@ -261,8 +261,18 @@ def test_transforms_are_refused(package: str, name: str) -> None:
         module, cp, plan = made(package, member)
         mine = local(module, layer, layer.inputs(), cp, plan)
         first = next(iter(layer.rows))
-        with pytest.raises(NotImplementedError, match=r"torch\.func"):
-            torch.func.vmap(lambda x: layer.call(module, **(mine | {first: x}), cp=cp, plan=plan))(mine[first][None])
+        x = mine[first].detach()
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            return layer.call(module, **(mine | {first: x}), cp=cp, plan=plan)[0].sum()
+
+        for transformed in (
+            lambda: torch.func.vmap(call)(x[None]),
+            lambda: torch.func.grad(call)(x),
+            lambda: torch.func.vjp(call, x),
+        ):
+            with pytest.raises(NotImplementedError, match=r"inside torch\.func"):
+                transformed()
 
     SimGroup(1).run(one)
 
