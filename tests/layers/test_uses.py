@@ -175,7 +175,9 @@ def test_autocast_casts_what_attention_casts(package: str, name: str) -> None:
 
 @each_layer
 @each_package
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *(pytest.param(x, marks=pytest.mark.thorough) for x in (torch.float16, torch.float32))]
+)
 def test_dtypes(dtype: torch.dtype, package: str, name: str) -> None:
     """Results and gradients have the dtype of the inputs, and are as near to those in float64 as it allows."""
     layer = LAYERS[name]
@@ -279,7 +281,7 @@ def test_transforms_are_refused(package: str, name: str) -> None:
 
 @each_layer
 @each_package
-@pytest.mark.parametrize("room", [False, True], ids=["fixed", "updated"])
+@pytest.mark.parametrize("room", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["fixed", "updated"])
 def test_training_uses_what_an_evaluation_made(room: bool, package: str, name: str) -> None:
     """Plans, tables and results of an evaluation serve training, and the reverse."""
     layer = LAYERS[name]
