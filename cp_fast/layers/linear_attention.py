@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan
 from cp_fast.kernels.attention.backend_protocol import NotInstalled
 from cp_fast.kernels.linear.chunked import ChunkedKernels
 from cp_fast.kernels.linear.fla.fla_kernels import FlaKernels
@@ -24,8 +23,7 @@ from cp_fast.layers.state_tables import StateTables
 from cp_fast.log import log_once
 from cp_ref.batches.tensors import wide_dtype
 from cp_ref.calls import linear_calls
-from cp_ref.calls.declared import implements
-from cp_ref.calls.layer import LayerCall
+from cp_ref.calls.layer import LayerCall, public_function
 from cp_ref.calls.linear_calls import LinearCall, columns_apart, columns_together
 from cp_ref.groups.collectives import all_reduce_sum
 from cp_ref.schedules.words import Feature, Unsupported
@@ -168,27 +166,7 @@ class LinearLayer(Layer):
 
 
 LAYER = registered(LinearLayer())
-
-
-@implements(linear_calls.linear_attention)
-def linear_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor | None,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    kind: str,
-    A: torch.Tensor | None,
-    scale: float | None,
-    initial_state: torch.Tensor | None,
-    output_final_state: bool,
-) -> Any:
-    tensors, how = (q, k, v, g, beta, A, initial_state), {"kind": kind, "scale": scale}
-    out, *final = called(LAYER, cp, plan, tensors, **how, output_final_state=output_final_state)
-    return (out, *final) if output_final_state else out
+linear_attention = public_function(linear_calls.linear_attention, called, LAYER, __name__)
 
 
 def kernels_for(call: LinearCall, cp: ContextParallel, device: torch.device) -> LinearKernels:

@@ -10,7 +10,7 @@ import torch
 
 from cp_ref.batches.tensors import to_format, to_packed, wide_dtype
 from cp_ref.calls import linear_calls
-from cp_ref.calls.declared import implements
+from cp_ref.calls.layer import public_function
 from cp_ref.calls.linear_calls import LinearCall, columns_apart, columns_together
 from cp_ref.groups.collectives import all_reduce_sum
 from cp_ref.reference.executor.play_schedule import run_rank_schedule
@@ -25,7 +25,7 @@ from cp_ref.reference.linear.recurrence import (
     play_states,
 )
 from cp_ref.reference.linear.recurrence import run as recurrence
-from cp_ref.reference.reference_plan import ContextParallel, Plan
+from cp_ref.reference.reference_plan import Plan
 from cp_ref.schedules.linear_schedules import DocumentFragments, conv_workload, document_fragments
 
 __all__ = [
@@ -157,27 +157,7 @@ def linear_backward(
 
 
 LINEAR = Passes(linear_calls.LINEAR, linear_forward, linear_backward)
-
-
-@implements(linear_calls.linear_attention)
-def linear_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor | None,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    kind: str,
-    A: torch.Tensor | None,
-    scale: float | None,
-    initial_state: torch.Tensor | None,
-    output_final_state: bool,
-) -> Any:
-    tensors, how = (q, k, v, g, beta, A, initial_state), {"kind": kind, "scale": scale}
-    out, *final_state = called(LINEAR, cp, plan, tensors, **how, output_final_state=output_final_state)
-    return (out, *final_state) if output_final_state else out
+linear_attention = public_function(linear_calls.linear_attention, called, LINEAR, __name__)
 
 
 def _recorded(
@@ -272,16 +252,4 @@ def conv_backward(
 
 
 CONVOLUTION = Passes(linear_calls.CONVOLUTION, conv_forward, conv_backward)
-
-
-@implements(linear_calls.causal_conv1d)
-def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    activation: str | None,
-) -> torch.Tensor:
-    return called(CONVOLUTION, cp, plan, (x, weight, bias), activation=activation)[0]
+causal_conv1d = public_function(linear_calls.causal_conv1d, called, CONVOLUTION, __name__)
