@@ -84,7 +84,13 @@ def test_the_blocks_of_a_page_are_a_program(tmp_path: Path, page: str, processes
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("page", "package"),
-    [("transformers", "transformers"), ("trainer", "accelerate"), ("peft", "peft"), ("megatron", "megatron.core")],
+    [
+        ("transformers", "transformers"),
+        ("trainer", "accelerate"),
+        ("peft", "peft"),
+        ("megatron", "megatron.core"),
+        ("video", "diffusers"),
+    ],
 )
 def test_the_first_program_of_a_framework_s_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str, package: str
@@ -183,9 +189,11 @@ def test_the_design_names_files_that_exist() -> None:
     assert [name for name in names if not any(path.endswith("/" + name) for path in files)] == []
 
 
-def test_the_design_has_the_table_of_passes() -> None:
+def test_the_page_on_speed_has_the_table_of_passes() -> None:
     rows = re.findall(
-        r"^\| (\w+)(\*?) \| (schedule|tiles|instructions|launches) \| (.+) \|$", (ROOT / "DESIGN.md").read_text(), re.M
+        r"^\| (\w+)(\*?) \| (schedule|tiles|instructions|launches) \| (.+) \|$",
+        (ROOT / "docs" / "performance.md").read_text(),
+        re.M,
     )
     table = [(one.name, "*" * one.needs_position_free_scores, one.on, one.does) for one in PASSES]
     assert [(name, star, on, does.replace("`", "")) for name, star, on, does in rows] == table
