@@ -114,14 +114,13 @@ def attention_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def prepare(model: Model, cp: ContextParallel) -> Model:
     """Prepare a transformers model for sequences that are sharded over ranks; returns the same model.
 
-    Its attention becomes `cp_fast`'s, and so do gated delta rule, KDA and Mamba-2 layers and short convolutions, and
-    the choice of keys of DeepSeek-V3.2 and GLM-5 and the compressed keys of DeepSeek-V4, in contexts with cp_comm_type
-    "all_gather" or "a2a". All other
-    modules must work on one token at a time. `prepare` first looks for known mixers of tokens: layer_types, other
-    linear layers and convolutions, pooling, batch norms. Then it runs the model on a
-    dozen tokens, with attention and linear layers that pass each token on alone. It compares the outputs of a slice
-    with those of the whole. The same runs show how the task head uses labels. The vision part of a model of images
-    does not change: every rank runs it on all images.
+    Its attention becomes `cp_fast`'s, and so do gated delta rule, KDA, Mamba-2 and Mamba layers and short
+    convolutions. So do the choice of keys of DeepSeek-V3.2 and GLM-5, and the compressed keys of DeepSeek-V4, in
+    contexts with cp_comm_type "all_gather" or "a2a". All other modules must work on one token at a time. `prepare`
+    first looks for known mixers of tokens: layer_types, other linear layers and convolutions, pooling, batch norms.
+    Then it runs the model on a dozen tokens, with attention and linear layers that pass each token on alone. It
+    compares the outputs of a slice with those of the whole. The same runs show how the task head uses labels. The
+    vision part of a model of images does not change: every rank runs it on all images.
 
     Args:
         model: with its weights loaded, before DDP, FSDP or torch.compile wrap it. Or PEFT's PeftModel: the model inside
@@ -316,11 +315,11 @@ def _said(module: torch.nn.Module, causal: bool, sliding_window: Any) -> Said:
     config: Any = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds is not None and layer is not None else None
-    if kind not in (None, "hybrid", INDEXED, *COMPRESSED, *LAYERS):
+    if kind not in (None, "hybrid", "hybrid_sliding", INDEXED, *COMPRESSED, *LAYERS):
         refuse_kind(f"layer_types[{layer}]", kind, type(module).__name__)
     size = None if sliding_window is _UNSAID else sliding_window
     hidden = kind is None and sliding_window is _UNSAID and getattr(config, "sliding_window", None) is not None
-    silent = (kind == "sliding_attention" and size is None) or hidden
+    silent = (kind in ("sliding_attention", "hybrid_sliding") and size is None) or hidden
     chunk = getattr(config, "attention_chunk_size", None) if kind == CHUNKED else 0
     if chunk is None:
         raise NotImplementedError(

@@ -28,7 +28,14 @@ ROUTER_SWITCH = "output_router_logits"  # It switches the loss of `router_losses
 _CACHES = ("cache", "past_key_values", "cache_params", "layer_past")
 CHUNKED = "chunked_attention"
 LAYERS = ("full_attention", "sliding_attention", CHUNKED)  # cp_fast has these of a configuration's layer_types.
-_WITH_MIXERS = ("linear_attention", "conv", "hybrid", "moe", "mlp")  # It has these with the model's linear layers.
+_WITH_MIXERS = (
+    "linear_attention",
+    "conv",
+    "hybrid",
+    "hybrid_sliding",
+    "moe",
+    "mlp",
+)  # It has these with the model's linear layers.
 _MIXING = (
     nn.modules.conv._ConvNd,
     nn.modules.pooling._AdaptiveAvgPoolNd,
