@@ -30,6 +30,13 @@ from cp_fast.integrations.hugging_face.chosen_keys import (
     give_back,
     put_selectors,
 )
+from cp_fast.integrations.hugging_face.compressed_keys import (
+    COMPRESSED,
+    WindowsOfCall,
+    give_windows_back,
+    put_windows,
+    window_layers,
+)
 from cp_fast.integrations.hugging_face.handed_on import handing_on
 from cp_fast.integrations.hugging_face.image_models import is_whole, mark_whole, vision_parts
 from cp_fast.integrations.hugging_face.linear_mixers import linear_mixers, put_over_ranks, take_back
@@ -107,13 +114,13 @@ def attention_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def prepare(model: Model, cp: ContextParallel) -> Model:
     """Prepare a transformers model for sequences that are sharded over ranks; returns the same model.
 
-    Its attention becomes `cp_fast`'s, and so do gated delta rule, KDA and Mamba-2 layers and short convolutions, and
-    the choice of keys of DeepSeek-V3.2 and GLM-5, in contexts with cp_comm_type "all_gather" or "a2a". All other
-    modules must work on one token at a time. `prepare` first looks for known mixers of tokens: layer_types, other
-    linear layers and convolutions, pooling, batch norms. Then it runs the model on a
-    dozen tokens, with attention and linear layers that pass each token on alone. It compares the outputs of a slice
-    with those of the whole. The same runs show how the task head uses labels. The vision part of a model of images
-    does not change: every rank runs it on all images.
+    Its attention becomes `cp_fast`'s, and so do gated delta rule, KDA, Mamba-2 and Mamba layers and short
+    convolutions. So do the choice of keys of DeepSeek-V3.2 and GLM-5, and the compressed keys of DeepSeek-V4, in
+    contexts with cp_comm_type "all_gather" or "a2a". All other modules must work on one token at a time. `prepare`
+    first looks for known mixers of tokens: layer_types, other linear layers and convolutions, pooling, batch norms.
+    Then it runs the model on a dozen tokens, with attention and linear layers that pass each token on alone. It
+    compares the outputs of a slice with those of the whole. The same runs show how the task head uses labels. The
+    vision part of a model of images does not change: every rank runs it on all images.
 
     Args:
         model: with its weights loaded, before DDP, FSDP or torch.compile wrap it. Or PEFT's PeftModel: the model inside
@@ -135,7 +142,8 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     if switch is None:
         raise TypeError(f"model is a {type(model).__name__}; prepare takes a model of transformers")
     covered, whole = linear_mixers(model), vision_parts(model)
-    refuse_by_name(model, covered, whole, (INDEXED,) if choosers(model) else ())
+    kinds = (*((INDEXED,) if choosers(model) else ()), *(COMPRESSED if window_layers(model) else ()))
+    refuse_by_name(model, covered, whole, kinds)
     register()
     with at_rest(model):
         pools = pooling_of(model)
@@ -154,6 +162,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     try:
         put_over_ranks(model)
         put_selectors(model)
+        put_windows(model)
         give_positions(model, attention_forward)
         with at_rest(model):
             looked: Any = cast(Any, model).base_model if pools else model
@@ -171,6 +180,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         switch(before)
         take_back(model)
         give_back(model)
+        give_windows_back(model)
         take_positions(model)
         if isinstance(error, Exception) and not isinstance(error, NotImplementedError):
             raise NotImplementedError(
@@ -228,6 +238,7 @@ def attention_forward(
     sequences = sequences_of(name, cp_batch)
     unheard = {keyword: value for keyword, value in kwargs.items() if keyword not in SILENT}
     chosen = attention_mask if isinstance(attention_mask, SequencesToChoose) else None
+    windows = state_of(module, WindowsOfCall)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     said = _said(module, causal, sliding_window)
     if chosen is None and isinstance(sequences, Probe):
@@ -235,10 +246,9 @@ def attention_forward(
         attention_mask = None
     if chosen is None and attention_mask is not None:
         refuse_own_mask(name, attention_mask)
-    if chosen is None:
-        refuse(name, indices=indices, **unheard)
-    else:
-        refuse(name, dropout_p=dropout, softcap=softcap, alibi_slopes=alibi_slopes, **unheard)
+    refuse(name, indices=indices if chosen is None else None, **unheard)
+    if chosen is not None or windows is not None:
+        refuse(name, dropout_p=dropout, softcap=softcap, alibi_slopes=alibi_slopes)
     if key.shape[2] != query.shape[2]:
         raise NotImplementedError(
             f"key has {key.shape[2]} tokens and query {query.shape[2]}: a cache is not supported, "
@@ -255,6 +265,10 @@ def attention_forward(
         if indices is None or sides != (-1, 0, 0):
             raise NotImplementedError(f"{name} gives its attention no indices, or a window besides")
         return attend_to_chosen(chosen, query, key, value, indices, scaling, s_aux), None
+    if windows is not None:
+        if sides != (windows.layer.sliding_window - 1, 0, 0) or s_aux is None:
+            raise NotImplementedError(f"{name} gives its attention another window than its own, or no sinks")
+        return windows.attend(query, key, scaling, s_aux), None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out = sequences.attend(
         q,
@@ -301,11 +315,11 @@ def _said(module: torch.nn.Module, causal: bool, sliding_window: Any) -> Said:
     config: Any = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds is not None and layer is not None else None
-    if kind not in (None, "hybrid", INDEXED, *LAYERS):
+    if kind not in (None, "hybrid", "hybrid_sliding", INDEXED, *COMPRESSED, *LAYERS):
         refuse_kind(f"layer_types[{layer}]", kind, type(module).__name__)
     size = None if sliding_window is _UNSAID else sliding_window
     hidden = kind is None and sliding_window is _UNSAID and getattr(config, "sliding_window", None) is not None
-    silent = (kind == "sliding_attention" and size is None) or hidden
+    silent = (kind in ("sliding_attention", "hybrid_sliding") and size is None) or hidden
     chunk = getattr(config, "attention_chunk_size", None) if kind == CHUNKED else 0
     if chunk is None:
         raise NotImplementedError(
