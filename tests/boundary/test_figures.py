@@ -377,3 +377,24 @@ def test_memory_over_a_step_is_drawn(tmp_path: Path) -> None:
     memory = [["begin", 1.0, 1.0], ["0 mlp begins", 2.0, 2.5], ["0 mlp ends", 3.0, 4.0], ["end", 1.0, 5.0]]
     long.picture([{**ROWS[0], "memory": memory}], tmp_path / "memory.svg")
     assert "cp-attention, 65,536 tokens, 4 layers" in (tmp_path / "memory.svg").read_text().replace("<!-- ", "")
+
+
+def test_diffusers_own_paths_beside_ours() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "diffusers_paths.json").read_text())
+    page = (ROOT / "docs" / "conformance" / "comparison.md").read_text()
+    names = {"cp-attention, `p2p`": "cp_fast, p2p", "cp-attention, `a2a`": "cp_fast, a2a"}
+    names |= {"diffusers, ring": "diffusers, ring", "diffusers, Ulysses": "diffusers, ulysses"}
+    for name, way in names.items():
+        parts = [found["counts"][way][part] for part in ("training", "inference")]
+        cells = [", ".join(str(part.get(verdict, 0)) for verdict in ("right", "wrong", "refused")) for part in parts]
+        assert f"| {name} | {' | '.join(cells)} |" in page.replace("**", "")
+    assert f"{len(found['cases']) // len(names)} cases" in page
+    cases = {(case["family"], case["case"], case["way"]): case for case in found["cases"]}
+
+    def differs(family: str, case: str) -> str:
+        return f"{100 * cases[family, case, 'diffusers, ring']['outputs']:.0f} %"
+
+    words = (ROOT / "docs" / "conformance" / "findings.md").read_text()
+    masked = "even lengths, a padded text"
+    assert f"QwenImage by {differs('qwen_image', masked)}, and of LTX by {differs('ltx', masked)}" in words
+    assert f"differ by {differs('helios, amplified', 'odd lengths')}" in words
