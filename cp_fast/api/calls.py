@@ -10,7 +10,7 @@ import torch
 
 from cp_fast.api.checked_calls import PLAIN_TENSORS, WORDS, agree_on_call, checking, describe
 from cp_fast.api.fast_context import ContextParallel, Signature
-from cp_fast.api.plan import Made, Plan, backend_for, messages_of, prepared
+from cp_fast.api.plan import Plan, backend_for, prepared
 from cp_fast.compile.chosen_schedule import own_first
 from cp_fast.compile.index_tables import check_row_numbers
 from cp_fast.kernels.attention.choose_backend import BACKENDS, features_of
@@ -71,14 +71,14 @@ def scores_with_plan(plan: Plan, given: ScoreTensors, q: torch.Tensor) -> ScoreT
 def _keep(plan: Plan, given: ScoreTensors, found: ScoreTensors, q: torch.Tensor) -> None:
     """Note with the plan that these are checked."""
     if can_travel(given):
-        plan.calls.find(_signature(given, q.device), lambda: tuple(found.aux_tensors))
+        plan.compiled.calls.find(_signature(given, q.device), lambda: tuple(found.aux_tensors))
 
 
 def _known_scores(plan: Plan, given: ScoreTensors, q: torch.Tensor) -> ScoreTensors | None:
     """The checked inputs of scores, if one of the plan's last calls had equal kinds of arguments. Then their checks
     have been made, and score_mod was tried. None for a new kind, and for a call without such inputs.
     """
-    if (names := plan.calls.get(_signature(given, q.device))) is None:
+    if (names := plan.compiled.calls.get(_signature(given, q.device))) is None:
         return None
     with hide_from_checkpointing():
         seed = _seed(given, q.device)
@@ -230,7 +230,7 @@ def check_planned_call(call: Call, plan: Plan) -> ScoreTensors | None:
         call.check_plan()
     else:
         call.check_placements(problem)
-    if not _are_plain(q, k, v) or plan.calls.get(_key(plan, call.cp, *_kinds(q, k, v))) is None:
+    if not _are_plain(q, k, v) or plan.compiled.calls.get(_key(plan, call.cp, *_kinds(q, k, v))) is None:
         call.check_tensors(problem, plan.room)
         check_plan_device(plan.device, "q", q)
     call.check_offset(problem)
@@ -254,11 +254,14 @@ def known_call(
         return None
     if plan.problem.softmax_type == "learnable" or torch.is_autocast_enabled(plan.device.type):
         return None
-    found = plan.calls.get(_key(plan, cp, *_kinds(q, k, v)))
+    found = plan.compiled.calls.get(_key(plan, cp, *_kinds(q, k, v)))
     if found is None or ((flags.deterministic or flags.return_max_logit) and _missing(plan, flags)):
         return None
     inputs = None
-    if not (plan.plain and _is_empty(scores)) and (inputs := _known_scores(plan, scores, q)) is None:
+    if (
+        not (plan.problem.position_free_scores and _is_empty(scores))
+        and (inputs := _known_scores(plan, scores, q)) is None
+    ):
         return None
     refuse_transforms()
     check_plan_owner(plan.problem, plan.rank, cp)
@@ -275,16 +278,16 @@ def call_of_kinds(plan: Plan, cp: ContextParallel, q: Kind, k: Kind, v: Kind) ->
     key = _key(plan, cp, q, k, v)
 
     def make() -> CompiledCall:
-        packing, (_, dtype, device, _) = plan.packing, q
-        sizes = packing.rows(q[0]), packing.rows(k[0])
-        return CompiledCall(packing, plan.instructions, plan.positions, plan.backend, key[0], sizes, dtype, device)
+        batch, (_, dtype, device, _) = plan.compiled, q
+        packing, sizes = batch.packing, (batch.packing.rows(q[0]), batch.packing.rows(k[0]))
+        return CompiledCall(packing, batch.instructions, batch.positions, batch.backend, key[0], sizes, dtype, device)
 
-    return plan.calls.find(key, make)
+    return plan.compiled.calls.find(key, make)
 
 
 def _key(plan: Plan, cp: ContextParallel, *kinds: Kind) -> Any:
     """All values that a compiled call depends on. The transport comes first, if it prepares exchanges."""
-    comm = messages_of(plan, cp.comm)
+    comm = plan.compiled.group(cp.comm)
     return comm if prepares(comm) else None, *kinds
 
 
@@ -324,21 +327,21 @@ def plan_of_call(call: Call) -> Plan:
     """
     cp, what = call.cp, "an agreement on a plan"
     if checking() or (_on_gpu(call) and torch.cuda.is_current_stream_capturing()):  # A graph keeps its plan.
-        return agreed(cp, what, lambda: _made(call, ()), lambda made: made.agreement).plan
+        return agreed(cp, what, lambda: _made(call, ()), lambda made: made[0])[1]
     signature = _signature_of_call(call)
     kept = cp.agreements
     if (found := kept.plan_of(signature)) is not None:
         return found
 
-    def read() -> Made:
+    def read() -> tuple[Agreement, Plan]:
         return _made(call, kept.plans(signature.stream))
 
-    agreement, plan = agreed(cp, what, read, lambda made: made.agreement, kept.fingerprints)
+    agreement, plan = agreed(cp, what, read, lambda made: made[0], kept.fingerprints)
     kept.keep(agreement.fingerprint, signature, plan)
     return plan
 
 
-def _made(call: Call, earlier: Iterable[Plan]) -> Made:
+def _made(call: Call, earlier: Iterable[Plan]) -> tuple[Agreement, Plan]:
     """An earlier plan of the same problem, or a new one; raises this rank's argument errors."""
     problem, q, score_mod = call.read_problem(Plan), call.tensors[0], call.arguments["score_mod"]
     check_row_numbers(problem)
@@ -352,12 +355,15 @@ def _made(call: Call, earlier: Iterable[Plan]) -> Made:
         backend.check_score_inputs(problem.scores, scores)
     agreement = Agreement(problem, extras=_extras(call, problem), compared=_number_of(call.scores))
     wanted = problem.fingerprint, backend, q.device, own_first(problem, deterministic=deterministic)
-    plan = next((p for p in earlier if (p.problem.fingerprint, p.backend, p.device, p.own_keys_first) == wanted), None)
-    if plan is None:
+    for plan in earlier:
+        batch = plan.compiled
+        if (batch.problem.fingerprint, batch.backend, batch.device, batch.own_keys_first) == wanted:
+            break
+    else:
         plan = prepared(call.cp, agreement, backend, q.device, None, score_mod, deterministic=deterministic)
     if scores.features:
         _keep(plan, call.scores, scores, q)
-    return Made(agreement, plan)
+    return agreement, plan
 
 
 def _extras(call: Call, problem: Problem) -> tuple[tuple[str, object], ...]:

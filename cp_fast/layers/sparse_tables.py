@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cp_fast.api.plan import Plan, tables_of
+from cp_fast.api.plan import Plan
 from cp_fast.kernels.sparse.sparse_kernels import Visible
 from cp_fast.runtime.prepared_exchange import Exchanges
 from cp_fast.runtime.slices import OwnRows, Rows, rows_of, taken
@@ -154,7 +154,7 @@ class SparseTables:
 
 def sparse_tables(plan: Plan) -> SparseTables:
     """A plan's tables of sparse attention, for its batch."""
-    return tables_of(plan, SparseTables)
+    return plan.compiled.tables_of(SparseTables)
 
 
 def intervals(areas: Areas, rows: Column) -> tuple[Column, Column]:
