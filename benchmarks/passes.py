@@ -73,6 +73,16 @@ def cases(scale: int) -> list[Case]:
             ("p2p",),
             areas=lambda n: masks.shared_prefix(prompt, [answer] * ((n - prompt) // answer)),
         ),
+        Case("block-causal", lengths(32768), "balanced", areas=lambda n: masks.block_causal(n, 2048 // scale)),
+        Case(
+            "a tree",
+            lengths(32768),
+            "balanced",
+            areas=lambda n: masks.tree(
+                [n // 8] + [n // 16] * 6 + [n // 32] * 16, [-1] + [0] * 6 + [1 + i % 6 for i in range(16)]
+            ),
+        ),
+        Case("dilated blocks", lengths(32768), "balanced", areas=lambda n: masks.dilated_blocks(n, 1024 // scale, 4)),
         Case(
             "first tokens and a window",
             lengths(65536),

@@ -35,6 +35,8 @@ SMOKE = (
     "cp_ref/test_oracle.py",
     "dist/test_dtensors.py",
     "dist/test_gloo.py",
+    "layers/test_graphs.py",
+    "layers/test_uses.py",
 )
 
 

@@ -269,7 +269,7 @@ def gpt_step(
     model.checkpointing = checkpointing_of(case.way)
     wrap(model, model.blocks, case, job)
     cu = cumulative(table.lengths_of(case.batch, job.device))
-    batch_part = token_batches.shard_batch(batch, cp=cp)
+    batch_part = token_batches.shard_tokens(batch, cp=cp)
     sequences = batch_part["cp_batch"]
     problem: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "cu_seqlens_q": cu}
     problem |= {"cu_seqlens_q_padded": sequences.cu_seqlens_padded}

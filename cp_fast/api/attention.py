@@ -47,6 +47,7 @@ __all__ = [
     "PlanInGraph",
     "attention",
     "attention_as_operator",
+    "plan_for",
 ]
 
 # ---- the passes as operators
@@ -314,9 +315,7 @@ def attention(
     refuse_transforms()
 
     def read() -> Call:
-        problem = on_host(problem_arguments(arguments))
-        tensors = autocast(local_part(q)), autocast(local_part(k)), autocast(local_part(v))
-        return Call(cp, plan, flags, given, tensors, one_a_head(softmax_offset), scores, problem)
+        return _asked(given, cp, flags, scores, softmax_offset, plan, arguments)
 
     planned = isinstance(plan, Plan)  # then the ranks do not meet
     asked = read() if planned and not checking() else agreed(cp, "an agreement on a call", read)
@@ -324,8 +323,42 @@ def attention(
         made = plan if planned else plan_of_call(asked)
         call = agree_on_forward(asked, made)
     results = Attention.apply(call, *asked.tensors, asked.offset)
-    results = placed_like(given["q"], made.problem.qkv_format, results)
+    results = placed_like(q, made.problem.qkv_format, results)
     return asked_for(results, return_lse, return_max_logit)
+
+
+def plan_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cp: ContextParallel, **arguments: Any) -> Plan:
+    """Find or make the plan of a call of `attention` with these arguments, to give it to all calls like this one.
+    Collective where the ranks have not agreed on an equal call lately.
+
+    Args:
+        arguments: others of `attention` that decide the plan, `softmax_offset` and the tensors of scores among them.
+    """
+    check_context(cp, ContextParallel)
+    scores, offset = ScoreTensors.given(arguments), arguments.pop("softmax_offset", None)
+
+    def read() -> Call:
+        flags, given = CallFlags(False, False, False), {"q": q, "k": k, "v": v}
+        return _asked(given, cp, flags, scores, offset, None, arguments)
+
+    asked = agreed(cp, "an agreement on a call", read)
+    with hide_from_checkpointing():
+        return plan_of_call(asked)
+
+
+def _asked(
+    given: dict[str, Any],
+    cp: ContextParallel,
+    flags: CallFlags,
+    scores: ScoreTensors,
+    offset: Any,
+    plan: Any,
+    arguments: dict[str, Any],
+) -> Call:
+    """The call, with lengths on the host, and the tensors under autocast. given: q, k and v."""
+    arguments = on_host(problem_arguments(arguments))
+    q, k, v = (autocast(local_part(x)) for x in given.values())
+    return Call(cp, plan, flags, given, (q, k, v), one_a_head(offset), scores, arguments)
 
 
 def _while_compiling(

@@ -80,7 +80,6 @@ class Plan(OfThisProcess, plans.Plan):
     backend = _compiled(lambda batch: batch.backend)
     messages = _compiled(lambda batch: batch.messages)
     instructions = _compiled(lambda batch: batch.instructions)
-    schedule = _compiled(lambda batch: batch.schedule)
 
     def __post_init__(self) -> None:
         if self.compiled.fixed is not None:
@@ -97,6 +96,11 @@ class Plan(OfThisProcess, plans.Plan):
 
     def __deepcopy__(self, memo: Any) -> Plan:
         return self.__copy__()
+
+    @property
+    def schedule(self) -> Schedule:
+        """The sends, receives and tiles of every rank, step by step; `instructions` comes from this rank's part."""
+        return self.compiled.schedule
 
     @property
     def same_bits(self) -> tuple[str, ...]:

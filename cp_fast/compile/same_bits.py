@@ -21,7 +21,7 @@ import numpy as np
 
 from cp_fast.compile.program import BufferSpec, Launch, Program, Programs, Recv
 from cp_ref.schedules.areas import Areas
-from cp_ref.schedules.table import Column, Spans, runs
+from cp_ref.schedules.table import Column, Spans, ranges, runs
 
 __all__ = [
     "same_bits",
@@ -70,27 +70,40 @@ def _judged(program: Program[Any], areas: Areas) -> _Judged:
         area = np.searchsorted(by_rows.q_start, q.start, side="right") - 1
         a = by_rows.take(np.maximum(area, 0))
         inside = (area >= 0) & (q.stop <= a.q_stop)
+        start, stop = k.start[q.segment], k.stop[q.segment]
         seen = np.minimum(a.k_stop, q.stop + a.hi)  # The last row sees the keys before this one.
-        rows = rows and bool((inside & (k.start == a.k_start) & (k.stop >= seen)).all())
+        rows = rows and bool((inside & (start == a.k_start) & (stop >= seen)).all())
         first, last = np.maximum(a.q_start, a.k_start - a.hi), np.minimum(a.q_stop, a.k_stop - a.lo)
         keys = keys and rows and bool(((q.start <= first) & (q.stop >= last)).all())
     return _Judged(rows, keys)
 
 
-def _segments(launch: Launch[Any]) -> tuple[Spans, Spans] | None:
-    """The global rows of each segment's queries, and of its keys. None: a segment's rows are not consecutive."""
-    batch, found = launch.batch, []
-    for spans, cumulative, first in zip(
-        (launch.q_rows, launch.kv_rows), (batch.cu_q, batch.cu_kv), batch.first_rows, strict=True
-    ):
-        size, first = np.diff(np.asarray(cumulative)), np.asarray(first)
-        begin, count = runs(spans.start[1:] != spans.stop[:-1], len(spans))  # Spans that touch are one.
-        start = spans.start[begin]
-        length = spans.stop[begin + count - 1] - start
-        row = np.cumsum(length) - length
-        n = np.searchsorted(row, first, side="right") - 1
-        offset: Column = first - row[n]
-        if not bool((offset + size <= length[n]).all()):
-            return None
-        found.append(Spans(start[n] + offset, start[n] + offset + size))
-    return found[0], found[1]
+class _Pieces(NamedTuple):
+    """Consecutive global rows [start, stop), and the segment that has them."""
+
+    segment: Column
+    start: Column
+    stop: Column
+
+
+def _segments(launch: Launch[Any]) -> tuple[_Pieces, _Pieces] | None:
+    """The global rows of each segment's queries, in one piece or several, and of its keys. None: the keys of a segment
+    are not consecutive.
+    """
+    batch, rows = launch.batch, (launch.q_rows, launch.kv_rows)
+    q, k = map(_pieces, rows, (batch.cu_q, batch.cu_kv), batch.first_rows)
+    return (q, k) if np.array_equal(k.segment, np.arange(len(batch.cu_kv) - 1)) else None
+
+
+def _pieces(spans: Spans, cumulative: Any, first_rows: Any) -> _Pieces:
+    """The global rows of segments that begin at these rows of a buffer; `spans` are the buffer's global rows."""
+    size, first = np.diff(np.asarray(cumulative)), np.asarray(first_rows)
+    begin, count = runs(spans.start[1:] != spans.stop[:-1], len(spans))  # Spans that touch are one.
+    start = spans.start[begin]
+    length = spans.stop[begin + count - 1] - start
+    row = np.cumsum(length) - length
+    n, last = (np.searchsorted(row, x, side="right") - 1 for x in (first, first + size - 1))
+    segment, span = np.repeat(np.arange(len(n)), last - n + 1), ranges(n, last - n + 1)
+    low = np.maximum(row[span], first[segment])
+    high = np.minimum(row[span] + length[span], (first + size)[segment])
+    return _Pieces(segment, start[span] + low - row[span], start[span] + high - row[span])

@@ -11,7 +11,7 @@ only if it says so.
     megatron             CoreAttention, for the specs of transformer layers and blocks
     torchtitan           apply_cp_to_forward and prepare_context_parallel_input, for varlen attention
     loss                 token_mean: a loss over the tokens of all ranks
-    token_batches        shard_batch for any model: a rank's part of a batch of token ids
+    token_batches        shard_tokens, for any model: a rank's part of a batch of token ids
     sequences            sequence_sum and token_log_probs, of which losses of preference are made
     sampler              DocumentSampler, GroupsOfAllSizes, pack: groups of ranks as long as their documents
 

@@ -38,7 +38,7 @@ from cp_fast.integrations.shared.unnamed_buffers import (
     rows_of,
     said_by,
 )
-from cp_fast.integrations.token_batches import CpBatch, shard_batch
+from cp_fast.integrations.token_batches import CpBatch, shard_tokens
 from cp_fast.integrations.transformers import NAME, prepare
 from cp_ref.groups.agreement import agreed, merged
 from cp_ref.groups.collectives import all_reduce_sum
@@ -269,7 +269,7 @@ class _Switch:
         shape, said, named, others, fill = agreed(self.cp, "an agreement on buffers", read)
         numbers = torch.arange(shape[1], device="cpu").expand(shape).contiguous()
         batch = {"input_ids": numbers, **said, **named}
-        part = shard_batch(batch, cp=self.cp, pad_token_id=-1, fill=fill)
+        part = shard_tokens(batch, cp=self.cp, pad_token_id=-1, fill=fill)
         places = part["input_ids"]
         if places.numel() * self.cp.size > numbers.numel():
             check_filled(named, said.get("attention_mask"), self.cp.size)

@@ -51,11 +51,11 @@ def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
         ValueError, TypeError: values are not one a token, here or on another rank.
 
     >>> from cp_fast import ContextParallel
-    >>> from cp_fast.integrations.token_batches import shard_batch
+    >>> from cp_fast.integrations.token_batches import shard_tokens
     >>> from cp_ref import SimGroup
     >>> batch = {"input_ids": torch.arange(5)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
     >>> def one(member):
-    ...     part = shard_batch(batch, cp=ContextParallel(member))
+    ...     part = shard_tokens(batch, cp=ContextParallel(member))
     ...     return sequence_sum(part["input_ids"].float(), part)  # 0 + 1 + 2 and 3 + 4
     >>> SimGroup(2).run(one)
     [tensor([3., 7.]), tensor([3., 7.])]

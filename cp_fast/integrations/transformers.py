@@ -18,7 +18,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.attention_dropout import dropout_of_layer, number_layers
 from cp_fast.integrations.hugging_face.built_masks import Said, Sides, refuse_own_mask, sides_of
@@ -230,13 +229,13 @@ def attention_forward(
         if indices is None or sides != (-1, 0, 0):
             raise NotImplementedError(f"{name} gives its attention no indices, or a window besides")
         return attend_to_chosen(chosen, query, key, value, indices, scaling), None
-    arguments, rows = _sequences(sequences, query, causal, sides)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) if rows else x.transpose(1, 2) for x in (query, key, value))
-    out = attention(
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = sequences.attend(
         q,
         k,
         v,
-        **arguments,
+        causal,
+        sides if sides.left >= 0 else (-1, -1, sides.chunk),
         softmax_scale=scaling,
         softcap=softcap or 0.0,
         softmax_type="vanilla" if s_aux is None else "learnable",
@@ -244,7 +243,7 @@ def attention_forward(
         alibi_slopes=alibi_slopes,
         **dropout_of_layer(module, dropout, getattr(cp_batch, "seed", None), query.device),
     )
-    return out.unflatten(0, (len(query), -1)) if rows else out, None
+    return out, None
 
 
 def refuse_masks(
@@ -283,7 +282,12 @@ def _said(module: torch.nn.Module, causal: bool, sliding_window: Any) -> Said:
         raise NotImplementedError(
             f"{type(module).__name__} has a sliding window that it does not pass to its attention"
         )
-    return Said(causal, size, config.attention_chunk_size if kind == CHUNKED else 0)
+    chunk = getattr(config, "attention_chunk_size", None) if kind == CHUNKED else 0
+    if chunk is None:
+        raise NotImplementedError(
+            f"layer_types[{layer}] is {kind!r}, and its configuration has no attention_chunk_size"
+        )
+    return Said(causal, size, chunk)
 
 
 def _sides(module: torch.nn.Module, said: Said) -> Sides:
@@ -297,16 +301,3 @@ def _sides(module: torch.nn.Module, said: Said) -> Sides:
             f"{before.size}: call prepare again"
         )
     return said.sides
-
-
-def _sequences(batch: CpBatch, query: torch.Tensor, causal: bool, sides: Sides) -> tuple[dict[str, Any], bool]:
-    """The arguments of `attention` for a batch and a layer's mask, and whether it takes tensors [t/cp, h, d]."""
-    if sides.chunk or (batch.both_ways and causal):
-        areas = batch.areas(query.shape[0], query.shape[2])
-        if batch.both_ways or sides.chunk < areas.longest:
-            return areas.arguments(sides.left, sides.chunk), True
-    lengths = {"cu_seqlens_q": batch.cu_seqlens, "cu_seqlens_q_padded": batch.cu_seqlens_padded}
-    kinds = ("no_mask", "causal") if batch.cu_seqlens is None else ("padding", "padding_causal")
-    window = (sides.left, sides.right) if sides.left >= 0 else (-1, -1)
-    mask = {"attn_mask_type": kinds[causal], "window_size": window}
-    return {"cp": batch.cp, "qkv_format": batch.qkv_format, **mask, **lengths}, batch.qkv_format == "thd"

@@ -83,46 +83,6 @@ def test_activation_checkpointing_changes_nothing(comm: str, reentrant: bool) ->
     assert_equal(*runs)
 
 
-@pytest.mark.parametrize("comm", COMMS)
-def test_a_graph_may_be_kept_and_used_twice(comm: str) -> None:
-    def twice(layer: Layer, *arguments: Any) -> torch.Tensor:
-        y = layer(*arguments)
-        y.square().sum().backward(retain_graph=True)
-        layer.zero_grad()
-        arguments[0].grad = None
-        return y
-
-    size = 4 if comm == "a2a+p2p" else 2
-    runs = [SimGroup(size).run(lambda m, run=run: play(m, comm, "thd", run)) for run in (plainly, twice)]
-    assert_equal(*runs)
-
-
-@pytest.mark.parametrize("package", [cp_fast, cp_ref])
-@pytest.mark.parametrize("comm", COMMS)
-def test_under_autocast_inputs_are_cast_and_nothing_else_is(comm: str, package: Any) -> None:
-    def one(member: SimMember) -> tuple[bool, bool]:
-        cp = package.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
-        generator = torch.Generator().manual_seed(member.rank)
-        q, k, v = (torch.randn(2, 8, 4, 8, generator=generator).requires_grad_() for _ in range(3))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out, lse = package.attention(q, k, v, cp=cp, return_lse=True)
-        (out.float().square().sum() + lse.sum()).backward()
-        low = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
-        expected, expected_lse = package.attention(*low, cp=cp, return_lse=True)
-        (expected.float().square().sum() + expected_lse.sum()).backward()
-        assert out.dtype == torch.bfloat16
-        assert lse.dtype == torch.float32
-        for x, y in zip((q, k, v), low, strict=True):
-            assert x.grad is not None
-            assert y.grad is not None
-            assert x.grad.dtype == torch.float32
-            assert torch.equal(x.grad, y.grad.float())
-        return torch.equal(out, expected), torch.equal(lse, expected_lse)
-
-    for same in SimGroup(4 if comm == "a2a+p2p" else 2).run(one):
-        assert same == (True, True)
-
-
 class TestCompiled:
     """Over one rank: Dynamo is not made for the threads of a simulated group. tests/dist has it over processes."""
 
@@ -224,48 +184,7 @@ def test_a_compiled_layer_that_makes_its_plan_and_its_context() -> None:
 
 
 PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
-KINDS = ("gated_delta_rule", "kda", "mamba2")
-ROWS = 12  # of each of two ranks
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float64, "device": "cpu"}
-
-
-def use(module: Any, cp: Any, plan: Any) -> None:
-    """One call of each kind of layer, and positions; a backward pass where there are gradients."""
-    train = not torch.is_inference_mode_enabled()
-    x = torch.randn(ROWS, 2, 8, dtype=torch.float64, requires_grad=train)
-    g, beta = -x[..., 0].exp(), x[..., 0].sigmoid()
-    total = module.attention(x, x, x, cp=cp, plan=plan).sum()
-    total = total + torch.nn.Embedding(24, 1)(plan.position_ids).sum()
-    total = total + module.causal_conv1d(x.flatten(1), torch.ones(16, 3).double(), cp=cp, plan=plan).sum()
-    for kind in KINDS:
-        decay = -x.exp() if kind == "kda" else g
-        more = {} if kind == "mamba2" else {"beta": beta}
-        total = total + module.linear_attention(x, x, x, decay, **more, cp=cp, plan=plan, kind=kind).sum()
-    if train:
-        total.backward()
-        assert x.grad is not None
-        assert x.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("making", [False, True], ids=["made in training", "made in evaluation"])
-@pytest.mark.parametrize("room", [False, True], ids=["fixed", "updated"])
-def test_training_uses_what_an_evaluation_made(room: bool, making: bool, package: str) -> None:
-    module = PACKAGES[package]
-    lengths = torch.tensor([0, 10, 24])
-
-    def one(member: SimMember) -> None:
-        cp = module.ContextParallel(member, layout="contiguous")
-        more = {"max_sequences": 2, "max_tokens_q": 2 * ROWS} if room else {}
-        with torch.inference_mode(making):
-            plan = module.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=lengths, linear=True, **SIZES, **more)
-        for evaluating in (True, False, True, False):
-            with torch.inference_mode(evaluating):
-                if room:
-                    plan.update(cp=cp, cu_seqlens_q=lengths)
-                use(module, cp, plan)
-
-    SimGroup(2).run(one)
 
 
 @pytest.mark.parametrize("making", [False, True], ids=["made in training", "made in evaluation"])

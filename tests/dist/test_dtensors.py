@@ -208,9 +208,9 @@ def refused(package: str) -> None:
     if package == "cp_fast":
         token_batches = importlib.import_module("cp_fast.integrations.token_batches")
         wide = DTensor.from_local(ids, mesh, [Replicate()], run_check=False) if rank else ids
-        part = token_batches.shard_batch({"input_ids": ids}, cp=cp)
+        part = token_batches.shard_tokens({"input_ids": ids}, cp=cp)
         calls += [
-            ("input_ids is a DTensor", True, lambda: token_batches.shard_batch({"input_ids": wide}, cp=cp)),
+            ("input_ids is a DTensor", True, lambda: token_batches.shard_tokens({"input_ids": wide}, cp=cp)),
             ("x is a DTensor", False, lambda: part["cp_batch"].shard(copy)),
             ("x is a DTensor", True, lambda: part["cp_batch"].unshard(one[:, :4])),
         ]

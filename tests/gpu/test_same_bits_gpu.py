@@ -27,18 +27,21 @@ DIM = 128
 
 
 def alone(
-    x: dict[str, torch.Tensor], lengths: list[int], left: int | None, *, deterministic: bool
+    x: dict[str, torch.Tensor], lengths: list[int], window: tuple[int, int], *, deterministic: bool
 ) -> dict[str, torch.Tensor]:
     """One launch of the kernel library over the whole batch."""
     backend = by_name("fa4")
-    segments = VarlenBatch.pack(lengths, lengths, left, 0, "cuda")
+    left, right = (None if n < 0 else n for n in window)
+    segments = VarlenBatch.pack(lengths, lengths, left, right, "cuda")
     options = LaunchOptions(ScoreSpec(DIM**-0.5), deterministic)
     out, lse, _ = backend.forward(x["q"], x["k"], x["v"], segments, options)
     grads = backend.backward(BackwardOperands(x["dout"], x["q"], x["k"], x["v"], out, lse, None), segments, options)
     return dict(zip(RESULTS, (out, lse.t(), *grads), strict=True))
 
 
-def over_ranks(x: dict[str, torch.Tensor], lengths: list[int], left: int, member: Any, **how: Any) -> dict[str, Any]:
+def over_ranks(
+    x: dict[str, torch.Tensor], lengths: list[int], window: tuple[int, int], member: Any, **how: Any
+) -> dict[str, Any]:
     """All results, whole, and what rank 0's plan promises."""
     deterministic = how.pop("deterministic")
     cp = cp_fast.ContextParallel(member, backend="fa4", **how)
@@ -47,8 +50,8 @@ def over_ranks(x: dict[str, torch.Tensor], lengths: list[int], left: int, member
     plan = cp_fast.make_plan(
         cp=cp,
         qkv_format="thd",
-        attn_mask_type="padding_causal",
-        window_size=(left, 0),
+        attn_mask_type="padding_causal" if window[1] == 0 else "padding",
+        window_size=window,
         cu_seqlens_q=ends,
         dtype=torch.bfloat16,
         device="cuda",
@@ -78,17 +81,17 @@ def test_the_bits_are_those_of_one_launch(cp_size: int, documents: str, layout: 
     x = {n: torch.randn(sum(lengths), h, DIM, generator=draw, device="cuda").bfloat16() for n, h in heads.items()}
     wanted = {"all_gather": ("out", "lse") + ("dq",) * deterministic}
     wanted["a2a"] = ("out", "lse") + ("dq", "dk", "dv") * deterministic
-    for left in (-1, 300):
-        whole = alone(x, lengths, None if left < 0 else left, deterministic=deterministic)
+    for window in ((-1, 0), (-1, -1), (300, 0)):
+        whole = alone(x, lengths, window, deterministic=deterministic)
         for comm, results in wanted.items():
             for chunks in (NEVER_CHUNKS, ALWAYS_CHUNKS):
                 with planned_at(chunks), torch.autograd.set_multithreading_enabled(False):
                     found = SimGroup(cp_size).run(
-                        lambda member, comm=comm, left=left: over_ranks(
-                            x, lengths, left, member, cp_comm_type=comm, layout=layout, deterministic=deterministic
+                        lambda member, comm=comm, window=window: over_ranks(
+                            x, lengths, window, member, cp_comm_type=comm, layout=layout, deterministic=deterministic
                         )
                     )
                 promised = set(found[0]["promised"])
-                assert left >= 0 or set(results) <= promised, (comm, promised)
+                assert window[0] >= 0 or set(results) <= promised, (comm, promised)
                 for name in set.intersection(*(set(one["promised"]) for one in found)):
-                    assert torch.equal(found[0][name], whole[name]), (comm, left, name)
+                    assert torch.equal(found[0][name], whole[name]), (comm, window, name)

@@ -1,4 +1,4 @@
-"""Layout "balanced" through `shard_batch`: layers with and without windows, as on one process that has everything."""
+"""Layout "balanced" through `shard_tokens`: layers with and without windows, as on one process that has everything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import cp_fast
 from cp_fast.integrations.shared.balanced_table import table_of_batch
-from cp_fast.integrations.token_batches import shard_batch
+from cp_fast.integrations.token_batches import shard_tokens
 from cp_ref import SimGroup, dense_attention
 from cp_ref.schedules.problem import slice_rows
 from tests.dist.workers import Processes
@@ -72,7 +72,7 @@ def alone(model: Model, lengths: tuple[int, ...], batch: dict[str, torch.Tensor]
 
 def over_ranks(model: Model, cp: Any, batch: dict[str, torch.Tensor]) -> None:
     """A rank's share of the gradients."""
-    local = shard_batch(batch, cp=cp)
+    local = shard_tokens(batch, cp=cp)
     sequences = local["cp_batch"]
     packed = sequences.qkv_format == "thd"
 
@@ -119,7 +119,7 @@ def test_every_token_is_learnt_once(lengths: list[int], cp_size: int, packed: bo
     batch["labels"] = numbers.masked_fill(batch.get("attention_mask", torch.ones(())) == 0, -100)
 
     def one(member: Any) -> Any:
-        local = shard_batch(batch, cp=cp_fast.ContextParallel(member, layout="balanced"), shift_labels=False)
+        local = shard_tokens(batch, cp=cp_fast.ContextParallel(member, layout="balanced"), shift_labels=False)
         return local["labels"].flatten(), local["position_ids"].flatten(), int(local["num_items_in_batch"])
 
     found = SimGroup(cp_size).run(one)

@@ -27,9 +27,9 @@ VARLEN = SimpleNamespace(cu_seq_q=CU, cu_seq_k=CU, max_q=5, max_k=5, _replace=la
 ROW = {"input_ids": IDS[:1], "labels": IDS[:1]}
 
 OF_CP_FAST: dict[str, Callable[[Any], Any]] = {
-    "rows": lambda cp: token_batches.shard_batch({"input_ids": IDS, "labels": IDS}, cp=cp),
-    "padded": lambda cp: token_batches.shard_batch({"input_ids": IDS, "attention_mask": MASK}, cp=cp),
-    "packed": lambda cp: token_batches.shard_batch({**ROW, "position_ids": POSITIONS}, cp=cp),
+    "rows": lambda cp: token_batches.shard_tokens({"input_ids": IDS, "labels": IDS}, cp=cp),
+    "padded": lambda cp: token_batches.shard_tokens({"input_ids": IDS, "attention_mask": MASK}, cp=cp),
+    "packed": lambda cp: token_batches.shard_tokens({**ROW, "position_ids": POSITIONS}, cp=cp),
     "lengths": lambda cp: model_batches.shard_batch({**ROW, "cu_seq_lens_q": CU}, cp=cp),
     "flash-attn": lambda cp: flash_attn.flash_attn_varlen_func(X, X, X, CU, CU, 5, 5, causal=True, cp=cp),
     "ring-flash-attn": lambda cp: ring_flash_attn.zigzag_ring_flash_attn_varlen_func(

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.integrations.token_batches import shard_batch
+from cp_fast.integrations.token_batches import shard_tokens
 from cp_ref import SimGroup
-from tests.integrations.test_shard_batch import IDS, packed, with_mask
+from tests.integrations.test_shard_tokens import IDS, packed, with_mask
 
 FLOAT8, UINT16 = torch.float8_e4m3fn, torch.uint16
 FILLS: list[tuple[torch.dtype, Any, str]] = [
@@ -45,8 +45,8 @@ def test_padding_is_what_the_dtype_holds(dtype: torch.dtype, value: Any, says: s
         given = {"input_ids": IDS[:1, :5], "x": x}
         if says:
             with pytest.raises((ValueError, TypeError), match=rf"fill\['x'\] {says}"):
-                shard_batch(given, cp=cp, fill={"x": value if member.rank == 1 else 0})
-        part = shard_batch(given, cp=cp, fill={"x": 0 if says else value})
+                shard_tokens(given, cp=cp, fill={"x": value if member.rank == 1 else 0})
+        part = shard_tokens(given, cp=cp, fill={"x": 0 if says else value})
         for call in (part["cp_batch"].shard, lambda x, fill_value: cp_fast.shard(x, cp=cp, fill_value=fill_value)):
             if says:
                 with pytest.raises((ValueError, TypeError), match=f"fill_value {says}"):
@@ -69,7 +69,7 @@ def test_integers_of_every_dtype_are_taken(dtype: torch.dtype, layout: Any) -> N
     def one(member: Any) -> list[dict[str, Any]]:
         cp = cp_fast.ContextParallel(member, layout=layout)
         given = [{name: x.to(kind) for name, x in one.items()} for one in rows for kind in (torch.int64, dtype)]
-        return [shard_batch(each, cp=cp, pad_token_id=100) for each in given]
+        return [shard_tokens(each, cp=cp, pad_token_id=100) for each in given]
 
     for found in SimGroup(2).run(one):
         for wide, narrow in zip(found[::2], found[1::2], strict=True):
@@ -83,6 +83,6 @@ def test_a_label_beyond_int64_is_refused() -> None:
 
     def one(member: Any) -> None:
         with pytest.raises(ValueError, match="labels has 18446744073709551516; it must be at most"):
-            shard_batch({"input_ids": IDS[:1], "labels": labels}, cp=cp_fast.ContextParallel(member))
+            shard_tokens({"input_ids": IDS[:1], "labels": labels}, cp=cp_fast.ContextParallel(member))
 
     SimGroup(2).run(one)

@@ -1,4 +1,4 @@
-"""Plans of linear layers: several layers, plans that are updated, checkpointing, torch.compile, autocast."""
+"""Several linear layers on one plan, and the tables of such plans."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.backends.registry import lookup_backend
-from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 import cp_ref
@@ -20,12 +18,11 @@ from cp_fast.layers.linear_plan import LinearTables
 from cp_fast.layers.state_tables import ScanTable
 from cp_ref import SimGroup
 from cp_ref.reference.linear.recurrence import dense_causal_conv1d, dense_linear_attention
-from cp_ref.reference.simulator import RankScheduler, SimMember
+from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.problem import Problem
 from tests.linear.problems import linear_problems
 from tests.marks import examples
 
-MEMBER = SimMember(0, 1, RankScheduler(1))  # Dynamo is not made for the threads of a simulated group
 PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 4, "d_v": 4, "dtype": torch.float64, "device": "cpu"}
 TOTAL = 24
@@ -77,121 +74,6 @@ def two_layers(package: Any, member: SimMember, call: Callable[..., torch.Tensor
 @pytest.mark.parametrize("package", PACKAGES)
 def test_layers_after_each_other(package: str) -> None:
     SimGroup(2).run(lambda member: two_layers(PACKAGES[package], member, lambda model, v: model(v)))
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_activation_checkpointing(package: str) -> None:
-    def call(model: Any, v: torch.Tensor) -> torch.Tensor:
-        found = checkpoint(model, v, use_reentrant=False)
-        assert isinstance(found, torch.Tensor)
-        return found
-
-    SimGroup(2).run(lambda member: two_layers(PACKAGES[package], member, call))
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_plan_that_is_updated(package: str) -> None:
-    made = PACKAGES[package]
-
-    def one(member: SimMember) -> None:
-        cp = made.ContextParallel(member, layout="contiguous")
-        room = {"max_sequences": 3, "max_tokens_q": TOTAL}
-        first = torch.tensor([0, 10, 24])
-        plan = made.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=first, linear=True, **room, **SIZES)
-        for cu in (first, torch.tensor([0, 3, 5, 20]), torch.tensor([0, 24])):
-            plan.update(cp=cp, cu_seqlens_q=cu)
-            tensors = layer(int(cu[1]), TOTAL)
-            mine = {name: made.shard(x[: cu[-1]], cp=cp, plan=plan) for name, x in tensors.items()}
-            rows = TOTAL // 2
-            mine = {n: torch.cat([x, x.new_full((rows - len(x), *x.shape[1:]), torch.nan)]) for n, x in mine.items()}
-            mine = {n: x.requires_grad_() for n, x in mine.items()}
-            out = made.linear_attention(**mine, cp=cp, plan=plan)
-            wanted, _ = dense_linear_attention(**tensors, qkv_format="thd", cu_seqlens=cu)  # type: ignore[arg-type]
-            own = made.shard(wanted[: cu[-1]], cp=cp, plan=plan)
-            torch.testing.assert_close(out[: len(own)], own)
-            assert not out[len(own) :].any()
-            out.sum().backward()
-        kept = made.linear_attention(**mine, cp=cp, plan=plan)
-        plan.update(cp=cp, cu_seqlens_q=first)
-        with pytest.raises(RuntimeError, match="the plan was updated between the forward and the backward pass"):
-            kept.sum().backward()
-        with pytest.raises(ValueError, match="the lengths of queries and keys differ"):
-            plan.update(cp=cp, cu_seqlens_q=first, cu_seqlens_kv=torch.tensor([0, 9, 24]))
-
-    SimGroup(2).run(one)
-
-
-@pytest.mark.parametrize("fmt", ["thd", "bshd", "sbhd"])
-def test_a_layer_is_one_graph(fmt: Any) -> None:
-    """Also with states in and out. Another plan is no new graph."""
-    torch._dynamo.reset()
-    cp, graphs = cp_fast.ContextParallel(MEMBER), list[Any]()
-
-    def backend(graph: Any, example: Any) -> Any:
-        graphs.append(graph)
-        return lookup_backend("aot_eager")(graph, example)
-
-    def model(plan: cp_fast.Plan, weight: torch.Tensor, state: torch.Tensor, given: dict[str, Any]) -> Any:
-        how: dict[str, Any] = {"cp": cp, "plan": plan}
-        mixed = cp_fast.causal_conv1d(2 * given["v"].flatten(-2), weight, activation="silu", **how)
-        given = given | {"v": mixed.unflatten(-1, (2, 2))}
-        once, ending = cp_fast.linear_attention(**given, output_final_state=True, **how)
-        given["v"] = once
-        return cp_fast.linear_attention(**given, initial_state=state * ending, **how) + 1
-
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    for lengths in ([0, 9, 20], [0, 5, 24]):
-        sizes = {"cu_seqlens_q": torch.tensor(lengths)} if fmt == "thd" else {"batch_size": 2, "seqlen_q": TOTAL // 2}
-        plan = cp_fast.make_plan(cp=cp, qkv_format=fmt, linear=True, **sizes, **SIZES)
-        found = []
-        for call in (model, compiled):
-            shape = {"thd": (TOTAL,), "bshd": (2, TOTAL // 2), "sbhd": (TOTAL // 2, 2)}[fmt]
-            mine = {n: x.reshape(*shape, *x.shape[1:]).requires_grad_() for n, x in layer(3).items()}
-            weight, state = torch.ones(4, 3, dtype=torch.float64), torch.ones(2, 2, 3, 2, dtype=torch.float64)
-            leaves = [weight.requires_grad_(), state.requires_grad_(), *mine.values()]
-            out = call(plan, weight, state, mine)
-            out.square().sum().backward()
-            found.append([out.detach(), *(x.grad for x in leaves)])
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other)
-    assert len(graphs) == 1
-
-
-def test_a_graph_of_a_plan_that_was_updated() -> None:
-    torch._dynamo.reset()
-    cp = cp_fast.ContextParallel(MEMBER)
-    sizes: dict[str, Any] = {"qkv_format": "thd", "linear": True, "max_sequences": 3, "max_tokens_q": TOTAL} | SIZES
-    plan = cp_fast.make_plan(cp=cp, cu_seqlens_q=torch.tensor([0, 9, TOTAL]), **sizes)
-    mine: dict[str, Any] = {name: x.requires_grad_() for name, x in layer(3).items()}
-
-    def call() -> torch.Tensor:
-        return cp_fast.linear_attention(**mine, cp=cp, plan=plan)
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    out = compiled()
-    plan.update(cp=cp, cu_seqlens_q=torch.tensor([0, 5, 12]))
-    with pytest.raises(RuntimeError, match="of a plan that was updated since"):
-        out.sum().backward()
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_autocast_and_mixed_dtypes(package: str) -> None:
-    made = PACKAGES[package]
-
-    def one(member: SimMember) -> None:
-        cp, cu = made.ContextParallel(member), torch.tensor([0, 7, 12])
-        plan = made.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, linear=True, **SIZES)
-        tensors = {name: x.float() for name, x in layer(3, 12).items()}
-        mine = {name: made.shard(x, cp=cp, plan=plan).requires_grad_() for name, x in tensors.items()}
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = made.linear_attention(**mine, cp=cp, plan=plan)
-        assert out.dtype == torch.bfloat16
-        out.float().sum().backward()
-        assert all(_grad(x).dtype == torch.float32 for x in mine.values())
-        low = {name: x.to(torch.bfloat16) if name in "qkv" else x for name, x in mine.items()}
-        torch.testing.assert_close(made.linear_attention(**low, cp=cp, plan=plan), out)
-
-    SimGroup(2).run(one)
 
 
 def _grad(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What attention, plans, cuts and linear layers refuse, and in which words, on one rank of two and in both packages.
+"""What attention and plans refuse of masks and scores, and in which words, on one rank of two and in both packages.
 
 The tables are of (call, what is wrong in a good one, what the error says). The rank that is wrong raises its own error,
 the other one an error that quotes it, and the group still works.
@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-import cp_fast
 import cp_ref
 from cp_ref import SimGroup
-from tests.refusals import says
+from tests.refusals import PACKAGES, refused, says
 
-PACKAGES = pytest.mark.parametrize("package", [cp_ref, cp_fast], ids=["cp_ref", "cp_fast"])
 ONES, ZEROS = torch.ones, torch.zeros
 CU = torch.tensor([0, 8, 16])
 META = torch.empty(2, 4, 4, 8, device="meta")
@@ -54,43 +50,6 @@ def plan(package: Any, cp: Any, **odd: Any) -> None:
 
 def unshard(package: Any, cp: Any, **odd: Any) -> None:
     package.unshard(cp=cp, **({"x": ZEROS(8, 3), "qkv_format": "thd", "cu_seqlens_padded": CU} | odd))
-
-
-WRONG: list[tuple[Callable[..., None], str, Any, str]] = [
-    (attend, "q", META, ""),
-    (attend, "k", NESTED, ""),
-    (attend, "v", ZEROS(2, 4, 4, 8).to_sparse(), ""),
-    (attend, "qkv_format", np.array(["a", "b"]), ""),
-    (attend, "window_size", torch.empty(2, device="meta"), ""),
-    (attend, "window_size", (0, True), ""),
-    (attend, "window_size", b"ab", ""),
-    (attend, "window_size", {1: 2, 3: 4}, ""),
-    (attend, "window_size", (10**30, 0), ""),
-    (attend, "softmax_scale", 10**400, ""),
-    (attend, "softmax_scale", math.nan, ""),
-    (attend, "softcap", 1e-300, ""),
-    (attend, "deterministic", ZEROS(2), ""),
-    (attend, "return_lse", "no", ""),
-    (attend, "return_max_logit", 1, ""),
-    (attend, "plan", 3, ""),
-    (attend_packed, "cu_seqlens_q", torch.empty(3, dtype=torch.int32, device="meta"), ""),
-    (attend_packed, "cu_seqlens_kv", NESTED, ""),
-    (attend_packed, "cu_seqlens_q_padded", np.array([0, 8, 16]), ""),
-    (attend_packed, "cu_seqlens_q", torch.tensor([0, 8, 2**63 - 1]), ""),
-    (attend_with_sink, "softmax_offset", torch.empty(4, device="meta"), ""),
-    (attend_with_sink, "softmax_offset", ZEROS(4).to_sparse(), ""),
-    (plan, "device", "gpu", ""),
-    (plan, "device", None, ""),
-    (plan, "device", -1, ""),
-    (plan, "batch_size", 2**40, ""),
-    (plan, "seqlen_q", 10**400, ""),
-    (plan, "return_lse", None, ""),
-    (unshard, "x", None, ""),
-    (unshard, "x", NESTED, ""),
-    (unshard, "qkv_format", "BSHD", ""),
-    (unshard, "cu_seqlens_padded", None, ""),
-    (unshard, "cu_seqlens_padded", torch.tensor([0, 17]), "x has|sequence 0 has length 17"),
-]
 
 
 def plain(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -226,28 +185,6 @@ CALLS: list[tuple[dict[str, Any], str]] = [  # what attention refuses with a pla
 ]
 
 
-def refused(package: Any, call: Callable[..., None], odd: dict[str, Any], words: str) -> None:
-    """Play a call that is wrong on rank 1 alone, then a good one."""
-
-    def one(member: Any) -> Exception:
-        cp = package.ContextParallel(member)
-        with pytest.raises((ValueError, TypeError, cp_ref.Unsupported)) as caught:
-            call(package, cp, **(odd if member.rank else {}))
-        call(package, cp)
-        return caught.value
-
-    other, own = SimGroup(2).run(one)
-    assert says(own, words), own
-    assert str(other).startswith("rank 1 refused its arguments, so rank 0 does not start: ")
-    assert str(other).endswith(str(own))
-
-
-@PACKAGES
-@pytest.mark.parametrize(("call", "name", "value", "words"), WRONG, ids=lambda x: getattr(x, "__name__", None))
-def test_a_wrong_argument(package: Any, call: Any, name: str, value: Any, words: str) -> None:
-    refused(package, call, {name: value}, words or name)
-
-
 @PACKAGES
 @pytest.mark.parametrize(("odd", "words"), PROBLEMS)
 def test_a_wrong_problem(package: Any, odd: dict[str, Any], words: str) -> None:
@@ -295,149 +232,5 @@ def test_areas_cannot_be_updated(package: Any) -> None:
         with pytest.raises(cp_ref.Unsupported, match="areas and max_sequences is not supported") as caught:
             package.make_plan(**given)
         assert package.supports(**given) == (False, str(caught.value))
-
-    SimGroup(2).run(one)
-
-
-# ---- linear layers
-
-LINEAR: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": torch.tensor([0, 5, 8]), **SIZES}
-LINEAR |= {"heads_q": 2, "heads_kv": 2, "d_qk": 4, "d_v": 4}
-ROWS: dict[str, Any] = {
-    "q": ONES(4, 2, 3),
-    "k": ONES(4, 2, 3),
-    "v": ONES(4, 4, 5),
-    "g": ZEROS(4, 4),
-    "beta": ONES(4, 4),
-}
-
-
-def linear(package: Any, cp: Any, **odd: Any) -> None:
-    """h 2, h_v 4, d_k 3, d_v 5."""
-    made = package.make_plan(cp=cp, linear=True, **LINEAR)
-    package.linear_attention(**(ROWS | {"cp": cp, "plan": made} | odd))
-
-
-def convolve(package: Any, cp: Any, **odd: Any) -> None:
-    made = package.make_plan(cp=cp, linear=True, **LINEAR)
-    package.causal_conv1d(**({"x": ONES(4, 3), "weight": ONES(3, 4), "cp": cp, "plan": made} | odd))
-
-
-def plan_linear(package: Any, cp: Any, **odd: Any) -> None:
-    package.make_plan(cp=cp, **(LINEAR | {"linear": True} | odd))
-
-
-LAYERS: list[tuple[dict[str, Any], str]] = [
-    ({"kind": "gla"}, "kind is 'gla'; it must be one of 'gated_delta_rule', 'kda', 'mamba2'"),
-    ({"beta": None}, "beta is None, but kind is 'gated_delta_rule'"),
-    ({"kind": "mamba2"}, "beta is given, but kind is 'mamba2'"),
-    ({"output_final_state": 1}, "output_final_state is 1; it must be True or False"),
-    ({"scale": math.nan}, "scale is nan; it must be finite"),
-    ({"scale": math.inf}, "scale is inf; it must be finite"),
-    ({"scale": "1"}, "scale is '1'; it must be a number"),
-    ({"scale": True}, "scale is True; it must be a number"),
-    ({n: x[:3] for n, x in ROWS.items()}, "q has 3 tokens; by the global lengths, cu_seqlens_q, which end at 8, rank"),
-    (
-        {n: torch.cat([x, x]) for n, x in ROWS.items()},
-        "cu_seqlens_q ends at 8, and q has 8 rows on this rank alone",
-    ),
-    ({"k": ONES(5, 2, 3)}, r"k has shape \[5, 2, 3\] and q \[4, 2, 3\]; their rows must be equal"),
-    ({"q": ONES(1, 4, 2, 3)}, r"q has shape \[1, 4, 2, 3\]; qkv_format 'thd' needs \[t, h, d_k\]"),
-    ({"g": ONES(4, 4, 3)}, r"g has shape \[4, 4, 3\]; qkv_format 'thd' needs \[t, h_v\]"),
-    ({"kind": "kda"}, r"g has shape \[4, 4\]; qkv_format 'thd' needs \[t, h_v, d_k\]"),
-    ({"k": ONES(4, 1, 3)}, r"k has shape \[4, 1, 3\] and q \[4, 2, 3\]; they must be equal"),
-    ({"v": ONES(4, 3, 5), "g": ONES(4, 3), "beta": ONES(4, 3)}, "h_v is 3 and h is 2; h_v must be a multiple of h"),
-    ({"g": ONES(4, 2)}, r"g has shape \[4, 2\]; its last sizes must be \[4\]"),
-    ({"beta": ONES(4, 2)}, r"beta has shape \[4, 2\]; its last sizes must be \[4\]"),
-    ({"q": ONES(4, 0, 3), "k": ONES(4, 0, 3)}, "h is 0; it must be at least 1"),
-    ({"v": ONES(4, 4, 0)}, "d_v is 0; it must be at least 1"),
-    ({"k": ONES(4, 2, 3).double()}, "k has dtype torch.float64; it must be float32"),
-    ({"g": ONES(4, 4).bfloat16()}, "g has dtype torch.bfloat16; it must be float32"),
-    ({"q": ONES(4, 2, 3, dtype=torch.int64)}, "q has dtype torch.int64; it must be float16, bfloat16"),
-    ({"q": [1.0]}, "q is of type list; it must be a tensor"),
-    ({"g": None}, "g is None; it must be a tensor"),
-    ({"v": ONES(4, 4, 5).to_sparse()}, "v is a nested or sparse tensor"),
-    ({"q": ONES(4, 2, 3, device="meta")}, "q is on meta"),
-    ({"g": ONES(4, 4, device="meta")}, "g is on meta"),
-    (
-        {"initial_state": ONES(1, 4, 3, 5)},
-        r"initial_state has shape \[1, 4, 3, 5\]; it must be \[b, h_v, d_k, d_v\] = \[2, 4, 3, 5\]",
-    ),
-    (
-        {"initial_state": ONES(2, 4, 3, 5).half()},
-        "initial_state has dtype torch.float16; it must be float32 or float64",
-    ),
-    ({"plan": None}, r"plan is None; it must be a cp_\w+.Plan, made with linear=True"),
-]
-CONVOLUTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"x": ONES(4, 3, 1)}, r"x has shape \[4, 3, 1\]; qkv_format 'thd' needs \[t, channels\]"),
-    ({"x": ONES(3, 3)}, "x has 3 tokens; by the global lengths"),
-    ({"weight": ONES(2, 4)}, r"weight has shape \[2, 4\], and x has 3 channels; it must be \[channels, ker"),
-    ({"weight": ONES(3, 1, 4)}, r"weight has shape \[3, 1, 4\]"),
-    ({"weight": ONES(3, 0)}, "kernel_size is 0; it must be at least 1"),
-    ({"bias": ONES(4)}, r"bias has shape \[4\], and x has 3 channels"),
-    ({"weight": ONES(3, 4).half()}, "weight has dtype torch.float16; it must be float32"),
-    ({"activation": "gelu"}, "activation is 'gelu'; it must be one of 'silu', 'swish'"),
-    ({"weight": None}, "weight is None; it must be a tensor"),
-]
-LINEAR_PLANS: list[tuple[dict[str, Any], str]] = [
-    ({"linear": "yes"}, "linear is 'yes'; it must be True or False"),
-    ({"areas": torch.tensor([[0, 5, 0, 5, -1, 0]])}, "linear is True, but areas are given"),
-    ({"cu_seqlens_kv": torch.tensor([0, 4, 8])}, ".*the lengths of queries and keys differ"),
-    ({"cu_seqlens_kv_padded": torch.tensor([0, 6, 9])}, ".*the lengths of queries and keys differ"),
-]
-
-
-@PACKAGES
-@pytest.mark.parametrize("call", [linear, convolve, plan_linear])
-def test_wrong_linear_layers(call: Any, package: Any) -> None:
-    for odd, words in {linear: LAYERS, convolve: CONVOLUTIONS, plan_linear: LINEAR_PLANS}[call]:
-        refused(package, call, odd, words)
-
-
-def test_a_known_call_hides_no_wrong_one() -> None:
-    def one(member: Any) -> None:
-        cp = cp_fast.ContextParallel(member)
-        made = {"cp": cp, "plan": cp_fast.make_plan(cp=cp, **LINEAR, linear=True)}
-        layer: dict[str, Any] = ROWS | made | {"scale": 1.0, "output_final_state": True}
-        convolution: dict[str, Any] = {"x": ONES(4, 3), "weight": ONES(3, 4), "activation": "silu"} | made
-        for call, good, wrong in (
-            (cp_fast.linear_attention, layer, LAYERS),
-            (cp_fast.causal_conv1d, convolution, CONVOLUTIONS),
-        ):
-            for odd, words in wrong:
-                for _ in range(2):
-                    call(**good)
-                with pytest.raises((ValueError, TypeError)) as caught:
-                    call(**(good | odd))
-                assert says(caught.value, words), caught.value
-
-    SimGroup(2).run(one)
-
-
-@PACKAGES
-def test_other_sizes_on_other_ranks(package: Any) -> None:
-    def one(member: Any) -> None:
-        cp, more = package.ContextParallel(member), member.rank
-        with pytest.raises(ValueError, match=r"rank . has d_v=. where rank . has d_v="):
-            linear(package, cp, v=ONES(4, 4, 5 + more))
-        with pytest.raises(ValueError, match=r"rank . has kernel_size=. where rank . has kernel_size="):
-            convolve(package, cp, weight=ONES(3, 4 + more))
-        with pytest.raises(ValueError, match=r"the ranks have different problems: .*linear=True"):
-            plan_linear(package, cp, linear=more == 0)
-
-    SimGroup(2).run(one)
-
-
-@PACKAGES
-def test_a_plan_that_is_not_for_linear_layers(package: Any) -> None:
-    def one(member: Any) -> None:
-        cp = package.ContextParallel(member)
-        made = package.make_plan(cp=cp, **LINEAR)
-        with pytest.raises(ValueError, match="plan was made without linear=True, so it has no state messages"):
-            linear(package, cp, plan=made)
-        for schedule in (lambda: made.states, lambda: made.halo(4)):
-            with pytest.raises(ValueError, match="plan was made without linear=True; it has schedules of attention"):
-                schedule()
 
     SimGroup(2).run(one)

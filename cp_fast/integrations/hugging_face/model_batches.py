@@ -50,7 +50,7 @@ def shard_batch(
             positions are numbered, and where images go. None: a decoder of text, whose labels are the next tokens', and
             whose positions begin at 0.
         pad_token_id: what lengths are filled up with until they divide.
-        over, fill: as in `cp_fast.integrations.token_batches.shard_batch`.
+        over, fill: as in `cp_fast.integrations.token_batches.shard_tokens`.
 
     Returns:
         What that function returns: input_ids, position_ids, cp_batch; with labels also labels, num_items_in_batch, and
@@ -75,9 +75,9 @@ def shard_batch(
     how: dict[str, Any] = {"cp": cp, "pad_token_id": pad_token_id, "shift_labels": shifts, "over": over, "fill": fill}
     spans = [name for name in SPANS if isinstance(rows, Mapping) and name in rows]
     if images is None or places is None:
-        return token_batches.shard_batch(rows, **how, whole=spans)
+        return token_batches.shard_tokens(rows, **how, whole=spans)
     whole = images.whole(places)
-    return images.cut(places, token_batches.shard_batch({**rows, **whole}, **how, whole=[*spans, *whole]))
+    return images.cut(places, token_batches.shard_tokens({**rows, **whole}, **how, whole=[*spans, *whole]))
 
 
 def positions_said(batch: Any, first: int) -> Any:

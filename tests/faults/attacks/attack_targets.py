@@ -229,12 +229,12 @@ TARGETS: dict[str, Target] = {
     ),
     "count_tokens": Target(loss.count_tokens, lambda cp: {"counted": torch.ones(4, dtype=torch.bool), "over": cp}),
     "shard_batch": Target(
-        token_batches.shard_batch, lambda cp: {"batch": {"input_ids": _IDS[None], "labels": _IDS[None]}, "cp": cp},
+        token_batches.shard_tokens, lambda cp: {"batch": {"input_ids": _IDS[None], "labels": _IDS[None]}, "cp": cp},
         also=("input_ids",),
     ),
     "sequence_sum": Target(
         sequences.sequence_sum,
-        lambda cp: {"values": torch.ones(1, 8), "part": token_batches.shard_batch({"input_ids": _IDS[None]}, cp=cp)},
+        lambda cp: {"values": torch.ones(1, 8), "part": token_batches.shard_tokens({"input_ids": _IDS[None]}, cp=cp)},
     ),
     "share_out": Target(
         sampler.share_out, lambda cp: {"lengths": [3, 4], "ranks": 2, "tokens": 8}, collective=False

@@ -91,7 +91,7 @@ def one_rank(job: Rank) -> dict[str, tuple[Tensors, torch.Tensor]]:
         out.loss.backward()
         share = {"logits": out.logits.detach()[0], "loss": out.loss.detach()}
         share |= {name: w.grad for name, w in model.named_parameters() if w.grad is not None}
-        mine = token_batches.shard_batch({**batch, "labels": numbers}, cp=cp, shift_labels=False)["labels"]
+        mine = token_batches.shard_tokens({**batch, "labels": numbers}, cp=cp, shift_labels=False)["labels"]
         found[layout] = {name: x.cpu() for name, x in share.items()}, mine.flatten().cpu()
     dist.destroy_process_group()
     return found

@@ -10,6 +10,7 @@ import torch
 
 import cp_fast
 from cp_fast.integrations import transformers as ours
+from cp_fast.integrations.shared import cp_batch
 from cp_ref import SimGroup
 from tests.integrations.hugging_face.families import tiny
 
@@ -67,12 +68,12 @@ def test_the_same_pairs_are_dropped_over_any_number_of_ranks(name: str, layout: 
 def test_every_layer_and_call_has_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[tuple[int, float]] = []
 
-    def attention(*given: Any, dropout_p: float = 0.0, dropout_seed: Any = None, **named: Any) -> torch.Tensor:
+    def attention(*given: Any, plan: cp_fast.Plan, dropout_seed: Any = None, **named: Any) -> torch.Tensor:
         if dropout_seed is not None:
-            seeds.append((int(dropout_seed), dropout_p))
-        return cp_fast.attention(*given, **named)
+            seeds.append((int(dropout_seed), plan.problem.dropout_p))
+        return cp_fast.attention(*given, plan=plan, dropout_seed=dropout_seed, **named)
 
-    monkeypatch.setattr(ours, "attention", attention)
+    monkeypatch.setattr(cp_batch, "attention", attention)
 
     def one(member: Any) -> None:
         context = cp_fast.ContextParallel(member)

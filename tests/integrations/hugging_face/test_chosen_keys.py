@@ -77,7 +77,7 @@ def part_of(name: str, kind: str, cp: Any, **more: Any) -> Part:
     out.loss.backward()
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     numbers = (real.flatten().cumsum(0) - 1).view_as(real).masked_fill(real == 0, -100)
-    numbers = token_batches.shard_batch({**batch, "labels": numbers}, cp=cp, shift_labels=False)["labels"]
+    numbers = token_batches.shard_tokens({**batch, "labels": numbers}, cp=cp, shift_labels=False)["labels"]
     grads = {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
     return out.logits.detach().flatten(0, 1), numbers.flatten(), out.loss.detach(), grads
 

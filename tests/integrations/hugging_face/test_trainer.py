@@ -20,7 +20,7 @@ from cp_fast.api import attention as api
 from cp_fast.checkpoint import save_attention
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.loss import loss_for_backward
-from cp_fast.integrations.token_batches import shard_batch
+from cp_fast.integrations.token_batches import shard_tokens
 from cp_fast.integrations.trainer import ContextParallelMixin
 from cp_ref import SimGroup
 from tests.dist.workers import Processes, run_program
@@ -59,7 +59,7 @@ def test_loaders_that_give_every_rank_another_batch() -> None:
     def one(member: Any) -> None:
         ids = torch.full((1, 8), member.rank // 2)
         with pytest.raises(ValueError, match=r"differs between rank \d and rank \d in input_ids; all ranks"):
-            shard_batch({"input_ids": ids}, cp=cp_fast.ContextParallel(member))
+            shard_tokens({"input_ids": ids}, cp=cp_fast.ContextParallel(member))
 
     SimGroup(4).run(one)
 

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import cp_fast
+from cp_fast.api import calls
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.hugging_face.written_attention import SequencesAsMask
+from cp_fast.integrations.shared import cp_batch
 from cp_ref import SimGroup
 from tests.dist.workers import run_program
 
@@ -43,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model_of(name: str, **sizes: int) -> Any:
+def model_of(name: str, **sizes: Any) -> Any:
     """A model in float64, with eager attention."""
     kind, more = MODELS[name]
     torch.manual_seed(0)
@@ -316,3 +318,25 @@ def test_dropout_that_the_configuration_does_not_say_is_refused(name: str, where
             model(**ours.shard_batch(batches()["full"], cp=cp))
 
     SimGroup(1).run(one)
+
+
+def test_layers_of_a_kind_share_a_plan_and_later_calls_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four layers of two kinds; another batch of equal lengths needs no new plan either."""
+    made: list[Any] = []
+    found: list[Any] = []
+    plan_for, prepared = cp_batch.plan_for, calls.prepared
+    monkeypatch.setattr(cp_batch, "plan_for", lambda *given, **named: found.append(0) or plan_for(*given, **named))
+    monkeypatch.setattr(calls, "prepared", lambda *given, **named: made.append(0) or prepared(*given, **named))
+
+    def one(member: Any) -> list[tuple[int, int]]:
+        cp = cp_fast.ContextParallel(member)
+        model = ours.prepare(model_of("Qwen3", num_hidden_layers=4, layer_types=KINDS["layer_types"] * 2), cp)
+        counts = []
+        for _ in range(2):
+            part = ours.shard_batch(batches()["packed"], cp=cp)
+            for _ in range(2):
+                model(**part)
+                counts.append((len(found), len(made)))
+        return counts
+
+    assert SimGroup(1).run(one)[0] == [(2, 2), (2, 2), (4, 2), (4, 2)]

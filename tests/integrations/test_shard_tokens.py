@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cp_fast
 from cp_fast.integrations.loss import count_tokens, loss_for_backward, token_mean
-from cp_fast.integrations.token_batches import shard_batch
+from cp_fast.integrations.token_batches import shard_tokens
 from cp_ref import SimGroup
 from tests.dist.workers import Processes
 
@@ -101,7 +101,7 @@ def test_positions_that_count_each_rows_tokens_change_nothing(padded: bool) -> N
 
     def one(member: Any) -> list[dict[str, Any]]:
         context = cp_fast.ContextParallel(member)
-        return [shard_batch(given, cp=context) for given in (batch, batch | {"position_ids": positions})]
+        return [shard_tokens(given, cp=context) for given in (batch, batch | {"position_ids": positions})]
 
     for without, given in SimGroup(2).run(one):
         for name in ("input_ids", "position_ids"):
@@ -115,7 +115,7 @@ def test_a_wrong_batch_on_one_rank_raises_on_all(which: str) -> None:
     def one(member: Any) -> str:
         given = batch if member.rank == 1 else {"input_ids": IDS}
         with pytest.raises((ValueError, TypeError)) as caught:
-            shard_batch(given, cp=cp_fast.ContextParallel(member))
+            shard_tokens(given, cp=cp_fast.ContextParallel(member))
         return str(caught.value)
 
     other, own = SimGroup(2).run(one)
@@ -132,7 +132,7 @@ def test_a_wrong_argument_on_one_rank_raises_on_all(which: str) -> None:
     def one(member: Any) -> str:
         given = odd if member.rank == 1 else {}
         with pytest.raises((ValueError, TypeError), match=says) as caught:
-            shard_batch({"input_ids": IDS}, cp=cp_fast.ContextParallel(member), **given)
+            shard_tokens({"input_ids": IDS}, cp=cp_fast.ContextParallel(member), **given)
         return str(caught.value)
 
     assert re.match("rank 1 refused its arguments|.* differs between", SimGroup(2).run(one)[0])
@@ -143,8 +143,8 @@ def test_labels_that_are_not_shifted_stay_where_they_are(batch: dict[str, torch.
     def one(member: Any) -> list[bool]:
         labels = 100 + batch["input_ids"]
         cp = cp_fast.ContextParallel(member)
-        stay = shard_batch(batch | {"labels": labels}, cp=cp, shift_labels=False)
-        move = shard_batch(batch | {"labels": labels}, cp=cp)
+        stay = shard_tokens(batch | {"labels": labels}, cp=cp, shift_labels=False)
+        move = shard_tokens(batch | {"labels": labels}, cp=cp)
         real = stay["labels"] != -100
         assert "shift_labels" not in stay
         assert torch.equal(move["labels"], move["shift_labels"])
@@ -162,10 +162,10 @@ def test_labels_that_are_not_shifted_stay_where_they_are(batch: dict[str, torch.
 def test_labels_of_any_integers_are_those_of_cross_entropy(dtype: torch.dtype) -> None:
     def one(member: Any) -> list[int]:
         cp = cp_fast.ContextParallel(member)
-        part = shard_batch({"input_ids": IDS.to(dtype), "labels": IDS.to(dtype)}, cp=cp)
+        part = shard_tokens({"input_ids": IDS.to(dtype), "labels": IDS.to(dtype)}, cp=cp)
         assert part["labels"].dtype == torch.int64
         assert not is_dataclass(part["cp_batch"])  # fully_shard copies dataclasses by their fields
-        assert "labels" not in shard_batch({"input_ids": IDS.to(dtype)}, cp=cp)
+        assert "labels" not in shard_tokens({"input_ids": IDS.to(dtype)}, cp=cp)
         return part["labels"][1].tolist()
 
     assert SimGroup(2).run(one) == [[9, 10, 15, -100], [11, 12, 13, 14]]
@@ -184,7 +184,7 @@ def counts(over: str) -> list[int]:
     if mesh["dp"].get_local_rank():
         labels[0] = -100
     batch = {"input_ids": IDS, "labels": labels}
-    given = shard_batch(batch, cp=cp_fast.ContextParallel(mesh["cp"]), over=everyone[over]())
+    given = shard_tokens(batch, cp=cp_fast.ContextParallel(mesh["cp"]), over=everyone[over]())
     assert given["cp_batch"].contexts == (1 if over == "context" else 2)
     return [int(given["num_items_in_batch"]), int((given["labels"] != -100).sum())]
 
@@ -205,7 +205,7 @@ def wrong_over(how: str) -> str:
     elif dist.get_rank() == 2:
         batch = {"input_ids": IDS, "labels": IDS[:, 1:]}
     with pytest.raises(ValueError, match=r".") as caught:
-        shard_batch(batch, cp=cp_fast.ContextParallel(mesh["cp"]), over=over)
+        shard_tokens(batch, cp=cp_fast.ContextParallel(mesh["cp"]), over=over)
     return str(caught.value)
 
 
@@ -224,7 +224,7 @@ def test_a_batch_without_tokens_has_no_labels(layout: Any) -> None:
     none = torch.zeros(1, 0, dtype=torch.int64)
 
     def one(member: Any) -> dict[str, Any]:
-        return shard_batch({"input_ids": none, "labels": none}, cp=cp_fast.ContextParallel(member, layout=layout))
+        return shard_tokens({"input_ids": none, "labels": none}, cp=cp_fast.ContextParallel(member, layout=layout))
 
     for part in SimGroup(2).run(one):
         assert part["labels"].shape == part["shift_labels"].shape == part["input_ids"].shape
@@ -241,7 +241,7 @@ def test_other_tensors_of_a_batch_are_cut_as_its_tokens(kind: str, layout: Any) 
     weights = torch.rand(*ids.shape, 2, dtype=torch.float64, requires_grad=True)
 
     def one(member: Any) -> None:
-        part = shard_batch(batch, cp=cp_fast.ContextParallel(member, layout=layout), pad_token_id=-1)
+        part = shard_tokens(batch, cp=cp_fast.ContextParallel(member, layout=layout), pad_token_id=-1)
         sequences, mine = part["cp_batch"], part["input_ids"]
         assert torch.equal(sequences.shard(ids, fill_value=-1), mine)
         expected = torch.stack([weights.flatten(0, 1)[token - 1] * (token > 0) for token in mine.flatten().tolist()])
@@ -271,7 +271,7 @@ def test_tensors_that_fill_names_are_cut_and_gathered_again(kind: str, layout: A
 
     def one(member: Any) -> torch.Tensor:
         cp = cp_fast.ContextParallel(member, layout=layout)
-        part = shard_batch(batch | more, cp=cp, fill=fill)
+        part = shard_tokens(batch | more, cp=cp, fill=fill)
         sequences = part["cp_batch"]
         places = sequences.shard(torch.arange(1, 1 + shape.numel()).view(shape))
         for name, value in fill.items():
@@ -297,7 +297,7 @@ def test_tensors_that_fill_names_are_cut_and_gathered_again(kind: str, layout: A
 def test_shard_names_the_cure_for_a_batch() -> None:
     def one(member: Any) -> None:
         cp = cp_fast.ContextParallel(member, layout="balanced")
-        sequences = shard_batch({"input_ids": IDS}, cp=cp)["cp_batch"]
+        sequences = shard_tokens({"input_ids": IDS}, cp=cp)["cp_batch"]
         for context in (cp, sequences.cp):
             with pytest.raises(ValueError, match=r"plan is None, .* cp_batch.shard\(x\) where shard_batch"):
                 cp_fast.shard(IDS, cp=context)
@@ -411,7 +411,7 @@ def gradients(wrapper: str, equal: bool, by: str) -> list[str]:
         labels[0, :9], labels[1] = -100, -100
     single = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
     alone = Model()
-    alone(shard_batch({"input_ids": ids, "labels": labels}, cp=cp_fast.ContextParallel(single)))[0].backward()
+    alone(shard_tokens({"input_ids": ids, "labels": labels}, cp=cp_fast.ContextParallel(single)))[0].backward()
 
     everyone, model = mesh._flatten("dp_cp"), Model()
     if wrapper == "ddp over all":
@@ -425,7 +425,7 @@ def gradients(wrapper: str, equal: bool, by: str) -> list[str]:
         fully_shard(model, mesh=mesh)
     mine = slice(2 * mesh["dp"].get_local_rank(), 2 * mesh["dp"].get_local_rank() + 2)
     batch = {"input_ids": ids[mine], "labels": labels[mine]}
-    given = shard_batch(batch, cp=cp_fast.ContextParallel(mesh["cp"]), over=mesh)
+    given = shard_tokens(batch, cp=cp_fast.ContextParallel(mesh["cp"]), over=mesh)
     part, losses = model(given)
     who = None if wrapper == "nobody" else model
     loss = loss_for_backward(part, averaged_over=who)
@@ -482,7 +482,7 @@ def test_a_batch_of_any_strides() -> None:
     def parts(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
         def one(member: Any) -> list[int]:
             batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
-            return shard_batch(batch, cp=cp_fast.ContextParallel(member))["input_ids"].flatten().tolist()
+            return shard_tokens(batch, cp=cp_fast.ContextParallel(member))["input_ids"].flatten().tolist()
 
         return SimGroup(2).run(one)
 

@@ -1,15 +1,13 @@
-"""Sparse attention of cp_fast as models use it: checkpointing, updated plans, torch.compile, modes, processes."""
+"""Sparse attention of cp_fast: what is saved, what travels, and keys that are values too, the latent form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 import cp_fast
@@ -17,12 +15,10 @@ from cp_fast.checkpoint import save_attention
 from cp_fast.kernels.sparse import torch_sparse
 from cp_fast.layers.sparse_tables import SparseTables
 from cp_ref import SimGroup
-from cp_ref.reference.simulator import RankScheduler, SimMember
+from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.problem import Problem, Sequence
-from tests.cp_fast.sparse.dense import seen
 from tests.dist.workers import Processes
 
-MEMBER = SimMember(0, 1, RankScheduler(1))  # Dynamo is not made for the threads of a simulated group
 CU, TOTAL = torch.tensor([0, 7, 7, 30]), 32
 SIZES: dict[str, Any] = {"heads_q": 4, "heads_kv": 1, "d_qk": 6, "d_v": 4, "device": "cpu", "dtype": torch.float32}
 THD: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": CU, "cu_seqlens_q_padded": torch.tensor([0, 8, 8, TOTAL])}
@@ -98,168 +94,6 @@ def test_checkpointing_does_not_select_twice(comm: str, offload: bool, monkeypat
     assert all(all_equal(some, found[0][rank]) for ranks in found for rank, some in enumerate(ranks))
 
 
-def test_the_same_keys_for_every_size_layout_and_schedule() -> None:
-    def one(member: SimMember, comm: str, layout: str) -> torch.Tensor:
-        cp, plan = made(member, comm, layout=layout, heads_q=8)
-        q_index, k_index, weights = (cp_fast.shard(x, cp=cp, plan=plan) for x in list(inputs().values())[2:])
-        return cp_fast.unshard(
-            cp_fast.select_keys(q_index, k_index, weights, cp=cp, plan=plan, top_k=6), cp=cp, plan=plan
-        )
-
-    found = [
-        SimGroup(size).run(partial(one, comm=comm, layout=layout))[0]
-        for size in (1, 2, 3, 4, 8)
-        for comm in (("all_gather", "a2a") if size != 3 else ("all_gather",))
-        for layout in ("dual_chunk", "contiguous", "balanced")
-    ]
-    assert all(torch.equal(x, found[0]) for x in found)
-
-
-def test_a_plan_that_is_updated_in_place() -> None:
-    lengths = torch.tensor([0, 3, 12])
-
-    def one(member: SimMember) -> None:
-        cp, plan = made(member, max_sequences=4, max_tokens_q=TOTAL)
-        mine = [cp_fast.shard(x, cp=cp, plan=plan).requires_grad_() for x in inputs().values()]
-        old = layer(cp, plan, 4, *mine)
-        plan.update(cp=cp, cu_seqlens_q=lengths)
-        with pytest.raises(RuntimeError, match="the plan was updated between the forward and the backward pass"):
-            old.sum().backward()
-        fresh_cp, fresh = made(member, cu_seqlens_q=lengths, cu_seqlens_q_padded=None)
-        short = [cp_fast.shard(x, cp=fresh_cp, plan=fresh) for x in inputs(12).values()]
-        room = [torch.cat([x, x.new_full((TOTAL // 2 - len(x), *x.shape[1:]), float("nan"))]) for x in short]
-        found = layer(cp, plan, 4, *room)
-        assert torch.equal(found[: len(short[0])], layer(fresh_cp, fresh, 4, *short))
-        assert not bool(found[len(short[0]) :].any())
-
-    SimGroup(2).run(one)
-
-
-@pytest.mark.parametrize("fmt", ["thd", "bshd", "sbhd"])
-def test_a_layer_is_one_graph(fmt: str) -> None:
-    """Another plan is no new graph."""
-    torch._dynamo.reset()
-    more: dict[str, Any] = {}
-    if fmt != "thd":
-        more = {"qkv_format": fmt, "cu_seqlens_q": None, "cu_seqlens_q_padded": None, "batch_size": 2, "seqlen_q": 16}
-    graphs: list[Any] = []
-
-    def backend(graph: Any, example: Any) -> Any:
-        graphs.append(graph)
-        return lookup_backend("aot_eager")(graph, example)
-
-    def one_layer(cp: Any, plan: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
-        how: dict[str, Any] = {"cp": cp, "plan": plan}
-        q, k, q_index, k_index, weights = given.values()
-        indices = cp_fast.select_keys(q_index, k_index, weights, top_k=4, **how)
-        out, lse = cp_fast.sparse_attention(2 * q, k, k[..., :4], indices, return_lse=True, **how)
-        loss = cp_fast.index_loss(q_index, k_index, weights, lse.detach(), q, k, indices, **how)
-        return out.square().sum() + loss.sum() + lse.masked_fill(lse.isinf(), 0).sum()
-
-    compiled = torch.compile(one_layer, fullgraph=True, backend=backend)
-    for comm in ("all_gather", "a2a", "all_gather"):
-        cp, plan = made(MEMBER, comm, **more)
-        found = []
-        for call in (one_layer, compiled):
-            shape = {"thd": (TOTAL,), "bshd": (2, 16), "sbhd": (16, 2)}[fmt]
-            mine = {n: x.reshape(*shape, *x.shape[1:]).requires_grad_() for n, x in inputs().items()}
-            result = call(cp, plan, mine)
-            result.backward()
-            found.append([result.detach(), *(x.grad for x in mine.values())])
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other)
-    assert len(graphs) == 1
-
-
-def test_in_a_graph_errors_are_those_of_a_call() -> None:
-    torch._dynamo.reset()
-    cp, plan = made(MEMBER, max_sequences=4, max_tokens_q=TOTAL)
-    given = {name: x.requires_grad_() for name, x in inputs().items()}
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    with pytest.raises(ValueError, match=r"weights has shape \[32, 2\]; its last sizes must be \[3\]"):
-        compiled(cp, plan, 4, **(given | {"weights": given["weights"][:, :2]}))
-    out = compiled(cp, plan, 4, **given)
-    plan.update(cp=cp, cu_seqlens_q=torch.tensor([0, 3, 12]))
-    with pytest.raises(RuntimeError, match="of a plan that was updated since"):
-        out.sum().backward()
-    no_plan: Any = None
-    with pytest.raises(Exception, match="give local tensors"):  # what no graph can have is said in plain words
-        torch.compile(lambda x: cp_fast.select_keys(x, x, x, cp=cp, plan=no_plan, top_k=4), fullgraph=True)(given["q"])
-
-
-def test_modes_without_gradients_leave_nothing_behind() -> None:
-    """Tables that are made in an evaluation serve training."""
-
-    def one(member: SimMember) -> None:
-        cp, plan = made(member)
-        mine = [cp_fast.shard(x, cp=cp, plan=plan) for x in inputs().values()]
-        with torch.inference_mode():
-            first = layer(cp, plan, 4, *mine).clone()
-        with torch.no_grad():
-            assert torch.equal(layer(cp, plan, 4, *mine), first)
-        out = layer(cp, plan, 4, *(x.requires_grad_() for x in mine))
-        out.sum().backward()
-        assert torch.equal(out, first)
-        assert all(bool(x.grad.isfinite().all()) for x in mine if x.grad is not None)
-
-    SimGroup(2).run(one)
-
-
-def test_autocast() -> None:
-    """q, k and v are cast, as in `attention`; the indexer's scores are not."""
-
-    def one(member: SimMember) -> None:
-        cp, plan = made(member, dtype=torch.bfloat16)
-        q, k, *indexer = (cp_fast.shard(x, cp=cp, plan=plan) for x in inputs().values())
-        want = cp_fast.select_keys(*indexer, cp=cp, plan=plan, top_k=4)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(cp_fast.select_keys(*indexer, cp=cp, plan=plan, top_k=4), want)
-            out, lse = cp_fast.sparse_attention(q, k, k[..., :4], want, cp=cp, plan=plan, return_lse=True)
-            loss = cp_fast.index_loss(indexer[0], indexer[1], indexer[2], lse, q, k, want, cp=cp, plan=plan)
-        assert (out.dtype, lse.dtype, loss.dtype) == (torch.bfloat16, torch.float32, torch.float32)
-
-    SimGroup(2).run(one)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_dtypes(dtype: torch.dtype) -> None:
-    def one(member: SimMember, dtype: torch.dtype) -> list[torch.Tensor]:
-        cp, plan = made(member, dtype=dtype)
-        global_tensors = [x.to(torch.bfloat16).to(torch.float16).to(dtype) for x in inputs().values()]
-        mine = [cp_fast.shard(x, cp=cp, plan=plan).requires_grad_() for x in global_tensors]
-        out = layer(cp, plan, 4, *mine)
-        out.float().square().sum().backward()
-        assert all(x.grad is not None and x.grad.dtype == dtype for x in mine)
-        return [cp_fast.unshard(x, cp=cp, plan=plan) for x in (out.detach(), *(x.grad for x in mine))]  # type: ignore[misc]
-
-    tolerance = 64 * torch.finfo(dtype).eps
-    want = SimGroup(1).run(partial(one, dtype=torch.float64))[0]
-    for ranks in SimGroup(3).run(partial(one, dtype=dtype)):
-        for got, x in zip(ranks, want, strict=True):
-            assert float((got.double() - x).norm() / x.norm()) < tolerance
-
-
-def test_documents_do_not_see_each_other() -> None:
-    """NaN in all tokens of one document reaches no other one."""
-
-    def one(member: SimMember) -> None:
-        cp, plan = made(member)
-        for start, stop in ((0, 7), (8, 31)):
-            spoiled = inputs()
-            others = torch.ones(TOTAL, dtype=torch.bool)
-            others[start:stop] = False
-            for x in spoiled.values():
-                x[start:stop] = float("nan")
-            mine = [cp_fast.shard(x, cp=cp, plan=plan).requires_grad_() for x in spoiled.values()]
-            out = layer(cp, plan, 4, *mine)
-            out.sum().backward()
-            for x in (out.detach(), *(x.grad for x in mine)):
-                assert x is not None
-                assert bool(cp_fast.unshard(x, cp=cp, plan=plan)[others].isfinite().all())
-
-    SimGroup(3).run(one)
-
-
 def test_rows_without_keys_have_no_gradient() -> None:
     """Whatever is made of their lse, which is -inf."""
 
@@ -282,7 +116,11 @@ def test_only_rows_that_are_seen_travel() -> None:
     table = ((0, 0, 0, 5), (0, 0, 8, 12), (1, 0, 5, 8), (1, 1, 0, 8), (1, 2, 0, 4))
     for layout, window in (("dual_chunk", (-1, -1)), ("contiguous", (3, 0)), (table, (-1, -1))):
         problem = Problem(2, sequences, "all_gather", 1, layout, "thd", "padding_causal", window)
-        pairs, _ = seen(problem)
+        pairs = torch.zeros(problem.starts_q[-1], problem.starts_kv[-1], dtype=torch.bool)
+        between = torch.arange(pairs.shape[1]) - torch.arange(len(pairs))[:, None]
+        for q_start, q_stop, k_start, k_stop, low, high in problem.workload.areas.rows():
+            there = (slice(q_start, q_stop), slice(k_start, k_stop))
+            pairs[there] |= (between[there] >= low) & (between[there] <= high)
         for rank in range(2):
             plan = SparseTables(problem, rank, torch.device("cpu"))
             mine, own = plan.q.rows, plan.kv.rows
@@ -447,38 +285,6 @@ def test_a_plan_says_whether_gradients_have_a_fixed_order(deterministic: bool, m
     assert asked == [deterministic] * 4
 
 
-def test_derivatives_that_are_refused() -> None:
-    def one(member: SimMember) -> None:
-        cp, plan = made(member)
-        mine = [cp_fast.shard(x, cp=cp, plan=plan).requires_grad_() for x in inputs().values()]
-        out = layer(cp, plan, 4, *mine)
-        (dq,) = torch.autograd.grad(out.sum(), mine[0], create_graph=True)
-        with pytest.raises(RuntimeError, match="differentiable once"):
-            dq.sum().backward()
-        with pytest.raises(NotImplementedError, match=r"torch\.func"):
-            torch.func.vmap(lambda x: cp_fast.select_keys(x, *mine[3:], cp=cp, plan=plan, top_k=1))(mine[2][None])
-
-    SimGroup(2).run(one)
-
-
-def test_the_ranks_agree_once_about_a_kind_of_call() -> None:
-    def one(member: SimMember) -> None:
-        cp, plan = made(member)
-        mine = [cp_fast.shard(x, cp=cp, plan=plan) for x in inputs().values()]
-        asked, gather = [], cp.comm.all_gather_object
-        cp.comm.all_gather_object = lambda value: (asked.append(value), gather(value))[1]  # pyright: ignore
-        counts = []
-        for top_k in (4, 4, 3):
-            layer(cp, plan, top_k, *mine)
-            counts.append(len(asked))
-        assert counts == [3, 3, 6]
-        with cp_fast.checked():
-            layer(cp, plan, 4, *mine)
-        assert len(asked) == 9
-
-    SimGroup(2).run(one)
-
-
 def over_gloo(comm: str, layout: str, *, compiled: bool) -> list[Any]:
     """One process."""
     cp, plan = made(dist.group.WORLD, comm, layout=layout)
@@ -488,13 +294,6 @@ def over_gloo(comm: str, layout: str, *, compiled: bool) -> list[Any]:
     out.square().sum().backward()
     found = [out.detach(), *(x.grad for x in mine if x.grad is not None)]
     return [cp_fast.unshard(x, cp=cp, plan=plan).numpy() for x in found]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    group = Processes(2)
-    yield group
-    group.close()
 
 
 @pytest.mark.parametrize(
