@@ -8,9 +8,10 @@ import torch
 
 from cp_fast.api.calls import (
     CheckedCall,
+    Kind,
     agree_on_forward,
-    call_of_kinds,
     can_travel,
+    compiled_call,
     known_call,
     on_host,
     packed_scores,
@@ -21,8 +22,8 @@ from cp_fast.api.calls import (
 from cp_fast.api.checked_calls import agree_on_call, checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
-from cp_fast.runtime.forward_backward import backward_pass, forward_pass
 from cp_fast.runtime.handles import hide_from_checkpointing, is_selective, object_of, outside_of_graphs
+from cp_fast.runtime.run import backward_pass, forward_pass
 from cp_ref.batches.tensors import (
     autocast,
     differentiable_once,
@@ -158,7 +159,8 @@ def _backward(
     if checking():
         agree_on_call(context, the_plan, "backward", lambda: (None, [("wants", wants_offset)]))
     shapes = tuple(q_shape), tuple(k_shape), tuple(v_shape)
-    call = call_of_kinds(the_plan, context, *((shape, out.dtype, out.device, out.layout) for shape in shapes))
+    kinds = (Kind(shape, out.dtype, out.device, out.layout) for shape in shapes)
+    call = compiled_call(the_plan, context, *kinds)
     inputs, kept, (out, lse) = ([x.detach() for x in some] for some in (inputs, kept, (out, lse)))
     with context.naming_errors("attention, backward"), no_autocast(out.device):
         dq, dk, dv, doffset = backward_pass(
@@ -255,15 +257,10 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         plan, compiled, cp, flags, number, scores = ctx.call
         wants_offset = ctx.needs_input_grad[4]
-
-        def look() -> None:
-            if plan.compiled is not ctx.batch:
-                raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
-
         if number:
             details = ("of_call", number), ("deterministic", flags.deterministic), ("wants", wants_offset)
-            agree_on_call(cp, plan, "backward", lambda: (look(), details))
-        look()
+            agree_on_call(cp, plan, "backward", lambda: (plan.check_batch(ctx.batch), details))
+        plan.check_batch(ctx.batch)
         out, lse, offset, *tensors = ctx.saved_tensors
         tensors, of_scores = tensors[: ctx.saved], tensors[ctx.saved :]
         with cp.naming_errors("attention, backward"), no_autocast(out.device):

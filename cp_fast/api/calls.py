@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cp_fast.api.checked_calls import PLAIN_TENSORS, WORDS, agree_on_call, checking, describe
+from cp_fast.api.compiled_plan import CompiledPlan
 from cp_fast.api.fast_context import ContextParallel, Signature
 from cp_fast.api.plan import Plan, backend_for, prepared
 from cp_fast.compile.chosen_schedule import own_first
@@ -29,8 +30,8 @@ from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
     "CheckedCall",
+    "Kind",
     "agree_on_forward",
-    "call_of_kinds",
     "can_travel",
     "check_planned_call",
     "compiled_call",
@@ -183,7 +184,15 @@ def _digest(x: torch.Tensor) -> str:
 
 
 _WORDS_AND_PAIRS = {*WORDS, tuple, list}
-Kind = tuple[Sequence[int], torch.dtype, torch.device, torch.layout]  # The checks read this of a tensor.
+
+
+class Kind(NamedTuple):
+    """What the checks read of a tensor."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
 
 
 class CheckedCall(NamedTuple):
@@ -230,7 +239,7 @@ def check_planned_call(call: Call, plan: Plan) -> ScoreTensors | None:
         call.check_plan()
     else:
         call.check_placements(problem)
-    if not _are_plain(q, k, v) or plan.compiled.calls.get(_key(plan, call.cp, *_kinds(q, k, v))) is None:
+    if _known(plan.compiled, call.cp, q, k, v) is None:
         call.check_tensors(problem, plan.room)
         check_plan_device(plan.device, "q", q)
     call.check_offset(problem)
@@ -248,56 +257,48 @@ def known_call(
     Raises:
         ValueError: the plan is another context's. NotImplementedError: inside a transform of torch.func.
     """
-    if torch.compiler.is_compiling() or not isinstance(plan, Plan) or checking():
+    if torch.compiler.is_compiling() or not isinstance(plan, Plan) or checking() or {*map(type, flags)} != {bool}:
         return None
-    if {*map(type, flags)} != {bool} or not _are_plain(q, k, v):
+    batch, inputs = plan.compiled, None
+    if batch.problem.softmax_type == "learnable" or torch.is_autocast_enabled(batch.device.type):
         return None
-    if plan.problem.softmax_type == "learnable" or torch.is_autocast_enabled(plan.device.type):
-        return None
-    found = plan.compiled.calls.get(_key(plan, cp, *_kinds(q, k, v)))
+    found = _known(batch, cp, q, k, v)
     if found is None or ((flags.deterministic or flags.return_max_logit) and _missing(plan, flags)):
         return None
-    inputs = None
-    if (
-        not (plan.problem.position_free_scores and _is_empty(scores))
-        and (inputs := _known_scores(plan, scores, q)) is None
-    ):
-        return None
+    if not (found.position_free and _is_empty(scores)):
+        inputs = _known_scores(plan, scores, q)
+        if inputs is None:
+            return None
     refuse_transforms()
-    check_plan_owner(plan.problem, plan.rank, cp)
+    check_plan_owner(batch.problem, batch.rank, cp)
     return CheckedCall(plan, found, cp, flags, 0, inputs)
 
 
+def _known(batch: CompiledPlan, cp: ContextParallel, q: Any, k: Any, v: Any) -> CompiledCall | None:
+    """The batch compiled for tensors of these kinds, if they were checked; the checks of plain ones read no more."""
+    if PLAIN_TENSORS.issuperset((type(q), type(k), type(v))):
+        return batch.calls.get(_key(batch, cp, q, k, v))
+    return None
+
+
 def compiled_call(plan: Plan, cp: ContextParallel, q: Any, k: Any, v: Any) -> CompiledCall:
-    """The plan compiled for checked tensors."""
-    return call_of_kinds(plan, cp, *_kinds(q, k, v))
-
-
-def call_of_kinds(plan: Plan, cp: ContextParallel, q: Kind, k: Kind, v: Kind) -> CompiledCall:
-    """The plan compiled for checked tensors of these kinds."""
-    key = _key(plan, cp, q, k, v)
+    """The plan compiled for checked tensors, or for their kinds (`Kind`)."""
+    batch = plan.compiled
+    key = _key(batch, cp, q, k, v)
 
     def make() -> CompiledCall:
-        batch, (_, dtype, device, _) = plan.compiled, q
-        packing, sizes = batch.packing, (batch.packing.rows(q[0]), batch.packing.rows(k[0]))
-        return CompiledCall(packing, batch.instructions, batch.positions, batch.backend, key[0], sizes, dtype, device)
+        packing, sizes = batch.packing, (batch.packing.rows(q.shape), batch.packing.rows(k.shape))
+        how = packing, batch.instructions, batch.positions, batch.backend
+        return CompiledCall(*how, key[0], sizes, q.dtype, q.device)
 
-    return plan.compiled.calls.find(key, make)
+    return batch.calls.find(key, make)
 
 
-def _key(plan: Plan, cp: ContextParallel, *kinds: Kind) -> Any:
+def _key(batch: CompiledPlan, cp: ContextParallel, q: Any, k: Any, v: Any) -> Any:
     """All values that a compiled call depends on. The transport comes first, if it prepares exchanges."""
-    comm = plan.compiled.group(cp.comm)
-    return comm if prepares(comm) else None, *kinds
-
-
-def _are_plain(q: Any, k: Any, v: Any) -> bool:
-    """Whether the checks of these tensors read their kinds alone."""
-    return type(q) in PLAIN_TENSORS and type(k) in PLAIN_TENSORS and type(v) in PLAIN_TENSORS
-
-
-def _kinds(q: Any, k: Any, v: Any) -> tuple[Kind, Kind, Kind]:
+    comm = batch.group(cp.comm)
     return (
+        comm if prepares(comm) else None,
         (q.shape, q.dtype, q.device, q.layout),
         (k.shape, k.dtype, k.device, k.layout),
         (v.shape, v.dtype, v.device, v.layout),
@@ -398,7 +399,7 @@ def _signature_of_call(call: Call) -> Signature:
     settings += [call.plan, *call.flags]
     items = (*(item for x in settings for item in (x if type(x) in (tuple, list) else (x,))),)
     types = *map(type, settings), *map(type, items)  # Since True == 1 == 1.0.
-    if call.plan is None and _WORDS_AND_PAIRS.issuperset(types) and _are_plain(q, k, v):
+    if call.plan is None and _WORDS_AND_PAIRS.issuperset(types) and PLAIN_TENSORS.issuperset(map(type, (q, k, v))):
         try:
             values = tuple((name, tuple(x.shape), x.dtype, x.numpy().tobytes()) for name, x in lengths.items())
             packed = problem["qkv_format"] == "thd"  # Then the number of rows may differ by tails.
