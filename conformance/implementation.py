@@ -47,7 +47,8 @@ linear     `linear_attention` and `causal_conv1d`, with the signatures and meani
            rank; with `ContextParallel` and `make_plan(..., linear=True)` as for the level schedule.
 
 sparse     `sparse_attention`, `select_keys` and `index_loss`, with the signatures and meaning of those of `cp_ref`, on
-           every rank; with `ContextParallel` and `make_plan` as for the level schedule.
+           every rank; with `ContextParallel` and `make_plan` as for the level schedule. With `compress_keys` and
+           `compressed_attention` it has compressed keys too.
 """
 
 from __future__ import annotations

@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from cp_fast.api.fast_context import ContextParallel
     from cp_fast.api.plan import Plan, make_plan, supports
     from cp_fast.layers.causal_conv1d import causal_conv1d
+    from cp_fast.layers.compress_keys import compress_keys
     from cp_fast.layers.linear_attention import linear_attention
-    from cp_fast.layers.sparse_attention import index_loss, select_keys, sparse_attention
+    from cp_fast.layers.sparse_attention import compressed_attention, index_loss, select_keys, sparse_attention
     from cp_fast.tools.fast_trace import trace
     from cp_ref import SimGroup, Trace, compare, dense_attention
     from cp_ref.batches.sharding import position_ids, roll, shard, unshard
@@ -60,6 +61,8 @@ __all__ = [
     "checked",
     "compare",
     "compare_layouts",
+    "compress_keys",
+    "compressed_attention",
     "dense_attention",
     "index_loss",
     "linear_attention",
@@ -88,6 +91,8 @@ _WHERE = {
     "checked": "cp_fast.api.checked_calls",
     "compare": "cp_ref",
     "compare_layouts": "cp_ref.problems.compare_layouts",
+    "compress_keys": "cp_fast.layers.compress_keys",
+    "compressed_attention": "cp_fast.layers.sparse_attention",
     "dense_attention": "cp_ref",
     "index_loss": "cp_fast.layers.sparse_attention",
     "linear_attention": "cp_fast.layers.linear_attention",

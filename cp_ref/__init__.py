@@ -56,12 +56,13 @@ if TYPE_CHECKING:
     from cp_ref import masks, thd
     from cp_ref.batches.sharding import position_ids, roll, shard, unshard
     from cp_ref.problems.compare_layouts import compare_layouts
+    from cp_ref.reference.compressed import compress_keys
     from cp_ref.reference.linear.layers import causal_conv1d, linear_attention
     from cp_ref.reference.oracle import dense_attention
     from cp_ref.reference.reference_attention import attention
     from cp_ref.reference.reference_plan import ContextParallel, Plan, make_plan, supports
     from cp_ref.reference.simulator import SimGroup
-    from cp_ref.reference.sparse import index_loss, select_keys, sparse_attention
+    from cp_ref.reference.sparse import compressed_attention, index_loss, select_keys, sparse_attention
     from cp_ref.schedules.words import Unsupported
     from cp_ref.show.version import __version__ as __version__
     from cp_ref.tracing.compare_traces import compare
@@ -78,6 +79,8 @@ __all__ = [
     "causal_conv1d",
     "compare",
     "compare_layouts",
+    "compress_keys",
+    "compressed_attention",
     "dense_attention",
     "index_loss",
     "linear_attention",
@@ -105,6 +108,8 @@ _WHERE = {
     "causal_conv1d": "reference.linear.layers",
     "compare": "tracing.compare_traces",
     "compare_layouts": "problems.compare_layouts",
+    "compress_keys": "reference.compressed",
+    "compressed_attention": "reference.sparse",
     "dense_attention": "reference.oracle",
     "index_loss": "reference.sparse",
     "linear_attention": "reference.linear.layers",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,9 @@ from hypothesis import is_hypothesis_test, settings
 
 if TYPE_CHECKING:
     from tests.dist.workers import Processes
+
+# Tensors here are small: a thread for each core costs a third more, in this process and in those that it starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if "CP_TESTS_BACKEND" in os.environ:  # backend fa4's way on the host, on a CPU
     from tests.fa4_dry import install_asked
@@ -63,6 +67,12 @@ def says_faults(path: Path) -> bool:
     return "mark.faults" in path.read_text()
 
 
+@cache
+def says_extras(path: Path) -> bool:
+    """Whether a file has tests that are skipped without these extras."""
+    return "test-integrations" in path.read_text()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Programs are no tests. For `-m smoke` no other file is imported: some need more than the wheel and its tests. Nor
     for `-m faults`: importing all files takes longer than many a test.
@@ -87,7 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker(pytest.mark.drawn)
-        if item.path.is_relative_to(HERE / "integrations"):
+        if item.path.is_relative_to(HERE / "integrations") and says_extras(item.path):
             item.add_marker(pytest.mark.extras)
         if smokes(item.path):
             item.add_marker(pytest.mark.smoke)

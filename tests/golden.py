@@ -11,7 +11,7 @@ A folder has `digests.txt`, a line for each entry, and `texts.zip` with the entr
 - refused N       what both packages say of calls that are drawn without care
 - layer N ...     the messages of every rank, and the bits of results and gradients, of a drawn call of each of the six
                   functions on both packages (`tests.golden_layers`)
-- attack ...      what a public function says of each argument replaced by wrong values (`tests.faults.attacks`)
+- attack ...      what a public function says of each argument replaced by wrong values (`tests.refusals.attacks`)
 - name ...        signature and docstring of each public name
 - message ...     the error messages in the sources, with a mark in the place of each value
 - command ...     the help of each command
@@ -292,9 +292,9 @@ def refusal_entries(numbers: range) -> Iterator[Entry]:
 
 def attack_entries(share: int = 1) -> Iterator[Entry]:
     """What public functions say of wrong values on all ranks; one parameter in `share`."""
-    from tests.faults.attacks.attack_calls import Attack, played
-    from tests.faults.attacks.attack_kinds import KINDS
-    from tests.faults.attacks.attack_targets import TARGETS
+    from tests.refusals.attacks.attack_calls import Attack, played
+    from tests.refusals.attacks.attack_kinds import KINDS
+    from tests.refusals.attacks.attack_targets import TARGETS
 
     parameters = [(name, parameter) for name, target in TARGETS.items() for parameter in target.parameters]
     for name, parameter in parameters[::share]:

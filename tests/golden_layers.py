@@ -1,7 +1,7 @@
 """The entries of `tests.golden` that calls of layers make: what each rank sends and receives, and the bits of results.
 
 An entry is a drawn batch of one of the six functions, on both packages: schedule, format, layout and dtype, cp 1 to 4.
-A line of it has the messages of one rank in one pass, or the digest of a result or a gradient.
+A line of it has the bytes that one rank exchanges with each peer in one pass, or the digest of a result or a gradient.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def played(package: Any, function: str, number: int, member: Any) -> list[str]:
     exchange = cp.comm.exchange
 
     def noted(sends: Any, recvs: Any) -> Any:
-        shown = [[(p.peer, p.tag, list(p.tensor.shape), str(p.tensor.dtype)) for p in some] for some in (sends, recvs)]
-        sent.append(f"sends {shown[0]} receives {shown[1]}")
+        sent.append(f"sends {bytes_by_peer(sends)} receives {bytes_by_peer(recvs)}")
         return exchange(sends, recvs)
 
     tensors, options = arguments(rng, function, plan, rows, draw)
@@ -136,6 +135,14 @@ def arguments(
     more = {"lse": 3 + torch.randn(lse_size[plan.problem.qkv_format], generator=draw).to(wide)}
     more |= {"indices": torch.randint(-1, 12, (*size, TOP_K), generator=draw, dtype=torch.int32)}
     return indexer | attended | more, {}
+
+
+def bytes_by_peer(parcels: Any) -> dict[int, int]:
+    """What travels, however it is cut into tensors."""
+    found: dict[int, int] = {}
+    for parcel in parcels:
+        found[parcel.peer] = found.get(parcel.peer, 0) + parcel.tensor.nbytes
+    return dict(sorted(found.items()))
 
 
 def digest(x: torch.Tensor) -> str:

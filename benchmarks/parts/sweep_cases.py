@@ -328,7 +328,7 @@ def _play(name: str, task: str, more: dict[str, Any]) -> dict[str, Any]:
     def one(member: Any) -> dict[str, Any]:
         contexts = {layout: cp_fast.ContextParallel(member, "all_gather", layout=layout) for layout in LAYOUTS}
         mine = ours.prepare(copy.deepcopy(model), contexts[LAYOUTS[0]])
-        head = edge_of(mine).head
+        head = edge_of(mine).task.head
         learns = head is not None and not isinstance(head, str)
         results: dict[str, Any] = {"learns": learns, "head": head, "first": _first_position(mine)}
         for kind, batch in rows.items():

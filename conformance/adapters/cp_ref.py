@@ -16,15 +16,16 @@ from cp_ref.schedules.areas import UNBOUNDED
 from cp_ref.schedules.problem import ScoreSpec
 
 __all__ = [
-    "ContextParallel", "Unsupported", "attention", "causal_conv1d", "index_loss", "linear_attention", "make_plan",
-    "merge", "position_ids", "select_keys", "shard", "sparse_attention", "supports", "thd", "tile", "tile_backward",
-    "unshard",
+    "ContextParallel", "Unsupported", "attention", "causal_conv1d", "compress_keys", "compressed_attention",
+    "index_loss", "linear_attention", "make_plan", "merge", "position_ids", "select_keys", "shard", "sparse_attention",
+    "supports", "thd", "tile", "tile_backward", "unshard",
 ]  # fmt: skip
 
 ContextParallel, Unsupported, supports = package.ContextParallel, package.Unsupported, package.supports
 attention, make_plan = package.attention, package.make_plan
 linear_attention, causal_conv1d = package.linear_attention, package.causal_conv1d
 sparse_attention, select_keys, index_loss = package.sparse_attention, package.select_keys, package.index_loss
+compress_keys, compressed_attention = package.compress_keys, package.compressed_attention
 shard, unshard, position_ids, thd = package.shard, package.unshard, package.position_ids, package.thd
 
 chooses_schedule = True

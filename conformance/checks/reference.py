@@ -25,6 +25,8 @@ from cp_ref.reference.linear.recurrence import dense_causal_conv1d, dense_linear
 from cp_ref.reference.simulator import RankScheduler
 from cp_ref.reference.sparse_oracle import (
     chosen_keys,
+    dense_compress_keys,
+    dense_compressed_attention,
     dense_index_loss,
     dense_index_scores,
     dense_select_keys,
@@ -42,6 +44,8 @@ __all__ = [
     "chosen_keys",
     "context_of",
     "dense_causal_conv1d",
+    "dense_compress_keys",
+    "dense_compressed_attention",
     "dense_index_loss",
     "dense_index_scores",
     "dense_linear_attention",

@@ -33,9 +33,11 @@ from conformance.problems.sparse_values import (
     NAMINGS,
     as_lse,
     chosen_pairs,
+    entry_rows,
     indexer_of,
     indices_of,
     misjudged,
+    own_entries,
     rough,
 )
 from conformance.problems.strategies import FEW_SIZES, OFTEN_EXACT, cases, named_areas, tables
@@ -116,6 +118,19 @@ dtype="float64"), use_plan=True), top_k=2)
         """Of all its values."""
         return self.case.seed
 
+    def keys_of_rank(self, x: torch.Tensor, rate: int | None, rank: int) -> torch.Tensor:
+        """A rank's slice of keys, or its entries of this rate."""
+        if rate is None:
+            return take_slice(self.case, x, "kv", rank)
+        return x[own_entries(self.case, rate, rank).to(x.device)]
+
+    def keys_of_all(self, parts: list[torch.Tensor], rate: int | None) -> torch.Tensor:
+        """The keys of all ranks, as `keys_of_rank` takes them."""
+        if rate is None:
+            return assemble(self.case, parts, "kv")
+        numbers = [own_entries(self.case, rate, rank).nonzero()[:, 0] for rank in range(self.cp_size)]
+        return torch.cat(parts)[torch.cat(numbers).argsort().to(parts[0].device)]
+
     def on_ranks(self, impl: Implementation, device: str, fn: Any) -> tuple[list[Any], list[str]]:
         """`fn(cp, plan, rank)` on every rank, and findings about ranks that raise."""
 
@@ -184,15 +199,26 @@ class IndexerCase(SparseCase):
     heads: int = 2
     d_index: int = 4
     scale: float | None = None
+    rate: int | None = None  # Of compressed keys.
 
     def given(self, device: str, *, whole: bool) -> Tensors:
         """The indexer's tensors, see `indexer_of`."""
-        return indexer_of(self.case, self.heads, self.d_index, whole=whole, draw=self.generator(), device=device)
+        how: dict[str, Any] = {"whole": whole, "draw": self.generator(), "device": device, "rate": self.rate}
+        return indexer_of(self.case, self.heads, self.d_index, **how)
 
     def slices(self, given: Tensors, rank: int) -> Tensors:
         """A rank's slices of them."""
-        sides = {"q_index": "q", "k_index": "kv", "weights": "q"}
-        return {name: take_slice(self.case, given[name], side, rank) for name, side in sides.items()}
+        q_index, weights = (take_slice(self.case, given[name], "q", rank) for name in ("q_index", "weights"))
+        return {
+            "q_index": q_index,
+            "k_index": self.keys_of_rank(given["k_index"], self.rate, rank),
+            "weights": weights,
+        }
+
+    @property
+    def of_rate(self) -> dict[str, Any]:
+        """The option that says that keys are compressed; nothing for tokens."""
+        return {} if self.rate is None else {"rate": self.rate}
 
 
 @dataclass(frozen=True)
@@ -222,12 +248,12 @@ class SelectKeys(IndexerCase):
             wrong = (packed_rows(self.case, got) != packed_rows(self.case, of_one)).any(-1)
             first = int(wrong.nonzero()[0])
             found = [f"{int(wrong.sum())} rows choose other keys than on one rank, the first one is row {first}"]
-        return found + misjudged(self.case, given, got, self.scale, whole=whole)
+        return found + misjudged(self.case, given, got, self.scale, whole=whole, rate=self.rate)
 
     def _play(self, impl: Implementation, device: str, given: Tensors) -> tuple[list[str], torch.Tensor]:
         def one(cp: Any, plan: Any, rank: int) -> torch.Tensor:
             mine = self.slices(given, rank)
-            got = impl.select_keys(**mine, cp=cp, plan=plan, top_k=self.top_k, scale=self.scale)
+            got = impl.select_keys(**mine, cp=cp, plan=plan, top_k=self.top_k, scale=self.scale, **self.of_rate)
             wanted = (*mine["weights"].shape[:-1], self.top_k)
             if wrong := shape_findings("select_keys", got, wanted, [torch.int32]):
                 raise AssertionError(wrong[0])
@@ -252,21 +278,28 @@ class IndexLoss(IndexerCase):
         """Findings about the loss and its gradients, against the definition."""
         case, problem = self.case, self.problem
         tensors = build(case, device)
-        indices = indices_of(case, self.naming, self.top_k, by_head=False, draw=self.generator()).to(device)
+        named: dict[str, Any] = {"by_head": False, "draw": self.generator(), "rate": self.rate}
+        indices = indices_of(case, self.naming, self.top_k, **named).to(device)
         given = self.given(device, whole=False)
-        q, k, v = (x.detach().nan_to_num() for x in (tensors.q, tensors.k, tensors.v))
-        _, lse = dense_sparse_attention(problem, q, k, v, indices, softmax_offset=tensors.softmax_offset)
+        keys = tensors.k, tensors.v
+        if self.rate is not None:  # entries, with the values of some tokens
+            keys = (*(packed_rows(case, x)[entry_rows(case, self.rate).last.to(device)] for x in keys),)
+        q, k, v = (x.detach().nan_to_num() for x in (tensors.q, *keys))
+        offset = {"softmax_offset": tensors.softmax_offset}
+        _, lse = dense_sparse_attention(problem, q, k, v, indices, **offset, rate=self.rate)
         lse, real = lse.to(tensors.dlse.dtype), tensors.real_q
         dloss = torch.randn(real.shape, generator=self.generator(), dtype=torch.float64)
-        blind = ~chosen_pairs(case, indices).any(dim=-1)[:1].t()  # Their loss is 0, and its gradient may be anything.
+        blind = (
+            ~chosen_pairs(case, indices, self.rate).any(dim=-1)[:1].t()
+        )  # Their loss is 0, and its gradient may be anything.
         dloss = dloss.to(device, wide_dtype(problem.dtype)).masked_fill(~real, torch.nan)
         dloss = in_format(case, packed_rows(case, dloss).masked_fill(blind[:, 0].to(device), torch.nan), dloss)
 
         def one(cp: Any, plan: Any, rank: int) -> Tensors:
             leaves = {name: x.requires_grad_() for name, x in self.slices(given, rank).items()}
-            of_q, of_k = take_slice(case, tensors.q, "q", rank), take_slice(case, tensors.k, "kv", rank)
+            of_q, of_k = take_slice(case, tensors.q, "q", rank), self.keys_of_rank(keys[0], self.rate, rank)
             others = take_slice(case, lse, "q", rank, lse=True), of_q, of_k, take_slice(case, indices, "q", rank)
-            loss = impl.index_loss(*leaves.values(), *others, cp=cp, plan=plan, scale=self.scale)
+            loss = impl.index_loss(*leaves.values(), *others, cp=cp, plan=plan, scale=self.scale, **self.of_rate)
             mine = take_slice(case, dloss, "q", rank)
             wrong = shape_findings("index_loss", loss, mine.shape, [mine.dtype])
             grads = () if wrong else torch.autograd.grad(loss, list(leaves.values()), mine)
@@ -280,18 +313,21 @@ class IndexLoss(IndexerCase):
         if found:
             return found
         exact = [given[n].double().nan_to_num().requires_grad_() for n in ("q_index", "k_index", "weights")]
-        loss = dense_index_loss(problem, exact[0], exact[1], exact[2], lse, q, k, indices, scale=self.scale)
+        loss = dense_index_loss(
+            problem, exact[0], exact[1], exact[2], lse, q, k, indices, scale=self.scale, rate=self.rate
+        )
         grads = (
             torch.autograd.grad(loss, exact, dloss.double().nan_to_num(), materialize_grads=True)
             if loss.requires_grad
             else [torch.zeros_like(x) for x in exact]
         )
-        names, sides = ("loss", "dq_index", "dk_index", "dweights"), ("q", "q", "kv", "q")
+        names = ("loss", "dq_index", "dk_index", "dweights")
         wanted: Tensors = dict(zip(names, (loss.detach(), *grads), strict=True))
-        results: Tensors = {
-            name: assemble(case, [values[name] for values in ranks], side)
-            for name, side in zip(names, sides, strict=True)
-        }
+        results: Tensors = {}
+        for name in names:
+            parts = [values[name] for values in ranks]
+            of_keys = name == "dk_index"
+            results[name] = self.keys_of_all(parts, self.rate) if of_keys else assemble(case, parts, "q")
         if problem.dtype not in ("float64", "float32"):
             return rough(problem.dtype, results, wanted)
         for name, got in results.items():

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from conformance.case import Case, dtype_of, wide_dtype
 from conformance.checks.budgets import Tensors
 from conformance.checks.reference import chosen_keys, dense_index_scores, dense_select_keys, documents_of
-from conformance.tensors import packed_rows, real_tokens
+from conformance.tensors import packed_rows, real_tokens, take_slice
 
-__all__ = ["NAMINGS", "as_lse", "chosen_pairs", "indexer_of", "indices_of", "misjudged", "rough"]
+__all__ = [
+    "NAMINGS",
+    "EntryRows",
+    "as_lse",
+    "chosen_pairs",
+    "entry_rows",
+    "indexer_of",
+    "indices_of",
+    "misjudged",
+    "own_entries",
+    "rough",
+]
 
 NAMINGS = ("mixed", "any", "visible", "shuffled", "twice", "beyond", "all", "nothing")
 """What indices name, "mixed" for rows of each kind: positions from -3 to beyond the document; visible keys, shuffled;
@@ -21,15 +33,43 @@ hidden ones too; two keys, again and again; what the document has not; all keys 
 # ---- tensors
 
 
-def indices_of(case: Case, naming: str, top_k: int, *, by_head: bool, draw: torch.Generator) -> torch.Tensor:
+class EntryRows(NamedTuple):
+    """The compressed keys of a batch, document after document, by the definition: no planner has a part in it."""
+
+    documents: torch.Tensor  # int64 [n]
+    numbers: torch.Tensor  # int64 [n]: of the window in its document
+    last: torch.Tensor  # int64 [n]: the packed row of the window's last token
+
+
+def entry_rows(case: Case, rate: int) -> EntryRows:
+    """The entries of windows of `rate` tokens; a window that is not full gives none."""
+    found = [
+        (n, w, start + (w + 1) * rate - 1)
+        for n, (s, start) in enumerate(zip(case.problem.sequences, case.problem.starts_q, strict=False))
+        for w in range(s.len_q // rate)
+    ]
+    return EntryRows(*torch.tensor(found, dtype=torch.int64).reshape(-1, 3).unbind(1))
+
+
+def own_entries(case: Case, rate: int, rank: int) -> torch.Tensor:
+    """The entries whose last token the rank has: bool [n]."""
+    rows, batch = torch.arange(1, case.rows("q") + 1), len(case.problem.sequences)  # 0: no row
+    if case.problem.qkv_format != "thd":
+        rows = rows.view(batch, -1) if case.problem.qkv_format == "bshd" else rows.view(batch, -1).t()
+    return torch.isin(entry_rows(case, rate).last + 1, take_slice(case, rows, "q", rank))
+
+
+def indices_of(
+    case: Case, naming: str, top_k: int, *, by_head: bool, draw: torch.Generator, rate: int | None = None
+) -> torch.Tensor:
     """Global indices of a case, in its format: [..., top_k], or [..., h_kv, top_k] by head. Padding and the tail name
     keys too, which nobody may read.
 
-    naming: one of `NAMINGS`.
+    naming: one of `NAMINGS`. rate: of compressed keys.
     """
     p, heads = case.problem, case.problem.heads_kv if by_head else 1
     found = torch.randint(0, 4, (case.rows("q"), heads, top_k), generator=draw, dtype=torch.int32)
-    for rows, _, visible in documents_of(p):
+    for rows, _, visible in documents_of(p, rate=rate):
         shape = (visible.shape[0], heads)
         kinds = dict(_named(visible, shape, top_k, draw))
         if naming != "mixed":
@@ -71,13 +111,16 @@ def _named(
     yield "nothing", between(-1, 0)
 
 
-def chosen_pairs(case: Case, indices: torch.Tensor) -> torch.Tensor:
-    """Which packed rows see which packed keys, of every query head: bool [h_q, rows of q, rows of kv]."""
+def chosen_pairs(case: Case, indices: torch.Tensor, rate: int | None = None) -> torch.Tensor:
+    """Which packed rows see which packed keys, of every query head: bool [h_q, rows of q, rows of kv]. With a rate the
+    keys are the entries.
+    """
     p, named = case.problem, packed_rows(case, indices)
     named = named if named.dim() == 3 else named[:, None].expand(-1, p.heads_kv, -1)
     named = named.repeat_interleave(p.heads_per_kv, dim=1)
-    found = torch.zeros(case.rows("q"), p.heads_q, case.rows("kv"), dtype=torch.bool)
-    for rows, keys, visible in documents_of(p):
+    count = case.rows("kv") if rate is None else len(entry_rows(case, rate).last)
+    found = torch.zeros(case.rows("q"), p.heads_q, count, dtype=torch.bool)
+    for rows, keys, visible in documents_of(p, rate=rate):
         found[rows, :, keys] = chosen_keys(named[rows].cpu(), visible)
     return found.transpose(0, 1)
 
@@ -89,13 +132,24 @@ def as_lse(case: Case, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return found.to(like.device, like.dtype).contiguous()
 
 
-def indexer_of(case: Case, heads: int, d_index: int, *, whole: bool, draw: torch.Generator, device: str) -> Tensors:
+def indexer_of(
+    case: Case,
+    heads: int,
+    d_index: int,
+    *,
+    whole: bool,
+    draw: torch.Generator,
+    device: str,
+    rate: int | None = None,
+) -> Tensors:
     """q_index, k_index and weights of the whole batch, NaN where there is no token.
 
-    whole: small integers, so that scores are exact, and many are equal.
+    whole: small integers, so that scores are exact, and many are equal. rate: k_index are entries of this rate.
     """
     low, wide = dtype_of(case.problem.dtype), wide_dtype(case.problem.dtype)
     real_q, real_kv = real_tokens(case, "q"), real_tokens(case, "kv")
+    if rate is not None:
+        real_kv = torch.ones(len(entry_rows(case, rate).last), dtype=torch.bool)
     shapes = {
         "q_index": (real_q, (heads, d_index)),
         "k_index": (real_kv, (d_index,)),
@@ -115,7 +169,9 @@ def indexer_of(case: Case, heads: int, d_index: int, *, whole: bool, draw: torch
 # ---- judging
 
 
-def misjudged(case: Case, given: Tensors, got: torch.Tensor, scale: float | None, *, whole: bool) -> list[str]:
+def misjudged(
+    case: Case, given: Tensors, got: torch.Tensor, scale: float | None, *, whole: bool, rate: int | None = None
+) -> list[str]:
     """Findings about the keys that an indexer chose: each visible, none twice, the best ones, best first, -1 behind the
     last.
 
@@ -125,19 +181,20 @@ def misjudged(case: Case, given: Tensors, got: torch.Tensor, scale: float | None
     p, top_k = case.problem, got.shape[-1]
     clean = {name: x.double().cpu().nan_to_num() for name, x in given.items()}
     if whole:
-        wanted = dense_select_keys(p, **clean, top_k=top_k, scale=scale)
+        wanted = dense_select_keys(p, **clean, top_k=top_k, scale=scale, rate=rate)
         wrong = (packed_rows(case, got.cpu()) != packed_rows(case, wanted)).any(-1)
         if not wrong.any():
             return []
         row = int(wrong.nonzero()[0])
         has, lacks = (packed_rows(case, x.cpu())[row].tolist() for x in (got, wanted))
         return [f"row {row} chooses {has}, but should {lacks}; {int(wrong.sum())} rows are wrong"]
-    q, k, w = (packed_rows(case, clean[name]) for name in ("q_index", "k_index", "weights"))
+    q, w = (packed_rows(case, clean[name]) for name in ("q_index", "weights"))
+    k = packed_rows(case, clean["k_index"]) if rate is None else clean["k_index"]
     rows_of = packed_rows(case, got.cpu()).long()
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     eps = 1e-12 if p.dtype == "float64" else 1e-5
     outside = torch.ones(len(rows_of), dtype=torch.bool)
-    for rows, keys, visible in documents_of(p):
+    for rows, keys, visible in documents_of(p, rate=rate):
         outside[rows] = False
         scores = dense_index_scores(q[rows], k[keys], w[rows], factor)
         named, count = rows_of[rows], visible.sum(1).clamp(max=top_k)

@@ -33,6 +33,9 @@ TileGradients(...), LinearAttention(...), CausalConv1d(...), SparseAttention(...
     sparse-probes       the same with counting inputs: which row saw which key, exactly
     sparse-selection    the keys that an indexer chooses
     sparse-loss         the loss that trains it, and its gradients
+    compressed-keys     keys that are made of windows of tokens, and their gradients
+    compressed          attention to tokens and to these, and its gradients; which row saw how many
+    compressed-selection, compressed-loss       the choice among them, and the loss that trains it
 """
 
 from __future__ import annotations
@@ -51,6 +54,14 @@ from conformance.checks.probes import check_probes
 from conformance.checks.values import check_budget, check_logic, check_pairs
 from conformance.implementation import LEVEL_MEMBER, Implementation
 from conformance.problems.capabilities import Capabilities, narrowed
+from conformance.problems.compressed import (
+    CompressedAttention,
+    CompressKeys,
+    compressed_attentions,
+    compressed_losses,
+    compressed_selections,
+    compressions,
+)
 from conformance.problems.covering import covering
 from conformance.problems.helpers import HELPERS, Helper, Malformed, helper_calls, malformed_calls
 from conformance.problems.known_bugs import KnownBug
@@ -209,6 +220,24 @@ TIERS = {
         ),
         _of_ranks("sparse-selection", "sparse", SelectKeys, "select_keys", selections),
         _of_ranks("sparse-loss", "sparse", IndexLoss, "index_loss", index_losses),
+        _of_ranks("compressed-keys", "sparse", CompressKeys, "compress_keys", compressions, needs=("compress_keys",)),
+        _of_ranks(
+            "compressed",
+            "sparse",
+            CompressedAttention,
+            "compressed_attention",
+            compressed_attentions,
+            needs=("compressed_attention",),
+        ),
+        _of_ranks(
+            "compressed-selection",
+            "sparse",
+            SelectKeys,
+            "select_keys",
+            compressed_selections,
+            needs=("compress_keys",),
+        ),
+        _of_ranks("compressed-loss", "sparse", IndexLoss, "index_loss", compressed_losses, needs=("compress_keys",)),
         _of_cases("plan", check_plan, needs=("make_plan", "shard", "unshard", "position_ids")),
         _of_cases("logic", check_logic, ("float64", "float32")),
         _of_cases("probes", check_probes),

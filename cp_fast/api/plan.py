@@ -13,9 +13,11 @@ from cp_fast.api.compiled_plan import CompiledPlan, compile_plan
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.compile.index_tables import check_row_numbers
 from cp_fast.compile.instruction_passes import low_precision_grads, may_have_low_precision
+from cp_fast.compile.program import Programs
 from cp_fast.compile.same_bits import same_bits
 from cp_fast.kernels.attention.backend_protocol import Backend
 from cp_fast.kernels.attention.choose_backend import EXECUTOR, KERNEL_FEATURES, choose, required
+from cp_fast.movers.mover_protocol import Rows
 from cp_fast.runtime.handles import OfThisProcess, forget, new_handle, outside_of_graphs
 from cp_fast.transport.memory_group import messages_for
 from cp_ref.batches.sharding import numbers
@@ -130,6 +132,16 @@ class Plan(OfThisProcess, plans.Plan):
     @torch.inference_mode(False)
     def _position_ids(self) -> torch.Tensor:
         return numbers(planned_positions(self.problem, self.rank), self.device)
+
+    @property
+    def exchanges(self) -> dict[str, Programs[Rows]]:
+        """What the layers that were called with this plan send and copy, by the name of the exchange: a program that
+        gathers rows, and one that gives results for them back. Printed, one line an instruction.
+        """
+        made = [
+            (name, exchange) for tables in self.compiled.tables.values() for name, exchange in tables.exchanges.items()
+        ]
+        return {name: exchange.programs for name, exchange in made}
 
     @implements(plans.update)
     @torch.inference_mode(False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -11,9 +11,7 @@ from typing import Literal, NamedTuple
 from cp_fast.compile.index_tables import RowKey, Tables
 from cp_fast.compile.program import OWN, Accumulate, BufferSpec, Copy, Heads, Program, Role, Send, View
 from cp_fast.tiles.row_spans import Placement, SpanSets, by_start, shared_out
-from cp_fast.tiles.tile_groups import TileGroups
-from cp_ref.schedules.problem import Workload
-from cp_ref.schedules.schedule import RESULTS, Message, RankSchedule, side_of
+from cp_ref.schedules.schedule import Message, RankSchedule
 from cp_ref.schedules.table import Column, Spans
 
 __all__ = [
@@ -24,6 +22,7 @@ __all__ = [
     "LoweringInputs",
     "MessagePart",
     "Operands",
+    "Partial",
     "Sums",
     "in_order",
     "message_parts",
@@ -147,8 +146,12 @@ class Operands:
     def gather(self, kind: str, heads: Heads, parts: Sequence[Spans], step: int) -> tuple[Held, list[Copy[RowKey]]]:
         """A new buffer with all of these rows in the order of the global rows, and the copies that fill it."""
         together = self.sets.joined(list(parts)).merged()
-        rows = self.sets.packed(self.sets.of(together.start, together.stop))
-        made = self.new(f"step {step}: {kind} {heads[0]}:{heads[1]} gathered", kind, heads, rows, together.total)
+        return self.in_order(kind, heads, self.sets.of(together.start, together.stop), step)
+
+    def in_order(self, kind: str, heads: Heads, spans: Spans, step: int) -> tuple[Held, list[Copy[RowKey]]]:
+        """A new buffer with these rows, span after span, and the copies that fill it."""
+        rows = self.sets.packed(spans)
+        made = self.new(f"step {step}: {kind} {heads[0]}:{heads[1]} gathered", kind, heads, rows, spans.total)
         copies: list[Copy[RowKey]] = []
         for part in split(heads, (edge for held in self.held if held.kind == kind for edge in held.heads)):
             shares, rest = shared_out(rows, ((held, held.rows) for held in self.held if held.has(kind, part)))
@@ -243,13 +246,13 @@ class Sums:
         """
         found: list[tuple[list[Copy[RowKey]], list[Send[RowKey]]]] = []
         self._edges = edges
-        self.local = {kind: {} for kind in RESULTS}
-        self.outgoing = {kind: [] for kind in RESULTS}
+        self.local = {kind: {} for kind in self.own}
+        self.outgoing = {kind: [] for kind in self.own}
         for step, parts_of_step in enumerate(steps):
             copies, sends = list[Copy[RowKey]](), list[Send[RowKey]]()
             together: dict[tuple[str, Heads, bool], list[MessagePart]] = {}
             for part in parts_of_step:
-                if part.kind in RESULTS:
+                if part.kind in self.own:
                     together.setdefault((part.kind, part.heads, part.complete), []).append(part)
             for (kind, heads, complete), group in together.items():
                 spans = self.sets.joined([p.spans for p in group])
@@ -312,21 +315,26 @@ class Sums:
 # ---- The state
 
 
-class LoweringInputs(NamedTuple):
-    """The inputs of lowering, for both programs."""
+class Partial(NamedTuple):
+    """A partial result: its buffer, the heads, and the global rows."""
 
-    work: Workload
-    rank: int
-    groups: TileGroups
+    buffer: int
+    heads: Heads
+    rows: Placement
+
+
+class LoweringInputs(NamedTuple):
+    """The inputs of lowering, for both programs.
+
+    Attributes:
+        kinds: how many heads there are of each kind of rows, and where the rank's own rows lie in its tensors.
+        sink: whether the softmax has a sink.
+    """
+
     tables: Tables
     sets: SpanSets
-    own: dict[str, Placement]
-    sink: bool
-
-    def side(self, kind: str) -> tuple[int, Placement]:
-        """All heads and the own rows of a kind."""
-        side = side_of(kind)
-        return (self.work.heads_kv if side == "kv" else self.work.heads_q), self.own[side]
+    kinds: Mapping[str, tuple[int, Placement]]
+    sink: bool = False
 
 
 @dataclass
@@ -335,8 +343,10 @@ class Lowering:
 
     Attributes:
         kinds: the operands of its launches.
+        results: the kinds of messages that are summed, or complete. All others are operands, whatever they are called.
         sent, received: in a backward pass, the complete outs of the forward pass. Both ends have these and their lse,
             so they are not sent again with the gradient.
+        own: the numbers of the rank's own buffers, by kind, from 0 on.
     """
 
     shared: LoweringInputs
@@ -345,19 +355,20 @@ class Lowering:
     results: Sequence[str]
     sent: Sequence[MessagePart] = ()
     received: Sequence[MessagePart] = ()
+    own: Mapping[str, int] = field(default_factory=lambda: OWN)
     buffers: Buffers = field(default_factory=Buffers)
 
     def __post_init__(self) -> None:
         shared, made = self.shared, list[Held]()
-        for kind, number in OWN.items():
-            heads, rows = shared.side(kind)
+        for kind, number in self.own.items():
+            heads, rows = shared.kinds[kind]
             own_number = self.buffers.new(f"own {kind}", kind, (0, heads), None, "own")
             assert own_number == number
             if kind in self.kinds:
                 made.append(Held(number, kind, (0, heads), rows))
         self.operands = Operands(self.buffers, shared.tables, shared.sets)
-        self.operands.held = made[:2] if self.direction == "forward" else made[2:]
-        own = {kind: shared.side(kind)[1] for kind in RESULTS}
+        self.operands.held = made[2:] if self.direction == "backward" else made
+        own = {kind: shared.kinds[kind][1] for kind in self.results}
         self.sums = Sums(self.buffers, shared.tables, shared.sets, own, shared.sink)
         self.stacked: dict[str, list[tuple[int, RowKey, tuple[int, ...]]]] = {kind: [] for kind in self.results}
         self.own_results: dict[str, int] = {}

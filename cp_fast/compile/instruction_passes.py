@@ -32,6 +32,7 @@ from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.table import Spans, runs, starts_of
 
 __all__ = [
+    "PIECES",
     "accumulate_late",
     "copy_early",
     "free_early",
@@ -150,11 +151,13 @@ class _Moving:
 # message form a few pieces there, the message is received into them, and the copy is dropped.
 
 
-_MOST = 4  # Pieces of a message: each is a separate copy, and more cost the host more than one kernel for all of them.
+PIECES = 4  # of a message: each is a separate copy, and more cost the host more than one kernel for all of them
 
 
-def recv_in_place(program: Program[RowKey], tables: Tables, kept: Sequence[int]) -> Program[RowKey]:
-    """Receive such messages in place. `kept`: buffers that are needed after the program."""
+def recv_in_place(program: Program[RowKey], tables: Tables, kept: Sequence[int], most: int = PIECES) -> Program[RowKey]:
+    """Receive such messages in place, if they form at most so many pieces. `kept`: buffers that are needed after the
+    program.
+    """
     found = list(program.instructions)
     times = Counter(number for one in found for number in reads(one))
     received = dict.fromkeys(one.buffer for one in found if isinstance(one, Recv) and one.part is None)
@@ -164,7 +167,7 @@ def recv_in_place(program: Program[RowKey], tables: Tables, kept: Sequence[int])
             continue
         copy = copies[0]
         recvs = [one for one in found if isinstance(one, Recv) and one.buffer == number]
-        pieces = _pieces(program, copy, [recv.size for recv in recvs], tables)
+        pieces = _pieces(program, copy, [recv.size for recv in recvs], tables, most)
         at, posted = (next(n for n, one in enumerate(found) if one is wanted) for wanted in (copy, recvs[0]))
         if pieces is None or _is_written(program, found[:at], copy, recvs[0].step) or at < posted:
             continue
@@ -193,7 +196,7 @@ def _is_written(program: Program[RowKey], before: Sequence[Instruction[RowKey]],
 
 
 def _pieces(
-    program: Program[RowKey], copy: Copy[RowKey], sizes: Sequence[int], tables: Tables
+    program: Program[RowKey], copy: Copy[RowKey], sizes: Sequence[int], tables: Tables, most: int
 ) -> list[tuple[slice, ...]] | None:
     """The target rows of each message, for consecutive messages of these sizes that one copy moves. None if there are
     too many pieces, or if the copy moves only some rows or heads.
@@ -205,7 +208,7 @@ def _pieces(
     if copy.source.rows != slice(0, sum(sizes)) or copy.target.rows is None:
         return None
     spans = tables.spans(copy.target.rows)
-    if len(spans) > _MOST * len(sizes):
+    if len(spans) > most * len(sizes):
         return None
     part, spans = spans.cut(starts_of(sizes)[:-1])
     begin, size = runs((part[1:] != part[:-1]) | (spans.start[1:] != spans.stop[:-1]), len(part))  # Not touching.
@@ -213,7 +216,7 @@ def _pieces(
     found: list[list[slice]] = [[] for _ in sizes]
     for n, start, stop in zip(*(column.tolist() for column in edges), strict=True):
         found[n].append(slice(start, stop))
-    return [tuple(pieces) for pieces in found] if all(0 < len(pieces) <= _MOST for pieces in found) else None
+    return [tuple(pieces) for pieces in found] if all(0 < len(pieces) <= most for pieces in found) else None
 
 
 # ---- write_in_place
@@ -319,7 +322,8 @@ def copy_early(program: Program[RowKey]) -> Program[RowKey]:
 
 def free_early(program: Program[R], kept: Collection[int]) -> Program[R]:
     """Add the frees. `kept`: buffers that are needed after the program."""
-    keep = {*kept, *(number for number, spec in enumerate(program.buffers) if spec.role in ("own", "result"))}
+    keep = {*kept, *program.results.values()}
+    keep |= {number for number, spec in enumerate(program.buffers) if spec.role in ("own", "result")}
     after: dict[int, list[int]] = {}
     for place, one in reversed(list(enumerate(program.instructions))):
         for number in (*reads(one), *writes(one)):

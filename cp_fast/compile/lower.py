@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from cp_fast.compile.buffers import Held, Lowering, LoweringInputs, MessagePart, message_parts
+from cp_fast.compile.buffers import Held, Lowering, LoweringInputs, MessagePart, Partial, message_parts
 from cp_fast.compile.index_tables import RowKey, Tables, one_range
 from cp_fast.compile.program import (
     OWN,
@@ -31,7 +31,7 @@ from cp_fast.tiles.row_spans import Placement, SpanSets
 from cp_fast.tiles.segments import WindowRule
 from cp_fast.tiles.tile_groups import LaunchRows, TileGroup, TileGroups
 from cp_ref.schedules.problem import Workload
-from cp_ref.schedules.schedule import OPERANDS, RESULTS, Message, RankSchedule
+from cp_ref.schedules.schedule import RESULTS, Message, RankSchedule, side_of
 from cp_ref.schedules.table import Spans
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "lower",
     "lower_messages",
     "lower_tiles",
+    "program_of",
 ]
 
 Instructions = list[Instruction[RowKey]]
@@ -65,7 +66,7 @@ def lower_messages(
     posted += received
     accumulates: list[Accumulate[RowKey]] = []
     for one in recvs:
-        if one.kind in RESULTS and not one.complete:
+        if one.kind in state.results and not one.complete:
             name = f"step {number}: {one.kind} {one.heads[0]}:{one.heads[1]} from {one.peer}"
             made = state.buffers.new(name, one.kind, one.heads, one.spans.total, "partial", dtype="wide")
             posted.append(Recv(number, one.peer, one.tag, made, one.spans.total))
@@ -78,7 +79,7 @@ def _sends(
     state: Lowering, number: int, parts: Sequence[MessagePart], groups: Sequence[TileGroup]
 ) -> tuple[Instructions, Instructions]:
     """The copies that assemble operands before the sends, and the sends."""
-    wanted = list(_operands(parts, state.received))
+    wanted = list(_operands(parts, state.results, state.received))
     packed: Instructions = []
     views: list[tuple[MessagePart, View[RowKey]]] = []
     for one in wanted:
@@ -117,7 +118,7 @@ def _stacked_sends(
 def _recvs(state: Lowering, number: int, parts: Sequence[MessagePart]) -> tuple[list[Held], Instructions]:
     """The receives of a step's operands, and the buffers available from the next step on."""
     together: dict[tuple[str, Heads], list[MessagePart]] = {}
-    for one in _operands(parts, state.sent):
+    for one in _operands(parts, state.results, state.sent):
         together.setdefault((one.kind, one.heads), []).append(one)
     arriving: list[Held] = []
     recvs: Instructions = []
@@ -159,10 +160,14 @@ def _complete(state: Lowering, number: int, parts: Sequence[MessagePart]) -> Ins
     return recvs
 
 
-def _operands(parts: Sequence[MessagePart], outs: Sequence[MessagePart]) -> Iterator[MessagePart]:
-    """The operands among the messages of a step. Out and lse go with a gradient, unless `outs` already has them."""
+def _operands(
+    parts: Sequence[MessagePart], results: Sequence[str], outs: Sequence[MessagePart]
+) -> Iterator[MessagePart]:
+    """The operands among the messages of a step: all but results. Out and lse go with a gradient, unless `outs` already
+    has them.
+    """
     for one in parts:
-        if one.kind in OPERANDS:
+        if one.kind not in results:
             yield one
         if one.kind == "do" and not any(out.peer == one.peer and out.has(one) for out in outs):
             yield one._replace(kind="res", tag=one.tag + 4)
@@ -184,7 +189,7 @@ def _with_the_same_rows(views: list[tuple[MessagePart, View[RowKey]]]) -> list[l
 # The launches of a step's tiles, the copies before them, and the destinations of their results.
 
 
-def lower_tiles(state: Lowering, number: int, group: TileGroup) -> list[Instruction[RowKey]]:
+def lower_tiles(state: Lowering, groups: TileGroups, number: int, group: TileGroup) -> list[Instruction[RowKey]]:
     """The launches of a step's tiles of the same heads, the copies before them, and the destinations of their
     results.
     """
@@ -199,15 +204,15 @@ def lower_tiles(state: Lowering, number: int, group: TileGroup) -> list[Instruct
         by_kind.append([one for one in held if one is not None])
     launches = list(zip(group.launches, zip(*by_kind, strict=True), strict=True))
     if state.direction == "forward" and group.sharing is not None:
-        shared = _sharing(state, group)
+        shared = _sharing(state, groups, group)
         if 0 < len(shared) < len(launches) or (shared and not all(_lie_together(*one) for one in launches)):
             launches = shared
     for launch, of_launch in launches:
-        found += _launch(state, number, group, launch, of_launch)
+        found += _launch(state, groups, number, group, launch, of_launch)
     return found
 
 
-def _sharing(state: Lowering, group: TileGroup) -> list[tuple[LaunchRows, tuple[Held, ...]]]:
+def _sharing(state: Lowering, groups: TileGroups, group: TileGroup) -> list[tuple[LaunchRows, tuple[Held, ...]]]:
     """The launches of a group that have common keys, and their buffers. None of them where rows do not lie together."""
     held: list[Held] = []
     for kind in state.kinds:
@@ -216,7 +221,7 @@ def _sharing(state: Lowering, group: TileGroup) -> list[tuple[LaunchRows, tuple[
         if one is None:
             return []
         held.append(one)
-    launches = state.shared.groups.sharing(group, held[0].rows, held[1].rows)
+    launches = groups.sharing(group, held[0].rows, held[1].rows)
     return [(launch, tuple(held)) for launch in launches or ()]
 
 
@@ -227,11 +232,11 @@ def _lie_together(launch: LaunchRows, held: tuple[Held, ...]) -> bool:
 
 
 def _launch(
-    state: Lowering, number: int, group: TileGroup, launch: LaunchRows, held: tuple[Held, ...]
+    state: Lowering, groups: TileGroups, number: int, group: TileGroup, launch: LaunchRows, held: tuple[Held, ...]
 ) -> Iterator[Instruction[RowKey]]:
     heads, kv_heads, packed = group.heads, group.kv_heads, state.shared.sets.packed
     if launch.batch.places is None:
-        launch = state.shared.groups.in_buffer_order(launch, held[1].rows)
+        launch = groups.in_buffer_order(launch, held[1].rows)
     at, rows_q = launch.apart or (packed(launch.q), launch.q)
     if launch.apart is None:
         operands = [state.operands.view(one, launch.q, heads) for one in held]
@@ -271,15 +276,15 @@ def add_sink(state: Lowering, total: int, rows: RowKey | None, step: int) -> Ins
     spec = state.buffers.specs[total]
     if not state.shared.sink or spec.kind != "out":
         return []
-    return [Accumulate(step, View(OWN["sink"], None, spec.heads), View(total, rows, spec.all_heads))]
+    return [Accumulate(step, View(OWN["sink"], None, spec.heads), View(total, rows, spec.all_heads), of_sink=True)]
 
 
 def local_results(state: Lowering, kind: str, step: int) -> Instructions:
     """The rank's own results, from its local sums: one of all heads is the result."""
     shared, sums = state.shared, state.sums.local[kind]
-    heads = (0, shared.side(kind)[0])
-    own = shared.work.ownership.q.of(shared.rank)
-    rows = shared.tables.rows(own.row, own.stop - own.start)
+    count, own = shared.kinds[kind]
+    heads = (0, count)
+    rows = shared.tables.rows(own.row, own.spans.size) if shared.sink and kind == "out" else None
     result = state.own_results[kind] = state.buffers.new(f"own {kind} result", kind, heads, None, "result")
     to_result = [Copy(step, state.buffers.whole(sums[heads]), state.buffers.whole(result))] if heads in sums else []
     if len(sums) == 1 and to_result and not state.stacked[kind]:
@@ -328,7 +333,7 @@ def lower(
     skipped: Mapping[str, str] | None = None,
     shares_keys: int = 0,
 ) -> Draft:
-    """Lower one rank's schedule of both passes.
+    """Lower one rank's schedule of attention, both passes.
 
     Args:
         forward, backward: the rank's part of a schedule of this workload.
@@ -347,18 +352,20 @@ def lower(
     own = {side: work.ownership.side(side).of(rank) for side in ("q", "kv")}
     own_q = Placement.of(own["q"])
     own_kv = own_q if work.ownership.kv is work.ownership.q else Placement.of(own["kv"])
-    shared = LoweringInputs(work, rank, groups, tables, sets, {"q": own_q, "kv": own_kv}, sink)
+    of_q, of_kv = (work.heads_q, own_q), (work.heads_kv, own_kv)
+    kinds = {kind: of_kv if side_of(kind) == "kv" else of_q for kind in (*OWN, *RESULTS)}
+    shared = LoweringInputs(tables, sets, kinds, sink)
     sent, received = (
         _parts_of_messages([m for step in forward for m in getattr(step, name) if m.kind == "out" and m.complete], sets)
         for name in ("sends", "recvs")
     )
     first = Lowering(shared, "forward", ("q", "kv"), ("out",))
-    forward_program = _program_of(first, forward)
+    forward_program = program_of(first, forward, groups)
     second = Lowering(shared, "backward", ("q", "kv", "do", "res"), ("dq", "dkv"), sent, received)
     kept = [held for held in first.operands.held if held.number < len(OWN) or held.kind in saved]
     pairs = [(held.number, second.keep(held, forward_program)) for held in kept]
     pairs += [(o.message, second.keep_out(o.heads, o.rows)) for o in first.sums.outgoing["out"] if o.complete]
-    backward_program = _program_of(second, backward)
+    backward_program = program_of(second, backward, groups)
     read = {number for one in backward_program.instructions for number in reads(one)}
     return Draft(
         Programs(
@@ -372,13 +379,25 @@ def lower(
     )
 
 
-def _program_of(state: Lowering, steps: RankSchedule) -> Program[RowKey]:
-    """All steps of one direction."""
-    sets = state.shared.sets
+def program_of(
+    state: Lowering, steps: RankSchedule, tiles: TileGroups | None = None, given: Mapping[str, Partial] | None = None
+) -> Program[RowKey]:
+    """All steps of one direction.
+
+    Args:
+        tiles: makes the launches of a step's tiles; None for messages alone.
+        given: partial results that are there at the beginning, by kind.
+    """
+    sets, given = state.shared.sets, given or {}
     messages = [(_parts_of_messages(step.sends, sets), _parts_of_messages(step.recvs, sets)) for step in steps]
-    groups = [state.shared.groups.of(step.tiles) for step in steps]
-    announced = state.sums.announce([sends for sends, _ in messages], _head_edges(messages, groups))
+    groups = [[] if tiles is None else list(tiles.of(step.tiles)) for step in steps]
+    edges = _head_edges(state.results, messages, groups)
+    for kind, partial in given.items():
+        edges[kind].update(partial.heads)
+    announced = state.sums.announce([sends for sends, _ in messages], edges)
     found: list[Instruction[RowKey]] = []
+    for kind, (number, heads, rows) in given.items():
+        found += [replace(one, step=0) for one in state.sums.accumulates(number, kind, heads, rows, -1)]
     for n, (of_step, computed) in enumerate(zip(messages, groups, strict=True)):
         to_messages, sends = announced[n]
         for copy in to_messages:
@@ -387,8 +406,9 @@ def _program_of(state: Lowering, steps: RankSchedule) -> Program[RowKey]:
             found.append(copy)
         packed, posted, arriving, accumulates = lower_messages(state, n, *of_step, computed)
         found += [*packed, *sends, *posted]
-        for group in computed:
-            found += lower_tiles(state, n, group)
+        if tiles is not None:
+            for group in computed:
+                found += lower_tiles(state, tiles, n, group)
         if n == len(steps) - 1:  # finished sums are converted while the last messages travel
             late = {state.buffers.specs[one.target.buffer].kind for one in accumulates}
             found += chain.from_iterable(local_results(state, kind, n) for kind in state.results if kind not in late)
@@ -409,14 +429,14 @@ def _parts_of_messages(messages: Sequence[Message], sets: SpanSets) -> list[Mess
 
 
 def _head_edges(
-    messages: Sequence[Sequence[list[MessagePart]]], groups: Sequence[Sequence[TileGroup]]
+    results: Sequence[str], messages: Sequence[Sequence[list[MessagePart]]], groups: Sequence[Sequence[TileGroup]]
 ) -> dict[str, set[int]]:
     """The head numbers at which local sums are cut, by kind of result."""
-    edges: dict[str, set[int]] = {kind: set() for kind in RESULTS}
+    edges: dict[str, set[int]] = {kind: set() for kind in results}
     for group in chain.from_iterable(groups):
-        edges["out"].update(group.heads)
-        edges["dkv"].update(group.kv_heads)
+        for kind in results:
+            edges[kind].update(group.kv_heads if side_of(kind) == "kv" else group.heads)
     for part in chain.from_iterable(chain.from_iterable(messages)):
-        if part.kind in RESULTS and not part.complete:
-            edges["dkv" if part.kind == "dkv" else "out"].update(part.heads)
-    return edges | {"dq": edges["out"]}
+        if part.kind in edges and not part.complete:
+            edges[part.kind].update(part.heads)
+    return edges

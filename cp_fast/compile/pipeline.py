@@ -14,6 +14,7 @@ import torch
 from cp_fast.compile.chosen_schedule import Schedules, choose_head_chunks, chosen_rank_schedule
 from cp_fast.compile.index_tables import RowKey, Uploaded
 from cp_fast.compile.instruction_passes import (
+    PIECES,
     accumulate_late,
     copy_early,
     free_early,
@@ -112,12 +113,13 @@ def compiled(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None = 
     return optimized(lowered(packing, rank, steps, saved_kinds(problem), shares_keys=_TILE), writes_rows=True)
 
 
-def optimized(draft: Draft, *, in_place: bool = False, writes_rows: bool = False) -> Draft:
+def optimized(draft: Draft, *, in_place: bool = False, writes_rows: bool = False, most_pieces: int = PIECES) -> Draft:
     """The draft after the passes on instructions.
 
     Args:
         in_place: whether the plan is updated in place: then its buffers and messages keep their places.
         writes_rows: see `Backend.writes_rows`.
+        most_pieces: of a message that is received in place.
     """
     programs = draft.programs
     off = {**programs.skipped, **skipped(in_place=in_place)}
@@ -127,7 +129,7 @@ def optimized(draft: Draft, *, in_place: bool = False, writes_rows: bool = False
     def improved(one: Program[RowKey], kept: list[int]) -> Program[RowKey]:
         one = one if "write_in_place" in off else write_in_place(one, draft.tables)
         one = one if "accumulate_late" in off else accumulate_late(one)
-        one = one if "recv_in_place" in off else recv_in_place(one, draft.tables, kept)
+        one = one if "recv_in_place" in off else recv_in_place(one, draft.tables, kept, most_pieces)
         one = one if "copy_early" in off else copy_early(one)
         return one if "free_early" in off else free_early(one, kept)
 

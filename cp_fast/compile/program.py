@@ -179,17 +179,13 @@ class Launch(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Accumulate(Generic[R]):
-    """Accumulate a view of a partial result, or the sink, into a view of a sum."""
+    """Accumulate a view of a partial result into a view of a sum. `of_sink`: it accumulates the sink."""
 
     step: int
     source: View[R]
     target: View[R]
     made_by: str = "lower"
-
-    @property
-    def of_sink(self) -> bool:
-        """Whether it accumulates the sink."""
-        return self.source.buffer == OWN["sink"]
+    of_sink: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +274,7 @@ class Program(Generic[R]):
     """The work of one rank in one direction: instructions on numbered buffers.
 
     Attributes:
-        direction: "forward" or "backward".
+        direction: "forward" or "backward"; of the exchange of a layer what it does, and with which rows.
         steps: how many steps the schedule has.
         buffers: by number.
         instructions: in the order in which they run.

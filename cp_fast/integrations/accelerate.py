@@ -26,7 +26,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.image_models import has_images
 from cp_fast.integrations.hugging_face.model_batches import FLAT, positions_said
-from cp_fast.integrations.hugging_face.model_edge import ModelCall, edge_of, with_output
+from cp_fast.integrations.hugging_face.model_call import ModelCall
+from cp_fast.integrations.hugging_face.model_edge import edge_of
+from cp_fast.integrations.hugging_face.model_task import with_output
 from cp_fast.integrations.hugging_face.router_losses import routing_asked_for
 from cp_fast.integrations.hugging_face.token_mixers import refuse_adapters
 from cp_fast.integrations.shared.own_numbers import own_numbers
@@ -39,7 +41,7 @@ from cp_fast.integrations.shared.unnamed_buffers import (
     said_by,
 )
 from cp_fast.integrations.token_batches import CpBatch, shard_tokens
-from cp_fast.integrations.transformers import NAME, prepare
+from cp_fast.integrations.transformers import NAME, attention_layers, prepare
 from cp_ref.groups.agreement import agreed, merged
 from cp_ref.groups.collectives import all_reduce_sum
 from cp_ref.schedules.values import kind_of
@@ -166,9 +168,8 @@ class _Switch:
             )
         before = getattr(getattr(model, "config", None), "_attn_implementation", None)
         prepare(model, self.cp)
-        for layer in model.modules():
-            if "_cp_fast_causal" in layer.__dict__:
-                layer.register_forward_pre_hook(_refuse_outside, with_kwargs=True)
+        for layer in attention_layers(model):
+            layer.register_forward_pre_hook(_refuse_outside, with_kwargs=True)
         self.models[model] = "sdpa" if before == NAME else before
         self.waiting.append(model)
         model.set_attn_implementation(self.models[model])
@@ -187,7 +188,7 @@ class _Switch:
         count = merged(self.cp, "a count of labels", lambda: _read_call(model, batch, given), sum)
         labels, targets = given.get("labels"), given.get("shift_labels")
         if labels is not None:
-            if targets is None and edge_of(model).labels_head(type(model).__name__).shifts:
+            if targets is None and edge_of(model).task.labels_head(type(model).__name__).shifts:
                 given["shift_labels"] = targets = self._shifted(batch, labels)
                 count = int(all_reduce_sum(self.cp.comm, (targets != -100).sum()))
             said = given.get("num_items_in_batch")
@@ -210,7 +211,7 @@ class _Switch:
             return out
         call, evaluated = given.get("cp_batch"), not torch.is_grad_enabled()
         if evaluated:
-            self.evaluated = None if edge_of(model).pools else self.batch
+            self.evaluated = None if edge_of(model).task.pools else self.batch
         loss = out.get("loss") if isinstance(out, Mapping) else out[0]
         if loss is None or loss.dim():
             return out
@@ -381,7 +382,7 @@ def _read_call(model: Any, batch: _Batch, given: dict[str, Any]) -> int:
         if given.get("shift_labels") is not None:
             raise NotImplementedError(f"{name} {_OWN_LOSS}")
         return 0
-    if not edge_of(model).labels_head(name).shifts:
+    if not edge_of(model).task.labels_head(name).shifts:
         given.pop("shift_labels", None)  # which Trainer makes for every model
     return int((given.get("shift_labels", given["labels"]) != -100).sum())
 

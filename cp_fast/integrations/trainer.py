@@ -98,9 +98,9 @@ class ContextParallelMixin(_Trainer):
         prepare(self.model, cp)
         if _is_of_trl(type(self)):
             routing_asked_for(_ROUTED_BY_TRL, {}, self.model.config)
-        self._pools = edge_of(self.model).pools
+        self._pools = edge_of(self.model).task.pools
         if not self._pools:
-            edge_of(self.model).labels_head(type(self.model).__name__)
+            edge_of(self.model).task.labels_head(type(self.model).__name__)
         elif not _is_of_trl(type(self)):
             raise NotImplementedError(
                 f"{type(self.model).__name__} has labels of whole sequences, whose loss Trainer would take for a "

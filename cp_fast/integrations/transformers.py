@@ -12,15 +12,16 @@ The sequences of a batch reach every layer as the keyword `cp_batch`, which mode
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.integrations.hugging_face.attention_dropout import dropout_of_layer, number_layers
+from cp_fast.integrations.hugging_face.attention_dropout import dropout_of_layer
 from cp_fast.integrations.hugging_face.built_masks import Said, Sides, refuse_own_mask, sides_of
+from cp_fast.integrations.hugging_face.called_layers import note_call, note_layers
 from cp_fast.integrations.hugging_face.chosen_keys import (
     INDEXED,
     SequencesToChoose,
@@ -33,15 +34,10 @@ from cp_fast.integrations.hugging_face.handed_on import handing_on
 from cp_fast.integrations.hugging_face.image_models import is_whole, mark_whole, vision_parts
 from cp_fast.integrations.hugging_face.linear_mixers import linear_mixers, put_over_ranks, take_back
 from cp_fast.integrations.hugging_face.model_batches import shard_batch
-from cp_fast.integrations.hugging_face.model_edge import (
-    SILENT,
-    Edge,
-    ModelCall,
-    mark_layers,
-    put_around,
-    sequences_of,
-    take_off,
-)
+from cp_fast.integrations.hugging_face.model_call import SILENT, ModelCall, sequences_of
+from cp_fast.integrations.hugging_face.model_edge import Edge, put_around, take_off
+from cp_fast.integrations.hugging_face.model_task import Task
+from cp_fast.integrations.hugging_face.module_states import put_state, state_of
 from cp_fast.integrations.hugging_face.pooled_head import pooling_of
 from cp_fast.integrations.hugging_face.query_scales import give_positions, take_positions
 from cp_fast.integrations.hugging_face.router_losses import routing_asked_for, routing_of
@@ -72,6 +68,40 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 _UNSAID = object()
 _POOLED = "{}'s labels are one for each sequence"
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """A layer's attention, as `prepare` has seen it.
+
+    Attributes:
+        said: the layer's own account.
+        sides: what its queries see of their sequences.
+        number: of the layer, by which its seed of dropout differs from others'.
+    """
+
+    said: Said
+    sides: Sides
+    number: int
+
+    def sides_now(self, said: Said, name: str) -> Sides:
+        """What the queries of a call see. said: the layer's account of it; name: of the layer, for the error."""
+        if said == self.said:
+            return self.sides
+        if said.causal != self.said.causal:
+            before = self.said.causal
+            raise ValueError(f"{name} is called with is_causal={said.causal}; when it was prepared it was {before}")
+        if not said.causal:
+            raise ValueError(
+                f"{name} is called with a window of {said.size}; when it was prepared it was {self.said.size}: call "
+                "prepare again"
+            )
+        return said.sides
+
+
+def attention_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The layers of a prepared model whose attention is over ranks."""
+    return (module for module in model.modules() if state_of(module, _Attention) is not None)
 
 
 def prepare(model: Model, cp: ContextParallel) -> Model:
@@ -134,8 +164,8 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
                 found |= {"spans": spans_of(model, seen), "transform": transform_of(model, seen)}
             if isinstance(head, Head):
                 found["routing"] = routing_of(model, seen)
-            edge = Edge(cp, head, seen.numbering, takes_cache(model), **found)
-            routing_asked_for(edge.routing, {}, config)
+            task = Task(head, **found)
+            routing_asked_for(task.routing, {}, config)
     except BaseException as error:
         switch(before)
         take_back(model)
@@ -146,12 +176,10 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
                 f"{type(model).__name__} does not run with cp_fast's attention: {error}"
             ) from error
         raise
-    for module, said in seen.callers.items():
-        module.__dict__["_cp_fast_causal"] = said.causal
-        module.__dict__["_cp_fast_sides"] = said, seen.sides.get(module, said.sides)
-    number_layers(seen.callers)
-    blocks = mark_layers(model, {*seen.callers, *seen.linear}, seen.heard)
-    put_around(model, replace(edge, blocks=blocks, by_row=seen.by_row))
+    for number, (module, said) in enumerate(seen.callers.items()):
+        put_state(module, _Attention(said, seen.sides.get(module, said.sides), number))
+    blocks = note_layers(model, {*seen.callers, *seen.linear}, seen.heard)
+    put_around(model, Edge(cp, seen.numbering, takes_cache(model), task, blocks, seen.by_row))
     return model
 
 
@@ -217,14 +245,11 @@ def attention_forward(
         )
     if isinstance(sequences, Probe):
         return sequences.attend(query, key, value), None
-    prepared = module.__dict__.get("_cp_fast_causal")
+    prepared = state_of(module, _Attention)
     if prepared is None:
         raise RuntimeError(f"{name} was not prepared: call cp_fast.integrations.transformers.prepare(model, cp) first")
-    if prepared != causal:
-        raise ValueError(f"{name} is called with is_causal={causal}; when it was prepared it was {prepared}")
-    sides = _sides(module, said)
-    if isinstance(cp_batch, ModelCall):
-        cast(Any, module)._cp_fast_call = cp_batch
+    sides = prepared.sides_now(said, name)
+    note_call(module, cp_batch)
     if chosen is not None:
         if indices is None or sides != (-1, 0, 0):
             raise NotImplementedError(f"{name} gives its attention no indices, or a window besides")
@@ -241,7 +266,7 @@ def attention_forward(
         softmax_type="vanilla" if s_aux is None else "learnable",
         softmax_offset=s_aux,
         alibi_slopes=alibi_slopes,
-        **dropout_of_layer(module, dropout, getattr(cp_batch, "seed", None), query.device),
+        **dropout_of_layer(module, prepared.number, dropout, getattr(cp_batch, "seed", None), query.device),
     )
     return out, None
 
@@ -288,16 +313,3 @@ def _said(module: torch.nn.Module, causal: bool, sliding_window: Any) -> Said:
             f"layer_types[{layer}] is {kind!r}, and its configuration has no attention_chunk_size"
         )
     return Said(causal, size, chunk)
-
-
-def _sides(module: torch.nn.Module, said: Said) -> Sides:
-    """What the layer's queries see of their sequences."""
-    before, sides = module.__dict__["_cp_fast_sides"]
-    if said == before:
-        return sides
-    if not said.causal:
-        raise ValueError(
-            f"{type(module).__name__} is called with a window of {said.size}; when it was prepared it was "
-            f"{before.size}: call prepare again"
-        )
-    return said.sides

@@ -13,14 +13,11 @@ from cp_fast.api.plan import Plan
 from cp_fast.kernels.attention.backend_protocol import on_triton
 from cp_fast.kernels.convolution import torch_convolution
 from cp_fast.kernels.convolution.torch_convolution import ConvolutionInputs
-from cp_fast.layers.halo_tables import HaloMessage, HaloTables
 from cp_fast.layers.layer_operators import called, registered
 from cp_fast.layers.layers import Layer, Outputs, Run
-from cp_fast.layers.linear_plan import linear_tables
-from cp_fast.runtime.prepared_exchange import Exchanges
+from cp_fast.layers.linear_plan import HALO, linear_tables
 from cp_ref.calls import linear_calls
 from cp_ref.calls.declared import implements
-from cp_ref.groups.group import Group, Parcel
 
 __all__ = [
     "LAYER",
@@ -28,8 +25,6 @@ __all__ = [
     "ConvolutionLayer",
     "causal_conv1d",
     "choose_convolution",
-    "exchange_gradients",
-    "exchange_rows",
 ]
 
 # ---- the choice of kernels
@@ -75,42 +70,6 @@ def choose_convolution(x: torch.Tensor, kernel_size: int, backend: str) -> Convo
     return importlib.import_module("cp_fast.kernels.convolution.triton_convolution")  # pyright: ignore[reportReturnType]
 
 
-# ---- messages
-#
-# The messages of a causal convolution: rows before fragments in the forward pass, their gradients in the backward.
-
-
-def exchange_rows(tables: HaloTables, exchanges: Exchanges, group: Group, x: torch.Tensor) -> torch.Tensor:
-    """The rows that arrive [arriving, channels], given the own rows x [n, channels]."""
-    halo = x.new_empty(tables.arriving, x.shape[1])
-    for sends, recvs in tables.forward:
-        out = [Parcel(send.peer, send.tag, _taken(send, x, halo)) for send in sends]
-        back = [Parcel(recv.peer, recv.tag, halo[recv.start : recv.stop]) for recv in recvs]
-        exchanges.post(group, "rows of a convolution, forward", out, back).wait()
-    return halo
-
-
-def _taken(send: HaloMessage, x: torch.Tensor, halo: torch.Tensor) -> torch.Tensor:
-    """The rows of a message. A pair of groups forwards rows that arrived before."""
-    if not len(send.forwarded):
-        return x.index_select(0, send.own)
-    rows = halo.index_select(0, send.forwarded)
-    if send.order is None:
-        return rows
-    return torch.cat([x.index_select(0, send.own), rows]).index_select(0, send.order)
-
-
-def exchange_gradients(tables: HaloTables, exchanges: Exchanges, group: Group, edges: torch.Tensor) -> None:
-    """Add up what the ranks have of the gradients of the rows in `HaloTables.edges_read_by`, in place."""
-    for sends, recvs in tables.backward:
-        arriving = [edges.new_empty(len(recv.numbers), edges.shape[1]) for recv in recvs]
-        out = [Parcel(send.peer, send.tag, edges.index_select(0, send.numbers)) for send in sends]
-        back = [Parcel(recv.peer, recv.tag, rows) for recv, rows in zip(recvs, arriving, strict=True)]
-        exchanges.post(group, "rows of a convolution, backward", out, back).wait()
-        for recv, rows in zip(recvs, arriving, strict=True):
-            edges[recv.numbers] += rows
-
-
 # ---- the layer
 
 
@@ -130,7 +89,7 @@ class ConvolutionLayer(Layer):
         """The slice of the result; hidden are the packed rows, and those that arrived."""
         tables, call = run.tables, run.call
         halos, rows = tables.halo(call.kernel_size), tables.rows.take(x)
-        halo = exchange_rows(halos, tables.exchanges, run.group, rows)
+        (halo,) = run.gather(f"{HALO}{call.kernel_size}", rows)
         inputs = ConvolutionInputs(rows, halo, halos.reads, weight, bias, call.activation is not None)
         kernels = choose_convolution(rows, call.kernel_size, run.cp.backend)
         return (tables.rows.put(kernels.forward(inputs), x),), (rows, halo)
@@ -141,10 +100,10 @@ class ConvolutionLayer(Layer):
         halos, kernels = tables.halo(call.kernel_size), choose_convolution(x, call.kernel_size, run.cp.backend)
         inputs = ConvolutionInputs(x, halo, halos.reads, weight, bias, call.activation is not None)
         dsums = tables.rows.take(dout)
-        edges = kernels.edges_backward(inputs, dsums, halos.edges_read_by)
-        exchange_gradients(halos, tables.exchanges, run.group, edges)
+        of_edges = kernels.edges_backward(inputs, dsums, halos.edges_read_by)
+        (of_edges,) = run.give_back(f"{HALO}{call.kernel_size}", of_edges)
         dx, dweight, dbias = kernels.backward(inputs, dsums)
-        dx.index_copy_(0, halos.edges, edges[: len(halos.edges)].to(x.dtype))
+        dx.index_copy_(0, halos.edges, of_edges.to(x.dtype))
         return tables.rows.put(dx, dout), dweight, dbias
 
 

@@ -169,7 +169,7 @@ _TYPES = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int)}
 
 def _fits_operator(layer: Layer, plan: Any, tensors: Sequence[Any], options: dict[str, Any]) -> bool:
     """Whether a call's arguments are of the types of the layer's operator; all else is checked when it runs."""
-    if not isinstance(plan, Plan):
+    if not isinstance(plan, Plan) or not layer.as_operator:
         return False
     for operand, x in zip(layer.declared.operands, tensors, strict=True):
         if not (operand.optional and x is None) and (not isinstance(x, Tensor) or is_dtensor(x)):

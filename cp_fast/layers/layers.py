@@ -2,6 +2,7 @@
 
     begun           a call is read, checked, and agreed on by all ranks; nothing of it for a call of known kinds
     Run             its two passes, under the group's locks; errors of messages name the call
+    LayerTables     its exchanges of rows, as programs (`cp_fast.compile.exchange_program`)
     LayerFunction   both passes to autograd
 
 `cp_fast.layers.layer_operators` has the way in: `called`.
@@ -10,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,14 +19,17 @@ import torch
 from cp_fast.api.checked_calls import PLAIN_TENSORS, WORDS, agree_on_call, checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
+from cp_fast.compile.exchange_program import RowMessages
 from cp_fast.runtime.handles import hide_from_checkpointing
+from cp_fast.runtime.row_exchange import RowExchange
 from cp_ref.batches.tensors import differentiable_once, no_autocast
 from cp_ref.calls import layer as calls
 from cp_ref.calls.layer import LayerCall
 from cp_ref.groups.agreement import agreed
 from cp_ref.groups.group import Group
+from cp_ref.schedules.problem import Problem
 
-__all__ = ["Layer", "LayerFunction", "Outputs", "Run", "begun"]
+__all__ = ["Layer", "LayerFunction", "LayerTables", "Outputs", "Run", "begun"]
 
 Tensor = torch.Tensor
 
@@ -33,6 +38,33 @@ Outputs = tuple[Sequence[Tensor], Sequence[Tensor | None]]
 """Results of a forward pass, and hidden tensors that the backward pass needs besides. The shapes of the results follow
 from the arguments of the call.
 """
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTables:
+    """A rank's tables for layers of one batch, made when the first of them is called.
+
+    Attributes:
+        exchanges: those that its layers have asked for, by name.
+    """
+
+    problem: Problem
+    rank: int
+    device: torch.device
+    exchanges: dict[str, RowExchange] = field(default_factory=dict[str, RowExchange], repr=False)
+
+    def messages(self, name: str) -> RowMessages:
+        """What an exchange sends, and the rows that this rank has and computes with."""
+        raise NotImplementedError
+
+    def exchange(self, name: str) -> RowExchange:
+        """An exchange, made once."""
+        found = self.exchanges.get(name)
+        return found or self.exchanges.setdefault(name, self._made(name))
+
+    @torch.inference_mode(False)
+    def _made(self, name: str) -> RowExchange:
+        return RowExchange(name, self.messages(name), self.device)
 
 
 class Run(NamedTuple):
@@ -54,6 +86,32 @@ class Run(NamedTuple):
     def group(self) -> Group:
         """The group carries its messages."""
         return self.plan.compiled.group(self.cp.comm)
+
+    def of(self, tables: LayerTables) -> Run:
+        """The run with exchanges of other tables of its batch."""
+        return self if tables is self.tables else self._replace(tables=tables)
+
+    def gather(
+        self, name: str, *tensors: Tensor, meanwhile: Callable[[], None] | None = None, **others: Tensor
+    ) -> list[Tensor]:
+        """The rows that this rank computes with, of each tensor. An exchange of the layer's tables brings them.
+
+        Args:
+            name: of the exchange.
+            tensors: the rank's own rows, of the exchange's first kind.
+            meanwhile: work to do while the first messages travel.
+            others: the rank's own rows of the other kinds, in their order, a tensor of each.
+        """
+        given = tensors, *((x,) for x in others.values())
+        found = self.tables.exchange(name).gather(self.group, *given, meanwhile=meanwhile)
+        return [x for some in found for x in some]
+
+    def give_back(self, name: str, *tensors: Tensor) -> list[Tensor]:
+        """Bring results for the rows that an exchange has gathered to their owners: for the rank's own rows, the sums
+        of all ranks' results of each tensor. They may be formed in the memory of the given tensors.
+        """
+        (found,) = self.tables.exchange(name).give_back(self.group, tensors)
+        return found
 
     def check_batch(self) -> None:
         """Raise where the plan was updated since."""
@@ -88,6 +146,7 @@ class Layer:
         reads_results: whether it reads the results of the forward pass too.
         hides: whether the forward pass has hidden tensors (`Outputs`).
         differentiable: whether there is a backward pass.
+        as_operator: whether it may be one operator: the shapes of its results follow from those of its operands.
         operator: the forward pass as an operator (`cp_fast.layers.layer_operators.registered`).
     """
 
@@ -97,6 +156,7 @@ class Layer:
     reads_results = False
     hides = False
     differentiable = True
+    as_operator = True
     operator: Any
 
     def __init__(self, **more_options: str) -> None:

@@ -5,7 +5,7 @@ A pass has three parts: local kernels, the exchange of maps, and their compositi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -19,24 +19,21 @@ from cp_fast.kernels.linear.fla.fla_kernels import FlaKernels
 from cp_fast.kernels.linear.linear_kernels import Kind, LinearGradients, LinearInputs, LinearKernels, Maps
 from cp_fast.layers.layer_operators import called, registered
 from cp_fast.layers.layers import Layer, Outputs, Run
-from cp_fast.layers.linear_plan import LinearTables, linear_tables
-from cp_fast.layers.state_tables import StateTables, Transfer
+from cp_fast.layers.linear_plan import REVERSED_STATES, STATES, LinearTables, linear_tables
+from cp_fast.layers.state_tables import StateTables
 from cp_fast.log import log_once
-from cp_fast.runtime.prepared_exchange import Exchanges
 from cp_ref.batches.tensors import wide_dtype
 from cp_ref.calls import linear_calls
 from cp_ref.calls.declared import implements
 from cp_ref.calls.layer import LayerCall
 from cp_ref.calls.linear_calls import LinearCall
 from cp_ref.groups.collectives import all_reduce_sum
-from cp_ref.groups.group import Group, Parcel, Pending
 from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
     "LAYER",
     "LIBRARIES",
     "LinearLayer",
-    "MapExchange",
     "NoRowsBackward",
     "NoRowsForward",
     "Saved",
@@ -141,7 +138,7 @@ class LinearLayer(Layer):
         inputs = _packed(tables, call, of_tokens)
         if initial is not None:
             initial = initial.to(_state_dtype(call.dtype))
-        out, final, saved = forward_pass(tables, kernels, run.group, inputs, initial, final=call.output_final_state)
+        out, final, saved = forward_pass(run, kernels, inputs, initial, final=call.output_final_state)
         out = tables.sequences.put(out.to(first.dtype), first)
         kept, maps, entering = saved
         return (out,) if final is None else (out, final), (maps, entering, *kept)
@@ -154,7 +151,7 @@ class LinearLayer(Layer):
         dout, dfinal = (*grads, None)[:2]
         inputs = _packed(tables, call, of_tokens)
         dpacked = tables.sequences.take(dout).to(inputs.v.dtype)
-        found = backward_pass(tables, kernels, run.group, inputs, Saved(tuple(kept), maps, entering), dpacked, dfinal)
+        found = backward_pass(run, kernels, inputs, Saved(tuple(kept), maps, entering), dpacked, dfinal)
         of_inputs = [
             None if x is None or grad is None else tables.sequences.put(grad.to(x.dtype), x)
             for x, grad in zip(of_tokens, found[:5], strict=True)
@@ -253,60 +250,6 @@ class NoRowsBackward(_NoRows):
         return LinearGradients(q, k, v, g, beta, self._maps.b)
 
 
-# ---- messages of maps
-#
-# The messages of states: maps packed in one tensor, a row for each slot, sent and received in the steps of a schedule.
-#
-# A row is [M, B] of all heads, flat. A message is a view of rows, or a copy where they do not lie together.
-
-
-class MapExchange:
-    """The maps of one pass: posted when made, complete after `wait`.
-
-    own: the maps of the chosen fragments.
-    """
-
-    def __init__(self, tables: StateTables, own: Maps, exchanges: Exchanges, group: Group, where: str) -> None:
-        self._tables, self._exchanges, self._group, self._where = tables, exchanges, group, where
-        self._shapes = own.m.shape[1:], own.b.shape[1:]
-        self._pending: tuple[Pending, list[Parcel]] | None = None  # With the parcels on their way: they must stay.
-        self._done = 0
-        if not tables.steps:  # Nothing travels, so there are no rows.
-            self._maps: Maps | None = own
-            return
-        self._maps = None
-        size_m, size_b = (shape.numel() for shape in self._shapes)
-        self._rows = own.b.new_empty(tables.slots, size_m + size_b)
-        c = len(own.b)
-        torch.cat([own.m.reshape(c, size_m), own.b.reshape(c, size_b)], dim=1, out=self._rows[:c])
-        self._post()
-
-    def _post(self) -> None:
-        sends, recvs = self._tables.steps[self._done]
-        out, back = ([Parcel(one.peer, one.tag, self._of(one)) for one in some] for some in (sends, recvs))
-        self._pending = self._exchanges.post(self._group, self._where, out, back), out
-        self._done += 1
-
-    def _of(self, transfer: Transfer) -> torch.Tensor:
-        if transfer.scattered is not None:
-            return self._rows.index_select(0, transfer.scattered)
-        return self._rows[transfer.first : transfer.first + transfer.count]
-
-    def wait(self, meanwhile: Callable[[], None] | None = None) -> Maps:
-        """The maps by slot, after all steps. meanwhile: work to do while the first messages travel."""
-        if meanwhile is not None:
-            meanwhile()
-        while self._pending is not None:
-            self._pending[0].wait()
-            self._pending = None
-            if self._done < len(self._tables.steps):
-                self._post()
-        if self._maps is None:
-            m, b = self._rows.split([shape.numel() for shape in self._shapes], dim=1)
-            self._maps = Maps(m.unflatten(1, self._shapes[0]), b.unflatten(1, self._shapes[1]))
-        return self._maps
-
-
 # ---- both passes
 
 
@@ -334,9 +277,8 @@ def entering_states(
 
 
 def forward_pass(
-    tables: LinearTables,
+    run: Run,
     kernels: LinearKernels,
-    group: Group,
     inputs: LinearInputs,
     initial_state: torch.Tensor | None,
     *,
@@ -346,29 +288,29 @@ def forward_pass(
 
     initial_state: [b, h_v, d_k, d_v] in the states' dtype, or None.
     """
+    tables: LinearTables = run.tables
     fragments, (pass_tables, _) = tables.fragments, tables.passes
     running = kernels.forward(inputs, fragments) if len(fragments) else NoRowsForward(inputs)
     maps = running.maps(pass_tables.chosen)
-    exchange = MapExchange(pass_tables, maps, tables.exchanges, group, "states, forward")
-    entering = entering_states(pass_tables, exchange.wait(), initial_state, len(fragments), kernels)
+    everywhere = Maps(*run.gather(STATES, *maps))
+    entering = entering_states(pass_tables, everywhere, initial_state, len(fragments), kernels)
     out, states = running.run(entering, final=final)
     saved = Saved(tuple(running.kept), maps.m, entering)
     if not final:
         return out, None, saved
     assert states is not None
-    everyone = states.new_zeros(len(tables.problem.lengths.len_q), *states.shape[1:])
+    finals = states.new_zeros(len(tables.problem.lengths.len_q), *states.shape[1:])
     _, _, ending, documents = tables.ends
-    everyone[documents] = states[ending]
-    everyone = all_reduce_sum(group, everyone)
+    finals[documents] = states[ending]
+    finals = all_reduce_sum(run.group, finals)
     if initial_state is not None:
-        everyone[tables.empty] = initial_state[tables.empty]
-    return out, everyone, saved
+        finals[tables.empty] = initial_state[tables.empty]
+    return out, finals, saved
 
 
 def backward_pass(
-    tables: LinearTables,
+    run: Run,
     kernels: LinearKernels,
-    group: Group,
     inputs: LinearInputs,
     saved: Saved,
     dout: torch.Tensor,
@@ -379,23 +321,22 @@ def backward_pass(
 
     dfinal: this rank's gradient of the final states of all documents [b, h_v, d_k, d_v]; None where the call had none.
     """
+    tables: LinearTables = run.tables
     fragments, (_, pass_tables) = tables.fragments, tables.passes
     begin, begun, ending, ended = tables.ends
     if len(fragments):
         running = kernels.backward(inputs, fragments, saved.kept, saved.entering, dout)
     else:
         running = NoRowsBackward(inputs)
-    total = None if dfinal is None else all_reduce_sum(group, dfinal)
+    total = None if dfinal is None else all_reduce_sum(run.group, dfinal)
     at_ends = None
     if total is not None:
         at_ends = total.new_zeros(len(fragments), *total.shape[1:])
         at_ends[ending] = total[ended]
     d = running.reverse_maps(pass_tables.chosen, None if at_ends is None else at_ends[pass_tables.chosen_index])
-    own = Maps(_chosen_maps(tables, saved.maps), d)
-    exchange = MapExchange(pass_tables, own, tables.exchanges, group, "states, backward")
-    leaving = entering_states(
-        pass_tables, exchange.wait(running.meanwhile), None, len(fragments), kernels, transposed=True
-    )
+    own = _chosen_maps(tables, saved.maps), d
+    everywhere = Maps(*run.gather(REVERSED_STATES, *own, meanwhile=running.meanwhile))
+    leaving = entering_states(pass_tables, everywhere, None, len(fragments), kernels, transposed=True)
     if at_ends is not None:
         leaving = at_ends if leaving is None else leaving + at_ends
     gradients = running.run(leaving)

@@ -9,16 +9,21 @@ import numpy as np
 import torch
 
 from cp_fast.api.plan import Plan
+from cp_fast.compile.exchange_program import RowMessages
 from cp_fast.kernels.linear.linear_kernels import FragmentRows
 from cp_fast.layers.halo_tables import HaloTables, halo_tables
+from cp_fast.layers.layers import LayerTables
 from cp_fast.layers.state_tables import StateTables, state_tables
-from cp_fast.runtime.prepared_exchange import Exchanges
 from cp_fast.runtime.slices import OwnRows, taken
 from cp_ref.batches.tensors import to_packed
 from cp_ref.schedules.linear_schedules import DocumentFragments, document_fragments, make_rank_states
 from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import STATES as KINDS
 
 __all__ = [
+    "HALO",
+    "REVERSED_STATES",
+    "STATES",
     "LinearTables",
     "LocalRows",
     "linear_tables",
@@ -92,15 +97,20 @@ class LocalRows:
 # ---- the tables
 
 
-@dataclass(frozen=True, eq=False)
-class LinearTables:
-    """A rank's tables for the linear layers of one batch, made when the first of them is called."""
+STATES, REVERSED_STATES, HALO = "states", "reversed states", "halo "  # exchanges; behind HALO is the kernel size
 
-    problem: Problem
-    rank: int
-    device: torch.device
+
+@dataclass(frozen=True, eq=False)
+class LinearTables(LayerTables):
+    """A rank's tables for the linear layers of one batch."""
+
     halos: dict[int, HaloTables] = field(default_factory=dict[int, HaloTables], repr=False)
-    exchanges: Exchanges = field(default_factory=Exchanges, repr=False)
+
+    def messages(self, name: str) -> RowMessages:
+        """See `LayerTables`."""
+        if name in (STATES, REVERSED_STATES):
+            return self.passes[name == REVERSED_STATES].messages
+        return self.halo(int(name.removeprefix(HALO))).messages
 
     @cached_property
     def rows(self) -> LocalRows:
@@ -116,9 +126,10 @@ class LinearTables:
     @cached_property
     def passes(self) -> tuple[StateTables, StateTables]:
         """Forward and backward."""
-        forward, backward = make_rank_states(self.problem, self.rank)
-        own = self.sequences.fragments
-        return state_tables(forward, own, self.device), state_tables(backward, own, self.device)
+        fragments = document_fragments(self.problem), self.sequences.fragments
+        steps = make_rank_states(self.problem, self.rank)
+        forward, backward = (state_tables(*of, *fragments, self.device) for of in zip(KINDS, steps, strict=True))
+        return forward, backward
 
     @cached_property
     def fragments(self) -> FragmentRows:

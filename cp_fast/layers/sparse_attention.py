@@ -6,31 +6,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
-from cp_fast.kernels.sparse.sparse_kernels import choose_sparse, shared_storage
+from cp_fast.kernels.sparse.sparse_kernels import Runs, choose_sparse, shared_storage
 from cp_fast.layers.layer_operators import called, registered
 from cp_fast.layers.layers import Layer, Outputs, Run
-from cp_fast.layers.sparse_tables import KeyExchange, RowsOfHeads, SparseTables, sparse_tables
+from cp_fast.layers.sparse_tables import KEYS, SparseTables, sparse_tables
 from cp_fast.runtime.run import sink_shares
 from cp_ref.batches.tensors import lse_shape, wide_dtype
-from cp_ref.calls import sparse_calls
+from cp_ref.calls import compressed_calls, sparse_calls
+from cp_ref.calls.compressed_calls import CompressedAttentionCall
 from cp_ref.calls.declared import implements
 from cp_ref.calls.sparse_calls import SparseAttentionCall
 from cp_ref.groups.collectives import offset_grad
 
 __all__ = [
+    "COMPRESSED",
     "LOSS",
     "OPERATORS",
     "SELECTION",
     "SPARSE",
+    "CompressedLayer",
     "LossLayer",
     "SelectionLayer",
     "SparseLayer",
+    "compressed_attention",
     "index_loss",
     "select_keys",
     "sparse_attention",
@@ -51,55 +55,96 @@ class _Call(SparseAttentionCall):
     joined: bool
 
 
-class _Attended:
-    """The operands of a rank's kernels in one pass of `sparse_attention`, and the way of their results home.
+@dataclass(frozen=True)
+class _CompressedCall(CompressedAttentionCall):
+    """The same of `compressed_attention`, where both values are parts of their keys."""
+
+    latent: bool
+    joined: bool
+
+
+class _Keys(NamedTuple):
+    """Keys that rows see: tokens, or compressed keys of one rate.
 
     Attributes:
-        tables, kernels, visible: of the call.
-        q, k, v, rows: operands of `SparseKernels.forward`.
+        indices: those that rows name; None: rows see all that the mask shows.
+    """
+
+    tables: SparseTables
+    k: Tensor
+    v: Tensor
+    indices: Tensor | None
+
+
+class _Attended:
+    """The operands of a rank's kernels in one pass of attention, and the way of their results home. Keys of several
+    kinds lie one behind the other.
+
+    Attributes:
+        kernels: of the call.
+        q, more, k, v, rows, runs: operands of `SparseKernels.forward`; more own rows of queries, as `q` has them.
         heads: the rank's query heads.
     """
 
-    def __init__(self, run: Run, where: str, given: list[Tensor]) -> None:
-        """given: q, k, v and indices."""
-        (q, k, v, indices), cp, latent = given, run.cp, run.call.latent
-        self.tables = tables = run.tables
-        self._gathered, self._where, self._exchange = tables.of_attention, where, KeyExchange(run.group, tables)
-        self._of_q, self._of_kv = zip(*self._gathered.heads, strict=True)
-        self.heads = slice(*self._of_q[cp.rank])
-        self.kernels = choose_sparse(q, cp.backend)
+    def __init__(self, run: Run, q: Tensor, kinds: Sequence[_Keys], more: Sequence[Tensor] = ()) -> None:
+        """more: rows of own queries [n, h_q, ...]."""
+        latent, tables = run.call.latent, kinds[0].tables
+        self._run, self._kinds = run, kinds
+        self._gathered = [keys.tables.of_attention for keys in kinds]
+        self.heads = slice(*self._gathered[0].heads)
+        self.kernels = choose_sparse(q, run.cp.backend)
+        parts = [
+            run.of(keys.tables).gather(of.keys, *map(keys.tables.kv.take, (keys.k,) if latent else (keys.k, keys.v)))
+            for keys, of in zip(kinds, self._gathered, strict=True)
+        ]
+        joined = [x[0] if len(kinds) == 1 else torch.cat(x) for x in zip(*parts, strict=True)]
+        self.k, self.v = (joined[0], joined[0][..., : kinds[0].v.shape[-1]]) if latent else joined
+        self._sizes = [len(part[0]) for part in parts]
 
-        rows = [tables.kv.take(x) for x in ((k,) if latent else (k, v))]
-        gathered = self._exchange.gather(where, self._gathered.kv, *(RowsOfHeads(x, self._of_kv) for x in rows))
-        self.k, self.v = (gathered[0], gathered[0][..., : v.shape[-1]]) if latent else gathered
-        named = tables.q.take(indices)
-        named = named if named.ndim == 3 else named[:, None]
-        of_named = self._of_kv if named.shape[1] == k.shape[-2] else ((0, 1),) * cp.size
-        self.q, named = self._travelled(RowsOfHeads(tables.q.take(q), self._of_q), RowsOfHeads(named, of_named))
-        self.rows = self.kernels.rows_of(named, self._gathered.visible)
+        indices = next((keys.indices for keys in kinds if keys.indices is not None), None)
+        named = None if indices is None else tables.q.take(indices)
+        named = named[:, None] if named is not None and named.ndim == 2 else named
+        self.q, self.more = tables.q.take(q), more
+        if self._gathered[0].queries is not None:
+            travels = self.q.new_full((len(self.q), 1, 1), -1, dtype=torch.int32) if named is None else named
+            way = self._gathered[0].queries_of(travels)
+            self.q, *self.more, travels = run.of(tables).gather(way, self.q, *more, indices=travels)
+            named = None if named is None else travels
+        self.rows, self.runs = self._chosen(named)
 
-    def taken(self, *own: Tensor) -> list[Tensor]:
-        """Rows of own queries [n, h_q, ...], as `q` has them."""
-        return self._travelled(*(RowsOfHeads(x, self._of_q) for x in own))
+    def _chosen(self, named: Tensor | None) -> tuple[Tensor, Runs | None]:
+        """The rows of keys that rows of `q` name, and those that they see without names."""
+        rows, runs, first = self.q.new_empty(len(self.q), 1, 0, dtype=torch.int32), list[Runs](), 0
+        for keys, of, size in zip(self._kinds, self._gathered, self._sizes, strict=True):
+            if keys.indices is None:
+                runs.append(Runs(of.runs.starts + first, of.runs.stops + first, of.longest))
+            else:
+                assert named is not None
+                rows = self.kernels.rows_of(named, of.visible)
+                rows = torch.where(rows < 0, rows, rows + first) if first else rows
+            first += size
+        if not runs:
+            return rows, None
+        starts, stops = (torch.cat(columns, 1) for columns in zip(*(x[:2] for x in runs), strict=True))
+        return rows, Runs(starts, stops, sum(x.longest for x in runs))
 
-    def _travelled(self, *own: RowsOfHeads) -> list[Tensor]:
-        if self._gathered.q is None:
-            return [x.rows for x in own]
-        return self._exchange.gather(f"{self._where}, queries", self._gathered.q, *own)
-
-    def home(self, *found: Tensor) -> list[Tensor]:
+    def home(self, *found: Tensor) -> Sequence[Tensor]:
         """Results for the rows of `q` as those of the own queries [n, h_q, ...]."""
-        if self._gathered.q is None:
-            return list(found)
-        total, n = self.tables.problem.heads_q, len(self.tables.q.rows)
-        results = (RowsOfHeads(x, self._of_q) for x in found)
-        return self._exchange.bring_back(f"{self._where}, results", self._gathered.q, n, total, *results)
+        queries = self._gathered[0].queries
+        return found if queries is None else self._run.of(self._kinds[0].tables).give_back(queries, *found)
 
-    def keys_home(self, *found: Tensor) -> list[Tensor]:
-        """Gradients of the rows of `k` as sums for the own keys [n, h_kv, ...]."""
-        total, n = self.tables.problem.heads_kv, len(self.tables.kv.rows)
-        gradients = (RowsOfHeads(x, self._of_kv) for x in found)
-        return self._exchange.bring_back(f"{self._where}, gradients", self._gathered.kv, n, total, *gradients)
+    def keys_home(self, *found: Tensor) -> list[Tensor | None]:
+        """Gradients of the rows of `k` as those of each kind's own keys and values, in the user's format; None for
+        values whose gradients are in those of the keys.
+        """
+        results, first = list[Tensor | None](), 0
+        for keys, of, size in zip(self._kinds, self._gathered, self._sizes, strict=True):
+            part = [x[first : first + size] for x in found]
+            home = self._run.of(keys.tables).give_back(of.keys, *part)
+            own = [keys.tables.kv.put(g.to(x.dtype), x) for g, x in zip(home, (keys.k, keys.v), strict=False)]
+            results += [own[0], own[1] if len(own) > 1 else None]
+            first += size
+        return results
 
 
 def _is_part(v: Any, k: Any) -> bool:
@@ -108,14 +153,22 @@ def _is_part(v: Any, k: Any) -> bool:
     return plain and not v.is_nested and not k.is_nested and v.numel() > 0 and shared_storage(k, v)
 
 
+def _is_empty(x: Any) -> bool:
+    """Whether a rank has no rows of it: it cannot tell whether others have them as parts of keys."""
+    return isinstance(x, Tensor) and not x.is_nested and not x.numel()
+
+
 _CUTS = ("SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0", "AliasBackward0")
 
 
 def _is_joined(v: Any, k: Any) -> bool:
     """Whether the gradient of k can have that of v in it: autograd would only add v's to k's, and nobody sees v's on
-    its way. So v is cut from k itself. Of a longer way, PyTorch does not say who looks at the tensors between.
+    its way. So v is k, or cut from k itself. Of a longer way, PyTorch does not say who looks at the tensors between.
     """
-    if not _is_part(v, k) or v.grad_fn is None or v.retains_grad or v._backward_hooks or _has_hooks(v.grad_fn):
+    if v is k:
+        return type(v) in (Tensor, torch.nn.Parameter) and not v.is_nested
+    part = _is_part(v, k) or (_is_empty(v) and _is_empty(k))
+    if not part or v.grad_fn is None or v.retains_grad or v._backward_hooks or _has_hooks(v.grad_fn):
         return False
     ((parent, _), *_) = v.grad_fn.next_functions
     of_k = parent is k.grad_fn if k.grad_fn is not None else getattr(parent, "variable", None) is k
@@ -134,37 +187,48 @@ def _has_hooks(node: Any) -> bool:
 
 
 class SparseLayer(Layer):
-    """Attention to the keys that indices name."""
+    """Attention to the keys that indices name, or to all that the mask shows."""
 
     declared = sparse_calls.SPARSE
     tables = staticmethod(sparse_tables)
     reads_results = True
+    pairs: tuple[tuple[int, int], ...] = ((1, 2),)  # The places of keys and their values among the operands.
+    kind: type[Any] = _Call
 
     def __init__(self) -> None:
         super().__init__(joined="bool")
 
     def prepared(self, tensors: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """As autocast has them; v that autograd sees as cut from k stays so. A compiler sees no memory."""
-        joined = not torch.compiler.is_compiling() and _is_joined(tensors[2], tensors[1])
+        compiling = torch.compiler.is_compiling()
+        joined = not compiling and all(_is_joined(tensors[v], tensors[k]) for k, v in self.pairs)
         given = self.declared.cast(tensors)
-        if joined:
-            given[2] = given[1][..., : tensors[2].shape[-1]]
+        for k, v in self.pairs if joined else ():
+            given[v] = given[k][..., : tensors[v].shape[-1]]
         return given, options | {"joined": joined}
 
     def facts(self, tensors: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Whether v is a part of k in memory."""
-        return (options["joined"] or _is_part(tensors[2], tensors[1]),)
+        """Whether v is a part of k in memory; and the name of further values that are no part of their keys."""
+        (k, v), *others = self.pairs
+        latent = options["joined"] or _is_part(tensors[v], tensors[k])
+        apart = (self.names[v] for k, v in others if not (_is_empty(tensors[v]) or _is_part(tensors[v], tensors[k])))
+        return latent, "" if options["joined"] else next(apart, "")
 
-    def read(self, cp: ContextParallel, plan: Any, tensors: Any, options: dict[str, Any], facts: Any) -> _Call:
+    def read(self, cp: ContextParallel, plan: Any, tensors: Any, options: dict[str, Any], facts: Any) -> Any:
         """The call, with the form of its keys."""
         options = dict(options)
         joined = options.pop("joined")
-        found = super().read(cp, plan, tensors, options, facts)
-        return _Call(**vars(found), latent=facts[0], joined=joined)
+        found, (latent, apart) = super().read(cp, plan, tensors, options, facts), facts
+        if latent and apart:
+            raise ValueError(
+                f"v is a part of k in memory, and {apart} is no part of its keys; values are parts of keys in both or "
+                "in none: give v.clone(), or a slice of the keys"
+            )
+        return self.kind(**vars(found), latent=latent, joined=joined)
 
     def without_gradient(self, options: dict[str, Any]) -> Sequence[str]:
         """The gradient of k has that of a v that autograd sees as a part of it."""
-        return ("v",) if options["joined"] else ()
+        return [self.names[v] for _, v in self.pairs] if options["joined"] else ()
 
     def shapes(self, tensors: Sequence[Any], qkv_format: str, options: dict[str, Any]) -> list[Tensor]:
         """Out and lse."""
@@ -172,37 +236,55 @@ class SparseLayer(Layer):
         lse = q.new_empty(lse_shape(q.shape[:-1], qkv_format), dtype=wide_dtype(q.dtype))
         return [q.new_empty(*q.shape[:-1], v.shape[-1]), lse]
 
+    def kinds(self, run: Run, tensors: Sequence[Any]) -> list[_Keys]:
+        """The keys of a call."""
+        _, k, v, indices, _ = tensors
+        return [_Keys(run.tables.of_rate(run.call.rate), k, v, indices)]
+
     def forward(self, run: Run, *tensors: Any) -> Outputs:
         """Out and lse in the user's format."""
-        *given, offset = tensors
-        q = given[0]
-        work = _Attended(run, self.forward_name, given)
+        q, *_, offset = tensors
+        work = _Attended(run, q, self.kinds(run, tensors))
         sink = None if offset is None else offset.to(wide_dtype(q.dtype))[work.heads]
-        out, lse = work.home(*work.kernels.forward(work.q, work.k, work.v, work.rows, run.call.scale, sink))
+        operands = work.q, work.k, work.v, work.rows, run.call.scale, sink
+        out, lse = work.home(*work.kernels.forward(*operands, runs=work.runs))
         own = run.tables.q
         return (own.put(out, q), own.put_lse(lse, q)), ()
 
     def backward(self, run: Run, tensors: Any, results: Any, hidden: Any, grads: Any) -> Any:
-        """Gradients of q, k, v and softmax_offset."""
-        (q, k, v, indices, offset), (out, lse), call, cp = tensors, results, run.call, run.cp
+        """Gradients of the operands."""
+        (q, *_, offset), (out, lse), call, cp = tensors, results, run.call, run.cp
         dout, dlse = (*grads, None)[:2]
-        work = _Attended(run, self.backward_name, [q, k, v, indices])
-        own, of_keys = run.tables.q, run.tables.kv
+        own = run.tables.q
         given = [own.take(out), own.take_lse(lse), own.take(dout)]
         if dlse is not None:
             given.append(own.take_lse(dlse))
+        work = _Attended(run, q, self.kinds(run, tensors), given)
         doffset = None
         if offset is not None:
             share = sink_shares(offset.to(lse.dtype), *given)  # of the own rows
             doffset = offset_grad(cp, -share.sum(0)).to(offset.dtype)
-        out, lse, dout, *rest = work.taken(*given)
+        out, lse, dout, *rest = work.more
         operands = work.q, work.k, work.v, work.rows, out, lse, dout, rest[0] if rest else None
-        dq, dk, dv = work.kernels.backward(*operands, call.scale, _deterministic(run.plan), one_sum=call.joined)
+        how: dict[str, Any] = {"one_sum": call.joined, "runs": work.runs}
+        dq, dk, dv = work.kernels.backward(*operands, call.scale, _deterministic(run.plan), **how)
         (dq,) = work.home(dq)
-        dk, *of_values = work.keys_home(dk) if dv is None else work.keys_home(dk, dv)
-        dq, dk = own.put(dq, q), of_keys.put(dk.to(k.dtype), k)
-        dv = of_keys.put(of_values[0].to(v.dtype), v) if of_values else None
-        return dq, dk, dv, None, doffset
+        of_keys = work.keys_home(dk) if dv is None else work.keys_home(dk, dv)
+        return own.put(dq, q), *of_keys, None, doffset
+
+
+class CompressedLayer(SparseLayer):
+    """Attention to the tokens that the mask shows, and to compressed keys, in one softmax."""
+
+    declared = compressed_calls.COMPRESSED
+    pairs = ((1, 2), (3, 4))
+    kind = _CompressedCall
+
+    def kinds(self, run: Run, tensors: Sequence[Any]) -> list[_Keys]:
+        """Tokens, then entries."""
+        _, k, v, k_entries, v_entries, indices, _ = tensors
+        entries = _Keys(run.tables.of_rate(run.call.rate), k_entries, v_entries, indices)
+        return [_Keys(run.tables, k, v, None), entries]
 
 
 def _deterministic(plan: Plan) -> bool:
@@ -227,12 +309,12 @@ class SelectionLayer(Layer):
 
     def forward(self, run: Run, q_index: Tensor, k_index: Tensor, weights: Tensor) -> Outputs:
         """The indices in the user's format."""
-        tables, call, cp = run.tables, run.call, run.cp
-        own, gathered = tables.q, tables.by_rows
-        keys = RowsOfHeads(tables.kv.take(k_index)[:, None], ((0, 1),) * cp.size)
-        (found,) = KeyExchange(run.group, tables).gather(self.forward_name, gathered.kv, keys)
-        operands = own.take(q_index), found[:, 0], own.take(weights).to(wide_dtype(q_index.dtype))
-        chosen = choose_sparse(q_index, cp.backend).select(*operands, gathered.visible, call.top_k, call.scale)
+        call, cp = run.call, run.cp
+        tables: SparseTables = run.tables.of_rate(call.rate)
+        own = tables.q
+        (keys,) = run.of(tables).gather(KEYS, tables.kv.take(k_index))
+        operands = own.take(q_index), keys, own.take(weights).to(wide_dtype(q_index.dtype))
+        chosen = choose_sparse(q_index, cp.backend).select(*operands, tables.by_rows.visible, call.top_k, call.scale)
         return (own.put(chosen, q_index, -1),), ()
 
 
@@ -240,30 +322,21 @@ class _Compared:
     """The operands of a rank's kernels in one pass of `index_loss`.
 
     Attributes:
+        kernels: of the call.
         operands: those of `SparseKernels.loss` before the scales.
     """
 
-    def __init__(self, run: Run, where: str, given: Sequence[Any]) -> None:
+    def __init__(self, run: Run, given: Sequence[Any]) -> None:
         """given: the tensors of `index_loss`."""
         q_index, k_index, weights, lse, q, k, indices = given
-        self.tables, size = run.tables, run.cp.size
-        tables: SparseTables = self.tables
-        self._where, self._exchange, self._keys = where, KeyExchange(run.group, tables), tables.by_rows.kv
+        tables: SparseTables = run.tables.of_rate(run.call.rate)
+        own = tables.q
         self.kernels = choose_sparse(q if q.dtype == torch.float64 else q_index, run.cp.backend)
-        own, everything = tables.q, ((0, tables.problem.heads_kv),) * size
-        self._one = ((0, 1),) * size
-        keys = RowsOfHeads(tables.kv.take(k_index)[:, None], self._one), RowsOfHeads(tables.kv.take(k), everything)
-        k_index, k = self._exchange.gather(where, self._keys, *keys)
+        k_index, k = run.of(tables).gather(KEYS, tables.kv.take(k_index), tables.kv.take(k))
         rows = self.kernels.rows_of(own.take(indices)[:, None], tables.by_rows.visible)
         weights = own.take(weights).to(wide_dtype(q_index.dtype))
         of_attention = own.take(q), k, own.take_lse(lse).to(wide_dtype(q_index.dtype, lse.dtype)), rows
-        self.operands = own.take(q_index), k_index[:, 0], weights, *of_attention
-
-    def keys_home(self, dk: Tensor) -> Tensor:
-        """Gradients of the gathered keys of the indexer as sums for the own ones [n, d_i]."""
-        where, n = f"{self._where}, gradients", len(self.tables.kv.rows)
-        (found,) = self._exchange.bring_back(where, self._keys, n, 1, RowsOfHeads(dk[:, None], self._one))
-        return found[:, 0]
+        self.operands = own.take(q_index), k_index, weights, *of_attention
 
 
 class LossLayer(Layer):
@@ -280,19 +353,21 @@ class LossLayer(Layer):
     def forward(self, run: Run, *tensors: Any) -> Outputs:
         """The loss of each row in the user's format."""
         q_index, call = tensors[0], run.call
-        work = _Compared(run, self.forward_name, tensors)
+        work = _Compared(run, tensors)
         found = work.kernels.loss(*work.operands, call.scale, call.softmax_scale)
         return (run.tables.q.put(found.to(wide_dtype(q_index.dtype)), q_index),), ()
 
     def backward(self, run: Run, tensors: Any, results: Any, hidden: Any, grads: Any) -> Any:
         """Gradients of the indexer's tensors."""
         (q_index, k_index, weights, *constants), (dloss,), call = tensors, grads, run.call
-        work = _Compared(run, self.backward_name, tensors)
-        own, of_keys = run.tables.q, run.tables.kv
+        work = _Compared(run, tensors)
+        tables: SparseTables = run.tables.of_rate(call.rate)
+        own, of_keys = tables.q, tables.kv
         dloss = own.take(dloss[..., None])[:, 0].to(work.operands[5].dtype)
         how = call.scale, call.softmax_scale, dloss, _deterministic(run.plan)
         dq, dk, dweights = work.kernels.loss_backward(*work.operands, *how)
-        dk = of_keys.put(work.keys_home(dk).to(k_index.dtype), k_index)
+        (dk,) = run.of(tables).give_back(KEYS, dk)
+        dk = of_keys.put(dk.to(k_index.dtype), k_index)
         return own.put(dq, q_index), dk, own.put(dweights.to(weights.dtype), weights), *(None for _ in constants)
 
 
@@ -300,7 +375,8 @@ class LossLayer(Layer):
 
 
 SELECTION, SPARSE, LOSS = registered(SelectionLayer()), registered(SparseLayer()), registered(LossLayer())
-OPERATORS = SELECTION.operator, SPARSE.operator, LOSS.operator  # whose results checkpointing saves
+COMPRESSED = registered(CompressedLayer())
+OPERATORS = (*(x.operator for x in (SELECTION, SPARSE, LOSS, COMPRESSED)),)  # whose results checkpointing saves
 
 
 @implements(sparse_calls.select_keys)
@@ -313,8 +389,9 @@ def select_keys(
     plan: Plan,
     top_k: int,
     scale: float | None,
+    rate: int | None,
 ) -> torch.Tensor:
-    return called(SELECTION, cp, plan, (q_index, k_index, weights), top_k=top_k, scale=scale)[0]
+    return called(SELECTION, cp, plan, (q_index, k_index, weights), top_k=top_k, scale=scale, rate=rate)[0]
 
 
 @implements(sparse_calls.sparse_attention)
@@ -322,16 +399,39 @@ def sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    indices: torch.Tensor,
+    indices: torch.Tensor | None,
     *,
     cp: ContextParallel,
     plan: Plan,
+    rate: int | None,
     softmax_scale: float | None,
     softmax_offset: torch.Tensor | None,
     return_lse: bool,
 ) -> Any:
-    tensors, how = (q, k, v, indices, softmax_offset), {"softmax_scale": softmax_scale, "return_lse": return_lse}
-    out, *lse = called(SPARSE, cp, plan, tensors, **how)
+    how = {"rate": rate, "softmax_scale": softmax_scale, "return_lse": return_lse}
+    out, *lse = called(SPARSE, cp, plan, (q, k, v, indices, softmax_offset), **how)
+    return (out, *lse) if return_lse else out
+
+
+@implements(compressed_calls.compressed_attention)
+def compressed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_entries: torch.Tensor,
+    v_entries: torch.Tensor,
+    indices: torch.Tensor | None,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    rate: int,
+    softmax_scale: float | None,
+    softmax_offset: torch.Tensor | None,
+    return_lse: bool,
+) -> Any:
+    tensors = q, k, v, k_entries, v_entries, indices, softmax_offset
+    how = {"rate": rate, "softmax_scale": softmax_scale, "return_lse": return_lse}
+    out, *lse = called(COMPRESSED, cp, plan, tensors, **how)
     return (out, *lse) if return_lse else out
 
 
@@ -347,8 +447,9 @@ def index_loss(
     *,
     cp: ContextParallel,
     plan: Plan,
+    rate: int | None,
     scale: float | None,
     softmax_scale: float | None,
 ) -> torch.Tensor:
     tensors = q_index, k_index, weights, lse, q, k, indices
-    return called(LOSS, cp, plan, tensors, scale=scale, softmax_scale=softmax_scale)[0]
+    return called(LOSS, cp, plan, tensors, rate=rate, scale=scale, softmax_scale=softmax_scale)[0]

@@ -1,5 +1,4 @@
-"""A rank's tables for the sparse attention of one batch: the rows that travel, their places, the visible keys of each
-row, and the messages.
+"""A rank's tables for the sparse attention of one batch: the exchanges of its rows, and the visible keys of each row.
 
 Gathered rows have the order of the global buffer. So those of a document lie side by side, and a run of visible keys is
 a run of gathered rows:
@@ -12,7 +11,7 @@ a run of gathered rows:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -21,77 +20,79 @@ import numpy as np
 import torch
 
 from cp_fast.api.plan import Plan
-from cp_fast.kernels.sparse.sparse_kernels import Visible
-from cp_fast.runtime.prepared_exchange import Exchanges
-from cp_fast.runtime.slices import OwnRows, Rows, rows_of, taken
-from cp_ref.groups.group import Group, Parcel
+from cp_fast.compile.exchange_program import ExchangedRows, RowMessages
+from cp_fast.kernels.sparse.sparse_kernels import Runs, Visible
+from cp_fast.layers.layers import LayerTables
+from cp_fast.runtime.slices import OwnRows
 from cp_ref.schedules.areas import Areas
-from cp_ref.schedules.ownership import Fragments
+from cp_ref.schedules.compressed import EntryProblem, entry_problem
+from cp_ref.schedules.linear_schedules import ALL_HEADS
 from cp_ref.schedules.planners.a2a import head_ranges
 from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
 from cp_ref.schedules.planners.ring_members import RingMembers
-from cp_ref.schedules.problem import Problem, row_positions
-from cp_ref.schedules.schedule import Heads, Message
+from cp_ref.schedules.problem import row_positions
+from cp_ref.schedules.schedule import Heads, Message, Pieces, Step
 from cp_ref.schedules.table import Column, Spans, ranges, runs
 
 __all__ = [
+    "INDICES_OF_HEADS",
+    "KEYS",
+    "KEYS_OF_HEADS",
+    "QUERIES",
     "GatheredRows",
-    "KeyExchange",
-    "RowsOfHeads",
     "SparseTables",
-    "Travel",
     "intervals",
     "sparse_tables",
+    "together",
 ]
 
-
-class Travel(NamedTuple):
-    """The rows that travel between this rank and the others, and the places of all that are gathered.
-
-    Attributes:
-        size: gathered rows.
-        own: where the own rows lie among them.
-        sends: by peer, the own rows that go to it.
-        recvs: by peer, how many rows come from it, and where they lie.
-    """
-
-    size: int
-    own: Rows
-    sends: tuple[tuple[int, int, Rows], ...]  # peer, how many, which
-    recvs: tuple[tuple[int, int, Rows], ...]
-
-    @property
-    def stays(self) -> bool:
-        """Whether the gathered rows are the own ones, as they lie."""
-        return not self.sends and not self.recvs and isinstance(self.own, slice)
+KEYS, KEYS_OF_HEADS = "keys", "keys of heads"
+QUERIES, INDICES_OF_HEADS = "queries of heads", "queries and indices of heads"
 
 
 class GatheredRows(NamedTuple):
     """The queries and keys that a rank computes with, and who sees whom.
 
     Attributes:
-        q: the queries' way; None where they stay.
-        heads: of each rank: its query heads and its kv heads; all of them where the queries stay.
+        queries: the exchange of the queries and their indices; None where they stay.
+        keys: the exchange of the keys.
+        heads: the query heads that the rank computes with.
     """
 
-    q: Travel | None
-    kv: Travel
+    queries: str | None
+    keys: str
+    heads: Heads
     visible: Visible
-    heads: tuple[tuple[Heads, Heads], ...]
+    longest: int  # the most keys that a query row sees
+
+    @property
+    def runs(self) -> Runs:
+        """All visible keys."""
+        return Runs(self.visible.starts, self.visible.stops, self.longest)
+
+    def queries_of(self, indices: torch.Tensor) -> str:
+        """The exchange of the queries with these indices [n, 1 or h_kv, top_k]."""
+        return QUERIES if indices.shape[1] == 1 else INDICES_OF_HEADS
 
 
 @dataclass(frozen=True, eq=False)
-class SparseTables:
-    """A rank's tables for the sparse attention of one batch, made when it is first called.
+class SparseTables(LayerTables):
+    """A rank's tables for the sparse attention of one batch to its tokens, or to compressed keys of one rate.
 
     Attributes:
-        exchanges: of its messages.
+        of_entries: those for compressed keys, by rate.
     """
 
-    problem: Problem
-    rank: int
-    device: torch.device
-    exchanges: Exchanges = field(default_factory=Exchanges, repr=False)
+    of_entries: dict[int, SparseTables] = field(default_factory=dict[int, "SparseTables"], repr=False)
+
+    def of_rate(self, rate: int | None) -> SparseTables:
+        """Those for compressed keys of this rate; None: these."""
+        if rate is None:
+            return self
+        if (found := self.of_entries.get(rate)) is None:
+            made = SparseTables(entry_problem(self.problem, rate), self.rank, self.device)
+            found = self.of_entries.setdefault(rate, made)
+        return found
 
     @cached_property
     @torch.inference_mode(False)
@@ -103,10 +104,18 @@ class SparseTables:
     @torch.inference_mode(False)
     def kv(self) -> OwnRows:
         """The rank's rows of keys."""
-        ownership = self.problem.workload.ownership
-        return (
-            self.q if ownership.kv is ownership.q else OwnRows.of(self.problem, ownership.kv.of(self.rank), self.device)
-        )
+        ownership, problem = self.problem.workload.ownership, self.problem
+        if isinstance(problem, EntryProblem):  # entries are packed in every format
+            problem = replace(problem, qkv_format="thd")
+        return self.q if ownership.kv is ownership.q else OwnRows.of(problem, ownership.kv.of(self.rank), self.device)
+
+    def messages(self, name: str) -> RowMessages:
+        """See `LayerTables`."""
+        if name == KEYS:
+            return self._keys
+        if name == KEYS_OF_HEADS:
+            return self._keys_of_heads
+        return self._queries_of_heads(indices_of_heads=name == INDICES_OF_HEADS)
 
     @cached_property
     @torch.inference_mode(False)
@@ -114,42 +123,75 @@ class SparseTables:
         """Own queries, all heads, and the keys that they see: as all_gather has it. Selection and the indexer's loss
         always work like this.
         """
-        members = RingMembers(replace(self.problem.workload, a2a_size=1))
-        forward, _ = plan_all_gather_rank(members, self.rank)
-        sends, recvs = ({m.peer: _global_rows(m) for m in some} for some in (forward[0].sends, forward[0].recvs))
-        held, travel = _travel(self.kv.rows, sends, recvs, self.device)
-        everything = (0, self.problem.heads_q), (0, self.problem.heads_kv)
-        return GatheredRows(None, travel, self._visible(self.q.rows, held), (everything,) * self.problem.cp_size)
+        seen = self._visible(self.q.rows, self._keys.rows["kv"].gathered)
+        return GatheredRows(None, KEYS, (0, self.problem.heads_q), *seen)
 
     @cached_property
     @torch.inference_mode(False)
     def by_heads(self) -> GatheredRows:
         """All queries for the rank's share of the heads, and all keys that are seen: as a2a has it."""
-        work = self.problem.workload
-        others = [rank for rank in range(work.cp_size) if rank != self.rank]
-        queries = {rank: _fragment_rows(work.ownership.q.of(rank)) for rank in others}
-        rows, q = _travel(self.q.rows, dict.fromkeys(others, np.sort(self.q.rows)), queries, self.device)
-
-        seen = work.areas.keys.merged() if len(work.areas) else Spans(*(np.empty(0, dtype=np.int64),) * 2)
-        keys = {rank: _fragment_rows(work.ownership.kv.of(rank).within(*seen)) for rank in range(work.cp_size)}
-        mine = keys.pop(self.rank)
-        held, kv = _travel(self.kv.rows, dict.fromkeys(others, mine), keys, self.device)
-        heads = tuple(head_ranges(work, rank) for rank in range(work.cp_size))
-        return GatheredRows(q, kv, self._visible(rows, held), heads)
+        queries = self._queries_of_heads(indices_of_heads=False).rows["q"]
+        rows = ranges(queries.gathered.start, queries.gathered.size)
+        seen = self._visible(rows, self._keys_of_heads.rows["kv"].gathered)
+        return GatheredRows(QUERIES, KEYS_OF_HEADS, queries.heads, *seen)
 
     @property
     def of_attention(self) -> GatheredRows:
         """That of the plan's `cp_comm_type`."""
         return self.by_heads if self.problem.cp_comm_type == "a2a" else self.by_rows
 
-    def _visible(self, rows: Column, held: Column) -> Visible:
-        """The gathered keys that query rows see; both are rows of the global buffer."""
+    @cached_property
+    def _keys(self) -> RowMessages:
+        """The messages of all_gather. All heads of a row travel together, so tensors of any heads may."""
+        work = self.problem.workload
+        forward, backward = plan_all_gather_rank(RingMembers(replace(work, a2a_size=1)), self.rank)
+        there, back = _with_all_heads(forward[0]), _with_all_heads(backward[-1])
+        own = work.ownership.kv.of(self.rank).spans
+        rows = ExchangedRows(own, together([own, *(Spans(m.pieces.start, m.pieces.stop) for m in there.recvs)]))
+        return RowMessages({"kv": rows}, (there,), {"dkv": rows}, (back,))
+
+    @cached_property
+    def _keys_of_heads(self) -> RowMessages:
+        work = self.problem.workload
+        seen = work.areas.keys.merged() if len(work.areas) else together([])
+        travel = [work.ownership.kv.of(rank).within(*seen).spans for rank in range(work.cp_size)]
+        keys = _RowsOfHeads(travel, [kv for _, kv in self._heads], self.rank)
+        rows = keys.rows(work.ownership.kv.of(self.rank).spans, work.heads_kv)
+        once = sum(stop - start for start, stop in keys.heads) == work.heads_kv  # else gradients are sums of ranks
+        mine, theirs = keys.messages("kv", 0)
+        my_results, their_results = keys.messages("dkv", 0, complete=once)
+        back = Step(their_results, my_results)
+        return RowMessages({"kv": rows}, (Step(mine, theirs),), {"dkv": rows}, (back,))
+
+    def _queries_of_heads(self, *, indices_of_heads: bool) -> RowMessages:
+        work = self.problem.workload
+        travel = [work.ownership.q.of(rank).spans for rank in range(work.cp_size)]
+        queries = _RowsOfHeads(travel, [q for q, _ in self._heads], self.rank)
+        of_indices = [kv if indices_of_heads else (0, 1) for _, kv in self._heads]
+        indices = _RowsOfHeads(travel, of_indices, self.rank)
+        own = travel[self.rank]
+        rows = {"q": queries.rows(own, work.heads_q)}
+        rows["indices"] = indices.rows(own, work.heads_kv if indices_of_heads else 1)
+        (mine, theirs), (my_indices, their_indices) = queries.messages("q", 0), indices.messages("indices", 1)
+        there = Step((*mine, *my_indices), (*theirs, *their_indices))
+        my_results, their_results = queries.messages("out", 0, complete=True)
+        return RowMessages(rows, (there,), {"out": rows["q"]}, (Step(their_results, my_results),))
+
+    @cached_property
+    def _heads(self) -> list[tuple[Heads, Heads]]:
+        """Of each rank the query heads that it computes with, and their kv heads."""
+        return [head_ranges(self.problem.workload, rank) for rank in range(self.problem.cp_size)]
+
+    def _visible(self, rows: Column, keys: Spans) -> tuple[Visible, int]:
+        """The gathered keys that query rows see, and the most of one; both are rows of the global buffer."""
+        held = ranges(keys.start, keys.size)
         starts, stops = intervals(self.problem.workload.areas, rows)
         _, positions = row_positions(self.problem, "kv", starts)
         positions = np.where(starts < stops, positions, 0)
         place = np.searchsorted(held, starts)
         columns = (place, place + stops - starts, positions)
-        return Visible(*(torch.from_numpy(x.astype(np.int32)).to(self.device) for x in columns))
+        seen = Visible(*(torch.from_numpy(x.astype(np.int32)).to(self.device) for x in columns))
+        return seen, int((stops - starts).sum(axis=1).max(initial=0))
 
 
 def sparse_tables(plan: Plan) -> SparseTables:
@@ -192,114 +234,50 @@ def intervals(areas: Areas, rows: Column) -> tuple[Column, Column]:
     return starts, stops
 
 
-def _travel(
-    own: Column, sends: Mapping[int, Column], recvs: Mapping[int, Column], device: torch.device
-) -> tuple[Column, Travel]:
-    """The gathered rows, sorted, and their way. All columns are global rows; those of peers are sorted."""
-    held = np.sort(np.concatenate([own, *recvs.values()]))
-    order = np.argsort(own, kind="stable")
+def _with_all_heads(step: Step) -> Step:
+    """The messages of a step, with all heads of their rows as one."""
 
-    def numbers(rows: Column) -> Rows:
-        """Of own rows."""
-        return rows_of(order[np.searchsorted(own, rows, sorter=order)], device)
+    def changed(messages: Sequence[Message]) -> tuple[Message, ...]:
+        return tuple(replace(m, pieces=Pieces.of(Spans(m.pieces.start, m.pieces.stop), ALL_HEADS)) for m in messages)
 
-    def places(rows: Column) -> Rows:
-        return rows_of(np.searchsorted(held, rows), device)
-
-    out = tuple((peer, len(rows), numbers(rows)) for peer, rows in sorted(sends.items()) if len(rows))
-    back = tuple((peer, len(rows), places(rows)) for peer, rows in sorted(recvs.items()) if len(rows))
-    return held, Travel(len(held), places(own), out, back)
+    return Step(changed(step.sends), changed(step.recvs))
 
 
-def _fragment_rows(fragments: Fragments) -> Column:
-    """The global rows of fragments, sorted."""
-    return np.sort(ranges(fragments.start, fragments.stop - fragments.start))
+def together(some: Sequence[Spans]) -> Spans:
+    """The rows of all of these, each once, in order."""
+    none = np.empty(0, dtype=np.int64)
+    joined = Spans(*(np.concatenate([none, *columns]) for columns in zip((none, none), *some, strict=True)))
+    return joined.merged() if len(joined) else joined
 
 
-def _global_rows(message: Message) -> Column:
-    """The global rows of a message, sorted."""
-    pieces = message.pieces
-    return ranges(pieces.start, pieces.stop - pieces.start)
+class _RowsOfHeads(NamedTuple):
+    """Rows that each rank sends for the heads that others compute with.
 
+    Attributes:
+        travel: of each rank, its rows that travel.
+        heads: of each rank, those that it computes with.
+        rank: this one.
+    """
 
-# ---- messages
-#
-# Rows are gathered where they are needed, and their results are brought back.
-#
-# gather      own rows [n, h, d] of this rank  ->  all rows that it computes with, for its heads [size, its heads, d]
-# bring back  results for these                ->  the sum of all ranks' results for the own rows, all heads [n, h, d]
-
-
-class RowsOfHeads(NamedTuple):
-    """A tensor of rows [n, h, ...], and the heads of it that each rank computes with."""
-
-    rows: torch.Tensor
+    travel: Sequence[Spans]
     heads: Sequence[Heads]
+    rank: int
 
+    def rows(self, own: Spans, count: int) -> ExchangedRows:
+        """All rows that travel, for the rank's heads of `count`. own: its own rows, in their order."""
+        return ExchangedRows(own, together(self.travel), count, self.heads[self.rank])
 
-class KeyExchange:
-    """The messages of one call on this rank."""
+    def messages(
+        self, kind: str, tag: int, *, complete: bool = False
+    ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """With each peer: those of the own rows for its heads, and those of its rows for the own heads."""
+        peers = [(self.rank + n) % len(self.travel) for n in range(1, len(self.travel))]  # the next one first
 
-    def __init__(self, group: Group, tables: SparseTables) -> None:
-        self._group, self._tables, self._rank = group, tables, tables.rank
+        def of(pairs: Iterable[tuple[int, int, int]]) -> tuple[Message, ...]:
+            return tuple(
+                Message(kind, peer, tag, Pieces.of(self.travel[rows], self.heads[heads]), complete)
+                for peer, rows, heads in pairs
+                if len(self.travel[rows])
+            )
 
-    def gather(self, where: str, travel: Travel, *tensors: RowsOfHeads) -> list[torch.Tensor]:
-        """The rows that this rank computes with, of each tensor [size, its heads, ...]. `where`: for errors."""
-        if travel.stays:
-            return [_of(x.rows, x.heads[self._rank]) for x in tensors]
-        sends, recvs = list[Parcel](), list[Parcel]()
-        found, arriving = list[torch.Tensor](), list[tuple[torch.Tensor, Rows, torch.Tensor]]()
-        for number, (rows, heads) in enumerate(tensors):
-            mine = _of(rows, heads[self._rank])
-            whole = mine.new_empty(travel.size, *mine.shape[1:])
-            whole[travel.own] = mine
-            found.append(whole)
-            for peer, _, some in travel.sends:
-                sends.append(Parcel(peer, number, taken(_of(rows, heads[peer]), some).contiguous()))
-            for peer, count, places in travel.recvs:
-                part = whole[places] if isinstance(places, slice) else mine.new_empty(count, *mine.shape[1:])
-                recvs.append(Parcel(peer, number, part))
-                if not isinstance(places, slice):
-                    arriving.append((whole, places, part))
-        self._exchange(where, sends, recvs)
-        for whole, places, part in arriving:
-            whole[places] = part
-        return found
-
-    def bring_back(self, where: str, travel: Travel, n: int, total: int, *tensors: RowsOfHeads) -> list[torch.Tensor]:
-        """The sums of all ranks' results for the own rows, of each tensor [n, h, ...], added in the order of the ranks.
-
-        tensors: results for gathered rows [size, its heads, ...], and the heads of each rank; all of them together are
-            heads 0 to `total`.
-        """
-        if travel.stays and len({x.heads[self._rank] for x in tensors} | {(0, total)}) == 1:
-            return [x.rows for x in tensors]
-        sends, recvs = list[Parcel](), list[Parcel]()
-        found, adds = list[torch.Tensor](), list[tuple[int, torch.Tensor, Rows, Heads, torch.Tensor]]()
-        for number, (rows, heads) in enumerate(tensors):
-            whole = rows.new_zeros(n, total, *rows.shape[2:])
-            found.append(whole)
-            mine = taken(rows, travel.own)
-            adds.append((self._rank, whole, slice(None), heads[self._rank], mine))
-            for peer, _, places in travel.recvs:
-                sends.append(Parcel(peer, number, taken(rows, places).contiguous()))
-            for peer, count, some in travel.sends:
-                first, last = heads[peer]
-                part = rows.new_empty(count, last - first, *rows.shape[2:])
-                recvs.append(Parcel(peer, number, part))
-                adds.append((peer, whole, some, heads[peer], part))
-        self._exchange(where, sends, recvs)
-        for _, whole, some, (first, last), part in sorted(adds, key=lambda add: add[0]):
-            whole[some, first:last] += part  # no row is twice in one message
-        return found
-
-    def _exchange(self, where: str, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
-        sends, recvs = ([x for x in some if x.tensor.numel()] for some in (sends, recvs))
-        if not sends and not recvs:
-            return
-        self._tables.exchanges.post(self._group, where, sends, recvs).wait()
-
-
-def _of(rows: torch.Tensor, heads: Heads) -> torch.Tensor:
-    first, last = heads
-    return rows if (first, last) == (0, rows.shape[1]) else rows[:, first:last]
+        return of((peer, self.rank, peer) for peer in peers), of((peer, peer, self.rank) for peer in peers)

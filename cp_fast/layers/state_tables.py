@@ -1,34 +1,28 @@
-"""One rank's part of a schedule of states, as tables of numbers: which maps are sent, received and composed.
+"""One rank's part of a schedule of states, as tables of numbers: which maps are exchanged and composed.
 
-Every map that the rank makes or receives has a slot, a row of one tensor: the own ones first, then those that arrive,
+A map is a row of tensors, whatever its form, and its number is that of its fragment among those of all documents. Every
+map that the rank makes or receives has a slot in the gathered tensors: the own ones first, then those that arrive,
 message by message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from cp_ref.schedules.linear_schedules import DocumentFragments
-from cp_ref.schedules.schedule import Message, Step
+from cp_fast.compile.exchange_program import ExchangedRows, RowMessages
+from cp_ref.schedules.linear_schedules import ALL_HEADS, DocumentFragments
+from cp_ref.schedules.schedule import Message, Pieces, Step
+from cp_ref.schedules.table import Column, Spans
 
-__all__ = ["Apply", "ScanTable", "StateTables", "Transfer", "Wave", "scan_table", "state_tables"]
+__all__ = ["Apply", "ScanTable", "StateTables", "Wave", "scan_table", "state_tables"]
 
 Span = tuple[int, int]
-
-
-class Transfer(NamedTuple):
-    """A message of maps: `count` slots from `first` on, or those of the table `scattered` (int64)."""
-
-    peer: int
-    tag: int
-    first: int
-    count: int
-    scattered: torch.Tensor | None
 
 
 class Apply(NamedTuple):
@@ -76,8 +70,7 @@ class StateTables:
     Attributes:
         chosen: the own fragments whose maps are needed, here or elsewhere; map i of them has slot i.
         chosen_index: the same, int64.
-        slots: how many slots there are.
-        steps: (sends, receives) of each step with messages.
+        messages: the exchange of maps.
         documents: that of each scan, int64.
         waves: in the order of composition.
         scans: the same for one launch, with the fragments of no document as scans of their own.
@@ -85,8 +78,7 @@ class StateTables:
 
     chosen: tuple[int, ...]
     chosen_index: torch.Tensor
-    slots: int
-    steps: tuple[tuple[tuple[Transfer, ...], tuple[Transfer, ...]], ...]
+    messages: RowMessages
     documents: torch.Tensor
     waves: tuple[Wave, ...]
     scans: ScanTable
@@ -97,8 +89,16 @@ class StateTables:
         return any(wave.apply is not None for wave in self.waves)
 
 
-def state_tables(steps: Sequence[Step], own: DocumentFragments, device: torch.device) -> StateTables:
-    """The tables of one rank's pass. own: its fragments, in the order of its rows."""
+def state_tables(
+    kind: str, steps: Sequence[Step], everywhere: DocumentFragments, own: DocumentFragments, device: torch.device
+) -> StateTables:
+    """The tables of one rank's pass.
+
+    Args:
+        kind: of its messages.
+        everywhere: the fragments of all ranks.
+        own: those of the rank, in the order of its rows.
+    """
     numbers: dict[Span, int] = {(start, stop): i for i, (*_, start, stop, _) in enumerate(own.rows())}
     scans = [
         (document, [(start, stop) for _, start, stop in maps])
@@ -107,24 +107,14 @@ def state_tables(steps: Sequence[Step], own: DocumentFragments, device: torch.de
     ]
     needed = {span for step in steps for message in step.sends for span in _spans(message)}
     needed |= {span for _, spans in scans for span in spans[:-1]}
-    chosen = sorted(numbers[span] for span in needed if span in numbers)
-    slot = {span: i for i, span in enumerate(sorted((s for s in needed if s in numbers), key=numbers.__getitem__))}
+    made = sorted((span for span in needed if span in numbers), key=numbers.__getitem__)
+    chosen = tuple(numbers[span] for span in made)
+    arriving = [span for step in steps for message in step.recvs for span in _spans(message)]
+    slot = {span: i for i, span in enumerate([*made, *arriving])}
 
     def table(values: Iterable[int]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=device)
 
-    def transfer(message: Message) -> Transfer:
-        slots = [slot[span] for span in _spans(message)]
-        together = slots == list(range(slots[0], slots[0] + len(slots)))
-        return Transfer(message.peer, message.tag, slots[0], len(slots), None if together else table(slots))
-
-    transfers: list[tuple[tuple[Transfer, ...], tuple[Transfer, ...]]] = []
-    for step in steps:
-        if step.sends or step.recvs:
-            sends = tuple(map(transfer, step.sends))
-            arriving = [span for message in step.recvs for span in _spans(message)]
-            slot |= {span: len(slot) + i for i, span in enumerate(arriving)}
-            transfers.append((sends, tuple(map(transfer, step.recvs))))
     waves = list[Wave]()
     for place in range(max((len(spans) for _, spans in scans), default=0)):
         here = [(i, spans[place], place + 1 < len(spans)) for i, (_, spans) in enumerate(scans) if place < len(spans)]
@@ -143,7 +133,25 @@ def state_tables(steps: Sequence[Step], own: DocumentFragments, device: torch.de
         for document, spans in scans
     ]
     launch = scan_table([*in_order, *((-1, [(-1, number)]) for number in sorted(alone))], device)
-    return StateTables(tuple(chosen), table(chosen), len(slot), tuple(transfers), documents, tuple(waves), launch)
+    starts = np.array([start for start, _ in slot], dtype=np.int64)
+    messages = _messages_of_maps(kind, steps, everywhere.start, starts[: len(made)], starts)
+    return StateTables(chosen, table(chosen), messages, documents, tuple(waves), launch)
+
+
+def _messages_of_maps(
+    kind: str, steps: Sequence[Step], everywhere: Column, own: Column, gathered: Column
+) -> RowMessages:
+    """The exchange of maps. All fragments are given by the global rows where they begin, in order."""
+
+    def maps(starts: Column) -> Spans:
+        number = np.searchsorted(everywhere, starts)
+        return Spans(number, number + 1)
+
+    def of_maps(messages: Sequence[Message]) -> tuple[Message, ...]:
+        return tuple(replace(m, pieces=Pieces.of(maps(m.pieces.start), ALL_HEADS)) for m in messages)
+
+    there = tuple(Step(of_maps(step.sends), of_maps(step.recvs)) for step in steps if step.sends or step.recvs)
+    return RowMessages({kind: ExchangedRows(maps(own), maps(gathered))}, there)
 
 
 def _spans(message: Message) -> list[Span]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.compile.program import OWN, Accumulate, Accumulations, Copy, Free, Launch, Recv, Send
+from cp_fast.compile.program import Accumulate, Accumulations, Copy, Free, Launch, Recv, Send
 from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions, LaunchScores, Outs
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.torch_movers import log_add_exp
@@ -99,7 +99,7 @@ def _pack(buffers: PassBuffers, some: Sequence[Copy[Rows]]) -> Operation:
         packed = iter(gather(xs, rows, firsts, sizes))
         for source, target, first_heads in each:
             held, size = state.buffers[source], heads[target]
-            columns = [columns_of(held.columns, rows, (n, n + size)) for n in first_heads if held.columns]
+            columns = [columns_of(held.columns, rows, slice(n, n + size)) for n in first_heads if held.columns]
             found = [next(packed) for _ in held.rows]
             state.buffers[target] = Tensors(found, [x for parts in columns for x in parts])
 
@@ -129,14 +129,15 @@ def _convert(buffers: PassBuffers, one: Copy[Rows]) -> Operation:
     """All of a sum as a message or a result: the same memory where the dtypes are equal."""
     number, target = one.source.buffer, one.target.buffer
     shapes, source, spec = buffers.shapes, buffers.specs[number], buffers.specs[target]
-    nothing, dtype, size = shapes.allocation(source).nothing, shapes.allocation(spec).dtype, shapes.rows(spec)
+    nothing, dtypes, size = shapes.allocation(source).nothing, shapes.allocation(spec).dtypes, shapes.rows(spec)
     shorter = size < shapes.rows(source)
 
     def convert(state: State) -> None:
         rows, columns = state.buffers[number] or nothing()
         if shorter:
             rows, columns = [x[:size] for x in rows], [x[:, :size].contiguous() for x in columns]
-        state.buffers[target] = Tensors([x.to(dtype).contiguous() for x in rows], columns)
+        found = [x.to(dtype).contiguous() for x, dtype in zip(rows, dtypes, strict=True)]
+        state.buffers[target] = Tensors(found, columns)
 
     return convert
 
@@ -158,7 +159,7 @@ def _move(buffers: PassBuffers, some: Sequence[Copy[Rows]]) -> Operation:
             if one.into_heads is not None:
                 into, into_columns = [x[:, one.into_heads] for x in into], [x[one.into_heads] for x in into_columns]
             outs += into
-            xs += [x.to(one.dtype) for x in taken] if one.is_sum else taken
+            xs += [x.to(dtype) for x, dtype in zip(taken, one.dtypes, strict=True)] if one.is_sum else taken
             if into_columns:
                 for column, x in zip(into_columns, columns_of(held.columns, one.rows, one.heads), strict=True):
                     put_columns(column, x, into_rows, scatter)
@@ -173,10 +174,10 @@ class _Move(NamedTuple):
     source: int
     target: int
     rows: Rows
-    heads: tuple[int, int]
-    into_heads: slice | None  # None for all.
+    heads: slice | None  # None for all.
+    into_heads: slice | None
     is_sum: bool
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]
     nothing: Callable[[], Tensors]
     new: Callable[[State], Tensors]
 
@@ -184,10 +185,10 @@ class _Move(NamedTuple):
     def of(buffers: PassBuffers, one: Copy[Rows]) -> _Move:
         source, target = one.source.buffer, one.target.buffer
         spec, into = buffers.specs[source], buffers.specs[target]
-        heads = None if one.target.heads == into.all_heads else slice(*one.target.heads)
-        nothing, dtype = buffers.shapes.allocation(spec).nothing, buffers.shapes.allocation(into).dtype
+        heads, into_heads = buffers.heads(one.source), buffers.heads(one.target)
+        nothing, dtypes = buffers.shapes.allocation(spec).nothing, buffers.shapes.allocation(into).dtypes
         rows, new = buffers.rows(one.source), buffers.maker(target)
-        return _Move(source, target, rows, one.source.heads, heads, spec.role == "sum", dtype, nothing, new)
+        return _Move(source, target, rows, heads, into_heads, spec.role == "sum", dtypes, nothing, new)
 
 
 # ---- Accumulate
@@ -202,16 +203,16 @@ def accumulate(buffers: PassBuffers, one: Accumulate[Rows], *, of: Accumulations
     """
     source, target = one.source, one.target
     number, total = source.buffer, target.buffer
-    if number == OWN["sink"]:
+    if one.of_sink:
         return _accumulate_sink(buffers, one)
     assert of is not None
-    take = None if buffers.is_whole(source) else (buffers.rows(source), source.heads)
+    take = None if buffers.is_whole(source) else (buffers.rows(source), buffers.heads(source))
     is_whole, into = buffers.is_whole(target), buffers.rows(target)
     spec = buffers.specs[total]
     allocation = buffers.shapes.allocation(spec)
     filled, written = of.filled == buffers.shapes.rows(spec), id(one) in of.written
-    final = buffers.shapes.dtype if id(one) in of.rounded and spec.dtype == "input" else allocation.wide
-    heads = None if target.heads == spec.all_heads else slice(*target.heads)
+    finals = allocation.dtypes if id(one) in of.rounded else (allocation.wide,) * len(allocation.dtypes)
+    heads = buffers.heads(target)
     kernels, wide = buffers.kernels, allocation.wide
     gather, scatter, merge = kernels.gather, kernels.scatter_, kernels.merge_
 
@@ -236,7 +237,7 @@ def accumulate(buffers: PassBuffers, one: Accumulate[Rows], *, of: Accumulations
             for column, x in zip(columns, part.columns, strict=True):
                 put_columns(column, x, into, scatter)
             return
-        if any(x.dtype != final for x in held.rows):
+        if any(x.dtype != final for x, final in zip(held.rows, finals, strict=True)):
             held = state.buffers[total] = Tensors([x.to(wide) for x in held.rows], held.columns)
         rows, columns = held if heads is None else _of_heads(held, heads)
         if columns:
@@ -418,6 +419,13 @@ def _giver(buffers: PassBuffers, send: Send[Rows]) -> Give:
 
         return give_part
     take = buffers.taker(send.source)
+    if buffers.specs[send.source.buffer].role == "own":  # a layer's may have strides
+
+        def give_own(state: State) -> list[torch.Tensor]:
+            rows, columns = take(state)
+            return [*(x.contiguous() for x in rows), *columns]
+
+        return give_own
 
     def give(state: State) -> list[torch.Tensor]:
         rows, columns = take(state)
@@ -494,7 +502,7 @@ def _messages(
     """A message for each tensor, with a separate tag. `pieces`: the rows of each piece of a tensor by row."""
     found: list[MessageSpec] = []
     for n, shape in enumerate(allocation.rows):
-        row = math.prod(shape[1:]) * allocation.dtype.itemsize
+        row = math.prod(shape[1:]) * allocation.dtypes[n].itemsize
         found.append(MessageSpec(peer, tag + n, tuple(row * size for size in pieces or [shape[0]]), held))
     return found + [
         MessageSpec(peer, tag + 2 + n, (math.prod(shape) * allocation.wide.itemsize,), held)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeGuard
@@ -16,6 +16,7 @@ from cp_fast.movers.mover_protocol import Movers, Rows
 from cp_ref.batches.tensors import wide_dtype
 from cp_ref.calls.scores import ScoreTensors
 from cp_ref.groups.group import Group, Pending
+from cp_ref.schedules.problem import ScoreSpec
 
 __all__ = [
     "MISSING",
@@ -59,24 +60,22 @@ def count(rows: Rows) -> int:
 def rows_of(
     tensors: Sequence[torch.Tensor],
     rows: Rows,
-    heads: tuple[int, int],
+    heads: slice | None,
     gather: Callable[[Sequence[torch.Tensor], Rows], Sequence[torch.Tensor]],
 ) -> Sequence[torch.Tensor]:
-    """Rows and heads of tensors by row [t, h, d]: views if possible. gather: that of `Movers`."""
-    size, count, _ = tensors[0].shape
-    if heads != (0, count):
-        tensors = [x[:, heads[0] : heads[1]] for x in tensors]
-    return tensors if is_all(rows, size) else gather(tensors, rows)
+    """Rows and heads of tensors by row [t, h, ...], None for all heads: views if possible. gather: that of `Movers`."""
+    if heads is not None:
+        tensors = [x[:, heads] for x in tensors]
+    return tensors if is_all(rows, tensors[0].shape[0]) else gather(tensors, rows)
 
 
-def columns_of(tensors: Sequence[torch.Tensor], rows: Rows, heads: tuple[int, int]) -> list[torch.Tensor]:
+def columns_of(tensors: Sequence[torch.Tensor], rows: Rows, heads: slice | None) -> list[torch.Tensor]:
     """Rows and heads of LSEs [h, t], with rows on the second axis; contiguous."""
     found: list[torch.Tensor] = []
     for x in tensors:
-        count, size = x.shape
-        if heads != (0, count):
-            x = x[heads[0] : heads[1]]
-        if not is_all(rows, size):
+        if heads is not None:
+            x = x[heads]
+        if not is_all(rows, x.shape[1]):
             x = x[:, rows] if isinstance(rows, slice) else x.index_select(1, rows)
         found.append(x.contiguous())
     return found
@@ -116,18 +115,23 @@ class Tensors(NamedTuple):
     columns: Sequence[torch.Tensor]
 
 
+_PLAIN = LaunchOptions(ScoreSpec(1.0))  # of a pass without launches
+
+
 class State:
     """One call of a pass: the tensors of its buffers, and the messages in flight."""
 
     __slots__ = ("arrived", "buffers", "gathered", "group", "inputs", "max_logit", "options", "pending")
 
-    def __init__(self, buffers: int, group: Group, options: LaunchOptions, inputs: ScoreTensors | None = None) -> None:
+    def __init__(
+        self, buffers: int, group: Group, options: LaunchOptions | None = None, inputs: ScoreTensors | None = None
+    ) -> None:
         self.buffers: list[Any] = [None] * buffers  # Tensors, or None before and after their use.
         self.gathered: dict[int, tuple[Any, Tensors]] = {}  # the last rows gathered from each own buffer
         self.pending: Pending | None = None
         self.arrived: list[tuple[torch.Tensor, torch.Tensor]] = []  # Columns to be filled once messages arrive.
         self.max_logit: list[tuple[int, torch.Tensor | None]] = []  # First head, and the logit of a launch.
-        self.group, self.options = group, options
+        self.group, self.options = group, options or _PLAIN
         self.inputs = inputs  # Of scores that depend on the places of their rows and heads.
 
 
@@ -145,30 +149,29 @@ def _new_empty(dtype: torch.dtype, device: torch.device) -> Callable[[Sequence[i
 
 
 class Allocation(NamedTuple):
-    """The shapes and dtypes of a buffer's tensors."""
+    """The shapes and dtypes of a buffer's tensors. `dtypes`: one for each tensor by row."""
 
     rows: tuple[tuple[int, ...], ...]
     columns: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]
     wide: torch.dtype
     device: torch.device
 
     def empty(self, dtypes: Sequence[torch.dtype] = ()) -> Tensors:
-        """Tensors with any values. `dtypes`: one for each tensor by row."""
-        rows, columns, dtype, wide, device = self
-        each = zip(rows, dtypes or [dtype] * len(rows), strict=True)
+        """Tensors with any values. `dtypes`: other ones."""
+        rows, columns, usual, wide, device = self
+        each = zip(rows, dtypes or usual, strict=True)
         return Tensors(
             [_new_empty(dtype, device)(shape) for shape, dtype in each],
             [_new_empty(wide, device)(shape) for shape in columns] if columns else (),
         )
 
     def nothing(self, dtypes: Sequence[torch.dtype] = ()) -> Tensors:
-        """The result of no pairs: zeros, and an lse of -inf. `dtypes`: one for each tensor by row."""
-        dtypes = dtypes or [self.dtype] * len(self.rows)
+        """The result of no pairs: zeros, and an lse of -inf. `dtypes`: other ones."""
         return Tensors(
             [
                 torch.zeros(shape, dtype=dtype, device=self.device)
-                for shape, dtype in zip(self.rows, dtypes, strict=True)
+                for shape, dtype in zip(self.rows, dtypes or self.dtypes, strict=True)
             ],
             [torch.full(shape, float("-inf"), dtype=self.wide, device=self.device) for shape in self.columns],
         )
@@ -179,18 +182,19 @@ class Shapes:
     """The sizes shared by all calls of one shape.
 
     Attributes:
-        sizes: rows of the rank's q, and of its k and v.
-        dims: by kind, the head dimensions of the tensors by row.
+        sizes: by kind, the rows of the rank's own tensors.
+        dims: by kind, the axes of a row in each tensor by row; -1 for the heads of the buffer.
+        dtypes: by kind, the dtypes of the tensors by row.
         spare_rows: see `Programs`.
-        has_dlse: whether the gradient of out comes with one of lse.
+        with_column: the kinds that have a tensor by column besides.
     """
 
-    sizes: tuple[int, int]
-    dims: dict[str, tuple[int, ...]]
-    spare_rows: int
-    dtype: torch.dtype
+    sizes: Mapping[str, int]
+    dims: Mapping[str, Sequence[Sequence[int]]]
+    dtypes: Mapping[str, tuple[torch.dtype, ...]]
     device: torch.device
-    has_dlse: bool
+    spare_rows: int = 0
+    with_column: frozenset[str] = frozenset()
 
     def rows(self, spec: BufferSpec) -> int:
         """The rows of a buffer, spare ones included."""
@@ -200,17 +204,18 @@ class Shapes:
 
     def own_rows(self, spec: BufferSpec) -> int:
         """The rows of the rank's own tensors of this kind."""
-        return self.sizes[spec.kind in ("kv", "dkv")]
+        return self.sizes[spec.kind]
 
     def allocation(self, spec: BufferSpec, rows: int | None = None, *, stacked: bool = True) -> Allocation:
         """The allocation of a buffer, or of a message with this many of its rows, of one part if it is stacked."""
         n, heads = self.rows(spec) if rows is None else rows, spec.all_heads[1]
         parts = (spec.parts,) if spec.parts and stacked else ()
-        by_row = tuple((*parts, n, heads, d) for d in self.dims[spec.kind])
-        has_column = spec.kind in ("res", "out") or (spec.kind == "do" and self.has_dlse)
-        wide = wide_dtype(self.dtype)
-        dtype = wide if spec.dtype == "wide" else self.dtype
-        return Allocation(by_row, ((heads, n),) * (has_column * (parts or (1,))[0]), dtype, wide, self.device)
+        by_row = tuple((*parts, n, *(heads if d < 0 else d for d in axes)) for axes in self.dims[spec.kind])
+        has_column = spec.kind in self.with_column
+        dtypes = self.dtypes[spec.kind]
+        wide = wide_dtype(*dtypes)
+        dtypes = (wide,) * len(dtypes) if spec.dtype == "wide" else dtypes
+        return Allocation(by_row, ((heads, n),) * (has_column * (parts or (1,))[0]), dtypes, wide, self.device)
 
 
 # ---- the buffers of a pass
@@ -246,6 +251,10 @@ class PassBuffers:
         """The rows of a view."""
         return slice(0, self.shapes.rows(self.specs[view.buffer])) if view.rows is None else view.rows
 
+    def heads(self, view: View[Rows]) -> slice | None:
+        """The heads of a view; None for all of its buffer."""
+        return None if view.heads == self.specs[view.buffer].all_heads else slice(*view.heads)
+
     def is_whole(self, view: View[Rows]) -> bool:
         """Whether a view has all rows and heads of its buffer."""
         all_rows = view.rows is None or is_all(view.rows, self.shapes.rows(self.specs[view.buffer]))
@@ -255,7 +264,7 @@ class PassBuffers:
         """Rows and heads of a buffer; contiguous, or where a slice of the buffer may be `strided`. The last rows
         gathered from an own buffer are kept: a ring needs the same ones at every step.
         """
-        number, rows, heads, gather = view.buffer, self.rows(view), view.heads, self.kernels.gather
+        number, rows, gather = view.buffer, self.rows(view), self.kernels.gather
         if self.is_whole(view):
 
             def whole(state: State) -> Tensors:
@@ -266,7 +275,7 @@ class PassBuffers:
             return whole
         own = self.specs[number].role == "own"
         if strided and isinstance(rows, slice):
-            some = slice(*heads)
+            some = slice(*view.heads)
 
             def cut(state: State) -> Tensors:
                 held = state.buffers[number]
@@ -274,8 +283,9 @@ class PassBuffers:
                 return Tensors([x[rows, some] for x in held.rows], [x[some, rows] for x in held.columns])
 
             return cut
-        sliced = isinstance(rows, slice) and heads == self.specs[number].all_heads
-        key = (rows.start, rows.stop, heads) if isinstance(rows, slice) else (id(rows), heads)
+        heads = self.heads(view)
+        sliced = isinstance(rows, slice) and heads is None
+        key = (rows.start, rows.stop, view.heads) if isinstance(rows, slice) else (id(rows), view.heads)
 
         def part(state: State) -> Tensors:
             held = state.buffers[number]

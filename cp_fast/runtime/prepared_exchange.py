@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 
 from cp_ref.groups.group import Group, Parcel, Pending
 from cp_ref.groups.process_groups import error_context
 
-__all__ = ["Exchange", "Exchanges", "Located", "MessageSpec", "Prepares", "by_tag", "places", "prepare", "prepares"]
+__all__ = ["Exchange", "Located", "MessageSpec", "Prepares", "by_tag", "places", "prepare", "prepares"]
 
 
 class MessageSpec(NamedTuple):
@@ -53,27 +53,6 @@ def prepare(group: Group, where: str, sends: Sequence[MessageSpec], recvs: Seque
     prepare their messages with the same tags.
     """
     return group.prepared(where, sends, recvs) if prepares(group) else _ByGroup(where, sends, recvs)
-
-
-class Exchanges:
-    """The prepared exchanges of a plan's other layers, by all that they depend on: a later call with equal messages
-    prepares nothing.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[Any, Exchange] = {}
-
-    def post(self, group: Group, where: str, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
-        """Send and receive these contiguous tensors. The caller holds those that it sends until it has waited. `where`:
-        for errors.
-        """
-        ways = tuple(
-            tuple(MessageSpec(peer, tag, (x.nbytes,), True) for peer, tag, x in some) for some in (sends, recvs)
-        )
-        key = where, group if prepares(group) else None, ways
-        if (exchange := self._known.get(key)) is None:
-            exchange = self._known.setdefault(key, prepare(group, where, *ways))
-        return exchange.post(group, [x.tensor for x in sends], [x.tensor for x in recvs])
 
 
 class Located(NamedTuple):

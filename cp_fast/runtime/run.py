@@ -46,11 +46,13 @@ from cp_ref.calls.scores import ScoreTensors
 from cp_ref.groups.collectives import all_reduce_max, offset_grad
 from cp_ref.groups.context import ContextParallel
 from cp_ref.groups.group import Group
+from cp_ref.schedules.schedule import side_of
 from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
     "CompiledCall",
     "ForwardResults",
+    "Launcher",
     "backward_pass",
     "forward_pass",
     "resolve",
@@ -62,11 +64,18 @@ __all__ = [
 # The instructions of a pass as operations, for calls of one shape.
 
 
-def resolve(
-    program: Program[Rows], shapes: Shapes, backend: Backend, positions: RowPositions, group: Group
-) -> list[Operation]:
+class Launcher(NamedTuple):
+    """What launches need besides their operands. `positions`: of the rows of the launches."""
+
+    backend: Backend
+    positions: RowPositions
+
+
+def resolve(program: Program[Rows], shapes: Shapes, group: Group, launcher: Launcher | None = None) -> list[Operation]:
     """The instructions as operations. Messages that are posted together form one, and so do copies that `go_together`.
     Buffers that are freed between them are freed after them.
+
+    launcher: None for a program without launches.
     """
     buffers, instructions = PassBuffers.of(program, shapes, kernels(shapes.device.type)), program.instructions
     sums = program.accumulations
@@ -83,10 +92,12 @@ def resolve(
         elif isinstance(one, Copy):
             copies.append(one)
         elif isinstance(one, Launch) and program.direction == "forward":
-            found.append(forward_launch(buffers, backend, positions, one))
+            assert launcher is not None
+            found.append(forward_launch(buffers, *launcher, one))
         elif isinstance(one, Launch):
+            assert launcher is not None
             freed = following.buffers if isinstance(following, Free) else ()
-            found.append(backward_launch(buffers, backend, positions, one, freed))
+            found.append(backward_launch(buffers, *launcher, one, freed))
         elif isinstance(one, Accumulate):
             found.append(accumulate(buffers, one, of=sums.get(one.target.buffer)))
         else:
@@ -157,8 +168,11 @@ class CompiledCall:
         d_qk, d_v = packing.problem.d_qk, packing.problem.d_v
         dims = {"q": (d_qk,), "kv": (d_qk, d_v), "do": (d_v,), "res": (d_v,), "out": (d_v,), "sink": ()}
         dims |= {"dq": (d_qk,), "dkv": (d_qk, d_v)}
-        shapes = Shapes(sizes, dims, instructions.spare_rows, dtype, device, has_dlse=False)
-        self._shapes = shapes, replace(shapes, has_dlse=True)
+        axes = {kind: [(-1, d) for d in some] for kind, some in dims.items()}
+        dtypes = {kind: (dtype,) * len(some) for kind, some in dims.items()}
+        rows = {kind: sizes[side_of(kind) == "kv"] for kind in dims}
+        shapes = Shapes(rows, axes, dtypes, device, instructions.spare_rows, frozenset({"res", "out"}))
+        self._shapes = shapes, replace(shapes, with_column=frozenset({"res", "out", "do"}))
         self._options = [LaunchOptions(packing.problem.scores, deterministic) for deterministic in (False, True)]
         self._operations: dict[tuple[str, bool], list[Operation]] = {}
 
@@ -175,8 +189,8 @@ class CompiledCall:
         """Run one of the two programs. own: the buffers that are filled before it begins, by number."""
         comm, key = self.transport or group, (program.direction, has_dlse)
         if (operations := self._operations.get(key)) is None:
-            shapes = self._shapes[has_dlse]
-            operations = self._operations[key] = resolve(program, shapes, self.backend, self._positions, comm)
+            launcher = Launcher(self.backend, self._positions)
+            operations = self._operations[key] = resolve(program, self._shapes[has_dlse], comm, launcher)
         state = State(len(program.buffers), comm, self._options[deterministic], scores)
         for number, tensors in own.items():
             state.buffers[number] = tensors

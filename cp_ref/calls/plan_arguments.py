@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 
@@ -17,6 +17,7 @@ from cp_ref.problems.arguments import ARGUMENTS, ProblemArguments, features_of, 
 from cp_ref.problems.call_checks import check_context
 from cp_ref.problems.read_problem import Sizes, check_one_document, read_problem
 from cp_ref.problems.room import Agreement, Room, read_room
+from cp_ref.schedules.compressed import entry_problem
 from cp_ref.schedules.linear_schedules import conv_schedule, make_states
 from cp_ref.schedules.planners.choose_schedule import choose_schedule, why_chosen
 from cp_ref.schedules.problem import Problem
@@ -27,6 +28,7 @@ from cp_ref.schedules.verify.proof import verify
 from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
+    "Entries",
     "Plan",
     "check_plan",
     "check_schedule",
@@ -87,6 +89,33 @@ def _check_reach(schedule: Schedule, group: PairGroup) -> None:
                 )
 
 
+class Entries(NamedTuple):
+    """The windows that a rank's compressed keys are made of.
+
+    Attributes:
+        rate: tokens of a window.
+        documents: the number of each one's document in the batch, int64 [n].
+        numbers: which of the windows of its document it is, int64 [n].
+
+    >>> Entries(4, torch.tensor([0, 0]), torch.tensor([0, 2])).last.tolist()
+    [3, 11]
+    """
+
+    rate: int
+    documents: torch.Tensor
+    numbers: torch.Tensor
+
+    @property
+    def first(self) -> torch.Tensor:
+        """The position of each window's first token in its document, as RoPE may have it."""
+        return self.numbers * self.rate
+
+    @property
+    def last(self) -> torch.Tensor:
+        """The position of its last token, from which on it is seen."""
+        return self.first + self.rate - 1
+
+
 _FEW = 8  # Sequences whose lengths a summary names.
 _SIZES = ("heads_q", "heads_kv", "d_qk", "d_v", "batch_size", "seqlen_q", "seqlen_kv")
 
@@ -138,6 +167,17 @@ class Plan:
         """
         self._check_linear()
         return conv_schedule(self.problem, read_count("kernel_size", kernel_size, at_least=1))
+
+    def entries(self, rate: int) -> Entries:
+        """This rank's compressed keys, in the order of its buffer of them: those of the windows of `rate` tokens whose
+        last token it has. See `compress_keys`.
+
+        Raises:
+            ValueError, TypeError: the rate is no positive integer.
+        """
+        of = entry_problem(self.problem, read_count("rate", rate, at_least=1))
+        own = of.entries.take(of.entries.rank == self.rank)
+        return Entries(rate, *(torch.as_tensor(x).to(self.device) for x in (own.document, own.number)))
 
     def _check_linear(self) -> None:
         if not self.linear:

@@ -8,22 +8,23 @@ from typing import Any, Literal, overload
 import torch
 
 from cp_ref.batches.tensors import autocast, needs_grad
-from cp_ref.calls.layer import (
-    Layer,
-    LayerCall,
-    Operand,
-    check_last,
-    check_local,
-    check_rows,
-    check_same_rows,
-    read_scale,
+from cp_ref.calls.layer import Layer, LayerCall, Operand, check_same_rows, read_scale
+from cp_ref.calls.plan_arguments import Plan, check_sparse_scores
+from cp_ref.calls.sparse_checks import (
+    check_lse,
+    check_queries,
+    check_sparse_plan,
+    check_values,
+    read_indexer,
+    read_indices,
+    read_rate,
+    read_softmax_scale,
 )
-from cp_ref.calls.plan_arguments import Plan, check_sparse, check_sparse_scores
 from cp_ref.groups.context import ContextParallel
-from cp_ref.problems.call_checks import check_plan_owner, one_a_head
-from cp_ref.problems.read_problem import ROW_AXES, check_offset
+from cp_ref.problems.call_checks import one_a_head
+from cp_ref.problems.read_problem import check_offset
 from cp_ref.schedules.problem import Problem
-from cp_ref.schedules.values import check_dtype, check_flag, dtype_of, kind_of, read_count, read_number
+from cp_ref.schedules.values import check_flag, dtype_of, read_count
 
 __all__ = [
     "INDEX_LOSS",
@@ -47,6 +48,7 @@ def select_keys(
     plan: Plan,
     top_k: int,
     scale: float | None = None,
+    rate: int | None = None,
 ) -> torch.Tensor:
     """The keys that each query row of this rank is to read: the `top_k` that an indexer scores best. Collective.
 
@@ -73,9 +75,13 @@ def select_keys(
         plan: from `make_plan`, for this batch. Its mask holds; its heads, dims and dtype are those of attention.
         top_k: at least 1. It may be larger than a document.
         scale: a finite number; default d_i ** -0.5.
+        rate: the keys are compressed ones, of windows of this many tokens, as `compress_keys` gives them: k_index is
+            [n, d_i]. Row t then sees the windows that end at t or before, whatever the window of the plan's mask is.
+            None: the keys are tokens.
 
     Returns:
-        int32 [..., top_k] in the rows of q_index: positions in the row's own document, best first, -1 behind the last.
+        int32 [..., top_k] in the rows of q_index: positions in the row's own document (with a rate, numbers of its
+        windows), best first, -1 behind the last.
         A row that sees fewer than top_k keys has all of them; rows of padding and tail have -1 alone.
 
     Raises:
@@ -93,10 +99,11 @@ def sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    indices: torch.Tensor,
+    indices: torch.Tensor | None,
     *,
     cp: ContextParallel,
     plan: Plan,
+    rate: int | None = None,
     softmax_scale: float | None = None,
     softmax_offset: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
@@ -106,10 +113,11 @@ def sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    indices: torch.Tensor,
+    indices: torch.Tensor | None,
     *,
     cp: ContextParallel,
     plan: Plan,
+    rate: int | None = None,
     softmax_scale: float | None = None,
     softmax_offset: torch.Tensor | None = None,
     return_lse: Literal[True],
@@ -119,10 +127,11 @@ def sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    indices: torch.Tensor,
+    indices: torch.Tensor | None,
     *,
     cp: ContextParallel,
     plan: Plan,
+    rate: int | None = None,
     softmax_scale: float | None = None,
     softmax_offset: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -131,10 +140,11 @@ def sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    indices: torch.Tensor,
+    indices: torch.Tensor | None,
     *,
     cp: ContextParallel,
     plan: Plan,
+    rate: int | None = None,
     softmax_scale: float | None = None,
     softmax_offset: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -154,9 +164,12 @@ def sparse_attention(
         indices: int32, with the rows of q: bshd [b, s_q/cp, top_k], sbhd [s_q/cp, b, top_k], thd [t_q/cp, top_k], for
             all heads; or with an axis of kv heads before the last, [..., h_kv, top_k]: those of query head h are of kv
             head h // (h_q // h_kv). In any order, any top_k of at least 1; indices of padding and tail are not read.
+            None: rows see all that the mask shows.
         cp: the group and the layout; cp_comm_type "all_gather" (keys travel) or "a2a" (heads are exchanged).
         plan: from `make_plan`, for this batch: its mask, softmax_type "vanilla" or "learnable", no softcap, no
             score_mod, no dropout. `areas` stay inside documents.
+        rate: as in `select_keys`: k and v are entries, [n, h_kv, d], and indices numbers of windows. For tokens and
+            entries in one softmax see `compressed_attention`.
         softmax_scale: factor of q.k, finite and positive; default the plan's, which is d_qk ** -0.5 unless given.
         softmax_offset: [h_q] or [1, h_q, 1, 1], any float dtype, for softmax_type "learnable" only. Its gradient is
             this rank's share of the total, or the total, as `cp.softmax_offset_grad` says.
@@ -189,6 +202,7 @@ def index_loss(
     *,
     cp: ContextParallel,
     plan: Plan,
+    rate: int | None = None,
     scale: float | None = None,
     softmax_scale: float | None = None,
 ) -> torch.Tensor:
@@ -211,6 +225,7 @@ def index_loss(
         indices: as in `sparse_attention`, without the axis of kv heads: int32 [..., top_k].
         cp: as in `sparse_attention`. The keys travel as in all_gather.
         plan: as in `sparse_attention`.
+        rate: as in `select_keys`: k_index and k are entries.
         scale: of the indexer, as in `select_keys`.
         softmax_scale: as in `sparse_attention`.
 
@@ -236,13 +251,14 @@ class SelectionCall(LayerCall):
     d_index: int
     dtype: str
     top_k: int
+    rate: int | None
     scale: float
 
 
 @dataclass(frozen=True)
 class SparseAttentionCall(LayerCall):
     """A checked call of `sparse_attention`. `index_heads` is 1 for indices without an axis of kv heads, else h_kv;
-    `scale` is resolved.
+    without indices it and `top_k` are 0. `scale` is resolved.
     """
 
     function = "sparse_attention"
@@ -253,6 +269,7 @@ class SparseAttentionCall(LayerCall):
     dtype: str
     top_k: int
     index_heads: int
+    rate: int | None
     scale: float
     has_sink: bool
     return_lse: bool
@@ -272,6 +289,7 @@ class IndexLossCall(LayerCall):
     d_qk: int
     dtype: str
     top_k: int
+    rate: int | None
     scale: float
     softmax_scale: float
     requires_grad: bool
@@ -288,17 +306,18 @@ def _read_selection(
     weights: Any,
     top_k: Any,
     scale: Any,
+    rate: Any,
 ) -> SelectionCall:
-    _check_plan(cp, plan, package_plan, "select_keys")
-    top_k = read_count("top_k", top_k, at_least=1)
-    heads, d_index = _read_indexer(plan, q_index, k_index, weights)
-    return SelectionCall(heads, d_index, dtype_of(q_index), top_k, read_scale(scale, d_index))
+    check_sparse_plan(cp, plan, package_plan, "select_keys")
+    top_k, rate = read_count("top_k", top_k, at_least=1), read_rate(plan, rate)
+    heads, d_index = read_indexer(plan, rate, q_index, k_index, weights)
+    return SelectionCall(heads, d_index, dtype_of(q_index), top_k, rate, read_scale(scale, d_index))
 
 
 SELECTION = Layer(
     "select_keys",
     (Operand("q_index", constant=True), Operand("k_index", constant=True), Operand("weights", constant=True)),
-    {"top_k": "int", "scale": "float?"},
+    {"top_k": "int", "scale": "float?", "rate": "int?"},
     _read_selection,
 )
 
@@ -316,17 +335,16 @@ def _read_sparse_attention(
     softmax_offset: Any,
     softmax_scale: Any,
     return_lse: Any,
+    rate: Any,
 ) -> SparseAttentionCall:
-    _check_plan(cp, plan, package_plan, "sparse_attention")
+    check_sparse_plan(cp, plan, package_plan, "sparse_attention")
     check_sparse_scores("sparse_attention", plan.problem)
     check_flag("return_lse", return_lse)
-    problem: Problem = plan.problem
-    _check_attention(plan, q, k)
-    check_rows(plan, "v", v, "h_kv, d_v", q, side="kv")
-    check_same_rows(problem, "v", v, "k", k)
-    check_last("v", v, (problem.heads_kv, problem.d_v))
+    problem, rate = plan.problem, read_rate(plan, rate)
+    check_queries(plan, q)
+    check_values(plan, rate, q, k=k, v=v)
     check_offset(problem, softmax_offset, q)
-    top_k, index_heads = _read_indices(plan, indices, q, of_kv_heads=True)
+    top_k, index_heads = read_indices(plan, indices, q, of_kv_heads=True)
     return SparseAttentionCall(
         problem.heads_q,
         problem.heads_kv,
@@ -335,7 +353,8 @@ def _read_sparse_attention(
         problem.dtype,
         top_k,
         index_heads,
-        _read_softmax_scale(problem, softmax_scale),
+        rate,
+        read_softmax_scale(problem, softmax_scale),
         softmax_offset is not None,
         return_lse,
         needs_grad(q, k, v, softmax_offset),
@@ -348,10 +367,10 @@ SPARSE = Layer(
         Operand("q", autocast),
         Operand("k", autocast),
         Operand("v", autocast),
-        Operand("indices", constant=True),
+        Operand("indices", constant=True, optional=True),
         Operand("softmax_offset", one_a_head, optional=True),
     ),
-    {"softmax_scale": "float?", "return_lse": "bool"},
+    {"rate": "int?", "softmax_scale": "float?", "return_lse": "bool"},
     _read_sparse_attention,
     second="return_lse",
 )
@@ -370,18 +389,24 @@ def _read_index_loss(
     q: Any,
     k: Any,
     indices: Any,
+    rate: Any,
     scale: Any,
     softmax_scale: Any,
 ) -> IndexLossCall:
-    _check_plan(cp, plan, package_plan, "index_loss")
+    check_sparse_plan(cp, plan, package_plan, "index_loss")
     check_sparse_scores("index_loss", plan.problem)
     problem: Problem = plan.problem
-    heads, d_index = _read_indexer(plan, q_index, k_index, weights)
-    _check_attention(plan, q, k)
-    top_k, _ = _read_indices(plan, indices, q, of_kv_heads=False)
+    rate = read_rate(plan, rate)
+    heads, d_index = read_indexer(plan, rate, q_index, k_index, weights)
+    check_queries(plan, q)
+    check_values(plan, rate, q, k=k)
+    if indices is None:
+        raise TypeError("indices is None; index_loss needs those that the indexer chose")
+    top_k, _ = read_indices(plan, indices, q, of_kv_heads=False)
     check_same_rows(problem, "q", q, "q_index", q_index)
-    check_same_rows(problem, "k", k, "k_index", k_index)
-    _check_lse(problem, lse, q)
+    if rate is None:
+        check_same_rows(problem, "k", k, "k_index", k_index)
+    check_lse(problem, lse, q)
     return IndexLossCall(
         heads,
         d_index,
@@ -391,8 +416,9 @@ def _read_index_loss(
         problem.d_qk,
         problem.dtype,
         top_k,
+        rate,
         read_scale(scale, d_index),
-        _read_softmax_scale(problem, softmax_scale),
+        read_softmax_scale(problem, softmax_scale),
         needs_grad(q_index, k_index, weights),
     )
 
@@ -408,83 +434,6 @@ INDEX_LOSS = Layer(
         Operand("k", autocast, constant=True),
         Operand("indices", constant=True),
     ),
-    {"scale": "float?", "softmax_scale": "float?"},
+    {"rate": "int?", "scale": "float?", "softmax_scale": "float?"},
     _read_index_loss,
 )
-
-
-def _check_plan(cp: ContextParallel, plan: Any, package_plan: type, what: str) -> None:
-    """The package's plan, for this context, with messages that a sparse layer has."""
-    if not isinstance(plan, package_plan) or not isinstance(plan, Plan):
-        package = package_plan.__module__.split(".")[0]
-        raise TypeError(f"plan is {kind_of(plan)}; it must be a {package}.Plan, as make_plan gives it")
-    check_plan_owner(plan.problem, plan.rank, cp)
-    check_sparse(what, plan.problem, plan.custom)
-
-
-def _read_indexer(plan: Plan, q_index: Any, k_index: Any, weights: Any) -> tuple[int, int]:
-    """h_i and d_i."""
-    check_rows(plan, "q_index", q_index, "h_i, d_i")
-    heads, d_index = q_index.shape[-2:]
-    for name, size in (("h_i", heads), ("d_i", d_index)):
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be at least 1")
-    check_rows(plan, "k_index", k_index, "d_i", q_index, side="kv")
-    check_last("k_index", k_index, (d_index,))
-    check_rows(plan, "weights", weights, "h_i", q_index, wide=True, first_name="q_index")
-    check_last("weights", weights, (heads,))
-    return heads, d_index
-
-
-def _check_attention(plan: Plan, q: Any, k: Any) -> None:
-    """q and k are this rank's slices of the plan's problem."""
-    problem = plan.problem
-    d_qk, heads_kv = problem.d_qk, problem.heads_kv
-    check_rows(plan, "q", q, "h_q, d_qk")
-    if dtype_of(q) != problem.dtype:
-        raise TypeError(f"q has dtype {q.dtype}, but the plan was made for {problem.dtype}")
-    check_rows(plan, "k", k, "h_kv, d_qk", q, side="kv")
-    check_last("q", q, (problem.heads_q, d_qk))
-    check_last("k", k, (heads_kv, d_qk))
-
-
-def _read_indices(plan: Plan, indices: Any, q: Any, *, of_kv_heads: bool) -> tuple[int, int]:
-    """top_k, and the number of heads that have their own indices."""
-    problem = plan.problem
-    check_local("indices", indices, "q", q)
-    check_dtype("indices", indices, "int32", why=", as select_keys gives it")
-    axes = ROW_AXES[problem.qkv_format]
-    leading = len(axes.split(", "))
-    by_head = len(indices.shape) == leading + 2 and of_kv_heads
-    if len(indices.shape) != leading + 1 and not by_head:
-        more = f" or [{axes}, h_kv, top_k]" if of_kv_heads else ""
-        raise ValueError(
-            f"indices has shape {list(indices.shape)}; qkv_format {problem.qkv_format!r} needs [{axes}, top_k]{more}"
-        )
-    check_same_rows(problem, "indices", indices, "q", q)
-    if by_head:
-        check_last("indices", indices, (problem.heads_kv, indices.shape[-1]))
-    return read_count("top_k of indices", indices.shape[-1], at_least=1), problem.heads_kv if by_head else 1
-
-
-def _check_lse(problem: Problem, lse: Any, q: Any) -> None:
-    check_local("lse", lse, "q", q)
-    wide = "float64" if dtype_of(q) == "float64" else "float32"
-    check_dtype("lse", lse, wide, why=", as sparse_attention returns it")
-    sizes = dict(zip(ROW_AXES[problem.qkv_format].split(", "), q.shape, strict=False))
-    batch = [sizes["b"]] if "b" in sizes else []
-    wanted = [*batch, problem.heads_q, sizes["s" if batch else "t"]]
-    if list(lse.shape) != wanted:
-        raise ValueError(f"lse has shape {list(lse.shape)}; it must be [{'b, ' if batch else ''}h_q, s] = {wanted}")
-
-
-def _read_softmax_scale(problem: Problem, softmax_scale: Any) -> float:
-    if softmax_scale is None:
-        return problem.scale
-    found = read_number("softmax_scale", softmax_scale, positive=True)
-    if problem.softmax_scale not in (None, found):
-        raise ValueError(
-            f"softmax_scale is {softmax_scale!r}, but the plan was made for {problem.softmax_scale!r}; leave it out "
-            "beside a plan"
-        )
-    return found

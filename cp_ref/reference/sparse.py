@@ -4,12 +4,16 @@ Sparse attention is attention with one more mask. So the schedules of attention 
 merge. The positions that a row names travel with its query. A tile sees the pairs that its band shows, if their rows
 name them. An indexer's scores, and its loss, need all keys of a row at once: the keys travel as in all_gather. Then
 each rank computes its own rows by the definition.
+
+Compressed keys are a problem of their own (`schedules.compressed`), with other keys, areas and owners, and the same
+queries. Attention to tokens and to entries plays one schedule after the other, and merges the results by their lse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,23 +26,25 @@ from cp_ref.batches.tensors import (
     to_packed,
     wide_dtype,
 )
-from cp_ref.calls import sparse_calls
+from cp_ref.calls import compressed_calls, sparse_calls
 from cp_ref.calls.declared import implements
+from cp_ref.calls.layer import Layer
 from cp_ref.calls.sparse_calls import SparseAttentionCall
 from cp_ref.groups.collectives import offset_grad
-from cp_ref.reference.executor.merge_partials import add_sink, sink_gradient
+from cp_ref.reference.executor.merge_partials import add_sink, merge, sink_gradient
 from cp_ref.reference.executor.play_schedule import run_backward, run_forward, run_rank_schedule
 from cp_ref.reference.executor.rank_tensors import RankTensors
 from cp_ref.reference.executor.tile_attention import row_delta
 from cp_ref.reference.layer_calls import Done, Passes, Run, called
 from cp_ref.reference.reference_attention import real_rows, sink_of
 from cp_ref.reference.reference_plan import ContextParallel, Plan
+from cp_ref.schedules.compressed import EntryProblem, entry_problem
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, row_positions
 from cp_ref.schedules.schedule import Schedule
 from cp_ref.schedules.table import ranges
 
-__all__ = ["index_loss", "select_keys", "sparse_attention"]
+__all__ = ["compressed_attention", "index_loss", "select_keys", "sparse_attention"]
 
 
 # ---- the keys that rows name
@@ -86,43 +92,97 @@ def names(named: torch.Tensor, first: int, count: int) -> torch.Tensor:
 # ---- attention
 
 
-def sparse_forward(run: Run, *tensors: Any) -> Done:
-    """Out and lse; saved are both as packed rows, kept is what the schedule saves."""
-    (plan, cp, call), (q, k, v, indices, offset) = run, tensors
-    problem = replace(plan.problem, softmax_scale=call.scale)
+class _Keys(NamedTuple):
+    """Keys that rows see: tokens, or entries of one rate."""
+
+    problem: Problem
+    schedule: Schedule
+    k: torch.Tensor  # [t_kv, h_kv, d_qk], this rank's packed rows
+    v: torch.Tensor
+    named: torch.Tensor | None  # See `NamingTensors`; None: rows see all that the mask shows.
+
+    def held(self, rank: int) -> RankTensors:
+        """The rank's tensors, empty."""
+        if self.named is None:
+            return RankTensors(self.problem.workload, rank, self.k.device)
+        return NamingTensors(self.problem, rank, self.k.device, self.named)
+
+
+def keys_of(plan: Plan, rate: int | None) -> tuple[Problem, Schedule]:
+    """Attention of the batch to its tokens, or to its entries."""
+    if rate is None:
+        return plan.problem, plan.schedule
+    problem = entry_problem(plan.problem, rate)
+    return problem, make_schedule(problem)
+
+
+def _met_keys(run: Run, k: torch.Tensor, v: torch.Tensor, indices: Any, rate: int | None) -> _Keys:
+    problem, schedule = keys_of(run.plan, rate)
+    fmt = problem.qkv_format
+    named = None if indices is None else _named(run.call, indices, fmt)
+    k, v = (to_packed(x, fmt) if rate is None else x for x in (k, v))
+    return _Keys(replace(problem, softmax_scale=run.call.scale), schedule, k, v, named)
+
+
+def _keys_of_sparse(run: Run, tensors: Sequence[Any]) -> tuple[torch.Tensor, list[_Keys], Any]:
+    q, k, v, indices, offset = tensors
+    return q, [_met_keys(run, k, v, indices, run.call.rate)], offset
+
+
+def _keys_of_compressed(run: Run, tensors: Sequence[Any]) -> tuple[torch.Tensor, list[_Keys], Any]:
+    q, k, v, k_entries, v_entries, indices, offset = tensors
+    entries = _met_keys(run, k_entries, v_entries, indices, run.call.rate)
+    return q, [_met_keys(run, k, v, None, None), entries], offset
+
+
+def attention_forward(keys_of_call: Any, run: Run, *tensors: Any) -> Done:
+    """Out and lse; saved are both as packed rows, kept is what the schedules save."""
+    (plan, cp, _), problem = run, run.plan.problem
+    q, met, offset = keys_of_call(run, tensors)
     fmt, batch_size = problem.qkv_format, len(problem.sequences)
-    q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
-    held = NamingTensors(problem, cp.rank, q.device, _named(call, indices, fmt))
-    out, lse, _, saved = run_forward(problem, plan.schedule, cp.comm, q_rows, k_rows, v_rows, held=held)
+    out, lse, kept = torch.zeros(0), torch.zeros(0), list[Any]()
+    for keys in met:
+        given = to_packed(q, fmt), keys.k, keys.v
+        part = run_forward(keys.problem, keys.schedule, cp.comm, *given, held=keys.held(cp.rank))
+        out, lse = merge(out, lse, part.out, part.lse) if kept else (part.out, part.lse)
+        kept.append(part.saved)
     if (sink := sink_of(problem, offset, lse)) is not None:
         real = real_rows(plan, q.device)
         out[real], lse[real] = add_sink(out[real], lse[real], sink)
     results = to_format(out.to(q.dtype), fmt, batch_size), lse_from_packed(lse, fmt, batch_size)
-    return Done(results, (out, lse), saved)
+    return Done(results, (out, lse), kept)
 
 
-def sparse_backward(
-    run: Run, tensors: Sequence[Any], rows: Sequence[torch.Tensor], saved: Any, *grads: torch.Tensor
+def attention_backward(
+    keys_of_call: Any, run: Run, tensors: Sequence[Any], rows: Sequence[torch.Tensor], kept: Any, *grads: torch.Tensor
 ) -> Sequence[torch.Tensor | None]:
-    """Gradients of q, k, v and softmax_offset."""
-    (plan, cp, call), (q, k, v, indices, offset), (out, lse) = run, tensors, rows
-    problem = replace(plan.problem, softmax_scale=call.scale)
+    """Gradients of the operands."""
+    (plan, cp, _), (out, lse), problem = run, rows, run.plan.problem
+    q, met, offset = keys_of_call(run, tensors)
     fmt, batch_size = problem.qkv_format, len(problem.sequences)
-    q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
     dout = to_packed(grads[0], fmt)
     delta = row_delta(dout, out, lse_to_packed(grads[1], fmt))
-    held = NamingTensors(problem, cp.rank, q.device, _named(call, indices, fmt))
-    given = q_rows, k_rows, v_rows, dout, lse, delta
-    dq, dk, dv = run_backward(problem, plan.schedule, cp.comm, *given, saved, held=held)
-    dq, dk, dv = (to_format(g.to(x.dtype), fmt, batch_size) for g, x in ((dq, q), (dk, k), (dv, v)))
+    dq, of_keys = torch.zeros_like(to_packed(q, fmt), dtype=lse.dtype), list[torch.Tensor]()
+    for keys, saved in zip(met, kept, strict=True):
+        given = to_packed(q, fmt), keys.k, keys.v, dout, lse, delta
+        share, *found = run_backward(keys.problem, keys.schedule, cp.comm, *given, saved, held=keys.held(cp.rank))
+        dq = dq + share
+        tokens = not isinstance(keys.problem, EntryProblem)
+        found = (g.to(x.dtype) for g, x in zip(found, (keys.k, keys.v), strict=True))
+        of_keys += (to_format(g, fmt, batch_size) if tokens else g for g in found)
     doffset = None
     if offset is not None:
         real = real_rows(plan, q.device)
         doffset = offset_grad(cp, sink_gradient(lse[real], delta[real], offset)).to(offset.dtype)
-    return dq, dk, dv, None, doffset
+    return to_format(dq.to(q.dtype), fmt, batch_size), *of_keys, None, doffset
 
 
-SPARSE = Passes(sparse_calls.SPARSE, sparse_forward, sparse_backward)
+def _passes(declared: Layer, keys_of_call: Any) -> Passes:
+    return Passes(declared, partial(attention_forward, keys_of_call), partial(attention_backward, keys_of_call))
+
+
+SPARSE = _passes(sparse_calls.SPARSE, _keys_of_sparse)
+COMPRESSED = _passes(compressed_calls.COMPRESSED, _keys_of_compressed)
 
 
 @implements(sparse_calls.sparse_attention)
@@ -130,16 +190,39 @@ def sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    indices: torch.Tensor,
+    indices: torch.Tensor | None,
     *,
     cp: ContextParallel,
     plan: Plan,
+    rate: int | None,
     softmax_scale: float | None,
     softmax_offset: torch.Tensor | None,
     return_lse: bool,
 ) -> Any:
-    tensors, how = (q, k, v, indices, softmax_offset), {"softmax_scale": softmax_scale, "return_lse": return_lse}
-    out, *lse = called(SPARSE, cp, plan, tensors, **how)
+    how = {"rate": rate, "softmax_scale": softmax_scale, "return_lse": return_lse}
+    out, *lse = called(SPARSE, cp, plan, (q, k, v, indices, softmax_offset), **how)
+    return (out, *lse) if return_lse else out
+
+
+@implements(compressed_calls.compressed_attention)
+def compressed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_entries: torch.Tensor,
+    v_entries: torch.Tensor,
+    indices: torch.Tensor | None,
+    *,
+    cp: ContextParallel,
+    plan: Plan,
+    rate: int,
+    softmax_scale: float | None,
+    softmax_offset: torch.Tensor | None,
+    return_lse: bool,
+) -> Any:
+    tensors = q, k, v, k_entries, v_entries, indices, softmax_offset
+    how = {"rate": rate, "softmax_scale": softmax_scale, "return_lse": return_lse}
+    out, *lse = called(COMPRESSED, cp, plan, tensors, **how)
     return (out, *lse) if return_lse else out
 
 
@@ -157,7 +240,7 @@ def select_forward(run: Run, q_index: torch.Tensor, k_index: torch.Tensor, weigh
     """The indices in the user's format."""
     plan, cp, call = run
     fmt, wide = plan.problem.qkv_format, wide_dtype(q_index.dtype)
-    met = _meet(plan, cp, to_packed(k_index, fmt)[:, None])
+    met = _meet(plan, cp, call.rate, k_index)
     q, w = (to_packed(x, fmt).to(wide) for x in (q_index, weights))
     keys = met.keys[:, 0].to(wide)
     found = torch.full((len(q), call.top_k), -1, dtype=torch.int32, device=q.device)
@@ -180,8 +263,9 @@ def select_keys(
     plan: Plan,
     top_k: int,
     scale: float | None,
+    rate: int | None,
 ) -> torch.Tensor:
-    return called(SELECTION, cp, plan, (q_index, k_index, weights), top_k=top_k, scale=scale)[0]
+    return called(SELECTION, cp, plan, (q_index, k_index, weights), top_k=top_k, scale=scale, rate=rate)[0]
 
 
 class _DocumentRows(NamedTuple):
@@ -205,12 +289,14 @@ class _Met(NamedTuple):
         return self.held.tensors["kv"][0]
 
 
-def _meet(plan: Plan, cp: ContextParallel, *keys: torch.Tensor) -> _Met:
-    """Gather keys, packed rows [t_kv, h, ...] of this rank."""
-    problem = replace(plan.problem, cp_comm_type="all_gather", a2a_size=1)
-    schedule = plan.schedule if plan.problem == problem else make_schedule(problem)
-    held = RankTensors(problem.workload, cp.rank, keys[0].device)
-    held.put_own("kv", *keys)
+def _meet(plan: Plan, cp: ContextParallel, rate: int | None, k_index: torch.Tensor, *others: torch.Tensor) -> _Met:
+    """Gather keys of this rank in the user's format, those of an indexer first."""
+    of, schedule = keys_of(plan, rate)
+    problem = replace(of, cp_comm_type="all_gather", a2a_size=1)
+    schedule = schedule if of.cp_comm_type == "all_gather" else make_schedule(problem)
+    held = RankTensors(problem.workload, cp.rank, k_index.device)
+    index_rows, *rows = (x if rate else to_packed(x, problem.qkv_format) for x in (k_index, *others))
+    held.put_own("kv", index_rows[:, None], *rows)
     visible = torch.zeros(held.rows["q"], held.rows["kv"], dtype=torch.bool, device=held.device)
 
     def compute(tile: Sequence[int]) -> None:
@@ -271,7 +357,7 @@ def loss_forward(run: Run, *tensors: torch.Tensor) -> Done:
     """The loss of each row; kept are the keys that this rank has met, and attention's shares."""
     (plan, cp, call), (q_index, k_index, weights, lse, q, k, indices) = run, tensors
     fmt, wide = plan.problem.qkv_format, wide_dtype(q_index.dtype)
-    met = _meet(plan, cp, to_packed(k_index, fmt)[:, None], to_packed(k, fmt))
+    met = _meet(plan, cp, call.rate, k_index, k)
     queries, lse, named = to_packed(q, fmt), lse_to_packed(lse, fmt), to_packed(indices, fmt)
     keys = met.held.tensors["kv"][1]
     given: list[_Given] = []
@@ -290,9 +376,11 @@ def loss_backward(
     """Gradients of the indexer's tensors."""
     (met, given), call, problem = kept, run.call, run.plan.problem
     held, fmt, batch_size = met.held, problem.qkv_format, len(problem.sequences)
-    q_index, k_index, weights = (to_packed(x, fmt) for x in tensors[:3])
+    q_index, k_index, weights = tensors[:3]
+    q_rows, w_rows = to_packed(q_index, fmt), to_packed(weights, fmt)
+    k_rows = k_index if call.rate else to_packed(k_index, fmt)
     with torch.enable_grad():
-        leaves = [x.to(dloss.dtype).requires_grad_() for x in (q_index, weights, met.keys)]
+        leaves = [x.to(dloss.dtype).requires_grad_() for x in (q_rows, w_rows, met.keys)]
         loss = _loss(given, call.scale, leaves[0], leaves[1], leaves[2])
     found = [torch.zeros_like(x) for x in leaves]
     if loss.requires_grad:  # else no row of this rank sees a key
@@ -300,10 +388,12 @@ def loss_backward(
     dq, dweights, dkeys = found
     held.tensors["dkv"] = (dkeys,)
     run_rank_schedule("backward", met.schedule.backward[run.cp.rank], held, run.cp.comm, lambda tile: None)
-    dk = torch.zeros_like(k_index, dtype=dloss.dtype)[:, None]
+    dk = torch.zeros_like(k_rows, dtype=dloss.dtype)[:, None]
     held.copy_out("dkv", dk)
-    pairs = zip((dq, dk[:, 0], dweights), tensors[:3], strict=True)
-    return *(to_format(g.to(x.dtype), fmt, batch_size) for g, x in pairs), *[None] * 4
+    dk = dk[:, 0] if call.rate else to_format(dk[:, 0], fmt, batch_size)
+    dq, dweights = (to_format(x, fmt, batch_size) for x in (dq, dweights))
+    pairs = zip((dq, dk, dweights), tensors[:3], strict=True)
+    return *(g.to(x.dtype) for g, x in pairs), *[None] * 4
 
 
 class _Given(NamedTuple):
@@ -363,8 +453,9 @@ def index_loss(
     *,
     cp: ContextParallel,
     plan: Plan,
+    rate: int | None,
     scale: float | None,
     softmax_scale: float | None,
 ) -> torch.Tensor:
     tensors = q_index, k_index, weights, lse, q, k, indices
-    return called(LOSS, cp, plan, tensors, scale=scale, softmax_scale=softmax_scale)[0]
+    return called(LOSS, cp, plan, tensors, rate=rate, scale=scale, softmax_scale=softmax_scale)[0]

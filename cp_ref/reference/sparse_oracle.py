@@ -1,4 +1,5 @@
-"""Sparse attention by its definition: the oracle for `select_keys`, `sparse_attention` and `index_loss`.
+"""Sparse attention by its definition: the oracle for `select_keys`, `sparse_attention` and `index_loss`, and for
+compressed keys: `compress_keys` and `compressed_attention`.
 
 Global tensors, one document at a time, the whole score matrix, float64. It knows no rank, no schedule and no tile, so
 none of their mistakes can hide in it; gradients come from autograd.
@@ -18,6 +19,8 @@ from cp_ref.schedules.problem import Problem
 __all__ = [
     "DocumentRows",
     "chosen_keys",
+    "dense_compress_keys",
+    "dense_compressed_attention",
     "dense_index_loss",
     "dense_index_scores",
     "dense_select_keys",
@@ -34,15 +37,28 @@ class DocumentRows(NamedTuple):
     visible: torch.Tensor  # bool [n, m]
 
 
-def documents_of(problem: Problem, device: torch.device | str = "cpu") -> Iterator[DocumentRows]:
+def documents_of(
+    problem: Problem, device: torch.device | str = "cpu", rate: int | None = None
+) -> Iterator[DocumentRows]:
     """All documents of a problem, whose areas, if there are any, lie inside of documents.
+
+    rate: the keys are windows of this many tokens, document after document; None: they are tokens.
 
     >>> from cp_ref.schedules.problem import Sequence
     >>> two = Problem(1, (Sequence(1, 1, 2, 2), Sequence(2, 2, 2, 2)), qkv_format="thd")
     >>> [(rows.start, rows.stop, visible.int().tolist()) for rows, _, visible in documents_of(two)]
     [(0, 1, [[1]]), (2, 4, [[1, 0], [1, 1]])]
+    >>> [(keys.start, keys.stop, visible.int().tolist()) for _, keys, visible in documents_of(two, rate=2)]
+    [(0, 0, [[]]), (0, 1, [[0], [1]])]
     """
     device = torch.device(device)
+    if rate is not None:
+        first = 0
+        for s, q in zip(problem.sequences, problem.starts_q, strict=False):
+            t, w = (torch.arange(count, device=device) for count in (s.len_q, s.len_q // rate))
+            yield DocumentRows(slice(q, q + s.len_q), slice(first, first + len(w)), (w + 1) * rate <= t[:, None] + 1)
+            first += len(w)
+        return
     for s, q, k in zip(problem.sequences, problem.starts_q, problem.starts_kv, strict=False):
         rows, keys = slice(q, q + s.len_q), slice(k, k + s.len_kv)
         if problem.areas is None:
@@ -70,6 +86,7 @@ def dense_select_keys(
     *,
     top_k: int,
     scale: float | None = None,
+    rate: int | None = None,
 ) -> torch.Tensor:
     """`select_keys` of global tensors, with scores in float64: int32 [..., top_k].
 
@@ -78,9 +95,10 @@ def dense_select_keys(
         The others: as in `select_keys`.
     """
     fmt = problem.qkv_format
-    q, k, w = (to_packed(x, fmt).double() for x in (q_index, k_index, weights))
+    q, w = (to_packed(x, fmt).double() for x in (q_index, weights))
+    k = _key_rows(problem, rate, k_index)
     found = torch.full((len(q), top_k), -1, dtype=torch.int32, device=q.device)
-    for rows, keys, visible in documents_of(problem, q.device):
+    for rows, keys, visible in documents_of(problem, q.device, rate):
         scores = dense_index_scores(q[rows], k[keys], w[rows], q.shape[-1] ** -0.5 if scale is None else scale)
         for i, shown in enumerate(visible):
             best = sorted((-float(scores[i, j]), j) for j in range(len(shown)) if shown[j])[:top_k]
@@ -107,30 +125,104 @@ def dense_sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    indices: torch.Tensor,
+    indices: torch.Tensor | None,
     *,
     softmax_offset: torch.Tensor | None = None,
+    rate: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`sparse_attention` of global tensors, in float64.
 
     Args:
         problem: the batch, its mask, scale and softmax_type; a thd tensor may be longer than its documents.
-        The others: as in `sparse_attention`.
+        The others: as in `sparse_attention`; entries are packed, those of all ranks, document after document.
 
     Returns:
         out and lse, float64, as `dense_attention` returns them.
     """
+    keys = [(rate, _key_rows(problem, rate, k), _key_rows(problem, rate, v), indices)]
+    return _attended(problem, q, keys, softmax_offset)
+
+
+def dense_compressed_attention(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_entries: torch.Tensor,
+    v_entries: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    *,
+    rate: int,
+    softmax_offset: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`compressed_attention` of global tensors, in float64; see `dense_sparse_attention`."""
+    tokens = None, _key_rows(problem, None, k), _key_rows(problem, None, v), None
+    entries = rate, k_entries.double(), v_entries.double(), indices
+    return _attended(problem, q, [tokens, entries], softmax_offset)
+
+
+def _key_rows(problem: Problem, rate: int | None, x: torch.Tensor) -> torch.Tensor:
+    return (x if rate is not None else to_packed(x, problem.qkv_format)).double()
+
+
+def _attended(
+    problem: Problem,
+    q: torch.Tensor,
+    kinds: list[tuple[int | None, torch.Tensor, torch.Tensor, torch.Tensor | None]],
+    softmax_offset: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One softmax over keys of several kinds: of each its rate, k, v, and indices or None."""
     fmt, batch_size = problem.qkv_format, len(problem.sequences)
-    q, k, v = (to_packed(x, fmt).double() for x in (q, k, v))
-    named = to_packed(indices, fmt)
-    by_head = named[:, None] if named.dim() == 2 else named
-    by_head = by_head.expand(-1, problem.heads_kv, -1).repeat_interleave(problem.heads_per_kv, dim=1)
+    q = to_packed(q, fmt).double()
     out = q.new_zeros(q.shape[0], problem.heads_q, problem.d_v)
     lse = q.new_full((q.shape[0], problem.heads_q), float("-inf"))
-    for rows, keys, visible in documents_of(problem, q.device):
-        chosen = chosen_keys(by_head[rows], visible)
-        out[rows], lse[rows], _ = attend(problem, chosen, q[rows], k[keys], v[keys], softmax_offset, None)
+    by_document = zip(*(documents_of(problem, q.device, rate) for rate, *_ in kinds), strict=True)
+    for found in by_document:
+        rows = found[0].rows
+        seen, of_k, of_v = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+        for (_, keys, visible), (_, k, v, indices) in zip(found, kinds, strict=True):
+            chosen = visible[:, None].expand(-1, problem.heads_q, -1)
+            if indices is not None:
+                named = to_packed(indices, fmt)[rows]
+                by_head = (named[:, None] if named.dim() == 2 else named).expand(-1, problem.heads_kv, -1)
+                chosen = chosen_keys(by_head.repeat_interleave(problem.heads_per_kv, dim=1), visible)
+            seen, of_k, of_v = [*seen, chosen], [*of_k, k[keys]], [*of_v, v[keys]]
+        given = torch.cat(seen, dim=-1), q[rows], torch.cat(of_k), torch.cat(of_v)
+        out[rows], lse[rows], _ = attend(problem, *given, softmax_offset, None)
     return to_format(out, fmt, batch_size), lse_from_packed(lse, fmt, batch_size)
+
+
+def dense_compress_keys(
+    problem: Problem,
+    values: torch.Tensor,
+    gates: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    rate: int,
+    overlap: bool = False,
+) -> torch.Tensor:
+    """`compress_keys` of global tensors, in float64: the entries of all documents [n, d], packed.
+
+    >>> from cp_ref.schedules.problem import Sequence
+    >>> one = Problem(1, (Sequence(3, 3, 3, 3),), qkv_format="thd")
+    >>> dense_compress_keys(one, torch.tensor([[1.0], [3.0], [9.0]]), torch.zeros(3, 1), rate=2).tolist()
+    [[2.0]]
+    """
+    fmt = problem.qkv_format
+    values, gates = (to_packed(x, fmt).double() for x in (values, gates))
+    half = values.shape[-1] // 2 if overlap else 0
+    found = list[torch.Tensor]()
+    for s, start in zip(problem.sequences, problem.starts_q, strict=False):
+        for w in range(s.len_q // rate):
+            of_windows = list[tuple[torch.Tensor, torch.Tensor]]()
+            for number, channels in ((w - 1, slice(0, half)), (w, slice(half, None))):
+                if number >= 0 and (overlap or number == w):
+                    rows = slice(start + number * rate, start + (number + 1) * rate)
+                    logits = gates[rows] if bias is None else gates[rows] + bias.double()
+                    of_windows.append((values[rows, channels], logits[:, channels]))
+            x, logits = (torch.cat(parts) for parts in zip(*of_windows, strict=True))
+            found.append((torch.softmax(logits, dim=0) * x).sum(dim=0))
+    return torch.stack(found) if found else values[:0, half:]
 
 
 def dense_index_loss(
@@ -144,6 +236,7 @@ def dense_index_loss(
     indices: torch.Tensor,
     *,
     scale: float | None = None,
+    rate: int | None = None,
 ) -> torch.Tensor:
     """`index_loss` of global tensors, in float64: a number a row.
 
@@ -152,12 +245,13 @@ def dense_index_loss(
         The others: as in `index_loss`.
     """
     fmt = problem.qkv_format
-    q_index, k_index, weights, q, k = (to_packed(x, fmt).double() for x in (q_index, k_index, weights, q, k))
+    q_index, weights, q = (to_packed(x, fmt).double() for x in (q_index, weights, q))
+    k_index, k = (_key_rows(problem, rate, x) for x in (k_index, k))
     lse, named = lse_to_packed(lse, fmt).double(), to_packed(indices, fmt)
     k = k.repeat_interleave(problem.heads_per_kv, dim=1)
     factor: float = q_index.shape[-1] ** -0.5 if scale is None else scale
     loss = q_index.new_zeros(len(q_index))
-    for rows, keys, visible in documents_of(problem, q.device):
+    for rows, keys, visible in documents_of(problem, q.device, rate):
         chosen = chosen_keys(named[rows], visible)
         learned = dense_index_scores(q_index[rows], k_index[keys], weights[rows], factor)
         scores = problem.scale * torch.einsum("nhd,mhd->nhm", q[rows], k[keys])

@@ -61,7 +61,15 @@ def commands(path: Path) -> list[str]:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("page", "processes"),
-    [("integration", 4), ("gradients", 4), ("plans", 2), ("long_context", 2), ("hybrid", 2), ("sparse", 2)],
+    [
+        ("integration", 4),
+        ("gradients", 4),
+        ("plans", 2),
+        ("long_context", 2),
+        ("hybrid", 2),
+        ("sparse", 2),
+        ("compressed", 2),
+    ],
 )
 def test_the_blocks_of_a_page_are_a_program(tmp_path: Path, page: str, processes: int) -> None:
     program = tmp_path / "program.py"

@@ -85,7 +85,9 @@ def play(impl: Any, comm: str, state: Any) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a+p2p"])
+@pytest.mark.parametrize(
+    "comm", ["a2a+p2p", *(pytest.param(comm, marks=pytest.mark.thorough) for comm in ("p2p", "all_gather"))]
+)
 @pytest.mark.parametrize("impl", [cp_fast, cp_ref])
 def test_attention_is_as_without_it(impl: Any, comm: str, state: str) -> None:
     plainly, changed = play(impl, comm, nullcontext), play(impl, comm, STATES[state])

@@ -172,6 +172,7 @@ print(json.dumps(next(row["remark"] for row in said["installed"] if row["what"] 
 """
 
 
+@pytest.mark.thorough
 def test_numba_that_is_there_and_raises_when_kernels_are_loaded(tmp_path: Path) -> None:
     """Seen with a numba-cuda that is older than the NumPy beside it: `import numba.cuda` works, decorating does not."""
     for package in ("numba", "numba_cuda"):

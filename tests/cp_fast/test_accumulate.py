@@ -51,7 +51,9 @@ def result(
     specs.append(BufferSpec("sum", kind, HEADS, ROWS, "sum", "wide" if wide else "input"))
     specs.append(BufferSpec("result", kind, HEADS, ROWS, "message"))
     specs += [BufferSpec("part", kind, part.heads, None, "partial") for part in parts]
-    shapes = Shapes((ROWS, ROWS), DIMS, spare, final, CPU, has_dlse=False)
+    dtypes = {kind: (final,) * len(dims) for kind, dims in DIMS.items()}
+    axes = {kind: [(-1, d) for d in dims] for kind, dims in DIMS.items()}
+    shapes = Shapes(dict.fromkeys(DIMS, ROWS), axes, dtypes, CPU, spare, frozenset({"res", "out"}))
     buffers = PassBuffers(specs, shapes, kernels("cpu"), frozenset({RESULT}), frozenset())
     state = State(len(specs), PaperGroup(1, 0), LaunchOptions(ScoreSpec(1.0, 0.0)))
     every = list[Accumulate[Rows]]()
@@ -66,7 +68,8 @@ def result(
         accumulate(buffers, one, of=of)(state)
     if sink is not None:
         state.buffers[OWN["sink"]] = sink
-        accumulate(buffers, Accumulate(0, View(OWN["sink"], None, HEADS), View(SUM, None, HEADS)), of=None)(state)
+        views: tuple[View[Rows], View[Rows]] = View(OWN["sink"], None, HEADS), View(SUM, None, HEADS)
+        accumulate(buffers, Accumulate(0, *views, of_sink=True), of=None)(state)
     held = state.buffers[SUM]
     copy(buffers, [Copy(0, View(SUM, None, HEADS), View(RESULT, None, HEADS))])(state)
     return state.buffers[RESULT], held

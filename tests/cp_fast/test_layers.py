@@ -16,7 +16,7 @@ import torch
 import cp_fast
 import cp_ref
 from cp_fast.layers import layer_operators, layers
-from cp_fast.layers.sparse_tables import KeyExchange, RowsOfHeads, sparse_tables
+from cp_fast.layers.sparse_tables import KEYS, sparse_tables
 from cp_ref import SimGroup
 from cp_ref.batches.tensors import autocast, needs_grad, to_format, to_packed
 from cp_ref.calls.layer import Layer, LayerCall, Operand, check_rows
@@ -61,25 +61,23 @@ class MeanLayer(layers.Layer):
 
     def weights(self, run: layers.Run, x: torch.Tensor) -> torch.Tensor:
         """What each own row takes of each gathered one."""
-        visible, seen = run.tables.by_rows.visible, x.new_zeros(len(run.tables.q.rows), run.tables.by_rows.kv.size)
+        tables = run.tables
+        visible, keys = tables.by_rows.visible, tables.messages(KEYS).rows["kv"].gathered
+        seen = x.new_zeros(len(tables.q.rows), keys.total)
         for row, (start, stop) in enumerate(zip(visible.starts.tolist(), visible.stops.tolist(), strict=True)):
             for first, last in zip(start, stop, strict=True):
                 seen[row, first:last] = 1
         return run.call.factor * seen / seen.sum(1, keepdim=True).clamp(min=1)
 
     def forward(self, run: layers.Run, *tensors: Any) -> layers.Outputs:
-        (x,), tables, one = tensors, run.tables, ((0, 1),) * run.cp.size
-        mine = RowsOfHeads(tables.kv.take(x)[:, None], one)
-        (keys,) = KeyExchange(run.group, tables).gather(self.forward_name, tables.by_rows.kv, mine)
-        return (tables.q.put(self.weights(run, x) @ keys[:, 0], x),), ()
+        (x,), tables = tensors, run.tables
+        (keys,) = run.gather(KEYS, tables.kv.take(x))
+        return (tables.q.put(self.weights(run, x) @ keys, x),), ()
 
     def backward(self, run: layers.Run, tensors: Any, results: Any, hidden: Any, grads: Any) -> Any:
-        (x,), tables, one = tensors, run.tables, ((0, 1),) * run.cp.size
-        found = self.weights(run, x).T @ tables.q.take(grads[0])
-        exchange, total = KeyExchange(run.group, tables), len(tables.kv.rows)
-        rows = RowsOfHeads(found[:, None], one)
-        (dx,) = exchange.bring_back(self.backward_name, tables.by_rows.kv, total, 1, rows)
-        return [tables.kv.put(dx[:, 0], x)]
+        (x,), tables = tensors, run.tables
+        (dx,) = run.give_back(KEYS, self.weights(run, x).T @ tables.q.take(grads[0]))
+        return [tables.kv.put(dx, x)]
 
 
 FAST = layer_operators.registered(MeanLayer())

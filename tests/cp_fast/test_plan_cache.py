@@ -139,7 +139,7 @@ def test_random_calls_are_those_with_a_plan() -> None:
         for _ in range(2)
     ]
     assert len(problems) > fast_context.Agreements.SIZE
-    order = [choice.choice(problems) for _ in range(80)]
+    order = [choice.choice(problems) for _ in range(40)]
 
     def one(member: SimMember) -> int:
         counts = Counts(member)

@@ -254,7 +254,7 @@ def typical(comm: str = "p2p", first: Lengths = LONG, **problem: Any) -> Case:
     return Case(4, comm, "dual_chunk", problem, ROOM, first, MANY)
 
 
-@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+@pytest.mark.parametrize("mask", [pytest.param("no_mask", marks=pytest.mark.thorough), "causal"])
 @pytest.mark.parametrize("comm", COMMS)
 def test_a_plan_of_one_long_sequence_takes_any_documents(comm: str, mask: str) -> None:
     def one(member: SimMember) -> None:

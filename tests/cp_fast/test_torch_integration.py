@@ -92,8 +92,7 @@ class TestCompiled:
     def fresh(self) -> None:
         torch._dynamo.reset()
 
-    @pytest.mark.parametrize("fmt", FORMATS)
-    @pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a"])
+    @pytest.mark.parametrize(("comm", "fmt"), zip(COMMS, FORMATS, strict=False))
     def test_a_layer_is_one_graph(self, comm: str, fmt: str) -> None:
         def compiled(layer: Layer, *arguments: Any) -> torch.Tensor:
             return torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)

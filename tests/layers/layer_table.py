@@ -1,4 +1,4 @@
-"""The six public functions as one table: what each takes and gives, on one batch of three documents."""
+"""The public functions of layers as one table: what each takes and gives, on one batch of three documents."""
 
 from __future__ import annotations
 
@@ -122,6 +122,16 @@ def _sparse(module: Any, *, plan: Any, **given: Any) -> tuple[torch.Tensor, ...]
     return out, _by_row(lse, plan)
 
 
+def _compressed(
+    module: Any, *, values: Any, gates: Any, cp: Any, plan: Any, rate: int = 3, **given: Any
+) -> tuple[torch.Tensor, ...]:
+    how: dict[str, Any] = {"cp": cp, "plan": plan, "rate": rate}
+    of_keys, of_values = module.compress_keys(values, gates, **how).to(given["q"].dtype).split([12, 8], -1)
+    entries = {"k_entries": of_keys.unflatten(-1, (2, 6)), "v_entries": of_values.unflatten(-1, (2, 4))}
+    out, lse = module.compressed_attention(**given, **entries, **how, return_lse=True)
+    return out, _by_row(lse, plan)
+
+
 def _index_loss(module: Any, *, lse: Any, plan: Any, **given: Any) -> tuple[torch.Tensor, ...]:
     fmt, batch = plan.problem.qkv_format, len(plan.problem.sequences)
     return (module.index_loss(**given, lse=lse_from_packed(to_packed(lse, fmt), fmt, batch), plan=plan),)
@@ -165,6 +175,10 @@ LAYERS: dict[str, Layer] = {
     "sparse_attention": Layer(
         _QKV | {"indices": (3,)}, _sparse, ((0.0, _LOW), (_NONE, _WIDE)), ("indices",), cast=("q", "k", "v"),
         other={"softmax_scale": 0.5}, comms=_CHOSEN,
+    ),
+    "compressed_attention": Layer(
+        _QKV | {"values": (20,), "gates": (20,)}, _compressed, ((0.0, _LOW), (_NONE, _WIDE)), cast=("q", "k", "v"),
+        other={"rate": 2}, agreements=2, comms=_CHOSEN,
     ),
     "index_loss": Layer(
         _INDEXER | {"lse": (8,), "q": (8, 6), "k": (2, 6), "indices": (3,)}, _index_loss, ((0.0, _WIDE),),

@@ -102,9 +102,11 @@ def test_the_table_and_the_waves_are_one(problem: Problem, initial: bool) -> Non
     for rank in range(problem.cp_size):
         plan = LinearTables(problem, rank, torch.device("cpu"))
         for tables in plan.passes:
+            (exchanged,) = tables.messages.rows.values()
+            slots = exchanged.gathered.total
             m, b, states = (
                 torch.randn(n, 1, 2, 2, generator=draw, dtype=torch.float64)
-                for n in (tables.slots, tables.slots, len(problem.sequences))
+                for n in (slots, slots, len(problem.sequences))
             )
             given = states if initial else None
             count = len(plan.sequences.packed)

@@ -325,7 +325,7 @@ def test_random_problems_are_proved(problem: Problem, kernel_size: int) -> None:
 def test_wrong_schedules_are_found(name: str) -> None:
     tried = 0
 
-    @settings(max_examples=examples(200), deadline=None, derandomize=True, database=None)
+    @settings(max_examples=examples(200, fast=15), deadline=None, derandomize=True, database=None)
     @given(linear_problems((2, 3, 4)), st.integers(0, 2**16))
     def each(problem: Problem, seed: int) -> None:
         nonlocal tried

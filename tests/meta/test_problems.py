@@ -40,8 +40,8 @@ def one_thread() -> None:
 FEW = Profile(60, derandomize=True)
 LOWER = [name for name, tier in TIERS.items() if tier.level != "schedule"]
 LINEAR = [name for name in LOWER if TIERS[name].level == "linear"]
-SLOW = [name for name in LOWER if "helpers" in name or name in ("sparse", "sparse-probes", "sparse-loss")]
-FEWER = Profile(20, derandomize=True)  # of each function of the helpers, and of what tests/sparse plays too
+SLOW = [name for name in LOWER if "helpers" in name or TIERS[name].level in ("linear", "sparse")]
+FEWER = Profile(20, derandomize=True)  # of each function of the helpers, and of what takes long
 EVERY_ITEM = [(tier, item) for name, tier in TIERS.items() if name != "pairs" for item in tier.items(EVERYTHING)]
 
 
@@ -114,7 +114,7 @@ def test_a_mistyped_text_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("tier", [pytest.param(t, marks=pytest.mark.thorough if t in SLOW else ()) for t in LOWER])
 def test_the_reference_is_right(tier: str) -> None:
-    profile = FEWER if tier in SLOW else FEW
+    profile = FEWER if tier in SLOW and tier not in LINEAR else FEW
     result = run(load("conformance.adapters.cp_ref"), tier, profile=profile)
     assert not result.smallest
     assert result.passed >= profile.max_examples

@@ -128,7 +128,13 @@ def test_cases_are_small_and_mostly_not_trivial(drawn: list[Case]) -> None:
     assert sum(case.problem.pairs > 20 for case in drawn) > len(drawn) / 2
 
 
-@pytest.mark.parametrize(("mutant", "tier"), [("dkv-copied-not-added", "logic"), ("documents-joined", "probes")])
+@pytest.mark.parametrize(
+    ("mutant", "tier"),
+    [
+        ("dkv-copied-not-added", "logic"),
+        pytest.param("documents-joined", "probes", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_planted_bug_shrinks_to_a_few_tokens(mutant: str, tier: str) -> None:
     torch.set_num_threads(1)
     profile = replace(PROFILES["quick"], max_examples=200)  # Hypothesis draws other problems beside other modules.

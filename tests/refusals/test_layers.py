@@ -144,6 +144,48 @@ SPARSE: list[tuple[dict[str, Any], str]] = [
     ({"softmax_offset": ONES(2)}, "ValueError: .*'vanilla'; it needs 'learnable'"),
     ({"return_lse": 1}, "TypeError: return_lse is 1; it must be True or False"),
 ]
+ENTRIES: dict[str, Any] = {"k_entries": ONES(1, 2, 4), "v_entries": ONES(1, 2, 4)}  # of a window of 4 on each rank
+
+
+def compress(package: Any, cp: Any, **odd: Any) -> None:
+    given = {"values": ONES(4, 6), "gates": ONES(4, 6), "rate": 4}
+    package.compress_keys(**(given | planned(package, cp, odd) | odd))
+
+
+def attend_compressed(package: Any, cp: Any, **odd: Any) -> None:
+    given = {name: x for name, x in CHOSEN.items() if name != "indices"} | ENTRIES | {"rate": 4}
+    package.compressed_attention(**(given | compressed(package, cp, odd) | odd))
+
+
+def compressed(package: Any, cp: Any, odd: dict[str, Any]) -> dict[str, Any]:
+    """A context and a plan in whose batch each rank owns one window of 4."""
+    if "plan" in odd:
+        return {"cp": cp}
+    cp = package.ContextParallel(cp.group, "all_gather", layout="contiguous")
+    return {"cp": cp, "plan": package.make_plan(cp=cp, **(BATCH | {"cu_seqlens_q": torch.tensor([0, 8])}))}
+
+
+COMPRESSIONS: list[tuple[dict[str, Any], str]] = [
+    ({"rate": 0}, "ValueError: rate is 0; it must be at least 1"),
+    ({"rate": 2.0}, "TypeError: rate is 2.0"),
+    ({"rate": None}, "TypeError: rate is None; it must be the number of tokens of a window"),
+    ({"overlap": 1}, "TypeError: overlap is 1; it must be True or False"),
+    ({"values": ONES(4, 5), "gates": ONES(4, 5), "overlap": True}, "values has 5 channels; it must have an even"),
+    ({"values": ONES(4, 6, 1)}, r"values has shape \[4, 6, 1\]; qkv_format 'thd' needs \[t, c\]"),
+    ({"gates": ONES(4, 5)}, r"gates has shape \[4, 5\] and values \[4, 6\]; they must be equal"),
+    ({"gates": ONES(4, 6).half()}, "TypeError: gates has dtype torch.float16"),
+    ({"bias": ONES(3, 6)}, r"bias has shape \[3, 6\]; it must be \[rate, c\] = \[4, 6\]"),
+    ({"bias": ONES(4, 6).double()}, "TypeError: bias has dtype torch.float64"),
+]
+COMPRESSED: list[tuple[dict[str, Any], str]] = [
+    ({"k_entries": ONES(2, 2, 4)}, r"k_entries has shape \[2, 2, 4\]; rank . owns 1 windows of 4 tokens, so it must"),
+    ({"v_entries": ONES(1, 4)}, r"v_entries has shape \[1, 4\]; rank . owns 1 windows of 4 tokens"),
+    ({"k_entries": ONES(1, 2, 4).double()}, "TypeError: k_entries has dtype torch.float64; it must be float32"),
+    ({"rate": 2}, r"k_entries has shape \[1, 2, 4\]; rank . owns 2 windows of 2 tokens"),
+    ({"indices": ZEROS(4, 3).long()}, "TypeError: indices has dtype torch.int64"),
+    ({"softmax_offset": ONES(2)}, "ValueError: .*'vanilla'; it needs 'learnable'"),
+    ({"rate": None}, "TypeError: rate is None; it must be the number of tokens of a window"),
+]
 SELECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 0}, "ValueError: top_k is 0; it must be at least 1"),
     ({"scale": math.nan}, "ValueError: scale is nan; it must be finite"),
@@ -156,6 +198,7 @@ LOSSES: list[tuple[dict[str, Any], str]] = [
 ]
 WRONG = {
     linear: LAYERS, convolve: CONVOLUTIONS, plan_linear: LINEAR_PLANS, sparse: SPARSE, select: SELECTIONS, lose: LOSSES,
+    compress: COMPRESSIONS, attend_compressed: COMPRESSED,
 }  # fmt: skip
 
 # ---- all of them
@@ -244,6 +287,41 @@ def test_what_sparse_attention_lacks(more: dict[str, Any], words: str, package: 
         if comm != "all_gather":
             with pytest.raises(Unsupported, match=words):
                 select(package, cp, plan=plan)
+
+    SimGroup(2).run(one)
+
+
+@PACKAGES
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"attn_mask_type": "padding"}, r"rate is 4, but the plan's attn_mask_type is 'padding'; .*must be causal"),
+        ({"areas": torch.tensor([[0, 5, 0, 5, -1, 0]]), "attn_mask_type": None}, r"rate is 4, but the plan has areas"),
+        ({"cu_seqlens_kv": torch.tensor([0, 4, 8])}, r"rate is 4, but the lengths of queries and keys differ"),
+        ({"comm": "p2p"}, r"by cp_comm_type 'p2p' is not supported:\n.*cp_comm_type='all_gather'"),
+        ({"softcap": 30.0}, r"compressed_attention lacks softcap"),
+    ],
+)
+def test_plans_without_windows(more: dict[str, Any], words: str, package: Any) -> None:
+    def one(member: Any) -> None:
+        cp = package.ContextParallel(member, more.get("comm", "all_gather"))
+        plan = package.make_plan(cp=cp, **(BATCH | {name: x for name, x in more.items() if name != "comm"}))
+        calls = [attend_compressed] if "softcap" in more else [compress, attend_compressed]
+        for call in calls:
+            with pytest.raises((ValueError, Unsupported), match=words):
+                call(package, cp, plan=plan)
+
+    SimGroup(2).run(one)
+
+
+def test_values_apart_from_keys_of_one_kind() -> None:
+    """A rank without entries could not tell whether those of others are parts of their keys."""
+    k = ONES(4, 2, 4)
+    words = "v is a part of k in memory, and v_entries is no part of its keys"
+
+    def one(member: Any) -> None:
+        with pytest.raises(ValueError, match=words):
+            attend_compressed(cp_fast, cp_fast.ContextParallel(member, "all_gather"), k=k, v=k)
 
     SimGroup(2).run(one)
 

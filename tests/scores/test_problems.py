@@ -46,20 +46,29 @@ def whole(problem: Problem, **fields: Any) -> Case:
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("layout", ["dual_chunk", pytest.param("contiguous", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
-def test_every_schedule(comm: str, layout: str, package: str) -> None:
+@pytest.mark.parametrize(
+    "mask", ["causal_bottom_right", *(pytest.param(mask, marks=pytest.mark.thorough) for mask in ("causal", "no_mask"))]
+)
+def test_every_schedule(mask: str, comm: str, layout: str, package: str) -> None:
     sizes = {"cp_comm_type": comm, "a2a_size": {"a2a": 4, "a2a+p2p": 2}.get(comm, 1), "layout": layout}
     for problem in (PACKED, BATCHED):
-        for mask in ("causal", "no_mask", "causal_bottom_right"):
-            case = whole(problem, attn_mask_type=mask, softmax_type="learnable", **sizes)
-            assert check(PACKAGES[package], case, ALL) == []
+        case = whole(problem, attn_mask_type=mask, softmax_type="learnable", **sizes)
+        assert check(PACKAGES[package], case, ALL) == []
+
+
+WINDOW = replace(PACKED, window_size=(5, 2), attn_mask_type="no_mask", cp_size=3)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("name", SCORE_MODS)
-def test_every_score_mod(name: str, package: str) -> None:
-    for problem in (PACKED, BATCHED, replace(PACKED, window_size=(5, 2), attn_mask_type="no_mask", cp_size=3)):
-        assert check(PACKAGES[package], whole(problem), Scores(score_mod=name)) == []
-        assert check(PACKAGES[package], replace(whole(problem), use_plan=True), Scores("h", name, 0.5, 1)) == []
+@pytest.mark.parametrize(
+    "problem",
+    [PACKED, *(pytest.param(problem, marks=pytest.mark.thorough) for problem in (BATCHED, WINDOW))],
+    ids=["packed", "batched", "window"],
+)
+def test_every_score_mod(problem: Problem, name: str, package: str) -> None:
+    assert check(PACKAGES[package], whole(problem), Scores(score_mod=name)) == []
+    assert check(PACKAGES[package], replace(whole(problem), use_plan=True), Scores("h", name, 0.5, 1)) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cp_fast.kernels.sparse.sparse_kernels import Visible
+from cp_fast.kernels.sparse.sparse_kernels import Runs, Visible
 
 __all__ = [
     "CLASSES",
@@ -50,7 +50,23 @@ class KernelProblem:
     sink: bool
     with_dlse: bool
     exact: bool
+    runs: int = 0
     dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def extra(self) -> int:
+        """Keys behind the m others, which runs alone name."""
+        return 45 if self.runs else 0
+
+    def further(self, device: str) -> Runs | None:
+        """Runs of the extra keys: of each row `runs` ones, of which some are empty."""
+        if not self.runs:
+            return None
+        rng = random.Random(self.seed + 5)
+        table = [sorted(rng.randint(0, self.extra) for _ in range(2 * self.runs)) for _ in range(self.n)]
+        found = torch.tensor(table, dtype=torch.int32).reshape(self.n, self.runs, 2) + self.m
+        longest = int((found[..., 1] - found[..., 0]).sum(1).max())
+        return Runs(*(found[..., i].contiguous().to(device) for i in range(2)), longest=longest)
 
     def visible(self, device: str) -> Visible:
         """Documents of drawn lengths; a row sees some intervals of its own, or nothing."""
@@ -79,11 +95,11 @@ class KernelProblem:
         def whole(low: int, high: int, *shape: int) -> torch.Tensor:
             return torch.randint(low, high + 1, shape, generator=generator).float()
 
-        k = normal(self.m, self.h_kv, self.d)
+        k = normal(self.m + self.extra, self.h_kv, self.d)
         made = {
             "q": normal(self.n, self.h_q, self.d),
             "k": k,
-            "v": k[..., : self.d_v] if self.view else normal(self.m, self.h_kv, self.d_v),
+            "v": k[..., : self.d_v] if self.view else normal(self.m + self.extra, self.h_kv, self.d_v),
             "dout": normal(self.n, self.h_q, self.d_v),
             "dlse": normal(self.n, self.h_q, dtype=torch.float32),
             "sink": normal(self.h_q, dtype=torch.float32),
@@ -126,7 +142,7 @@ def draw(seed: int, dtype: torch.dtype = torch.bfloat16, small: bool = False) ->
         "sets": rng.choice([1, h_kv]), "top_k": rng.choice([1, 7, 16, 33] if small else [5, 64, 100, 300, 2048]),
         "h_i": rng.choice([1, 3, 16] if small else [1, 3, 16, 32, 64]),
         "d_i": rng.choice([8, 24, 32] if small else [16, 64, 100, 128]),
-        "sink": rng.random() < 0.4, "with_dlse": rng.random() < 0.5,
+        "sink": rng.random() < 0.4, "with_dlse": rng.random() < 0.5, "runs": rng.choice([0, 0, 1, 2]),
     }  # fmt: skip
     rng = random.Random(seed)
     n, m = rng.randint(1, 5 if small else 40), rng.choice([1, 30, 70] if small else [1, 100, 700, 3000])
@@ -135,7 +151,21 @@ def draw(seed: int, dtype: torch.dtype = torch.bfloat16, small: bool = False) ->
 
 def few_kinds() -> list[int]:
     """Some of CLASSES: each value of each field is in one of them."""
-    of_class = ("intervals", "h_q", "h_kv", "d", "d_v", "view", "sets", "top_k", "h_i", "d_i", "sink", "with_dlse")
+    of_class = (
+        "intervals",
+        "h_q",
+        "h_kv",
+        "d",
+        "d_v",
+        "view",
+        "sets",
+        "top_k",
+        "h_i",
+        "d_i",
+        "sink",
+        "with_dlse",
+        "runs",
+    )
     values = [{(name, getattr(draw(kind), name)) for name in of_class} for kind in range(CLASSES)]
     left, found = set[tuple[str, Any]]().union(*values), list[int]()
     while left:
@@ -280,7 +310,12 @@ def check_attention(kernels: Any, problem: KernelProblem, device: str, determini
     """Relative errors of `forward` and `backward`. `deterministic`: also that gradients come again bit by bit."""
     x, rows, scale = problem.numbers(device), _rows(problem, device), problem.d**-0.5
     sink, dlse = x["sink"] if problem.sink else None, x["dlse"] if problem.with_dlse else None
-    named = _named(problem, rows).expand(-1, problem.h_kv, -1)
+    named, runs = _named(problem, rows), problem.further(device)
+    if runs is not None:
+        key = torch.arange(problem.m, problem.m + problem.extra, device=device)
+        of_runs = ((key >= runs.starts[..., None]) & (key < runs.stops[..., None])).any(1)
+        named = torch.cat([named, of_runs[:, None].expand(-1, named.shape[1], -1)], dim=-1)
+    named = named.expand(-1, problem.h_kv, -1)
     group = problem.h_q // problem.h_kv
     q, k, v = (x[name].double().detach().requires_grad_() for name in "qkv")
     scores = torch.einsum("nhgd,mhd->nhgm", q.unflatten(1, (problem.h_kv, group)), k) * scale
@@ -289,7 +324,7 @@ def check_attention(kernels: Any, problem: KernelProblem, device: str, determini
         logits = sink.double().view(1, problem.h_kv, group, 1).expand(problem.n, -1, -1, -1)
         scores = torch.cat([scores, logits], -1)
     lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()[..., : problem.m]
+    weights = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()[..., : problem.m + problem.extra]
     out = torch.einsum("nhgm,mhd->nhgd", weights, v).flatten(1, 2)
     lse = lse.flatten(1, 2)
     total = (out * x["dout"].double()).sum()
@@ -299,10 +334,10 @@ def check_attention(kernels: Any, problem: KernelProblem, device: str, determini
     blind = ~named.any(-1).repeat_interleave(group, 1)  # what comes to these reaches nothing
     dout = x["dout"].masked_fill(blind[..., None], math.nan)
     dq, dk, dv = torch.autograd.grad(total, (q, k, v))
-    got_out, got_lse = kernels.forward(x["q"], x["k"], x["v"], rows, scale, sink)
+    got_out, got_lse = kernels.forward(x["q"], x["k"], x["v"], rows, scale, sink, runs=runs)
     results = {"out": _error(got_out, out), "lse": _error(got_lse, lse)}
     arguments = x["q"], x["k"], x["v"], rows, got_out, got_lse, dout, dlse, scale, deterministic
-    options = {"one_sum": True} if problem.view and problem.seed % 2 else {}  # Triton's
+    options: dict[str, Any] = {"one_sum": problem.view and problem.seed % 2 == 1, "runs": runs}
     got_dq, got_dk, got_dv = kernels.backward(*arguments, **options)
     if deterministic:
         again = kernels.backward(*arguments, **options)[1]
@@ -322,7 +357,7 @@ def check_loss(kernels: Any, problem: KernelProblem, device: str, deterministic:
     named = _named(problem, rows)[:, 0]
     group = problem.h_q // problem.h_kv
     attention = torch.einsum(
-        "nhgd,mhd->nhgm", x["q"].double().unflatten(1, (problem.h_kv, group)), x["k"].double()
+        "nhgd,mhd->nhgm", x["q"].double().unflatten(1, (problem.h_kv, group)), x["k"][: problem.m].double()
     ).flatten(1, 2)
     attention = (attention * softmax_scale).masked_fill(~named[:, None], -math.inf)
     lse = attention.logsumexp(-1)
@@ -335,7 +370,7 @@ def check_loss(kernels: Any, problem: KernelProblem, device: str, deterministic:
     logs = marks.sum(1) - logs.masked_fill(logs.isinf(), 0.0)
     loss = torch.where(mass > 0, mass * (mass.clamp_min(1e-300).log() - logs), 0.0).sum(-1)
     grads = torch.autograd.grad((loss * x["dloss"].double()).sum(), (q_index, k_index, weights))
-    arguments = *(x[name] for name in names), x["q"], x["k"], lse.float(), rows, scale, softmax_scale
+    arguments = *(x[name] for name in names), x["q"], x["k"][: problem.m], lse.float(), rows, scale, softmax_scale
     found = {"loss": _error(kernels.loss(*arguments), loss)}
     dloss = x["dloss"].masked_fill(~named.any(-1), math.nan)
     got = kernels.loss_backward(*arguments, dloss, deterministic)

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 from cp_fast.checkpoint import save_attention
+from cp_fast.compile.program import Recv
 from cp_fast.kernels.sparse import torch_sparse
-from cp_fast.layers.sparse_tables import SparseTables
+from cp_fast.layers.sparse_tables import KEYS, SparseTables
 from cp_ref import SimGroup
 from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.problem import Problem, Sequence
@@ -125,12 +126,12 @@ def test_only_rows_that_are_seen_travel() -> None:
             plan = SparseTables(problem, rank, torch.device("cpu"))
             mine, own = plan.q.rows, plan.kv.rows
             wanted = set(pairs[mine].any(0).nonzero()[:, 0].tolist()) - set(own.tolist())
-            travel = plan.by_rows.kv
-            assert sum(count for _, count, _ in travel.recvs) == len(wanted)
-            assert travel.size == len(wanted) + len(own)
+            messages = plan.messages(KEYS)
+            assert sum(recv.size for recv in plan.exchange(KEYS).programs.forward.of(Recv)) == len(wanted)
+            assert messages.rows["kv"].gathered.total == len(wanted) + len(own)
         if layout is table:
-            there = SparseTables(problem, 1, torch.device("cpu")).by_rows.kv
-            assert [(peer, count) for peer, count, _ in there.sends] == [(0, 3)]  # of the first document alone
+            (there,) = SparseTables(problem, 1, torch.device("cpu")).messages(KEYS).there
+            assert [(m.peer, m.pieces.total) for m in there.sends] == [(0, 3)]  # of the first document alone
 
 
 def test_the_latent_form_is_sent_once_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

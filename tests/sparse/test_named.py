@@ -45,7 +45,7 @@ def test_the_same_keys_for_every_group_layout_and_schedule(dtype: torch.dtype, p
     given["q_index"][::3], given["k_index"][::2] = given["q_index"][:1].round(), given["k_index"][:1].round()
     heads: dict[str, Any] = {"cu_seqlens_q": cu, "cu_seqlens_q_padded": None, "heads_q": 24, "dtype": dtype}
     found: list[torch.Tensor] = []
-    for size in (1, 2, 3, 4, 8):
+    for size in (1, 3, 4):
         for comm in ("all_gather", "a2a"):
             for layout in ("dual_chunk", "contiguous", "balanced"):
 

@@ -15,7 +15,7 @@ from torch import nn
 from cp_fast.integrations.token_batches import CpBatch
 from cp_ref.groups.agreement import merged
 
-__all__ = ["dropout_of_layer", "number_layers", "shared_seed"]
+__all__ = ["dropout_of_layer", "shared_seed"]
 
 _ENTRY = re.compile("attn.*drop|attention.*drop|drop.*attn|drop.*attention")  # attention_probs_dropout_prob, attn_pdrop
 
@@ -33,14 +33,15 @@ def shared_seed(model: Any, sequences: CpBatch, device: torch.device) -> torch.T
     return torch.tensor(seed, device=device)
 
 
-def number_layers(layers: Any) -> None:
-    """Give each layer a number, by which its seed differs from others'."""
-    for number, layer in enumerate(layers):
-        layer.__dict__["_cp_fast_number"] = number
+def dropout_of_layer(
+    module: nn.Module, number: int, p: float, seed: torch.Tensor | None, device: torch.device
+) -> dict[str, Any]:
+    """The arguments of `attention`.
 
-
-def dropout_of_layer(module: nn.Module, p: float, seed: torch.Tensor | None, device: torch.device) -> dict[str, Any]:
-    """The arguments of `attention`. p: the probability; seed: of the call.
+    Args:
+        number: of the layer, by which its seed differs from others'.
+        p: the probability.
+        seed: of the call.
 
     Raises:
         NotImplementedError: the call has none.
@@ -53,4 +54,4 @@ def dropout_of_layer(module: nn.Module, p: float, seed: torch.Tensor | None, dev
             "mode, has none, so its ranks agreed on no seed: set it in the configuration (attention_dropout, "
             "attention_probs_dropout_prob or attn_pdrop) or set it to 0 in the layer, and call train() on the model"
         )
-    return {"dropout_p": float(p), "dropout_seed": seed.to(device) + module.__dict__["_cp_fast_number"]}
+    return {"dropout_p": float(p), "dropout_seed": seed.to(device) + number}

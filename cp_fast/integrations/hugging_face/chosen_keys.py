@@ -26,7 +26,14 @@ from torch import nn
 
 from cp_fast.api.plan import Plan
 from cp_fast.integrations.hugging_face.built_masks import Said, refuse_own_mask
-from cp_fast.integrations.hugging_face.model_edge import check_forward, give_forward, sequences_of, take_forward
+from cp_fast.integrations.hugging_face.model_call import sequences_of
+from cp_fast.integrations.hugging_face.module_states import (
+    check_forward,
+    give_forward,
+    known_state,
+    put_state,
+    take_forward,
+)
 from cp_fast.integrations.hugging_face.slice_probe import Probe
 from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 from cp_fast.integrations.token_batches import CpBatch
@@ -68,6 +75,13 @@ class SequencesToChoose:
         return self.sequences.sparse_plan(x, layer.num_heads, 1 if self.latent else layer.num_heads, d_qk, d_v)
 
 
+@dataclass(eq=False)
+class _Keys:
+    """Of an attention layer: whether its keys stay latent in the call that runs."""
+
+    latent: bool = False
+
+
 def choosers(model: nn.Module) -> dict[str, nn.Module]:
     """The attention layers of a model that read chosen keys, by name."""
     return {where: module for where, module in model.named_modules() if type(module).__name__ in _ATTENTION}
@@ -86,6 +100,7 @@ def put_selectors(model: nn.Module) -> None:
                 check_forward(f"{where} ({type(module).__name__})", part)
         kind = cast(Any, type(module))
         give_forward(module, _attention(kind.forward))
+        put_state(module, _Keys())
         module.__dict__["expand_kv"] = MethodType(_expanded(kind.expand_kv), module)
         if indexer is not None:
             name = f"{where}.indexer ({type(indexer).__name__})"
@@ -156,11 +171,12 @@ def _attention(theirs: Callable[..., Any]) -> Callable[..., Any]:
         elif mask is not None:
             refuse_own_mask(name, mask)
         latent = isinstance(sequences, CpBatch) and _is_latent(self)
-        self.__dict__["_cp_fast_latent"] = latent
+        keys = known_state(self, _Keys)
+        keys.latent = latent
         try:
             return theirs(self, **{**named, "attention_mask": SequencesToChoose(sequences, self, latent)})
         finally:
-            self.__dict__["_cp_fast_latent"] = False
+            keys.latent = False
 
     return forward
 
@@ -169,7 +185,7 @@ def _expanded(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """`expand_kv`: keys and values of all heads, or the latent ones."""
 
     def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.__dict__.get("_cp_fast_latent"):
+        if not known_state(self, _Keys).latent:
             return theirs(self, kv_nope, k_rot)
         key = torch.cat([kv_nope, k_rot], -1)
         return key, key[..., : kv_nope.shape[-1]]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cp_fast.integrations.hugging_face.module_states import put_state, state_of
 from cp_fast.integrations.token_batches import CpBatch
 from cp_ref.schedules.values import kind_of
 
@@ -143,16 +144,20 @@ def _generates(model: nn.Module) -> bool:
     return any(one.__name__.endswith("ForConditionalGeneration") for one in type(model).__mro__)
 
 
+class _Whole:
+    """Of a module that every rank runs on everything."""
+
+
 def mark_whole(model: nn.Module, parts: tuple[str, ...]) -> None:
     """Mark what every rank runs on everything, by the names of these parts of the model."""
     for part in parts:
         for module in model.get_submodule(part).modules():
-            module.__dict__["_cp_fast_whole"] = True
+            put_state(module, _Whole())
 
 
 def is_whole(module: nn.Module) -> bool:
     """Whether every rank runs this module on everything."""
-    return "_cp_fast_whole" in module.__dict__
+    return state_of(module, _Whole) is not None
 
 
 def has_images(module: nn.Module) -> bool:

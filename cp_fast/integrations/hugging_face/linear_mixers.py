@@ -17,14 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cp_fast.integrations.hugging_face.model_edge import (
-    SILENT,
-    ModelCall,
-    check_forward,
-    give_forward,
-    sequences_of,
-    take_forward,
-)
+from cp_fast.integrations.hugging_face.called_layers import note_call
+from cp_fast.integrations.hugging_face.model_call import SILENT, sequences_of
+from cp_fast.integrations.hugging_face.module_states import check_forward, give_forward, take_forward
 from cp_fast.integrations.hugging_face.slice_probe import Probe
 from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 from cp_fast.integrations.shared.drop_in import refuse
@@ -271,8 +266,7 @@ def _forward(theirs: Callable[..., Any], written: Callable[..., Any] | None) -> 
         refuse_caches(type(self).__name__, named)
         if isinstance(sequences, Probe):
             sequences.linear.add(self)
-        if isinstance(sequences, ModelCall):
-            cast(Any, self)._cp_fast_call = sequences
+        note_call(self, sequences)
         return ours(self, *given, **named)
 
     return forward

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from cp_fast.integrations.hugging_face.module_states import hook_once, known_state, put_state, state_of
 
 __all__ = ["CountFrom", "far_position", "give_longest", "say_longest"]
 
@@ -22,21 +25,34 @@ __all__ = ["CountFrom", "far_position", "give_longest", "say_longest"]
 _OF_ANY_LENGTH = {"default", "linear", "llama3", "proportional", "yarn"}  # rope_type
 
 
+@dataclass(eq=False)
+class _Longest:
+    """Of a rotary embedding: the longest position of the call that runs, int64 [1]; None: the call has all of them."""
+
+    position: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Rotaries:
+    """Of a model: its rotary embeddings that depend on the longest position."""
+
+    modules: list[nn.Module]
+
+
 def give_longest(model: nn.Module) -> None:
     """Have the model's rotary embeddings take the position that `say_longest` says."""
     found: list[Any] = [module for module in model.modules() if _kinds(module) - _OF_ANY_LENGTH]
     for rotary in found:
-        if not hasattr(rotary, "_cp_fast_longest"):
-            rotary.register_forward_pre_hook(_append, with_kwargs=True)
-            rotary.register_forward_hook(_cut_off)
-        rotary._cp_fast_longest = None
-    model.__dict__["_cp_fast_rotaries"] = found
+        hook_once(rotary, _append, _cut_off, named=False)
+        put_state(rotary, _Longest())
+    put_state(model, _Rotaries(found))
 
 
 def say_longest(model: nn.Module, longest: int | None, device: torch.device | None = None) -> None:
     """Say the longest position of the batch of the next call; None: the call has the whole batch."""
-    for rotary in model.__dict__.get("_cp_fast_rotaries", ()):
-        rotary._cp_fast_longest = None if longest is None else torch.tensor([longest], device=device)
+    known = state_of(model, _Rotaries)
+    for rotary in () if known is None else known.modules:
+        known_state(rotary, _Longest).position = None if longest is None else torch.tensor([longest], device=device)
 
 
 def _kinds(module: nn.Module) -> set[str]:
@@ -48,18 +64,19 @@ def _kinds(module: nn.Module) -> set[str]:
 
 
 def _append(rotary: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    if rotary._cp_fast_longest is None:
+    longest = known_state(rotary, _Longest).position
+    if longest is None:
         return None
     bound = inspect.signature(rotary.forward).bind(*by_place, **given)
     positions = bound.arguments["position_ids"]  # [b, s/cp], or [axes, b, s/cp]
-    last = rotary._cp_fast_longest.to(positions.dtype).expand(*positions.shape[:-1], 1)
+    last = longest.to(positions.dtype).expand(*positions.shape[:-1], 1)
     bound.arguments["position_ids"] = torch.cat([positions, last], dim=-1)
     return bound.args, bound.kwargs
 
 
 def _cut_off(rotary: Any, _: Any, out: Any) -> Any:
     """cos and sin, or one tensor of both: [..., s/cp + 1, d] -> [..., s/cp, d]."""
-    if rotary._cp_fast_longest is None:
+    if known_state(rotary, _Longest).position is None:
         return None
     return tuple(x[..., :-1, :] for x in out) if isinstance(out, tuple) else out[..., :-1, :]
 

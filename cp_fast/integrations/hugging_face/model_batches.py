@@ -66,8 +66,8 @@ def shard_batch(
         images = images_of(batch, model, fill or ())
         rows = positions_said(batch if images is None else images.rest, 0 if edge is None else edge.numbering.first)
         places = None if images is None else images.placed(rows)
-        labelled = edge is not None and edge.head is not None and isinstance(rows, Mapping) and "labels" in rows
-        shifts = edge.labels_head(type(model).__name__).shifts if edge is not None and labelled else True
+        labelled = edge is not None and edge.task.head is not None and isinstance(rows, Mapping) and "labels" in rows
+        shifts = edge.task.labels_head(type(model).__name__).shifts if edge is not None and labelled else True
         return images, rows, places, shifts
 
     met = token_batches.ranks_of_batch({"cp": cp, "over": over})

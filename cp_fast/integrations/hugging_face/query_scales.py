@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from cp_fast.integrations.hugging_face.model_edge import check_forward, give_forward, take_forward
+from cp_fast.integrations.hugging_face.module_states import check_forward, give_forward, hook_once, take_forward
 from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 
 __all__ = ["give_positions", "take_positions"]
@@ -34,9 +34,7 @@ def give_positions(model: nn.Module, attend: Callable[..., tuple[torch.Tensor, A
     for where, holder, attention in _scaled(model):
         check_forward(f"{where} ({type(attention).__name__})", attention)
         give_forward(attention, _forward(cast(Any, type(attention)).forward, attend))
-        if "_cp_fast_positions" not in holder.__dict__:
-            holder.__dict__["_cp_fast_positions"] = True
-            holder.register_forward_pre_hook(_hand_on, with_kwargs=True)
+        hook_once(holder, _hand_on)
 
 
 def take_positions(model: nn.Module) -> None:

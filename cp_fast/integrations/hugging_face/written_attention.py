@@ -23,10 +23,18 @@ import torch
 from torch import nn
 
 from cp_fast.integrations.hugging_face.built_masks import Said, Sides
+from cp_fast.integrations.hugging_face.module_states import hook_once, known_state, put_state
 from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 from cp_fast.integrations.shared.drop_in import refuse
 
-__all__ = ["SequencesAsMask", "has_alibi", "sequences_as_mask", "with_attention", "writes_attention"]
+__all__ = [
+    "SequencesAsMask",
+    "WrittenAttention",
+    "has_alibi",
+    "sequences_as_mask",
+    "with_attention",
+    "writes_attention",
+]
 
 Attention = Callable[..., tuple[torch.Tensor, None]]
 _TOKENS = 16  # The biases that are read belong to this many tokens.
@@ -44,6 +52,14 @@ class SequencesAsMask:
     def to(self, *_: Any, **__: Any) -> SequencesAsMask:
         """Itself: models convert their masks."""
         return self
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenAttention:
+    """Of a layer: the attention in the place of its own. slopes: float32 [h], of ALiBi."""
+
+    attention: Attention
+    slopes: torch.Tensor | None
 
 
 def sequences_as_mask() -> SequencesAsMask | None:
@@ -81,12 +97,9 @@ def with_attention(model: nn.Module, attention: Attention) -> None:
     for module in model.modules():
         if hasattr(module, "_can_set_attn_implementation"):
             module.__dict__["_can_set_attn_implementation"] = _yes
-            if "_cp_fast_written" not in module.__dict__:
-                module.__dict__["_cp_fast_written"] = True
-                module.register_forward_pre_hook(_enter, with_kwargs=True)
-                module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+            hook_once(module, _enter, _leave, always=True)
         if (forward := _FORWARD.get(_kind(module))) is not None:
-            module.__dict__["_cp_fast_attention"] = attention, slopes
+            put_state(module, WrittenAttention(attention, slopes))
             module.forward = MethodType(forward, module)
 
 
@@ -226,12 +239,12 @@ def _attended(
     self: Any, qkv: Any, mask: SequencesAsMask, dropout: float, scale: float, is_causal: bool = True, **more: Any
 ) -> torch.Tensor:
     """q, k, v [b, h, s/cp, d] -> [b, s/cp, h * d]."""
-    attention, slopes = self.__dict__["_cp_fast_attention"]
+    known = known_state(self, WrittenAttention)
     if mask.sides is not None:
         Said(is_causal, None).among(mask.sides, type(self).__name__)
     given = {"dropout": dropout, "scaling": scale, "is_causal": is_causal, "sliding_window": None} | more
-    slopes = None if slopes is None else slopes.to(qkv[0].device)
-    out, _ = attention(self, *qkv, None, **given, alibi_slopes=slopes, cp_batch=mask.sequences)
+    slopes = None if known.slopes is None else known.slopes.to(qkv[0].device)
+    out, _ = known.attention(self, *qkv, None, **given, alibi_slopes=slopes, cp_batch=mask.sequences)
     return out.flatten(2)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from cp_fast.kernels.attention.backend_protocol import on_triton
 
-__all__ = ["SparseKernels", "Visible", "choose_sparse", "shared_storage"]
+__all__ = ["Runs", "SparseKernels", "Visible", "choose_sparse", "shared_storage"]
 
 
 class Visible(NamedTuple):
@@ -43,6 +43,32 @@ class Visible(NamedTuple):
             seen = (positions >= first) & (positions < first + (stop - start))
             found = torch.where(seen, (start + (positions - first)).int(), found)
         return found
+
+
+class Runs(NamedTuple):
+    """The keys that each query row reads besides those of its list: s intervals of gathered rows, disjoint.
+
+    >>> runs = Runs(*(torch.tensor([rows]).T for rows in ([4, 4], [4, 6])), longest=2)
+    >>> runs.listed(torch.tensor([[[9]], [[-1]]], dtype=torch.int32)).tolist()   # row 0 has none
+    [[[-1, -1, 9]], [[4, 5, -1]]]
+    """
+
+    starts: torch.Tensor  # int32 [n, s]: the first row
+    stops: torch.Tensor  # int32 [n, s]: behind the last; equal to starts for none
+    longest: int  # the most that a query row has in all of them; known to the host
+
+    def of(self, block: slice) -> Runs:
+        """Those of some query rows."""
+        return Runs(self.starts[block], self.stops[block], self.longest)
+
+    def listed(self, rows: torch.Tensor) -> torch.Tensor:
+        """All keys as lists: those of the runs, one run after the other, then `rows` [n, g, top_k]; -1 for none."""
+        place = torch.arange(self.longest, dtype=torch.int32, device=rows.device).expand(len(rows), -1)
+        found = torch.full_like(place, -1)
+        for start, stop in zip(self.starts[:, :, None].unbind(1), self.stops[:, :, None].unbind(1), strict=True):
+            found = torch.where((place >= 0) & (place < stop - start), start + place, found)
+            place = place - (stop - start)
+        return torch.cat([found[:, None].expand(-1, rows.shape[1], -1).to(rows.dtype), rows], dim=-1)
 
 
 def shared_storage(k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -100,6 +126,8 @@ class SparseKernels(Protocol):
         rows: torch.Tensor,
         scale: float,
         sink: torch.Tensor | None,
+        *,
+        runs: Runs | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of each query row over its own rows of keys: out [n, h_q, d_v] in q's dtype, and lse [n, h_q],
         float32 or float64, the sink included. A row without keys has out 0 and lse -inf, or the sink.
@@ -108,9 +136,10 @@ class SparseKernels(Protocol):
             q: [n, h_q, d_qk].
             k: [m, h_kv, d_qk].
             v: [m, h_kv, d_v].
-            rows: int32 [n, g, top_k], those of `rows_of`.
+            rows: int32 [n, g, top_k], those of `rows_of`; top_k may be 0.
             scale: of scores.
             sink: the sinks' logits [h_q], in lse's dtype; None without sinks.
+            runs: further keys of each query row, none of which is in `rows`.
         """
         ...
 
@@ -128,6 +157,7 @@ class SparseKernels(Protocol):
         deterministic: bool,
         *,
         one_sum: bool = False,
+        runs: Runs | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The gradients dq in q's dtype, dk and dv in lse's, given the forward pass's results and their gradients.
 
@@ -135,6 +165,7 @@ class SparseKernels(Protocol):
             dout: [n, h_q, d_v]; of a row without keys dout and dlse may be anything, and reach nothing.
             dlse: [n, h_q], in lse's dtype; None for zero.
             deterministic: whether gradients of keys are added in a fixed order.
+            runs: as in `forward`.
             one_sum: where v is a view of k, dk has the gradient of v too, in its first columns, and dv is None.
         """
         ...

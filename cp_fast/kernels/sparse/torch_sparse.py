@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.kernels.sparse.sparse_kernels import Visible, shared_storage
+from cp_fast.kernels.sparse.sparse_kernels import Runs, Visible, shared_storage
 from cp_ref.batches.tensors import wide_dtype
 
 __all__ = ["backward", "forward", "loss", "loss_backward", "rows_of", "select"]
@@ -93,6 +93,11 @@ def rows_of(indices: torch.Tensor, visible: Visible) -> torch.Tensor:
     return found
 
 
+def _keys_of(rows: torch.Tensor, runs: Runs | None, block: slice) -> _Keys:
+    """The keys of a block's rows."""
+    return _Keys(rows[block] if runs is None else runs.of(block).listed(rows[block]))
+
+
 class _Keys:
     """The keys of a block's rows, one after the other: of each kv head, top_k numbers of rows."""
 
@@ -122,23 +127,30 @@ class _Keys:
             flat.index_add_(0, (rows * to.shape[1] + heads).flatten(), grads.reshape(-1, to.shape[-1]))
 
 
-def _numbers(q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor) -> int:
+def _numbers(q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, runs: Runs | None = None) -> int:
     """The numbers of the largest tensor of a query row: scores, or keys."""
-    return rows.shape[-1] * max(q.shape[1], k.shape[1] * k.shape[2])
+    return (rows.shape[-1] + (0 if runs is None else runs.longest)) * max(q.shape[1], k.shape[1] * k.shape[2])
 
 
 # ---- attention
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, scale: float, sink: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: torch.Tensor,
+    scale: float,
+    sink: torch.Tensor | None,
+    *,
+    runs: Runs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `SparseKernels`."""
     wide, (n, heads, _) = wide_dtype(q.dtype), q.shape
     out = q.new_empty(n, heads, v.shape[-1])
     lse = q.new_full((n, heads), float("-inf"), dtype=wide)
-    for block in _blocks(n, _numbers(q, k, rows)):
-        keys = _Keys(rows[block])
+    for block in _blocks(n, _numbers(q, k, rows, runs)):
+        keys = _keys_of(rows, runs, block)
         logits = _logits(q[block], keys, k, scale)  # [r, h_kv, e, top_k]
         total = logits.logsumexp(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], float("-inf"))
         total = total.flatten(1)
@@ -162,14 +174,15 @@ def backward(
     deterministic: bool,
     *,
     one_sum: bool = False,
+    runs: Runs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """See `SparseKernels`."""
     wide, kv = lse.dtype, k.shape[1]
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (k, v))
     joined = one_sum and shared_storage(k, v)
-    for block in _blocks(len(q), _numbers(q, k, rows)):
-        keys = _Keys(rows[block])
+    for block in _blocks(len(q), _numbers(q, k, rows, runs)):
+        keys = _keys_of(rows, runs, block)
         some = keys.of(k, wide)
         weights = _weights(_logits(q[block], keys, k, scale), lse[block])
         grads = _folded(dout[block].to(wide), kv)

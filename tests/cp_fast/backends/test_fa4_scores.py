@@ -168,6 +168,7 @@ def of_score_mod() -> str:
     return key(ScoreTensors(score_mod=biased, aux_tensors={"t": TABLE}))
 
 
+@pytest.mark.thorough
 def test_a_kernel_on_disk_has_the_same_key_in_another_process() -> None:
     code = f"from {__name__} import of_score_mod; print(of_score_mod())"
     other = {**os.environ, "PYTHONHASHSEED": "7"}

@@ -239,7 +239,7 @@ def in_place(programs: Programs[Rows]) -> int:
 
 
 @pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
-@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("documents", ["one", pytest.param("two", marks=pytest.mark.thorough), "many"])
 @pytest.mark.parametrize(("comm", "size"), COMMS)
 def test_the_bits_are_the_same_received_in_place(comm: Any, size: int, documents: str, layout: Any) -> None:
     lengths = DOCUMENTS[documents]

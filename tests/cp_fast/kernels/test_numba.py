@@ -38,6 +38,7 @@ def test_the_suite_in_the_simulator() -> None:
     assert "skipped" not in report, report
 
 
+@pytest.mark.thorough
 @needs_numba
 def test_every_kernel_compiles_for_a_gpu() -> None:
     """To PTX for sm_90, with the device functions; needs CUDA's compiler libraries, and no GPU."""

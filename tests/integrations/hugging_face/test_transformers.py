@@ -15,7 +15,8 @@ import torch
 import cp_fast
 from cp_fast.api import calls
 from cp_fast.integrations import transformers as ours
-from cp_fast.integrations.hugging_face.written_attention import SequencesAsMask
+from cp_fast.integrations.hugging_face.module_states import state_of
+from cp_fast.integrations.hugging_face.written_attention import SequencesAsMask, WrittenAttention
 from cp_fast.integrations.shared import cp_batch
 from cp_ref import SimGroup
 from tests.dist.workers import run_program
@@ -228,7 +229,8 @@ def test_slopes_are_those_of_the_paper(name: str, heads: int) -> None:
     def one(member: Any) -> torch.Tensor:
         model = model_of(name, num_attention_heads=heads, hidden_size=8 * heads)
         ours.prepare(model, cp_fast.ContextParallel(member))
-        found = [m.__dict__["_cp_fast_attention"][1] for m in model.modules() if "_cp_fast_attention" in m.__dict__]
+        layers = [state_of(module, WrittenAttention) for module in model.modules()]
+        found: list[Any] = [layer.slopes for layer in layers if layer is not None]
         assert len(found) == 2
         return found[0]
 

@@ -239,7 +239,9 @@ def test_noise_is_seen_by_determinism_alone() -> None:
     assert TIERS["logic"].check(noisy, PACKED, "cpu") == []
 
 
-@pytest.mark.parametrize("entry", TorchUse.names())
+@pytest.mark.parametrize(
+    "entry", [pytest.param(x, marks=() if x.endswith("a2a") else thorough) for x in TorchUse.names()]
+)
 def test_the_reference_in_training_loops(entry: str) -> None:
     if entry.startswith(("compile", "opcheck")):
         with pytest.raises(UnsupportedCase):
@@ -251,7 +253,7 @@ def test_the_reference_in_training_loops(entry: str) -> None:
 @pytest.mark.parametrize(
     ("entry", "spoil"),
     [
-        ("gradcheck p2p", lambda q, k, v: (q, k.detach() + 0.5 * (k - k.detach()), v)),
+        pytest.param("gradcheck p2p", lambda q, k, v: (q, k.detach() + 0.5 * (k - k.detach()), v), marks=thorough),
         ("requires-grad p2p", lambda q, k, v: (q, k.detach() if not v.requires_grad else k, v)),
         ("no-grad p2p", lambda q, k, v: (q * (1.0 if torch.is_grad_enabled() else 1.5), k, v)),
         ("autocast p2p", lambda q, k, v: (q, k, v * (1.0 if not torch.is_autocast_enabled("cpu") else 1.5))),

@@ -8,20 +8,27 @@ Some query rows at a time, by three kernels, since no program has room for all s
 to each chosen key, in one sum where v is a view of k. It adds to memory by atomic adds, or writes PARTS: one row for
 each pair of a query row and a key. `add_parts` adds these in the order of the query rows.
 
-legend   n = query rows, R = those of a launch, m = gathered keys, G = query heads of a kv head, BH = those of a program
-         BN = keys of a tile, ROW = places of a row in the workspace: top_k, rounded up to WHOLE
+legend   n = query rows, S = runs of each, R = query rows of a launch, m = gathered keys
+         G = query heads of a kv head, BH = those of a program
+         BN = keys of a tile, ROW = places of a row in the workspace: those of its runs and top_k, rounded up to WHOLE
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from cp_fast.kernels.sparse.sparse_kernels import shared_storage
-from cp_fast.kernels.sparse.triton_sparse.attention_kernels import Tiling, chosen_rows, last_chosen, query_tiles
+from cp_fast.kernels.sparse.sparse_kernels import Runs, shared_storage
+from cp_fast.kernels.sparse.triton_sparse.attention_kernels import (
+    Tiling,
+    chosen_rows,
+    last_chosen,
+    query_tiles,
+    runs_of,
+)
 from cp_fast.kernels.sparse.triton_sparse.tiles import columns, launch_device, precision, widths
 
 __all__ = [
@@ -74,7 +81,7 @@ def put_tile(
 @triton.jit(do_not_specialize=["first"])
 def pairs_kernel(
     q, k, v, rows, out, lse, dout, dlse, weights, grads, first, top_k, scale, row_places, q_row, q_head, k_row, k_head,
-    v_row, v_head, dout_row, dout_head, rows_row, rows_set,
+    v_row, v_head, dout_row, dout_head, rows_row, rows_set, starts, stops, S: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, BLOCKS: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr,
     D: tl.constexpr, NC: tl.constexpr, DC: tl.constexpr, DR: tl.constexpr,
     D_V: tl.constexpr, NV: tl.constexpr, DV: tl.constexpr, VIEW: tl.constexpr, DLSE: tl.constexpr,
@@ -89,7 +96,9 @@ def pairs_kernel(
     own = o_h < G
     head = of_kv * G + o_h
     rows += row * rows_row + of_kv * rows_set
-    count = last_chosen(rows, top_k, LANES)
+    starts += row * S
+    stops += row * S
+    count = last_chosen(rows, starts, stops, top_k, LANES, S)
     q_tiles = query_tiles(q + row * q_row + head.to(tl.int64) * q_head, own, NC, DC, DR, D, G % BH != 0)
     delta = tl.zeros([BH], tl.float32)
     douts = ()
@@ -106,7 +115,7 @@ def pairs_kernel(
     v += of_kv.to(tl.int64) * v_head
     places = ((in_launch * H + head) * row_places)[:, None] + tl.arange(0, BN)[None]
     for t in range(0, (count + WHOLE - 1) // WHOLE * WHOLE, BN):
-        chosen = chosen_rows(rows, t, top_k, BN)
+        chosen = chosen_rows(rows, starts, stops, t, top_k, BN, S)
         at = tl.maximum(chosen, 0).to(tl.int64)
         k_tiles = query_tiles(k + at * k_row, own, NC, DC, DR, D, False)
         scores = tl.zeros([BH, BN], tl.float32)
@@ -126,6 +135,7 @@ def pairs_kernel(
 @triton.jit(do_not_specialize=["first"])
 def queries_kernel(
     grads, k, rows, dq, first, top_k, row_places, k_row, k_head, rows_row, rows_set,
+    starts, stops, S: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, BLOCKS: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr,
     D: tl.constexpr, NC: tl.constexpr, DC: tl.constexpr, DR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +148,9 @@ def queries_kernel(
     own = o_h < G
     head = of_kv * G + o_h
     rows += row * rows_row + of_kv * rows_set
-    count = last_chosen(rows, top_k, LANES)
+    starts += row * S
+    stops += row * S
+    count = last_chosen(rows, starts, stops, top_k, LANES, S)
     k += of_kv.to(tl.int64) * k_head
     grads += ((in_launch * H + head) * row_places)[:, None] + tl.arange(0, BN)[None]
     sums = ()
@@ -147,7 +159,7 @@ def queries_kernel(
     if DR > 0:
         sums += (tl.zeros([BH, DR], tl.float32),)
     for t in range(0, count, BN):
-        at = tl.maximum(chosen_rows(rows, t, top_k, BN), 0).to(tl.int64)
+        at = tl.maximum(chosen_rows(rows, starts, stops, t, top_k, BN, S), 0).to(tl.int64)
         grad = tl.load(grads + t) if G % BH == 0 else tl.load(grads + t, mask=own[:, None], other=0.0)
         k_tiles = query_tiles(k + at * k_row, own, NC, DC, DR, D, False)
         added = ()
@@ -166,7 +178,7 @@ def queries_kernel(
 @triton.jit(do_not_specialize=["first", "total"])
 def keys_kernel(
     factors, x, more_factors, y, rows, found, first, total, top_k, row_places, begin, end, x_row, x_head, y_row, y_head,
-    rows_row, rows_set,
+    rows_row, rows_set, starts, stops, S: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, BLOCKS: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr,
     D: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, BOTH: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -184,7 +196,9 @@ def keys_kernel(
     own = o_h < G
     head = of_kv * G + o_h
     rows += row * rows_row + of_kv * rows_set
-    count = last_chosen(rows, top_k, LANES)
+    starts += row * S
+    stops += row * S
+    count = last_chosen(rows, starts, stops, top_k, LANES, S)
     begin += chunk * WIDTH
     o_d = begin + tl.arange(0, WIDTH)
     keep = own[:, None] & (o_d < end)[None]
@@ -198,7 +212,7 @@ def keys_kernel(
         found += of_kv * D
     for t in range(0, count, BN):
         slots = t + tl.arange(0, BN)
-        chosen = chosen_rows(rows, t, top_k, BN)
+        chosen = chosen_rows(rows, starts, stops, t, top_k, BN, S)
         at = tl.maximum(chosen, 0).to(tl.int64)
         factor = tl.load(factors + places + t, mask=own[:, None], other=0.0)
         tile = tl.dot(tl.trans(factor), x_tile, input_precision=PRECISION)
@@ -267,16 +281,18 @@ class BackwardInputs(NamedTuple):
     weights: torch.Tensor  # [R, h_q, ROW], as grads
     grads: torch.Tensor
     tiles: BackwardTilings
+    runs: Runs | None = None
 
     def sizes(self, tile: Tiling) -> tuple[int, int, int, int, int, int]:
         """H, G, BLOCKS, BH, BN, LANES."""
         h_q, h_kv = self.q.shape[1], self.k.shape[1]
         blocks = triton.cdiv(h_q // h_kv, tile.heads)
-        return h_q, h_q // h_kv, blocks, tile.heads, tile.keys, triton.next_power_of_2(self.rows.shape[2])
+        return h_q, h_q // h_kv, blocks, tile.heads, tile.keys, triton.next_power_of_2(max(1, self.rows.shape[2]))
 
-    def of_rows(self) -> tuple[int, int]:
-        """Strides of rows."""
-        return self.rows.stride(0), self.rows.stride(1) if self.rows.shape[1] > 1 else 0
+    def of_rows(self) -> tuple[Any, ...]:
+        """Strides of rows, and the runs."""
+        strides = self.rows.stride(0), self.rows.stride(1) if self.rows.shape[1] > 1 else 0
+        return *strides, *runs_of(self.rows, self.runs)
 
     def write_pairs(
         self, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, scale: float, first: int, now: int
@@ -324,11 +340,13 @@ def backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     dout: torch.Tensor, dlse: torch.Tensor | None, scale: float, deterministic: bool,
     *, tiles: BackwardTilings | None = None, pairs_bytes: int = PAIRS_BYTES, parts_bytes: int = PARTS_BYTES,
-    one_sum: bool = False,
+    one_sum: bool = False, runs: Runs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """See `SparseKernels`. one_sum: where v is a view of k, add its gradients to those of k, in half as many additions
     to memory; dv is None then.
     """
+    if deterministic and runs is not None:  # parts are of a list
+        rows, runs = runs.listed(rows), None
     (n, h_q, d), (m, h_kv, d_v), top_k = q.shape, v.shape, rows.shape[2]
     on = tiles or backward_tiles(q, h_q // h_kv)
     view = one_sum and shared_storage(k, v)
@@ -337,7 +355,7 @@ def backward(
     dv = None if view else torch.zeros(m, h_kv, d_v, dtype=torch.float32, device=q.device)
     if not n * h_q or not m:
         return dq.zero_(), dk, dv
-    places = triton.cdiv(top_k, WHOLE) * WHOLE
+    places = triton.cdiv(top_k + (0 if runs is None else runs.longest), WHOLE) * WHOLE
     at_once = pairs_bytes // (2 * q.element_size() * h_q * places)
     blocks = triton.cdiv(h_q // h_kv, on.keys.heads)
     if deterministic:
@@ -346,7 +364,7 @@ def backward(
     weights, grads = q.new_empty(2, at_once, h_q, places)
     out, lse, dlse = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
     dout = dout if dout.stride(2) == 1 else dout.contiguous()
-    of = BackwardInputs(q, k, v, rows, dout, weights, grads, on)
+    of = BackwardInputs(q, k, v, rows, dout, weights, grads, on, runs)
     with launch_device(q):
         for first in range(0, n, at_once):
             now = min(at_once, n - first)

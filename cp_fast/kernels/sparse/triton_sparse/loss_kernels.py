@@ -54,7 +54,7 @@ def terms_kernel(
     here = tl.program_id(0).to(tl.int64)
     row = here + first
     rows += row * rows_row
-    count = last_chosen(rows, top_k, LANES)
+    count = last_chosen(rows, rows, rows, top_k, LANES, 0)
     o_i = tl.arange(0, HP)
     qi_tile = columns(q_index + row * qi_row + o_i * qi_head, o_i < HI, 0, DP, DI, True)
     weight = tl.load(weights + row * w_row + o_i, mask=o_i < HI, other=0.0)
@@ -63,7 +63,7 @@ def terms_kernel(
         mass = tl.zeros([BN], tl.float32)
         mark = tl.full([BN], float("-inf"), tl.float32)
         if t < count:
-            chosen = chosen_rows(rows, t, top_k, BN)
+            chosen = chosen_rows(rows, rows, rows, t, top_k, BN, 0)
             at = tl.maximum(chosen, 0).to(tl.int64)
             for part in range((H // G) * BLOCKS):
                 of_kv, block = part // BLOCKS, part % BLOCKS
@@ -125,7 +125,7 @@ def index_gradients_kernel(
     here = tl.program_id(0).to(tl.int64)
     row = here + first
     rows += row * rows_row
-    count = last_chosen(rows, top_k, LANES)
+    count = last_chosen(rows, rows, rows, top_k, LANES, 0)
     o_i, o_d = tl.arange(0, HP), tl.arange(0, DP)
     q_tile = columns(q_index + row * qi_row + o_i * qi_head, o_i < HI, 0, DP, DI, True)
     if WIDE:
@@ -136,7 +136,7 @@ def index_gradients_kernel(
     of_q, of_weights = tl.zeros([HP, DP], tl.float32), tl.zeros([HP], tl.float32)
     for t in range(0, count, BN):
         slots = t + tl.arange(0, BN)
-        chosen = chosen_rows(rows, t, top_k, BN)
+        chosen = chosen_rows(rows, rows, rows, t, top_k, BN, 0)
         at = tl.maximum(chosen, 0).to(tl.int64)
         k_tile = columns(k_index + at * ki_row, chosen >= 0, 0, DP, DI, False)
         if WIDE:

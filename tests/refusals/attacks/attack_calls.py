@@ -1,6 +1,6 @@
 """Every public function with every argument replaced by wrong values, on all ranks and on one.
 
-    python -m tests.faults.attacks.attack_calls --out benchmarks/results/attack_calls.md
+    python -m tests.refusals.attacks.attack_calls --out benchmarks/results/attack_calls.md
 
 Arguments come from signatures: a new one is attacked the day it is added. A call ends on every rank in an error of ours
 that names an argument, in less than a second of a processor, or gives the right result: what the oracle gives, what
@@ -26,8 +26,8 @@ import torch
 
 from cp_ref import SimGroup
 from cp_ref.reference.simulator import Deadlock, MessageError
-from tests.faults.attacks.attack_kinds import KINDS, legal
-from tests.faults.attacks.attack_targets import TARGETS, Target
+from tests.refusals.attacks.attack_kinds import KINDS, legal
+from tests.refusals.attacks.attack_targets import TARGETS, Target
 
 __all__ = ["Attack", "attack", "attacks", "played"]
 
@@ -193,7 +193,7 @@ def _page(counts: Counter[tuple[str, str]], wrong: list[str]) -> str:
     total = " | ".join(str(sum(n for (_, what), n in counts.items() if what == c)) for c in columns)
     lines = ["# Attacks on calls", ""]
     lines += [
-        f"`python -m tests.faults.attacks.attack_calls`, commit {commit.strip()}, {len(KINDS)} kinds of values.",
+        f"`python -m tests.refusals.attacks.attack_calls`, commit {commit.strip()}, {len(KINDS)} kinds of values.",
         "",
     ]
     lines += ["| function | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]

@@ -1,6 +1,6 @@
 """Random mutations of valid schedules: each is refused, or accepted and right on both packages.
 
-    python -m tests.faults.attacks.attack_schedules --mutations 20000 --commit COMMIT --out attack_schedules.json
+    python -m tests.refusals.attacks.attack_schedules --mutations 20000 --commit COMMIT --out attack_schedules.json
 
 A text may be refused by `Schedule.parse` with ValueError, a schedule by `verify` with InvalidSchedule, and then
 `make_plan` refuses it too; any other error is a finding. Both packages play each accepted one over the simulated group,
@@ -39,7 +39,7 @@ from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Schedule, Step, Tiles
 from cp_ref.schedules.verify.proof import InvalidSchedule, verify
 from tests.dist.workers import Processes
-from tests.faults.attacks.mutations import changed_objects, changed_text
+from tests.refusals.attacks.mutations import changed_objects, changed_text
 from tests.spec.random_schedules import backward_ring, ring_of_rings, scheduled_problems
 
 __all__ = ["Attack", "bases"]

@@ -10,11 +10,11 @@ import pytest
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence
 from tests.dist.workers import Processes
-from tests.faults.attacks.attack_calls import attacks, run
-from tests.faults.attacks.attack_kinds import KINDS
-from tests.faults.attacks.attack_schedules import Attack, bases
-from tests.faults.attacks.attack_targets import NOT_ATTACKED, TARGETS, public_functions
-from tests.faults.attacks.mutations import CHANGES
+from tests.refusals.attacks.attack_calls import attacks, run
+from tests.refusals.attacks.attack_kinds import KINDS
+from tests.refusals.attacks.attack_schedules import Attack, bases
+from tests.refusals.attacks.attack_targets import NOT_ATTACKED, TARGETS, public_functions
+from tests.refusals.attacks.mutations import CHANGES
 
 
 def test_every_public_function_is_attacked() -> None:

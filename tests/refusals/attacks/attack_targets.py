@@ -228,7 +228,7 @@ TARGETS: dict[str, Target] = {
         loss.token_mean, lambda cp: {"losses": torch.ones(4), "counted": torch.ones(4, dtype=torch.bool), "over": cp}
     ),
     "count_tokens": Target(loss.count_tokens, lambda cp: {"counted": torch.ones(4, dtype=torch.bool), "over": cp}),
-    "shard_batch": Target(
+    "shard_tokens": Target(
         token_batches.shard_tokens, lambda cp: {"batch": {"input_ids": _IDS[None], "labels": _IDS[None]}, "cp": cp},
         also=("input_ids",),
     ),
@@ -291,16 +291,16 @@ def of_entries(name: str, right: Arguments, given: Callable[[Any], Arguments], o
 
 
 TARGETS |= {
-    "shard_batch, entries": of_entries(
-        "shard_batch",
+    "shard_tokens, entries": of_entries(
+        "shard_tokens",
         {"input_ids": _IDS[None], "labels": _IDS[None], "position_ids": _IDS[None], "x": _IDS[None]},
         lambda cp: {"cp": cp, "fill": {"x": 0}},
     ),
-    "shard_batch, a mask": of_entries(
-        "shard_batch", {"input_ids": _IDS[None], "attention_mask": torch.ones_like(_IDS)[None]}, lambda cp: {"cp": cp}
+    "shard_tokens, a mask": of_entries(
+        "shard_tokens", {"input_ids": _IDS[None], "attention_mask": torch.ones_like(_IDS)[None]}, lambda cp: {"cp": cp}
     ),
-    "shard_batch, fill": of_entries(
-        "shard_batch", {"x": 0},
+    "shard_tokens, fill": of_entries(
+        "shard_tokens", {"x": 0},
         lambda cp: {"cp": cp, "batch": {"input_ids": _IDS[None], "x": _IDS[None].to(torch.uint8)}}, "fill",
     ),
     "pack, entries": of_entries(
@@ -373,6 +373,7 @@ NOT_ATTACKED = {  # and why
     "token_log_probs": "needs a model, with tests of its own",
     "token_log_probs_and_entropy": "needs a model, with tests of its own",
     "ranks_of_batch": "takes unchecked keywords, for a decorator",
+    "shard_batch": "another name of shard_tokens",
 }
 
 
