@@ -104,5 +104,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {  # "as it is": the class's own value
         "lsh_attn_chunk_length": 8,
     },
     "XmodConfig": {"default_language": "en_XX"},
-    "ZambaConfig": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "ZambaConfig": {
+        "attention_head_dim": 16,  # 2 * hidden_size over 4 heads
+        "attention_hidden_size": 64,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+    },
 }

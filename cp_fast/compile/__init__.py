@@ -11,6 +11,7 @@ Read from the bottom up; a chapter imports those above it.
 - lower                one rank's schedule as programs: right but slow
 - instruction_passes   passes on instructions: functions from program to program
 - pipeline             lowering and passes, and tables on the device
+- exchange_program     the exchanges of a layer as programs
 - in_place             plans updated in place with the next batch's lengths
 
 `cp_fast.tiles` makes the launches of a step. `cp_fast.passes` lists every pass, with its switch.

@@ -157,7 +157,8 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         give_positions(model, attention_forward)
         with at_rest(model):
             looked: Any = cast(Any, model).base_model if pools else model
-            seen = handing_on(model, covered, lambda: look_over(looked, covered, numbered=not alibi))
+            mixers = linear_mixers(looked)
+            seen = handing_on(model, covered, lambda: look_over(looked, mixers, numbered=not alibi))
             head = _POOLED.format(type(model).__name__) if pools else head_of(model, seen)
             found: dict[str, Any] = {"pools": pools}
             if not pools:

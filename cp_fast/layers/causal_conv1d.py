@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan
 from cp_fast.kernels.attention.backend_protocol import on_triton
 from cp_fast.kernels.convolution import torch_convolution
 from cp_fast.kernels.convolution.torch_convolution import ConvolutionInputs
@@ -17,7 +15,7 @@ from cp_fast.layers.layer_operators import called, registered
 from cp_fast.layers.layers import Layer, Outputs, Run
 from cp_fast.layers.linear_plan import HALO, linear_tables
 from cp_ref.calls import linear_calls
-from cp_ref.calls.declared import implements
+from cp_ref.calls.layer import public_function
 
 __all__ = [
     "LAYER",
@@ -108,16 +106,4 @@ class ConvolutionLayer(Layer):
 
 
 LAYER = registered(ConvolutionLayer())
-
-
-@implements(linear_calls.causal_conv1d)
-def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    activation: str | None,
-) -> torch.Tensor:
-    return called(LAYER, cp, plan, (x, weight, bias), activation=activation)[0]
+causal_conv1d = public_function(linear_calls.causal_conv1d, called, LAYER, __name__)

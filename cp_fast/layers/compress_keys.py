@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
 from cp_fast.compile.exchange_program import ExchangedRows, RowMessages
 from cp_fast.layers.layer_operators import called
@@ -19,7 +18,7 @@ from cp_fast.layers.sparse_tables import together
 from cp_fast.runtime.slices import OwnRows
 from cp_ref.batches.tensors import wide_dtype
 from cp_ref.calls import compressed_calls
-from cp_ref.calls.declared import implements
+from cp_ref.calls.layer import public_function
 from cp_ref.schedules.compressed import entry_problem, window_workload
 from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
 from cp_ref.schedules.planners.ring_members import RingMembers
@@ -182,17 +181,4 @@ class CompressionLayer(Layer):
 
 
 LAYER = CompressionLayer()
-
-
-@implements(compressed_calls.compress_keys)
-def compress_keys(
-    values: torch.Tensor,
-    gates: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    rate: int,
-    overlap: bool,
-) -> torch.Tensor:
-    return called(LAYER, cp, plan, (values, gates, bias), rate=rate, overlap=overlap)[0]
+compress_keys = public_function(compressed_calls.compress_keys, called, LAYER, __name__)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan
 from cp_fast.kernels.attention.backend_protocol import NotInstalled
 from cp_fast.kernels.linear.chunked import ChunkedKernels
 from cp_fast.kernels.linear.fla.fla_kernels import FlaKernels
@@ -24,9 +23,8 @@ from cp_fast.layers.state_tables import StateTables
 from cp_fast.log import log_once
 from cp_ref.batches.tensors import wide_dtype
 from cp_ref.calls import linear_calls
-from cp_ref.calls.declared import implements
-from cp_ref.calls.layer import LayerCall
-from cp_ref.calls.linear_calls import LinearCall
+from cp_ref.calls.layer import LayerCall, public_function
+from cp_ref.calls.linear_calls import LinearCall, columns_apart, columns_together
 from cp_ref.groups.collectives import all_reduce_sum
 from cp_ref.schedules.words import Feature, Unsupported
 
@@ -69,9 +67,9 @@ def features_of_call(device: str, dtype: str, d_k: int, d_v: int) -> frozenset[F
 
 
 @cache
-def choose_kernels(required: frozenset[Feature], backend: str) -> LinearKernels:
-    """The first library that works here and has every feature. `ContextParallel.backend` "torch" or "cpu" takes plain
-    PyTorch; "auto", and the name of a library of attention, take flash-linear-attention first.
+def choose_kernels(required: frozenset[Feature], backend: str, kind: str) -> LinearKernels:
+    """The first library that has this kind and every feature, and works here. `ContextParallel.backend` "torch" or
+    "cpu" takes plain PyTorch; "auto", and the name of a library of attention, take flash-linear-attention first.
 
     Raises:
         Unsupported: there is none; it names for every library the features that it lacks, or why it does not work.
@@ -81,7 +79,7 @@ def choose_kernels(required: frozenset[Feature], backend: str) -> LinearKernels:
     reasons: list[str] = []
     missed: list[str] = []
     for library in LIBRARIES:
-        if names is not None and library.name not in names:
+        if (names is not None and library.name not in names) or kind not in library.kinds:
             continue
         if lacking := required - library.features:
             missing[library.name] = lacking
@@ -117,7 +115,7 @@ class LinearLayer(Layer):
 
     def shapes(self, tensors: Sequence[Any], qkv_format: str, options: dict[str, Any]) -> list[torch.Tensor]:
         """Out, and the final states if asked for."""
-        q, _, v, _, _, initial = tensors
+        q, _, v, *_, initial = tensors
         out = q.new_empty(v.shape)
         if not options["output_final_state"]:
             return [out]
@@ -132,71 +130,88 @@ class LinearLayer(Layer):
     def forward(self, run: Run, *tensors: Any) -> Outputs:
         """Out and the final states; hidden are the kernels' tensors, the maps and the entering states."""
         tables, call = run.tables, run.call
-        *of_tokens, initial = tensors
+        *of_tokens, rates, initial = tensors
         first = of_tokens[0]
         kernels = kernels_for(call, run.cp, first.device)
-        inputs = _packed(tables, call, of_tokens)
+        inputs = _packed(tables, call, of_tokens, rates)
         if initial is not None:
-            initial = initial.to(_state_dtype(call.dtype))
+            initial = _states(call, initial.to(_state_dtype(call.dtype)))
         out, final, saved = forward_pass(run, kernels, inputs, initial, final=call.output_final_state)
-        out = tables.sequences.put(out.to(first.dtype), first)
+        out = out.to(first.dtype).reshape(len(out), call.heads_v, call.d_v)
+        out = tables.sequences.put(out, first)
         kept, maps, entering = saved
-        return (out,) if final is None else (out, final), (maps, entering, *kept)
+        results = (out,) if final is None else (out, _states_of_call(call, final))
+        return results, (maps, entering, *kept)
 
     def backward(self, run: Run, tensors: Any, results: Any, hidden: Any, grads: Any) -> Any:
         """Gradients of all operands; that of initial_state is this rank's share."""
         tables, call, kernels = run.tables, run.call, kernels_for(run.call, run.cp, tensors[0].device)
-        *of_tokens, initial = tensors
+        *of_tokens, rates, initial = tensors
         maps, entering, *kept = hidden
-        dout, dfinal = (*grads, None)[:2]
-        inputs = _packed(tables, call, of_tokens)
-        dpacked = tables.sequences.take(dout).to(inputs.v.dtype)
+        dout, dfinal = grads[0], (*grads, None)[1]
+        inputs = _packed(tables, call, of_tokens, rates)
+        dpacked = _rows(tables, call, dout).to(inputs.v.dtype).view_as(inputs.v)
+        dfinal = None if dfinal is None else _states(call, dfinal)
         found = backward_pass(run, kernels, inputs, Saved(tuple(kept), maps, entering), dpacked, dfinal)
+        found = _gradients_of_call(call, found)
         of_inputs = [
             None if x is None or grad is None else tables.sequences.put(grad.to(x.dtype), x)
             for x, grad in zip(of_tokens, found[:5], strict=True)
         ]
-        dinitial = None if initial is None or found.dinitial is None else found.dinitial.to(initial.dtype)
-        return *of_inputs, dinitial
+        of_rest = [
+            None if x is None or grad is None else grad.to(x.dtype)
+            for x, grad in ((rates, found.dA), (initial, found.dinitial))
+        ]
+        return *of_inputs, *of_rest
 
 
 LAYER = registered(LinearLayer())
-
-
-@implements(linear_calls.linear_attention)
-def linear_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor | None,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    kind: str,
-    scale: float | None,
-    initial_state: torch.Tensor | None,
-    output_final_state: bool,
-) -> Any:
-    tensors, how = (q, k, v, g, beta, initial_state), {"kind": kind, "scale": scale}
-    out, *final = called(LAYER, cp, plan, tensors, **how, output_final_state=output_final_state)
-    return (out, *final) if output_final_state else out
+linear_attention = public_function(linear_calls.linear_attention, called, LAYER, __name__)
 
 
 def kernels_for(call: LinearCall, cp: ContextParallel, device: torch.device) -> LinearKernels:
     """The library of a call. Raises Unsupported."""
-    return _kernels_for(device.type, call.dtype, call.d_k, call.d_v, cp.backend)
+    return _kernels_for(device.type, call.dtype, call.d_k, call.d_v, cp.backend, call.kind)
 
 
 @cache
-def _kernels_for(device: str, dtype: str, d_k: int, d_v: int, backend: str) -> LinearKernels:
-    return choose_kernels(features_of_call(device, dtype, d_k, d_v), backend)
+def _kernels_for(device: str, dtype: str, d_k: int, d_v: int, backend: str, kind: str) -> LinearKernels:
+    return choose_kernels(features_of_call(device, dtype, d_k, d_v), backend, kind)
 
 
-def _packed(tables: LinearTables, call: LinearCall, tensors: Sequence[Any]) -> LinearInputs:
-    q, k, v, g = (tables.sequences.take(x) for x in tensors[:4])
-    beta = None if tensors[4] is None else tables.sequences.take(tensors[4])
-    return LinearInputs(q, k, v, g, beta, call.scale, cast(Kind, call.kind))
+def _packed(tables: LinearTables, call: LinearCall, tensors: Sequence[Any], rates: Any) -> LinearInputs:
+    q, k, v, g, beta = (None if x is None else _rows(tables, call, x) for x in tensors)
+    assert q is not None and k is not None and v is not None and g is not None  # noqa: PT018
+    if rates is None:
+        return LinearInputs(q, k, v, g, beta, call.scale, cast(Kind, call.kind))
+    v, g, rates = v.flatten(1)[..., None], g.flatten(1), columns_apart(rates)[..., 0]
+    return LinearInputs(q, k, v, g, None, call.scale, "mamba", rates)
+
+
+def _rows(tables: LinearTables, call: LinearCall, x: torch.Tensor) -> torch.Tensor:
+    """Packed rows. Padding among them is zero where a sum over all rows is computed, as for A's gradient."""
+    rows = tables.sequences
+    return rows.zeroed(rows.take(x)) if call.kind == "mamba" else rows.take(x)
+
+
+def _states(call: LinearCall, x: torch.Tensor) -> torch.Tensor:
+    """The call's states [b, h_v, d_k, d_v], as those of the heads that kernels know."""
+    return columns_apart(x) if call.kind == "mamba" else x
+
+
+def _states_of_call(call: LinearCall, x: torch.Tensor) -> torch.Tensor:
+    """`_states` undone."""
+    return columns_together(x, call.d_v) if call.kind == "mamba" else x
+
+
+def _gradients_of_call(call: LinearCall, found: LinearGradients) -> LinearGradients:
+    """The gradients of the call's own tensors: packed rows, states and A."""
+    if call.kind != "mamba":
+        return found
+    assert found.dA is not None
+    dv, dg = (x.reshape(len(x), call.heads_v, call.d_v) for x in (found.dv, found.dg))
+    dinitial = None if found.dinitial is None else columns_together(found.dinitial, call.d_v)
+    return found._replace(dv=dv, dg=dg, dinitial=dinitial, dA=columns_together(found.dA[..., None], call.d_v))
 
 
 def _state_dtype(dtype: str) -> torch.dtype:
@@ -216,7 +231,7 @@ class _NoRows:
         self._inputs = inputs
         d_k, (_, h_v, d_v) = inputs.q.shape[-1], inputs.v.shape
         dtype = torch.float64 if inputs.v.dtype == torch.float64 else torch.float32
-        m = (0, h_v) if inputs.kind == "mamba2" else (0, h_v, d_k, d_k)
+        m = (0, h_v, *{"mamba2": (), "mamba": (d_k,)}.get(inputs.kind, (d_k, d_k)))
         self._maps = Maps(inputs.v.new_empty(m, dtype=dtype), inputs.v.new_empty(0, h_v, d_k, d_v, dtype=dtype))
 
 
@@ -247,7 +262,8 @@ class NoRowsBackward(_NoRows):
     def run(self, dfinal: torch.Tensor | None) -> LinearGradients:
         """No rows, no states."""
         q, k, v, g, beta, *_ = self._inputs
-        return LinearGradients(q, k, v, g, beta, self._maps.b)
+        rates = self._inputs.A
+        return LinearGradients(q, k, v, g, beta, self._maps.b, None if rates is None else torch.zeros_like(rates))
 
 
 # ---- both passes

@@ -87,6 +87,10 @@ class LocalRows:
         """A slice of the user's as packed rows [n, ...], contiguous."""
         return taken(to_packed(x, self.problem.qkv_format), self._own.places).contiguous()
 
+    def zeroed(self, x: torch.Tensor) -> torch.Tensor:
+        """Packed rows [n, ...], with zeros in those of padding."""
+        return x if self._padding is None else x.index_fill(0, self._padding, 0)
+
     def put(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Packed rows [n, ...], a tensor of the caller's own, as a slice with the leading axes of `like`, contiguous;
         zero in padding and tail.

@@ -20,7 +20,7 @@ from cp_fast.runtime.run import sink_shares
 from cp_ref.batches.tensors import lse_shape, wide_dtype
 from cp_ref.calls import compressed_calls, sparse_calls
 from cp_ref.calls.compressed_calls import CompressedAttentionCall
-from cp_ref.calls.declared import implements
+from cp_ref.calls.layer import public_function
 from cp_ref.calls.sparse_calls import SparseAttentionCall
 from cp_ref.groups.collectives import offset_grad
 
@@ -378,78 +378,7 @@ SELECTION, SPARSE, LOSS = registered(SelectionLayer()), registered(SparseLayer()
 COMPRESSED = registered(CompressedLayer())
 OPERATORS = (*(x.operator for x in (SELECTION, SPARSE, LOSS, COMPRESSED)),)  # whose results checkpointing saves
 
-
-@implements(sparse_calls.select_keys)
-def select_keys(
-    q_index: torch.Tensor,
-    k_index: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    top_k: int,
-    scale: float | None,
-    rate: int | None,
-) -> torch.Tensor:
-    return called(SELECTION, cp, plan, (q_index, k_index, weights), top_k=top_k, scale=scale, rate=rate)[0]
-
-
-@implements(sparse_calls.sparse_attention)
-def sparse_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    indices: torch.Tensor | None,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    rate: int | None,
-    softmax_scale: float | None,
-    softmax_offset: torch.Tensor | None,
-    return_lse: bool,
-) -> Any:
-    how = {"rate": rate, "softmax_scale": softmax_scale, "return_lse": return_lse}
-    out, *lse = called(SPARSE, cp, plan, (q, k, v, indices, softmax_offset), **how)
-    return (out, *lse) if return_lse else out
-
-
-@implements(compressed_calls.compressed_attention)
-def compressed_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_entries: torch.Tensor,
-    v_entries: torch.Tensor,
-    indices: torch.Tensor | None,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    rate: int,
-    softmax_scale: float | None,
-    softmax_offset: torch.Tensor | None,
-    return_lse: bool,
-) -> Any:
-    tensors = q, k, v, k_entries, v_entries, indices, softmax_offset
-    how = {"rate": rate, "softmax_scale": softmax_scale, "return_lse": return_lse}
-    out, *lse = called(COMPRESSED, cp, plan, tensors, **how)
-    return (out, *lse) if return_lse else out
-
-
-@implements(sparse_calls.index_loss)
-def index_loss(
-    q_index: torch.Tensor,
-    k_index: torch.Tensor,
-    weights: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    indices: torch.Tensor,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    rate: int | None,
-    scale: float | None,
-    softmax_scale: float | None,
-) -> torch.Tensor:
-    tensors = q_index, k_index, weights, lse, q, k, indices
-    return called(LOSS, cp, plan, tensors, rate=rate, scale=scale, softmax_scale=softmax_scale)[0]
+select_keys = public_function(sparse_calls.select_keys, called, SELECTION, __name__)
+sparse_attention = public_function(sparse_calls.sparse_attention, called, SPARSE, __name__)
+compressed_attention = public_function(compressed_calls.compressed_attention, called, COMPRESSED, __name__)
+index_loss = public_function(sparse_calls.index_loss, called, LOSS, __name__)

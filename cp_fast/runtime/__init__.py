@@ -3,5 +3,6 @@
 run, operations     attention's two passes and their loop; instructions as operations, resolved once a shape
 pass_buffers        the tensors of buffers, and their rows
 prepared_exchange   the messages of a step, prepared once
+row_exchange        an exchange of a layer: rows are gathered, and results given back
 row_positions       the places of rows in their sequences, for scores that depend on them
 """

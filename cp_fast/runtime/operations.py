@@ -419,7 +419,7 @@ def _giver(buffers: PassBuffers, send: Send[Rows]) -> Give:
 
         return give_part
     take = buffers.taker(send.source)
-    if buffers.specs[send.source.buffer].role == "own":  # a layer's may have strides
+    if buffers.specs[send.source.buffer].role == "own" and buffers.is_whole(send.source):  # a layer's may have strides
 
         def give_own(state: State) -> list[torch.Tensor]:
             rows, columns = take(state)

@@ -94,7 +94,7 @@ class RowExchange:
         given: Sequence[_Given],
         meanwhile: Callable[[], None] | None,
     ) -> list[Sequence[torch.Tensor]]:
-        sizes = tuple([(x.shape[1:], x.dtype) for some in given for x in some])
+        sizes = tuple([(x.shape, x.dtype) for some in given for x in some])
         key = program.direction, sizes, tuple(map(len, given)), group if prepares(group) else None
         if (resolved := self._resolved.get(key)) is None:
             resolved = self._resolved.setdefault(key, self._resolve(program, kinds, given, group))

@@ -13,15 +13,18 @@ Each package computes a declared layer by one driver: `cp_fast.layers.layers`, a
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import isfinite
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from cp_ref.calls.declared import implements
 from cp_ref.calls.plan_arguments import Plan
 from cp_ref.groups.context import ContextParallel
 from cp_ref.problems.call_checks import check_plan_device, check_plan_owner, check_slice
@@ -38,8 +41,12 @@ __all__ = [
     "check_local",
     "check_rows",
     "check_same_rows",
+    "public_function",
     "read_scale",
 ]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 # ---- a layer, declared
 
@@ -97,6 +104,36 @@ class Layer:
     def results(self, options: Mapping[str, Any]) -> int:
         """How many results a call with these options has."""
         return 2 if self.second and options[self.second] else 1
+
+
+def public_function(stub: F, called: Callable[..., Sequence[torch.Tensor]], of: Any, module: str) -> F:
+    """The public function of a layer in one package, with the parameters, the defaults and the docstring of the stub.
+    It is made as `dataclasses` makes `__init__`: so a call costs no more than that of a function that is written out.
+
+    Args:
+        called: the package's driver. `called(of, cp, plan, tensors, **options)` gives the results of a call.
+        of: what the package computes of the layer, which is declared as `of.declared`.
+        module: the name of the module that the function is in.
+    """
+    layer: Layer = of.declared
+    parameters = inspect.signature(stub).parameters.values()
+    names = [f"{'*, ' if p.name == 'cp' else ''}{p.name}" for p in parameters]
+    tensors = ", ".join(operand.name for operand in layer.operands)
+    options = ", ".join(f"{name}={name}" for name in layer.options)
+    lines = [
+        "def made(called, of):",
+        f"    def {layer.name}({', '.join(names)}):",
+        f"        results = called(of, cp, plan, ({tensors},), {options})",
+        "        return results if len(results) > 1 else results[0]",
+        f"    return {layer.name}",
+    ]
+    found, code = dict[str, Any](), stub.__code__
+    before = "\n" * (code.co_firstlineno - 2)  # a traceback shows the stub
+    exec(compile(before + "\n".join(lines), code.co_filename, "exec"), vars(sys.modules[module]), found)
+    function = found["made"](called, of)
+    function.__module__, function.__qualname__ = module, layer.name
+    function.__annotations__ = dict(stub.__annotations__)
+    return implements(stub)(function)
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,14 @@ __all__ = [
     "LinearCall",
     "LinearKind",
     "causal_conv1d",
+    "columns_apart",
+    "columns_together",
     "linear_attention",
 ]
 
-LinearKind = Literal["gated_delta_rule", "kda", "mamba2"]
-LINEAR_KINDS: tuple[LinearKind, ...] = ("gated_delta_rule", "kda", "mamba2")
+LinearKind = Literal["gated_delta_rule", "kda", "mamba2", "mamba"]
+LINEAR_KINDS: tuple[LinearKind, ...] = ("gated_delta_rule", "kda", "mamba2", "mamba")
+_DELTA_RULES = ("gated_delta_rule", "kda")  # which have beta
 Activation = Literal["silu", "swish"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "swish")
 
@@ -52,6 +55,7 @@ def linear_attention(
     cp: ContextParallel,
     plan: Plan,
     kind: LinearKind = "gated_delta_rule",
+    A: torch.Tensor | None = None,
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: Literal[False] = False,
@@ -67,6 +71,7 @@ def linear_attention(
     cp: ContextParallel,
     plan: Plan,
     kind: LinearKind = "gated_delta_rule",
+    A: torch.Tensor | None = None,
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: Literal[True],
@@ -82,6 +87,7 @@ def linear_attention(
     cp: ContextParallel,
     plan: Plan,
     kind: LinearKind = "gated_delta_rule",
+    A: torch.Tensor | None = None,
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
@@ -96,6 +102,7 @@ def linear_attention(
     cp: ContextParallel,
     plan: Plan,
     kind: LinearKind = "gated_delta_rule",
+    A: torch.Tensor | None = None,
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
@@ -108,6 +115,9 @@ def linear_attention(
         gated_delta_rule   S = exp(g) S;         S = S + beta k (v - S^T k)^T;   out = scale S^T q
         kda                S = diag(exp(g)) S;   S = S + beta k (v - S^T k)^T;   out = scale S^T q
         mamba2             S = exp(g) S;         S = S + k v^T;                  out = scale S^T q
+        mamba              S = exp(A * g) S;     S = S + k v^T;                  out = scale S^T q
+
+    In "mamba" each number of S decays by itself: A is of S's shape, and g has a number for each column.
 
     The slices are those of attention, in every layout. The schedule of states is planned by
     `make_plan(..., linear=True)`, and does not depend on `cp_comm_type`: the map of a fragment goes straight to the
@@ -120,13 +130,17 @@ def linear_attention(
             dtype. Nothing is normalised here: delta rules need k of length at most 1 to be stable.
         v: the same with h_v heads of d_v; h_v is a multiple of h. Head j of v, g and beta uses head j // (h_v // h) of
             q and k.
-        g: the logarithm of the decay, at most 0 in any stable layer: [..., h_v]; for "kda" [..., h_v, d_k]. In q's
-            dtype or float32.
-        beta: the writing strength [..., h_v], needed by the delta rules, in q's dtype or float32; None for "mamba2".
+        g: the logarithm of the decay, at most 0 in any stable layer: [..., h_v]; for "kda" [..., h_v, d_k]; for "mamba"
+            the step of time [..., h_v, d_v], which A multiplies. In q's dtype or float32.
+        beta: the writing strength [..., h_v], needed by the delta rules, in q's dtype or float32; None for the others.
         cp: the group and the layout.
         plan: from `make_plan(..., linear=True)`, for this batch.
         kind: the recurrence. "gated_delta_rule" is that of Qwen3-Next, "kda" that of Kimi Linear, "mamba2" the
-            recurrence of Mamba-2's scalar decay; there k is B, q is C, v is dt x, g is dt A, and scale is 1.
+            recurrence of Mamba-2's scalar decay; there k is B, q is C, v is dt x, g is dt A, and scale is 1. "mamba" is
+            the selective scan of Mamba, and with d_k = 1 the RG-LRU of RecurrentGemma: there k is B, q is C, v is dt x,
+            g is dt, h and h_v are 1, d_k is the size of a channel's state, d_v counts channels, and scale is 1.
+        A: the rates of decay [h_v, d_k, d_v] of kind "mamba", the same on every rank, in q's dtype or float32; None for
+            the others. A * g is at most 0 in any stable layer. Its gradient is this rank's share, as those of weights.
         scale: a finite number; default d_k ** -0.5.
         initial_state: [b, h_v, d_k, d_v], one state a document of the plan, the same on every rank; in q's dtype,
             float32, or float64. Its gradient is this rank's share, as the gradients of weights are: the shares of all
@@ -144,8 +158,9 @@ def linear_attention(
         ValueError, TypeError: an argument is wrong, here or, in the first call of these sizes with this plan, on
         another rank; named with its value and the rule, before anything is sent. Unsupported: naming what is missing.
 
-    Sources: Gated Delta Networks (Yang et al., 2024), Kimi Linear (2025), Transformers are SSMs (Dao and Gu, 2024); the
-    meaning of g, beta, scale and the state's layout is that of flash-linear-attention.
+    Sources: Gated Delta Networks (Yang et al., 2024), Kimi Linear (2025), Transformers are SSMs (Dao and Gu, 2024),
+    Mamba (Gu and Dao, 2023), Griffin (De et al., 2024); the meaning of g, beta, scale and the state's layout is that of
+    flash-linear-attention.
     """
     raise NotImplementedError
 
@@ -230,6 +245,7 @@ def _read_linear_attention(
     v: Any,
     g: Any,
     beta: Any,
+    A: Any,
     initial_state: Any,
     kind: Any,
     scale: Any,
@@ -238,14 +254,15 @@ def _read_linear_attention(
     check_linear_plan(cp, plan, package_plan)
     check_choice("kind", kind, LINEAR_KINDS)
     check_flag("output_final_state", output_final_state)
-    if kind == "mamba2" and beta is not None:
-        raise ValueError("beta is given, but kind is 'mamba2', which has none; leave it out")
-    if kind != "mamba2" and beta is None:
-        raise ValueError(f"beta is None, but kind is {kind!r}, which needs it")
+    for name, x, has_it in (("beta", beta, kind in _DELTA_RULES), ("A", A, kind == "mamba")):
+        if x is not None and not has_it:
+            raise ValueError(f"{name} is given, but kind is {kind!r}, which has none; leave it out")
+        if x is None and has_it:
+            raise ValueError(f"{name} is None, but kind is {kind!r}, which needs it")
     check_rows(plan, "q", q, "h, d_k")
     check_rows(plan, "k", k, "h, d_k", q)
     check_rows(plan, "v", v, "h_v, d_v", q)
-    check_rows(plan, "g", g, "h_v, d_k" if kind == "kda" else "h_v", q, wide=True)
+    check_rows(plan, "g", g, {"kda": "h_v, d_k", "mamba": "h_v, d_v"}.get(kind, "h_v"), q, wide=True)
     heads, d_k, heads_v, d_v = *q.shape[-2:], *v.shape[-2:]
     for name, size in (("h", heads), ("d_k", d_k), ("h_v", heads_v), ("d_v", d_v)):
         if size < 1:
@@ -254,10 +271,15 @@ def _read_linear_attention(
         raise ValueError(f"k has shape {list(k.shape)} and q {list(q.shape)}; they must be equal")
     if heads_v % heads:
         raise ValueError(f"h_v is {heads_v} and h is {heads}; h_v must be a multiple of h")
-    check_last("g", g, (heads_v, d_k) if kind == "kda" else (heads_v,))
+    check_last("g", g, {"kda": (heads_v, d_k), "mamba": (heads_v, d_v)}.get(kind, (heads_v,)))
     if beta is not None:
         check_rows(plan, "beta", beta, "h_v", q, wide=True)
         check_last("beta", beta, (heads_v,))
+    if A is not None:
+        check_local("A", A, "q", q)
+        check_dtype("A", A, dtype_of(q), "float32")
+        if list(A.shape) != [heads_v, d_k, d_v]:
+            raise ValueError(f"A has shape {list(A.shape)}; it must be [h_v, d_k, d_v] = {[heads_v, d_k, d_v]}")
     if initial_state is not None:
         check_local("initial_state", initial_state, "q", q)
         wanted = [len(plan.problem.sequences), heads_v, d_k, d_v]
@@ -276,8 +298,23 @@ def _read_linear_attention(
         read_scale(scale, d_k),
         initial_state is not None,
         output_final_state,
-        needs_grad(q, k, v, g, beta, initial_state),
+        needs_grad(q, k, v, g, beta, A, initial_state),
     )
+
+
+def columns_apart(states: torch.Tensor) -> torch.Tensor:
+    """States of kind "mamba" with each column as a head of its own: [..., h_v, d_k, d_v] -> [..., h_v * d_v, d_k, 1].
+
+    >>> columns_apart(torch.arange(6).view(1, 2, 3))[..., 0].tolist()
+    [[0, 3], [1, 4], [2, 5]]
+    """
+    return states.transpose(-1, -2).flatten(-3, -2)[..., None]
+
+
+def columns_together(states: torch.Tensor, d_v: int) -> torch.Tensor:
+    """`columns_apart` undone."""
+    *before, _, d_k, _ = states.shape
+    return states.reshape(*before, -1, d_v, d_k).transpose(-1, -2)
 
 
 LINEAR = Layer(
@@ -288,6 +325,7 @@ LINEAR = Layer(
         Operand("v", autocast),
         Operand("g"),
         Operand("beta", optional=True),
+        Operand("A", optional=True),
         Operand("initial_state", optional=True),
     ),
     {"kind": "str", "scale": "float?", "output_final_state": "bool"},

@@ -13,11 +13,10 @@ import torch
 
 from cp_ref.batches.tensors import to_format, to_packed, wide_dtype
 from cp_ref.calls import compressed_calls
-from cp_ref.calls.declared import implements
+from cp_ref.calls.layer import public_function
 from cp_ref.reference.executor.play_schedule import run_rank_schedule
 from cp_ref.reference.executor.rank_tensors import RankTensors
 from cp_ref.reference.layer_calls import Done, Passes, Run, called
-from cp_ref.reference.reference_plan import ContextParallel, Plan
 from cp_ref.schedules.compressed import entry_problem, window_workload
 from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
 from cp_ref.schedules.planners.ring_members import RingMembers
@@ -117,17 +116,4 @@ def compress_backward(
 
 
 COMPRESSION = Passes(compressed_calls.COMPRESSION, compress_forward, compress_backward)
-
-
-@implements(compressed_calls.compress_keys)
-def compress_keys(
-    values: torch.Tensor,
-    gates: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    rate: int,
-    overlap: bool,
-) -> torch.Tensor:
-    return called(COMPRESSION, cp, plan, (values, gates, bias), rate=rate, overlap=overlap)[0]
+compress_keys = public_function(compressed_calls.compress_keys, called, COMPRESSION, __name__)

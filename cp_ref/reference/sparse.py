@@ -27,8 +27,7 @@ from cp_ref.batches.tensors import (
     wide_dtype,
 )
 from cp_ref.calls import compressed_calls, sparse_calls
-from cp_ref.calls.declared import implements
-from cp_ref.calls.layer import Layer
+from cp_ref.calls.layer import Layer, public_function
 from cp_ref.calls.sparse_calls import SparseAttentionCall
 from cp_ref.groups.collectives import offset_grad
 from cp_ref.reference.executor.merge_partials import add_sink, merge, sink_gradient
@@ -183,47 +182,8 @@ def _passes(declared: Layer, keys_of_call: Any) -> Passes:
 
 SPARSE = _passes(sparse_calls.SPARSE, _keys_of_sparse)
 COMPRESSED = _passes(compressed_calls.COMPRESSED, _keys_of_compressed)
-
-
-@implements(sparse_calls.sparse_attention)
-def sparse_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    indices: torch.Tensor | None,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    rate: int | None,
-    softmax_scale: float | None,
-    softmax_offset: torch.Tensor | None,
-    return_lse: bool,
-) -> Any:
-    how = {"rate": rate, "softmax_scale": softmax_scale, "return_lse": return_lse}
-    out, *lse = called(SPARSE, cp, plan, (q, k, v, indices, softmax_offset), **how)
-    return (out, *lse) if return_lse else out
-
-
-@implements(compressed_calls.compressed_attention)
-def compressed_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_entries: torch.Tensor,
-    v_entries: torch.Tensor,
-    indices: torch.Tensor | None,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    rate: int,
-    softmax_scale: float | None,
-    softmax_offset: torch.Tensor | None,
-    return_lse: bool,
-) -> Any:
-    tensors = q, k, v, k_entries, v_entries, indices, softmax_offset
-    how = {"rate": rate, "softmax_scale": softmax_scale, "return_lse": return_lse}
-    out, *lse = called(COMPRESSED, cp, plan, tensors, **how)
-    return (out, *lse) if return_lse else out
+sparse_attention = public_function(sparse_calls.sparse_attention, called, SPARSE, __name__)
+compressed_attention = public_function(compressed_calls.compressed_attention, called, COMPRESSED, __name__)
 
 
 def _named(call: SparseAttentionCall, indices: torch.Tensor, qkv_format: str) -> torch.Tensor:
@@ -251,21 +211,7 @@ def select_forward(run: Run, q_index: torch.Tensor, k_index: torch.Tensor, weigh
 
 
 SELECTION = Passes(sparse_calls.SELECTION, select_forward)
-
-
-@implements(sparse_calls.select_keys)
-def select_keys(
-    q_index: torch.Tensor,
-    k_index: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    top_k: int,
-    scale: float | None,
-    rate: int | None,
-) -> torch.Tensor:
-    return called(SELECTION, cp, plan, (q_index, k_index, weights), top_k=top_k, scale=scale, rate=rate)[0]
+select_keys = public_function(sparse_calls.select_keys, called, SELECTION, __name__)
 
 
 class _DocumentRows(NamedTuple):
@@ -439,23 +385,4 @@ def _loss(
 
 
 LOSS = Passes(sparse_calls.INDEX_LOSS, loss_forward, loss_backward)
-
-
-@implements(sparse_calls.index_loss)
-def index_loss(
-    q_index: torch.Tensor,
-    k_index: torch.Tensor,
-    weights: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    indices: torch.Tensor,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    rate: int | None,
-    scale: float | None,
-    softmax_scale: float | None,
-) -> torch.Tensor:
-    tensors = q_index, k_index, weights, lse, q, k, indices
-    return called(LOSS, cp, plan, tensors, rate=rate, scale=scale, softmax_scale=softmax_scale)[0]
+index_loss = public_function(sparse_calls.index_loss, called, LOSS, __name__)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from pkgutil import resolve_name
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -80,7 +80,8 @@ def test_the_other_functions_are_one_object() -> None:
 
 def parameters_of_the_code(function: Any) -> list[tuple[str, Any]]:
     """The parameters that a function's own code has, whatever signature it and its decorators show."""
-    plain = FunctionType(inspect.unwrap(function).__code__, {})
+    code = inspect.unwrap(function).__code__
+    plain = FunctionType(code, {}, closure=tuple(CellType() for _ in code.co_freevars))
     return [(p.name, p.kind) for p in inspect.signature(plain).parameters.values()]
 
 

@@ -1,13 +1,14 @@
-"""A new layer, as an engineer would add one: the mean of the keys that each row sees.
+"""A new layer, as an engineer would add one: the mean of the keys that each row sees, in a causal batch the mean of the
+document so far.
 
-It takes a declaration, and two passes in each package. All else is the drivers': casts, checks that all ranks know of,
-known calls, autograd, `checked`, updated plans, torch.compile.
+It takes five things, a file each: a declaration with its stub, two passes in each package, and the name in each
+`__init__`. All else is there: the public functions, casts, checks that all ranks know of, known calls, the exchanges of
+rows, autograd, `checked`, updated plans, torch.compile.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from cp_fast.layers import layer_operators, layers
 from cp_fast.layers.sparse_tables import KEYS, sparse_tables
 from cp_ref import SimGroup
 from cp_ref.batches.tensors import autocast, needs_grad, to_format, to_packed
-from cp_ref.calls.layer import Layer, LayerCall, Operand, check_rows
+from cp_ref.calls.layer import Layer, LayerCall, Operand, check_rows, public_function
 from cp_ref.problems.call_checks import check_plan_owner
 from cp_ref.reference import layer_calls
 from cp_ref.reference.executor.play_schedule import run_rank_schedule
@@ -48,6 +49,11 @@ def _read(cp: Any, plan: Any, package_plan: type, /, *, x: Any, factor: float) -
 
 
 MEAN = Layer("visible_mean", (Operand("x", autocast),), {"factor": "float"}, _read)
+
+
+def visible_mean(x: torch.Tensor, *, cp: Any, plan: Any, factor: float = 1.0) -> torch.Tensor:  # pyright: ignore[reportReturnType]
+    """`factor` times the mean of the rows that each row sees."""
+
 
 # ---- cp_fast
 
@@ -123,9 +129,9 @@ REFERENCE = layer_calls.Passes(MEAN, _forward, _backward)
 
 # ---- tests
 
-CALLED: dict[Any, Any] = {
-    cp_fast: partial(layer_operators.called, FAST),
-    cp_ref: partial(layer_calls.called, REFERENCE),
+CALLED = {
+    cp_fast: public_function(visible_mean, layer_operators.called, FAST, __name__),
+    cp_ref: public_function(visible_mean, layer_calls.called, REFERENCE, __name__),
 }
 CU, TOTAL = torch.tensor([0, 7, 20]), 20
 
@@ -151,7 +157,7 @@ def test_a_new_layer_in_a_graph_under_checked_and_with_an_updated_plan() -> None
     x, weight = rows().requires_grad_(), torch.ones((), dtype=torch.float64, requires_grad=True)
 
     def model(x: torch.Tensor) -> torch.Tensor:
-        return CALLED[cp_fast](cp, plan, (weight * x,), factor=0.5)[0] + 1
+        return CALLED[cp_fast](weight * x, cp=cp, plan=plan, factor=0.5) + 1
 
     wanted = 0.5 * dense(rows()) + 1
     for call in (torch.compile(model, fullgraph=True, backend="aot_eager"), model):  # the first call is compiled
@@ -177,12 +183,16 @@ def test_a_new_layer(package: Any) -> None:
         x = package.shard(rows(), cp=cp, plan=plan).requires_grad_()
         asked, gather = [], cp.comm.all_gather_object
         cp.comm.all_gather_object = lambda value: (asked.append(value), gather(value))[1]
-        (out,), _ = (CALLED[package](cp, plan, (x,), factor=2.0) for _ in range(2))
+        out, _ = (CALLED[package](x, cp=cp, plan=plan, factor=2.0) for _ in range(2))
         assert len(asked) == 1  # the ranks agree once about a kind of call
         torch.testing.assert_close(package.unshard(out.detach(), cp=cp, plan=plan), wanted.detach())
         out.square().sum().backward()
         torch.testing.assert_close(package.unshard(x.grad, cp=cp, plan=plan), whole.grad)
         with pytest.raises(ValueError, match="x has shape"):
-            CALLED[package](cp, plan, (x[:, 0],), factor=2.0)
+            CALLED[package](x[:, 0], cp=cp, plan=plan, factor=2.0)
+        if package is cp_fast:
+            gather, give_back = plan.exchanges[KEYS].forward, plan.exchanges[KEYS].backward
+            assert "-> rank 1" in str(gather) if member.rank == 0 else "<- rank 0" in str(gather)  # causal
+            assert "accumulate" in str(give_back)
 
     SimGroup(2).run(one)

@@ -81,9 +81,10 @@ def test_linear_layers(package: Any) -> None:
         plan = package.make_plan(cp=cp, batch_size=1, seqlen_q=8, linear=True, **sizes)
         x = X[None].clone().requires_grad_()
         results: list[torch.Tensor] = [package.causal_conv1d(x.flatten(2), X[:1].flatten(1).T, cp=cp, plan=plan)]
-        for kind, g in (("gated_delta_rule", -x[..., 0]), ("kda", -x), ("mamba2", -x[..., 0])):
-            beta = None if kind == "mamba2" else x[..., 0]
-            how = {"kind": kind, "output_final_state": True}
+        for kind, g in (("gated_delta_rule", -x[..., 0]), ("kda", -x), ("mamba2", -x[..., 0]), ("mamba", -x)):
+            beta = None if kind.startswith("mamba") else x[..., 0]
+            how: dict[str, Any] = {"kind": kind, "output_final_state": True}
+            how |= {"A": x.new_ones(2, 8, 8)} if kind == "mamba" else {}
             results += package.linear_attention(x, x, x, g, beta, cp=cp, plan=plan, **how)
         torch.stack([y.sum() for y in results]).sum().backward()
         assert x.grad is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ class Layer:
 _VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "g": lambda x: -x.abs(),
     "beta": torch.sigmoid,
+    "A": torch.abs,  # g is below zero, and A * g
     "k": partial(torch.nn.functional.normalize, dim=-1),
 }
 
@@ -152,9 +154,11 @@ _STATE = {"initial_state": (3, 2, 4, 3)}
 _CHOSEN = ("all_gather", "a2a")
 
 
-def _kind(name: str, rows: Mapping[str, tuple[int, ...]]) -> Layer:
+def _kind(
+    name: str, rows: Mapping[str, tuple[int, ...]], alike: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> Layer:
     call, other = partial(_linear, kind=name), {"scale": 2.0}
-    return Layer(rows, call, ((0.0, _LOW),), alike=_STATE, cast=("q", "k", "v"), other=other)
+    return Layer(rows, call, ((0.0, _LOW),), alike={**_STATE, **alike}, cast=("q", "k", "v"), other=other)
 
 
 LAYERS: dict[str, Layer] = {
@@ -165,6 +169,7 @@ LAYERS: dict[str, Layer] = {
     "gated_delta_rule": _kind("gated_delta_rule", _MAMBA2 | {"beta": (2,)}),
     "kda": _kind("kda", _MAMBA2 | {"g": (2, 4), "beta": (2,)}),
     "mamba2": _kind("mamba2", _MAMBA2),
+    "mamba": _kind("mamba", _MAMBA2 | {"g": (2, 3)}, {"A": (2, 4, 3)}),
     "causal_conv1d": Layer(
         {"x": (6,)}, _convolution, ((0.0, _LOW),), alike={"weight": (6, 4), "bias": (6,)}, cast=("x",),
         other={"activation": "silu"},

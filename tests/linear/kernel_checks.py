@@ -55,9 +55,9 @@ class KernelProblem:
 
 
 def draw(seed: int, dtype: torch.dtype) -> KernelProblem:
-    """Three seeds in a row have three kinds."""
+    """Three seeds in a row have three kinds; mamba has other kernels."""
     rng = random.Random(seed)
-    kind, h = LINEAR_KINDS[seed % 3], rng.choice([1, 2])
+    kind, h = LINEAR_KINDS[:3][seed % 3], rng.choice([1, 2])
     lengths = tuple(rng.choice([1, 20, 64, 65, 130]) for _ in range(rng.randint(1, 3)))
     chosen = tuple(rng.sample(range(len(lengths)), rng.randint(1, len(lengths))))
     return KernelProblem(

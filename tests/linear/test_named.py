@@ -14,7 +14,7 @@ from cp_ref.calls.linear_calls import LINEAR_KINDS
 from cp_ref.reference.linear.recurrence import dense_linear_attention
 from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.problem import Problem, Sequence
-from tests.layers.layer_table import made
+from tests.layers.layer_table import LAYERS, local, made, whole
 from tests.linear.problems import Layer, check_layer
 
 
@@ -26,8 +26,10 @@ def test_strong_decays_lose_no_digit(strongest: float, kind: str) -> None:
     sizes = {"q": (1, 8), "k": (1, 8), "v": (2, 8), "dout": (2, 8)}
     given = {name: torch.randn(rows, *size, generator=draw) for name, size in sizes.items()}
     given["k"] = torch.nn.functional.normalize(given["k"], dim=-1)
-    given["g"] = -strongest * torch.rand(rows, *((2, 8) if kind == "kda" else (2,)), generator=draw)
-    if kind != "mamba2":
+    given["g"] = -strongest * torch.rand(rows, *((2, 8) if kind in ("kda", "mamba") else (2,)), generator=draw)
+    if kind == "mamba":
+        given["A"] = torch.rand(2, 8, 8, generator=draw)
+    elif kind != "mamba2":
         given["beta"] = torch.rand(rows, 2, generator=draw)
     dout, cu = given.pop("dout"), torch.tensor([0, rows])
     wide: dict[str, Any] = {name: x.double().requires_grad_() for name, x in given.items()}
@@ -37,10 +39,11 @@ def test_strong_decays_lose_no_digit(strongest: float, kind: str) -> None:
     def one(member: SimMember) -> list[torch.Tensor]:
         sequence: dict[str, Any] = {"cu_seqlens_q": cu, "cu_seqlens_q_padded": None}
         module, cp, plan = made("cp_fast", member, **sequence)
-        mine = {name: module.shard(x, cp=cp, plan=plan).requires_grad_() for name, x in given.items()}
+        mine = local(module, LAYERS[kind], given, cp, plan)
         out = module.linear_attention(**mine, cp=cp, plan=plan, kind=kind)
         grads = torch.autograd.grad(out, list(mine.values()), module.shard(dout, cp=cp, plan=plan))
-        return [module.unshard(x.detach(), cp=cp, plan=plan) for x in (out, *grads)]
+        found = dict(zip(("out", *mine), (out.detach(), *grads), strict=True))
+        return list(whole(module, LAYERS[kind], found, cp, plan).values())
 
     for name, got, want in zip(("out", *given), SimGroup(2).run(one)[0], wanted, strict=True):
         assert (got - want).norm() <= 1e-6 * want.norm(), name

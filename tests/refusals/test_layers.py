@@ -43,9 +43,19 @@ def plan_linear(package: Any, cp: Any, **odd: Any) -> None:
 
 
 LAYERS: list[tuple[dict[str, Any], str]] = [
-    ({"kind": "gla"}, "kind is 'gla'; it must be one of 'gated_delta_rule', 'kda', 'mamba2'"),
+    ({"kind": "gla"}, "kind is 'gla'; it must be one of 'gated_delta_rule', 'kda', 'mamba2', 'mamba'"),
     ({"beta": None}, "beta is None, but kind is 'gated_delta_rule'"),
     ({"kind": "mamba2"}, "beta is given, but kind is 'mamba2'"),
+    ({"kind": "mamba", "beta": None}, "A is None, but kind is 'mamba', which needs it"),
+    ({"A": ONES(4, 3, 5)}, "A is given, but kind is 'gated_delta_rule', which has none; leave it out"),
+    (
+        {"kind": "mamba", "beta": None, "g": ONES(4, 4, 5), "A": ONES(4, 5, 3)},
+        r"A has shape \[4, 5, 3\]; it must be \[h_v, d_k, d_v\] = \[4, 3, 5\]",
+    ),
+    (
+        {"kind": "mamba", "beta": None, "g": ONES(4, 4, 5), "A": ONES(4, 3, 5).half()},
+        "A has dtype torch.float16; it must be float32",
+    ),
     ({"output_final_state": 1}, "output_final_state is 1; it must be True or False"),
     ({"scale": math.nan}, "scale is nan; it must be finite"),
     ({"scale": math.inf}, "scale is inf; it must be finite"),

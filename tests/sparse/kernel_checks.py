@@ -132,8 +132,8 @@ def draw(seed: int, dtype: torch.dtype = torch.bfloat16, small: bool = False) ->
     groups = [1, 3, 16, 20] if small else [4, 16, 20, 64, 128] if h_kv == 1 else [1, 3, 8, 16]
     group = rng.choice(groups)
     if latent:
-        d = rng.choice([48, 80] if small else [576, 576, 320, 192])
-        d_v = {48: 32, 80: 64, 576: 512, 320: 256, 192: 128}[d]
+        d = rng.choice([48, 80] if small else [576, 512, 320, 192])
+        d_v = {48: 32, 80: 64, 576: 512, 512: 512, 320: 256, 192: 128}[d]
     else:
         d = rng.choice([24, 64] if small else [24, 64, 128, 192, 256])
         d_v = rng.choice([d, 16, 72] if small else [d, 64, 128])

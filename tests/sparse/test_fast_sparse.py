@@ -74,9 +74,9 @@ def all_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 def test_checkpointing_does_not_select_twice(comm: str, offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
-    def counted(name: str, function: Any, *given: Any) -> Any:
+    def counted(name: str, function: Any, *given: Any, **how: Any) -> Any:
         calls.append(name)
-        return function(*given)
+        return function(*given, **how)
 
     for name in ("select", "forward", "loss"):
         monkeypatch.setattr(torch_sparse, name, partial(counted, name, getattr(torch_sparse, name)))
@@ -138,9 +138,9 @@ def test_the_latent_form_is_sent_once_and_not_copied(monkeypatch: pytest.MonkeyP
     shared: list[bool] = []
     forward = torch_sparse.forward
 
-    def looked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
+    def looked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **how: Any) -> Any:
         shared.append(v.data_ptr() == k.data_ptr() and v.stride() == k.stride())
-        return forward(q, k, v, *rest)
+        return forward(q, k, v, *rest, **how)
 
     monkeypatch.setattr(torch_sparse, "forward", looked)
 

@@ -54,4 +54,4 @@ def test_tiles_of_columns() -> None:
     code += "; import cp_fast.kernels.sparse.sparse_kernels as s; print(doctest.testmod(s))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "failed=0, attempted=1" in ran.stdout, ran.stdout  # of widths
-    assert "failed=0, attempted=4" in ran.stdout, ran.stdout  # of shared memory and of Visible
+    assert "failed=0, attempted=6" in ran.stdout, ran.stdout  # of shared memory and of Visible

@@ -12,7 +12,14 @@ from typing import Any
 from torch import nn
 
 from cp_fast.integrations.hugging_face.model_call import ModelCall
-from cp_fast.integrations.hugging_face.module_states import drop_state, hook_once, known_state, put_state, state_of
+from cp_fast.integrations.hugging_face.module_states import (
+    drop_state,
+    hook_once,
+    known_state,
+    put_state,
+    state_of,
+    states_of,
+)
 from cp_fast.integrations.hugging_face.token_mixers import NAME, refuse_adapters
 
 __all__ = ["check_layers", "forget_layers", "note_call", "note_layers"]
@@ -125,11 +132,12 @@ def _layers_of_blocks(model: nn.Module) -> dict[nn.Module, dict[nn.Module, _Laye
     waiting = [(model, model)]
     while waiting:
         module, block = waiting.pop()
-        if state_of(module, _Block) is not None:
+        states = states_of(module)
+        if _Block in states:
             block = module
             found[block] = {}
-        if (layer := state_of(module, _Layer)) is not None and block in found:
-            found[block][module] = layer
+        if _Layer in states and block in found:
+            found[block][module] = states[_Layer]
         waiting += [(inner, block) for inner in module._modules.values() if inner is not None]
     return found
 

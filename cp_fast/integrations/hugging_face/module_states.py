@@ -6,7 +6,7 @@ into its copies. Each class of states belongs to one file, which says what it me
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ __all__ = [
     "known_state",
     "put_state",
     "state_of",
+    "states_of",
     "take_forward",
 ]
 
@@ -37,6 +38,11 @@ def state_of(module: nn.Module, kind: type[State]) -> State | None:
     """
     states = module.__dict__.get(_STATES)
     return None if states is None else states.get(kind)
+
+
+def states_of(module: nn.Module) -> Mapping[type[Any], Any]:
+    """All states of a module, by their class."""
+    return module.__dict__.get(_STATES, {})
 
 
 def known_state(module: nn.Module, kind: type[State]) -> State:

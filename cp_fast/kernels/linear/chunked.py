@@ -1,83 +1,32 @@
-"""The library of linear attention in plain PyTorch: backward passes by PyTorch's derivatives of the chunked form."""
+"""The library of linear attention in plain PyTorch: backward passes by PyTorch's derivatives of the chunked form.
+
+The scans of Mamba are in `selective_scan.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from cp_fast.kernels.linear.linear_kernels import FragmentRows, LinearGradients, LinearInputs, Maps, compose_in_waves
+from cp_fast.kernels.linear.chunk_rows import ChunkRows, chunk_rows, compute_dtype
+from cp_fast.kernels.linear.linear_kernels import (
+    BackwardRun,
+    ForwardRun,
+    FragmentRows,
+    Kind,
+    LinearGradients,
+    LinearInputs,
+    Maps,
+    compose_in_waves,
+)
+from cp_fast.kernels.linear.selective_scan import SelectiveBackward, SelectiveForward
 from cp_ref.batches.tensors import recording
 from cp_ref.schedules.words import Feature
 
-__all__ = [
-    "ChunkRows",
-    "ChunkStates",
-    "ChunkedKernels",
-    "chunk_rows",
-    "compute_dtype",
-    "prepare",
-]
-
-# ---- rows in chunks
-#
-# Fragments cut into chunks of equal size: packed rows to padded chunks, and back.
-
-
-@dataclass(frozen=True, eq=False)
-class ChunkRows:
-    """Where the rows of fragments lie in chunks.
-
-    Attributes:
-        rows: the row in each place of each chunk, int64 [chunks, size]; n where a chunk has no more rows.
-        places: the place of each row in the flat chunks, int64 [n].
-        waves: for wave i the chunks that are the i-th of their fragment, and these fragments: pairs of int64 tensors.
-    """
-
-    rows: torch.Tensor
-    places: torch.Tensor
-    waves: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-
-    def cut(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows [n, ...] as chunks [chunks, size, ...], with zeros where a chunk has no more rows."""
-        padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-        return padded[self.rows]
-
-    def joined(self, x: torch.Tensor) -> torch.Tensor:
-        """Chunks [chunks, size, ...] as rows [n, ...]."""
-        return x.flatten(0, 1)[self.places]
-
-
-@torch.inference_mode(False)  # autograd may save tables that an evaluation made
-def chunk_rows(fragments: FragmentRows, size: int) -> ChunkRows:
-    """The chunks of `size` rows of every fragment, made once for a table of fragments.
-
-    >>> made = chunk_rows(FragmentRows((0, 3, 5), torch.device("cpu")), 2)
-    >>> made.rows.tolist(), [(chunks.tolist(), which.tolist()) for chunks, which in made.waves]
-    ([[0, 1], [2, 5], [3, 4]], [([0, 2], [0, 1]), ([1], [0])])
-    """
-    if (known := fragments.kept.get(("chunks", size))) is not None:
-        return known
-    cu = np.array(fragments.cu, dtype=np.int64)
-    n, counts = int(cu[-1]), -(-np.diff(cu) // size)
-    fragment = np.repeat(np.arange(len(counts)), counts)
-    wave = np.arange(len(fragment)) - (np.cumsum(counts) - counts)[fragment]
-    rows = (cu[:-1][fragment] + wave * size)[:, None] + np.arange(size)
-    rows = np.where(rows < cu[1:][fragment][:, None], rows, n)
-    places = np.flatnonzero(rows.ravel() < n)
-
-    def table(x: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x)).to(fragments.device)
-
-    waves = [np.flatnonzero(wave == i) for i in range(int(counts.max(initial=0)))]
-    made = ChunkRows(table(rows), table(places), tuple((table(c), table(fragment[c])) for c in waves))
-    fragments.kept["chunks", size] = made
-    return made
-
+__all__ = ["ChunkStates", "ChunkedKernels", "prepare"]
 
 # ---- states of chunks
 #
@@ -138,11 +87,6 @@ class ChunkStates(NamedTuple):
         order = torch.cat([chunks for chunks, _ in self.rows.waves])
         out = torch.cat(parts)[torch.argsort(order)]
         return self.rows.joined(out.transpose(1, 2)), state
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def prepare(inputs: LinearInputs, fragments: FragmentRows) -> ChunkStates:
@@ -214,8 +158,10 @@ class ChunkedKernels:
         """None: PyTorch works."""
         return None
 
-    def forward(self, inputs: LinearInputs, fragments: FragmentRows) -> _Forward:
-        return _Forward(inputs, fragments)
+    kinds = frozenset[Kind](("gated_delta_rule", "kda", "mamba2", "mamba"))
+
+    def forward(self, inputs: LinearInputs, fragments: FragmentRows) -> ForwardRun:
+        return (SelectiveForward if inputs.kind == "mamba" else _Forward)(inputs, fragments)
 
     def backward(
         self,
@@ -224,8 +170,8 @@ class ChunkedKernels:
         kept: Sequence[torch.Tensor],
         initial: torch.Tensor | None,
         dout: torch.Tensor,
-    ) -> _Backward:
-        return _Backward(inputs, fragments, initial, dout)
+    ) -> BackwardRun:
+        return (SelectiveBackward if inputs.kind == "mamba" else _Backward)(inputs, fragments, initial, dout)
 
     compose = staticmethod(compose_in_waves)
 
@@ -255,7 +201,7 @@ class _Backward:
             beta = None if inputs.beta is None else inputs.beta.detach().requires_grad_()
             start = _zeros(inputs, fragments) if initial is None else initial.detach()
             self._initial = start.requires_grad_()
-            states = prepare(LinearInputs(q, k, v, g, beta, inputs.scale, inputs.kind), fragments)
+            states = prepare(inputs._replace(q=q, k=k, v=v, g=g, beta=beta), fragments)
             self._results = states.run(self._initial)
         self._given = [q, k, v, g, *([] if beta is None else [beta])]
         self._dout = dout.to(compute_dtype(dout.dtype))

@@ -36,7 +36,9 @@ __all__ = [
 #
 # Affine maps of the recurrent state, `S_out = M @ S_in + B`, for every head of several fragments.
 #
-# The maps of mamba2 are multiples of the identity: there M has one number for a head.
+# The maps of mamba2 are multiples of the identity: there M has one number for a head. Those of mamba are diagonal: M
+# has one number for each row of a state. Each column of a state decays by itself in mamba, so it is a head of its own,
+# with a state of one column: h_v counts these heads.
 
 
 class Maps(NamedTuple):
@@ -48,14 +50,14 @@ class Maps(NamedTuple):
               [1.5000, 1.5000, 1.5000]]]])
     """
 
-    m: torch.Tensor  # [n, h_v, d_k, d_k]; one factor [n, h_v] for mamba2
+    m: torch.Tensor  # [n, h_v, d_k, d_k]; one factor [n, h_v] for mamba2; factors of rows [n, h_v, d_k] for mamba
     b: torch.Tensor  # [n, h_v, d_k, d_v]
 
 
 def apply(m: torch.Tensor, state: torch.Tensor, *, transposed: bool = False) -> torch.Tensor:
-    """M @ S, or M^T @ S, for every fragment and head: m [n, h_v, d_k, d_k] or [n, h_v], state [n, h_v, d_k, d_v]."""
-    if m.dim() == 2:
-        return m[..., None, None] * state
+    """M @ S, or M^T @ S, for every fragment and head: m as in `Maps`, state [n, h_v, d_k, d_v]."""
+    if m.dim() < 4:
+        return m.view(*m.shape, *[1] * (4 - m.dim())) * state
     return (m.mT if transposed else m) @ state
 
 
@@ -90,7 +92,7 @@ def _product(m: torch.Tensor, state: torch.Tensor, *, transposed: bool) -> torch
 # ---- the interface
 
 
-Kind = Literal["gated_delta_rule", "kda", "mamba2"]
+Kind = Literal["gated_delta_rule", "kda", "mamba2", "mamba"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,15 +122,16 @@ class FragmentRows:
 
 
 class LinearInputs(NamedTuple):
-    """The rows of all fragments of a rank, contiguous."""
+    """The rows of all fragments of a rank, contiguous. For mamba d_v is 1, and h_v counts columns of states."""
 
     q: torch.Tensor  # [n, h, d_k]
     k: torch.Tensor  # [n, h, d_k]
     v: torch.Tensor  # [n, h_v, d_v]
     g: torch.Tensor  # [n, h_v], for kda [n, h_v, d_k]: the logarithm of the decay
-    beta: torch.Tensor | None  # [n, h_v]; None for mamba2
+    beta: torch.Tensor | None  # [n, h_v]; None for mamba2 and mamba
     scale: float
     kind: Kind
+    A: torch.Tensor | None = None  # [h_v, d_k], of mamba: A * g is the logarithm of the decay
 
 
 class LinearGradients(NamedTuple):
@@ -142,6 +145,7 @@ class LinearGradients(NamedTuple):
     dg: torch.Tensor
     dbeta: torch.Tensor | None
     dinitial: torch.Tensor | None  # [f, h_v, d_k, d_v]; None where the initial states are None
+    dA: torch.Tensor | None = None
 
 
 class ForwardRun(Protocol):
@@ -189,6 +193,7 @@ class LinearKernels(Protocol):
 
     name: str
     features: frozenset[Feature]  # devices, dtypes and head dims
+    kinds: frozenset[Kind]
 
     def why_not(self) -> str | None:
         """None if the library works on this machine, else the reason in one line."""

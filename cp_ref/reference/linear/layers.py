@@ -10,15 +10,22 @@ import torch
 
 from cp_ref.batches.tensors import to_format, to_packed, wide_dtype
 from cp_ref.calls import linear_calls
-from cp_ref.calls.declared import implements
-from cp_ref.calls.linear_calls import LinearCall
+from cp_ref.calls.layer import public_function
+from cp_ref.calls.linear_calls import LinearCall, columns_apart, columns_together
 from cp_ref.groups.collectives import all_reduce_sum
 from cp_ref.reference.executor.play_schedule import run_rank_schedule
 from cp_ref.reference.executor.rank_tensors import RankTensors
 from cp_ref.reference.layer_calls import Done, Passes, Run, called
-from cp_ref.reference.linear.recurrence import AffineMap, Span, Tokens, map_of, play_states
+from cp_ref.reference.linear.recurrence import (
+    AffineMap,
+    Span,
+    Tokens,
+    by_column,
+    map_of,
+    play_states,
+)
 from cp_ref.reference.linear.recurrence import run as recurrence
-from cp_ref.reference.reference_plan import ContextParallel, Plan
+from cp_ref.reference.reference_plan import Plan
 from cp_ref.schedules.linear_schedules import DocumentFragments, conv_workload, document_fragments
 
 __all__ = [
@@ -30,7 +37,9 @@ __all__ = [
 class _Rank:
     """A rank's share of a batch: its fragments, and their rows."""
 
-    def __init__(self, plan: Plan, call: LinearCall, tensors: tuple[torch.Tensor | None, ...]) -> None:
+    def __init__(
+        self, plan: Plan, call: LinearCall, tensors: tuple[torch.Tensor | None, ...], rates: torch.Tensor | None
+    ) -> None:
         fragments = document_fragments(plan.problem)
         self.own: list[tuple[int, slice, Span]] = []
         for document, _, _, start, stop, row in fragments.of(plan.rank).rows():
@@ -38,13 +47,37 @@ class _Rank:
         self.first, self.last = _ends(fragments)
         wide = wide_dtype(getattr(torch, call.dtype))
         fmt = plan.problem.qkv_format
-        self.packed = Tokens(*(None if x is None else to_packed(x.detach(), fmt).to(wide) for x in tensors))  # pyright: ignore[reportArgumentType]
+        self.given = Tokens(*(None if x is None else to_packed(x.detach(), fmt).to(wide) for x in tensors))  # pyright: ignore[reportArgumentType]
+        self.rates = None if rates is None else rates.detach().to(wide)
+        self.packed = self.given if self.rates is None else by_column(self.given, self.rates)
+        self.d_v = call.d_v
         self.empty = [n for n, length in enumerate(plan.problem.lengths.len_q) if not length]
         self.state_shape = len(plan.problem.sequences), call.heads_v, call.d_k, call.d_v
 
     def tokens(self, rows: slice) -> Tokens:
         """The tokens of a fragment."""
         return Tokens(*(None if x is None else x[rows] for x in self.packed))  # pyright: ignore[reportArgumentType]
+
+    def states(self, x: torch.Tensor) -> torch.Tensor:
+        """The states of a call [b, h_v, d_k, d_v], as those of the packed tokens' heads."""
+        return x if self.rates is None else columns_apart(x)
+
+    def of_call(self, x: torch.Tensor) -> torch.Tensor:
+        """`states` undone."""
+        return x if self.rates is None else columns_together(x, self.d_v)
+
+    def gradients(self, found: Tokens) -> tuple[Tokens, torch.Tensor | None]:
+        """Gradients of the given tokens and of the rates, of those of the packed tokens."""
+        if self.rates is None:
+            return found, None
+        steps = torch.zeros_like(self.given.g)  # padding may hold NaN
+        for _, rows, _ in self.own:
+            steps[rows] = self.given.g[rows]
+        with torch.enable_grad():
+            v, g, rates = (x.detach().requires_grad_() for x in (self.given.v, steps, self.rates))
+            made = by_column(self.given._replace(v=v, g=g), rates)
+        dv, dg, drates = torch.autograd.grad((made.v, made.g), (v, g, rates), (found.v, found.g))
+        return found._replace(v=dv, g=dg), drates
 
 
 def _ends(fragments: DocumentFragments) -> tuple[set[Span], set[Span]]:
@@ -58,11 +91,12 @@ def _ends(fragments: DocumentFragments) -> tuple[set[Span], set[Span]]:
 
 def linear_forward(run: Run, *tensors: Any) -> Done:
     """Out and the final states; kept are the states that enter the fragments."""
-    (plan, cp, call), (*of_tokens, initial_state) = run, tensors
-    rank = _Rank(plan, call, tuple(of_tokens))
+    (plan, cp, call), (*of_tokens, rates, initial_state) = run, tensors
+    rank = _Rank(plan, call, tuple(of_tokens), rates)
     begin = rank.packed.v.new_zeros(rank.state_shape)
     if initial_state is not None:
         begin = initial_state.to(begin.dtype)
+    begin = rank.states(begin)
     maps = {span: partial(map_of, rank.tokens(rows)) for _, rows, span in rank.own}
     entering = play_states("forward", plan.states.forward[cp.rank], cp.comm, maps, begin)
 
@@ -74,8 +108,9 @@ def linear_forward(run: Run, *tensors: Any) -> Done:
     if call.output_final_state:
         final_state = all_reduce_sum(cp.comm, final_state)
         final_state[rank.empty] = begin[rank.empty]
-    out = to_format(out.to(tensors[0].dtype), plan.problem.qkv_format, len(plan.problem.sequences))
-    return Done((out, final_state), kept=entering)
+    out = out.reshape(rank.given.v.shape).to(tensors[0].dtype)
+    out = to_format(out, plan.problem.qkv_format, len(plan.problem.sequences))
+    return Done((out, rank.of_call(final_state)), kept=entering)
 
 
 def linear_backward(
@@ -88,9 +123,10 @@ def linear_backward(
 ) -> Sequence[torch.Tensor | None]:
     """Gradients of all operands."""
     (plan, cp, call), problem = run, run.plan.problem
-    *of_tokens, initial_state = tensors
-    rank = _Rank(plan, call, tuple(of_tokens))
-    dout = to_packed(dout, problem.qkv_format).to(rank.packed.v.dtype)
+    *of_tokens, rates, initial_state = tensors
+    rank = _Rank(plan, call, tuple(of_tokens), rates)
+    dout = to_packed(dout, problem.qkv_format).to(rank.packed.v.dtype).reshape(rank.packed.v.shape)
+    dfinal = rank.states(dfinal)
     dbegin = torch.zeros_like(dfinal)
     dbegin[rank.empty] = dfinal[rank.empty]
     if call.output_final_state:
@@ -111,34 +147,17 @@ def linear_backward(
             dx[rows] = part
         if span in rank.first:
             dbegin[document] = dentering
+    found, drates = rank.gradients(Tokens(*dtokens))  # pyright: ignore[reportArgumentType]
     results = [
         None if dx is None else to_format(dx.to(x.dtype), problem.qkv_format, len(problem.sequences))
-        for dx, x in zip(dtokens, of_tokens, strict=True)
+        for dx, x in zip(found, of_tokens, strict=True)
     ]
-    return *results, None if initial_state is None else dbegin.to(initial_state.dtype)
+    drates = None if drates is None else drates.to(rates.dtype)
+    return *results, drates, None if initial_state is None else rank.of_call(dbegin).to(initial_state.dtype)
 
 
 LINEAR = Passes(linear_calls.LINEAR, linear_forward, linear_backward)
-
-
-@implements(linear_calls.linear_attention)
-def linear_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor | None,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    kind: str,
-    scale: float | None,
-    initial_state: torch.Tensor | None,
-    output_final_state: bool,
-) -> Any:
-    tensors, how = (q, k, v, g, beta, initial_state), {"kind": kind, "scale": scale}
-    out, *final_state = called(LINEAR, cp, plan, tensors, **how, output_final_state=output_final_state)
-    return (out, *final_state) if output_final_state else out
+linear_attention = public_function(linear_calls.linear_attention, called, LINEAR, __name__)
 
 
 def _recorded(
@@ -233,16 +252,4 @@ def conv_backward(
 
 
 CONVOLUTION = Passes(linear_calls.CONVOLUTION, conv_forward, conv_backward)
-
-
-@implements(linear_calls.causal_conv1d)
-def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    cp: ContextParallel,
-    plan: Plan,
-    activation: str | None,
-) -> torch.Tensor:
-    return called(CONVOLUTION, cp, plan, (x, weight, bias), activation=activation)[0]
+causal_conv1d = public_function(linear_calls.causal_conv1d, called, CONVOLUTION, __name__)

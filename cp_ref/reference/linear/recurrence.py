@@ -20,6 +20,7 @@ __all__ = [
     "AffineMap",
     "Span",
     "Tokens",
+    "by_column",
     "dense_causal_conv1d",
     "dense_linear_attention",
     "map_of",
@@ -45,7 +46,23 @@ class Tokens(NamedTuple):
     k: torch.Tensor  # [n, h, d_k]
     v: torch.Tensor  # [n, h_v, d_v]
     g: torch.Tensor  # [n, h_v], or [n, h_v, d_k] for "kda"
-    beta: torch.Tensor | None  # [n, h_v]; None for "mamba2"
+    beta: torch.Tensor | None  # [n, h_v]; None for "mamba2" and "mamba"
+
+
+def by_column(tokens: Tokens, rates: torch.Tensor) -> Tokens:
+    """Mamba's tokens, g [n, h_v, d_v], as tokens of h_v * d_v heads: each column of a state decays by itself, and is a
+    head of its own, with values of one number and a decay for each row.
+
+    Args:
+        rates: A, [h_v, d_k, d_v].
+
+    >>> ones = torch.ones(1, 1, 2)
+    >>> made = by_column(Tokens(ones, ones, ones, ones, None), torch.tensor([[[-1.0, -2.0], [-3.0, -4.0]]]))
+    >>> made.v.shape, made.g.tolist()
+    (torch.Size([1, 2, 1]), [[[-1.0, -3.0], [-2.0, -4.0]]])
+    """
+    decays = rates.mT * tokens.g[..., None]  # [n, h_v, d_v, d_k]
+    return tokens._replace(v=tokens.v.flatten(1)[..., None], g=decays.flatten(1, 2))
 
 
 def run(tokens: Tokens, scale: float, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,6 +185,7 @@ def dense_linear_attention(
     beta: torch.Tensor | None = None,
     *,
     kind: str = "gated_delta_rule",
+    A: torch.Tensor | None = None,
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
     qkv_format: str = "bshd",
@@ -198,7 +216,8 @@ def dense_linear_attention(
     q, k, v, g = (to_packed(x, qkv_format).double() for x in (q, k, v, g))
     shared = v.shape[1] // q.shape[1]  # heads of v that share a head of q and k
     q, k = (x.repeat_interleave(shared, dim=1) for x in (q, k))
-    decay = (g if kind == "kda" else g[..., None]).exp()[..., None]  # [t, h_v, d_k or 1, 1]
+    exponent = {"kda": g[..., None], "mamba": g[:, :, None]}.get(kind, g[..., None, None])
+    decay = (exponent if A is None else A.double() * exponent).exp()  # [t, h_v, d_k or 1, d_v or 1]
     strength = None if beta is None else to_packed(beta, qkv_format).double()[..., None]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     rows = [v.new_zeros(v.shape[1:])] * len(v)

@@ -31,6 +31,12 @@ NEMOTRON |= {"moe_shared_expert_intermediate_size": 16, "topk_group": 1}
 ZAMBA = {"n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 16, "mamba_ngroups": 1, "chunk_size": 8}
 INDEXED: dict[str, Any] = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16}
 INDEXED |= {"indexer_compress_ratio": 4}
+SCAN = {"state_size": 8, "time_step_rank": 4, "expand": 2}
+JAMBA = {"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_expand": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+JAMBA |= {"num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1}
+ZAMBA1 = {"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_expand": 2, "n_mamba_heads": 2, "num_hidden_layers": 3}
+ZAMBA1 |= {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "attention_head_dim": 16}
+ZAMBA1 |= {"attention_hidden_size": 64}
 CONV = {"layer_types": ["conv", "full_attention"]}
 
 HYBRIDS: dict[str, dict[str, Any]] = {  # by the functions that they call
@@ -48,6 +54,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # by the functions that they call
     "Zamba2ForCausalLM": ZAMBA | {"layers_block_type": ["linear_attention", "hybrid"]},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 1, "chunk_size": 8},
     "MiniMaxForCausalLM": EXPERTS | LAYERS | {"block_size": 4},
+    "MambaForCausalLM": SCAN,
+    "FalconMambaForCausalLM": SCAN,
+    "JambaForCausalLM": JAMBA,
+    "ZambaForCausalLM": ZAMBA1,
+    "RecurrentGemmaForCausalLM": {"lru_width": 32, "block_types": ["recurrent", "attention"]},
     "Lfm2ForCausalLM": CONV,
     "Lfm2MoeForCausalLM": CONV | EXPERTS | {"num_dense_layers": 1},
     "Lfm3ForCausalLM": CONV,
@@ -55,14 +66,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # by the functions that they call
 REFUSED_HYBRIDS: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen4ExpForCausalLM": (GATED | SHARED | INDEXED, "'indexed_attention'"),
     "Glm5NextTextModel": (KIMI | {"index_topk": 16, "index_kpool": 4, "qk_rope_head_dim": 0}, "'indexed_attention'"),
-    "MambaForCausalLM": ({}, r"backbone.layers.0.mixer \(MambaMixer\) calls mamba_selective_scan"),
-    "FalconMambaForCausalLM": ({}, r"\(FalconMambaMixer\) calls mamba_selective_scan"),
-    "JambaForCausalLM": ({}, r"model.layers.0.mamba \(JambaMambaMixer\) calls mamba_selective_scan"),
-    "ZambaForCausalLM": (LAYERS, "calls mamba_selective_scan"),
     "InklingForCausalLM": ({}, "'hybrid_sliding'"),
     "Inkling2ForCausalLM": ({}, "'hybrid_sliding'"),
     "Inkling2LoopForCausalLM": ({}, "'hybrid_sliding'"),
-    "RecurrentGemmaForCausalLM": ({"lru_width": 32}, r"layer_types\[0\] is 'linear_attention'"),
     "ZayaForCausalLM": ({}, r"layer_types\[0\] is 'hybrid'"),
     "xLSTMForCausalLM": ({}, "never calls its attention by transformers' AttentionInterface"),
     "RwkvForCausalLM": ({"attention_hidden_size": 32}, r"time_shift \(ZeroPad2d of RwkvSelfAttention\) mixes tokens"),
