@@ -7,6 +7,7 @@ only if it says so.
     transformers         prepare(model, cp): checks a model, and switches its attention; shard_batch
     trainer              ContextParallelMixin, for transformers' Trainer
     accelerate           use(accelerator): its own ParallelismConfig(cp_size=n) runs on this package
+    diffusers            use(model, cp): transformers of video and images, in training and inference
     transformer_engine   patch(): the function that its attention calls under context parallelism
     megatron             CoreAttention, for the specs of transformer layers and blocks
     torchtitan           apply_cp_to_forward and prepare_context_parallel_input, for varlen attention
@@ -27,6 +28,7 @@ from types import ModuleType
 
 _MODULES = (
     "accelerate",
+    "diffusers",
     "flash_attn",
     "loss",
     "megatron",

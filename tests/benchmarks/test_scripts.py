@@ -37,11 +37,15 @@ from tests.marks import HANGS_S
 
 ROOT = Path(__file__).parents[2]
 SPREAD = ("areas", "linear")  # over processes too
+FEW = ("areas", "linear", "sparse")  # in the fast tests
 
 
 @pytest.mark.parametrize(
     ("kind", "ranks"),
-    [*((kind, 0) for kind in KINDS), *(pytest.param(kind, 2, marks=pytest.mark.thorough) for kind in SPREAD)],
+    [
+        *(pytest.param(kind, 0, marks=() if kind in FEW else pytest.mark.thorough) for kind in KINDS),
+        *(pytest.param(kind, 2, marks=pytest.mark.thorough) for kind in SPREAD),
+    ],
 )
 def test_problems_of_each_kind_are_right(kind: str, ranks: int) -> None:
     """Simulated, and by two processes over gloo."""

@@ -84,7 +84,13 @@ def test_the_blocks_of_a_page_are_a_program(tmp_path: Path, page: str, processes
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("page", "package"),
-    [("transformers", "transformers"), ("trainer", "accelerate"), ("peft", "peft"), ("megatron", "megatron.core")],
+    [
+        ("transformers", "transformers"),
+        ("trainer", "accelerate"),
+        ("peft", "peft"),
+        ("megatron", "megatron.core"),
+        ("video", "diffusers"),
+    ],
 )
 def test_the_first_program_of_a_framework_s_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str, package: str

@@ -175,7 +175,9 @@ def test_autocast_casts_what_attention_casts(package: str, name: str) -> None:
 
 @each_layer
 @each_package
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *(pytest.param(x, marks=pytest.mark.thorough) for x in (torch.float16, torch.float32))]
+)
 def test_dtypes(dtype: torch.dtype, package: str, name: str) -> None:
     """Results and gradients have the dtype of the inputs, and are as near to those in float64 as it allows."""
     layer = LAYERS[name]
@@ -261,15 +263,25 @@ def test_transforms_are_refused(package: str, name: str) -> None:
         module, cp, plan = made(package, member)
         mine = local(module, layer, layer.inputs(), cp, plan)
         first = next(iter(layer.rows))
-        with pytest.raises(NotImplementedError, match=r"torch\.func"):
-            torch.func.vmap(lambda x: layer.call(module, **(mine | {first: x}), cp=cp, plan=plan))(mine[first][None])
+        x = mine[first].detach()
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            return layer.call(module, **(mine | {first: x}), cp=cp, plan=plan)[0].sum()
+
+        for transformed in (
+            lambda: torch.func.vmap(call)(x[None]),
+            lambda: torch.func.grad(call)(x),
+            lambda: torch.func.vjp(call, x),
+        ):
+            with pytest.raises(NotImplementedError, match=r"inside torch\.func"):
+                transformed()
 
     SimGroup(1).run(one)
 
 
 @each_layer
 @each_package
-@pytest.mark.parametrize("room", [False, True], ids=["fixed", "updated"])
+@pytest.mark.parametrize("room", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["fixed", "updated"])
 def test_training_uses_what_an_evaluation_made(room: bool, package: str, name: str) -> None:
     """Plans, tables and results of an evaluation serve training, and the reverse."""
     layer = LAYERS[name]

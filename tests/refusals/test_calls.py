@@ -19,8 +19,6 @@ from tests.refusals import PACKAGES, refused, says
 
 ONES, ZEROS = torch.ones, torch.zeros
 CU = torch.tensor([0, 8, 16])
-META = torch.empty(2, 4, 4, 8, device="meta")
-NESTED = torch.nested.nested_tensor([ZEROS(2, 3), ZEROS(4, 3)], layout=torch.jagged)
 SIZES = {"heads_q": 4, "heads_kv": 4, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
 PLANS = SIZES | {"batch_size": 2, "seqlen_q": 8}
 Q = ZEROS(2, 4, 4, 8)  # one rank's slice: b 2, s 8/2, h 4, d 8
@@ -33,10 +31,6 @@ def attend(package: Any, cp: Any, **odd: Any) -> None:
 def attend_packed(package: Any, cp: Any, **odd: Any) -> None:
     q = ZEROS(8, 4, 8)
     attend(package, cp, **({"q": q, "k": q, "v": q, "qkv_format": "thd", "cu_seqlens_q": CU} | odd))
-
-
-def attend_with_sink(package: Any, cp: Any, **odd: Any) -> None:
-    attend(package, cp, **({"softmax_type": "learnable", "softmax_offset": ZEROS(4)} | odd))
 
 
 def attend_planned(package: Any, cp: Any, **odd: Any) -> None:

@@ -265,26 +265,6 @@ def test_batched_gradients_are_refused_by_name(compiled: bool, package: Any) -> 
 
 
 @PACKAGES
-def test_transforms_are_refused(package: Any) -> None:
-    def one(member: SimMember) -> None:
-        cp, (q, k, v) = context(package, member), (x.detach() for x in qkv(member))
-
-        def f(x: torch.Tensor) -> torch.Tensor:
-            return package.attention(x, k, v, cp=cp).sum()
-
-        calls = [
-            lambda: torch.func.grad(f)(q),
-            lambda: torch.func.vjp(f, q),
-            lambda: torch.func.vmap(lambda x: f(x[None]))(q),
-        ]
-        for call in calls:
-            with pytest.raises(NotImplementedError, match=r"inside torch\.func"):
-                call()
-
-    SimGroup(1).run(one)
-
-
-@PACKAGES
 @COMMS
 def test_a_sink_of_minus_infinity_has_no_gradient_where_nothing_is_seen(package: Any, comm: str) -> None:
     def one(member: SimMember) -> torch.Tensor | None:

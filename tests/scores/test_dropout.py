@@ -189,7 +189,7 @@ def test_packed_documents(comm: str, size: int, inner: int, number: int, package
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd"])
+@pytest.mark.parametrize("qkv_format", ["bshd", pytest.param("sbhd", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("comm", "size", "inner", "number"), PLAYED)
 def test_batches(comm: str, size: int, inner: int, number: int, qkv_format: str, package: str) -> None:
     for layout in some(OF_BATCHES, size, number + (qkv_format == "sbhd")):

@@ -127,7 +127,11 @@ def peak(comm: Any, size: int, rank: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("size", "most"), [(2, 608), (3, 768), (4, 832), (5, 864), (6, 864), (8, 864), (12, 864), (16, 864)]
+    ("size", "most"),
+    [
+        *((2, 608), (3, 768), (4, 832), (8, 864)),
+        *(pytest.param(size, 864, marks=pytest.mark.thorough) for size in (5, 6, 12, 16)),
+    ],
 )
 def test_a_ring_holds_less_than_0_9_gib_above_inputs_and_outputs(size: int, most: int) -> None:
     """Whatever its size: of every rank, as dense causal sequences are cut; of large rings of the first ones, which

@@ -51,7 +51,7 @@ class _Tags(HTMLParser):
 
 @pytest.fixture(scope="module")
 def record() -> RunRecord:
-    return made_up(400)
+    return made_up(200)
 
 
 @pytest.fixture(scope="module")

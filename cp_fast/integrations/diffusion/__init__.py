@@ -1,0 +1,1 @@
+"""What `cp_fast.integrations.diffusers` is made of."""

@@ -1,0 +1,1 @@
+"""diffusers' transformers over ranks."""
