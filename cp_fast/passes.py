@@ -88,25 +88,12 @@ PASSES = (
         "tiles",
         "the same case: makes all queries that see the same keys one segment",
     ),
-    CompilerPass(
-        "prepend_keys",
-        "tiles",
-        "puts keys that all queries of a causal segment see before its own keys",
-    ),
     CompilerPass("batch_segments", "tiles", "makes segments with equal windows one varlen launch"),
     CompilerPass(
         "split_disjoint",
         "tiles",
         "puts segments that share rows into few launches without common queries; forward, where the kernel library "
         "can, with any common keys",
-    ),
-    CompilerPass(
-        "split_queries", "tiles", "splits queries that see few keys, because a backward pass divides its work by keys"
-    ),
-    CompilerPass(
-        "sort_keys",
-        "tiles",
-        "lets a launch read keys in the order of their buffer, without a copy",
     ),
     CompilerPass(
         "write_in_place",

@@ -60,7 +60,7 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"original_max_position_embeddings$", 16),
     (_LENGTHS, 64),
     (r"^index_topk$|indexer_budget", 8),
-    (r"(index_head_dim|indexer_head_dim)$", 8),
+    (r"(index_head_dim|indexer_head_dim)$", 16),  # twice what is rotated
     (r"(index_n_heads|indexer_n_heads)$", 16),  # a ReLU in each: with few of them many scores are 0, and equal
     (r"^(mamba_)?(chunk_size|mamba_chunk_size)$|^block_size$", 8),
     (r"^(mamba_d_state|ssm_state_size|state_size)$", 8),

@@ -20,7 +20,7 @@ import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.attention_dropout import dropout_of_layer
-from cp_fast.integrations.hugging_face.built_masks import Said, Sides, refuse_own_mask, sides_of
+from cp_fast.integrations.hugging_face.built_masks import Said, Sides, refuse_own_mask, sides_of, without_blocks
 from cp_fast.integrations.hugging_face.called_layers import note_call, note_layers
 from cp_fast.integrations.hugging_face.chosen_keys import (
     INDEXED,
@@ -91,7 +91,7 @@ class _Attention:
         if said.causal != self.said.causal:
             before = self.said.causal
             raise ValueError(f"{name} is called with is_causal={said.causal}; when it was prepared it was {before}")
-        if not said.causal:
+        if not said.causal or said.silent:
             raise ValueError(
                 f"{name} is called with a window of {said.size}; when it was prepared it was {self.said.size}: call "
                 "prepare again"
@@ -238,7 +238,7 @@ def attention_forward(
     if chosen is None:
         refuse(name, indices=indices, **unheard)
     else:
-        refuse(name, dropout_p=dropout, softcap=softcap, s_aux=s_aux, alibi_slopes=alibi_slopes, **unheard)
+        refuse(name, dropout_p=dropout, softcap=softcap, alibi_slopes=alibi_slopes, **unheard)
     if key.shape[2] != query.shape[2]:
         raise NotImplementedError(
             f"key has {key.shape[2]} tokens and query {query.shape[2]}: a cache is not supported, "
@@ -254,7 +254,7 @@ def attention_forward(
     if chosen is not None:
         if indices is None or sides != (-1, 0, 0):
             raise NotImplementedError(f"{name} gives its attention no indices, or a window besides")
-        return attend_to_chosen(chosen, query, key, value, indices, scaling), None
+        return attend_to_chosen(chosen, query, key, value, indices, scaling, s_aux), None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out = sequences.attend(
         q,
@@ -281,6 +281,7 @@ def refuse_masks(
     """
     if attention_mask is not None and not (isinstance(attention_mask, torch.Tensor) and bool(attention_mask.all())):
         refuse_own_mask("cp_fast", attention_mask)
+    mask_function = without_blocks(mask_function)
     joined = given.get("use_vmap") or "or_mask" in mask_function.__qualname__
     probe, sequences = Probe.now(), sequences_as_mask()
     if not joined and probe is None:
@@ -296,7 +297,7 @@ def refuse_masks(
 
 
 def _said(module: torch.nn.Module, causal: bool, sliding_window: Any) -> Said:
-    """The layer's own account. Raises if its configuration requests attention that its arguments do not express."""
+    """The layer's own account. Raises if its configuration requests attention that is not known here."""
     config: Any = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds is not None and layer is not None else None
@@ -304,13 +305,10 @@ def _said(module: torch.nn.Module, causal: bool, sliding_window: Any) -> Said:
         refuse_kind(f"layer_types[{layer}]", kind, type(module).__name__)
     size = None if sliding_window is _UNSAID else sliding_window
     hidden = kind is None and sliding_window is _UNSAID and getattr(config, "sliding_window", None) is not None
-    if (kind == "sliding_attention" and size is None) or hidden:
-        raise NotImplementedError(
-            f"{type(module).__name__} has a sliding window that it does not pass to its attention"
-        )
+    silent = (kind == "sliding_attention" and size is None) or hidden
     chunk = getattr(config, "attention_chunk_size", None) if kind == CHUNKED else 0
     if chunk is None:
         raise NotImplementedError(
             f"layer_types[{layer}] is {kind!r}, and its configuration has no attention_chunk_size"
         )
-    return Said(causal, size, chunk)
+    return Said(causal, size, chunk, silent)

@@ -21,59 +21,14 @@ from cp_fast.tiles.merge_tiles import (
 )
 from cp_fast.tiles.row_spans import Placement
 from cp_fast.tiles.segments import SegmentRows, Segments, WindowedTiles, WindowRule, one_each, split_windows
-from cp_fast.tiles.shared_rows import areas_meet, dedupe_queries, factor_keys, layers, prepend_keys, split_disjoint
-from cp_ref.schedules.table import Column, Spans, constant, one_value
+from cp_fast.tiles.shared_rows import areas_meet, dedupe_queries, factor_keys, layers, split_disjoint
+from cp_ref.schedules.table import Column, Spans, one_value
 
 __all__ = [
     "SharedKeys",
     "share_keys",
-    "sort_keys",
-    "split_queries",
     "tile_launches",
 ]
-
-# ---- Segments of many queries and few keys
-#
-# Cut segments of few keys and many queries along the queries, so that a backward pass fills the GPU.
-#
-# Kernels divide a backward pass by blocks of keys, and each block visits all queries that see it in sequence. If 16,384
-# queries see 64 keys (first tokens before a window), there is one block for each head, although a GPU could work on
-# four. So the queries are cut, and every part has all the keys. The gradients of the keys are added, as for several
-# launches. A forward pass is divided by queries, so the cut does not matter.
-#
-#       keys                    keys  again
-#     q a            becomes    q a   .
-#     q a                       q a   .
-#     q a                       q .   b
-#     q a                       q .   b
-
-
-_SPLIT = bit_of("split_queries")
-_BLOCK = 128  # Keys of a kernel's block. Queries are cut at its multiples too.
-_BLOCKS = 4  # Enough blocks of keys a head: 32 heads then have 128, and an H200 has 132 multiprocessors.
-_ROWS = 1024  # The least queries of a part: more than a block of them.
-
-
-def split_queries(launch: Segments) -> Segments:
-    """Cut each segment of a launch without a mask and with few keys into equally many parts. Other launches do not
-    change.
-
-    >>> q, k = [(0, 0, 2000), (0, 3000, 5300)], [(0, 0, 64)]
-    >>> found = split_queries(Segments.of_rows(q, k))
-    >>> list(found.q.rows()), list(found.k.rows())[-1]
-    ([(0, 0, 1024), (1, 1024, 2000), (1, 3000, 3048), (2, 3048, 4200), (3, 4200, 5300)], (3, 0, 64))
-    """
-    rows, keys = (spans.lengths(len(launch)) for spans in (launch.q, launch.k))
-    parts = _BLOCKS // int((-(-keys // _BLOCK)).sum())
-    parts = min(parts, int(rows.min()) // _ROWS)
-    if parts < 2 or bool(((launch.left >= 0) | (launch.right >= 0)).any()):
-        return launch
-    first = np.cumsum(rows) - rows  # Of each segment, among all consecutive rows of queries.
-    edges = rows[:, None] * np.arange(parts) // parts // _BLOCK * _BLOCK + first[:, None]
-    each = launch.take(np.repeat(np.arange(len(launch)), parts))
-    segment, rows = launch.q.spans.cut(edges.ravel())
-    return replace(each, made_by=constant(_SPLIT, each.area), q=SegmentRows(segment, *rows))
-
 
 # ---- Segments that share keys
 #
@@ -179,8 +134,7 @@ def _consecutive(spans: SegmentRows, buffer: Placement, count: int, *, any_order
 # ---- The launches of tiles
 
 
-_FEW = 8  # Segments.
-_BATCH, _DISJOINT, _SORT = map(bit_of, ("batch_segments", "split_disjoint", "sort_keys"))
+_BATCH, _DISJOINT = map(bit_of, ("batch_segments", "split_disjoint"))
 
 
 def tile_launches(
@@ -206,11 +160,9 @@ def tile_launches(
     if keys_repeat and "merge_causal" not in skipped:
         cut = _TileSegments.of(merge_triangles(tiles), rule, skipped)
         best = min(best, _best(cut, rule, skipped, keys_repeat=True), key=_cost)
-    best = [_by_queries(some) for some in best]
-    parts = best if "split_queries" in skipped or keys_repeat else map(split_queries, best)
     return [
-        replace(some, layer=layers(some), made_by=some.made_by | (_DISJOINT if len(whole) > 1 else 0))
-        for whole, some in zip(best, parts, strict=True)
+        replace(some, layer=layers(some), made_by=some.made_by | (_DISJOINT if len(some) > 1 else 0))
+        for some in map(_by_queries, best)
     ]
 
 
@@ -247,44 +199,37 @@ def _best(segments: _TileSegments, rule: WindowRule, skipped: Collection[str], *
     """Segments of areas that share rows, as few launches."""
     dense = segments.dense
     factored = dense if "factor_keys" in skipped or len(dense) < 2 else factor_keys(dense)
-    best = _fewest(segments.with_dense(factored), rule, skipped)
+    best = _few(segments.with_dense(factored), rule, skipped)
+    assert best is not None
     if "dedupe_queries" in skipped or len(dense) < 2:
         return best
     most = math.inf if keys_repeat else len(best) * _most_keys(segments.with_dense())
     deduped = dedupe_queries(dense, most)
     if deduped is None:
         return best
-    other = _fewest(segments.with_dense(deduped), rule, skipped, len(best), keys_repeat=keys_repeat)
+    other = _few(segments.with_dense(deduped), rule, skipped, len(best), keys_repeat=keys_repeat)
     return min(best, other or best, key=_cost)
 
 
-def _fewest(
-    way: Segments,
+def _few(
+    segments: Segments,
     rule: WindowRule,
     skipped: Collection[str],
     most: float = math.inf,
     *,
     keys_repeat: bool = False,
-) -> list[Segments]:
-    """The segments in launches, with keys prepended to causal segments or not, by the lower cost. Empty if both need
-    more launches than `most`.
-    """
-    best: list[Segments] = []
-    joined = way if "prepend_keys" in skipped else prepend_keys(way)
-    for some in (joined, way) if len(joined) < len(way) else (way,):
-        found: list[Segments] = []
-        for group in _by_window(some, rule):
-            if "split_disjoint" in skipped:
-                more = _one_by_one(group)
-            else:
-                more = split_disjoint(group, most - len(found), keys_repeat=keys_repeat)
-            if more is None:
-                break
-            found += more
+) -> list[Segments] | None:
+    """The segments in launches; None if they need more than `most`."""
+    found: list[Segments] = []
+    for group in _by_window(segments, rule):
+        if "split_disjoint" in skipped:
+            more = _one_by_one(group)
         else:
-            if not best or _cost(found) < _cost(best):
-                best, most = found, len(found)
-    return best
+            more = split_disjoint(group, most - len(found), keys_repeat=keys_repeat)
+        if more is None:
+            return None
+        found += more
+    return found
 
 
 def _one_by_one(segments: Segments) -> list[Segments]:
@@ -314,20 +259,6 @@ def _most_keys(segments: Segments) -> int:
 def _cost(launches: Sequence[Segments]) -> tuple[int, int]:
     """The number of launches, and of their rows of queries: each row is read, and its result merged."""
     return len(launches), sum(launch.q.spans.total for launch in launches)
-
-
-def sort_keys(launch: Segments, rows: Placement, keys: Spans) -> Segments:
-    """A launch without hidden pairs, with each segment's keys in the order of their buffer. With few segments the keys
-    may then be contiguous and need no gather. `keys` are those of its `k`.
-    """
-    if launch.left[0] >= 0 or launch.right[0] >= 0 or len(launch) > _FEW:
-        return launch
-    found = rows.find(keys)
-    segment = launch.k.segment[found.span]
-    order = np.lexsort((found.row, segment))
-    start, count = found.start[order], found.count[order]
-    made_by = launch.made_by if bool((order[1:] > order[:-1]).all()) else launch.made_by | _SORT
-    return replace(launch, k=SegmentRows(segment[order], start, start + count), made_by=made_by)
 
 
 def _by_queries(segments: Segments) -> Segments:

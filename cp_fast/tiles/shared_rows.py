@@ -4,7 +4,6 @@ A launch adds its results by rows, so no two of its segments may share a query r
 gradients of keys are added layer by layer. Areas of one mask often share rows: the blocks before each block, a prompt
 before its answers.
 
-prepend_keys     the segment of a causal area, with the earlier keys of its queries before its own.
 split_disjoint   segments in launches with room.
 layers           a launch's segments in groups whose gradients may be added at once.
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from operator import and_, or_
 
@@ -31,7 +30,6 @@ __all__ = [
     "dedupe_queries",
     "factor_keys",
     "layers",
-    "prepend_keys",
     "rows_in",
     "split_disjoint",
 ]
@@ -244,11 +242,6 @@ def _components(groups: Sequence[Group]) -> list[list[Group]]:
 # ---- Launches without common queries
 
 
-_PREPEND = bit_of("prepend_keys")
-
-Rows = tuple[tuple[int, int], ...]
-
-
 def areas_meet(tiles: WindowedTiles) -> bool:
     """Whether the queries, or the keys, of two areas may share rows: whether their ranges overlap."""
     if len(tiles) < 2:
@@ -262,36 +255,6 @@ def areas_meet(tiles: WindowedTiles) -> bool:
         if bool((first[place][1:] < last[place][:-1]).any()):
             return True
     return False
-
-
-def prepend_keys(segments: Segments) -> Segments:
-    """Merge segments without a mask and causal ones with the same queries. The keys of the former come first: the
-    window is aligned to the last key and unbounded to the left, so it hides none of them.
-
-    >>> two = Segments(
-    ...     np.array([0, 1]), np.array([-1, -1]), np.array([-1, 0]), np.array([0, 0]),
-    ...     SegmentRows.of_rows([(0, 4, 8), (1, 4, 8)]), SegmentRows.of_rows([(0, 0, 2), (1, 4, 8)]),
-    ... )
-    >>> one = prepend_keys(two)
-    >>> len(one), one.right.tolist(), list(one.q.rows()), list(one.k.rows())
-    (1, [0], [(0, 4, 8)], [(0, 0, 2), (0, 4, 8)])
-    """
-    by_queries: dict[Rows, dict[bool, list[int]]] = {}
-    queries = _rows_of(segments.q, len(segments))
-    for n in np.flatnonzero(segments.left < 0).tolist():
-        by_queries.setdefault(queries[n], {}).setdefault(bool(segments.right[n] >= 0), []).append(n)
-    own = np.arange(len(segments))
-    into = own.copy()
-    for same in by_queries.values():
-        if len(same.get(True, ())) == 1:
-            into[same.get(False, [])] = same[True][0]
-    kept = np.flatnonzero(into == own)
-    number = np.searchsorted(kept, into[segments.k.segment])
-    order = np.lexsort((segments.right[segments.k.segment], number))  # First those without a mask: their right is -1.
-    keys = SegmentRows(number[order], segments.k.start[order], segments.k.stop[order])
-    gained = np.bincount(into, minlength=len(own))[kept] > 1
-    found = segments.take(kept)
-    return replace(found, made_by=np.where(gained, _PREPEND, found.made_by), k=keys)
 
 
 def split_disjoint(segments: Segments, most: float = math.inf, *, keys_repeat: bool = False) -> list[Segments] | None:
@@ -368,14 +331,3 @@ def layers(segments: Segments) -> Column | None:
         found.append((~taken & (taken + 1)).bit_length() - 1)
         uses.add(keys, found[-1])
     return np.array(found) if any(found) else None
-
-
-def _rows_of(spans: SegmentRows, count: int) -> list[Rows]:
-    """The rows of each of `count` segments: its spans, sorted, with touching ones joined."""
-    order = np.lexsort((spans.start, spans.segment))
-    segment, start, stop = spans.segment[order], spans.start[order], spans.stop[order]
-    begin, size = runs((segment[1:] != segment[:-1]) | (start[1:] != stop[:-1]), len(segment))
-    found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    for n, a, b in zip(segment[begin].tolist(), start[begin].tolist(), stop[begin + size - 1].tolist(), strict=True):
-        found[n].append((a, b))
-    return [tuple(rows) for rows in found]

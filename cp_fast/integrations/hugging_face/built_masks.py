@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Said", "Sides", "refuse_own_mask", "sides_of"]
+__all__ = ["Said", "Sides", "refuse_own_mask", "sides_of", "without_blocks"]
 
 
 class Sides(NamedTuple):
@@ -44,11 +44,13 @@ class Said:
         causal: whether a query sees no later key.
         size: of its window, which counts the query itself; None: it has none.
         chunk: as of `Sides`.
+        silent: its configuration has a window, and it names none: the mask alone says what it sees.
     """
 
     causal: bool
     size: int | None
     chunk: int = 0
+    silent: bool = False
 
     @property
     def sides(self) -> Sides:
@@ -60,7 +62,7 @@ class Said:
         """The sides that the layer has under a mask that its model has built. name: of the layer, for the error.
 
         transformers builds windows of two sides with `size` tokens on each, and its FlashAttention takes one less: it
-        is the mask that counts, as in eager attention and SDPA.
+        is the mask that counts, as in eager attention and SDPA. It also counts where a layer is silent.
 
         Raises:
             NotImplementedError: the mask is another one.
@@ -69,8 +71,12 @@ class Said:
         Sides(left=8, right=8, chunk=0)
         >>> Said(True, 8).among(frozenset({Sides(7, 0)}), "layer")
         Sides(left=7, right=0, chunk=0)
+        >>> Said(True, None, silent=True).among(frozenset({Sides(7, 0)}), "layer")
+        Sides(left=7, right=0, chunk=0)
         """
-        if self.sides in built:
+        if self.silent and self.causal and len(causal := [one for one in built if one.right == 0]) == 1:
+            return causal[0]
+        if self.sides in built and not self.silent:
             return self.sides
         if not self.causal and self.size is not None and built == {Sides(self.size, self.size)}:
             return Sides(self.size, self.size)
@@ -120,6 +126,21 @@ def sides_of(mask_function: Callable[..., Any], length: Any, size: int | None) -
     zero = torch.tensor(0, device="cpu")
     seen = torch.as_tensor(function(zero, zero, rows[:, None], rows[None])).cpu().expand(len(rows), len(rows))
     return frozenset(sides for sides in candidates if torch.equal(seen, _visible(rows, sides)))
+
+
+def without_blocks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A mask function, or the one inside that is joined with blocks of images, where the batch has no such block."""
+    if not _name(function).startswith("or_masks"):
+        return function
+    parts = [part for part in _parts(function) if not _is_empty(part)]
+    return without_blocks(parts[0]) if len(parts) == 1 else function
+
+
+def _is_empty(function: Callable[..., Any]) -> bool:
+    """Whether it is one of blocks, and no token is in a block."""
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    blocks = [x for x in held if isinstance(x, torch.Tensor)]
+    return _name(function).startswith("blockwise_overlay") and len(blocks) == 1 and bool((blocks[0] < 0).all())
 
 
 def refuse_own_mask(name: str, mask: Any) -> None:

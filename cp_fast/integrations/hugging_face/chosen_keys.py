@@ -1,4 +1,4 @@
-"""Models whose attention reads the keys that an indexer chooses: DeepSeek-V3.2 and GLM-5.
+"""Models whose attention reads the keys that an indexer chooses: DeepSeek-V3.2, GLM-5 and others.
 
 Their attention layer hands its mask on to an indexer, which scores all pairs of a sequence. The indexer's choice goes
 to transformers' AttentionInterface as `indices`. Here the sequences of a call travel in the mask's place. The indexer's
@@ -43,7 +43,8 @@ from cp_ref.batches.tensors import autocast
 __all__ = ["INDEXED", "SequencesToChoose", "attend_to_chosen", "choosers", "give_back", "put_selectors"]
 
 INDEXED = "indexed_attention"  # among a configuration's layer_types
-_ATTENTION = ("DeepseekV32Attention", "GlmMoeDsaAttention", "AXK2Attention")
+_ATTENTION = ("DeepseekV32Attention", "GlmMoeDsaAttention", "AXK2Attention", "HYV4Attention", "Dots3NoteTextAttention")
+_ROTATED_LAST = ("HYV4Indexer",)  # The last numbers of its queries and keys are rotated, and not the first.
 _ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")  # of an indexer's queries and keys
 _TOP = 2  # keys that the trial of an indexer chooses
 
@@ -72,7 +73,8 @@ class SequencesToChoose:
         d_qk, d_v = layer.qk_head_dim, layer.v_head_dim
         if self.latent:
             d_qk, d_v = layer.kv_lora_rank + layer.qk_rope_head_dim, layer.kv_lora_rank
-        return self.sequences.sparse_plan(x, layer.num_heads, 1 if self.latent else layer.num_heads, d_qk, d_v)
+        heads_kv, sinks = 1 if self.latent else layer.num_heads, hasattr(layer, "sinks")
+        return self.sequences.sparse_plan(x, layer.num_heads, heads_kv, d_qk, d_v, sinks)
 
 
 @dataclass(eq=False)
@@ -83,8 +85,9 @@ class _Keys:
 
 
 def choosers(model: nn.Module) -> dict[str, nn.Module]:
-    """The attention layers of a model that read chosen keys, by name."""
-    return {where: module for where, module in model.named_modules() if type(module).__name__ in _ATTENTION}
+    """The attention layers of a model that read chosen keys, by name; some take another layer's choice."""
+    named = ((where, m) for where, m in model.named_modules() if type(m).__name__ in _ATTENTION)
+    return {where: m for where, m in named if getattr(m, "indexer", None) is not None or hasattr(m, "skip_topk")}
 
 
 def put_selectors(model: nn.Module) -> None:
@@ -122,9 +125,10 @@ def attend_to_chosen(
     value: torch.Tensor,
     indices: torch.Tensor,
     scaling: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One layer's attention: query [b, h, s/cp, d], key and value of all heads or latent, indices [b, s/cp, top_k] ->
-    [b, s/cp, h, d_v].
+    """One layer's attention: query [b, h, s/cp, d], key and value of all heads or latent, indices [b, s/cp, top_k],
+    sinks [h] -> [b, s/cp, h, d_v].
     """
     layer, batch = chosen.layer, chosen.sequences
     assert isinstance(batch, CpBatch)
@@ -140,7 +144,7 @@ def attend_to_chosen(
     q, k, v, indices = (x.flatten(0, 1) if batch.qkv_format == "thd" else x for x in (q, k, v, indices))
     if chosen.latent:
         v = k[..., : layer.kv_lora_rank]  # cut last: only then their gradients travel as one
-    out = sparse_attention(q, k, v, indices, cp=batch.cp, plan=plan, softmax_scale=scaling)
+    out = sparse_attention(q, k, v, indices, cp=batch.cp, plan=plan, softmax_scale=scaling, softmax_offset=sinks)
     out = out.unflatten(0, (len(query), -1)) if batch.qkv_format == "thd" else out
     return out if into_values is None else torch.einsum("bshc,hdc->bshd", out, into_values.to(out.dtype))
 
@@ -238,11 +242,13 @@ def _projected(
     are those that transformers' indexer converts to float32.
     """
     q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
-    k = indexer.k_norm(indexer.wk(hidden_states))[:, :, None]
+    k = indexer.k_norm(indexer.wk(hidden_states).to(indexer.k_norm.weight.dtype)).to(hidden_states.dtype)[:, :, None]
     sizes = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
-    (q_rotated, q_plain), (k_rotated, k_plain) = (x.split(sizes, -1) for x in (q, k))
-    q_rotated, k_rotated = rotate(q_rotated, k_rotated, *position_embeddings, unsqueeze_dim=2)
-    q, k = torch.cat([q_rotated, q_plain], -1), torch.cat([k_rotated, k_plain], -1)[:, :, 0]
+    turned = int(type(indexer).__name__ in _ROTATED_LAST)
+    sizes = sizes[::-1] if turned else sizes
+    parts_q, parts_k = ([*x.split(sizes, -1)] for x in (q, k))
+    parts_q[turned], parts_k[turned] = rotate(parts_q[turned], parts_k[turned], *position_embeddings, unsqueeze_dim=2)
+    q, k = torch.cat(parts_q, -1), torch.cat(parts_k, -1)[:, :, 0]
     if q.dtype != k.dtype or q.dtype == torch.float64:
         q, k = q.float(), k.float()
     weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()

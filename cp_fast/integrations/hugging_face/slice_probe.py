@@ -196,6 +196,11 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
     _refuse_pooling(model, rows, given, whole)
     with probe.running(masks=True):
         _refuse_mixing(model, rows, given)
+    for module, said in probe.callers.items():
+        if said.silent and module not in probe.sides:
+            raise NotImplementedError(
+                f"{type(module).__name__} has a sliding window that it does not pass to its attention, nor has a mask"
+            )
     numbering, by_row = _numbering(model, rows, given, whole)
     if counting.used and numbered:
         _refuse_counting(model, rows, given, numbering, whole)

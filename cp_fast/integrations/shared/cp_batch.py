@@ -310,11 +310,14 @@ class CpBatch:
         heads = self.cp.a2a_size  # Linear layers have their own.
         return self._plan(x, x.dtype, ("linear",), heads_q=heads, heads_kv=heads, d_qk=64, d_v=64, linear=True)
 
-    def sparse_plan(self, x: torch.Tensor, heads_q: int, heads_kv: int, d_qk: int, d_v: int) -> Plan:
+    def sparse_plan(
+        self, x: torch.Tensor, heads_q: int, heads_kv: int, d_qk: int, d_v: int, sinks: bool = False
+    ) -> Plan:
         """The plan of sparse attention with these sizes, for the indexer too. x: a layer's slice [b, s/cp, ...]; the
         plan is for its dtype, under torch.autocast for that one.
         """
-        sizes = {"heads_q": heads_q, "heads_kv": heads_kv, "d_qk": d_qk, "d_v": d_v}
+        sizes: dict[str, Any] = {"heads_q": heads_q, "heads_kv": heads_kv, "d_qk": d_qk, "d_v": d_v}
+        sizes["softmax_type"] = "learnable" if sinks else "vanilla"
         dtype = autocast(x[:0]).dtype
         return self._plan(x, dtype, (dtype, *sizes.values()), **sizes, sparse=True)
 

@@ -30,7 +30,14 @@ pytest.importorskip("transformers", reason="needs transformers: pip install '.[t
 INDEXER: dict[str, Any] = {"index_topk": 4, "index_head_dim": 12, "index_n_heads": 16, "num_hidden_layers": 3}
 INDEXER |= {"n_shared_experts": 1, "mlp_layer_types": ["dense", "sparse", "dense"]}
 SHARED = {"indexer_types": ["full", "shared", "full"]}  # the second layer takes the choice of the first
-MODELS = {"DeepseekV32ForCausalLM": {}, "GlmMoeDsaForCausalLM": SHARED, "AXK2ForCausalLM": {}}
+DOTS = ["indexed_attention", "sliding_attention", "indexed_attention"]
+MODELS: dict[str, dict[str, Any]] = {
+    "DeepseekV32ForCausalLM": {},
+    "GlmMoeDsaForCausalLM": SHARED,
+    "AXK2ForCausalLM": {},
+    "HYV4ForCausalLM": SHARED,  # with sinks, and the last numbers rotated
+    "Dots3NoteForCausalLM": {"layer_types": DOTS, "sliding_window": 5},
+}
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 

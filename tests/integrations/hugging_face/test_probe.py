@@ -154,6 +154,21 @@ def test_a_mask_that_reaches_the_wrong_layer() -> None:
     assert "says is_causal=True with a window of 7, and its model builds a mask that is causal, with 4 tokens" in said
 
 
+def test_a_window_that_a_layer_does_not_name() -> None:
+    """The mask has it, which eager attention and SDPA follow; without a mask nobody knows."""
+    batch = {"input_ids": torch.randint(3, 50, (1, 24), generator=torch.Generator().manual_seed(1))}
+    for more in ({"sliding_window": 5}, {}):
+        model = tiny("PhimoeForCausalLM", **more)
+        torch.testing.assert_close(over_two(model, batch), alone(model, batch), rtol=1e-4, atol=1e-5)
+    model = tiny("LlamaForCausalLM")
+    attention, without = model.model.layers[1].self_attn, {"attention_mask": None}
+    attention.config = copy.deepcopy(model.config)
+    attention.config.sliding_window, attention.config._attn_implementation = 5, "cp_fast"
+    theirs = attention.forward
+    attention.forward = lambda *given, **named: theirs(*given, **{**named, **without})
+    assert "does not pass to its attention, nor has a mask" in refused(model)
+
+
 class Counted(torch.nn.Module):
     """Queries that are scaled from token 1,024 on, by a token's number in the slice."""
 

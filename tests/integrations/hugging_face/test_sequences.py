@@ -17,6 +17,7 @@ import cp_fast
 from conformance.step import compare_step
 from cp_fast.integrations import sequences
 from cp_fast.integrations import transformers as ours
+from cp_fast.integrations.hugging_face.built_masks import without_blocks
 from cp_fast.integrations.sequences import sequence_sum, token_log_probs, token_log_probs_and_entropy
 from cp_ref import SimGroup
 from tests.integrations.hugging_face.test_transformers import SIZES, batches, model_of
@@ -251,6 +252,16 @@ def test_full_attention_and_windows_made_of_causal_masks(both_sides: bool) -> No
         torch.testing.assert_close(found[mask.bool()], torch.cat(rows).detach(), rtol=1e-5, atol=1e-5)
     for n, weight in alone.named_parameters():
         torch.testing.assert_close(sum(grads[n] for _, grads in everyone), weight.grad, rtol=1e-5, atol=1e-4)
+
+
+def test_blocks_without_a_token_join_nothing() -> None:
+    """As Gemma 4 makes them of text alone."""
+    from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
+
+    empty, one = (blockwise_overlay(torch.tensor([[-1, -1, x, x]])) for x in (-1, 0))
+    assert without_blocks(or_masks(causal_mask_function, empty)) is causal_mask_function
+    joined = or_masks(causal_mask_function, one, empty)
+    assert without_blocks(joined) is joined
 
 
 def test_other_masks_made_of_causal_ones_are_refused() -> None:
