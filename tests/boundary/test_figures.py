@@ -302,6 +302,35 @@ def test_sparse_attention() -> None:
     assert order in page
 
 
+def test_compressed_keys() -> None:
+    """Milliseconds of the page on compressed keys."""
+    page = " ".join((ROOT / "docs" / "how_to" / "compressed.md").read_text().split())
+    eighth, played = (
+        json.loads((ROOT / "benchmarks" / "results" / f"compressed_{name}_1x_h200.json").read_text())
+        for name in ("rank_of_8", "check")
+    )
+    closed, chosen, dense = (eighth[name] for name in ("rate 128", "rate 4", "dense"))
+    select = chosen["ms"]["select"] + chosen["ms"]["rows_of"]
+    rows = (("rate 128, all closed entries", "", closed), ("rate 4, chosen entries", f"{select:,.0f} ", chosen))
+    for name, selection, part in (*rows, ("all tokens", "", dense)):
+        ms = part["ms"]
+        assert (
+            f"| {name} | {selection}| {ms['forward']:,.0f} | {ms['backward']:,.0f} | {sum(ms.values()):,.0f} |" in page
+        )
+    times = [part["dense_over_it"] for part in (closed, chosen)]
+    fewer = [dense["pairs"] / part["pairs"] for part in (closed, chosen)]
+    assert f"a layer is {times[0]:.1f} and {times[1]:.1f} times as fast" in page
+    assert f"Its operations are {fewer[0]:.0f} and {fewer[1]:.0f} times fewer" in page
+    rates = [
+        round(part["operations"][way] / part["ms"][way] / 1e9, -1)
+        for part in (closed, dense)
+        for way in ("forward", "backward")
+    ]
+    assert rates == [250, 200, 550, 600]
+    assert round(select / chosen["layer_ms"], 1) == 0.6, "three fifths"
+    assert (played["problems"], played["wrong"]) == (200, {})
+
+
 # ---- the tables of docs/how_to/long_context.md are what `benchmarks/long_context_page.py` makes of the record
 
 
