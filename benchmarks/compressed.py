@@ -2,6 +2,7 @@
 
     python -m benchmarks.compressed check --problems 200 --part 0 --parts 8 &    # random calls, with gradients
     python -m benchmarks.compressed speed --out compressed.json            # one of eight ranks of 524,288 tokens
+    python -m benchmarks.compressed ranks --gpus 2 --out ranks.json        # one document over two ranks
 
 `speed` has the query rows of one of eight ranks: the last 65,536 rows of a document that is so long that they see as
 many tokens as the rows of a rank of `dual_chunk` do in the mean. 64 query heads over one key of 512, which is the value
@@ -13,16 +14,22 @@ first run.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import typer
 
 import cp_fast
-from benchmarks.parts.ranks import Commit, JsonOut, write_json
+from benchmarks.parts.ranks import Commit, JsonOut, connect, seconds, write_json
 from benchmarks.parts.sparse_shape import milliseconds
 from conformance.implementation import Implementation
 from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
@@ -33,6 +40,7 @@ from cp_ref.schedules.problem import ScoreSpec
 from tests.sparse.compressed_problems import random_problems
 
 app = typer.Typer(add_completion=False)
+STANDS_S = 100.0
 LIMIT = 1e-2  # ||error|| / ||it||, of rows that are compared with PyTorch in float32
 PREDICTED = {  # milliseconds, from bytes and operations, and from the rates of docs/how_to/sparse.md
     "rate 128": {"forward": 71.0, "backward": 400.0},
@@ -150,6 +158,82 @@ def speed(
             print(f"{name}: {mine:.1f} ms, dense {whole:.1f} ms, {whole / mine:.1f} times faster", flush=True)
         write_json(out, _record(commit, rows, of_ranks, found))
     raise typer.Exit(1 if wrong else 0)
+
+
+@app.command()
+def ranks(
+    gpus: Annotated[int, typer.Option(help="Processes, one a GPU.")] = 2,
+    tokens: Annotated[int, typer.Option(help="Of the one document.")] = 65_536,
+    calls: Annotated[int, typer.Option(help="Of each.")] = 3,
+    commit: Commit = "",
+    out: JsonOut = None,
+) -> None:
+    """A layer of each kind over all ranks, its results beside those of one process, and the time of one GPU alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (gpus, tokens, calls, folder), nprocs=gpus)  # pyright: ignore[reportPrivateImportUsage]
+        found = json.loads((Path(folder) / "found.json").read_text())
+    print(f"{gpus} GPUs: {found}")
+    write_json(out, _versions(commit) | {"gpus": gpus, "tokens": tokens} | found)
+
+
+def _rank(rank: int, gpus: int, tokens: int, calls: int, folder: str) -> None:
+    faulthandler.dump_traceback_later(STANDS_S, repeat=True)  # a rank that waits for the other says where
+    device = connect(rank, gpus, folder)
+    over = cp_fast.ContextParallel(dist.group.WORLD, "all_gather")
+    group, _ = dist.new_subgroups(1)
+    alone, found = cp_fast.ContextParallel(group, "all_gather"), dict[str, Any]()
+    for rate in (128, 4):
+        results, times = list[list[torch.Tensor]](), list[float]()
+        for cp in (over, alone):
+            step = _whole_layer(cp, Shape(rate, tokens, tokens), device)
+            results.append(step(whole=True))
+            times.append(seconds(lambda step=step: step(whole=False), calls) * 1e3)
+            del step
+            gc.collect()
+            torch.cuda.empty_cache()
+        errors = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(*results, strict=True)]
+        share = times[1] / gpus / times[0]
+        found[f"rate {rate}"] = {"ranks_ms": times[0], "one_gpu_ms": times[1], "share": share, "errors": errors}
+    if rank == 0:
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _whole_layer(cp: Any, shape: Shape, device: Any) -> Callable[..., list[torch.Tensor]]:
+    """Both passes of a layer of the public functions, from the rows of its compressor on: out and the gradients of the
+    keys and of the rows of the compressor; of all ranks, or of this one.
+    """
+    plan = cp_fast.make_plan(
+        cp=cp, qkv_format="thd", attn_mask_type="padding_causal", cu_seqlens_q=torch.tensor([0, shape.rows]),
+        window_size=(shape.window - 1, 0), softmax_type="learnable", heads_q=shape.heads, heads_kv=1, d_qk=shape.d,
+        d_v=shape.d, dtype=torch.bfloat16, device=device,
+    )  # fmt: skip
+    overlap, draw = shape.rate == 4, torch.Generator("cuda").manual_seed(4)
+    wide = 2 if overlap else 1
+    sizes = {
+        "q": (shape.heads, shape.d), "dout": (shape.heads, shape.d), "kv": (1, shape.d), "values": (wide * shape.d,),
+        "gates": (wide * shape.d,), "q_index": (shape.h_i, shape.d_i), "k_index": (2 * shape.d_i,),
+        "gates_index": (2 * shape.d_i,), "weights": (shape.h_i,),
+    }  # fmt: skip
+    mine = dict[str, torch.Tensor]()
+    for name, size in sizes.items():
+        x = torch.randn(shape.rows, *size, generator=draw, device="cuda", dtype=torch.bfloat16)
+        mine[name] = cp_fast.shard(x, cp=cp, plan=plan).contiguous()
+        del x
+    leaves = [mine[name].requires_grad_() for name in ("q", "kv", "values", "gates")]
+    sinks, how = torch.zeros(shape.heads, device="cuda"), {"cp": cp, "plan": plan, "rate": shape.rate}
+
+    def step(*, whole: bool) -> list[torch.Tensor]:
+        q, kv, values, gates = leaves
+        entries, indices = cp_fast.compress_keys(values, gates, **how, overlap=overlap)[:, None], None
+        if overlap:
+            of_index = cp_fast.compress_keys(mine["k_index"], mine["gates_index"], **how, overlap=True)
+            indices = cp_fast.select_keys(mine["q_index"], of_index, mine["weights"], **how, top_k=shape.top_k)
+        out = cp_fast.compressed_attention(q, kv, kv, entries, entries, indices, **how, softmax_offset=sinks)
+        results = out.detach(), *torch.autograd.grad(out, leaves, mine["dout"])[1:]
+        return [cp_fast.unshard(x, cp=cp, plan=plan) for x in results] if whole else [*results]
+
+    return step
 
 
 def _layer(shape: Shape, calls: int) -> tuple[bool, dict[str, Any]]:

@@ -205,6 +205,7 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "one_launch_*": (),  # a prototype, which is not in this package
     "peers_*": ("conformance",),
     "sweep.json": ("cp_fast/integrations", "benchmarks/parts/sweep_cases.py", "benchmarks/parts/tiny_models.py"),
+    "diffusers_*": ("cp_fast/integrations/diffusers.py", "cp_fast/integrations/diffusion"),
     "pytorch_by_hand.txt": ("benchmarks/checks/pytorch_by_hand.py",),
     "kernels_*": ("csrc", "cp_fast/movers"),
     "gpu_kernels_*": ("csrc", "cp_fast/movers"),

@@ -25,7 +25,7 @@ def context(group: Any, cp_comm_type: Any, layout: Any) -> cp_fast.ContextParall
 @contextmanager
 def watched_calls(seen: Seen) -> Iterator[None]:
     """While it lasts, `seen(problem, softmax_offset, what)` is called before every forward pass, eager and compiled:
-    of "attention", "linear_attention" and "causal_conv1d".
+    of "attention" (dense, or of chosen or compressed keys), "linear_attention", "causal_conv1d" and "compress_keys".
     """
     original, layer_forward = api.forward_pass, Run.forward
 
@@ -34,8 +34,11 @@ def watched_calls(seen: Seen) -> Iterator[None]:
         return original(call, cp, q, k, v, offset, *more, **how)
 
     def watched_layer(run: Run, tensors: Any) -> Any:
-        if run.layer.name in ("linear_attention", "causal_conv1d"):
-            seen(run.plan.problem, None, run.layer.name)
+        name = run.layer.name
+        if name in ("linear_attention", "causal_conv1d", "compress_keys"):
+            seen(run.plan.problem, None, name)
+        elif name in ("sparse_attention", "compressed_attention"):
+            seen(run.plan.problem, tensors[-1], "attention")
         return layer_forward(run, tensors)
 
     with ExitStack() as stack:

@@ -171,7 +171,7 @@ def _explained(found: Any, call: _Calls, outer: list[_Calls], wrong: _Wrong, dty
 
 
 def _leak(found: Any, call: _Calls, before: bool, wrong: _Wrong) -> str:
-    """Whether the ranks keep packed documents apart in a linear layer where the one process lets them see each other:
+    """Whether the ranks keep packed documents apart in a layer where the one process lets them see each other:
     it calls no such layer of cp_fast there, and only documents behind others differ. "" if not.
     """
     if not call.places.packed or wrong.key.min() < BASE:
@@ -183,7 +183,9 @@ def _leak(found: Any, call: _Calls, before: bool, wrong: _Wrong) -> str:
         return ""
     by = " and ".join(sorted(set().union(*states)))
     apart = f"keeps packed documents apart on the ranks, by {by} of cp_fast, and not in one process"
-    return f"{apart}: there a document begins with what the one before it left"
+    windows = set().union(*states) == {"compress_keys"}
+    crossed = "windows of tokens are counted over documents" if windows else ""
+    return f"{apart}: there {crossed or 'a document begins with what the one before it left'}"
 
 
 def _states(look: Any, record: Any, agreed: set[tuple[str, int]] | None) -> set[str]:

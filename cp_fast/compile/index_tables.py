@@ -86,6 +86,9 @@ def one_range(start: Column, count: Column) -> bool:
     return bool((start[1:] == start[:-1] + count[:-1]).all())
 
 
+_ALIGNMENT = 16  # Bytes: kernels may read a table in words of this size, and a library copies one that is not so.
+
+
 class Tables:
     """All row indices and lengths of a plan.
 
@@ -170,29 +173,38 @@ class Tables:
 
     def on_host(self, *, pinned: bool) -> torch.Tensor:
         """All tables in the upload's layout, int32: the spans' numbers of rows, their first rows, the cumulative
-        lengths.
+        lengths, each of which begins at a multiple of `_ALIGNMENT`.
         """
         parts = [count for _, count, _ in self._spans] + [start for start, _, _ in self._spans]
-        words = self._dtype().itemsize // 4
-        spans = words * sum(map(len, parts))
-        size = spans + sum(map(len, self._lengths))
-        host = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        *places, size = self._places()
+        host = torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
         view = host.numpy()
         if parts:
-            np.concatenate(parts, out=view[:spans].view(self._dtype()), casting="same_kind")
-        if self._lengths:
-            np.concatenate(self._lengths, out=view[spans:])
+            spans = view[: self._words].view(self._dtype())
+            np.concatenate(parts, out=spans, casting="same_kind")
+        for start, cumulative in zip(places, self._lengths, strict=True):
+            view[start : start + len(cumulative)] = cumulative
         return host
 
     def on_device(self, buffer: torch.Tensor) -> Uploaded:
         """The tables by key, from a device copy of the result of `on_host`."""
         sizes = [total for _, _, total in self._spans]
-        cumulative = [len(cu) for cu in self._lengths]
-        spans = buffer[: len(buffer) - sum(cumulative)].view(_TORCH[self._dtype()])
+        spans = buffer[: self._words].view(_TORCH[self._dtype()])
         half = len(spans) // 2
         rows = spread(spans[:half], spans[half:], sum(sizes)) if half else spans
-        on_device = buffer[len(buffer) - sum(cumulative) :].split(cumulative)
-        return Uploaded(rows.split(sizes), list(zip(self._lengths, on_device, strict=True)))
+        lengths = [(cu, buffer[n : n + len(cu)]) for n, cu in zip(self._places(), self._lengths, strict=False)]
+        return Uploaded(rows.split(sizes), lengths)
+
+    @property
+    def _words(self) -> int:
+        """How many int32 the spans take."""
+        return 2 * sum(len(count) for _, count, _ in self._spans) * (self._dtype().itemsize // 4)
+
+    def _places(self) -> list[int]:
+        """Where each table of cumulative lengths begins, and the total size, in int32."""
+        step = _ALIGNMENT // 4
+        sizes = [self._words, *map(len, self._lengths)]
+        return list(accumulate(-(-size // step) * step for size in sizes))
 
     def _dtype(self) -> np.dtype[np.signedinteger]:
         """The dtype of row numbers: 32 bits if all row numbers and the number of rows of all tables together fit."""
@@ -254,9 +266,6 @@ def _spread_on_host(count: Column, start: Column, ends: Column) -> Column:
 #     cumulative lengths          repeat the last one: segments of length zero
 #
 # All tables lie in one buffer on the device, so that a batch is one copy from the host.
-
-
-_ALIGNMENT = 16  # Bytes: kernels may read a table in words of this size.
 
 
 def pad(values: Column, size: int, fill: int) -> Column:

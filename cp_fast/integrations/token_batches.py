@@ -23,7 +23,7 @@ from cp_ref.problems.call_checks import check_context
 from cp_ref.schedules.ownership import divisor
 from cp_ref.schedules.values import read_count
 
-__all__ = ["CpBatch", "ranks_of_batch", "shard_batch", "shard_tokens"]
+__all__ = ["CpBatch", "ranks_of_batch", "shard_tokens"]
 
 
 def ranks_of_batch(given: dict[str, Any]) -> list[Group]:
@@ -117,9 +117,6 @@ def shard_tokens(
     return made | {name: batch[name] for name in whole}
 
 
-shard_batch = shard_tokens  # An older name. `cp_fast.integrations.transformers.shard_batch` is another function.
-
-
 Said = dict[str, Any]  # the arguments of a call, in a form to compare; of the batch digests
 
 
@@ -135,7 +132,7 @@ def _same_rows(cp: ContextParallel, over: Any, read: Callable[[], tuple[TokenRow
         return [said]
 
     def targets() -> int:
-        everyone = merged(cp, "shard_batch", mine, lambda found: [one for each in found for one in each])
+        everyone = merged(cp, "shard_tokens", mine, lambda found: [one for each in found for one in each])
         _check_the_same(everyone, cp.rank)
         targets = found[0].targets
         return 0 if targets is None else int((targets != -100).sum())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
@@ -30,8 +30,17 @@ from cp_fast.integrations.hugging_face.chosen_keys import (
     give_back,
     put_selectors,
 )
+from cp_fast.integrations.hugging_face.compressed_keys import (
+    COMPRESSED,
+    WindowsOfCall,
+    give_windows_back,
+    put_windows,
+    window_layers,
+)
 from cp_fast.integrations.hugging_face.handed_on import handing_on
-from cp_fast.integrations.hugging_face.image_models import is_whole, mark_whole, vision_parts
+from cp_fast.integrations.hugging_face.image_calls import take_functions
+from cp_fast.integrations.hugging_face.image_models import find_images, is_whole, mark_whole, parts_of
+from cp_fast.integrations.hugging_face.image_probe import prove_images
 from cp_fast.integrations.hugging_face.linear_mixers import linear_mixers, put_over_ranks, take_back
 from cp_fast.integrations.hugging_face.model_batches import shard_batch
 from cp_fast.integrations.hugging_face.model_call import SILENT, ModelCall, sequences_of
@@ -104,38 +113,49 @@ def attention_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     return (module for module in model.modules() if state_of(module, _Attention) is not None)
 
 
-def prepare(model: Model, cp: ContextParallel) -> Model:
+def prepare(model: Model, cp: ContextParallel, *, images: Literal["whole", "ranks"] = "whole") -> Model:
     """Prepare a transformers model for sequences that are sharded over ranks; returns the same model.
 
-    Its attention becomes `cp_fast`'s, and so do gated delta rule, KDA and Mamba-2 layers and short convolutions, and
-    the choice of keys of DeepSeek-V3.2 and GLM-5, in contexts with cp_comm_type "all_gather" or "a2a". All other
-    modules must work on one token at a time. `prepare` first looks for known mixers of tokens: layer_types, other
-    linear layers and convolutions, pooling, batch norms. Then it runs the model on a
-    dozen tokens, with attention and linear layers that pass each token on alone. It compares the outputs of a slice
-    with those of the whole. The same runs show how the task head uses labels. The vision part of a model of images
-    does not change: every rank runs it on all images.
+    Its attention becomes `cp_fast`'s, and so do gated delta rule, KDA, Mamba-2 and Mamba layers and short
+    convolutions. So do the choice of keys of DeepSeek-V3.2 and GLM-5, and the compressed keys of DeepSeek-V4, in
+    contexts with cp_comm_type "all_gather" or "a2a". All other modules must work on one token at a time. `prepare`
+    first looks for known mixers of tokens: layer_types, other linear layers and convolutions, pooling, batch norms.
+    Then it runs the model on a dozen tokens, with attention and linear layers that pass each token on alone. It
+    compares the outputs of a slice with those of the whole. The same runs show how the task head uses labels. The
+    vision part of a model of images does not change: every rank runs it on all images.
 
     Args:
         model: with its weights loaded, before DDP, FSDP or torch.compile wrap it. Or PEFT's PeftModel: the model inside
             is prepared, and the PeftModel is called, saved and merged as ever. Adapters may be added before or after.
         cp: the context of its batches. A batch may have another one, of fewer ranks: `shard_batch(batch, cp=small)`.
+        images: "whole": every rank runs the vision part on all images of a batch. "ranks": the ranks share the images,
+            and the frames of videos, out by what they cost, and send each other the rows of their tokens. Losses and
+            gradients are the same. Dropout in the vision part then draws once for a picture, as in one process, where
+            in "whole" each rank draws for its own tokens.
 
     Raises:
         NotImplementedError: a module mixes tokens and cannot be sharded; the error has its name in the model. A model
-        that reads images in a way that is not known here. Adapters that add tokens or attention of their own (prompt
-        learning, adaption prompts), or that look for tokens or mix them; they raise later too.
-        ValueError: weights are not loaded yet. TypeError: not a model of transformers.
+        that reads images in a way that is not known here, or cannot be proved. Adapters that add tokens or attention of
+        their own (prompt learning, adaption prompts), or that look for tokens or mix them; they raise later too.
+        ValueError: weights are not loaded yet; images="ranks" for a model of text. TypeError: not a model of
+        transformers.
     """
     check_context(cp, ContextParallel)
+    if images not in ("whole", "ranks"):
+        raise ValueError(f"images is {images!r}; it must be 'whole' or 'ranks'")
     if callable(getattr(model, "get_base_model", None)):
         refuse_adapters(model)
-        prepare(cast(Any, model).get_base_model(), cp)
+        prepare(cast(Any, model).get_base_model(), cp, images=images)
         return model
     switch: Any = getattr(model, "set_attn_implementation", None)
     if switch is None:
         raise TypeError(f"model is a {type(model).__name__}; prepare takes a model of transformers")
-    covered, whole = linear_mixers(model), vision_parts(model)
-    refuse_by_name(model, covered, whole, (INDEXED,) if choosers(model) else ())
+    covered, sight = linear_mixers(model), find_images(model)
+    if sight is None and images == "ranks":
+        raise ValueError(f"images is 'ranks', and {type(model).__name__} reads text alone; leave it away")
+    whole = () if sight is None else parts_of(model, sight)
+    kinds = (*((INDEXED,) if choosers(model) else ()), *(COMPRESSED if window_layers(model) else ()))
+    refuse_by_name(model, covered, whole, kinds)
     register()
     with at_rest(model):
         pools = pooling_of(model)
@@ -147,6 +167,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         mine = dict.fromkeys(before, NAME)
         mark_whole(model, whole)
     take_off(model)
+    take_functions(model)
     alibi = has_alibi(model)
     if writes_attention(model):
         with_attention(model, attention_forward)
@@ -154,11 +175,14 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     try:
         put_over_ranks(model)
         put_selectors(model)
+        put_windows(model)
         give_positions(model, attention_forward)
         with at_rest(model):
             looked: Any = cast(Any, model).base_model if pools else model
             mixers = linear_mixers(looked)
             seen = handing_on(model, covered, lambda: look_over(looked, mixers, numbered=not alibi))
+            if sight is not None:
+                sight = prove_images(looked, model.get_submodule(sight.where), sight, seen, images == "ranks")
             head = _POOLED.format(type(model).__name__) if pools else head_of(model, seen)
             found: dict[str, Any] = {"pools": pools}
             if not pools:
@@ -169,8 +193,10 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
             routing_asked_for(task.routing, {}, config)
     except BaseException as error:
         switch(before)
+        take_functions(model)
         take_back(model)
         give_back(model)
+        give_windows_back(model)
         take_positions(model)
         if isinstance(error, Exception) and not isinstance(error, NotImplementedError):
             raise NotImplementedError(
@@ -180,7 +206,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     for number, (module, said) in enumerate(seen.callers.items()):
         put_state(module, _Attention(said, seen.sides.get(module, said.sides), number))
     blocks = note_layers(model, {*seen.callers, *seen.linear}, seen.heard)
-    put_around(model, Edge(cp, seen.numbering, takes_cache(model), task, blocks, seen.by_row))
+    put_around(model, Edge(cp, seen.numbering, takes_cache(model), task, blocks, seen.by_row, images=sight))
     return model
 
 
@@ -228,6 +254,7 @@ def attention_forward(
     sequences = sequences_of(name, cp_batch)
     unheard = {keyword: value for keyword, value in kwargs.items() if keyword not in SILENT}
     chosen = attention_mask if isinstance(attention_mask, SequencesToChoose) else None
+    windows = state_of(module, WindowsOfCall)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     said = _said(module, causal, sliding_window)
     if chosen is None and isinstance(sequences, Probe):
@@ -235,10 +262,9 @@ def attention_forward(
         attention_mask = None
     if chosen is None and attention_mask is not None:
         refuse_own_mask(name, attention_mask)
-    if chosen is None:
-        refuse(name, indices=indices, **unheard)
-    else:
-        refuse(name, dropout_p=dropout, softcap=softcap, alibi_slopes=alibi_slopes, **unheard)
+    refuse(name, indices=indices if chosen is None else None, **unheard)
+    if chosen is not None or windows is not None:
+        refuse(name, dropout_p=dropout, softcap=softcap, alibi_slopes=alibi_slopes)
     if key.shape[2] != query.shape[2]:
         raise NotImplementedError(
             f"key has {key.shape[2]} tokens and query {query.shape[2]}: a cache is not supported, "
@@ -255,6 +281,10 @@ def attention_forward(
         if indices is None or sides != (-1, 0, 0):
             raise NotImplementedError(f"{name} gives its attention no indices, or a window besides")
         return attend_to_chosen(chosen, query, key, value, indices, scaling, s_aux), None
+    if windows is not None:
+        if sides != (windows.layer.sliding_window - 1, 0, 0) or s_aux is None:
+            raise NotImplementedError(f"{name} gives its attention another window than its own, or no sinks")
+        return windows.attend(query, key, scaling, s_aux), None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out = sequences.attend(
         q,
@@ -284,6 +314,8 @@ def refuse_masks(
     mask_function = without_blocks(mask_function)
     joined = given.get("use_vmap") or "or_mask" in mask_function.__qualname__
     probe, sequences = Probe.now(), sequences_as_mask()
+    if probe is not None and sequences is None and (table := probe.whole_mask(mask_function, given)) is not None:
+        return table
     if not joined and probe is None:
         return sequences
     sides = sides_of(mask_function, given.get("q_length"), given.get("local_size"))
@@ -301,11 +333,11 @@ def _said(module: torch.nn.Module, causal: bool, sliding_window: Any) -> Said:
     config: Any = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds is not None and layer is not None else None
-    if kind not in (None, "hybrid", INDEXED, *LAYERS):
+    if kind not in (None, "hybrid", "hybrid_sliding", INDEXED, *COMPRESSED, *LAYERS):
         refuse_kind(f"layer_types[{layer}]", kind, type(module).__name__)
     size = None if sliding_window is _UNSAID else sliding_window
     hidden = kind is None and sliding_window is _UNSAID and getattr(config, "sliding_window", None) is not None
-    silent = (kind == "sliding_attention" and size is None) or hidden
+    silent = (kind in ("sliding_attention", "hybrid_sliding") and size is None) or hidden
     chunk = getattr(config, "attention_chunk_size", None) if kind == CHUNKED else 0
     if chunk is None:
         raise NotImplementedError(

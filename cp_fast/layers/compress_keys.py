@@ -25,7 +25,7 @@ from cp_ref.schedules.planners.ring_members import RingMembers
 from cp_ref.schedules.schedule import Step
 from cp_ref.schedules.table import Spans, ranges
 
-__all__ = ["LAYER", "CompressionLayer", "WindowTables", "Windows", "compress_keys"]
+__all__ = ["LAYER", "CompressionLayer", "WindowTables", "Windows", "compress_keys", "entries_alone"]
 
 # ---- tables
 
@@ -122,6 +122,22 @@ def _slots(windows: Windows, values: torch.Tensor, gates: torch.Tensor, bias: An
         z = torch.cat([z_before.masked_fill(hidden, float("-inf")), z[..., half:]], 1)
     weights = torch.exp(z - z.amax(1, keepdim=True))
     return _Slots(x, weights / _added(weights)[:, None])
+
+
+def entries_alone(
+    values: torch.Tensor, gates: torch.Tensor, bias: torch.Tensor | None, rate: int, *, overlap: bool
+) -> torch.Tensor:
+    """The entries [n, d] of one document in one process, of rows [s, c].
+
+    >>> entries_alone(torch.tensor([[1.0], [3.0], [9.0]]), torch.zeros(3, 1), None, 2, overlap=False).tolist()
+    [[2.0]]
+    """
+    start = torch.arange(len(values) // rate, device=values.device)[:, None] * rate
+    rows = start + torch.arange(rate, device=values.device)
+    first = start[:, 0] == 0
+    windows = Windows("", RowMessages({}, ()), rows, torch.where(first[:, None], rows, rows - rate), first)
+    of = _slots(windows, values, gates, bias, overlap=overlap)
+    return _added(of.weights * of.x).to(values.dtype)
 
 
 def _added(x: torch.Tensor) -> torch.Tensor:

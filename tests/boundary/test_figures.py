@@ -189,7 +189,8 @@ def _runs_by_heads() -> list[list[str]]:
 def test_each_compiler_pass_was_measured() -> None:
     files = "passes_1x_h200.csv", "passes_by_heads_1x_h200.csv"
     names = {row["without"] for file in files for row in record(file)}
-    assert names - {"-", "hoist_copies", "all"} == {one.name for one in PASSES}  # one saved less than 1 %, and went
+    gone = {"hoist_copies", "prepend_keys", "split_queries", "sort_keys"}  # they saved less than 1 %
+    assert names - gone - {"-", "all"} == {one.name for one in PASSES}
 
 
 def test_random_problems_with_scores_of_places() -> None:
@@ -301,6 +302,35 @@ def test_sparse_attention() -> None:
     assert order in page
 
 
+def test_compressed_keys() -> None:
+    """Milliseconds of the page on compressed keys."""
+    page = " ".join((ROOT / "docs" / "how_to" / "compressed.md").read_text().split())
+    eighth, played = (
+        json.loads((ROOT / "benchmarks" / "results" / f"compressed_{name}_1x_h200.json").read_text())
+        for name in ("rank_of_8", "check")
+    )
+    closed, chosen, dense = (eighth[name] for name in ("rate 128", "rate 4", "dense"))
+    select = chosen["ms"]["select"] + chosen["ms"]["rows_of"]
+    rows = (("rate 128, all closed entries", "", closed), ("rate 4, chosen entries", f"{select:,.0f} ", chosen))
+    for name, selection, part in (*rows, ("all tokens", "", dense)):
+        ms = part["ms"]
+        assert (
+            f"| {name} | {selection}| {ms['forward']:,.0f} | {ms['backward']:,.0f} | {sum(ms.values()):,.0f} |" in page
+        )
+    times = [part["dense_over_it"] for part in (closed, chosen)]
+    fewer = [dense["pairs"] / part["pairs"] for part in (closed, chosen)]
+    assert f"a layer is {times[0]:.1f} and {times[1]:.1f} times as fast" in page
+    assert f"Its operations are {fewer[0]:.0f} and {fewer[1]:.0f} times fewer" in page
+    rates = [
+        round(part["operations"][way] / part["ms"][way] / 1e9, -1)
+        for part in (closed, dense)
+        for way in ("forward", "backward")
+    ]
+    assert rates == [250, 200, 550, 600]
+    assert round(select / chosen["layer_ms"], 1) == 0.6, "three fifths"
+    assert (played["problems"], played["wrong"]) == (200, {})
+
+
 # ---- the tables of docs/how_to/long_context.md are what `benchmarks/long_context_page.py` makes of the record
 
 
@@ -348,3 +378,24 @@ def test_memory_over_a_step_is_drawn(tmp_path: Path) -> None:
     memory = [["begin", 1.0, 1.0], ["0 mlp begins", 2.0, 2.5], ["0 mlp ends", 3.0, 4.0], ["end", 1.0, 5.0]]
     long.picture([{**ROWS[0], "memory": memory}], tmp_path / "memory.svg")
     assert "cp-attention, 65,536 tokens, 4 layers" in (tmp_path / "memory.svg").read_text().replace("<!-- ", "")
+
+
+def test_diffusers_own_paths_beside_ours() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "diffusers_paths.json").read_text())
+    page = (ROOT / "docs" / "conformance" / "comparison.md").read_text()
+    names = {"cp-attention, `p2p`": "cp_fast, p2p", "cp-attention, `a2a`": "cp_fast, a2a"}
+    names |= {"diffusers, ring": "diffusers, ring", "diffusers, Ulysses": "diffusers, ulysses"}
+    for name, way in names.items():
+        parts = [found["counts"][way][part] for part in ("training", "inference")]
+        cells = [", ".join(str(part.get(verdict, 0)) for verdict in ("right", "wrong", "refused")) for part in parts]
+        assert f"| {name} | {' | '.join(cells)} |" in page.replace("**", "")
+    assert f"{len(found['cases']) // len(names)} cases" in page
+    cases = {(case["family"], case["case"], case["way"]): case for case in found["cases"]}
+
+    def differs(family: str, case: str) -> str:
+        return f"{100 * cases[family, case, 'diffusers, ring']['outputs']:.0f} %"
+
+    words = (ROOT / "docs" / "conformance" / "findings.md").read_text()
+    masked = "even lengths, a padded text"
+    assert f"QwenImage by {differs('qwen_image', masked)}, and of LTX by {differs('ltx', masked)}" in words
+    assert f"differ by {differs('helios, amplified', 'odd lengths')}" in words

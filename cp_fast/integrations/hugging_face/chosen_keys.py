@@ -73,8 +73,8 @@ class SequencesToChoose:
         d_qk, d_v = layer.qk_head_dim, layer.v_head_dim
         if self.latent:
             d_qk, d_v = layer.kv_lora_rank + layer.qk_rope_head_dim, layer.kv_lora_rank
-        heads_kv, sinks = 1 if self.latent else layer.num_heads, hasattr(layer, "sinks")
-        return self.sequences.sparse_plan(x, layer.num_heads, heads_kv, d_qk, d_v, sinks)
+        heads_kv, kind = 1 if self.latent else layer.num_heads, "learnable" if hasattr(layer, "sinks") else "vanilla"
+        return self.sequences.sparse_plan(x, layer.num_heads, heads_kv, d_qk, d_v, softmax_type=kind)
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from torch import nn
 
 from cp_fast.integrations.hugging_face.slice_probe import Probe, takes_cache
 
-__all__ = ["handing_on"]
+__all__ = ["Handed", "as_keyword", "handing_on"]
 
 T = TypeVar("T")
 _MASK = "attention_mask"
@@ -102,11 +102,11 @@ def _join(model: nn.Module, outer: str, inner: str) -> None:
         names = [f"{holder}.{one}" for one, _ in holding.named_children()] if listed else [name]
         module.register_forward_pre_hook(_as_mask, with_kwargs=True)
         for one in map(module.get_submodule, names):
-            one.register_forward_pre_hook(_as_keyword, with_kwargs=True)
+            one.register_forward_pre_hook(as_keyword, with_kwargs=True)
 
 
 @dataclass(frozen=True, eq=False)
-class _Handed:
+class Handed:
     """The sequences of a call and its mask, in the place of the mask."""
 
     sequences: Any
@@ -116,11 +116,11 @@ class _Handed:
 def _as_mask(_: nn.Module, by_place: tuple[Any, ...], named: dict[str, Any]) -> Any:
     if named.get("cp_batch") is None:
         return None
-    return by_place, {**named, _MASK: _Handed(named["cp_batch"], named.get(_MASK))}
+    return by_place, {**named, _MASK: Handed(named["cp_batch"], named.get(_MASK))}
 
 
-def _as_keyword(_: nn.Module, by_place: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    found = next((x for x in (*by_place, named.get(_MASK)) if isinstance(x, _Handed)), None)
+def as_keyword(_: nn.Module, by_place: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    found = next((x for x in (*by_place, named.get(_MASK)) if isinstance(x, Handed)), None)
     if found is None:
         return None
     by_place = tuple(found.mask if x is found else x for x in by_place)

@@ -25,7 +25,7 @@ from cp_fast.integrations.hugging_face.linear_functions import (
 from cp_fast.integrations.hugging_face.module_states import check_forward, give_forward, take_forward
 from cp_fast.integrations.hugging_face.slice_probe import Probe
 from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
-from cp_fast.integrations.hugging_face.written_mixers import WRITTEN
+from cp_fast.integrations.hugging_face.written_mixers import WRITTEN, hand_on
 
 __all__ = ["linear_mixers", "put_over_ranks", "take_back"]
 
@@ -63,6 +63,7 @@ def put_over_ranks(model: nn.Module) -> None:
         for function in _functions(kind) & set(FUNCTIONS):
             _check_parameters(name, function, inspect.unwrap(kind.forward).__globals__[function])
         give_forward(module, _forward(kind.forward, written))
+        hand_on(model.get_submodule(where.rpartition(".")[0]), module)
 
 
 def take_back(model: nn.Module) -> None:

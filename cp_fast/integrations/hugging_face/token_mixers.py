@@ -28,7 +28,14 @@ ROUTER_SWITCH = "output_router_logits"  # It switches the loss of `router_losses
 _CACHES = ("cache", "past_key_values", "cache_params", "layer_past")
 CHUNKED = "chunked_attention"
 LAYERS = ("full_attention", "sliding_attention", CHUNKED)  # cp_fast has these of a configuration's layer_types.
-_WITH_MIXERS = ("linear_attention", "conv", "hybrid", "moe", "mlp")  # It has these with the model's linear layers.
+_WITH_MIXERS = (
+    "linear_attention",
+    "conv",
+    "hybrid",
+    "hybrid_sliding",
+    "moe",
+    "mlp",
+)  # It has these with the model's linear layers.
 _MIXING = (
     nn.modules.conv._ConvNd,
     nn.modules.pooling._AdaptiveAvgPoolNd,
@@ -44,7 +51,8 @@ _MIXING = (
     nn.Fold,
     nn.Upsample,
 )
-_ELSEWHERE = {"indexed_attention", "linear_attention", "conv", "hybrid"}  # It has these in some models.
+_ELSEWHERE = {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"}
+_ELSEWHERE |= {"linear_attention", "conv", "hybrid"}  # It has these in some models.
 _BY_ROW = (nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)  # They drop whole rows of [b, s, d].
 _DROPPED = ("p", "drop_prob", "drop_path_rate")  # These say how likely.
 _OF_EXPERTS = ("expert_capacity", "capacity_factor", "expert_capacity_factor")  # Other tokens decide which are dropped.

@@ -1,5 +1,5 @@
 """Mixers of transformers that are written out, and not calls of functions that cp_fast can replace: MiniMax's lightning
-attention, Mamba and its kind, and the recurrent block of RecurrentGemma. Each has its forward here.
+attention, Mamba and its kind, the recurrent block of RecurrentGemma, and Zaya's projection. Each has its forward here.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from cp_fast.integrations.hugging_face.handed_on import Handed, as_keyword
 from cp_fast.integrations.hugging_face.linear_functions import causal_conv1d_fn, recurrence, sequences_of_mixer
+from cp_fast.integrations.hugging_face.module_states import hook_once
 from cp_fast.integrations.hugging_face.slice_probe import Probe
 from cp_fast.integrations.token_batches import CpBatch
 
-__all__ = ["WRITTEN"]
+__all__ = ["WRITTEN", "hand_on"]
 
 _MASK = "attention_mask"
 
@@ -148,12 +150,79 @@ def _recurrent_block(
     return self.linear_out(found.flatten(2) * self.act_fn(self.linear_y(input_states))), None
 
 
+# ---- Zaya
+
+
+def _compressed(
+    self: Any,
+    hidden_states: torch.Tensor,
+    cache: Any = None,
+    conv_mask: Any = None,
+    cp_batch: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Zaya's queries, keys and values: two convolutions in a row, and values of which half are the token's before.
+
+    Both begin with what zeros before the sequence give: constants, which are added behind.
+    """
+    sequences_of_mixer(type(self).__name__, cp_batch, kwargs | {"conv_mask": conv_mask})
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
+    depthwise, grouped = self.conv_qk_depthwise, self.conv_qk_grouped
+    x = causal_conv1d_fn(torch.cat([q, k], -1).transpose(1, 2), depthwise.weight.squeeze(1), cp_batch=cp_batch)
+    taps = grouped.weight.unbind(-1)
+    behind = (_earlier(x, len(taps) - 1 - j, cp_batch) for j in range(len(taps)))
+    mixed = sum(F.conv1d(y, tap[..., None], groups=grouped.groups) for y, tap in zip(behind, taps, strict=True))
+    constant = F.conv1d(
+        depthwise.bias[None, :, None], grouped.weight.sum(-1, keepdim=True), grouped.bias, groups=grouped.groups
+    )
+    mixed = (mixed + constant).transpose(1, 2)
+    per_key = self.num_key_value_groups
+    residual_q = (q.view(shape) + k.view(shape).repeat_interleave(per_key, dim=2)) * 0.5
+    residual_k = residual_q.unflatten(2, (-1, per_key)).mean(dim=3)
+    query, key = (part.view(shape) for part in mixed.split([q.shape[-1], k.shape[-1]], dim=-1))
+    delayed, zero = self.v_proj_delayed(hidden_states), self.v_proj_delayed(torch.zeros_like(hidden_states[:1, :1]))
+    delayed = _earlier((delayed - zero).transpose(1, 2), 1, cp_batch).transpose(1, 2) + zero
+    value = torch.cat([self.v_proj_current(hidden_states), delayed], dim=-1).view(shape)
+    return query + residual_q, key + residual_k, value
+
+
+def _earlier(x: torch.Tensor, count: int, cp_batch: Any) -> torch.Tensor:
+    """The values of the token `count` before, [b, channels, s/cp]; zero before the sequence."""
+    if not count:
+        return x
+    weight = x.new_zeros(x.shape[1], count + 1)
+    weight[:, 0] = 1
+    return causal_conv1d_fn(x, weight, cp_batch=cp_batch)
+
+
+def _hand_to_projection(_: Any, by_place: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Zaya's attention gives its projection one mask of two, and no keywords."""
+    if named.get("cp_batch") is None:
+        return None
+    masks = named.get(_MASK) or {}
+    return by_place, {**named, _MASK: {**masks, "conv": Handed(named["cp_batch"], masks.get("conv"))}}
+
+
+def hand_on(holder: Any, mixer: Any) -> None:
+    """Have a module hand `cp_batch` on to the mixer in it, where its class does not."""
+    if _name(type(mixer)) == _ZAYA:
+        hook_once(holder, _hand_to_projection)
+        hook_once(mixer, as_keyword)
+
+
+def _name(kind: type[Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 _PLACE = "transformers.models"
+_ZAYA = f"{_PLACE}.zaya.modeling_zaya.ZayaCCAProjection"
 WRITTEN: dict[str, Callable[..., Any]] = {  # by the class of the mixer
     f"{_PLACE}.minimax.modeling_minimax.MiniMaxLightningAttention": _lightning,
     f"{_PLACE}.mamba.modeling_mamba.MambaMixer": _mamba,
     f"{_PLACE}.falcon_mamba.modeling_falcon_mamba.FalconMambaMixer": _mamba,
     f"{_PLACE}.jamba.modeling_jamba.JambaMambaMixer": _mamba,
     f"{_PLACE}.zamba.modeling_zamba.ZambaMambaMixer": _zamba,
+    _ZAYA: _compressed,
     f"{_PLACE}.recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock": _recurrent_block,
 }

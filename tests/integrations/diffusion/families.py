@@ -69,25 +69,25 @@ def wan_of_images() -> Batch:
     return wan(text=512) | {"encoder_hidden_states_image": noise(2, 5, 16)}
 
 
-def qwen_image(batch: int = 2, text: int = 7, seen: tuple[int, ...] = (7, 4)) -> Batch:
+def qwen_image(batch: int = 2, text: int = 7, seen: tuple[int, ...] = (7, 4), width: int = 5) -> Batch:
     return {
-        "hidden_states": noise(batch, 15, 16),
+        "hidden_states": noise(batch, 3 * width, 16),
         "encoder_hidden_states": noise(batch, text, 16),
         "encoder_hidden_states_mask": torch.arange(text) < torch.tensor(seen)[:, None],
         "timestep": torch.linspace(0.2, 0.9, batch),
-        "img_shapes": [[(1, 3, 5)]] * batch,
+        "img_shapes": [[(1, 3, width)]] * batch,
     }
 
 
-def ltx(batch: int = 2, text: int = 6, seen: tuple[int, ...] = (6, 3)) -> Batch:
+def ltx(batch: int = 2, text: int = 6, seen: tuple[int, ...] = (6, 3), width: int = 5) -> Batch:
     return {
-        "hidden_states": noise(batch, 3 * 3 * 5, 4),
+        "hidden_states": noise(batch, 3 * 3 * width, 4),
         "encoder_hidden_states": noise(batch, text, 16),
         "encoder_attention_mask": (torch.arange(text) < torch.tensor(seen)[:, None]).long(),
         "timestep": torch.tensor([5, 7])[:batch],
         "num_frames": 3,
         "height": 3,
-        "width": 5,
+        "width": width,
     }
 
 
@@ -95,11 +95,11 @@ def ltx_of_steps() -> Batch:
     return ltx() | {"timestep": torch.arange(90).reshape(2, 45)}
 
 
-def ltx2(batch: int = 2, text: int = 6) -> Batch:
+def ltx2(batch: int = 2, text: int = 6, audio: int = 11) -> Batch:
     mask = torch.arange(text) < torch.tensor([text, 3])[:, None]
     return {
         "hidden_states": noise(batch, 2 * 3 * 5, 4),
-        "audio_hidden_states": noise(batch, 11, 4),
+        "audio_hidden_states": noise(batch, audio, 4),
         "encoder_hidden_states": noise(batch, text, 16),
         "audio_encoder_hidden_states": noise(batch, text, 16),
         "timestep": torch.rand(batch, 30) * 1000,
@@ -110,7 +110,7 @@ def ltx2(batch: int = 2, text: int = 6) -> Batch:
         "num_frames": 2,
         "height": 3,
         "width": 5,
-        "audio_num_frames": 11,
+        "audio_num_frames": audio,
     }
 
 
@@ -146,8 +146,8 @@ def cosmos3() -> Batch:
     }
 
 
-def minimax_h3(batch: int = 2) -> Batch:
-    text, video, audio = 4, 12, 5
+def minimax_h3(batch: int = 2, text: int = 4) -> Batch:
+    video, audio = 12, 5
     tags = torch.cat([torch.full((n,), tag) for n, tag in ((text, 1), (audio, 2), (video, 0))])
     return {
         "hidden_states": noise(batch, video, 16),

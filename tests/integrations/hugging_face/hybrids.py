@@ -37,6 +37,8 @@ JAMBA |= {"num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2, 
 ZAMBA1 = {"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_expand": 2, "n_mamba_heads": 2, "num_hidden_layers": 3}
 ZAMBA1 |= {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "attention_head_dim": 16}
 ZAMBA1 |= {"attention_hidden_size": 64}
+ZAYA = EXPERTS | {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 5}
+ZAYA |= {"num_experts_per_tok": 1}
 CONV = {"layer_types": ["conv", "full_attention"]}
 
 HYBRIDS: dict[str, dict[str, Any]] = {  # by the functions that they call
@@ -59,6 +61,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # by the functions that they call
     "JambaForCausalLM": JAMBA,
     "ZambaForCausalLM": ZAMBA1,
     "RecurrentGemmaForCausalLM": {"lru_width": 32, "block_types": ["recurrent", "attention"]},
+    "ZayaForCausalLM": ZAYA,
     "Lfm2ForCausalLM": CONV,
     "Lfm2MoeForCausalLM": CONV | EXPERTS | {"num_dense_layers": 1},
     "Lfm3ForCausalLM": CONV,
@@ -66,10 +69,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # by the functions that they call
 REFUSED_HYBRIDS: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen4ExpForCausalLM": (GATED | SHARED | INDEXED, "'indexed_attention'"),
     "Glm5NextTextModel": (KIMI | {"index_topk": 16, "index_kpool": 4, "qk_rope_head_dim": 0}, "'indexed_attention'"),
-    "InklingForCausalLM": ({}, "'hybrid_sliding'"),
-    "Inkling2ForCausalLM": ({}, "'hybrid_sliding'"),
-    "Inkling2LoopForCausalLM": ({}, "'hybrid_sliding'"),
-    "ZayaForCausalLM": ({}, r"layer_types\[0\] is 'hybrid'"),
+    "InklingForCausalLM": ({}, "position_bias is a tensor"),
+    "Inkling2ForCausalLM": ({}, "causal_conv1d_fn is not given cp_batch"),
+    "Inkling2LoopForCausalLM": ({}, "causal_conv1d_fn is not given cp_batch"),
     "xLSTMForCausalLM": ({}, "never calls its attention by transformers' AttentionInterface"),
     "RwkvForCausalLM": ({"attention_hidden_size": 32}, r"time_shift \(ZeroPad2d of RwkvSelfAttention\) mixes tokens"),
 }

@@ -373,7 +373,6 @@ NOT_ATTACKED = {  # and why
     "token_log_probs": "needs a model, with tests of its own",
     "token_log_probs_and_entropy": "needs a model, with tests of its own",
     "ranks_of_batch": "takes unchecked keywords, for a decorator",
-    "shard_batch": "another name of shard_tokens",
 }
 
 

@@ -1,0 +1,261 @@
+"""DeepSeek-V4, whose attention reads compressed keys: over ranks as in one process, document by document."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cp_fast
+from conformance.step import compare_step
+from cp_fast.integrations import transformers as ours
+from cp_fast.integrations.hugging_face import compressed_keys
+from cp_ref import SimGroup
+from cp_ref.schedules.words import Unsupported
+from tests.dist.workers import Processes
+from tests.integrations.hugging_face import hybrids
+from tests.integrations.hugging_face import test_chosen_keys as of_chosen
+from tests.integrations.hugging_face.hybrids import batches
+
+pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
+
+NAME = "DeepseekV4ForCausalLM"
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "head_dim": 16, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8,
+    "n_routed_experts": 7, "num_experts_per_tok": 2, "n_shared_experts": 1, "partial_rotary_factor": 0.5,
+    "layer_types": ["sliding_attention", "heavily_compressed_attention", *["compressed_sparse_attention"] * 2],
+    "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 5}, "sliding_window": 4,
+    "index_n_heads": 16, "index_head_dim": 12, "index_topk": 2, "hc_mult": 2, "hc_sinkhorn_iters": 3,
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+def tiny(name: str = NAME, **more: Any) -> Any:
+    """A small model in training mode, with a layer of each type, and weights large enough for choices to differ."""
+    kind = getattr(importlib.import_module("transformers"), name)
+    torch.manual_seed(0)
+    model = kind._from_config(kind.config_class(**(SIZES | more)), attn_implementation="eager")
+    for where, weight in model.named_parameters():
+        if weight.dim() > 1 or where.endswith("sinks"):
+            torch.nn.init.normal_(weight, std=0.2)
+    for where, table in model.named_buffers():
+        if where.endswith("tid2eid"):  # which experts a token has, by its id
+            table.copy_(torch.randint(0, SIZES["n_routed_experts"], table.shape))
+    return model.train()
+
+
+@pytest.fixture(autouse=True)
+def _of_this_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_chosen, "tiny", tiny)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "comm", "layout"),
+    [
+        ("packed", 2, "all_gather", "dual_chunk"),
+        *(
+            pytest.param(kind, size, comm, layout, marks=pytest.mark.thorough)
+            for kind in batches()
+            for size, comm, layout in (
+                (1, "all_gather", "dual_chunk"),
+                (2, "all_gather", "balanced"),
+                (3, "all_gather", "contiguous"),
+                (4, "a2a", "balanced"),
+            )
+        ),
+    ],
+)
+def test_a_model_is_the_same_over_ranks(kind: str, size: int, comm: Any, layout: Any) -> None:
+    """Logits, losses and all gradients, document by document. Hyper-connections and hash routers take slices."""
+
+    def one(member: Any) -> of_chosen.Part:
+        return of_chosen.part_of(NAME, kind, cp_fast.ContextParallel(member, comm, layout=layout))
+
+    of_chosen.check(NAME, kind, SimGroup(size).run(one))
+
+
+def over_gloo() -> Any:
+    """One process."""
+    of_chosen.tiny = tiny
+    *tensors, grads = of_chosen.part_of(NAME, "packed", cp_fast.ContextParallel(dist.group.WORLD, "all_gather"))
+    return [x.numpy() for x in tensors], {n: x.numpy() for n, x in grads.items()}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    group = Processes(2)
+    yield group
+    group.close()
+
+
+@pytest.mark.thorough
+def test_processes(two: Processes) -> None:
+    parts: list[of_chosen.Part] = []
+    for found in two.run(over_gloo):
+        assert not isinstance(found, Exception), found
+        logits, numbers, loss = (torch.from_numpy(x) for x in found[0])
+        parts.append((logits, numbers, loss, {n: torch.from_numpy(x) for n, x in found[1].items()}))
+    of_chosen.check(NAME, "packed", parts)
+
+
+def test_transformers_alone_compresses_over_the_documents_of_a_packed_row() -> None:
+    """So one process is right document by document alone."""
+    batch = batches()["packed"]
+    whole = tiny()(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
+    by_document, _, _ = of_chosen.alone(NAME, batch)
+    first = int((batch["position_ids"][0] == 0).nonzero()[1])
+    torch.testing.assert_close(whole[:first], by_document[:first], rtol=1e-4, atol=1e-4)
+    assert (whole[first:] - by_document[first:]).abs().max() > 1e-2
+
+
+def build(cp: Any, leaks: bool = False) -> Any:
+    """A loop of one's own, for `compare_step`."""
+    model = tiny()
+    for layer in model.model.layers:  # the rows of an expert have no order in which a step could compare them
+        del layer.mlp.experts.act_fn
+        layer.mlp.experts.act_fn = torch.nn.functional.silu
+    if cp is not None:
+        ours.prepare(model, cp)
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if cp is None and leaks:
+            part = model(**batch, use_cache=False).loss
+            part.backward()
+        elif cp is None:
+            part = hybrids.alone(model, batch)[1]
+        else:
+            part = model(**ours.shard_batch(batch, cp=cp, model=model)).loss
+            part.backward()
+            for weight in model.parameters():
+                if weight.grad is not None:
+                    dist.all_reduce(weight.grad)
+            dist.all_reduce(part := part.detach())
+        return part
+
+    return model, step
+
+
+@pytest.mark.thorough
+def test_a_step_is_right_and_one_process_that_leaks_is_named() -> None:
+    report = compare_step(build, batches()["packed"], 2, cp_comm_type="all_gather")
+    assert report.right, report
+    report = compare_step(partial(build, leaks=True), batches()["packed"], 2, cp_comm_type="all_gather")
+    assert report.causes == ("leak",), report
+    assert "by compress_keys" in report.findings[0].text, report
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool) -> None:
+    def one(member: Any) -> list[list[torch.Tensor]]:
+        cp = cp_fast.ContextParallel(member, "all_gather")
+        found: list[list[torch.Tensor]] = []
+        for saved in (False, True):
+            model = ours.prepare(tiny(), cp)
+            if saved:
+                how = {"use_reentrant": reentrant}
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+                model.enable_input_require_grads()
+            model(**ours.shard_batch(batches()["packed"], cp=cp, model=model)).loss.backward()
+            found.append([w.grad for w in model.parameters() if w.grad is not None])
+        return found
+
+    for plain, again in SimGroup(2).run(one):
+        assert len(plain) > 50
+        torch.testing.assert_close(again, plain)
+
+
+def test_adapters_of_linear_layers() -> None:
+    """LoRA on what makes queries, keys and gates; gradients of the adapters are those of one process."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    parts = ["q_b_proj", "kv_proj", "gate_proj"]
+
+    def adapted() -> Any:
+        model = peft.get_peft_model(tiny(), peft.LoraConfig(r=2, target_modules=parts))
+        torch.manual_seed(1)
+        for where, weight in model.named_parameters():
+            if "lora" in where:
+                torch.nn.init.normal_(weight, std=0.2)
+        return model.train()
+
+    def step(cp: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model = ours.prepare(adapted(), cp)
+        loss = model(**ours.shard_batch(batches()["packed"], cp=cp, model=model.get_base_model())).loss
+        loss.backward()
+        return loss.detach(), {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+
+    parts_of = SimGroup(2).run(lambda member: step(cp_fast.ContextParallel(member, "all_gather")))
+    ((loss, grads),) = SimGroup(1).run(lambda member: step(cp_fast.ContextParallel(member, "all_gather")))
+    assert any("compressor" in name for name in grads)
+    torch.testing.assert_close(torch.stack([x for x, _ in parts_of]).sum(), loss, rtol=1e-5, atol=1e-5)
+    for name, grad in grads.items():
+        found = torch.stack([x[name] for _, x in parts_of]).sum(0)
+        assert float((found - grad).norm()) <= 1e-4 * float(grad.norm()) + 1e-6, name
+
+
+def test_autocast() -> None:
+    def one(member: Any) -> torch.Tensor:
+        cp = cp_fast.ContextParallel(member, "all_gather")
+        model = ours.prepare(tiny(), cp)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(**ours.shard_batch(batches()["packed"], cp=cp, model=model))
+        out.loss.backward()
+        assert all(bool(w.grad.isfinite().all()) for w in model.parameters() if w.grad is not None)
+        return out.loss.detach()
+
+    _, loss, _ = of_chosen.alone(NAME, batches()["packed"])
+    torch.testing.assert_close(torch.stack(SimGroup(2).run(one)).sum(), loss, rtol=5e-2, atol=5e-2)
+
+
+def test_a_ring_is_refused_by_name() -> None:
+    def one(member: Any) -> None:
+        cp = cp_fast.ContextParallel(member)
+        model = ours.prepare(tiny(), cp)
+        with pytest.raises(Unsupported, match=r"by cp_comm_type 'p2p'.*\n.*cp_comm_type='all_gather'"):
+            model(**ours.shard_batch(batches()["packed"], cp=cp, model=model))
+
+    SimGroup(2).run(one)
+
+
+@pytest.mark.parametrize("where", ["_projected", "_index_queries"])
+def test_a_compressor_of_another_kind_is_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release of transformers may change it: the trial of `prepare` compares entries and choices."""
+    theirs = getattr(compressed_keys, where)
+
+    def other(*given: Any) -> tuple[Any, ...]:
+        first, *rest = theirs(*given)
+        return first.flip(-1), *rest
+
+    monkeypatch.setattr(compressed_keys, where, other)
+    model = tiny()
+
+    def one(member: Any) -> None:
+        with pytest.raises(NotImplementedError, match=r"self_attn.compressor .* makes or shows its keys in a way"):
+            ours.prepare(model, cp_fast.ContextParallel(member, "all_gather"))
+
+    SimGroup(1).run(one)
+    assert "forward" not in model.model.layers[1].self_attn.__dict__
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_by_itself_and_a_copy_are_as_before() -> None:
+    """A prepared model whose attention is switched back runs its own compressors; a copy has states of its own."""
+    batch = {"input_ids": batches()["one"]["input_ids"], "use_cache": False}
+    want = tiny()(**batch).logits
+
+    def one(member: Any, *, copied: bool) -> torch.Tensor:
+        model = ours.prepare(tiny(), cp_fast.ContextParallel(member, "all_gather"))
+        model = copy.deepcopy(model) if copied else model
+        model.set_attn_implementation("eager")
+        return model(**batch).logits
+
+    for copied in (False, True):
+        assert torch.equal(SimGroup(1).run(partial(one, copied=copied))[0], want)
