@@ -226,7 +226,9 @@ def _stand_in() -> None:
             ctx.mask, ctx.scale = mask, scale
         return (out, lse) if return_lse else out
 
-    def backward(ctx: Any, grad: Any, *, query: Any, key: Any, value: Any, out: Any, lse: Any) -> Any:
+    def backward(ctx: Any, grad: Any, *_: Any, **given: Any) -> Any:  # Ulysses gives nothing
+        names = ("query", "key", "value", "out", "lse")
+        query, key, value, out, lse = (given.get(name, x) for name, x in zip(names, ctx.saved_tensors, strict=True))
         scale = query.shape[-1] ** -0.5 if ctx.scale is None else ctx.scale
         p = (scores(query, key, ctx.mask, ctx.scale) - lse.transpose(1, 2)[..., None]).exp()
         dv = torch.einsum("bhqk,bqhd->bkhd", p, grad)

@@ -1,5 +1,6 @@
-"""Every causal, masked, token, sequence and question-answering class of transformers, and those of images and text with
-text alone: tiny, over two ranks, against one process.
+"""Every causal, masked, token, sequence and question-answering class of transformers, and those of images and text:
+tiny, over two ranks, against one process. Classes that read images, videos or sound are played with these too, over two
+ranks and over three; the three ranks share the pictures out, where they can.
 
     python -m benchmarks.sweep --commit "$(git rev-parse HEAD)" --out benchmarks/results/sweep.json
     python -m benchmarks.sweep --only "^(Llama|Qwen3)" --again

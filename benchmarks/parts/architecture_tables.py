@@ -19,7 +19,7 @@ TASKS = {
     "tokens": "token classification",
     "sequences": "sequence classification",
     "questions": "question answering",
-    "images": "images and text, with text alone",
+    "images": "images and text",
 }
 _ENDS = re.compile(
     r"(For(Causal|Masked)LM|For(Token|Sequence)Classification|ForQuestionAnswering(Simple)?|ForConditionalGeneration"
@@ -29,7 +29,8 @@ REASONS: tuple[tuple[str, str], ...] = (  # what a refusal says, and the line of
     (r"has an encoder and a decoder", "an encoder and a decoder"),
     (r"takes no position_ids", "takes no `position_ids`"),
     (r"never calls its attention by", "attention written out in the model"),
-    (r"reads images, in a way", "images, in a way that is not known here"),
+    (r"reads images, in a way that cp_fast does not", "no function that makes rows of tokens of images"),
+    (r"could not prove right", "images that could not be tried, or proved"),
     (r"reads (\w+); cp_fast spreads", r"reads `\1`"),
     (r"layer_types\[\d+\] is '(\w+)'", r"layers of the kind `\1`"),
     (r"calls (mamba_selective_scan)", r"`\1` (Mamba)"),
@@ -64,6 +65,11 @@ def _counts(classes: dict[str, dict[str, Any]]) -> str:
 
 def _right(classes: dict[str, dict[str, Any]]) -> str:
     rows = [[said, _listed(classes, task, "right")] for task, said in TASKS.items()]
+    for kind, said in {"image": "with images", "video": "with videos", "audio": "with sound"}.items():
+        names = [short(n) for n, one in classes.items() if one["verdict"] == "right" and kind in one.get("with", ())]
+        rows.append([f"{said}, of any task", f"{len(names)}: {', '.join(dict.fromkeys(names))}" if names else "-"])
+    names = [short(n) for n, one in classes.items() if one["verdict"] == "right" and one.get("shared")]
+    rows.append(['with images="ranks"', f"{len(names)}: {', '.join(dict.fromkeys(names))}" if names else "-"])
     return markdown(["right over ranks", "models"], rows)
 
 

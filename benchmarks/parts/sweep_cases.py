@@ -15,18 +15,21 @@ import importlib
 import inspect
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
 import cp_fast
+from benchmarks.parts.sweep_images import Pictures, kinds_of_pictures, pictures_of
 from benchmarks.parts.tiny_models import ORDINARY, TooLarge, shrunk, tiny_model
 from cp_fast.integrations import transformers as ours
+from cp_fast.integrations.hugging_face.image_models import ImageModel
 from cp_fast.integrations.hugging_face.model_edge import edge_of
 from cp_ref import SimGroup
+from cp_ref.groups.group import PaperGroup
 
 __all__ = ["LAYOUTS", "TASKS", "classes", "play", "switches"]
 
@@ -112,6 +115,7 @@ class Rows:
         given: input_ids, attention_mask or position_ids.
         labels: [b, s] of tokens; or one for each document.
         targets: [b, s], the labels where the logits have them: those of the next tokens, or their own.
+        alone: of a packed batch with pictures, the arguments of each document for one process.
     """
 
     kind: str
@@ -119,6 +123,7 @@ class Rows:
     labels: torch.Tensor
     targets: torch.Tensor
     spans: Batch = field(default_factory=dict[str, torch.Tensor])
+    alone: list[Batch] | None = None
 
     @property
     def mask(self) -> torch.Tensor | None:
@@ -128,7 +133,8 @@ class Rows:
     def documents(self) -> Iterator[tuple[int, slice]]:
         """The row and the tokens of each document of a packed batch."""
         start = 0
-        for n in PACKED:
+        lengths = PACKED if self.alone is None else [one["input_ids"].shape[1] for one in self.alone]
+        for n in lengths:
             yield 0, slice(start, start + n)
             start += n
 
@@ -164,6 +170,42 @@ def rows_of(task: str, kind: str, config: Any) -> Rows:
         return Rows(kind, given, torch.arange(len(lengths)) % 3, targets)
     spans = {"start_positions": torch.tensor([17, 4]), "end_positions": torch.tensor([30, 9])}
     return Rows(kind, given, learnt, targets, spans if kind == "spans" else {})
+
+
+def rows_of_pictures(task: str, packed: bool, pictures: Pictures, config: Any) -> Rows:
+    """A batch with pictures. config: the model's, which says what padding is."""
+    padding = getattr(config.get_text_config(), "pad_token_id", None)
+    padding = padding if isinstance(padding, int) else 0
+    documents = [
+        (ids, types) for ids, types in zip(pictures.ids, pictures.types, strict=True) if packed or len(ids) > 1
+    ]
+    lengths = torch.tensor([len(ids) for ids, _ in documents])
+    learnt = [ids % 3 if task == "tokens" else ids.clone() for ids, _ in documents]
+    for one in learnt:
+        one[9 : 9 + 2] = -100
+    if packed:
+        ids, types = (torch.cat(x)[None] for x in zip(*documents, strict=True))
+        labels = torch.cat(learnt)[None]
+        given = {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in lengths.tolist()])[None]}
+        labels = labels.masked_fill(given["position_ids"] == 0, -100) if task in SHIFTS else labels
+    else:
+        pad = torch.nn.utils.rnn.pad_sequence
+        every, kinds = (list(x) for x in zip(*documents, strict=True))
+        ids, types = pad(every, batch_first=True, padding_value=padding), pad(kinds, batch_first=True)
+        labels = pad(learnt, batch_first=True, padding_value=-100)
+        given = {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100) if task in SHIFTS else labels
+    labels = torch.arange(len(documents)) % 3 if task == "sequences" else labels
+    alone = [
+        {"input_ids": row[None], "attention_mask": torch.ones(1, len(row), dtype=torch.long)}
+        | more
+        | dict.fromkeys(pictures.types_named, kinds[None])
+        for row, kinds, more in zip(pictures.ids, pictures.types, pictures.alone, strict=True)
+    ]
+    named = dict.fromkeys(pictures.types_named, types)
+    return Rows(
+        "packed" if packed else "padded", given | pictures.whole | named, labels, targets, {}, alone if packed else None
+    )
 
 
 # ---- what a model computes
@@ -249,7 +291,10 @@ def alone_of(model: Any, task: str, rows: Rows, own_loss: bool, first: int = 0) 
     else:
         ids, each = rows.given["input_ids"], list(rows.documents())
         parts: list[torch.Tensor] = []
-        for row, tokens in each:
+        for number, (row, tokens) in enumerate(each):
+            if rows.alone:
+                parts.append(logits_of(model(**rows.alone[number], **more)))
+                continue
             places = first + rows.given["position_ids"][:, tokens]
             more |= {"position_ids": places} if numbered else {}
             parts.append(logits_of(model(input_ids=ids[row : row + 1, tokens], **more)))
@@ -325,12 +370,17 @@ def _play(name: str, task: str, more: dict[str, Any]) -> dict[str, Any]:
     kinds = ("padded", "packed", "spans") if task == "questions" else ("padded", "packed")
     rows = {kind: rows_of(task, kind, model.config) for kind in kinds}
 
-    def one(member: Any) -> dict[str, Any]:
-        contexts = {layout: cp_fast.ContextParallel(member, "all_gather", layout=layout) for layout in LAYOUTS}
-        mine = ours.prepare(copy.deepcopy(model), contexts[LAYOUTS[0]])
+    def one(
+        member: Any, rows: Mapping[str, Rows] = rows, layouts: Sequence[str] = LAYOUTS, images: Any = "whole"
+    ) -> dict[str, Any]:
+        contexts: dict[str, Any] = {
+            layout: cp_fast.ContextParallel(member, "all_gather", layout=cast(Any, layout)) for layout in layouts
+        }
+        mine = ours.prepare(copy.deepcopy(model), contexts[layouts[0]], images=images)
         head = edge_of(mine).task.head
         learns = head is not None and not isinstance(head, str)
         results: dict[str, Any] = {"learns": learns, "head": head, "first": _first_position(mine)}
+        results["images"] = edge_of(mine).images
         for kind, batch in rows.items():
             for layout, context in contexts.items():
                 try:
@@ -348,23 +398,53 @@ def _play(name: str, task: str, more: dict[str, Any]) -> dict[str, Any]:
     learns, first = ranks[0]["learns"], ranks[0]["first"]
     if isinstance(ranks[0]["head"], str):
         seen["labels"] = ranks[0]["head"]
+    images: ImageModel | None = ranks[0]["images"]
+    pictures = {
+        f"{' and '.join(f'{name}s' for name in names)}, {kind}": rows_of_pictures(
+            task, kind == "packed", some, model.config
+        )
+        for names in kinds_of_pictures(images)
+        for some in ([] if images is None else [pictures_of(model, images, names)])
+        for kind in ("padded", "packed")
+    }
+    if images is not None:
+        seen["with"] = [one.name for one in images.modalities]
+        seen |= {"without": images.refused} if images.refused else {}
+        seen |= {"shared": shared} if (shared := _shared(model, len(images.modalities))) else {}
+    plays: list[tuple[int, Sequence[str], dict[str, Rows], list[dict[str, Any]]]] = [(2, LAYOUTS, rows, ranks)]
+    for size, layouts in ((2, LAYOUTS), (3, LAYOUTS[-1:])) if pictures else ():
+        how = "ranks" if size > 2 and seen.get("shared") else "whole"
+        play = SimGroup(size).run(lambda member, layouts=layouts, how=how: one(member, pictures, layouts, how))
+        plays.append((size, layouts, pictures, play))
     model.set_attn_implementation("eager") if _has_eager(model) else None
     try:
-        alone = {kind: alone_of(model, task, batch, learns, first) for kind, batch in rows.items()}
+        alone = {kind: alone_of(model, task, batch, learns, first) for kind, batch in (rows | pictures).items()}
     except Exception as error:
         return {"verdict": "not built", "message": f"does not run alone: {said(error)}"}
-    for case in (f"{kind}, {layout}" for kind in rows for layout in LAYOUTS):
-        parts = [rank[case] for rank in ranks]
-        odd = next((x for x in parts if isinstance(x, Exception)), None)
-        if odd is not None:
-            (found.refused if is_ours(odd) else found.raised)[case] = said(odd)
-            continue
-        loss = torch.stack([part.loss for part in parts]).sum()
-        names = {n for part in parts for n in part.grads}
-        zero = torch.zeros(())
-        grads = {n: sum((part.grads.get(n, zero) for part in parts), zero) for n in names}
-        found.compare(case, Result(parts[0].logits, loss, grads), alone[case.partition(",")[0]])
+    for size, layouts, some, results in plays:
+        for case in (f"{kind}, {layout}" for kind in some for layout in layouts):
+            parts = [rank[case] for rank in results]
+            named = case if size == 2 else f"{case}, {size} ranks"
+            odd = next((x for x in parts if isinstance(x, Exception)), None)
+            if odd is not None:
+                (found.refused if is_ours(odd) else found.raised)[named] = said(odd)
+                continue
+            loss = torch.stack([part.loss for part in parts]).sum()
+            names = {n for part in parts for n in part.grads}
+            zero = torch.zeros(())
+            grads = {n: sum((part.grads.get(n, zero) for part in parts), zero) for n in names}
+            found.compare(named, Result(parts[0].logits, loss, grads), alone[case.rpartition(",")[0]])
     return seen | _verdict(found)
+
+
+def _shared(model: Any, modalities: int) -> bool:
+    """Whether ranks can share out the pictures of all of a model's modalities."""
+    try:
+        mine = ours.prepare(copy.deepcopy(model), cp_fast.ContextParallel(PaperGroup(1)), images="ranks")
+    except NotImplementedError:
+        return False
+    found = edge_of(mine).images
+    return found is not None and len(found.modalities) == modalities
 
 
 def _not_alone(model: Any, task: str, rows: Rows) -> str:

@@ -34,6 +34,12 @@ _QWEN4 = {
     "ple_embed_dim": 32,
 }
 
+_CODES = range(16)  # of pictures in a vocabulary
+_LETTERS = {code: "".join(chr(ord("A") + int(digit)) for digit in str(code)) for code in _CODES}
+_TILES = {"image_grid_pinpoints": [[56, 112], [112, 112]]}  # of pictures that are cut in tiles of 56
+_MARKS = {"vision_start_token_id": 80, "vision_end_token_id": 81, "audio_start_token_id": 82, "audio_end_token_id": 83}
+_IMAGE_TOKENS = {"image_token_id": 70, "video_token_id": 71}
+
 EXCEPTIONS: dict[str, dict[str, Any]] = {  # "as it is": the class's own value
     "Apertus1p5Config": {
         "image_token_offset": 48,
@@ -49,7 +55,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {  # "as it is": the class's own value
         "decoder_config": _BYTES | {"hidden_size_global": 32},
         "global_config": _HEADS,
     },
-    "ChameleonConfig": {"vocabulary_map": {"<image>": 70}, "vq_config": _PICTURES},
+    "ChameleonConfig": {
+        "vocabulary_map": {"<image>": 70} | {f"IMGIMG{letters}Z": 72 + code for code, letters in _LETTERS.items()},
+        "vq_config": _PICTURES | {"resolution": 32},
+    },
     "CohereCompassConfig": {"text_config": {"rope_parameters": _BY_LAYER}},
     "CohereCompassTextConfig": {"rope_parameters": _BY_LAYER},
     "DbrxConfig": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
@@ -66,20 +75,25 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {  # "as it is": the class's own value
     "Dots3NoteConfig": {"text_config": {"head_dim": 16}},
     "Dots3NoteTextConfig": {"head_dim": 16},
     "Emu3Config": {
-        "vocabulary_map": {"<image>": 70, "<|extra_200|>": 71},
+        "vocabulary_map": {"<image>": 70, "<|extra_200|>": 71}
+        | {f"<|visual token {code:06}|>": 72 + code for code in _CODES},
         "vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "codebook_size": 16},
     },
-    "Ernie4_5_VLMoeConfig": {"text_config": {"moe_intermediate_size": [16, 16]}},
+    "Ernie4_5_VLMoeConfig": {
+        "text_config": {"moe_intermediate_size": [16, 16], "rope_parameters": _ANGLES | {"mrope_section": [1, 1, 2]}}
+    },
     "EsmConfig": {"vocab_size": 96, "mask_token_id": 70, "pad_token_id": 1},
     "Florence2Config": {"vision_config": _STAGES},
     "GPTNeoConfig": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "Gemma3nTextConfig": _SHARED,
     "Glm5NextConfig": {"text_config": {"index_kpool": 4}},
-    "Granite4VisionConfig": {
+    "Granite4VisionConfig": _TILES
+    | {
         "deepstack_layer_map": [[0, 0]],
-        "downsample_rate": "1/4",
+        "downsample_rate": "1/2",
         "spatial_target_layers": [0, 1],
-        "vision_config": {"hidden_size": 64},
+        "vision_feature_select_strategy": "full",
+        "vision_config": {"hidden_size": 64, "image_size": 56, "patch_size": 14},
     },
     "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"]},
     "InklingConfig": {"vision_config": {"patch_size": 2}},
@@ -90,8 +104,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {  # "as it is": the class's own value
     "LiltConfig": {"hidden_size": 48},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8},
     "Molmo2Config": {"adapter_config": {"vision_feature_layer": [1, 0]}},
-    "MuseSparkConfig": {"audio_config": _SOUND},
-    "NemotronH_Omni_Reasoning_V3_Config": {"vision_config": {"video_temporal_patch_size": 2}},
+    "MuseSparkConfig": {"audio_config": _SOUND, "out_hidden_size": 128},
+    "NemotronH_Omni_Reasoning_V3_Config": _IMAGE_TOKENS | {"vision_config": {"video_temporal_patch_size": 2}},
     "NeoMMEConfig": {"head_dim": 16},
     "PerceiverConfig": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 1, "d_model": 32},
     "Qwen4ExpConfig": {"text_config": _QWEN4},
@@ -110,4 +124,19 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {  # "as it is": the class's own value
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
         "num_hidden_layers": 3,
     },
+    "AriaConfig": {"projector_patch_to_query_dict": {"16": 4}},
+    "Gemma3Config": {"mm_tokens_per_image": 4},
+    "LlavaNextConfig": _TILES,
+    "LlavaNextVideoConfig": _TILES,
+    "LlavaOnevisionConfig": _TILES,
+    "VipLlavaConfig": {"vision_feature_layer": [-2, -1]},
+    "PaliGemmaConfig": {"text_config": {"num_key_value_heads": 2, "use_bidirectional_attention": False}},
+    "MuseGlimmerConfig": {"out_hidden_size": 128},
+    "MiniCPMOcrConfig": _IMAGE_TOKENS | {"insert_layer_id": 0, "vision_config": {"insert_layer_id": 0}},
+    "MiniCPMV4_6Config": _IMAGE_TOKENS | {"insert_layer_id": 0, "vision_config": {"insert_layer_id": 0}},
+    "MiniCPMV4_7Config": _IMAGE_TOKENS | {"insert_layer_id": 0, "vision_config": {"insert_layer_id": 0}},
+    "Qwen2_5OmniThinkerConfig": _MARKS,
+    "Qwen3OmniMoeThinkerConfig": _MARKS,
+    "Glm46VConfig": {"text_config": {"rope_parameters": _ANGLES}},
+    "Step3p7Config": {"text_config": {"sliding_window": 6}},
 }

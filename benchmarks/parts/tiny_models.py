@@ -29,6 +29,7 @@ SPECIAL = 64  # the first id that is the special token of something
 ORDINARY = range(5, 60)  # ids of text
 MOST = 40_000_000  # weights of a model that is still played
 MOST_LAYERS = 4
+SIDE = 4  # of an image, in patches
 
 # ---- sizes by the names of entries; the first that fits counts
 
@@ -205,6 +206,12 @@ def _small(config: Any, sizes: dict[int, int]) -> dict[str, Any]:
             given |= {} if listed is None else {name: listed}
         elif value is None and name in _ABSENT:
             given[name] = _ABSENT[name]
+    if isinstance(side := entries.get("image_size"), int | list | tuple) and (patch := entries.get("patch_size")):
+        one = SIDE * (patch[0] if isinstance(patch, list | tuple) else patch)
+        given["image_size"] = one if isinstance(side, int) else [one] * len(side)
+        given["patch_size"] = patch  # or a nested configuration has that of its class
+    if "window_size" in given and isinstance(patch := entries.get("patch_size"), int):  # in pixels
+        given["window_size"] = SIDE * patch
     if getattr(config, "_heterogeneity_spec", None) is not None:
         given["per_layer_config"] = _by_layer(config, kept, entries)
     ropes = {n: x for n, x in entries.items() if isinstance(x, dict) and "rope" in n}

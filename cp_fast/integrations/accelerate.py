@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.integrations.hugging_face.image_models import has_images
+from cp_fast.integrations.hugging_face.image_models import find_images
 from cp_fast.integrations.hugging_face.model_batches import FLAT, positions_said
 from cp_fast.integrations.hugging_face.model_call import ModelCall
 from cp_fast.integrations.hugging_face.model_edge import edge_of
@@ -161,7 +161,7 @@ class _Switch:
                 f"{type(model).__name__} has weights on the first rank alone; set the FSDP plugin's "
                 "cpu_ram_efficient_loading to False"
             )
-        if any(has_images(module) for module in model.modules()):
+        if find_images(model) is not None:
             raise NotImplementedError(
                 f"{type(model).__name__} takes images, and accelerate's buffers are of text; leave cp_size at 1, and "
                 "use ContextParallelMixin, or shard_batch(batch, cp=cp, model=model) in a loop of your own"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
@@ -38,7 +38,9 @@ from cp_fast.integrations.hugging_face.compressed_keys import (
     window_layers,
 )
 from cp_fast.integrations.hugging_face.handed_on import handing_on
-from cp_fast.integrations.hugging_face.image_models import is_whole, mark_whole, vision_parts
+from cp_fast.integrations.hugging_face.image_calls import take_functions
+from cp_fast.integrations.hugging_face.image_models import find_images, is_whole, mark_whole, parts_of
+from cp_fast.integrations.hugging_face.image_probe import prove_images
 from cp_fast.integrations.hugging_face.linear_mixers import linear_mixers, put_over_ranks, take_back
 from cp_fast.integrations.hugging_face.model_batches import shard_batch
 from cp_fast.integrations.hugging_face.model_call import SILENT, ModelCall, sequences_of
@@ -111,7 +113,7 @@ def attention_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     return (module for module in model.modules() if state_of(module, _Attention) is not None)
 
 
-def prepare(model: Model, cp: ContextParallel) -> Model:
+def prepare(model: Model, cp: ContextParallel, *, images: Literal["whole", "ranks"] = "whole") -> Model:
     """Prepare a transformers model for sequences that are sharded over ranks; returns the same model.
 
     Its attention becomes `cp_fast`'s, and so do gated delta rule, KDA, Mamba-2 and Mamba layers and short
@@ -126,22 +128,32 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         model: with its weights loaded, before DDP, FSDP or torch.compile wrap it. Or PEFT's PeftModel: the model inside
             is prepared, and the PeftModel is called, saved and merged as ever. Adapters may be added before or after.
         cp: the context of its batches. A batch may have another one, of fewer ranks: `shard_batch(batch, cp=small)`.
+        images: "whole": every rank runs the vision part on all images of a batch. "ranks": the ranks share the images,
+            and the frames of videos, out by what they cost, and send each other the rows of their tokens. Losses and
+            gradients are the same. Dropout in the vision part then draws once for a picture, as in one process, where
+            in "whole" each rank draws for its own tokens.
 
     Raises:
         NotImplementedError: a module mixes tokens and cannot be sharded; the error has its name in the model. A model
-        that reads images in a way that is not known here. Adapters that add tokens or attention of their own (prompt
-        learning, adaption prompts), or that look for tokens or mix them; they raise later too.
-        ValueError: weights are not loaded yet. TypeError: not a model of transformers.
+        that reads images in a way that is not known here, or cannot be proved. Adapters that add tokens or attention of
+        their own (prompt learning, adaption prompts), or that look for tokens or mix them; they raise later too.
+        ValueError: weights are not loaded yet; images="ranks" for a model of text. TypeError: not a model of
+        transformers.
     """
     check_context(cp, ContextParallel)
+    if images not in ("whole", "ranks"):
+        raise ValueError(f"images is {images!r}; it must be 'whole' or 'ranks'")
     if callable(getattr(model, "get_base_model", None)):
         refuse_adapters(model)
-        prepare(cast(Any, model).get_base_model(), cp)
+        prepare(cast(Any, model).get_base_model(), cp, images=images)
         return model
     switch: Any = getattr(model, "set_attn_implementation", None)
     if switch is None:
         raise TypeError(f"model is a {type(model).__name__}; prepare takes a model of transformers")
-    covered, whole = linear_mixers(model), vision_parts(model)
+    covered, sight = linear_mixers(model), find_images(model)
+    if sight is None and images == "ranks":
+        raise ValueError(f"images is 'ranks', and {type(model).__name__} reads text alone; leave it away")
+    whole = () if sight is None else parts_of(model, sight)
     kinds = (*((INDEXED,) if choosers(model) else ()), *(COMPRESSED if window_layers(model) else ()))
     refuse_by_name(model, covered, whole, kinds)
     register()
@@ -155,6 +167,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         mine = dict.fromkeys(before, NAME)
         mark_whole(model, whole)
     take_off(model)
+    take_functions(model)
     alibi = has_alibi(model)
     if writes_attention(model):
         with_attention(model, attention_forward)
@@ -168,6 +181,8 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
             looked: Any = cast(Any, model).base_model if pools else model
             mixers = linear_mixers(looked)
             seen = handing_on(model, covered, lambda: look_over(looked, mixers, numbered=not alibi))
+            if sight is not None:
+                sight = prove_images(looked, model.get_submodule(sight.where), sight, seen, images == "ranks")
             head = _POOLED.format(type(model).__name__) if pools else head_of(model, seen)
             found: dict[str, Any] = {"pools": pools}
             if not pools:
@@ -178,6 +193,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
             routing_asked_for(task.routing, {}, config)
     except BaseException as error:
         switch(before)
+        take_functions(model)
         take_back(model)
         give_back(model)
         give_windows_back(model)
@@ -190,7 +206,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
     for number, (module, said) in enumerate(seen.callers.items()):
         put_state(module, _Attention(said, seen.sides.get(module, said.sides), number))
     blocks = note_layers(model, {*seen.callers, *seen.linear}, seen.heard)
-    put_around(model, Edge(cp, seen.numbering, takes_cache(model), task, blocks, seen.by_row))
+    put_around(model, Edge(cp, seen.numbering, takes_cache(model), task, blocks, seen.by_row, images=sight))
     return model
 
 
@@ -298,6 +314,8 @@ def refuse_masks(
     mask_function = without_blocks(mask_function)
     joined = given.get("use_vmap") or "or_mask" in mask_function.__qualname__
     probe, sequences = Probe.now(), sequences_as_mask()
+    if probe is not None and sequences is None and (table := probe.whole_mask(mask_function, given)) is not None:
+        return table
     if not joined and probe is None:
         return sequences
     sides = sides_of(mask_function, given.get("q_length"), given.get("local_size"))

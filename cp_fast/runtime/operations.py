@@ -24,7 +24,6 @@ from cp_fast.runtime.pass_buffers import (
     is_all,
     is_mask,
     put_columns,
-    rows_of,
 )
 from cp_fast.runtime.prepared_exchange import MessageSpec, prepare
 from cp_fast.runtime.row_positions import RowPositions
@@ -136,8 +135,7 @@ def _convert(buffers: PassBuffers, one: Copy[Rows]) -> Operation:
         rows, columns = state.buffers[number] or nothing()
         if shorter:
             rows, columns = [x[:size] for x in rows], [x[:, :size].contiguous() for x in columns]
-        found = [x.to(dtype).contiguous() for x, dtype in zip(rows, dtypes, strict=True)]
-        state.buffers[target] = Tensors(found, columns)
+        state.buffers[target] = Tensors([x.contiguous() for x in _as(dtypes, rows)], columns)
 
     return convert
 
@@ -145,7 +143,7 @@ def _convert(buffers: PassBuffers, one: Copy[Rows]) -> Operation:
 def _move(buffers: PassBuffers, some: Sequence[Copy[Rows]]) -> Operation:
     """Rows and heads into rows and heads of buffers, which the first copy into each allocates."""
     moves, into_rows = [_Move.of(buffers, one) for one in some], buffers.rows(some[0].target)
-    gather, scatter = buffers.kernels.gather, buffers.kernels.scatter_
+    scatter = buffers.kernels.scatter_
 
     def move(state: State) -> None:
         outs, xs = list[torch.Tensor](), list[torch.Tensor]()
@@ -155,17 +153,21 @@ def _move(buffers: PassBuffers, some: Sequence[Copy[Rows]]) -> Operation:
                 assert one.is_sum, MISSING
                 held = one.nothing()
             into, into_columns = state.buffers[one.target] or one.new(state)
-            taken = rows_of(held.rows, one.rows, one.heads, gather)
+            taken, columns = one.take(held)
             if one.into_heads is not None:
                 into, into_columns = [x[:, one.into_heads] for x in into], [x[one.into_heads] for x in into_columns]
             outs += into
-            xs += [x.to(dtype) for x, dtype in zip(taken, one.dtypes, strict=True)] if one.is_sum else taken
-            if into_columns:
-                for column, x in zip(into_columns, columns_of(held.columns, one.rows, one.heads), strict=True):
-                    put_columns(column, x, into_rows, scatter)
+            xs += _as(one.dtypes, taken) if one.is_sum else taken
+            for column, x in zip(into_columns, columns, strict=True):
+                put_columns(column, x, into_rows, scatter)
         scatter(outs, xs, into_rows)
 
     return move
+
+
+def _as(dtypes: Sequence[torch.dtype], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of these dtypes."""
+    return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(tensors, dtypes, strict=True)]
 
 
 class _Move(NamedTuple):
@@ -173,9 +175,8 @@ class _Move(NamedTuple):
 
     source: int
     target: int
-    rows: Rows
-    heads: slice | None  # None for all.
-    into_heads: slice | None
+    take: Callable[[Tensors], Tensors]
+    into_heads: slice | None  # None for all.
     is_sum: bool
     dtypes: tuple[torch.dtype, ...]
     nothing: Callable[[], Tensors]
@@ -185,10 +186,9 @@ class _Move(NamedTuple):
     def of(buffers: PassBuffers, one: Copy[Rows]) -> _Move:
         source, target = one.source.buffer, one.target.buffer
         spec, into = buffers.specs[source], buffers.specs[target]
-        heads, into_heads = buffers.heads(one.source), buffers.heads(one.target)
         nothing, dtypes = buffers.shapes.allocation(spec).nothing, buffers.shapes.allocation(into).dtypes
-        rows, new = buffers.rows(one.source), buffers.maker(target)
-        return _Move(source, target, rows, heads, into_heads, spec.role == "sum", dtypes, nothing, new)
+        take, into_heads, new = buffers.part(one.source), buffers.heads(one.target), buffers.maker(target)
+        return _Move(source, target, take, into_heads, spec.role == "sum", dtypes, nothing, new)
 
 
 # ---- Accumulate
@@ -206,7 +206,7 @@ def accumulate(buffers: PassBuffers, one: Accumulate[Rows], *, of: Accumulations
     if one.of_sink:
         return _accumulate_sink(buffers, one)
     assert of is not None
-    take = None if buffers.is_whole(source) else (buffers.rows(source), buffers.heads(source))
+    take = None if buffers.is_whole(source) else buffers.part(source)
     is_whole, into = buffers.is_whole(target), buffers.rows(target)
     spec = buffers.specs[total]
     allocation = buffers.shapes.allocation(spec)
@@ -214,13 +214,13 @@ def accumulate(buffers: PassBuffers, one: Accumulate[Rows], *, of: Accumulations
     finals = allocation.dtypes if id(one) in of.rounded else (allocation.wide,) * len(allocation.dtypes)
     heads = buffers.heads(target)
     kernels, wide = buffers.kernels, allocation.wide
-    gather, scatter, merge = kernels.gather, kernels.scatter_, kernels.merge_
+    scatter, merge = kernels.scatter_, kernels.merge_
 
     def accumulate(state: State) -> None:
         part = state.buffers[number]
         assert part is not None, MISSING
         if take is not None:
-            part = Tensors(rows_of(part.rows, *take, gather), columns_of(part.columns, *take))
+            part = take(part)
         held = state.buffers[total]
         if held is None and is_whole:
             state.buffers[total] = part
@@ -228,18 +228,18 @@ def accumulate(buffers: PassBuffers, one: Accumulate[Rows], *, of: Accumulations
         if held is None or written:
             if held is None:
                 dtypes = [x.dtype for x in part.rows]
-                held = allocation.empty(dtypes) if filled else allocation.nothing(dtypes)
+                held = allocation.maker(dtypes)() if filled else allocation.nothing(dtypes)
             elif any(x.dtype != y.dtype for x, y in zip(held.rows, part.rows, strict=True)):
                 held, part = (Tensors([x.to(wide) for x in some.rows], some.columns) for some in (held, part))
             state.buffers[total] = held
-            rows, columns = _of_heads(held, heads)
+            rows, columns = held if heads is None else _of_heads(held, heads)
             scatter(rows, part.rows, into)
             for column, x in zip(columns, part.columns, strict=True):
                 put_columns(column, x, into, scatter)
             return
         if any(x.dtype != final for x, final in zip(held.rows, finals, strict=True)):
             held = state.buffers[total] = Tensors([x.to(wide) for x in held.rows], held.columns)
-        rows, columns = _of_heads(held, heads)
+        rows, columns = held if heads is None else _of_heads(held, heads)
         if columns:
             merge(rows[0], columns[0], part.rows[0], part.columns[0], into)
         else:
@@ -277,9 +277,7 @@ def free(one: Free) -> Operation:
     return free
 
 
-def _of_heads(held: Tensors, heads: slice | None) -> Tensors:
-    if heads is None:
-        return held
+def _of_heads(held: Tensors, heads: slice) -> Tensors:
     return Tensors([x[:, heads] for x in held.rows], [x[heads] for x in held.columns])
 
 
@@ -439,12 +437,12 @@ def _giver(buffers: PassBuffers, send: Send[Rows]) -> Give:
 def _receiver(buffers: PassBuffers, recvs: Sequence[Recv]) -> Give:
     """Allocate room for all messages that fill one buffer, message after message."""
     number, spec = recvs[0].buffer, buffers.specs[recvs[0].buffer]
-    allocation, size = buffers.shapes.allocation(spec), buffers.shapes.rows(spec)
+    new, size = buffers.shapes.allocation(spec).maker(), buffers.shapes.rows(spec)
     pieces = [recv.rows or (slice(0, recv.size),) for recv in recvs]
     if spec.parts:
 
         def receive_parts(state: State) -> list[torch.Tensor]:
-            held = state.buffers[number] = allocation.empty()
+            held = state.buffers[number] = new()
             found = list[torch.Tensor]()
             for recv in recvs:
                 assert recv.part is not None
@@ -456,7 +454,7 @@ def _receiver(buffers: PassBuffers, recvs: Sequence[Recv]) -> Give:
     if len(recvs) == 1 and is_all(pieces[0][0], size):
 
         def receive_whole(state: State) -> list[torch.Tensor]:
-            held = state.buffers[number] = allocation.empty()
+            held = state.buffers[number] = new()
             return [*held.rows, *held.columns]
 
         return receive_whole
@@ -464,7 +462,7 @@ def _receiver(buffers: PassBuffers, recvs: Sequence[Recv]) -> Give:
     def receive(state: State) -> list[torch.Tensor]:
         held = state.buffers[number]
         if held is None:
-            held = state.buffers[number] = allocation.empty()
+            held = state.buffers[number] = new()
         found = list[torch.Tensor]()
         for rows in pieces:
             found += [x[piece] for x in held.rows for piece in rows]

@@ -31,7 +31,6 @@ __all__ = [
     "is_all",
     "is_mask",
     "put_columns",
-    "rows_of",
 ]
 
 # ---- rows and columns of tensors
@@ -55,18 +54,6 @@ def count(rows: Rows) -> int:
     (3, 2)
     """
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-
-
-def rows_of(
-    tensors: Sequence[torch.Tensor],
-    rows: Rows,
-    heads: slice | None,
-    gather: Callable[[Sequence[torch.Tensor], Rows], Sequence[torch.Tensor]],
-) -> Sequence[torch.Tensor]:
-    """Rows and heads of tensors by row [t, h, ...], None for all heads: views if possible. gather: that of `Movers`."""
-    if heads is not None:
-        tensors = [x[:, heads] for x in tensors]
-    return tensors if is_all(rows, tensors[0].shape[0]) else gather(tensors, rows)
 
 
 def columns_of(tensors: Sequence[torch.Tensor], rows: Rows, heads: slice | None) -> list[torch.Tensor]:
@@ -157,14 +144,14 @@ class Allocation(NamedTuple):
     wide: torch.dtype
     device: torch.device
 
-    def empty(self, dtypes: Sequence[torch.dtype] = ()) -> Tensors:
-        """Tensors with any values. `dtypes`: other ones."""
+    def maker(self, dtypes: Sequence[torch.dtype] = ()) -> Callable[[], Tensors]:
+        """A function that allocates tensors with any values. `dtypes`: other ones."""
         rows, columns, usual, wide, device = self
-        each = zip(rows, dtypes or usual, strict=True)
-        return Tensors(
-            [_new_empty(dtype, device)(shape) for shape, dtype in each],
-            [_new_empty(wide, device)(shape) for shape in columns] if columns else (),
-        )
+        by_row = [(_new_empty(dtype, device), shape) for shape, dtype in zip(rows, dtypes or usual, strict=True)]
+        by_column = [(_new_empty(wide, device), shape) for shape in columns]
+        if not by_column:
+            return lambda: Tensors([new(shape) for new, shape in by_row], ())
+        return lambda: Tensors([new(shape) for new, shape in by_row], [new(shape) for new, shape in by_column])
 
     def nothing(self, dtypes: Sequence[torch.dtype] = ()) -> Tensors:
         """The result of no pairs: zeros, and an lse of -inf. `dtypes`: other ones."""
@@ -260,11 +247,27 @@ class PassBuffers:
         all_rows = view.rows is None or is_all(view.rows, self.shapes.rows(self.specs[view.buffer]))
         return all_rows and view.heads == self.specs[view.buffer].all_heads
 
+    def part(self, view: View[Rows]) -> Callable[[Tensors], Tensors]:
+        """A function that takes rows and heads of a buffer's tensors: of those by row views if possible."""
+        rows, heads, gather = self.rows(view), self.heads(view), self.kernels.gather
+        index = None if isinstance(rows, slice) else rows
+        cut = rows if isinstance(rows, slice) and not is_all(rows, self.shapes.rows(self.specs[view.buffer])) else None
+        if heads is not None:
+            cut = cut or slice(None), heads
+
+        def part(held: Tensors) -> Tensors:
+            found = held.rows if cut is None else [x[cut] for x in held.rows]
+            if index is not None:
+                found = gather(found, index)
+            return Tensors(found, columns_of(held.columns, rows, heads) if held.columns else ())
+
+        return part
+
     def taker(self, view: View[Rows], *, strided: bool = False) -> Callable[[State], Tensors]:
         """Rows and heads of a buffer; contiguous, or where a slice of the buffer may be `strided`. The last rows
         gathered from an own buffer are kept: a ring needs the same ones at every step.
         """
-        number, rows, gather = view.buffer, self.rows(view), self.kernels.gather
+        number, rows, take = view.buffer, self.rows(view), self.part(view)
         if self.is_whole(view):
 
             def whole(state: State) -> Tensors:
@@ -283,8 +286,6 @@ class PassBuffers:
                 return Tensors([x[rows, some] for x in held.rows], [x[some, rows] for x in held.columns])
 
             return cut
-        heads = self.heads(view)
-        sliced = isinstance(rows, slice) and heads is None
         key = (rows.start, rows.stop, view.heads) if isinstance(rows, slice) else (id(rows), view.heads)
 
         def part(state: State) -> Tensors:
@@ -292,8 +293,7 @@ class PassBuffers:
             assert held is not None, MISSING
             if own and (last := state.gathered.get(number)) is not None and last[0] == key:
                 return last[1]
-            found = [x[rows] for x in held.rows] if sliced else rows_of(held.rows, rows, heads, gather)
-            columns = columns_of(held.columns, rows, heads) if held.columns else ()
+            found, columns = take(held)
             taken = Tensors([x.contiguous() for x in found], columns)
             if own:
                 state.gathered[number] = key, taken
@@ -304,7 +304,7 @@ class PassBuffers:
     def maker(self, number: int) -> Callable[[State], Tensors]:
         """A function that allocates a buffer."""
         allocation = self.shapes.allocation(self.specs[number])
-        allocate = allocation.nothing if number in self.zeroed else allocation.empty
+        allocate = allocation.nothing if number in self.zeroed else allocation.maker()
 
         def new(state: State) -> Tensors:
             made = state.buffers[number] = allocate()

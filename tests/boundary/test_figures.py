@@ -189,7 +189,8 @@ def _runs_by_heads() -> list[list[str]]:
 def test_each_compiler_pass_was_measured() -> None:
     files = "passes_1x_h200.csv", "passes_by_heads_1x_h200.csv"
     names = {row["without"] for file in files for row in record(file)}
-    assert names - {"-", "hoist_copies", "all"} == {one.name for one in PASSES}  # one saved less than 1 %, and went
+    gone = {"hoist_copies", "prepend_keys", "split_queries", "sort_keys"}  # they saved less than 1 %
+    assert names - gone - {"-", "all"} == {one.name for one in PASSES}
 
 
 def test_random_problems_with_scores_of_places() -> None:

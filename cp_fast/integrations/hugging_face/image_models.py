@@ -1,128 +1,253 @@
-"""Models of images and text: the vision part runs on every rank, and its rows go where their tokens are cut.
+"""Models that read images, videos or sound beside their text: which of a model's functions make rows of tokens of them.
 
-Such a model embeds its tokens, and puts the k-th row of its vision part in the place of the k-th image token. A rank
-has some of these tokens, also of an image that straddles a cut. So every rank runs the vision part on all images, as
-one process does. It takes the rows of its tokens, by their numbers in the whole batch. The gradients that the
-ranks find add up to those of one process, as those of all other weights.
-
-Two things depend on the whole batch, and are found before it is cut. M-RoPE (Qwen-VL) has a position for each of three
-axes. The tokens of an image see each other both ways in Gemma 3; such images become areas.
+Such a model has a function for each modality, as `get_image_features`. Its rows take the places of the tokens that
+stand for images: the k-th row that of the k-th token. All else is the work of its text model. So one way serves all of
+these models, and no family has code of its own. `find_images` reads a model's class and configuration, the probe of
+`image_probe` proves what it found, and `prepare` keeps that.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from cp_fast.integrations.hugging_face.module_states import put_state, state_of
-from cp_fast.integrations.token_batches import CpBatch
-from cp_ref.schedules.values import kind_of
 
 __all__ = [
-    "ImageBatch",
-    "ImagePlaces",
-    "arguments_of_images",
-    "has_images",
-    "images_of",
+    "KINDS",
+    "POSITIONS",
+    "TEXT",
+    "BothWaysRule",
+    "ImageModel",
+    "Modality",
+    "arguments_of",
+    "find_images",
     "is_whole",
     "mark_whole",
-    "run_vision",
-    "vision_parts",
+    "parts_of",
 ]
+
+TEXT = ("language_model", "text_model")  # The text model has one of these names.
+KINDS = ("image", "video", "audio")
+_TYPES = ("mm_token_type_ids", "token_type_ids")  # They say which tokens are images.
+POSITIONS = "compute_3d_position_ids"  # It calls get_rope_index.
 
 
 @dataclass(frozen=True)
-class Kind:
-    """How a family has its images.
+class _Exceptions:
+    """Where a class is not as its names say.
 
     Args:
-        pixels: of each modality, the entry of a batch that its vision part reads.
-        beside: of each modality, further entries that the vision part reads.
-        settings: arguments of the vision part that are no tensors of a batch.
-        types: the entry that says which tokens are images, where images are refused without it.
-        of_positions: whether positions are numbered on three axes.
-        both_ways: whether the tokens of one image see each other both ways.
+        tokens: the id of the tokens of a modality, as the name of an attribute of its configuration or of itself.
+        refused: modalities that are not taken, and why.
     """
 
-    pixels: dict[str, str]
-    beside: dict[str, str] = field(default_factory=dict[str, str])
-    settings: tuple[str, ...] = ()
-    types: str = ""
-    of_positions: bool = False
-    both_ways: bool = False
+    tokens: dict[str, str] = field(default_factory=dict[str, str])
+    refused: dict[str, str] = field(default_factory=dict[str, str])
 
 
-_IMAGE = {"image": "pixel_values"}
-_QWEN = Kind(
-    _IMAGE | {"video": "pixel_values_videos"},
-    {"image": "image_grid_thw", "video": "video_grid_thw"},
-    types="mm_token_type_ids",
-    of_positions=True,
-)
-_LAYER = ("vision_feature_layer", "vision_feature_select_strategy")
-KINDS = {  # by the class of the model of transformers that has the vision part and the language model
-    "Qwen2VLModel": _QWEN,
-    "Qwen2_5_VLModel": _QWEN,
-    "Qwen3VLModel": _QWEN,
-    "Qwen3VLMoeModel": _QWEN,
-    "Qwen3_5Model": _QWEN,
-    "Qwen3_5MoeModel": _QWEN,
-    "LlavaModel": Kind(_IMAGE, {"image": "image_sizes"}, _LAYER),
-    "InternVLModel": Kind(_IMAGE, settings=_LAYER),
-    "Gemma3Model": Kind(_IMAGE, types="token_type_ids", both_ways=True),
+_FRAMES = _Exceptions(tokens={"video": "image_token_id"})  # Each frame of a video is an image between its tokens.
+_WORDS = _Exceptions(tokens={"image": "vocabulary_mapping.image_token_id"})
+_PRUNED = "tokens of videos are left out of a row by what they contain, and a slice has other ones"
+EXCEPTIONS: dict[str, _Exceptions] = {  # by the name of the class that has the functions
+    **dict.fromkeys(("Glm4vModel", "Glm4vMoeModel", "Glm46VModel", "GlmOcrModel"), _FRAMES),
+    **dict.fromkeys(("ChameleonModel", "Emu3Model"), _WORDS),
+    "Glm5NextModel": _Exceptions(refused={"video": "it counts the ends of videos before each token of a slice"}),
+    "NemotronH_Omni_Reasoning_V3": _Exceptions({"video": "image_token_id"}, {"video": _PRUNED}),
 }
-FAMILIES = "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, LLaVA, InternVL and Gemma 3"
-_TYPES = ("mm_token_type_ids", "token_type_ids")
-_SECONDS, _AXES = "second_per_grid_ts", "the axes of position_ids"
-_ENTRIES = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes", _SECONDS)
-_LANGUAGE = "language_model"
-_GIVEN = "mm_encoder_outputs"  # what the vision part made, in place of images
 
 
-# ---- the model
+@dataclass(frozen=True)
+class Modality:
+    """What makes rows of one modality.
+
+    Attributes:
+        name: "image", "video" or "audio".
+        function: the name of the holder's function.
+        entries: of a batch, that the function reads; the first one has the pixels.
+        token: the id of the tokens whose places the rows take.
+        fields: the names of the function's outputs with a row for each token; `prepare` sees them.
+        shared: the ranks share its pictures out.
+        frames: they share out the frames of a video too, which do not see each other.
+    """
+
+    name: str
+    function: str
+    entries: tuple[str, ...]
+    token: int
+    fields: tuple[str, ...] = ("pooler_output",)
+    shared: bool = False
+    frames: bool = False
 
 
-def vision_parts(model: nn.Module) -> tuple[str, ...]:
-    """The names of a model's modules for images, outside of its language model; none of a model of text.
+@dataclass(frozen=True)
+class BothWaysRule:
+    """Which tokens see each other both ways in causal masks.
+
+    Attributes:
+        value: of the entry of types, that these tokens have.
+        joined: all of them in a row see each other; if not, those of one run of neighbours.
+        windowed: a layer's window hides them too.
+    """
+
+    value: int
+    joined: bool
+    windowed: bool
+
+
+@dataclass(frozen=True)
+class ImageModel:
+    """How a model reads images.
+
+    Attributes:
+        where: the name in the model of the module with the functions, its holder.
+        modalities: those that are taken.
+        refused: those that are not taken, and why.
+        types: the entry of a batch that says which tokens are images; "" where the model reads none.
+        axes: of its positions, which its own function finds; 0: they are those of text.
+        both_ways: the rule of its masks; None: they are those of text.
+        positions: the entries that its function of positions reads.
+        of_tokens: entries with a number for each token, which are cut as ids are.
+        rows_apart: the positions of a row's images do not depend on the rows before it.
+    """
+
+    where: str
+    modalities: tuple[Modality, ...]
+    refused: dict[str, str]
+    types: str
+    axes: int = 0
+    both_ways: BothWaysRule | None = None
+    positions: tuple[str, ...] = ()
+    of_tokens: tuple[str, ...] = ()
+    rows_apart: bool = True
+
+    def within(self, where: str) -> ImageModel | None:
+        """The same as a module of the model has it. None: the holder is not in that module."""
+        if not where or self.where == where:
+            return replace(self, where="" if where else self.where)
+        inside = self.where.startswith(f"{where}.")
+        return replace(self, where=self.where.removeprefix(f"{where}.")) if inside else None
+
+    def having(self, modality: Modality) -> ImageModel:
+        """The same with a modality in the place of the one of its name."""
+        return replace(
+            self, modalities=tuple(modality if one.name == modality.name else one for one in self.modalities)
+        )
+
+    def without(self, name: str, why: str) -> ImageModel:
+        """The same without a modality."""
+        left = tuple(one for one in self.modalities if one.name != name)
+        return replace(self, modalities=left, refused=self.refused | {name: why})
+
+    @property
+    def of_positions(self) -> tuple[str, ...]:
+        """What changes positions alone: `shard_batch` has found these by it."""
+        read = {name for one in self.modalities for name in one.entries}
+        return tuple(name for name in self.positions if name not in read)
+
+    @property
+    def entries(self) -> frozenset[str]:
+        """All entries of a batch that belong to its images."""
+        return frozenset(name for one in self.modalities for name in one.entries) | {*self.positions}
+
+
+def find_images(model: nn.Module) -> ImageModel | None:
+    """How a model reads images, by its class and its configuration. None: it reads text alone.
 
     Raises:
-        NotImplementedError: the model reads images in a way that is not known here.
+        NotImplementedError: it reads images, and has no functions that make rows of tokens of them.
     """
-    found: Any = next(((where, m) for where, m in model.named_modules() if has_images(m)), None)
+    where, holder = next(((w, m) for w, m in model.named_modules() if _functions(m)), ("", None))
     config: Any = model.config
-    if found is None:
+    if holder is None:
         if getattr(config, "vision_config", None) is None:
-            return ()
+            return None
         raise NotImplementedError(
-            f"{type(model).__name__} reads images, in a way that cp_fast does not have; it has {FAMILIES}{_text(model)}"
+            f"{type(model).__name__} reads images, in a way that cp_fast does not have: no function as "
+            f"get_image_features makes rows of tokens of them{text_alone(model)}"
         )
-    where, holder = found
-    kind = _kind(holder)
-    if _GIVEN not in inspect.signature(holder.forward).parameters:
-        raise NotImplementedError(
-            f"{type(holder).__name__} of this transformers takes no {_GIVEN}, in which each rank gives it the rows of "
-            "its own image tokens; pip install --upgrade 'transformers>=5.23'"
-        )
-    if config is not holder.config or (holder is not model and not _generates(model)):
-        raise NotImplementedError(
-            f"{type(model).__name__} is no ...ForConditionalGeneration; cp_fast takes images in these alone"
-        )
-    if kind is not None and kind.both_ways and getattr(config.get_text_config(), "use_bidirectional_attention", False):
-        raise NotImplementedError(
-            "use_bidirectional_attention is True; cp_fast has images inside causal masks: set it to False"
-            f"{_text(model)}"
-        )
-    names = [name for name, _ in holder.named_children() if name != _LANGUAGE]
-    return tuple(f"{where}.{name}" if where else name for name in names)
+    exceptions = EXCEPTIONS.get(type(holder).__name__, _Exceptions())
+    forward, found, refused = _parameters(type(holder).forward), list[Modality](), dict(exceptions.refused)
+    positions = _parameters(getattr(type(holder), POSITIONS, None))
+    for name in _functions(holder):
+        if name in refused:
+            continue
+        function = f"get_{name}_features"
+        entries = [one for one in _parameters(getattr(type(holder), function)) if one in forward]
+        token = _token(holder, exceptions.tokens.get(name, f"{name}_token_id"))
+        if token is None:
+            refused[name] = f"its configuration has no {name}_token_id"
+            continue
+        found.append(Modality(name, function, tuple(one for one in entries if one not in SETTINGS), token))
+    types = next((one for one in _TYPES if one in positions), next((one for one in _TYPES if one in forward), ""))
+    known = {*_TYPES, "input_ids", "inputs_embeds", "attention_mask", "cache", "past_key_values"}
+    more = tuple(one for one in positions if one not in known)
+    cut = tuple(one for one in forward if one.endswith("token_type_ids") and one != types)
+    axes = 3 if positions else 0
+    return ImageModel(where, tuple(found), refused, types, axes, positions=more, of_tokens=cut)
 
 
-def _text(model: nn.Module) -> str:
+SETTINGS = (  # numbers and words, no entries of a batch
+    *("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio", "interpolate_pos_encoding"),
+    "downsample_mode",
+)
+
+
+def _functions(module: nn.Module) -> list[str]:
+    """The modalities whose functions a module's forward calls, and which its configuration has."""
+    forward = inspect.unwrap(type(module).forward)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    called = [name for name in KINDS if f"get_{name}_features" in names and not _is_absent(module, name)]
+    return called if hasattr(type(module), "get_input_embeddings") else []
+
+
+def _is_absent(module: nn.Module, modality: str) -> bool:
+    """Whether a module's configuration leaves a modality out."""
+    entries = ("audio_config",) if modality == "audio" else ("vision_config", "vq_config")
+    config: Any = getattr(module, "config", None)
+    found = [getattr(config, entry) for entry in entries if hasattr(config, entry)]
+    return bool(found) and all(one is None for one in found)
+
+
+def _parameters(function: Any) -> list[str]:
+    if function is None:
+        return []
+    kinds = inspect.signature(function).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [one.name for one in kinds if one.kind in named and one.name != "self"]
+
+
+def _token(holder: Any, name: str) -> int | None:
+    for place in (holder.config, holder):
+        for part in name.split("."):
+            place = getattr(place, part, None)
+        if isinstance(place, int):
+            return place
+    return None
+
+
+def arguments_of(model: nn.Module, images: ImageModel) -> frozenset[str]:
+    """The arguments of a call that belong to images, or have a number for each token."""
+    holder = model.get_submodule(images.where)
+    found = {one for part in images.modalities for one in _parameters(getattr(type(holder), part.function))}
+    return frozenset({*found, *images.of_tokens} - {*images.of_positions})
+
+
+def parts_of(model: nn.Module, images: ImageModel) -> tuple[str, ...]:
+    """The names of a model's modules for images, outside of its text model."""
+    holder = model.get_submodule(images.where)
+    children = dict(holder.named_children())
+    if any(name in children for name in TEXT):
+        names = [name for name in children if name not in TEXT and name != "lm_head"]
+    else:  # The holder is the text model.
+        names = [name for name, one in children.items() if hasattr(one, "set_attn_implementation")]
+    return tuple(f"{images.where}.{name}" if images.where else name for name in names)
+
+
+def text_alone(model: nn.Module) -> str:
     """Say in a sentence how the text model inside is prepared. "": the model has no text model."""
     config: Any = model.config
     text = config.get_text_config()
@@ -135,282 +260,17 @@ def _text(model: nn.Module) -> str:
     )
 
 
-def _kind(module: nn.Module) -> Kind | None:
-    kinds = (one for one in type(module).__mro__ if one.__module__.startswith("transformers.models."))
-    return next((KINDS[one.__name__] for one in kinds if one.__name__ in KINDS), None)
-
-
-def _generates(model: nn.Module) -> bool:
-    return any(one.__name__.endswith("ForConditionalGeneration") for one in type(model).__mro__)
-
-
 class _Whole:
-    """Of a module that every rank runs on everything."""
+    """Of a module that runs on whole images."""
 
 
 def mark_whole(model: nn.Module, parts: tuple[str, ...]) -> None:
-    """Mark what every rank runs on everything, by the names of these parts of the model."""
+    """Mark what runs on whole images, by the names of these parts of the model."""
     for part in parts:
         for module in model.get_submodule(part).modules():
             put_state(module, _Whole())
 
 
 def is_whole(module: nn.Module) -> bool:
-    """Whether every rank runs this module on everything."""
+    """Whether a module runs on whole images."""
     return state_of(module, _Whole) is not None
-
-
-def has_images(module: nn.Module) -> bool:
-    """Whether a module has a vision part and a language model."""
-    return _kind(module) is not None
-
-
-def arguments_of_images(model: nn.Module) -> frozenset[str]:
-    """The arguments of a call that belong to the vision part in a model; `run_vision` reads or refuses each of them."""
-    kinds = [kind for kind in map(_kind, model.modules()) if kind is not None]
-    named = [{*kind.pixels.values(), *kind.beside.values(), *kind.settings, kind.types} for kind in kinds]
-    return frozenset({_GIVEN}.union(*named)) if kinds else frozenset()
-
-
-# ---- a batch
-
-
-@dataclass(frozen=True, eq=False)
-class ImageBatch:
-    """The images of a batch.
-
-    Attributes:
-        holder: the module with the vision part.
-        kind: of the model's family.
-        given: the batch's entries of images, which stay whole.
-        rest: its other entries.
-        types: which tokens are images, [b, s], as the batch says it.
-        positions: [3, b, s], where the batch says them.
-    """
-
-    holder: Any
-    kind: Kind
-    given: dict[str, Any]
-    rest: dict[str, Any]
-    types: torch.Tensor | None
-    positions: torch.Tensor | None
-
-    def placed(self, rows: Mapping[str, Any]) -> ImagePlaces:
-        """Where everything lies in the whole batch. rows: the batch, with its documents as position_ids.
-
-        Raises:
-            ValueError: entries contradict each other.
-        """
-        ids, mask, documents = rows["input_ids"], rows.get("attention_mask"), rows.get("position_ids")
-        if documents is not None and (len(ids) != 1 or mask is not None or documents.shape != ids.shape):
-            return ImagePlaces({}, None, ())  # which is refused with the text
-        config: Any = self.holder.config
-        numbers: dict[str, torch.Tensor] = {}
-        for modality, name in self.kind.pixels.items():
-            if name in self.given:
-                there = ids == getattr(config, f"{modality}_token_id")
-                numbers[modality] = torch.where(there, there.flatten().cumsum(0).view(ids.shape) - 1, -1)
-        positions, runs = self.positions, ()
-        if numbers and self.kind.types and self.types is None and positions is None:
-            raise ValueError(
-                f"batch has {', '.join(self.kind.pixels[one] for one in numbers)} and no {self.kind.types}, which say "
-                "which tokens are images; the model's processor returns them"
-            )
-        if self.kind.of_positions and numbers and positions is None:
-            positions = self._mrope(ids, mask, documents)
-        if self.kind.both_ways and self.types is not None:
-            runs = _runs(self.types, mask, documents)
-        return ImagePlaces(numbers, positions, runs)
-
-    def _mrope(self, ids: torch.Tensor, mask: Any, documents: Any) -> torch.Tensor:
-        """[3, b, s]: the positions that the model itself gives, to a packed batch's documents as if each were alone."""
-        assert self.types is not None
-        ids, types = ids.cpu(), self.types.cpu()
-        names = (*self.kind.beside.values(), _SECONDS)
-        given = {name: x.cpu() for name, x in self.given.items() if name in names}
-        if missing := [name for one, name in self.kind.beside.items() if self._lacks(one, name)]:
-            raise ValueError(f"batch has images and no {missing[0]}, which the model's processor returns beside them")
-        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape and not (tokens := mask.bool().any(1)).all():
-            raise ValueError(
-                f"attention_mask has no token in row {int(tokens.int().argmin())}, and the positions of images begin "
-                "with one; leave this row out"
-            )
-        packed = documents is not None
-        if packed:
-            starts = (documents[0].cpu() == 0).nonzero()[:, 0].tolist()
-            lengths = [b - a for a, b in zip(starts, [*starts[1:], ids.shape[1]], strict=True)]
-            ids, types = (nn.utils.rnn.pad_sequence([*x[0].split(lengths)], batch_first=True) for x in (ids, types))
-            mask = torch.arange(ids.shape[1], device="cpu") < torch.tensor(lengths, device="cpu")[:, None]
-        given["attention_mask"] = None if mask is None else mask.cpu().long()
-        try:
-            positions, _ = self.holder.get_rope_index(ids, mm_token_type_ids=types, **given)
-        except (IndexError, RuntimeError, StopIteration, TypeError, ValueError) as error:
-            raise ValueError(
-                f"the positions of images cannot be found ({type(error).__name__}: {error}); {self.kind.types} and "
-                f"{' and '.join(name for name in names if name in given)} must say the same images"
-            ) from error
-        return positions[:, mask.bool()][:, None] if packed and mask is not None else positions
-
-    def _lacks(self, modality: str, name: str) -> bool:
-        return self.kind.pixels[modality] in self.given and name not in self.given
-
-    def whole(self, places: ImagePlaces) -> dict[str, torch.Tensor]:
-        """The entries of images that all ranks must have alike."""
-        found = dict(self.given)
-        if self.types is not None and self.kind.types not in self.rest:
-            found[self.kind.types] = self.types
-        return found if places.positions is None else found | {_AXES: places.positions}
-
-    def cut(self, places: ImagePlaces, part: dict[str, Any]) -> dict[str, Any]:
-        """This rank's part from `shard_batch`, with its rows of the images."""
-        sequences: CpBatch = part["cp_batch"]
-        sequences.image_rows = {}
-        for modality, numbers in places.numbers.items():
-            mine = sequences.shard(numbers, -1).flatten()
-            sequences.image_rows[modality] = mine[mine >= 0], int(numbers.max()) + 1
-        sequences.both_ways = places.both_ways
-        if places.positions is not None:
-            positions = places.positions.to(part["input_ids"].device)
-            part["position_ids"] = sequences.shard(positions.permute(1, 2, 0)).permute(2, 0, 1)
-            sequences.longest = int(positions.max()) + 1
-        used = {_SECONDS, _AXES, *([self.kind.types] if self.kind.types not in self.rest else [])}
-        return {name: x for name, x in part.items() if name not in used}
-
-
-@dataclass(frozen=True, eq=False)
-class ImagePlaces:
-    """Where a whole batch has its images.
-
-    Attributes:
-        numbers: of each modality the row of the vision part that each token takes, int64 [b, s]; -1 for none.
-        positions: [3, b, s] where they are no positions of text.
-        both_ways: runs of tokens that see each other both ways: sequence, first token, and the one behind the last.
-    """
-
-    numbers: dict[str, torch.Tensor]
-    positions: torch.Tensor | None
-    both_ways: tuple[tuple[int, int, int], ...]
-
-
-def images_of(batch: Any, model: nn.Module | None, kept: Collection[str]) -> ImageBatch | None:
-    """A batch's images, taken apart from its text; None where it is to be cut as text, or to be refused.
-
-    Args:
-        kept: entries that are cut as text.
-
-    Raises:
-        ValueError: images for no model, or for one that does not take them; entries of other shapes.
-    """
-    if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        return None
-    images = [name for name in _ENTRIES if batch.get(name) is not None]
-    holder = None if model is None else next((m for m in model.modules() if _kind(m) is not None), None)
-    if model is None or holder is None:
-        if images:
-            what = "give shard_batch the prepared model, model=model" if model is None else "its model has no images"
-            raise ValueError(f"batch has {images[0]}, whose rows go where the model has image tokens; {what}")
-        return None
-    kind = _kind(holder)
-    assert kind is not None
-    known = {*kind.pixels.values(), *kind.beside.values(), *([_SECONDS] if kind.of_positions else [])}
-    if odd := [name for name in images if name not in known]:
-        raise ValueError(f"batch has {odd[0]}, which {type(holder).__name__} does not take")
-    for modality, name in kind.beside.items():
-        if name in images and (pixels := kind.pixels[modality]) not in images:
-            raise ValueError(f"batch has {name} and no {pixels}; give both, or none of them")
-    given = {name: batch[name] for name in images}
-    if _SECONDS in given and not isinstance(given[_SECONDS], torch.Tensor):
-        given[_SECONDS] = torch.tensor(given[_SECONDS], device="cpu")
-    rest = {name: x for name, x in batch.items() if name not in {*_ENTRIES, *_TYPES} - {*kept}}
-    ids, types = batch["input_ids"], batch.get(kind.types)
-    shape = list(ids.shape) if isinstance(ids, torch.Tensor) else []
-    if len(shape) != 2:
-        raise ValueError(f"input_ids is {shape if shape else kind_of(ids)}; it must be a tensor [b, s]")
-    if types is not None and (not isinstance(types, torch.Tensor) or list(types.shape) != shape):
-        given_shape = list(types.shape) if isinstance(types, torch.Tensor) else kind_of(types)
-        raise ValueError(f"{kind.types} has shape {given_shape}; it must be that of input_ids, {shape}")
-    positions: Any = rest.get("position_ids")
-    axes = positions.shape[0] if isinstance(positions, torch.Tensor) and positions.ndim == 3 else 0
-    if not kind.of_positions or axes not in (3, 4) or list(positions.shape[1:]) != shape:
-        return ImageBatch(holder, kind, given, rest, types, None)
-    del rest["position_ids"]
-    if axes == 4:  # transformers' form of a packed row: the documents, then the axes
-        if shape[0] != 1:
-            raise ValueError(
-                f"position_ids has shape {list(positions.shape)}; four axes are of a packed row [4, 1, t], whose first "
-                "says the documents: give rows with padding [3, b, s] and attention_mask"
-            )
-        rest["position_ids"] = positions[0]
-    return ImageBatch(holder, kind, given, rest, types, positions[axes - 3 :])
-
-
-def _runs(types: torch.Tensor, mask: Any, documents: Any) -> tuple[tuple[int, int, int], ...]:
-    """The runs of image tokens in each row, or in each document of a packed one."""
-    images = types == 1 if mask is None else (types == 1) & (mask == 1).to(types.device)
-    rows = images.cpu().tolist()
-    if documents is not None:
-        starts = (documents[0] == 0).nonzero()[:, 0].tolist()
-        rows = [rows[0][a:b] for a, b in zip(starts, [*starts[1:], len(rows[0])], strict=True)]
-    found: list[tuple[int, int, int]] = []
-    for number, row in enumerate(rows):
-        at = 0
-        for image, run in groupby(row):
-            length = len(list(run))
-            found += [(number, at, at + length)] if image else []
-            at += length
-    return tuple(found)
-
-
-# ---- a call
-
-
-def run_vision(holder: Any, sequences: CpBatch, given: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments, with the rows of this rank's image tokens in place of the images.
-
-    Raises:
-        TypeError, ValueError: images without their places, or of another number than the batch's tokens.
-    """
-    kind, name = _kind(holder), type(holder).__name__
-    assert kind is not None
-    if given.get(_GIVEN) is not None:
-        raise NotImplementedError(
-            f"{name} is given {_GIVEN}, of which a rank would take the first rows; give the images themselves"
-        )
-    if given.get(kind.types) is not None:
-        raise TypeError(f"{name} is given {kind.types}, which shard_batch(batch, cp=..., model=model) has made use of")
-    found: dict[str, Any] = {}
-    given = dict(given)
-    settings = {name: given.pop(name) for name in kind.settings if given.get(name) is not None}
-    for modality, entry in kind.pixels.items():
-        pixels, beside = given.pop(entry, None), kind.beside.get(modality)
-        more = {} if beside is None else {beside: given.pop(beside, None)}
-        places = sequences.image_rows or {}
-        if (pixels is not None) != (modality in places):
-            what = f"no {entry}, and cp_batch says" if pixels is None else f"{entry}, and cp_batch does not say"
-            raise TypeError(
-                f"{name} is given {what} which tokens are {modality}s: call it with all that "
-                "shard_batch(batch, cp=..., model=model) returns for a batch with its images"
-            )
-        if pixels is None:
-            continue
-        more = {name: x for name, x in more.items() if x is not None}
-        out = getattr(holder, f"get_{modality}_features")(pixels, **more, **settings, return_dict=True)
-        mine, count = places[modality]
-        found[modality] = _of_tokens(out, mine, count, f"{name}'s {modality}s")
-    return given | ({_GIVEN: found} if found else {})
-
-
-def _of_tokens(out: Any, mine: torch.Tensor, count: int, what: str) -> Any:
-    """The vision part's outputs, with the rows of these tokens alone."""
-
-    def take(rows: Any) -> Any:
-        every = rows.flatten(0, -2) if isinstance(rows, torch.Tensor) else torch.cat([*rows])
-        if len(every) != count:
-            raise ValueError(f"{what} have {len(every)} rows, and the batch has {count} tokens for them")
-        taken = every[mine.to(every.device)]
-        return taken if isinstance(rows, torch.Tensor) else (taken,)
-
-    out.pooler_output = take(out.pooler_output)
-    if getattr(out, "deepstack_features", None) is not None:
-        out.deepstack_features = [take(rows) for rows in out.deepstack_features]
-    return out

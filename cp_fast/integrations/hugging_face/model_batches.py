@@ -10,8 +10,8 @@ import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations import token_batches
-from cp_fast.integrations.hugging_face.image_models import images_of
-from cp_fast.integrations.hugging_face.model_edge import edge_of
+from cp_fast.integrations.hugging_face.image_batches import images_of
+from cp_fast.integrations.hugging_face.model_edge import edge_of, holder_of_images
 from cp_fast.integrations.hugging_face.task_head import SPANS
 from cp_fast.integrations.shared.token_rows import wide_integers
 from cp_ref.groups.agreement import agreed, collective
@@ -63,7 +63,8 @@ def shard_batch(
 
     def read() -> tuple[Any, ...]:
         edge = None if model is None else edge_of(model)
-        images = images_of(batch, model, fill or ())
+        holder = None if model is None else holder_of_images(model)
+        images = images_of(batch, holder, None if edge is None else edge.images, fill or (), model)
         rows = positions_said(batch if images is None else images.rest, 0 if edge is None else edge.numbering.first)
         places = None if images is None else images.placed(rows)
         labelled = edge is not None and edge.task.head is not None and isinstance(rows, Mapping) and "labels" in rows
@@ -76,7 +77,7 @@ def shard_batch(
     spans = [name for name in SPANS if isinstance(rows, Mapping) and name in rows]
     if images is None or places is None:
         return token_batches.shard_tokens(rows, **how, whole=spans)
-    whole = images.whole(places)
+    whole, how["fill"] = images.whole(places), {**images.fill, **(fill or {})}
     return images.cut(places, token_batches.shard_tokens({**rows, **whole}, **how, whole=[*spans, *whole]))
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.attention_dropout import shared_seed
 from cp_fast.integrations.hugging_face.called_layers import check_layers, forget_layers
-from cp_fast.integrations.hugging_face.image_models import arguments_of_images, has_images, run_vision
+from cp_fast.integrations.hugging_face.image_calls import begin_call, end_call
+from cp_fast.integrations.hugging_face.image_models import ImageModel, arguments_of
 from cp_fast.integrations.hugging_face.long_positions import give_longest, say_longest
 from cp_fast.integrations.hugging_face.model_call import ALONE, ModelCall
 from cp_fast.integrations.hugging_face.model_task import Task
@@ -30,7 +31,7 @@ from cp_fast.integrations.shared.drop_in import words_for
 from cp_fast.integrations.token_batches import CpBatch
 from cp_fast.runtime.handles import outside_of_graphs
 
-__all__ = ["Edge", "edge_of", "put_around", "take_off"]
+__all__ = ["Edge", "edge_of", "holder_of_images", "put_around", "take_off"]
 
 _KNOWN = {  # The edge checks these arguments, or a model takes them token by token.
     *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "cp_batch", "use_cache"),
@@ -52,7 +53,7 @@ class Edge:
         blocks: the names of the modules whose layers are checked (`note_layers`).
         by_row: the name of a module that does another thing in each row of a batch.
         inner: the model is a part of the one that was prepared, and is called by it or by the user.
-        images: it has a vision part, whose rows it puts in the place of tokens.
+        images: how it reads images; None: it reads text alone.
         more: arguments of its calls that only models like this one take, and that are checked there.
     """
 
@@ -63,7 +64,7 @@ class Edge:
     blocks: tuple[str, ...] = ()
     by_row: str = ""
     inner: bool = False
-    images: bool = False
+    images: ImageModel | None = None
     more: frozenset[str] = frozenset()
 
     def __deepcopy__(self, _: Any) -> Edge:
@@ -189,8 +190,10 @@ def put_around(model: Any, edge: Edge) -> None:
             continue
         hook_once(module, _before, _after, first=True)
         give_longest(module)
-        more = arguments_of_images(module) | frozenset(SPANS if module is model and edge.task.spans else ())
-        mine = replace(edge, images=has_images(module), more=more)
+        images = None if edge.images is None else edge.images.within(where)
+        more = frozenset[str]() if images is None else arguments_of(module, images)
+        more |= frozenset(SPANS if module is model and edge.task.spans else ())
+        mine = replace(edge, images=images, more=more)
         if module is not model:
             blocks = tuple(block.removeprefix(f"{where}.") for block in edge.blocks if block.startswith(f"{where}."))
             mine = replace(mine, task=Task(), caches=takes_cache(module), blocks=blocks, inner=True)
@@ -212,19 +215,32 @@ def edge_of(model: nn.Module) -> Edge:
         ValueError: the model was not prepared. NotImplementedError: an adapter that came later mixes tokens.
     """
     refuse_adapters(model)
-    edges = (state_of(module, Edge) for module in model.modules())
-    found = next((edge for edge in edges if edge is not None), None)
+    found = _with_edge(model)
     if found is None:
         raise ValueError(
             f"{type(model).__name__} was not prepared; call cp_fast.integrations.transformers.prepare(model, cp)"
         )
-    return found
+    return found[1]
+
+
+def _with_edge(model: nn.Module) -> tuple[nn.Module, Edge] | None:
+    edges = ((module, state_of(module, Edge)) for module in model.modules())
+    return next(((module, edge) for module, edge in edges if edge is not None), None)
+
+
+def holder_of_images(model: nn.Module) -> nn.Module | None:
+    """The module of a prepared model that has its functions of images. None: it reads text alone."""
+    found = _with_edge(model)
+    if found is None or found[1].images is None:
+        return None
+    return found[0].get_submodule(found[1].images.where)
 
 
 def _before(model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any:
     edge = state_of(model, Edge)
-    if not isinstance(given.get("cp_batch"), ModelCall):
+    if edge is not None and not isinstance(given.get("cp_batch"), ModelCall):
         say_longest(model, None)
+        end_call(model)
     handed_on = None if edge is None else edge.enter(model, by_place, given)
     if handed_on is not None:
         say_longest(model, given["cp_batch"].longest - 1, given["position_ids"].device)
@@ -232,7 +248,8 @@ def _before(model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any
     call = given.get("cp_batch")
     if edge is not None and isinstance(call, ModelCall):
         given = given | {ROUTER_SWITCH: True} if edge.inner and call.routing is not None else given
-        given = run_vision(model, call.sequences, given) if edge.images else given
+        if edge.images is not None and not edge.images.where:
+            begin_call(model, edge.images, call.sequences, given)
     return by_place, given
 
 
@@ -241,4 +258,5 @@ def _after(model: Any, _: tuple[Any, ...], given: dict[str, Any], out: Any) -> A
     if edge is None or not isinstance(call, ModelCall) or call.edge is not edge:
         return out
     say_longest(model, None)
+    end_call(model)
     return edge.leave(model, call, out)

@@ -148,7 +148,8 @@ def pooling_of(model: nn.Module) -> Pooling | None:
 @contextmanager
 def _padded_with(model: Any, padding: int) -> Iterator[None]:
     """The model with this padding id in its configuration."""
-    configs = list({id(c): c for c in (model.config, model.config.get_text_config())}.values())
+    some = {id(c): c for c in (model.config, model.config.get_text_config())}.values()
+    configs = [config for config in some if hasattr(config, "pad_token_id")]  # Models of images have it in the latter.
     before = [config.pad_token_id for config in configs]
     try:
         for config in configs:

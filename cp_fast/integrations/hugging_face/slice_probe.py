@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -28,7 +28,18 @@ from cp_fast.integrations.hugging_face.built_masks import Said, Sides, refuse_ow
 from cp_fast.integrations.hugging_face.long_positions import CountFrom, far_position, give_longest, say_longest
 from cp_fast.integrations.hugging_face.token_mixers import ROUTER_SWITCH, token_axis
 
-__all__ = ["Numbering", "Probe", "Rows", "Seen", "at_rest", "look_over", "takes_cache"]
+__all__ = [
+    "Numbering",
+    "Probe",
+    "Rows",
+    "Seen",
+    "at_rest",
+    "look_over",
+    "outputs_of",
+    "slice_of",
+    "takes_cache",
+    "trial_rows",
+]
 
 _SLICE = (1, 2, 6, 7, 9)  # A rank's tokens, behind the special ones: two chunks and one more.
 # Tokens of each row whose id is that of padding. A model that leaves them out shifts the slice's tokens by 1, 2 or 3:
@@ -74,6 +85,10 @@ class Probe:
         shape = given["batch_size"], 1, given["q_length"], given["kv_length"]
         how = {"dtype": given.get("dtype", torch.float32), "device": given.get("device")}
         return torch.full(shape, float(len(self._masks)), **how)
+
+    def whole_mask(self, mask_function: Callable[..., Any], given: Mapping[str, Any]) -> torch.Tensor | None:
+        """A number in the place of a mask whose function this probe looks at itself. None: of no mask."""
+        return None
 
     def look_at_mask(self, module: nn.Module, said: Said, mask: Any) -> None:
         """Compare a layer's own account with the mask that came to it."""
@@ -170,7 +185,7 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
     """
     name = type(model).__name__
     positions = "position_ids" in inspect.signature(model.forward).parameters
-    rows, probe = _rows(model, next(model.parameters()).device), Probe()
+    rows, probe = trial_rows(model, next(model.parameters()).device), Probe()
     given: dict[str, Any] = {"cp_batch": probe, **({"use_cache": False} if takes_cache(model) else {})}
     if getattr(cast(Any, model).config.get_text_config(), ROUTER_SWITCH, False):
         given[ROUTER_SWITCH] = False
@@ -183,7 +198,7 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
             stack.callback(hook.remove)
         stack.enter_context(probe.running())
         counting = stack.enter_context(CountFrom(0, rows.ids.shape[1]))
-        whole = _outputs(model(input_ids=rows.ids, **given))
+        whole = outputs_of(model(input_ids=rows.ids, **given))
     for where, module in covered.items():
         if module not in probe.linear:
             raise NotImplementedError(f"{_named(model, where)} is not given cp_batch, which its model does not hand on")
@@ -241,7 +256,7 @@ def at_rest(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _rows(model: nn.Module, device: torch.device) -> Rows:
+def trial_rows(model: nn.Module, device: torch.device) -> Rows:
     """Token ids whose number is not a size of any weight, so that an axis of tokens is recognised by its size.
 
     Special tokens come first, where all others see them. Padding, which may not be told from a token by the model,
@@ -268,7 +283,7 @@ def _rows(model: nn.Module, device: torch.device) -> Rows:
     return Rows(torch.tensor(ids, device=device), kept, first + _POISONED)
 
 
-def _outputs(out: Any) -> dict[str, torch.Tensor]:
+def outputs_of(out: Any) -> dict[str, torch.Tensor]:
     """The floating tensors that a model returns, by name."""
     found: dict[str, torch.Tensor] = {}
     pairs = out.items() if isinstance(out, Mapping) else enumerate(out if isinstance(out, (tuple, list)) else [out])
@@ -320,7 +335,7 @@ def _refuse_mixing(model: nn.Module, rows: Rows, given: dict[str, Any]) -> None:
         return None
 
     with _watched(model, look):
-        out = _outputs(model(input_ids=rows.ids, **given))
+        out = outputs_of(model(input_ids=rows.ids, **given))
     if mixing or any(map(reached, out.values())):
         where = mixing[0] if mixing else _named(model, "")
         raise NotImplementedError(f"{where} mixes tokens without attention; a rank would do so on its slice")
@@ -343,7 +358,7 @@ def _numbering(
     try:
         for mixed in (True, False):
             for numbering in known:
-                part = _outputs(model(**_slice(rows, numbering, mixed), **given))
+                part = outputs_of(model(**_slice(rows, numbering, mixed), **given))
                 if not _differ(whole, part, rows, mixed):
                     return numbering, "" if mixed else _first_to_differ(model, rows, given, [numbering], mixed=True)
         where = _first_to_differ(model, rows, given, known)
@@ -365,9 +380,9 @@ def _refuse_counting(
     if (far := far_position(model, tokens + numbering.first)) <= 0:
         return
     with CountFrom(far, tokens):
-        whole = _outputs(model(input_ids=rows.ids, **given))
+        whole = outputs_of(model(input_ids=rows.ids, **given))
     numbering = Numbering(far + numbering.first, numbering.without)
-    part = _outputs(model(**_slice(rows, numbering, mixed=False), **given))
+    part = outputs_of(model(**_slice(rows, numbering, mixed=False), **given))
     if not _differ(whole, part, rows, mixed=False) or all(_near(x, whole[name]) for name, x in near.items()):
         return
     raise NotImplementedError(
@@ -394,10 +409,10 @@ def _first_to_differ(
 
 def _slice(rows: Rows, numbering: Numbering, mixed: bool) -> dict[str, torch.Tensor]:
     positions = numbering.of(rows.ids)
-    return {name: _taken(x, rows, 1, mixed) for name, x in (("input_ids", rows.ids), ("position_ids", positions))}
+    return {name: slice_of(x, rows, 1, mixed) for name, x in (("input_ids", rows.ids), ("position_ids", positions))}
 
 
-def _taken(x: torch.Tensor, rows: Rows, axis: int, mixed: bool) -> torch.Tensor:
+def slice_of(x: torch.Tensor, rows: Rows, axis: int, mixed: bool) -> torch.Tensor:
     """The slice of a tensor of the whole rows. mixed: the rows change places, and each token's neighbour in the other
     row is another, as in slices of layout "balanced".
     """
@@ -414,7 +429,7 @@ def _differ(whole: dict[str, torch.Tensor], part: dict[str, torch.Tensor], rows:
     return [
         name
         for name, axis in axes.items()
-        if axis is not None and not _near(_taken(whole[name], rows, axis, mixed), part.get(name, whole[name]))
+        if axis is not None and not _near(slice_of(whole[name], rows, axis, mixed), part.get(name, whole[name]))
     ]
 
 
@@ -423,7 +438,7 @@ def _outputs_of_modules(model: nn.Module, given: dict[str, Any]) -> dict[str, to
     found: dict[str, torch.Tensor] = {}
 
     def look(where: str, _: nn.Module, __: tuple[Any, ...], out: Any) -> None:
-        found.update({f"{where} {name}": x for name, x in _outputs(out).items()})
+        found.update({f"{where} {name}": x for name, x in outputs_of(out).items()})
 
     with _watched(model, look):
         model(**given)

@@ -12,7 +12,7 @@ from cp_fast.api.attention import attention, plan_for
 from cp_fast.api.checked_calls import checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan, make_plan
-from cp_fast.integrations.shared.mask_areas import MaskAreas, Run
+from cp_fast.integrations.shared.mask_areas import BothWays, MaskAreas
 from cp_fast.integrations.shared.token_rows import TokenRows
 from cp_fast.runtime.handles import hide_from_checkpointing, outside_of_graphs
 from cp_ref.batches.sharding import unshard
@@ -58,7 +58,7 @@ class CpBatch:
         self.shape: torch.Size | None = None  # This rank's input_ids have it, [b, s/cp], after `shard_tokens`.
         self._cut: Callable[[TokenRows, torch.Tensor], Parts] | None = None  # It cuts other rows in the same way.
         self.image_rows: dict[str, tuple[torch.Tensor, int]] | None = None  # Images and videos: mine, and how many.
-        self.both_ways: tuple[Run, ...] = ()  # These tokens see each other both ways.
+        self.both_ways: BothWays | None = None  # These tokens see each other both ways.
 
     def shard(self, x: torch.Tensor, fill_value: float = 0) -> torch.Tensor:
         """This rank's slice of another tensor of the batch, cut as its tokens were: weights of tokens, rewards, masks.
@@ -290,10 +290,10 @@ class CpBatch:
 
     def _areas_of(self, x: torch.Tensor, causal: bool, chunk: int) -> MaskAreas | None:
         """The areas of a layer's mask, if it is no window. x: the layer's slice [b, s/cp, ...]."""
-        if not chunk and not (self.both_ways and causal):
+        if not chunk and (self.both_ways is None or not causal):
             return None
         areas = self.areas(*x.shape[:2])
-        return areas if self.both_ways or chunk < areas.longest else None
+        return areas if self.both_ways is not None or chunk < areas.longest else None
 
     def _arguments(self, areas: MaskAreas | None, causal: bool, sides: tuple[int, int, int]) -> dict[str, Any]:
         """The arguments of `attention` for a mask in this batch."""

@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
+import importlib
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,9 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_fast
+from benchmarks.parts.tiny_models import tiny_model
 from conformance.step import compare_step
 from cp_fast.integrations import transformers as ours
-from cp_fast.integrations.hugging_face import image_models, model_edge
+from cp_fast.integrations.hugging_face import image_batches, model_edge
+from cp_fast.integrations.hugging_face.image_calls import begin_call
+from cp_fast.integrations.hugging_face.image_models import find_images
 from cp_fast.integrations.loss import loss_for_backward
 from cp_fast.integrations.sequences import token_log_probs
 from cp_ref import SimGroup
@@ -81,14 +85,12 @@ def test_a_rank_without_image_tokens_has_gradients_of_zero(name: str) -> None:
     check(name, parts, batch)
 
 
-def planted_order(holder: Any, sequences: Any, given: dict[str, Any]) -> dict[str, Any]:
+def planted_order(holder: Any, images: Any, sequences: Any, given: dict[str, Any]) -> None:
     """The first rows of the vision part for a rank's tokens, whichever they are."""
     rows = {one: (torch.arange(len(mine)), count) for one, (mine, count) in sequences.image_rows.items()}
     there, sequences.image_rows = sequences.image_rows, rows
-    try:
-        return image_models.run_vision(holder, sequences, given)
-    finally:
-        sequences.image_rows = there
+    begin_call(holder, images, sequences, given)
+    sequences.image_rows = there
 
 
 def planted_positions(*_: Any) -> None:
@@ -103,10 +105,10 @@ def planted_masks(*_: Any) -> tuple[()]:
 @pytest.mark.parametrize(
     ("name", "where", "change"),
     [
-        (QWEN, (model_edge, "run_vision"), planted_order),
-        (LLAVA, (model_edge, "run_vision"), planted_order),
-        (QWEN, (image_models.ImageBatch, "_mrope"), planted_positions),
-        (GEMMA, (image_models, "_runs"), planted_masks),
+        (QWEN, (model_edge, "begin_call"), planted_order),
+        (LLAVA, (model_edge, "begin_call"), planted_order),
+        (QWEN, (image_batches.ImageBatch, "_of_axes"), planted_positions),
+        (GEMMA, (image_batches, "blocks_of"), planted_masks),
     ],
 )
 def test_a_planted_mistake_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, where: Any, change: Any) -> None:
@@ -204,8 +206,8 @@ def test_calls_of_a_prepared_model_of_images() -> None:
     text = {name: batch[name] for name in ("input_ids", "attention_mask")}
     images = {name: batch[name] for name in ("pixel_values", "image_grid_thw")}
     for given, said in (
-        (part | {"mm_encoder_outputs": {"image": 1}}, "is given mm_encoder_outputs"),
-        (part | {"mm_token_type_ids": batch["mm_token_type_ids"]}, "is given mm_token_type_ids, which shard_batch"),
+        (part | {"mm_encoder_outputs": {"image": 1}}, "mm_encoder_outputs is .* does not know"),
+        (part | {"mm_token_type_ids": batch["mm_token_type_ids"]}, "mm_token_type_ids is .* Give it to shard_batch"),
         (ours.shard_batch(text, cp=cp) | images, r"cp_batch does not say .* shard_batch\(batch, cp=..., model=model\)"),
         (
             {name: x for name, x in part.items() if name != "pixel_values"},
@@ -276,29 +278,59 @@ def test_images_without_a_model_of_images_are_refused() -> None:
         ours.shard_batch(batch, cp=cp, model=text)
 
 
-def test_a_transformers_that_takes_no_rows_of_images_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_images(LLAVA)
-    monkeypatch.setattr(type(model.model), "forward", lambda self, input_ids=None, pixel_values=None: None)
-    with pytest.raises(NotImplementedError, match=r"LlavaModel of this transformers takes no .*5.23"):
-        ours.prepare(model, cp_fast.ContextParallel(dist_of_one()))
-
-
 def test_other_models_of_images_are_refused_by_name() -> None:
     cp = cp_fast.ContextParallel(dist_of_one())
-    config = transformers.Idefics3Config(
-        text_config=IMAGES[LLAVA].text, vision_config={"hidden_size": 16, "intermediate_size": 24, "image_size": 16,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}, pad_token_id=0, image_token_id=40,
-    )  # fmt: skip
-    model = transformers.Idefics3ForConditionalGeneration(config)
-    with pytest.raises(NotImplementedError, match=r"Idefics3ForConditionalGeneration reads images, .* inputs_embeds="):
+    with pytest.raises(NotImplementedError, match=r"GitForCausalLM reads images, in a way .* get_image_features"):
+        ours.prepare(tiny_model("GitForCausalLM"), cp)
+    with pytest.raises(ValueError, match="images is 'ranks', and LlamaForCausalLM reads text alone"):
+        ours.prepare(tiny_model("LlamaForCausalLM"), cp, images="ranks")
+    with pytest.raises(ValueError, match="images is 'all'; it must be 'whole' or 'ranks'"):
+        ours.prepare(tiny_images(LLAVA), cp, images=cast(Any, "all"))
+
+
+class AddsMean(torch.nn.Module):
+    """A projector that adds the mean of all rows of a batch to each."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 9 * x.mean()
+
+
+def test_what_prepare_cannot_prove_of_images_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that sees all images, a mask between images that no rule has, and pictures that see each other."""
+    cp = cp_fast.ContextParallel(dist_of_one())
+    model = tiny_images(LLAVA)
+    kind = type(model.model)
+    mask = kind.get_placeholder_mask
+
+    def with_sum(self: Any, input_ids: Any, inputs_embeds: torch.Tensor, image_features: torch.Tensor) -> Any:
+        inputs_embeds.add_(0.1 * image_features.sum(0))
+        return mask(self, input_ids, inputs_embeds, image_features)
+
+    monkeypatch.setattr(kind, "get_placeholder_mask", with_sum)
+    with pytest.raises(
+        NotImplementedError, match=r"could not prove right over ranks: images: a slice .* has other logits"
+    ):
         ours.prepare(model, cp)
+    monkeypatch.undo()
     gemma = tiny_images(GEMMA)
-    gemma.config.text_config.use_bidirectional_attention = True
-    with pytest.raises(NotImplementedError, match="use_bidirectional_attention is True"):
+    module = importlib.import_module(type(gemma).__module__)
+
+    def every_other(types: torch.Tensor, device: Any = None) -> torch.Tensor:
+        return torch.where(types == 1, torch.arange(types.shape[1]) % 2, -1)
+
+    monkeypatch.setattr(module, "get_block_sequence_ids_for_mask", every_other)
+    with pytest.raises(NotImplementedError, match="tokens of images see each other by a mask that cp_fast does not"):
         ours.prepare(gemma, cp)
-    classifier = transformers.Gemma3ForSequenceClassification(tiny_images(GEMMA).config)
-    with pytest.raises(NotImplementedError, match=r"Gemma3ForSequenceClassification is no ...ForConditionalGeneration"):
-        ours.prepare(classifier, cp)
+    monkeypatch.undo()
+    llava = tiny_images(LLAVA)
+    llava.model.multi_modal_projector = AddsMean(llava.model.multi_modal_projector)
+    ours.prepare(copy.deepcopy(llava), cp)
+    with pytest.raises(NotImplementedError, match='images="ranks" cannot share them out: a picture alone has other'):
+        ours.prepare(llava, cp, images="ranks")
 
 
 def test_the_text_model_of_other_models_takes_embeddings() -> None:
@@ -344,7 +376,7 @@ def step_of(cp: Any, name: str, wrong: bool = False) -> Any:
     if cp is not None:
         ours.prepare(model, cp)
         if wrong:
-            model_edge.run_vision = planted_order  # in this process alone
+            model_edge.begin_call = planted_order  # in this process alone
 
     def step(batches: list[Batch]) -> torch.Tensor:
         total = torch.zeros(())
@@ -474,16 +506,104 @@ def test_places_of_images_are_found_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_what_images_count_on_in_transformers(name: str) -> None:
-    """The arguments by which features are given and positions asked for, by the names that are used here."""
-    holder: Any = type(tiny_images(name).model)
-    kind = image_models.KINDS[holder.__name__]
-    forward = inspect.signature(holder.forward).parameters
-    assert {"mm_encoder_outputs", *kind.pixels.values(), *kind.beside.values(), *kind.settings} <= set(forward)
-    for modality, pixels in kind.pixels.items():
-        found = inspect.signature(getattr(holder, f"get_{modality}_features")).parameters
-        assert {pixels, *kind.settings} <= set(found)
-        assert kind.beside.get(modality, pixels) in found
-    if kind.of_positions:
-        found = inspect.signature(holder.get_rope_index).parameters
-        assert {kind.types, *kind.beside.values(), "attention_mask"} <= set(found)
+def test_functions_of_images_are_found(name: str) -> None:
+    images = find_images(tiny_images(name))
+    assert images is not None
+    qwen = name.startswith("Qwen")
+    assert [one.name for one in images.modalities] == ["image", "video"] if qwen else ["image"]
+    assert images.modalities[0].entries[0] == "pixel_values"
+    assert (images.where, images.axes, images.types) == ("model", 3 * qwen, IMAGES[name].types)
+    assert images.refused == {}
+
+
+# ---- the vision part shared out over the ranks
+
+
+def shared_part(name: str, group: Any, batch: Batch, **how: Any) -> tuple[Part, int]:
+    """A rank's part, where the ranks share the pictures out; and how many patches its vision part has run on."""
+    cp = cp_fast.ContextParallel(group, **how)
+    model = ours.prepare(tiny_images(name), cp, images="ranks")
+    tower = model.model.visual if hasattr(model.model, "visual") else model.model.vision_tower
+    seen: list[int] = []
+
+    def count(_: Any, by_place: Any, named: dict[str, Any]) -> None:
+        x = by_place[0] if by_place else named["pixel_values"]
+        seen.append(len(x))
+
+    tower.register_forward_pre_hook(count, with_kwargs=True)
+    loss = model(**ours.shard_batch(batch, cp=cp, model=model)).loss
+    loss.backward()
+    return (loss.detach(), grads_of(model)), sum(seen)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in (QWEN3, LLAVA) else pytest.mark.thorough) for n in IMAGES]
+)
+def test_ranks_share_the_images_of_a_batch(name: str, size: int) -> None:
+    """Losses and gradients are those of one process, each rank has fewer pictures, and gradients of all weights."""
+    for kind, layout in (("rows", "dual_chunk"), ("packed", "balanced")):
+        batch, whole = batch_of(name, kind)
+        found = SimGroup(size).run(
+            lambda member, batch=batch, layout=layout: shared_part(name, member, batch, layout=layout)
+        )
+        check(name, [part for part, _ in found], whole)
+        pictures = len(batch["pixel_values"])
+        assert sum(seen for _, seen in found) == pictures
+        assert max(seen for _, seen in found) < pictures
+        names = [set(grads) for (_, grads), _ in found]
+        assert all(one == names[0] for one in names)
+
+
+@pytest.mark.parametrize("name", [QWEN3, LLAVA])
+def test_a_rank_without_a_picture_has_gradients_of_zero(name: str) -> None:
+    batch = images_batch(name, [[2]], [40])
+    found = SimGroup(2).run(lambda member: shared_part(name, member, batch))
+    parts = [part for part, _ in found]
+    seen = [name for name in parts[0][1] if "vision" in name or "visual" in name]
+    assert seen
+    assert any(parts[0][1][name].any() for name in seen)
+    assert not any(parts[1][1][name].any() for name in seen)
+    check(name, parts, batch)
+
+
+@pytest.mark.thorough
+def test_frames_of_videos_are_shared_out() -> None:
+    ids = torch.randint(3, 40, (2, 40), generator=torch.Generator().manual_seed(1))
+    ids[0, 15:27] = 41
+    batch = {"input_ids": ids, "labels": ids.masked_fill(ids >= 40, -100), "video_grid_thw": torch.tensor([[3, 4, 4]])}
+    batch |= {"mm_token_type_ids": 2 * (ids == 41).int(), "pixel_values_videos": torch.randn(48, 96)}
+    found = SimGroup(3).run(lambda member: shared_part(QWEN, member, batch))
+    check(QWEN, [part for part, _ in found], batch)
+    assert [seen for _, seen in found] == [16, 16, 16]
+
+
+def averaged(name: str) -> Part:
+    """FSDP's sums of gradients, of a model whose pictures the ranks share."""
+    cp = cp_fast.ContextParallel(dist.group.WORLD)
+    model: Any = ours.prepare(tiny_images(name), cp, images="ranks")
+    mesh = init_device_mesh("cpu", (2,))
+    part = model.model.visual if name == QWEN3 else model.model.vision_tower
+    for layer in (*model.model.language_model.layers, part):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    loss = model(**ours.shard_batch(batch_of(name, "rows")[0], cp=cp, model=model)).loss
+    loss_for_backward(loss, averaged_over=model).backward()
+    grads = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads_of(model).items()}
+    return loss.detach(), {n: g / 2 for n, g in grads.items()}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [QWEN3, GEMMA])
+def test_fsdp_averages_gradients_of_shared_images(two: Processes, name: str) -> None:
+    check(name, two.run(averaged, name), batch_of(name, "rows")[0])
+
+
+@pytest.mark.thorough
+def test_shared_images_over_a_ring_of_groups() -> None:
+    batch, whole = batch_of(QWEN3, "rows")
+
+    def one(member: Any) -> Part:
+        return shared_part(QWEN3, member.split(2), batch, cp_comm_type="a2a+p2p")[0]
+
+    check(QWEN3, SimGroup(4).run(one), whole)

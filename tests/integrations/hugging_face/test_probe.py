@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import cp_fast
+from benchmarks.parts.tiny_models import tiny_model
 from cp_fast.integrations import transformers as ours
 from cp_ref import SimGroup
 from tests.integrations.hugging_face.families import tiny
@@ -254,14 +255,15 @@ def test_what_is_said_of_a_model_is_true(name: str) -> None:
 
 
 def test_the_text_model_in_one_of_images_is_named() -> None:
+    assert "prepare(model.model.language_model, cp)" in refused(tiny_model("MllamaForConditionalGeneration"))
     text = {"model_type": "gemma", "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
     text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     vision = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "image_size": 28}
     vision |= {"num_hidden_layers": 1, "num_attention_heads": 4, "patch_size": 14}
     config = transformers.PaliGemmaConfig(text_config=text, vision_config=vision, projection_dim=32)
     model = transformers.PaliGemmaForConditionalGeneration(config).eval()
-    assert "prepare(model.model.language_model, cp)" in refused(model)
-    assert "says is_causal=False, and its model builds a mask that is causal" in refused(model.model.language_model)
+    for one in (model, model.model.language_model):
+        assert "says is_causal=False, and its model builds a mask that is causal" in refused(one)
 
 
 def test_a_weight_of_size_zero_is_there() -> None:

@@ -23,7 +23,7 @@ USED = {
     "tokens": "Bert Llama Qwen2 Roberta",
     "sequences": "Llama Qwen2 Mistral",
     "questions": "Llama Bert",
-    "images": "Qwen2_5_VL Qwen3VL Llava",
+    "images": "Qwen2_5_VL Qwen3VL Llava Idefics3 Molmo2 PaliGemma",
 }
 ENDS = {
     "causal": "ForCausalLM",
