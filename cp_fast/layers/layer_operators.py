@@ -138,9 +138,15 @@ class _Operators:
 
 
 def _apart(found: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    """Tensors that share no memory with those that were given, as results of operators must be."""
+    """Tensors that share no memory with those that were given, nor with each other, as results of operators must be."""
     memory = {x.untyped_storage().data_ptr() for x in given if x is not None and x.numel()}
-    return [x.clone() if x is not None and x.numel() and x.untyped_storage().data_ptr() in memory else x for x in found]
+    apart = list[Any]()
+    for x in found:
+        if x is not None and x.numel():
+            x = x.clone() if x.untyped_storage().data_ptr() in memory else x
+            memory.add(x.untyped_storage().data_ptr())
+        apart.append(x)
+    return apart
 
 
 # ---- a call

@@ -123,3 +123,35 @@ def test_keys_that_are_values_travel_once() -> None:
 
     for found, wanted in zip(SimGroup(3).run(one)[0], SimGroup(1).run(one)[0], strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+def test_inside_torch_compile() -> None:
+    """Results and gradients are those of a call; attention is part of one graph."""
+
+    def one(member: SimMember) -> None:
+        cp = cp_fast.ContextParallel(member, "all_gather")
+        sizes: dict[str, Any] = {"heads_q": 2, "heads_kv": 1, "d_qk": 8, "d_v": 8, "device": "cpu"}
+        batch: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": torch.tensor([0, 13, 24]), "window_size": (3, 0)}
+        plan = cp_fast.make_plan(cp=cp, **batch, **sizes, dtype=torch.float32)
+        draw, how = torch.Generator().manual_seed(1), {"cp": cp, "plan": plan, "rate": 3}
+        shapes = (2, 8), (1, 8), (16,), (16,)
+        leaves = [torch.randn(24, *s, generator=draw, requires_grad=True) for s in shapes]
+        q_index, weights = torch.randn(24, 2, 8, generator=draw), torch.randn(24, 2, generator=draw)
+
+        def attended(q: torch.Tensor, kv: torch.Tensor, e: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+            return cp_fast.compressed_attention(q, kv, kv, e, e, i, **how)
+
+        def layer(q: torch.Tensor, kv: torch.Tensor, x: torch.Tensor, z: torch.Tensor, attend: Any) -> torch.Tensor:
+            e = torch.nn.functional.normalize(cp_fast.compress_keys(x, z, **how, overlap=True), dim=-1)
+            return attend(q, kv, e[:, None], cp_fast.select_keys(q_index, e.detach(), weights, **how, top_k=2))
+
+        found = list[Any]()
+        of_graph: Any = torch.compile(attended, backend="aot_eager", fullgraph=True)
+        whole: Any = torch.compile(layer, backend="aot_eager")
+        for run, attend in ((layer, attended), (layer, of_graph), (whole, attended)):
+            out = run(*leaves, attend)
+            found.append((out.detach(), *torch.autograd.grad(out.square().sum(), leaves)))
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0])
+
+    SimGroup(1).run(one)
