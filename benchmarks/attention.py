@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -174,7 +174,7 @@ def parallel(
     local = {name: slices(t) for name, t in x.items()}
     q, k, v = (local[name].requires_grad_() for name in "qkv")
     if messages in ("group", "graph"):
-        plan = replaced(plan, messages=None)
+        plan = replaced(plan, compiled=replace(plan.compiled, messages=None))
     by_group = plan.messages is None
     if messages == "peer_memory" and by_group:
         raise SystemExit("messages through peer memory cannot be had here; doctor says why")

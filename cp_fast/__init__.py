@@ -6,18 +6,18 @@ order of one call. Read of each file the part that is named here; the rest can w
 
     compile/program             what a schedule becomes: seven instructions on numbered buffers (up to its text form)
     compile/pipeline            the compiler on one page: lowering, passes, tables on the device
-    runtime/run                 how an instruction becomes an operation, and the loop (`resolve`, `CompiledCall`)
+    runtime/run                 how an instruction becomes an operation, the loop, and what lies around it
     kernels/attention/backend_protocol
                                 what a kernel library is asked (`VarlenBatch`, `Backend`)
     api/attention               the public call and its autograd function
     api/calls                   a call is checked, or known from before; the plan of a call without one
     api/plan                    what `make_plan` returns, and `update`
+    api/compiled_plan           what a plan holds: a batch, compiled for this rank
     compile/chosen_schedule     which schedule runs, of those that a planner can make
     compile/lower               a step's messages and tiles as instructions, right and slow
     passes                      the table of what makes them fast; `print(plan.instructions)` shows what they did
     compile/instruction_passes  the simplest of these: functions from program to program
     runtime/operations          the operations (the first few; the others are alike)
-    runtime/forward_backward    what lies around the loop: formats, sinks, reductions
     movers/mover_protocol       copies, sums and merges of rows, behind one interface
 
 Of the rest, `transport` moves messages through the memory of peers, `layers` has the layers beside attention,

@@ -244,8 +244,12 @@ def _schedules(plan: Any) -> str:
 
 def _of_rank(plan: Any) -> str:
     if not plan.problem.position_free_scores:
-        plan.positions.make()
-    tables = {"instructions": plan.instructions, "positions": plan.positions, "position_ids": plan.position_ids}
+        plan.compiled.positions.make()
+    tables = {
+        "instructions": plan.instructions,
+        "positions": plan.compiled.positions,
+        "position_ids": plan.position_ids,
+    }
     lines = [f"{name} {line}" for name, thing in tables.items() for line in dict.fromkeys(table_lines(thing, set()))]
     return "\n".join([str(plan.instructions), *lines])
 

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 import typer
 
-from cp_fast.api.plan import lowered
 from cp_fast.compile.chosen_schedule import choose_head_chunks, chosen_rank_schedule
 from cp_fast.compile.packing import Packing
+from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.program import Launch
 from cp_ref.groups.group import PaperGroup
 from cp_ref.problems.arguments import SCORE_OPTIONS

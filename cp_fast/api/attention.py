@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from cp_fast.api.calls import (
     CheckedCall,
+    Kind,
     agree_on_forward,
-    call_of_kinds,
     can_travel,
+    compiled_call,
     known_call,
     on_host,
     packed_scores,
@@ -21,9 +22,8 @@ from cp_fast.api.calls import (
 from cp_fast.api.checked_calls import agree_on_call, checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan
-from cp_fast.runtime.forward_backward import backward_pass, forward_pass
 from cp_fast.runtime.handles import hide_from_checkpointing, is_selective, object_of, outside_of_graphs
-from cp_fast.runtime.run import ForwardResults
+from cp_fast.runtime.run import backward_pass, forward_pass
 from cp_ref.batches.tensors import (
     autocast,
     differentiable_once,
@@ -45,9 +45,9 @@ from cp_ref.problems.call_checks import check_context, check_settled, local_part
 __all__ = [
     "FORWARD",
     "Attention",
+    "PlanInGraph",
     "attention",
-    "attention_in_graph",
-    "forward_as_operator",
+    "attention_as_operator",
     "plan_for",
 ]
 
@@ -68,42 +68,29 @@ __all__ = [
 Tensor = torch.Tensor
 
 
-def attention_in_graph(
-    plan: Plan,
-    cp: ContextParallel,
-    flags: CallFlags,
-    scores: ScoreTensors | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offset: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`Attention.apply` as one operator. The call's arguments are checked when it runs."""
-    out, lse, max_logit, *_ = _called(plan, cp, flags, scores, q, k, v, offset)
-    return out, lse, max_logit
+class PlanInGraph(NamedTuple):
+    """A plan as the operators get it: its handle, and what they and a compiler read of it."""
+
+    handle: Tensor
+    qkv_format: str
+    kept: str
+    needs_inputs: bool
+
+    @staticmethod
+    def of(plan: Plan) -> PlanInGraph:
+        """That of a plan."""
+        batch = plan.compiled
+        return PlanInGraph(plan.handle, batch.problem.qkv_format, batch.kept, batch.needs_inputs)
 
 
-def forward_as_operator(
-    plan: Plan,
-    cp: ContextParallel,
-    flags: CallFlags,
-    scores: ScoreTensors | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offset: Tensor | None,
-) -> ForwardResults:
-    """`forward_pass` as the one operator that selective checkpointing sees."""
-    out, lse, max_logit, *kept = _called(plan, cp, flags, scores, q, k, v, offset)
-    return ForwardResults(out, lse, max_logit if max_logit.numel() else None, kept)
-
-
-def _called(
-    plan: Plan, cp: ContextParallel, flags: CallFlags, scores: ScoreTensors | None, q: Tensor, *others: Tensor | None
+def attention_as_operator(
+    plan: PlanInGraph, cp: ContextParallel, flags: CallFlags, scores: ScoreTensors | None, q: Tensor, *others: Any
 ) -> list[Tensor]:
-    """The forward operator's results. others: k, v and offset."""
-    how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, *flags
-    return _forward(q, *others, *packed_scores(scores, q.device), plan.handle, cp.handle, *how)
+    """Call the forward operator, which checks the call's arguments when it runs: out, lse, max_logit, and what only
+    the backward pass needs. others: k, v and offset.
+    """
+    handle, *how = plan
+    return _forward(q, *others, *packed_scores(scores, q.device), handle, cp.handle, *how, *flags)
 
 
 @torch.library.custom_op("cp_attention::attention_forward", mutates_args=())
@@ -172,7 +159,8 @@ def _backward(
     if checking():
         agree_on_call(context, the_plan, "backward", lambda: (None, [("wants", wants_offset)]))
     shapes = tuple(q_shape), tuple(k_shape), tuple(v_shape)
-    call = call_of_kinds(the_plan, context, *((shape, out.dtype, out.device, out.layout) for shape in shapes))
+    kinds = (Kind(shape, out.dtype, out.device, out.layout) for shape in shapes)
+    call = compiled_call(the_plan, context, *kinds)
     inputs, kept, (out, lse) = ([x.detach() for x in some] for some in (inputs, kept, (out, lse)))
     with context.naming_errors("attention, backward"), no_autocast(out.device):
         dq, dk, dv, doffset = backward_pass(
@@ -245,17 +233,20 @@ class Attention(torch.autograd.Function):
         offset: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         plan, compiled, cp, flags, _, scores = call
+        batch = plan.compiled
         # saved like this, the backward pass need not do it again
         q, k, v = q.detach(), k.detach(), v.detach()
         if is_selective():
-            out, lse, max_logit, kept = forward_as_operator(plan, cp, flags, scores, q, k, v, offset)
+            of_graph = PlanInGraph.of(plan)
+            out, lse, max_logit, *kept = attention_as_operator(of_graph, cp, flags, scores, q, k, v, offset)
+            max_logit = max_logit if max_logit.numel() else None
         else:
             with cp.naming_errors("attention, forward"), no_autocast(q.device):
                 how = {"return_max_logit": flags.return_max_logit}
                 out, lse, max_logit, kept = forward_pass(compiled, cp, q, k, v, offset, scores, **how)
-        given, of_scores = (q, k, v) if plan.needs_inputs else (), () if scores is None else scores.tensors
+        given, of_scores = (q, k, v) if batch.needs_inputs else (), () if scores is None else scores.tensors
         ctx.save_for_backward(out.detach(), lse.detach(), offset, *kept, *given, *of_scores)
-        ctx.call, ctx.handle, ctx.kept, ctx.saved = call, plan.handle, len(kept), len(kept) + len(given)
+        ctx.call, ctx.batch, ctx.kept, ctx.saved = call, batch, len(kept), len(kept) + len(given)
         ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
         if max_logit is not None:
             ctx.mark_non_differentiable(max_logit)
@@ -266,15 +257,10 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         plan, compiled, cp, flags, number, scores = ctx.call
         wants_offset = ctx.needs_input_grad[4]
-
-        def look() -> None:
-            if plan.handle is not ctx.handle:  # every batch of a plan has its own
-                raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
-
         if number:
             details = ("of_call", number), ("deterministic", flags.deterministic), ("wants", wants_offset)
-            agree_on_call(cp, plan, "backward", lambda: (look(), details))
-        look()
+            agree_on_call(cp, plan, "backward", lambda: (plan.check_batch(ctx.batch), details))
+        plan.check_batch(ctx.batch)
         out, lse, offset, *tensors = ctx.saved_tensors
         tensors, of_scores = tensors[: ctx.saved], tensors[ctx.saved :]
         with cp.naming_errors("attention, backward"), no_autocast(out.device):
@@ -390,5 +376,5 @@ def _while_compiling(
     q, k, v = (autocast(x) for x in given.values())
     flags.check()
     check_settled(plan.problem, **with_digest(arguments))
-    results = attention_in_graph(plan, cp, flags, scores, q, k, v, one_a_head(softmax_offset))
-    return asked_for(results, flags.return_lse, flags.return_max_logit)
+    found = attention_as_operator(PlanInGraph.of(plan), cp, flags, scores, q, k, v, one_a_head(softmax_offset))
+    return asked_for((found[0], found[1], found[2]), flags.return_lse, flags.return_max_logit)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from cp_fast.api.checked_calls import PLAIN_TENSORS, WORDS, agree_on_call, checking, describe
+from cp_fast.api.compiled_plan import CompiledPlan
 from cp_fast.api.fast_context import ContextParallel, Signature
-from cp_fast.api.plan import Made, Plan, backend_for, messages_of, prepared
+from cp_fast.api.plan import Plan, backend_for, prepared
 from cp_fast.compile.chosen_schedule import own_first
 from cp_fast.compile.index_tables import check_row_numbers
 from cp_fast.kernels.attention.choose_backend import BACKENDS, features_of
@@ -29,8 +30,8 @@ from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
     "CheckedCall",
+    "Kind",
     "agree_on_forward",
-    "call_of_kinds",
     "can_travel",
     "check_planned_call",
     "compiled_call",
@@ -71,14 +72,14 @@ def scores_with_plan(plan: Plan, given: ScoreTensors, q: torch.Tensor) -> ScoreT
 def _keep(plan: Plan, given: ScoreTensors, found: ScoreTensors, q: torch.Tensor) -> None:
     """Note with the plan that these are checked."""
     if can_travel(given):
-        plan.calls.find(_signature(given, q.device), lambda: tuple(found.aux_tensors))
+        plan.compiled.calls.find(_signature(given, q.device), lambda: tuple(found.aux_tensors))
 
 
 def _known_scores(plan: Plan, given: ScoreTensors, q: torch.Tensor) -> ScoreTensors | None:
     """The checked inputs of scores, if one of the plan's last calls had equal kinds of arguments. Then their checks
     have been made, and score_mod was tried. None for a new kind, and for a call without such inputs.
     """
-    if (names := plan.calls.get(_signature(given, q.device))) is None:
+    if (names := plan.compiled.calls.get(_signature(given, q.device))) is None:
         return None
     with hide_from_checkpointing():
         seed = _seed(given, q.device)
@@ -183,7 +184,15 @@ def _digest(x: torch.Tensor) -> str:
 
 
 _WORDS_AND_PAIRS = {*WORDS, tuple, list}
-Kind = tuple[Sequence[int], torch.dtype, torch.device, torch.layout]  # The checks read this of a tensor.
+
+
+class Kind(NamedTuple):
+    """What the checks read of a tensor."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
 
 
 class CheckedCall(NamedTuple):
@@ -230,7 +239,7 @@ def check_planned_call(call: Call, plan: Plan) -> ScoreTensors | None:
         call.check_plan()
     else:
         call.check_placements(problem)
-    if not _are_plain(q, k, v) or plan.calls.get(_key(plan, call.cp, *_kinds(q, k, v))) is None:
+    if _known(plan.compiled, call.cp, q, k, v) is None:
         call.check_tensors(problem, plan.room)
         check_plan_device(plan.device, "q", q)
     call.check_offset(problem)
@@ -248,53 +257,48 @@ def known_call(
     Raises:
         ValueError: the plan is another context's. NotImplementedError: inside a transform of torch.func.
     """
-    if torch.compiler.is_compiling() or not isinstance(plan, Plan) or checking():
+    if torch.compiler.is_compiling() or not isinstance(plan, Plan) or checking() or {*map(type, flags)} != {bool}:
         return None
-    if {*map(type, flags)} != {bool} or not _are_plain(q, k, v):
+    batch, inputs = plan.compiled, None
+    if batch.problem.softmax_type == "learnable" or torch.is_autocast_enabled(batch.device.type):
         return None
-    if plan.problem.softmax_type == "learnable" or torch.is_autocast_enabled(plan.device.type):
-        return None
-    found = plan.calls.get(_key(plan, cp, *_kinds(q, k, v)))
+    found = _known(batch, cp, q, k, v)
     if found is None or ((flags.deterministic or flags.return_max_logit) and _missing(plan, flags)):
         return None
-    inputs = None
-    if not (plan.plain and _is_empty(scores)) and (inputs := _known_scores(plan, scores, q)) is None:
-        return None
+    if not (found.position_free and _is_empty(scores)):
+        inputs = _known_scores(plan, scores, q)
+        if inputs is None:
+            return None
     refuse_transforms()
-    check_plan_owner(plan.problem, plan.rank, cp)
+    check_plan_owner(batch.problem, batch.rank, cp)
     return CheckedCall(plan, found, cp, flags, 0, inputs)
 
 
+def _known(batch: CompiledPlan, cp: ContextParallel, q: Any, k: Any, v: Any) -> CompiledCall | None:
+    """The batch compiled for tensors of these kinds, if they were checked; the checks of plain ones read no more."""
+    if PLAIN_TENSORS.issuperset((type(q), type(k), type(v))):
+        return batch.calls.get(_key(batch, cp, q, k, v))
+    return None
+
+
 def compiled_call(plan: Plan, cp: ContextParallel, q: Any, k: Any, v: Any) -> CompiledCall:
-    """The plan compiled for checked tensors."""
-    return call_of_kinds(plan, cp, *_kinds(q, k, v))
-
-
-def call_of_kinds(plan: Plan, cp: ContextParallel, q: Kind, k: Kind, v: Kind) -> CompiledCall:
-    """The plan compiled for checked tensors of these kinds."""
-    key = _key(plan, cp, q, k, v)
+    """The plan compiled for checked tensors, or for their kinds (`Kind`)."""
+    batch = plan.compiled
+    key = _key(batch, cp, q, k, v)
 
     def make() -> CompiledCall:
-        packing, (_, dtype, device, _) = plan.packing, q
-        sizes = packing.rows(q[0]), packing.rows(k[0])
-        return CompiledCall(packing, plan.instructions, plan.positions, plan.backend, key[0], sizes, dtype, device)
+        packing, sizes = batch.packing, (batch.packing.rows(q.shape), batch.packing.rows(k.shape))
+        how = packing, batch.instructions, batch.positions, batch.backend
+        return CompiledCall(*how, key[0], sizes, q.dtype, q.device)
 
-    return plan.calls.find(key, make)
+    return batch.calls.find(key, make)
 
 
-def _key(plan: Plan, cp: ContextParallel, *kinds: Kind) -> Any:
+def _key(batch: CompiledPlan, cp: ContextParallel, q: Any, k: Any, v: Any) -> Any:
     """All values that a compiled call depends on. The transport comes first, if it prepares exchanges."""
-    comm = messages_of(plan, cp.comm)
-    return comm if prepares(comm) else None, *kinds
-
-
-def _are_plain(q: Any, k: Any, v: Any) -> bool:
-    """Whether the checks of these tensors read their kinds alone."""
-    return type(q) in PLAIN_TENSORS and type(k) in PLAIN_TENSORS and type(v) in PLAIN_TENSORS
-
-
-def _kinds(q: Any, k: Any, v: Any) -> tuple[Kind, Kind, Kind]:
+    comm = batch.group(cp.comm)
     return (
+        comm if prepares(comm) else None,
         (q.shape, q.dtype, q.device, q.layout),
         (k.shape, k.dtype, k.device, k.layout),
         (v.shape, v.dtype, v.device, v.layout),
@@ -324,21 +328,21 @@ def plan_of_call(call: Call) -> Plan:
     """
     cp, what = call.cp, "an agreement on a plan"
     if checking() or (_on_gpu(call) and torch.cuda.is_current_stream_capturing()):  # A graph keeps its plan.
-        return agreed(cp, what, lambda: _made(call, ()), lambda made: made.agreement).plan
+        return agreed(cp, what, lambda: _made(call, ()), lambda made: made[0])[1]
     signature = _signature_of_call(call)
     kept = cp.agreements
     if (found := kept.plan_of(signature)) is not None:
         return found
 
-    def read() -> Made:
+    def read() -> tuple[Agreement, Plan]:
         return _made(call, kept.plans(signature.stream))
 
-    agreement, plan = agreed(cp, what, read, lambda made: made.agreement, kept.fingerprints)
+    agreement, plan = agreed(cp, what, read, lambda made: made[0], kept.fingerprints)
     kept.keep(agreement.fingerprint, signature, plan)
     return plan
 
 
-def _made(call: Call, earlier: Iterable[Plan]) -> Made:
+def _made(call: Call, earlier: Iterable[Plan]) -> tuple[Agreement, Plan]:
     """An earlier plan of the same problem, or a new one; raises this rank's argument errors."""
     problem, q, score_mod = call.read_problem(Plan), call.tensors[0], call.arguments["score_mod"]
     check_row_numbers(problem)
@@ -352,12 +356,15 @@ def _made(call: Call, earlier: Iterable[Plan]) -> Made:
         backend.check_score_inputs(problem.scores, scores)
     agreement = Agreement(problem, extras=_extras(call, problem), compared=_number_of(call.scores))
     wanted = problem.fingerprint, backend, q.device, own_first(problem, deterministic=deterministic)
-    plan = next((p for p in earlier if (p.problem.fingerprint, p.backend, p.device, p.own_keys_first) == wanted), None)
-    if plan is None:
+    for plan in earlier:
+        batch = plan.compiled
+        if (batch.problem.fingerprint, batch.backend, batch.device, batch.own_keys_first) == wanted:
+            break
+    else:
         plan = prepared(call.cp, agreement, backend, q.device, None, score_mod, deterministic=deterministic)
     if scores.features:
         _keep(plan, call.scores, scores, q)
-    return Made(agreement, plan)
+    return agreement, plan
 
 
 def _extras(call: Call, problem: Problem) -> tuple[tuple[str, object], ...]:
@@ -392,7 +399,7 @@ def _signature_of_call(call: Call) -> Signature:
     settings += [call.plan, *call.flags]
     items = (*(item for x in settings for item in (x if type(x) in (tuple, list) else (x,))),)
     types = *map(type, settings), *map(type, items)  # Since True == 1 == 1.0.
-    if call.plan is None and _WORDS_AND_PAIRS.issuperset(types) and _are_plain(q, k, v):
+    if call.plan is None and _WORDS_AND_PAIRS.issuperset(types) and PLAIN_TENSORS.issuperset(map(type, (q, k, v))):
         try:
             values = tuple((name, tuple(x.shape), x.dtype, x.numpy().tobytes()) for name, x in lengths.items())
             packed = problem["qkv_format"] == "thd"  # Then the number of rows may differ by tails.

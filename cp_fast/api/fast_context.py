@@ -109,24 +109,21 @@ class HoldLocks(error_context):
         self._taken: list[GroupLock] = []
 
     def __enter__(self) -> None:
+        error_context.__enter__(self)
         try:
             for lock in self._locks:
                 if lock.acquire_for(self._what):
                     self._taken.append(lock)
-        except RuntimeError:
-            self._release()
+        except RuntimeError as error:
+            self.__exit__(RuntimeError, error, None)
             raise
-        error_context.__enter__(self)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             error_context.__exit__(self, kind, error, trace)
         finally:
-            self._release()
-
-    def _release(self) -> None:
-        while self._taken:
-            self._taken.pop().release()
+            while self._taken:
+                self._taken.pop().release()
 
 
 # ---- caches of plans and calls

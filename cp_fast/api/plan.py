@@ -3,75 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
-from cp_fast.api.fast_context import ContextParallel, PlanCache
-from cp_fast.compile.buffers import in_order
-from cp_fast.compile.chosen_schedule import (
-    Schedules,
-    choose_head_chunks,
-    chosen_rank_schedule,
-    chosen_schedule,
-    own_first,
-)
-from cp_fast.compile.in_place import Fitted, FixedTables, Shape
+from cp_fast.api.compiled_plan import CompiledPlan, compile_plan
+from cp_fast.api.fast_context import ContextParallel
 from cp_fast.compile.index_tables import check_row_numbers
 from cp_fast.compile.instruction_passes import low_precision_grads, may_have_low_precision
-from cp_fast.compile.packing import Packing
-from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.compile.program import Programs
 from cp_fast.compile.same_bits import same_bits
 from cp_fast.kernels.attention.backend_protocol import Backend
 from cp_fast.kernels.attention.choose_backend import EXECUTOR, KERNEL_FEATURES, choose, required
 from cp_fast.movers.mover_protocol import Rows
-from cp_fast.movers.select_movers import kernels
-from cp_fast.passes import is_on
 from cp_fast.runtime.handles import OfThisProcess, forget, new_handle, outside_of_graphs
-from cp_fast.runtime.row_positions import RowPositions
-from cp_fast.transport.memory_group import carried_by, carries, messages_for
+from cp_fast.transport.memory_group import messages_for
 from cp_ref.batches.sharding import numbers
 from cp_ref.calls import plan_arguments as plans
 from cp_ref.calls.declared import bind, implements, not_a_dataclass, replaced, same_parameters
 from cp_ref.calls.plan_arguments import read_plan_arguments
 from cp_ref.calls.score_mod import ScoreMod, frozen
 from cp_ref.groups.agreement import agreed
-from cp_ref.groups.group import Group
 from cp_ref.problems.call_checks import check_context, check_plan_owner
 from cp_ref.problems.cuts import planned_positions
-from cp_ref.problems.room import Agreement, Room, next_batch
-from cp_ref.schedules.planners.make_schedule import saved_kinds
+from cp_ref.problems.room import Agreement, next_batch
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Schedule
 from cp_ref.schedules.values import check_flag
 from cp_ref.schedules.words import Feature, Unsupported, describe
 
-__all__ = [
-    "Made",
-    "Plan",
-    "backend_for",
-    "captured",
-    "check_not_captured",
-    "check_same_batch",
-    "make_plan",
-    "messages_of",
-    "prepared",
-    "supports",
-    "tables_of",
-]
+__all__ = ["Plan", "backend_for", "make_plan", "prepared", "supports"]
 
-_CALLS = 16  # Known calls of a plan.
+T = TypeVar("T")
 
 
-class _HasAgreement(Protocol):
-    @property
-    def agreement(self) -> Agreement: ...
-
-
-Tables = TypeVar("Tables")
+def _compiled(read: Callable[[CompiledPlan], T]) -> T:
+    """An attribute of a plan: that of its compiled plan, the batch's."""
+    return cast(Any, property(lambda plan: read(plan.compiled)))
 
 
 @not_a_dataclass
@@ -80,77 +50,53 @@ class Plan(OfThisProcess, plans.Plan):
     """Everything about a batch that does not depend on the tensors' values.
 
     Attributes:
-        problem: what is computed.
-        rank: this rank.
-        device: where the tables lie.
-        backend: the kernel library of the tiles.
-        packing: how the user's tensors are seen as packed rows.
-        instructions: the instructions of this rank's runtime in both passes, in order. Printed, one line an
-            instruction.
-        positions: the sequences and positions of the rows of its launches.
-        steps: this rank's part of `schedule`, the source of `instructions`. In a custom one the tags give the order of
-            the messages.
-        head_chunks: the kv heads of each rank that are exchanged at a time; () for all at once. A plan that is updated
-            in place keeps those of its first batch.
-        own_keys_first: the passes of all_gather in which own keys attend while the others travel.
-        custom: the schedule that `make_plan` was given; None for the planner's.
+        compiled: the batch's schedule, compiled for this rank; `update` gives the plan the next batch's. The attributes
+            problem, rank, device, room, custom, head_chunks, backend, messages, instructions and schedule are its.
         score_mod: a frozen copy of the function whose digest the problem has.
-        room: the room for `update`; None for a plan that is not updated.
-        messages: the transport: the memory of the group's ranks (`cp_fast.transport`), or None for the group itself.
         linear: whether it serves linear layers.
         sparse: whether it was made for attention to chosen keys.
         deterministic: whether `make_plan` was asked for gradients in a fixed order, which sparse attention then gives.
         chosen_from: the schedules from which "auto" has chosen; () where it had no choice.
         agreed: see `cp_ref.calls.plan_arguments.Plan`.
+        handle: what torch.compile knows this batch's plan by (`cp_fast.runtime.handles`).
 
     A copy, deep or not, and the result of `copy.replace` are separate plans that share the read-only tables. A
     plan updated in place can be neither copied nor replaced, and no plan can be pickled: TypeError.
     """
 
-    problem: Problem
-    rank: int
-    device: torch.device
-    backend: Backend
-    packing: Packing
-    instructions: Programs[Rows]
-    positions: RowPositions = field(repr=False)
-    steps: Schedules = field(repr=False)
-    head_chunks: tuple[int, ...] = ()
-    own_keys_first: tuple[str, ...] = ()
-    custom: Schedule | None = field(default=None, repr=False)
+    compiled: CompiledPlan
     score_mod: ScoreMod | None = None
-    room: Room | None = None
-    fixed: FixedTables | None = field(default=None, repr=False)  # Its tables, if there is room.
-    messages: Group | None = field(default=None, repr=False)
     linear: bool = False
     sparse: bool = False
     deterministic: bool = False
     chosen_from: tuple[str, ...] = ()
     agreed: set[bytes] = field(default_factory=set[bytes], repr=False)
-    handle: torch.Tensor = field(init=False, repr=False)  # See `cp_fast.runtime.handles`.
-    kept: str = field(init=False, repr=False)  # See `Programs.kept_tensors`.
-    needs_inputs: bool = field(init=False, repr=False)  # See `Programs.needs_inputs`.
-    plain: bool = field(init=False, repr=False)  # `Problem.position_free_scores`.
-    calls: PlanCache[Any, Any] = field(init=False, repr=False)  # The known calls: see `cp_fast.api.calls`.
-    others: dict[Any, Any] = field(init=False, repr=False)  # See `tables_of`.
+    handle: torch.Tensor = field(init=False, repr=False)
+
+    problem = _compiled(lambda batch: batch.problem)
+    rank = _compiled(lambda batch: batch.rank)
+    device = _compiled(lambda batch: batch.device)
+    room = _compiled(lambda batch: batch.room)
+    custom = _compiled(lambda batch: batch.custom)
+    head_chunks = _compiled(lambda batch: batch.head_chunks)
+    backend = _compiled(lambda batch: batch.backend)
+    messages = _compiled(lambda batch: batch.messages)
+    instructions = _compiled(lambda batch: batch.instructions)
 
     def __post_init__(self) -> None:
-        in_place = self.instructions.spare_rows > 0
-        if in_place and self.fixed is not None and self.room is not None:
-            self.fixed.take()
-        elif in_place or self.fixed is not None or self.room is not None:
-            raise TypeError(
-                "room, fixed and instructions of a cp_fast.Plan that is updated in place belong together, and to no "
-                "other plan; make another one by make_plan"
-            )
-        vars(self).update(
-            kept=self.instructions.kept_tensors,
-            needs_inputs=self.instructions.needs_inputs,
-            plain=self.problem.position_free_scores,
-            calls=PlanCache(_CALLS),
-            others={},
-        )
-        vars(self)["handle"] = new_handle(self)
+        if self.compiled.fixed is not None:
+            self.compiled.fixed.take()
+        self._hold(self.compiled)
+
+    def _hold(self, compiled: CompiledPlan) -> None:
+        """Make this the plan's batch."""
+        object.__setattr__(self, "compiled", compiled)
+        object.__setattr__(self, "handle", new_handle(self))
+
+    def check_batch(self, compiled: CompiledPlan) -> None:
+        """Raise RuntimeError unless this is the plan's batch still, in the backward pass of a call."""
+        if self.compiled is not compiled:
+            raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
 
     def __copy__(self) -> Plan:
         return replaced(self)
@@ -158,14 +104,12 @@ class Plan(OfThisProcess, plans.Plan):
     def __deepcopy__(self, memo: Any) -> Plan:
         return self.__copy__()
 
-    @cached_property
+    @property
     def schedule(self) -> Schedule:
         """The sends, receives and tiles of every rank, step by step; `instructions` comes from this rank's part."""
-        return self.custom or chosen_schedule(
-            self.problem, self.head_chunks, {self.rank: self.steps}, self.own_keys_first
-        )
+        return self.compiled.schedule
 
-    @cached_property
+    @property
     def same_bits(self) -> tuple[str, ...]:
         """Those of "out", "lse", "dq", "dk" and "dv" that have, in every row, the bits of one launch of the kernel
         library over the whole batch on one GPU; see docs/how_to/bits.md. Gradients are among them if the plan was made
@@ -173,17 +117,20 @@ class Plan(OfThisProcess, plans.Plan):
         """
         if self.room is not None or not self.backend.equal_bits:
             return ()
-        areas = self.packing.packed_problem.workload.areas
+        areas = self.compiled.packing.packed_problem.workload.areas
         return same_bits(self.instructions, areas, deterministic=self.deterministic)
 
-    @cached_property
-    @torch.inference_mode(False)
+    @property
     def position_ids(self) -> torch.Tensor:
         """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and
         sbhd. With `room`, [max_tokens_q / cp], 0 in the tail; `update` writes the new ones to the same memory.
         """
-        if self.instructions.position_ids is not None:
-            return self.instructions.position_ids
+        of_room = self.instructions.position_ids
+        return self._position_ids if of_room is None else of_room
+
+    @cached_property
+    @torch.inference_mode(False)
+    def _position_ids(self) -> torch.Tensor:
         return numbers(planned_positions(self.problem, self.rank), self.device)
 
     @property
@@ -191,7 +138,9 @@ class Plan(OfThisProcess, plans.Plan):
         """What the layers that were called with this plan send and copy, by the name of the exchange: a program that
         gathers rows, and one that gives results for them back. Printed, one line an instruction.
         """
-        made = [(name, exchange) for tables in self.others.values() for name, exchange in tables.exchanges.items()]
+        made = [
+            (name, exchange) for tables in self.compiled.tables.values() for name, exchange in tables.exchanges.items()
+        ]
         return {name: exchange.programs for name, exchange in made}
 
     @implements(plans.update)
@@ -202,77 +151,19 @@ class Plan(OfThisProcess, plans.Plan):
         cp: ContextParallel,
         **lengths: Any,
     ) -> None:
-        def read() -> _Batch:
+        def read() -> tuple[Agreement, Callable[[], CompiledPlan]]:
             given = plans.lengths_of_update(self, cp, lengths)
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise ValueError("plan.update is called while a CUDA graph is captured; update before it is replayed")
             check_plan_owner(self.problem, self.rank, cp)
             problem = next_batch(self.problem, self.room, given)
-            assert self.fixed is not None
-            steps = chosen_rank_schedule(problem, self.rank, self.head_chunks, self.own_keys_first)
-            draft = lowered(Packing(problem), self.rank, steps, saved_kinds(problem))
-            extras = plans.read_linear(self.linear, problem)
-            return _Batch(Agreement(problem, self.room, extras), steps, self.fixed.fitted(draft, problem))
+            overwrite = self.compiled.next(problem)
+            return Agreement(problem, self.room, plans.read_linear(self.linear, problem)), overwrite
 
         check_context(cp, ContextParallel)
-        agreement, steps, fitted = agreed(cp, "an agreement on a plan", read, lambda batch: batch.agreement)
-        assert self.fixed is not None
+        _, overwrite = agreed(cp, "an agreement on a plan", read, lambda found: found[0])
         forget(self.handle)
-        instructions = self.fixed.overwrite(fitted)
-        vars(self).update(
-            problem=agreement.problem,
-            packing=Packing(agreement.problem),
-            steps=steps,
-            instructions=instructions,
-            positions=self.positions.updated(instructions, agreement.problem),
-            calls=PlanCache(_CALLS),
-            others={},
-        )
-        for name in ("schedule", "position_ids"):
-            vars(self).pop(name, None)
-        vars(self)["handle"] = new_handle(self)
-        _ = self.position_ids  # as `make_plan`
-
-
-def tables_of(plan: Plan, kind: Callable[[Problem, int, torch.device], Tables]) -> Tables:
-    """Another layer's tables of a plan's batch: `kind(problem, rank, device)`, made once. After `update`, new ones."""
-    if (found := plan.others.get(kind)) is None:
-        found = plan.others.setdefault(kind, kind(plan.problem, plan.rank, plan.device))
-    return found
-
-
-def check_same_batch(plan: Plan, tables: Any) -> None:
-    """Raise where a plan was updated since it gave its tables (`tables_of`)."""
-    if tables_of(plan, type(tables)) is not tables:
-        raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
-
-
-def captured(plan: Any) -> bool:
-    """Whether a CUDA graph is captured with a plan that can be updated."""
-    updated = getattr(plan, "room", None) is not None and torch.cuda.is_available()
-    return updated and torch.cuda.is_current_stream_capturing()
-
-
-def check_not_captured(plan: Any) -> None:
-    """Raise where a CUDA graph would keep the sizes of this batch's tables (`tables_of`)."""
-    if captured(plan):
-        raise ValueError(
-            "a linear or sparse layer is captured in a CUDA graph with a plan that can be updated, but its launches "
-            "have sizes of this batch; make a plan for each batch, without max_sequences"
-        )
-
-
-def messages_of(plan: Plan, comm: Group) -> Group:
-    """The group that carries a plan's messages: its transport, if that is of this group, else the group itself."""
-    return plan.messages if plan.messages is not None and carries(plan.messages, comm) else comm
-
-
-class _Batch(NamedTuple):
-    """The next batch of a plan that is updated in place."""
-
-    agreement: Agreement
-    steps: Schedules
-    fitted: Fitted
+        self._hold(overwrite())
 
 
 # ---- from arguments to a plan
@@ -287,20 +178,17 @@ def make_plan(**arguments: Any) -> Plan:
     cp: Any = arguments.get("cp")
     custom = arguments.get("schedule")
 
-    def make() -> Made:
+    def read() -> tuple[Agreement, Plan]:
         given = bind(plans.make_plan, arguments)
         agreement, backend, device = _read_plan_arguments(given)
-        how = agreement, backend, device, custom, given["score_mod"]
         kept = {name: given[name] for name in ("linear", "sparse", "deterministic")}
-        plan = prepared(cp, *how, **kept)
+        plan = prepared(cp, agreement, backend, device, custom, given["score_mod"], **kept)
         _ = plan.position_ids  # Made now: a compiled layer could not make them.
-        return Made(agreement, plan)
+        return agreement, plan
 
     check_context(cp, ContextParallel)
-    plan = agreed(cp, "an agreement on a plan", make, lambda made: made.agreement).plan
-    if custom is None:
-        _choose_messages(cp, plan)
-    return plan
+    _, plan = agreed(cp, "an agreement on a plan", read, lambda found: found[0])
+    return plan if custom is not None else _with_messages(cp, plan)
 
 
 @implements(plans.supports)
@@ -333,14 +221,6 @@ def backend_for(
     return choose(needs, cp.backend)
 
 
-class Made(NamedTuple):
-    """A plan, and the arguments that must be equal on all ranks."""
-
-    agreement: Agreement
-    plan: Plan
-
-
-@torch.inference_mode(False)  # Training may use the plan, or the tables, of an evaluation.
 def prepared(
     cp: ContextParallel,
     agreement: Agreement,
@@ -353,64 +233,24 @@ def prepared(
     sparse: bool = False,
     deterministic: bool = False,
 ) -> Plan:
-    """This rank's plan, made before the ranks agree on it. An error on one rank (a failed build, no memory for the
-    tables) is then raised on all. Sends nothing, and keeps no reference to the group.
-    """
-    kernels(device.type)
-    carried_by()  # A wrong word in the environment raises, on a CPU too.
-    problem, room = agreement.problem, agreement.room
-    if custom is None:
-        first = own_first(problem, deterministic=deterministic, in_place=room is not None)
-        head_chunks = () if "forward" in first else choose_head_chunks(problem)
-        steps, saved = chosen_rank_schedule(problem, cp.rank, head_chunks, first), saved_kinds(problem)
-    else:
-        head_chunks = first = ()
-        steps, saved = (in_order(custom.forward[cp.rank]), in_order(custom.backward[cp.rank])), custom.saved
-    packing = Packing(problem, may_fold=custom is None and is_on("fold_batch"))
-    if room is None:
-        draft = lowered(packing, cp.rank, steps, saved, shares_keys=backend.shares_keys)
-        writes_rows = backend.writes_rows and not backend.pads(problem.d_qk, problem.d_v)
-        fixed, instructions = None, upload(optimized(draft, writes_rows=writes_rows), device)
-    else:
-        draft = lowered(packing, cp.rank, steps, saved)
-        fixed = FixedTables(
-            Shape(optimized(draft, in_place=True).programs, draft.tables, problem, cp.rank, room), device
-        )
-        instructions = fixed.overwrite(fixed.fitted(draft, problem))
-    positions = RowPositions(instructions, packing.packed_problem, device)
-    if not problem.position_free_scores:
-        positions.make()
-    return Plan(
-        problem,
-        cp.rank,
-        device,
-        backend,
-        packing,
-        instructions,
-        positions,
-        steps,
-        head_chunks,
-        first,
-        custom=custom,
-        score_mod=score_mod and frozen(score_mod),
-        room=room,
-        fixed=fixed,
-        linear=linear,
-        sparse=sparse,
-        deterministic=deterministic,
-        chosen_from=plans.choices(cp, custom, sparse=sparse),
-    )
+    """This rank's plan, made before the ranks agree on it; it sends nothing, and keeps no reference to the group."""
+    how = {"room": agreement.room, "custom": custom, "deterministic": deterministic}
+    compiled = compile_plan(agreement.problem, cp.rank, device, backend, **how)
+    chosen = plans.choices(cp, custom, sparse=sparse)
+    return Plan(compiled, score_mod and frozen(score_mod), linear, sparse, deterministic, chosen)
 
 
-def _choose_messages(cp: ContextParallel, plan: Plan) -> None:
-    """Give a new plan the transport and the sizes of messages that the ranks choose together. Collective."""
-    problem, instructions = plan.problem, plan.instructions
+def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
+    """A new plan with the transport and the sizes of messages that the ranks choose together. Collective."""
+    compiled = plan.compiled
+    problem, instructions = compiled.problem, compiled.instructions
     with cp.naming_errors("an agreement on the messages of a plan"):
-        carried = messages_for(cp.comm, problem, plan.room, plan.device)
+        carried = messages_for(cp.comm, problem, compiled.room, compiled.device)
         if "low_precision_grads" not in instructions.skipped and may_have_low_precision(problem):
-            instructions = low_precision_grads(instructions, cp.comm, rounded=plan.backend.rounded_gradients)
+            instructions = low_precision_grads(instructions, cp.comm, rounded=compiled.backend.rounded_gradients)
     messages = None if carried is cp.comm else carried
-    vars(plan).update(messages=messages, instructions=instructions)  # There is no other reference to the plan yet.
+    plan._hold(replace(compiled, messages=messages, instructions=instructions))
+    return plan
 
 
 def _read_plan_arguments(given: dict[str, Any]) -> tuple[Agreement, Backend, torch.device]:

@@ -44,7 +44,7 @@ class Packing:
         equal_lengths = p.position_free_scores and not p.attn_mask_type.startswith("padding")
         return self.may_fold and p.qkv_format == "sbhd" and equal_lengths and p.a2a_size == 1
 
-    @property
+    @cached_property
     def batch(self) -> int:
         """The number of sequences."""
         return len(self.problem.sequences)

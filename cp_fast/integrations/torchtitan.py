@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from cp_fast.api.attention import attention_in_graph
+from cp_fast.api.attention import PlanInGraph, attention_as_operator
 from cp_fast.api.calls import plan_of_call
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.balanced_table import table_of_batch
@@ -157,21 +157,12 @@ def attention_in_block(
     how = [*window_size], scale, enable_gqa, out_transform is not None, wanted
     handle = _plan_of_documents(q.detach(), k.detach(), v.detach(), *lengths, cp.handle, *how)
     flags = CallFlags(False, False, out_transform is not None)
-    out, lse, _ = attention_in_graph(cast(Any, _PlanOfGraph(handle)), cp, flags, None, q[0], k[0], v[0], None)
+    out, lse, *_ = attention_as_operator(PlanInGraph(handle, *_OF_GRAPHS), cp, flags, None, q[0], k[0], v[0], None)
     out = out[None].to(q_BLNH.dtype)
     return out if out_transform is None else out_transform(out, lse.transpose(0, 1)[None])
 
 
-class _PlanOfGraph:
-    """The plan of a graph: a handle, and the fields that are equal in all plans."""
-
-    class problem:
-        qkv_format = "thd"
-
-    kept, needs_inputs = "", True
-
-    def __init__(self, handle: torch.Tensor) -> None:
-        self.handle = handle
+_OF_GRAPHS = "thd", "", True  # What is equal in all plans of graphs: see `PlanInGraph`.
 
 
 @torch.library.custom_op("cp_attention::plan_of_documents", mutates_args=())
@@ -201,7 +192,7 @@ def _plan_of_documents(
     tensors, flags = (asked.q, asked.k, asked.v), CallFlags(False, False, return_lse)
     given = dict(zip("qkv", tensors, strict=True))
     plan = plan_of_call(Call(_in_graph(asked.cp), None, flags, given, tensors, None, PLAIN, problem))
-    if (plan.kept, plan.needs_inputs) != (_PlanOfGraph.kept, _PlanOfGraph.needs_inputs):
+    if PlanInGraph.of(plan)[1:] != _OF_GRAPHS:
         raise Unsupported(
             "this plan in a graph of torch.compile",
             {f"torchtitan's attention over {plan.backend.name!r}": set()},

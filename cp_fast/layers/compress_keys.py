@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cp_fast.api.plan import Plan, tables_of
+from cp_fast.api.plan import Plan
 from cp_fast.compile.exchange_program import ExchangedRows, RowMessages
 from cp_fast.layers.layer_operators import called
 from cp_fast.layers.layers import Layer, LayerTables, Outputs, Run
@@ -96,7 +96,7 @@ class WindowTables(LayerTables):
 
 def window_tables(plan: Plan) -> WindowTables:
     """A plan's tables of windows, for its batch."""
-    return tables_of(plan, WindowTables)
+    return plan.compiled.tables_of(WindowTables)
 
 
 # ---- the layer

@@ -18,7 +18,7 @@ import torch
 
 from cp_fast.api.checked_calls import PLAIN_TENSORS, WORDS, agree_on_call, checking
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.plan import Plan, captured, check_not_captured, check_same_batch, messages_of
+from cp_fast.api.plan import Plan
 from cp_fast.compile.exchange_program import RowMessages
 from cp_fast.runtime.handles import hide_from_checkpointing
 from cp_fast.runtime.row_exchange import RowExchange
@@ -85,7 +85,7 @@ class Run(NamedTuple):
     @property
     def group(self) -> Group:
         """The group carries its messages."""
-        return messages_of(self.plan, self.cp.comm)
+        return self.plan.compiled.group(self.cp.comm)
 
     def of(self, tables: LayerTables) -> Run:
         """The run with exchanges of other tables of its batch."""
@@ -115,7 +115,8 @@ class Run(NamedTuple):
 
     def check_batch(self) -> None:
         """Raise where the plan was updated since."""
-        check_same_batch(self.plan, self.tables)
+        if self.layer.tables(self.plan) is not self.tables:
+            raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
 
     def forward(self, tensors: Sequence[Tensor | None]) -> Outputs:
         """The layer's forward pass, with detached operands."""
@@ -232,13 +233,17 @@ def begun(
     ask: whether to agree; a call that has begun before is only read.
     """
     facts = layer.facts(tensors, options)
-    plain = not captured(plan) and (not ask or not checking())
+    plain = not _captured(plan) and (not ask or not checking())
     key = _key(plan, cp, (layer.name, *options.values(), *facts), tensors) if plain else None
     number = 0
-    if key is None or (call := plan.calls.get(key)) is None:
+    if key is None or (call := plan.compiled.calls.get(key)) is None:
 
         def read() -> LayerCall:
-            check_not_captured(plan)
+            if _captured(plan):
+                raise ValueError(
+                    "a linear or sparse layer is captured in a CUDA graph with a plan that can be updated, but its "
+                    "launches have sizes of this batch; make a plan for each batch, without max_sequences"
+                )
             return layer.read(cp, plan, tensors, options, facts)
 
         def noted() -> tuple[LayerCall, Any]:
@@ -253,8 +258,14 @@ def begun(
                 known = plan.agreed if isinstance(plan, Plan) else None  # a plan asks once about each kind of call
                 call = agreed(cp, "an agreement on the call of a layer", read, lambda found: found, known)
         if key is not None:
-            plan.calls.find(key, lambda: call)
+            plan.compiled.calls.find(key, lambda: call)
     return Run(layer, plan, cp, call, number, layer.tables(plan))
+
+
+def _captured(plan: Any) -> bool:
+    """Whether a CUDA graph is captured with a plan that can be updated."""
+    updated = getattr(plan, "room", None) is not None and torch.cuda.is_available()
+    return updated and torch.cuda.is_current_stream_capturing()
 
 
 def _key(plan: Any, cp: ContextParallel, words: tuple[Any, ...], tensors: Sequence[Any]) -> Any:

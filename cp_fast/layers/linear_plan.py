@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from cp_fast.api.plan import Plan, tables_of
+from cp_fast.api.plan import Plan
 from cp_fast.compile.exchange_program import RowMessages
 from cp_fast.kernels.linear.linear_kernels import FragmentRows
 from cp_fast.layers.halo_tables import HaloTables, halo_tables
@@ -180,4 +180,4 @@ class LinearTables(LayerTables):
 
 def linear_tables(plan: Plan) -> LinearTables:
     """A plan's tables of linear layers, for its batch."""
-    return tables_of(plan, LinearTables)
+    return plan.compiled.tables_of(LinearTables)

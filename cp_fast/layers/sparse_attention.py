@@ -16,7 +16,7 @@ from cp_fast.kernels.sparse.sparse_kernels import Runs, choose_sparse, shared_st
 from cp_fast.layers.layer_operators import called, registered
 from cp_fast.layers.layers import Layer, Outputs, Run
 from cp_fast.layers.sparse_tables import KEYS, SparseTables, sparse_tables
-from cp_fast.runtime.forward_backward import sink_shares
+from cp_fast.runtime.run import sink_shares
 from cp_ref.batches.tensors import lse_shape, wide_dtype
 from cp_ref.calls import compressed_calls, sparse_calls
 from cp_ref.calls.compressed_calls import CompressedAttentionCall

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cp_fast.api.plan import Plan, tables_of
+from cp_fast.api.plan import Plan
 from cp_fast.compile.exchange_program import ExchangedRows, RowMessages
 from cp_fast.kernels.sparse.sparse_kernels import Runs, Visible
 from cp_fast.layers.layers import LayerTables
@@ -196,7 +196,7 @@ class SparseTables(LayerTables):
 
 def sparse_tables(plan: Plan) -> SparseTables:
     """A plan's tables of sparse attention, for its batch."""
-    return tables_of(plan, SparseTables)
+    return plan.compiled.tables_of(SparseTables)
 
 
 def intervals(areas: Areas, rows: Column) -> tuple[Column, Column]:

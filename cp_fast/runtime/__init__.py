@@ -1,7 +1,6 @@
 """The runtime: one loop over the operations of a program.
 
-forward_backward    attention of one layer, both passes, on packed rows
-run, operations     the loop; instructions as operations, resolved once a shape
+run, operations     attention's two passes and their loop; instructions as operations, resolved once a shape
 pass_buffers        the tensors of buffers, and their rows
 prepared_exchange   the messages of a step, prepared once
 row_exchange        an exchange of a layer: rows are gathered, and results given back

@@ -232,14 +232,14 @@ def accumulate(buffers: PassBuffers, one: Accumulate[Rows], *, of: Accumulations
             elif any(x.dtype != y.dtype for x, y in zip(held.rows, part.rows, strict=True)):
                 held, part = (Tensors([x.to(wide) for x in some.rows], some.columns) for some in (held, part))
             state.buffers[total] = held
-            rows, columns = _of_heads(held, heads)
+            rows, columns = held if heads is None else _of_heads(held, heads)
             scatter(rows, part.rows, into)
             for column, x in zip(columns, part.columns, strict=True):
                 put_columns(column, x, into, scatter)
             return
         if any(x.dtype != final for x, final in zip(held.rows, finals, strict=True)):
             held = state.buffers[total] = Tensors([x.to(wide) for x in held.rows], held.columns)
-        rows, columns = _of_heads(held, heads)
+        rows, columns = held if heads is None else _of_heads(held, heads)
         if columns:
             merge(rows[0], columns[0], part.rows[0], part.columns[0], into)
         else:
@@ -277,9 +277,7 @@ def free(one: Free) -> Operation:
     return free
 
 
-def _of_heads(held: Tensors, heads: slice | None) -> Tensors:
-    if heads is None:
-        return held
+def _of_heads(held: Tensors, heads: slice) -> Tensors:
     return Tensors([x[:, heads] for x in held.rows], [x[heads] for x in held.columns])
 
 

@@ -1,13 +1,13 @@
-"""Running a program: one loop over its operations.
+"""The two passes of attention: one loop over the operations of a program, and the user's format around it.
 
 The operations of a pass are resolved on the first call of a shape. A plan keeps them for all calls of this shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +26,7 @@ from cp_fast.compile.program import (
     Wait,
 )
 from cp_fast.kernels.attention.backend_protocol import Backend, LaunchOptions
-from cp_fast.movers.mover_protocol import Rows
+from cp_fast.movers.mover_protocol import Rows, take
 from cp_fast.movers.select_movers import kernels
 from cp_fast.runtime.operations import (
     accumulate,
@@ -38,19 +38,25 @@ from cp_fast.runtime.operations import (
     go_together,
     wait,
 )
-from cp_fast.runtime.pass_buffers import Operation, PassBuffers, Shapes, State, Tensors
+from cp_fast.runtime.pass_buffers import Operation, PassBuffers, Shapes, State, Tensors, is_mask
 from cp_fast.runtime.prepared_exchange import Prepares
 from cp_fast.runtime.row_positions import RowPositions
 from cp_ref.batches.tensors import wide_dtype
 from cp_ref.calls.scores import ScoreTensors
+from cp_ref.groups.collectives import all_reduce_max, offset_grad
+from cp_ref.groups.context import ContextParallel
 from cp_ref.groups.group import Group
 from cp_ref.schedules.schedule import side_of
+from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
     "CompiledCall",
     "ForwardResults",
     "Launcher",
+    "backward_pass",
+    "forward_pass",
     "resolve",
+    "sink_shares",
 ]
 
 # ---- from instructions to operations
@@ -123,15 +129,6 @@ def _is_hidden(rest: Sequence[Instruction[Rows]]) -> bool:
 # ---- compiled calls
 
 
-class ForwardResults(NamedTuple):
-    """The results of a forward pass, sinks included: of `CompiledCall` as packed rows, else in the user's format."""
-
-    out: torch.Tensor  # [t, h_q, d_v], in q's dtype, 0 for rows that see nothing.
-    lse: torch.Tensor  # [h_q, t], -inf for rows that see nothing.
-    max_logit: torch.Tensor | None  # [h_q], over this rank's launches, or over all ranks; None if nobody asked for it.
-    kept: list[torch.Tensor]  # Tensors of other buffers for the backward pass.
-
-
 class CompiledCall:
     """A plan's two passes, compiled for tensors of one shape, dtype and device.
 
@@ -140,9 +137,18 @@ class CompiledCall:
         transport: the group of the messages, if it prepares exchanges. Any other group is given with each call, so that
             a plan does not keep it alive.
         sizes: the packed rows of q, and of k and v.
+
+    Attributes:
+        kept: the buffers that the forward pass keeps for the backward pass: see `Programs.kept`.
+        has_sink: whether each head's denominator has a sink.
+        position_free: see `Problem.position_free_scores`.
+        wide: the dtype of sums.
     """
 
-    __slots__ = ("_operations", "_positions", "_shapes", "backend", "instructions", "packing", "transport")
+    __slots__ = (
+        *("_operations", "_options", "_positions", "_shapes"),
+        *("backend", "has_sink", "instructions", "kept", "packing", "position_free", "transport", "wide"),
+    )
 
     def __init__(
         self,
@@ -157,6 +163,8 @@ class CompiledCall:
     ) -> None:
         self._positions = positions
         self.packing, self.instructions, self.backend, self.transport = packing, instructions, backend, transport
+        self.kept, self.has_sink = instructions.kept, packing.problem.softmax_type != "vanilla"
+        self.position_free, self.wide = packing.problem.position_free_scores, wide_dtype(dtype)
         d_qk, d_v = packing.problem.d_qk, packing.problem.d_v
         dims = {"q": (d_qk,), "kv": (d_qk, d_v), "do": (d_v,), "res": (d_v,), "out": (d_v,), "sink": ()}
         dims |= {"dq": (d_qk,), "dkv": (d_qk, d_v)}
@@ -165,87 +173,32 @@ class CompiledCall:
         rows = {kind: sizes[side_of(kind) == "kv"] for kind in dims}
         shapes = Shapes(rows, axes, dtypes, device, instructions.spare_rows, frozenset({"res", "out"}))
         self._shapes = shapes, replace(shapes, with_column=frozenset({"res", "out", "do"}))
+        self._options = [LaunchOptions(packing.problem.scores, deterministic) for deterministic in (False, True)]
         self._operations: dict[tuple[str, bool], list[Operation]] = {}
 
-    def forward(
+    def run(
         self,
+        program: Program[Rows],
         group: Group,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
-        scores: ScoreTensors | None = None,
-    ) -> ForwardResults:
-        """Run the forward pass. Its inputs are this rank's packed slices, contiguous, a tail allowed: `q` [t_q, h_q,
-        d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]. The argument sink [h_q] has each head's sink logit. scores:
-        what scores depend on besides q and k, if there is any; slopes are of packed heads.
-        """
-        program = self.instructions.forward
-        state = self._state(program, group, scores=scores)
-        state.buffers[OWN["q"]], state.buffers[OWN["kv"]] = Tensors((q,), ()), Tensors((k, v), ())
-        state.buffers[OWN["sink"]] = sink
-        for operation in self._pass(program, group):
-            operation(state)
-        (out,), lse = self._result(state, program, "out")
-        kept = [x for number, _ in self.instructions.kept for some in state.buffers[number] for x in some]
-        return ForwardResults(out, lse[0], _largest(state, q), kept)
-
-    def backward(
-        self,
-        group: Group,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        kept: Sequence[torch.Tensor],
-        scores: ScoreTensors | None = None,
+        own: Mapping[int, Any],
+        scores: ScoreTensors | None,
         *,
-        deterministic: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute dq, dk, dv in the input's dtype, 0 in padding and tail.
-
-        Args:
-            inputs: q, k, v as in `forward`; None where the plan does not need them.
-            dout, out: [t_q, h_q, d_v], all own rows; out is final.
-            dlse, lse: [h_q, t_q]; dlse is None for zero on every rank.
-            kept: see `ForwardResults`.
-            scores: as in `forward`.
-        """
-        program = self.instructions.backward
-        state = self._state(program, group, deterministic=deterministic, scores=scores)
-        if inputs is not None:
-            state.buffers[OWN["q"]], state.buffers[OWN["kv"]] = Tensors(inputs[:1], ()), Tensors(inputs[1:], ())
-        state.buffers[OWN["do"]] = Tensors((dout,), () if dlse is None else (dlse,))
-        state.buffers[OWN["res"]] = Tensors((out,), (lse,))
-        rest = iter(kept)
-        for _, number in self.instructions.kept:
-            kind = program.buffers[number].kind
-            rows = [next(rest) for _ in range(2 if kind == "kv" else 1)]
-            state.buffers[number] = Tensors(rows, [next(rest)] if kind == "res" else ())
-        for operation in self._pass(program, group, has_dlse=dlse is not None):
-            operation(state)
-        (dq,), _ = self._result(state, program, "dq")
-        (dk, dv), _ = self._result(state, program, "dkv")
-        return dq, dk, dv
-
-    def _state(
-        self, program: Program[Rows], group: Group, *, deterministic: bool = False, scores: ScoreTensors | None
+        deterministic: bool = False,
+        has_dlse: bool = False,
     ) -> State:
-        options = LaunchOptions(self.packing.problem.scores, deterministic)
-        return State(len(program.buffers), self.transport or group, options, scores)
-
-    def _pass(self, program: Program[Rows], group: Group, *, has_dlse: bool = False) -> list[Operation]:
-        """A pass as operations: those of an earlier call, or new ones."""
-        key = program.direction, has_dlse
-        found = self._operations.get(key)
-        if found is None:
-            shapes, comm = self._shapes[has_dlse], self.transport or group
+        """Run one of the two programs. own: the buffers that are filled before it begins, by number."""
+        comm, key = self.transport or group, (program.direction, has_dlse)
+        if (operations := self._operations.get(key)) is None:
             launcher = Launcher(self.backend, self._positions)
-            found = self._operations[key] = resolve(program, shapes, comm, launcher)
-        return found
+            operations = self._operations[key] = resolve(program, self._shapes[has_dlse], comm, launcher)
+        state = State(len(program.buffers), comm, self._options[deterministic], scores)
+        for number, tensors in own.items():
+            state.buffers[number] = tensors
+        for operation in operations:
+            operation(state)
+        return state
 
-    def _result(self, state: State, program: Program[Rows], kind: str) -> Tensors:
+    def result(self, state: State, program: Program[Rows], kind: str) -> Tensors:
         """The rank's own results of a kind: zeros for rows without a result."""
         number, (shapes, _) = program.results[kind], self._shapes
         spec = program.buffers[number]
@@ -254,6 +207,108 @@ class CompiledCall:
             size = shapes.own_rows(spec)
             return Tensors([x[:size] for x in rows], [x[:, :size].contiguous() for x in columns])
         return Tensors(rows, columns)
+
+
+# ---- the two passes of attention
+#
+# user's format -> packed rows -> the plan's instructions -> user's format
+
+
+class ForwardResults(NamedTuple):
+    """The results of a forward pass in the user's format, sinks included."""
+
+    out: torch.Tensor  # In q's dtype, 0 for rows that see nothing.
+    lse: torch.Tensor  # -inf for rows that see nothing.
+    max_logit: torch.Tensor | None  # [h_q], over all ranks; None if nobody asked for it, or the library lacks it.
+    kept: list[torch.Tensor]  # Tensors of other buffers for the backward pass.
+
+
+def forward_pass(
+    call: CompiledCall,
+    cp: ContextParallel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offset: torch.Tensor | None,
+    scores: ScoreTensors | None = None,
+    *,
+    return_max_logit: bool,
+) -> ForwardResults:
+    """Compute this rank's results from its slices, both in the user's format. Collective. The tensors here and in
+    `backward_pass`, except dout and dlse, are detached: some kernel libraries take addresses, and refuse tensors with
+    requires_grad. scores: further inputs of scores, in addition to q and k; None for none.
+    """
+    packing, program = call.packing, call.instructions.forward
+    scores = None if scores is None else packing.scores_in(scores)
+    q = packing.pack(q)
+    own = {
+        OWN["q"]: Tensors((q,), ()),
+        OWN["kv"]: Tensors((packing.pack(k), packing.pack(v)), ()),
+        OWN["sink"]: _sink(packing, offset, call.wide, q.device) if call.has_sink else None,
+    }
+    state = call.run(program, cp.comm, own, scores)
+    (out,), (lse,) = call.result(state, program, "out")
+    kept = [x for number, _ in call.kept for some in state.buffers[number] for x in some]
+    largest = _largest(state, q) if return_max_logit else None
+    if largest is not None:
+        largest = all_reduce_max(cp.comm, packing.heads_out(largest).amax(dim=0))
+    return ForwardResults(packing.unpack(out), packing.unpack_lse(lse), largest, kept)
+
+
+def backward_pass(
+    call: CompiledCall,
+    cp: ContextParallel,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    kept: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    offset: torch.Tensor | None,
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    scores: ScoreTensors | None = None,
+    *,
+    deterministic: bool,
+    wants_offset: bool,
+    lse_given: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of q, k, v in the user's format, and of offset [h_q], as the context says. Collective.
+
+    inputs: q, k, v if `Programs.needs_inputs`. out, lse, kept: the forward pass's results. dout, dlse: their gradients,
+    None for zero. scores: as in the forward pass. lse_given: whether the caller has lse. Then some rank may have its
+    gradient, and if its rows are sent, all ranks send one.
+    """
+    packing, program = call.packing, call.instructions.backward
+    scores = None if scores is None else packing.scores_in(scores)
+    if dlse is not None and Feature.LSE_GRADIENT not in call.backend.features:
+        raise Unsupported("a gradient through lse", {f"backend {call.backend.name!r}": {Feature.LSE_GRADIENT}})
+    packed_out, packed_lse = packing.pack(out), packing.pack_lse(lse).contiguous()
+    dlse = None if dlse is None else packing.pack_lse(dlse.detach()).contiguous()
+    if dlse is None and lse_given and call.instructions.sends_do:
+        dlse = torch.zeros_like(packed_lse)
+    dout = torch.zeros_like(packed_out) if dout is None else packing.pack(dout.detach())
+    if scores is not None and scores.score_mod is not None:
+        dout, dlse = _without_blind_rows(call, packed_out, packed_lse, offset, dout, dlse)
+    doffset = None
+    if offset is not None and wants_offset:
+        mine = _offset_gradient(call, offset, dout, packed_out, packed_lse, dlse)
+        doffset = offset_grad(cp, mine).to(offset.dtype)
+    own = {
+        OWN["do"]: Tensors((dout,), () if dlse is None else (dlse,)),
+        OWN["res"]: Tensors((packed_out,), (packed_lse,)),
+    }
+    if inputs is not None:
+        q, k, v = inputs
+        own |= {OWN["q"]: Tensors((packing.pack(q),), ()), OWN["kv"]: Tensors((packing.pack(k), packing.pack(v)), ())}
+    rest = iter(kept)
+    for _, number in call.kept:
+        kind = program.buffers[number].kind
+        rows = [next(rest) for _ in range(2 if kind == "kv" else 1)]
+        own[number] = Tensors(rows, [next(rest)] if kind == "res" else ())
+    how = {"deterministic": deterministic, "has_dlse": dlse is not None}
+    state = call.run(program, cp.comm, own, scores, **how)
+    (dq,), _ = call.result(state, program, "dq")
+    (dk, dv), _ = call.result(state, program, "dkv")
+    return packing.unpack(dq), packing.unpack(dk), packing.unpack(dv), doffset
 
 
 def _largest(state: State, q: torch.Tensor) -> torch.Tensor | None:
@@ -271,3 +326,67 @@ def _largest(state: State, q: torch.Tensor) -> torch.Tensor | None:
 
 def _no_logit(q: torch.Tensor) -> torch.Tensor:
     return torch.full((q.shape[1],), float("-inf"), dtype=wide_dtype(q.dtype), device=q.device)
+
+
+def _without_blind_rows(
+    call: CompiledCall,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    offset: torch.Tensor | None,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """dout and dlse, 0 in the rows whose keys a score_mod hides all: kernels multiply what is there, NaN included, by
+    weights of 0. Rows that the mask hides are in no launch.
+    """
+    if not call.has_sink:
+        blind = lse == float("-inf")
+        dlse = None if dlse is None else dlse.masked_fill(blind, 0.0)
+    else:
+        sink = _sink(call.packing, offset, lse.dtype, lse.device)
+        blind = (lse == sink[:, None]) & (out == 0).all(dim=-1).t()
+    return dout.masked_fill(blind.t()[..., None], 0.0), dlse
+
+
+def _sink(packing: Packing, offset: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Each packed head's sink logit, where there is a sink."""
+    zeros = torch.zeros(packing.problem.heads_q, dtype=dtype, device=device)
+    return packing.heads_in(zeros if offset is None else offset.to(dtype))
+
+
+def _offset_gradient(
+    call: CompiledCall,
+    offset: torch.Tensor,
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> torch.Tensor:
+    """This rank's share of d softmax_offset [h_q]: minus the sink's weight times delta = sum(dout * out) - dlse, over
+    the real rows; dout and out [t, h, d_v], lse and dlse [h, t].
+    """
+    real = call.instructions.real_q_rows
+    rows = slice(None) if is_mask(real) else real
+    sink = _sink(call.packing, offset, lse.dtype, lse.device)
+    dlse = None if dlse is None else take(dlse.t(), rows)
+    share = sink_shares(sink, take(out, rows), take(lse.t(), rows), take(dout, rows), dlse)
+    if is_mask(real):
+        share = share.masked_fill(~real[:, None], 0.0)  # Padding may hold any value, NaN included.
+    return call.packing.heads_out(-share.sum(dim=0)).sum(dim=0)
+
+
+def sink_shares(
+    sink: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Each row's share of minus the gradient of the sinks' logits [h], in lse's dtype: the sink's weight times delta,
+    [n, h].
+
+    Args:
+        out, dout: [n, h, d_v].
+        lse, dlse: [n, h], the lse with the sink in it.
+    """
+    products = dout.to(lse.dtype) * out.to(lse.dtype)
+    delta = products.masked_fill(out == 0, 0.0).sum(dim=-1)  # of a row that sees nothing dout may be NaN
+    if dlse is not None:
+        delta = delta - dlse
+    return (torch.exp(sink - lse) * delta).masked_fill(sink == float("-inf"), 0.0)

@@ -1,0 +1,166 @@
+"""A batch's schedule, compiled for one rank: what a plan holds, and replaces by the next batch's in `update`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+
+from cp_fast.api.fast_context import PlanCache
+from cp_fast.compile.buffers import in_order
+from cp_fast.compile.chosen_schedule import (
+    Schedules,
+    choose_head_chunks,
+    chosen_rank_schedule,
+    chosen_schedule,
+    own_first,
+)
+from cp_fast.compile.in_place import FixedTables, Shape
+from cp_fast.compile.packing import Packing
+from cp_fast.compile.pipeline import lowered, optimized, upload
+from cp_fast.compile.program import Programs
+from cp_fast.kernels.attention.backend_protocol import Backend
+from cp_fast.movers.mover_protocol import Rows
+from cp_fast.movers.select_movers import kernels
+from cp_fast.passes import is_on
+from cp_fast.runtime.row_positions import RowPositions
+from cp_fast.transport.memory_group import carried_by, carries
+from cp_ref.groups.group import Group
+from cp_ref.problems.room import Room
+from cp_ref.schedules.planners.make_schedule import saved_kinds
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import Schedule
+
+__all__ = ["CompiledPlan", "compile_plan"]
+
+_CALLS = 16  # Known calls of a batch.
+Tables = TypeVar("Tables")
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledPlan:
+    """One batch's schedule on one rank: programs, with their tables on the device, and what is known of its calls.
+
+    Attributes:
+        problem: the problem to compute.
+        rank: this rank.
+        device: where the tensors, and all tables, lie.
+        backend: the kernel library of the tiles.
+        packing: how the user's tensors are seen as packed rows.
+        instructions: the programs of both passes.
+        positions: the sequences and positions of the rows of its launches.
+        steps: this rank's part of `schedule`, the source of `instructions`.
+        head_chunks: the kv heads of each rank that are exchanged at a time; () for all at once. The next batches keep
+            those of the first one.
+        own_keys_first: the passes of all_gather in which own keys attend while the others travel.
+        custom: the user's schedule; None for the planner's.
+        room: the room for the next batches; None for a plan that is not updated.
+        fixed: the tables that all batches share, if there is room.
+        messages: the transport: the memory of the group's ranks (`cp_fast.transport`), or None for the group itself.
+        kept, needs_inputs: see `Programs.kept_tensors` and `Programs.needs_inputs`.
+        calls: the known calls: attention compiled for the kinds of its tensors, the kinds of tensors that its scores
+            were checked for, and checked calls of other layers.
+        tables: the tables of other layers, by their kind.
+    """
+
+    problem: Problem
+    rank: int
+    device: torch.device
+    backend: Backend
+    packing: Packing
+    instructions: Programs[Rows]
+    positions: RowPositions = field(repr=False)
+    steps: Schedules = field(repr=False)
+    head_chunks: tuple[int, ...] = ()
+    own_keys_first: tuple[str, ...] = ()
+    custom: Schedule | None = field(default=None, repr=False)
+    room: Room | None = None
+    fixed: FixedTables | None = field(default=None, repr=False)
+    messages: Group | None = field(default=None, repr=False)
+    kept: str = field(init=False, repr=False)
+    needs_inputs: bool = field(init=False, repr=False)
+    calls: PlanCache[Any, Any] = field(init=False, repr=False, default_factory=lambda: PlanCache(_CALLS))
+    tables: dict[Any, Any] = field(init=False, repr=False, default_factory=dict[Any, Any])
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kept", self.instructions.kept_tensors)
+        object.__setattr__(self, "needs_inputs", self.instructions.needs_inputs)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The sends, receives and tiles of every rank, step by step; `instructions` comes from this rank's part."""
+        return self.custom or chosen_schedule(
+            self.problem, self.head_chunks, {self.rank: self.steps}, self.own_keys_first
+        )
+
+    def group(self, comm: Group) -> Group:
+        """The group that carries the messages: the transport, if it is of this group, else the group itself."""
+        return self.messages if self.messages is not None and carries(self.messages, comm) else comm
+
+    def tables_of(self, kind: Callable[[Problem, int, torch.device], Tables]) -> Tables:
+        """Another layer's tables of this batch: `kind(problem, rank, device)`, made once."""
+        if (found := self.tables.get(kind)) is None:
+            found = self.tables.setdefault(kind, kind(self.problem, self.rank, self.device))
+        return found
+
+    def next(self, problem: Problem) -> Callable[[], CompiledPlan]:
+        """The next batch, in the room of this one: a function that writes its tables over those of this batch.
+
+        Raises:
+            ValueError: there is no room for its messages or launches.
+        """
+        fixed = self.fixed
+        assert fixed is not None
+        packing = Packing(problem)
+        steps = chosen_rank_schedule(problem, self.rank, self.head_chunks, self.own_keys_first)
+        fitted = fixed.fitted(lowered(packing, self.rank, steps, saved_kinds(problem)), problem)
+
+        def overwrite() -> CompiledPlan:
+            instructions = fixed.overwrite(fitted)
+            positions = self.positions.updated(instructions, problem)
+            how = {"problem": problem, "packing": packing, "steps": steps}
+            return replace(self, instructions=instructions, positions=positions, **how)
+
+        return overwrite
+
+
+@torch.inference_mode(False)  # Training may use the plan, or the tables, of an evaluation.
+def compile_plan(
+    problem: Problem,
+    rank: int,
+    device: torch.device,
+    backend: Backend,
+    *,
+    room: Room | None = None,
+    custom: Schedule | None = None,
+    deterministic: bool = False,
+) -> CompiledPlan:
+    """A batch, compiled on this rank before the ranks agree on it: an error on one rank (a failed build, no memory for
+    the tables) is then raised on all. Sends nothing.
+    """
+    kernels(device.type)
+    carried_by()  # A wrong word in the environment raises, on a CPU too.
+    if custom is None:
+        first = own_first(problem, deterministic=deterministic, in_place=room is not None)
+        head_chunks = () if "forward" in first else choose_head_chunks(problem)
+        steps, saved = chosen_rank_schedule(problem, rank, head_chunks, first), saved_kinds(problem)
+    else:
+        head_chunks = first = ()
+        steps, saved = (in_order(custom.forward[rank]), in_order(custom.backward[rank])), custom.saved
+    packing = Packing(problem, may_fold=custom is None and is_on("fold_batch"))
+    if room is None:
+        draft = lowered(packing, rank, steps, saved, shares_keys=backend.shares_keys)
+        writes_rows = backend.writes_rows and not backend.pads(problem.d_qk, problem.d_v)
+        fixed, instructions = None, upload(optimized(draft, writes_rows=writes_rows), device)
+    else:
+        draft = lowered(packing, rank, steps, saved)
+        fixed = FixedTables(Shape(optimized(draft, in_place=True).programs, draft.tables, problem, rank, room), device)
+        instructions = fixed.overwrite(fixed.fitted(draft, problem))
+    positions = RowPositions(instructions, packing.packed_problem, device)
+    if not problem.position_free_scores:
+        positions.make()
+    chosen = steps, head_chunks, first, custom, room, fixed
+    return CompiledPlan(problem, rank, device, backend, packing, instructions, positions, *chosen)
