@@ -329,6 +329,10 @@ def test_compressed_keys() -> None:
     assert rates == [250, 200, 550, 600]
     assert round(select / chosen["layer_ms"], 1) == 0.6, "three fifths"
     assert (played["problems"], played["wrong"]) == (200, {})
+    two = json.loads((ROOT / "benchmarks" / "results" / "compressed_2x_h200.json").read_text())
+    for name in ("rate 128", "rate 4"):
+        assert f"reach {two[name]['share']:.2f} of twice the speed of one" in page
+        assert two[name]["errors"][0] == 0.0, "the bits of one process"
 
 
 # ---- the tables of docs/how_to/long_context.md are what `benchmarks/long_context_page.py` makes of the record

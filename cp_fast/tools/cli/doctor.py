@@ -227,7 +227,7 @@ def _messages() -> tuple[str | None, str]:
 
 
 def _sparse_attention() -> tuple[str, str]:
-    """The kernels of attention to chosen keys, in bfloat16."""
+    """The kernels of attention to chosen and to compressed keys, in bfloat16."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kernels = choose_sparse(torch.empty(0, dtype=torch.bfloat16, device=device), "auto")
     if "triton" in getattr(kernels, "__name__", ""):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from cp_fast.integrations.accelerate import use
+from tests.integrations.hugging_face.compressed_model import with_compressed_keys
 from tests.integrations.hugging_face.trainer_losses import padded, rows_of
 from tests.integrations.hugging_face.trl_losses import TOKENIZER
 
@@ -65,9 +67,9 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return [padded(rows[:3]), padded(rows[3:])]
 
 
-def hand_written(cp: Any) -> tuple[Any, Any, Any]:
+def hand_written(cp: Any, made: Callable[[], Any] = tiny) -> tuple[Any, Any, Any]:
     """A loop that accumulates two batches, each with the mean of its own loss."""
-    model = tiny()
+    model = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if cp is None:
 
@@ -93,6 +95,11 @@ def hand_written(cp: Any) -> tuple[Any, Any, Any]:
         return total / cp.size
 
     return model, step, prepared.optimizer
+
+
+def compressed_keys(cp: Any) -> tuple[Any, Any, Any]:
+    """The same with a DeepSeek-V4."""
+    return hand_written(cp, with_compressed_keys)
 
 
 def of_trainer(kind: Any, config: Any, cp: Any, more: dict[str, Any]) -> tuple[Any, Any, Any]:

@@ -30,6 +30,7 @@ from transformers import (
 
 import cp_fast as cp
 from cp_fast.integrations.trainer import ContextParallelMixin
+from tests.integrations.hugging_face.compressed_model import with_compressed_keys
 from tests.integrations.hugging_face.image_families import images_batch, tiny_images
 
 
@@ -73,6 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
     "evaluated first": {"evaluated_first": True, "include_num_input_tokens_seen": "non_padding", "max_steps": 3},
     "model_init": {"model_init": True, "max_steps": 3},
     "experts": {"experts": True, "gradient_accumulation_steps": 2},
+    "compressed keys": {"compressed": True, "gradient_accumulation_steps": 2, "max_steps": 2},
     "images": {"images": "LlavaForConditionalGeneration", "remove_unused_columns": False},
     "images, accumulated": {"images": "Qwen2_5_VLForConditionalGeneration", "remove_unused_columns": False}
     | {"gradient_accumulation_steps": 2},
@@ -105,6 +107,9 @@ def losses(group: Any, options: dict[str, Any]) -> list[float]:
     model: Any = {"model_init": tiny} if options.pop("model_init", False) else {"model": tiny()}
     if options.pop("experts", False):
         model = {"model": with_experts()}
+    comm: Any = "p2p"
+    if options.pop("compressed", False):
+        model, comm = {"model": with_compressed_keys()}, "all_gather"
     if (images := options.pop("images", None)) is not None:
         model = {"model": tiny_with_images(images) if group is None else tiny_images(images)}
         collator = partial(with_images, images)
@@ -117,7 +122,7 @@ def losses(group: Any, options: dict[str, Any]) -> list[float]:
         if group is None:
             trainer: Any = Trainer(args=args, **model, **given)
         else:
-            trainer = CpTrainer(args=args, **model, **given, cp=cp.ContextParallel(group, layout=layout))
+            trainer = CpTrainer(args=args, **model, **given, cp=cp.ContextParallel(group, comm, layout=layout))
         # Trainer alone, on several processes, would not train them together after this.
         if evaluated_first and group is not None:
             trainer.evaluate()
