@@ -1,7 +1,7 @@
 """A rank's tables for the sparse attention of one batch: the exchanges of its rows, and the visible keys of each row.
 
-Gathered rows have the order of the global buffer. So those of a document lie side by side, and a run of visible keys is
-a run of gathered rows:
+Gathered queries lie rank by rank. Gathered keys have the order of the global buffer. So those of a document lie side by
+side, and a run of visible keys is a run of gathered rows:
 
     two causal documents of 4 and 2 tokens, rank 0 of two, dual_chunk     the own rows are 0, 3, 4
         gathered keys       global row  0 1 2 3 4                         rows 1 and 2 arrive, row 5 nobody here sees
@@ -156,7 +156,7 @@ class SparseTables(LayerTables):
         seen = work.areas.keys.merged() if len(work.areas) else together([])
         travel = [work.ownership.kv.of(rank).within(*seen).spans for rank in range(work.cp_size)]
         keys = _RowsOfHeads(travel, [kv for _, kv in self._heads], self.rank)
-        rows = keys.rows(work.ownership.kv.of(self.rank).spans, work.heads_kv)
+        rows = ExchangedRows(work.ownership.kv.of(self.rank).spans, together(travel), work.heads_kv, keys.own_heads)
         once = sum(stop - start for start, stop in keys.heads) == work.heads_kv  # else gradients are sums of ranks
         mine, theirs = keys.messages("kv", 0)
         my_results, their_results = keys.messages("dkv", 0, complete=once)
@@ -169,9 +169,9 @@ class SparseTables(LayerTables):
         queries = _RowsOfHeads(travel, [q for q, _ in self._heads], self.rank)
         of_indices = [kv if indices_of_heads else (0, 1) for _, kv in self._heads]
         indices = _RowsOfHeads(travel, of_indices, self.rank)
-        own = travel[self.rank]
-        rows = {"q": queries.rows(own, work.heads_q)}
-        rows["indices"] = indices.rows(own, work.heads_kv if indices_of_heads else 1)
+        where = travel[self.rank], Spans(*map(np.concatenate, zip(*travel, strict=True)))  # messages arrive in place
+        rows = {"q": ExchangedRows(*where, work.heads_q, queries.own_heads)}
+        rows["indices"] = ExchangedRows(*where, work.heads_kv if indices_of_heads else 1, indices.own_heads)
         (mine, theirs), (my_indices, their_indices) = queries.messages("q", 0), indices.messages("indices", 1)
         there = Step((*mine, *my_indices), (*theirs, *their_indices))
         my_results, their_results = queries.messages("out", 0, complete=True)
@@ -263,9 +263,10 @@ class _RowsOfHeads(NamedTuple):
     heads: Sequence[Heads]
     rank: int
 
-    def rows(self, own: Spans, count: int) -> ExchangedRows:
-        """All rows that travel, for the rank's heads of `count`. own: its own rows, in their order."""
-        return ExchangedRows(own, together(self.travel), count, self.heads[self.rank])
+    @property
+    def own_heads(self) -> Heads:
+        """The heads that the rank computes with."""
+        return self.heads[self.rank]
 
     def messages(
         self, kind: str, tag: int, *, complete: bool = False

@@ -197,11 +197,11 @@ def test_importing_attention_takes_a_tenth_of_a_second_after_pytorch() -> None:
     code = (
         "import torch, time; t = time.process_time(); import cp_fast; cp_fast.attention; print(time.process_time() - t)"
     )
-    for _ in range(3):
+    taken: list[float] = []
+    while len(taken) < 3 and min(taken, default=1.0) >= 0.25:
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        if float(run.stdout) < 0.25:
-            return
-    pytest.fail(f"it takes {run.stdout} seconds")
+        taken.append(float(run.stdout))
+    assert min(taken) < 0.25
 
 
 def test_importing_cp_fast_does_not_import_pytorch() -> None:

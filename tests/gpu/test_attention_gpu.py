@@ -27,7 +27,6 @@ from cp_fast.kernels.attention.choose_backend import by_name
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.words import CP_COMM_TYPES, Feature
 from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, ALWAYS_WAIT, planned_at
-from tests.cp_fast.compile.test_sharing import always as always_spread
 from tests.spec.problems import problems_of_areas
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -241,9 +240,9 @@ def test_named_masks(backend: str, name: str, comm: str) -> None:
 
 @pytest.mark.parametrize("comm", ["p2p", "all_gather"])
 @pytest.mark.parametrize("name", MASKS)
-def test_keys_that_wait_and_keys_that_are_spread(name: str, comm: str) -> None:
+def test_keys_that_wait(name: str, comm: str) -> None:
     """As with many rows, of which these have too few."""
-    with always_spread(), planned_at(ALWAYS_WAIT):
+    with planned_at(ALWAYS_WAIT):
         test_named_masks("fa4", name, comm)
 
 

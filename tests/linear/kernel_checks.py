@@ -285,7 +285,7 @@ def check_convolution(problem: KernelProblem, device: str) -> Checked:
     batch = Problem(2, documents, qkv_format="thd", layout=layout, **sizes)
     halos = LinearTables(batch, seed % 2, torch.device(device)).halo(problem.kernel_size)
     n, channels = len(halos.reads.slots), problem.channels
-    x, halo = numbers.normal(n, channels), numbers.normal(halos.arriving, channels)
+    x, halo = numbers.normal(n, channels), numbers.normal(halos.zeros - n, channels)
     weight, dout = numbers.normal(channels, problem.kernel_size), numbers.normal(n, channels)
     bias = numbers.normal(channels) if problem.bias else None
     given = ConvolutionInputs(x, halo, halos.reads, weight, bias, problem.silu)
