@@ -102,7 +102,7 @@ class Run(NamedTuple):
             meanwhile: work to do while the first messages travel.
             others: the rank's own rows of the other kinds, in their order, a tensor of each.
         """
-        given = tensors, *((x,) for x in others.values())
+        given = tensors, *zip(others.values(), strict=True)
         found = self.tables.exchange(name).gather(self.group, *given, meanwhile=meanwhile)
         return [x for some in found for x in some]
 
