@@ -96,6 +96,11 @@ PASSES = (
         "can, with any common keys",
     ),
     CompilerPass(
+        "sort_keys",
+        "tiles",
+        "lets a launch read keys in the order of their buffer, without a copy",
+    ),
+    CompilerPass(
         "write_in_place",
         "instructions",
         "writes outs of launches where they belong in the result, if nothing is added to them",

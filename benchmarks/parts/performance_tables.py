@@ -215,13 +215,7 @@ def pass_table() -> str:
     cases = ("one sequence", "five documents", "sixteen documents", "window 4096", "a prompt with 28 answers")
     columns = [(case, "p2p") for case in cases]
     columns.insert(2, ("five documents", "a2a"))
-    gone = {
-        "-",
-        "hoist_copies",
-        "prepend_keys",
-        "split_queries",
-        "sort_keys",
-    }  # passes that saved less than 1 %, and went
+    gone = {"-", "hoist_copies", "prepend_keys", "split_queries"}  # passes that saved less than 1 %, and went
 
     def cell(column: tuple[str, str], name: str) -> str:
         without, whole = found[*column, name], found[*column, "-"]

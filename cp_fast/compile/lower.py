@@ -208,7 +208,7 @@ def lower_tiles(state: Lowering, groups: TileGroups, number: int, group: TileGro
         if 0 < len(shared) < len(launches) or (shared and not all(_lie_together(*one) for one in launches)):
             launches = shared
     for launch, of_launch in launches:
-        found += _launch(state, number, group, launch, of_launch)
+        found += _launch(state, groups, number, group, launch, of_launch)
     return found
 
 
@@ -232,9 +232,11 @@ def _lie_together(launch: LaunchRows, held: tuple[Held, ...]) -> bool:
 
 
 def _launch(
-    state: Lowering, number: int, group: TileGroup, launch: LaunchRows, held: tuple[Held, ...]
+    state: Lowering, groups: TileGroups, number: int, group: TileGroup, launch: LaunchRows, held: tuple[Held, ...]
 ) -> Iterator[Instruction[RowKey]]:
     heads, kv_heads, packed = group.heads, group.kv_heads, state.shared.sets.packed
+    if launch.batch.places is None:
+        launch = groups.in_buffer_order(launch, held[1].rows)
     at, rows_q = launch.apart or (packed(launch.q), launch.q)
     if launch.apart is None:
         operands = [state.operands.view(one, launch.q, heads) for one in held]

@@ -27,6 +27,7 @@ from cp_ref.schedules.table import Column, Spans, one_value
 __all__ = [
     "SharedKeys",
     "share_keys",
+    "sort_keys",
     "tile_launches",
 ]
 
@@ -134,7 +135,8 @@ def _consecutive(spans: SegmentRows, buffer: Placement, count: int, *, any_order
 # ---- The launches of tiles
 
 
-_BATCH, _DISJOINT = map(bit_of, ("batch_segments", "split_disjoint"))
+_FEW = 8  # Segments.
+_BATCH, _DISJOINT, _SORT = map(bit_of, ("batch_segments", "split_disjoint", "sort_keys"))
 
 
 def tile_launches(
@@ -259,6 +261,20 @@ def _most_keys(segments: Segments) -> int:
 def _cost(launches: Sequence[Segments]) -> tuple[int, int]:
     """The number of launches, and of their rows of queries: each row is read, and its result merged."""
     return len(launches), sum(launch.q.spans.total for launch in launches)
+
+
+def sort_keys(launch: Segments, rows: Placement, keys: Spans) -> Segments:
+    """A launch without hidden pairs, with each segment's keys in the order of their buffer. With few segments the keys
+    may then be contiguous and need no gather. `keys` are those of its `k`.
+    """
+    if launch.left[0] >= 0 or launch.right[0] >= 0 or len(launch) > _FEW:
+        return launch
+    found = rows.find(keys)
+    segment = launch.k.segment[found.span]
+    order = np.lexsort((found.row, segment))
+    start, count = found.start[order], found.count[order]
+    made_by = launch.made_by if bool((order[1:] > order[:-1]).all()) else launch.made_by | _SORT
+    return replace(launch, k=SegmentRows(segment[order], start, start + count), made_by=made_by)
 
 
 def _by_queries(segments: Segments) -> Segments:

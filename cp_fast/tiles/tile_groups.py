@@ -16,7 +16,7 @@ import numpy as np
 from cp_fast.compile.index_tables import Key, Tables
 from cp_fast.compile.program import Heads
 from cp_fast.passes import names_of
-from cp_fast.tiles.launches import SharedKeys, share_keys, tile_launches
+from cp_fast.tiles.launches import SharedKeys, share_keys, sort_keys, tile_launches
 from cp_fast.tiles.row_spans import Placement, SpanSets
 from cp_fast.tiles.segments import Segments, WindowedTiles, WindowRule, with_windows
 from cp_ref.schedules.problem import Workload
@@ -117,6 +117,7 @@ class TileGroups:
         self._skipped, self._shares_keys = skipped, shares_keys
         self._rule = rule._replace(disjoint=a.queries.disjoint and a.keys.disjoint)
         self._work, self._tables, self._sets = work, tables, sets
+        self._in_order: dict[tuple[LaunchRows, Placement], LaunchRows] = {}
         self._groups: dict[int, tuple[Tiles, list[TileGroup]]] = {}  # By the tiles' id.
         self._launches: dict[tuple[int, ...], tuple[Tiles, _Launched]] = {}  # By their columns' ids.
 
@@ -186,6 +187,15 @@ class TileGroups:
         batch = self._launch(replace(segments, layer=None)).batch._replace(places=(of_q, of_q_rows, of_kv, of_keys))
         q, kv = (self._sets.of(side.start, side.stop) for side in (one.q.spans, one.kv))
         return LaunchRows(segments, batch, q, kv, (self._sets.packed(kv),), (Placement(q, one.q.row), one.rows_q))
+
+    def in_buffer_order(self, launch: LaunchRows, rows: Placement) -> LaunchRows:
+        """The launch with its keys in the best order to read from this buffer."""
+        if "sort_keys" in self._skipped:
+            return launch
+        if (launch, rows) not in self._in_order:
+            segments = sort_keys(launch.segments, rows, launch.kv)
+            self._in_order[launch, rows] = launch if segments is launch.segments else self._launch(segments)
+        return self._in_order[launch, rows]
 
 
 _Launched = tuple[WindowedTiles, list[LaunchRows], list[Segments] | None]

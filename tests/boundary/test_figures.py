@@ -189,7 +189,7 @@ def _runs_by_heads() -> list[list[str]]:
 def test_each_compiler_pass_was_measured() -> None:
     files = "passes_1x_h200.csv", "passes_by_heads_1x_h200.csv"
     names = {row["without"] for file in files for row in record(file)}
-    gone = {"hoist_copies", "prepend_keys", "split_queries", "sort_keys"}  # they saved less than 1 %
+    gone = {"hoist_copies", "prepend_keys", "split_queries"}  # they saved less than 1 %
     assert names - gone - {"-", "all"} == {one.name for one in PASSES}
 
 

@@ -42,6 +42,7 @@ def lengths(streams: tuple[str, ...], call: Call) -> int:
 def keys_of(streams: tuple[str, ...], call: Call, batch: int) -> np.ndarray:
     """Which rows of each rank's keys are tokens: bool [rank, b, rows].
 
+    >>> from cp_fast import ContextParallel
     >>> from cp_fast.integrations.diffusion.token_cuts import Window
     >>> from cp_ref.groups.group import PaperGroup
     >>> call = Call(ContextParallel(PaperGroup(2)), Window(0, 2), {"text": 1, "image": 3})

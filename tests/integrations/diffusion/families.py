@@ -243,3 +243,30 @@ def loss_of(outs: list[torch.Tensor]) -> torch.Tensor:
         target = torch.cos(torch.arange(out.numel(), device=out.device) ** 1.5).reshape(out.shape)
         losses.append((out - target).square().mean())
     return torch.stack(losses).sum()
+
+
+Found = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
+
+
+def grads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def alone(family: str, *batches: Batch) -> Found:
+    """Outputs and gradients of one process, of several batches before one backward pass."""
+    model = tiny(family)
+    outs = [out for batch in batches or [batch_of(family)] for out in outputs(model, batch)]
+    loss_of(outs).backward()
+    return [out.detach() for out in outs], grads_of(model)
+
+
+def check(found: list[Found], expected: Found) -> None:
+    outs, grads = expected
+    for mine, theirs in found:
+        for x, y in zip(mine, outs, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        assert theirs.keys() == grads.keys()
+    for name, grad in grads.items():
+        total = sum(theirs[name] for _, theirs in found)
+        bound = 1e-4 * float(grad.abs().max()) + 1e-7
+        torch.testing.assert_close(total, grad, rtol=1e-3, atol=bound, msg=lambda said, n=name: f"{n}: {said}")

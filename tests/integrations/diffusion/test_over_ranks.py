@@ -14,24 +14,23 @@ from hypothesis import strategies as st
 import cp_fast
 from cp_fast.integrations import diffusers as ours
 from cp_ref import SimGroup
-from tests.integrations.diffusion.families import FAMILIES, Batch, batch_of, flux, loss_of, outputs, qwen_image, tiny
+from tests.integrations.diffusion.families import (
+    FAMILIES,
+    Batch,
+    Found,
+    alone,
+    batch_of,
+    check,
+    flux,
+    grads_of,
+    loss_of,
+    outputs,
+    qwen_image,
+    tiny,
+)
 from tests.marks import examples
 
 pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[test-integrations]'")
-
-Found = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
-
-
-def grads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-
-
-def alone(family: str, *batches: Batch) -> Found:
-    """Outputs and gradients of one process, of several batches before one backward pass."""
-    model = tiny(family)
-    outs = [out for batch in batches or [batch_of(family)] for out in outputs(model, batch)]
-    loss_of(outs).backward()
-    return [out.detach() for out in outs], grads_of(model)
 
 
 def over_ranks(member: Any, family: str, *batches: Batch, **how: Any) -> Found:
@@ -41,18 +40,6 @@ def over_ranks(member: Any, family: str, *batches: Batch, **how: Any) -> Found:
     outs = [out for batch in batches or [batch_of(family)] for out in outputs(model, batch)]
     (loss_of(outs) / cp.size).backward()
     return [out.detach() for out in outs], grads_of(model)
-
-
-def check(found: list[Found], expected: Found) -> None:
-    outs, grads = expected
-    for mine, theirs in found:
-        for x, y in zip(mine, outs, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-        assert theirs.keys() == grads.keys()
-    for name, grad in grads.items():
-        total = sum(theirs[name] for _, theirs in found)
-        bound = 1e-4 * float(grad.abs().max()) + 1e-7
-        torch.testing.assert_close(total, grad, rtol=1e-3, atol=bound, msg=lambda said, n=name: f"{n}: {said}")
 
 
 QUICK = {("flux", 2), ("wan", 3), ("qwen_image", 3), ("ltx2", 2), ("helios", 3), ("cosmos3", 2), ("minimax_h3", 2)}

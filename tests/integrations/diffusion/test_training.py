@@ -22,8 +22,19 @@ from conformance.step import compare_step
 from cp_fast.integrations import diffusers as ours
 from cp_ref import SimGroup
 from tests.dist.workers import Processes
-from tests.integrations.diffusion.families import FAMILIES, Batch, batch_of, flux, loss_of, outputs, tiny
-from tests.integrations.diffusion.test_over_ranks import Found, alone, check, grads_of
+from tests.integrations.diffusion.families import (
+    FAMILIES,
+    Batch,
+    Found,
+    alone,
+    batch_of,
+    check,
+    flux,
+    grads_of,
+    loss_of,
+    outputs,
+    tiny,
+)
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[test-integrations]'")
 

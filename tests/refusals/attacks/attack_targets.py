@@ -372,6 +372,8 @@ NOT_ATTACKED = {  # and why
     "loss_for_backward": "one multiplication",
     "token_log_probs": "needs a model, with tests of its own",
     "token_log_probs_and_entropy": "needs a model, with tests of its own",
+    "compress_keys": "tests/sparse/test_compressed.py has its refusals",
+    "compressed_attention": "tests/sparse/test_compressed.py has its refusals",
     "ranks_of_batch": "takes unchecked keywords, for a decorator",
 }
 
