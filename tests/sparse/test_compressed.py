@@ -148,7 +148,8 @@ def test_inside_torch_compile() -> None:
         found = list[Any]()
         of_graph: Any = torch.compile(attended, backend="aot_eager", fullgraph=True)
         whole: Any = torch.compile(layer, backend="aot_eager")
-        for run, attend in ((layer, attended), (layer, of_graph), (whole, attended)):
+        ways: list[tuple[Any, Any]] = [(layer, attended), (layer, of_graph), (whole, attended)]
+        for run, attend in ways:
             out = run(*leaves, attend)
             found.append((out.detach(), *torch.autograd.grad(out.square().sum(), leaves)))
         for other in found[1:]:
