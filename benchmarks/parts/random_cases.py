@@ -186,8 +186,14 @@ def of_sparse(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: in
     case: SparseCase = draw(kinds[part % len(kinds)](cp_sizes, ("bfloat16",)))
     heads = case.problem.a2a_size
     sizes = _LATENT if draw(st.booleans()) else {"heads_q": 4 * heads, "heads_kv": heads, "d_qk": 128, "d_v": 128}
+    if sizes["heads_q"] % heads:  # a2a over three ranks
+        sizes = {**_LATENT, "heads_q": 12 * heads}
     problem = replace(case.problem, softmax_scale=None, **sizes)
-    more = {"latent": sizes is _LATENT} if isinstance(case, SparseAttention) else {"heads": 4, "d_index": 128}
+    more = (
+        {"latent": sizes["d_v"] == _LATENT["d_v"]}
+        if isinstance(case, SparseAttention)
+        else {"heads": 4, "d_index": 128}
+    )
     return replace(case, case=replace(case.case, problem=problem), top_k=draw(st.sampled_from([16, 64])), **more)
 
 

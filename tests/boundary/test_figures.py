@@ -403,3 +403,26 @@ def test_diffusers_own_paths_beside_ours() -> None:
     masked = "even lengths, a padded text"
     assert f"QwenImage by {differs('qwen_image', masked)}, and of LTX by {differs('ltx', masked)}" in words
     assert f"differ by {differs('helios, amplified', 'odd lengths')}" in words
+
+
+def test_the_speed_of_attention_at_wans_shape() -> None:
+    page = (ROOT / "docs" / "how_to" / "video.md").read_text()
+    ways = json.loads((ROOT / "benchmarks" / "results" / "diffusers_speed_2x_h200.json").read_text())["ways"]
+    titles = {
+        "cp_fast, p2p": "this package, `p2p`",
+        "cp_fast, all_gather": "`all_gather`",
+        "cp_fast, a2a": "`a2a`",
+        "diffusers, ring, cudnn": "diffusers, ring",
+        "diffusers, ulysses, cudnn": "diffusers, Ulysses",
+    }
+    for way, title in titles.items():
+        assert f"| {title} | {ways[way]['forward_ms']:.0f} | {ways[way]['both_ms']:.0f} |" in page
+
+
+def test_what_sharing_images_saves() -> None:
+    page = " ".join((ROOT / "docs" / "how_to" / "images.md").read_text().split())
+    found = json.loads((ROOT / "benchmarks" / "results" / "images_2x_h200.json").read_text())
+    time, memory = ([found[way][of] for way in ("whole", "ranks")] for of in ("seconds", "bytes"))
+    times = [1e3 * min(one) for one in time]
+    said = f"{times[1]:.0f} ms and {memory[1] / 2**30:.0f} GiB in place of {times[0]:.0f} ms and {memory[0] / 2**30:.0f} GiB"
+    assert said in page
