@@ -423,6 +423,5 @@ def test_what_sharing_images_saves() -> None:
     page = " ".join((ROOT / "docs" / "how_to" / "images.md").read_text().split())
     found = json.loads((ROOT / "benchmarks" / "results" / "images_2x_h200.json").read_text())
     time, memory = ([found[way][of] for way in ("whole", "ranks")] for of in ("seconds", "bytes"))
-    times = [1e3 * min(one) for one in time]
-    said = f"{times[1]:.0f} ms and {memory[1] / 2**30:.0f} GiB in place of {times[0]:.0f} ms and {memory[0] / 2**30:.0f} GiB"
-    assert said in page
+    whole, ranks = (f"{1e3 * min(s):.0f} ms and {of / 2**30:.0f} GiB" for s, of in zip(time, memory, strict=True))
+    assert f"{ranks} in place of {whole}" in page
