@@ -161,7 +161,7 @@ def find_images(model: nn.Module) -> ImageModel | None:
         NotImplementedError: it reads images, and has no functions that make rows of tokens of them.
     """
     where, holder = next(((w, m) for w, m in model.named_modules() if _functions(m)), ("", None))
-    config: Any = model.config
+    config: Any = getattr(model, "config", None)
     if holder is None:
         if getattr(config, "vision_config", None) is None:
             return None
