@@ -27,7 +27,7 @@ from benchmarks.parts.sweep_images import Pictures, kinds_of_pictures, pictures_
 from benchmarks.parts.tiny_models import ORDINARY, TooLarge, shrunk, tiny_model
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.hugging_face.image_models import ImageModel
-from cp_fast.integrations.hugging_face.model_edge import edge_of
+from cp_fast.integrations.hugging_face.prepared_model import prepared_model
 from cp_ref import SimGroup
 from cp_ref.groups.group import PaperGroup
 
@@ -310,8 +310,7 @@ def _parameters(model: Any) -> Mapping[str, Any]:
 
 def _first_position(model: Any) -> int:
     """The number that a prepared model gives to the first position of a sequence."""
-    edge: Any = edge_of(model)
-    return edge.numbering.first if hasattr(edge, "numbering") else edge.first_position
+    return prepared_model(model).numbering.first
 
 
 def _grads(model: Any) -> dict[str, torch.Tensor]:
@@ -378,10 +377,10 @@ def _play(name: str, task: str, count: int, more: dict[str, Any]) -> dict[str, A
             layout: cp_fast.ContextParallel(member, "all_gather", layout=cast(Any, layout)) for layout in layouts
         }
         mine = ours.prepare(copy.deepcopy(model), contexts[layouts[0]], images=images)
-        head = edge_of(mine).task.head
+        head = prepared_model(mine).task.head
         learns = head is not None and not isinstance(head, str)
         results: dict[str, Any] = {"learns": learns, "head": head, "first": _first_position(mine)}
-        results["images"] = edge_of(mine).images
+        results["images"] = prepared_model(mine).images
         for kind, batch in rows.items():
             for layout, context in contexts.items():
                 try:
@@ -447,7 +446,7 @@ def _shared(model: Any, modalities: int) -> bool:
         mine = ours.prepare(copy.deepcopy(model), cp_fast.ContextParallel(PaperGroup(1)), images="ranks")
     except NotImplementedError:
         return False
-    found = edge_of(mine).images
+    found = prepared_model(mine).images
     return found is not None and len(found.modalities) == modalities
 
 

@@ -56,9 +56,11 @@ def test_layers_that_are_computed_again(name: str) -> None:
 
     parts = SimGroup(2).run(one)
     whole(**IDS, use_cache=False).logits.square().sum().backward()
-    for weight, grad in grads_of(whole).items():
+    grads = grads_of(whole)
+    largest = max(float(grad.abs().max()) for grad in grads.values())
+    for weight, grad in grads.items():  # that of a bias of keys is 0
         found = sum(part[weight] for part in parts)
-        torch.testing.assert_close(found, grad, rtol=1e-3, atol=1e-4 * float(grad.abs().max()) + 1e-5, msg=weight)
+        torch.testing.assert_close(found, grad, rtol=1e-3, atol=1e-5 * largest, msg=lambda said, w=weight: f"{w}: {said}")
 
 
 @pytest.mark.parametrize("name", ["BartForCausalLM", "WhisperForCausalLM", "TrOCRForCausalLM"])
@@ -84,5 +86,7 @@ def test_tables_without_positions_and_prompts_are_refused() -> None:
     cp = cp_fast.ContextParallel(dist_of_one())
     with pytest.raises(NotImplementedError, match="TrOCRForCausalLM takes no position_ids"):
         ours.prepare(tiny_model("TrOCRForCausalLM", use_learned_position_embeddings=False), cp)
+    model = tiny_model("MvpForCausalLM")
+    model.model.decoder = type(model.model.decoder)(model.config, use_prompt=True)
     with pytest.raises(NotImplementedError, match="attn_prompt is a tensor"):
-        ours.prepare(tiny_model("MvpForCausalLM", use_prompt=True, prompt_length=3, prompt_mid_dim=8), cp)
+        ours.prepare(model, cp)
