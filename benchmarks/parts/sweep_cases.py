@@ -28,6 +28,7 @@ from benchmarks.parts.tiny_models import ORDINARY, TooLarge, shrunk, tiny_model
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.hugging_face.image_models import ImageModel
 from cp_fast.integrations.hugging_face.prepared_model import prepared_model
+from cp_fast.integrations.hugging_face.task_head import Head
 from cp_ref import SimGroup
 from cp_ref.groups.group import PaperGroup
 
@@ -417,8 +418,8 @@ def _play(name: str, task: str, count: int, more: dict[str, Any]) -> dict[str, A
         play = SimGroup(size).run(lambda member, layouts=layouts, how=how: one(member, pictures, layouts, how))
         plays.append((size, layouts, pictures, play))
     model.set_attn_implementation("eager") if _has_eager(model) else None
-    learnt = rows | pictures
-    if learns and task in SHIFTS and not ranks[0]["head"].shifts:  # BART's kind: a token learns its own label
+    learnt, head = rows | pictures, ranks[0]["head"]
+    if isinstance(head, Head) and task in SHIFTS and not head.shifts:  # BART's kind: a token learns its own label
         learnt = {kind: replace(batch, targets=batch.labels) for kind, batch in learnt.items()}
     try:
         alone = {kind: alone_of(model, task, batch, learns, first) for kind, batch in learnt.items()}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cp_fast.integrations.hugging_face.module_states import hook_once, known_state, put_state, state_of
+from cp_fast.integrations.hugging_face.module_states import hook_once, known_state, put_state
 
 __all__ = ["give_tables", "has_tables", "takes_positions"]
 

@@ -60,7 +60,9 @@ def test_layers_that_are_computed_again(name: str) -> None:
     largest = max(float(grad.abs().max()) for grad in grads.values())
     for weight, grad in grads.items():  # that of a bias of keys is 0
         found = sum(part[weight] for part in parts)
-        torch.testing.assert_close(found, grad, rtol=1e-3, atol=1e-5 * largest, msg=lambda said, w=weight: f"{w}: {said}")
+        torch.testing.assert_close(
+            found, grad, rtol=1e-3, atol=1e-5 * largest, msg=lambda said, w=weight: f"{w}: {said}"
+        )
 
 
 @pytest.mark.parametrize("name", ["BartForCausalLM", "WhisperForCausalLM", "TrOCRForCausalLM"])
