@@ -20,7 +20,7 @@ __all__ = ["Said", "Sides", "refuse_own_mask", "sides_of", "without_blocks"]
 
 
 class Sides(NamedTuple):
-    """What a query sees of its sequence.
+    """The part of its sequence that a query sees.
 
     Attributes:
         left, right: how many tokens on each side of it, without itself; -1: all.
