@@ -104,6 +104,7 @@ NAMED = {
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS, ids=lambda impl: impl.__name__)
 @pytest.mark.parametrize("name", NAMED)
+@pytest.mark.one_in(3)
 def test_named_cases(impl: Any, name: str) -> None:
     problem = NAMED[name]
     tail = problem.cp_size if problem.qkv_format == "thd" else 0
@@ -113,6 +114,7 @@ def test_named_cases(impl: Any, name: str) -> None:
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS, ids=lambda impl: impl.__name__)
 @pytest.mark.parametrize("softmax_type", [pytest.param("off-by-one", marks=pytest.mark.thorough), "learnable"])
 @pytest.mark.parametrize(("comm", "a2a_size"), schedules(4))
+@pytest.mark.one_in(5)
 def test_both_sinks_with_softcap_under_every_schedule(impl: Any, softmax_type: str, comm: str, a2a_size: int) -> None:
     problem = Problem(
         4,

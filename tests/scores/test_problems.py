@@ -49,6 +49,7 @@ def whole(problem: Problem, **fields: Any) -> Case:
 @pytest.mark.parametrize(
     "mask", ["causal_bottom_right", *(pytest.param(mask, marks=pytest.mark.thorough) for mask in ("causal", "no_mask"))]
 )
+@pytest.mark.one_in(3)
 def test_every_schedule(mask: str, comm: str, layout: str, package: str) -> None:
     sizes = {"cp_comm_type": comm, "a2a_size": {"a2a": 4, "a2a+p2p": 2}.get(comm, 1), "layout": layout}
     for problem in (PACKED, BATCHED):
@@ -66,6 +67,7 @@ WINDOW = replace(PACKED, window_size=(5, 2), attn_mask_type="no_mask", cp_size=3
     [PACKED, *(pytest.param(problem, marks=pytest.mark.thorough) for problem in (BATCHED, WINDOW))],
     ids=["packed", "batched", "window"],
 )
+@pytest.mark.one_in(3)
 def test_every_score_mod(problem: Problem, name: str, package: str) -> None:
     assert check(PACKAGES[package], whole(problem), Scores(score_mod=name)) == []
     assert check(PACKAGES[package], replace(whole(problem), use_plan=True), Scores("h", name, 0.5, 1)) == []
@@ -75,6 +77,7 @@ def test_every_score_mod(problem: Problem, name: str, package: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(MANY))
 @given(data=st.data())
+@pytest.mark.one_in(3)
 def test_random_problems(kind: str, package: str, data: st.DataObject) -> None:
     case, scores = data.draw(scored_cases(kind))
     assert check(PACKAGES[package], case, scores) == []
@@ -198,6 +201,7 @@ BUGS |= {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.thorough if n % 2 else ()) for n, name in enumerate(BUGS)]
 )
+@pytest.mark.one_in(2)
 def test_a_problem_finds_it(name: str) -> None:
     fields: dict[str, Any]
     bug, scores, fields = BUGS[name]
