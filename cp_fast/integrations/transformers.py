@@ -47,6 +47,7 @@ from cp_fast.integrations.hugging_face.model_call import SILENT, ModelCall, sequ
 from cp_fast.integrations.hugging_face.model_task import Task
 from cp_fast.integrations.hugging_face.module_states import put_state, state_of
 from cp_fast.integrations.hugging_face.pooled_head import pooling_of
+from cp_fast.integrations.hugging_face.position_tables import give_tables
 from cp_fast.integrations.hugging_face.prepared_model import PreparedModel, check_calls, forget_model
 from cp_fast.integrations.hugging_face.query_scales import give_positions, take_positions
 from cp_fast.integrations.hugging_face.router_losses import routing_asked_for, routing_of
@@ -176,6 +177,7 @@ def prepare(model: Model, cp: ContextParallel, *, images: Literal["whole", "rank
         put_over_ranks(model)
         put_selectors(model)
         put_windows(model)
+        give_tables(model)
         give_positions(model, attention_forward)
         with at_rest(model):
             looked: Any = cast(Any, model).base_model if pools else model

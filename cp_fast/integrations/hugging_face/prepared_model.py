@@ -73,10 +73,11 @@ class PreparedModel:
         name, sequences = type(model).__name__, given.get("cp_batch")
         if isinstance(sequences, ModelCall) or (self.inner and sequences is None):
             return None
-        if model.config._attn_implementation != NAME:
+        mine = model.config.get_text_config()._attn_implementation  # Some models of images keep their own.
+        if mine != NAME:
             if sequences is not None:
                 raise ValueError(
-                    f"{name} is given cp_batch while its attention is {model.config._attn_implementation!r}, which "
+                    f"{name} is given cp_batch while its attention is {mine!r}, which "
                     f"would take a slice for the whole; call model.set_attn_implementation({NAME!r}) first"
                 )
             return None
