@@ -1,5 +1,6 @@
 """Models whose attention is written out, and not called by transformers' AttentionInterface: BLOOM and MPT with ALiBi,
-GPT, Falcon, GPT-Neo, GPT-NeoX Japanese, XGLM, TrOCR, MVP, Megatron-BERT, RemBERT and RoFormer. Each gets a forward that calls ours.
+GPT, Falcon, GPT-Neo, GPT-NeoX Japanese, XGLM, TrOCR, MVP, GIT, Megatron-BERT, RemBERT and RoFormer. Each gets a forward
+that calls ours.
 
 BLOOM and MPT add `slope * j` to the score of key j, from a tensor that they make in each call. For a causal mask that
 is `-slope * |i - j|` plus `slope * i`, which the softmax of row i ignores. So their attention gets the slopes, and no
@@ -175,16 +176,17 @@ def _mpt(self: Any, hidden_states: torch.Tensor, position_bias: Any, *given: Any
     return self.out_proj(_attended(self, by_head, attention_mask, dropout, self.softmax_scale)), None
 
 
-def _bert(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **named: Any) -> Any:
+def _bert(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, *given: Any, **named: Any) -> Any:
     if not isinstance(attention_mask, SequencesAsMask):
-        return type(self).forward(self, hidden_states, attention_mask, **named)
-    refuse_caches(type(self).__name__, named)
+        return type(self).forward(self, hidden_states, attention_mask, *given, **named)
+    refuse_caches(type(self).__name__, {**({"cache": given[0]} if given else {}), **named})
     refuse(type(self).__name__, **{name: named.get(name) for name in ("encoder_hidden_states", "output_attentions")})
     heads = (self.num_attention_heads, self.attention_head_size)
     by_head = [part(hidden_states).unflatten(2, heads).transpose(1, 2) for part in (self.query, self.key, self.value)]
     dropout = self.dropout.p if self.training else 0.0
     scale = self.attention_head_size**-0.5
-    return _attended(self, by_head, attention_mask, dropout, scale, is_causal=self.is_decoder), None
+    causal = getattr(self, "is_decoder", True)  # GIT is a decoder.
+    return _attended(self, by_head, attention_mask, dropout, scale, is_causal=causal), None
 
 
 def _gpt_neo(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, *given: Any, **named: Any) -> Any:
@@ -296,6 +298,7 @@ _FORWARD: dict[str, Callable[..., Any]] = {
     f"{_PLACE}.openai.modeling_openai.Attention": _gpt,
     f"{_PLACE}.roformer.modeling_roformer.RoFormerSelfAttention": _roformer,
     f"{_PLACE}.rembert.modeling_rembert.RemBertSelfAttention": _bert,
+    f"{_PLACE}.git.modeling_git.GitSelfAttention": _bert,
     f"{_PLACE}.xglm.modeling_xglm.XGLMAttention": _xglm,
     f"{_PLACE}.trocr.modeling_trocr.TrOCRAttention": _xglm,
     f"{_PLACE}.mvp.modeling_mvp.MvpAttention": _xglm,
