@@ -87,6 +87,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {  # "as it is": the class's own value
     "GPTNeoConfig": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "Gemma3nTextConfig": _SHARED,
     "Glm5NextConfig": {"text_config": {"index_kpool": 4}},
+    "GotOcr2Config": {"vision_config": {"window_size": 2, "output_channels": 32}},
     "Granite4VisionConfig": _TILES
     | {
         "deepstack_layer_map": [[0, 0]],

@@ -56,7 +56,7 @@ def use(model: Model, cp: Any, *, plan: Any = None) -> Model:
 
     Every rank calls it with the same arguments, and gets the whole output. Inside, the tokens of video, image, audio
     and text are cut where the model's plan says so, and its attention becomes `cp_fast`'s. Cross attention to a text
-    that every rank has whole stays as it was. The first call of a kind (of other arguments, or of tensors with other
+    that every rank has whole does not change. The first call of a kind (of other arguments, or of tensors with other
     numbers of axes) runs the model some times more without gradients, on slices and with attention that passes each
     token on alone: it learns what each attention joins, and raises if something else mixes tokens.
 
@@ -123,7 +123,7 @@ def _context_of(config: Any, device: torch.device) -> ContextParallel:
 
 @dataclass(eq=False)
 class _State:
-    """What a model in use knows.
+    """A model in use.
 
     Attributes:
         cp: its context, with layout "contiguous".
@@ -181,7 +181,7 @@ class _Everything(set[str]):
 
 @functools.cache
 def _backend_of(where: str) -> Any:
-    """A backend of diffusers' attention dispatcher that knows its layer's name. It is a value beside those of
+    """A backend of diffusers' attention dispatcher that knows its layer's name. It is one more value than those of
     AttentionBackendName, so none of them changes.
     """
     dispatch = importlib.import_module("diffusers.models.attention_dispatch")
@@ -242,7 +242,7 @@ class _Spread(Call):
     kernels: dict[str, Any]
 
     def seen(self, where: str, queries: int, keys: int) -> Seen:
-        """What a layer's attention with so many rows is made of."""
+        """How a layer's attention with so many rows joins its streams."""
 
         def fits(streams: tuple[str, ...] | None, rows: int) -> bool:
             return streams is None or lengths(streams, self) == rows

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from cp_fast.integrations.hugging_face.model_edge import Edge, edge_of
 from cp_fast.integrations.hugging_face.module_states import state_of
+from cp_fast.integrations.hugging_face.prepared_model import PreparedModel, prepared_model
 from cp_fast.integrations.hugging_face.task_head import MARKS, LogitsTransform, calling
 from cp_fast.integrations.shared.drop_in import check_floats
 from cp_fast.integrations.token_batches import CpBatch
@@ -132,12 +132,12 @@ def _of_labels(
     targets = part.get("shift_labels")
     if targets is None:
         raise ValueError("part has no shift_labels; give shard_batch a batch with labels, -100 where nothing counts")
-    edge_of(model)
-    inner: Any = next(m for m in model.modules() if state_of(m, Edge) is not None)
+    prepared_model(model)
+    inner: Any = next(m for m in model.modules() if state_of(m, PreparedModel) is not None)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if head is None:
         raise TypeError(f"{type(inner).__name__} has no output embeddings, so it gives no logits of a vocabulary")
-    transform, cure = edge_of(inner).task.transform, "compute log-probabilities from model(**part).logits"
+    transform, cure = prepared_model(inner).task.transform, "compute log-probabilities from model(**part).logits"
     if isinstance(transform, str):
         raise NotImplementedError(f"{transform}; {cure}")
     given = {n: x for n, x in part.items() if n not in ("labels", "shift_labels", "num_items_in_batch")}

@@ -208,7 +208,6 @@ def causal_conv1d(
 class LinearCall(LayerCall):
     """A checked call of `linear_attention`. `scale` is resolved, dtypes are PyTorch's names without "torch."."""
 
-    function = "linear_attention"
     kind: str
     heads: int
     heads_v: int
@@ -225,7 +224,6 @@ class LinearCall(LayerCall):
 class ConvolutionCall(LayerCall):
     """A checked call of `causal_conv1d`. `activation` is "silu" or None."""
 
-    function = "causal_conv1d"
     channels: int
     kernel_size: int
     dtype: str
@@ -289,6 +287,7 @@ def _read_linear_attention(
             )
         check_dtype("initial_state", initial_state, dtype_of(q), "float32", "float64")
     return LinearCall(
+        "linear_attention",
         kind,
         heads,
         heads_v,
@@ -355,6 +354,7 @@ def _read_convolution(
         if size < 1:
             raise ValueError(f"{name} is {size}; it must be at least 1")
     return ConvolutionCall(
+        "causal_conv1d",
         channels,
         weight.shape[1],
         dtype_of(x),

@@ -29,7 +29,7 @@ _ALL = "*"
 
 @dataclass
 class Learned:
-    """What was seen of a kind of call.
+    """A kind of call, as the runs have seen it.
 
     Attributes:
         attention: by the layer's name, with "*" for numbers, what each of its calls of attention is made of.
@@ -42,7 +42,7 @@ class Learned:
 
 @dataclass
 class Looked:
-    """What one run saw at one attention, or where a stream becomes whole (no keys).
+    """One attention of one run, or a place where a stream becomes whole (no keys).
 
     rows: which rows of queries (or of the stream) and of keys are spoilt. prints: a number for each row, of queries,
     keys and values.
@@ -78,7 +78,7 @@ class Probe(Call):
         return mine
 
     def attend(self, where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: Local) -> torch.Tensor:
-        """Attention of a run: of keys that are whole as ever, of others each token's own values."""
+        """Attend in a run: to all keys that are whole; of others each token has its own value."""
         rows = _spoilt(q), _spoilt(k)
         number = sum(one.rows[1] is not None for one in self.looked)
         self.looked.append(Looked(where, rows, () if self.spoilt else tuple(map(_prints, (q, k, v)))))
@@ -113,7 +113,7 @@ def _prints(x: torch.Tensor) -> torch.Tensor:
 
 
 def learn(model: nn.Module, run: Callable[[], Any], call: Call) -> Learned:
-    """What a call's attention is made of.
+    """Find how a call's attention joins its streams.
 
     Args:
         run: calls the model with the call's arguments.
@@ -187,7 +187,7 @@ def _learn(name: str, run: Callable[[], Any], call: Call) -> Learned:
 
 
 def _told_apart(where: str, seen: list[Seen]) -> list[Seen]:
-    """What a layer's calls are made of. Calls with whole keys need to be told from others, by their queries."""
+    """Find the streams of a layer's calls. Calls with whole keys need to be told from others, by their queries."""
     over = [one for one in seen if one.keys is not None]
     if not over:
         return [Seen(None, None)]

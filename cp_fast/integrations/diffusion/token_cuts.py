@@ -164,7 +164,7 @@ def gather(x: torch.Tensor, axis: int, tokens: int, cp: ContextParallel) -> torc
 
 @dataclass(eq=False)
 class _Edge:
-    """What is cut of one module's arguments and outputs, and what becomes whole.
+    """The rows of a plan for one module: cuts of its arguments and outputs, and outputs that become whole.
 
     rows: of the plan. where: the module's name.
     """
@@ -272,7 +272,7 @@ def unhook(model: Any) -> None:
 
 
 def recomputing(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that checkpoints a block, as `checkpoint`, and that runs it again inside of its own call."""
+    """A function that checkpoints a block, as `checkpoint`, and that runs it again while its own call is current."""
     if hasattr(checkpoint, "cp_fast"):
         return checkpoint
 
@@ -291,7 +291,7 @@ def recomputing(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checkpoint_inside(modules: Sequence[Any]) -> None:
-    """Have diffusers' gradient checkpointing run blocks again inside of their own call."""
+    """Have diffusers' gradient checkpointing run blocks again while their own call is current."""
     for module in modules:
         if getattr(module, "_gradient_checkpointing_func", None) is not None:
             module._gradient_checkpointing_func = recomputing(module._gradient_checkpointing_func)

@@ -1,8 +1,8 @@
-"""Models that read images, videos or sound beside their text: which of a model's functions make rows of tokens of them.
+"""Models that read images, videos or sound besides text: which of a model's functions make rows of tokens of them.
 
 Such a model has a function for each modality, as `get_image_features`. Its rows take the places of the tokens that
 stand for images: the k-th row that of the k-th token. All else is the work of its text model. So one way serves all of
-these models, and no family has code of its own. `find_images` reads a model's class and configuration, the probe of
+these models, and no family has its own code. `find_images` reads a model's class and configuration, the probe of
 `image_probe` proves what it found, and `prepare` keeps that.
 """
 
@@ -62,7 +62,7 @@ EXCEPTIONS: dict[str, _Exceptions] = {  # by the name of the class that has the 
 
 @dataclass(frozen=True)
 class Modality:
-    """What makes rows of one modality.
+    """A modality that a model reads, and the function that makes its rows.
 
     Attributes:
         name: "image", "video" or "audio".
@@ -144,7 +144,7 @@ class ImageModel:
 
     @property
     def of_positions(self) -> tuple[str, ...]:
-        """What changes positions alone: `shard_batch` has found these by it."""
+        """The arguments that change positions alone: `shard_batch` has found these by it."""
         read = {name for one in self.modalities for name in one.entries}
         return tuple(name for name in self.positions if name not in read)
 

@@ -1,5 +1,5 @@
 """Run a prepared model of images on a few tokens of two images, whole and as a slice. If the slice's outputs and
-gradients are those of the whole, then a rank may take the rows of its own tokens.
+gradients are those of the whole, then a rank may take the rows of its tokens.
 
 The functions of images run once, on the pictures of `image_trials`. Their rows are thinned out to a few a picture: what
 is looked at is how the model goes on with them. The whole has what a user's batch has besides, such as the types of
@@ -47,7 +47,7 @@ _RULES = (None, *(BothWaysRule(*one) for one in product((1, 0), (False, True), (
 
 
 def prove_images(model: nn.Module, holder: Any, images: ImageModel, seen: Seen, shared: bool) -> ImageModel:
-    """What of a model's images is proved: its modalities, its positions, and the rule of its masks.
+    """Prove how a model reads images: its modalities, its positions, and the rule of its masks.
 
     Args:
         model: with its attention switched to cp_fast's, as for `look_over`.
@@ -56,7 +56,7 @@ def prove_images(model: nn.Module, holder: Any, images: ImageModel, seen: Seen, 
         shared: whether the ranks are to share the pictures out.
 
     Raises:
-        NotImplementedError: nothing is; the error says why.
+        NotImplementedError: nothing is proved; the error says why.
     """
     trials: dict[str, Trial] = {}
     for modality in images.modalities:

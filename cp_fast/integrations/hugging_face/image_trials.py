@@ -73,7 +73,7 @@ class Trial:
 
 
 def trial_of(holder: Any, modality: Modality) -> Trial | str:
-    """The first form that the function takes, alone and two at a time. A text: why there is none."""
+    """The first form that the function takes, alone and two at a time. A text: why it takes no form."""
     why = ""
     for number, form in enumerate(_forms(holder, modality)):
         pictures = Picture(False, 1), Picture(True, 2)

@@ -26,6 +26,7 @@ from torch import nn
 
 from cp_fast.integrations.hugging_face.built_masks import Said, Sides, refuse_own_mask
 from cp_fast.integrations.hugging_face.long_positions import CountFrom, far_position, give_longest, say_longest
+from cp_fast.integrations.hugging_face.position_tables import has_tables, takes_positions
 from cp_fast.integrations.hugging_face.token_mixers import ROUTER_SWITCH, token_axis
 
 __all__ = [
@@ -184,7 +185,7 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
         error names the module and the cause.
     """
     name = type(model).__name__
-    positions = "position_ids" in inspect.signature(model.forward).parameters
+    positions = takes_positions(model) or has_tables(model)
     rows, probe = trial_rows(model, next(model.parameters()).device), Probe()
     given: dict[str, Any] = {"cp_batch": probe, **({"use_cache": False} if takes_cache(model) else {})}
     if getattr(cast(Any, model).config.get_text_config(), ROUTER_SWITCH, False):

@@ -24,6 +24,7 @@ from torch import nn
 
 from cp_fast.integrations.hugging_face.built_masks import Said, Sides
 from cp_fast.integrations.hugging_face.module_states import hook_once, known_state, put_state
+from cp_fast.integrations.hugging_face.position_tables import has_tables, takes_positions
 from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 from cp_fast.integrations.shared.drop_in import refuse
 
@@ -85,7 +86,7 @@ def with_attention(model: nn.Module, attention: Attention) -> None:
         NotImplementedError: the model's biases are no slopes times positions; it takes no position_ids, and has none.
     """
     slopes = _slopes(model) if has_alibi(model) else None
-    if slopes is None and "position_ids" not in inspect.signature(model.forward).parameters:
+    if slopes is None and not takes_positions(model) and not has_tables(model):
         # The sequences would reach its layers all the same, past a head that hands no keywords on.
         raise NotImplementedError(
             f"{type(model).__name__} takes no position_ids; it would number a slice's tokens itself"
@@ -196,8 +197,9 @@ def _gpt_neo(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None,
 def _xglm(self: Any, hidden_states: torch.Tensor, *given: Any, attention_mask: Any = None, **named: Any) -> Any:
     if not isinstance(attention_mask, SequencesAsMask):
         return type(self).forward(self, hidden_states, *given, attention_mask=attention_mask, **named)
-    refuse_caches("XGLMAttention", named)
-    refuse("XGLMAttention", key_value_states=given[0] if given else named.get("key_value_states"))
+    name, states = type(self).__name__, given[0] if given else named.get("key_value_states")
+    refuse_caches(name, named)
+    refuse(name, key_value_states=states, **{one: named.get(one) for one in ("attn_prompt", "output_attentions")})
     parts = (self.q_proj, self.k_proj, self.v_proj)
     by_head = [part(hidden_states).unflatten(2, (-1, self.head_dim)).transpose(1, 2) for part in parts]
     dropout = self.dropout if self.training else 0.0
@@ -258,6 +260,8 @@ _FORWARD: dict[str, Callable[..., Any]] = {
     f"{_PLACE}.megatron_bert.modeling_megatron_bert.MegatronBertSelfAttention": _bert,
     f"{_PLACE}.rembert.modeling_rembert.RemBertSelfAttention": _bert,
     f"{_PLACE}.xglm.modeling_xglm.XGLMAttention": _xglm,
+    f"{_PLACE}.trocr.modeling_trocr.TrOCRAttention": _xglm,
+    f"{_PLACE}.mvp.modeling_mvp.MvpAttention": _xglm,
 }
 _BIASES: dict[str, Callable[[Any, torch.device], torch.Tensor]] = {
     f"{_PLACE}.bloom.modeling_bloom.BloomModel": lambda inner, device: inner.build_alibi_tensor(

@@ -23,7 +23,7 @@ from cp_ref.schedules.values import check_tensor
 
 __all__ = ["CpBatch", "Parts"]
 
-_OF_A_CALL = ("softmax_offset", "alibi_slopes", "dropout_seed")  # These are no part of a plan.
+_OF_A_CALL = ("softmax_offset", "alibi_slopes", "dropout_seed")  # A plan has none of these.
 
 
 class CpBatch:

@@ -183,8 +183,8 @@ def check_two_chunks(cp: ContextParallel, **lengths: torch.Tensor) -> None:
 
 
 def of_whole_batch(other: str) -> Callable[[list[T]], T]:
-    """What merges the ranks' values of an argument that all of them have whole (`cp_ref.groups.agreement.merged`): the
-    values must be equal.
+    """Make a function that merges the values of an argument which every rank has whole: they must be equal
+    (`cp_ref.groups.agreement.merged`).
 
     other: names the argument and its difference on another rank.
 

@@ -22,7 +22,7 @@ import cp_fast
 from benchmarks.parts.tiny_models import tiny_model
 from conformance.step import compare_step
 from cp_fast.integrations import transformers as ours
-from cp_fast.integrations.hugging_face import image_batches, model_edge
+from cp_fast.integrations.hugging_face import image_batches, prepared_model
 from cp_fast.integrations.hugging_face.image_calls import begin_call
 from cp_fast.integrations.hugging_face.image_models import find_images
 from cp_fast.integrations.loss import loss_for_backward
@@ -105,8 +105,8 @@ def planted_masks(*_: Any) -> tuple[()]:
 @pytest.mark.parametrize(
     ("name", "where", "change"),
     [
-        (QWEN, (model_edge, "begin_call"), planted_order),
-        (LLAVA, (model_edge, "begin_call"), planted_order),
+        (QWEN, (prepared_model, "begin_call"), planted_order),
+        (LLAVA, (prepared_model, "begin_call"), planted_order),
         (QWEN, (image_batches.ImageBatch, "_of_axes"), planted_positions),
         (GEMMA, (image_batches, "blocks_of"), planted_masks),
     ],
@@ -376,7 +376,7 @@ def step_of(cp: Any, name: str, wrong: bool = False) -> Any:
     if cp is not None:
         ours.prepare(model, cp)
         if wrong:
-            model_edge.begin_call = planted_order  # in this process alone
+            prepared_model.begin_call = planted_order  # in this process alone
 
     def step(batches: list[Batch]) -> torch.Tensor:
         total = torch.zeros(())
