@@ -269,3 +269,41 @@ def test_a_plan_is_itself_alone() -> None:
         assert made != copy.copy(made)
 
     SimGroup(2).run(one)
+
+
+KNOWN: dict[Any, list[tuple[dict[str, Any], str]]] = {  # of a plan's softmax_type, what is wrong and in which words
+    "vanilla": [
+        ({"cp": 3}, "cp is of type int; it must be a cp_fast.ContextParallel"),
+        ({"q": torch.zeros(2, 8, 4, 8, dtype=torch.float64)}, "dtype"),
+        ({"v": torch.zeros(2, 8, 4, 4)}, "d_v of q, k, v is 4, but the plan was made for 8"),
+        ({"k": torch.zeros(2, 6, 4, 8), "v": torch.zeros(2, 6, 4, 8)}, "k has shape [2, 6, 4, 8]"),
+        ({"return_lse": 0}, "return_lse is 0"),
+        ({"softcap": 2.0}, "softcap is 2.0, but the plan was made for"),
+        ({"softmax_offset": torch.ones(4)}, "softmax_offset is given, but softmax_type is 'vanilla'"),
+    ],
+    "learnable": [
+        ({"softmax_offset": None}, "softmax_offset is None"),
+        ({"softmax_offset": torch.ones(3)}, "softmax_offset has shape [3]; it must be [h_q] = [4]"),
+        ({"softmax_offset": torch.ones(4).int()}, "softmax_offset has dtype torch.int32"),
+    ],
+}
+
+
+@pytest.mark.parametrize("softmax_type", KNOWN)
+def test_a_known_call_of_attention_hides_no_wrong_one(softmax_type: Any) -> None:
+    def one(member: SimMember) -> None:
+        cp, x = context(cp_fast, member), torch.zeros(2, 8, 4, 8)
+        made = cp_fast.make_plan(cp=cp, batch_size=2, seqlen_q=16, softmax_type=softmax_type, **SIZES)
+        good: dict[str, Any] = {"q": x, "k": x, "v": x, "cp": cp, "plan": made}
+        good |= {"softmax_offset": torch.ones(4)} if softmax_type == "learnable" else {}
+        other = {"cp": cp_fast.ContextParallel(member, layout="contiguous")}, "cp has layout 'contiguous'"
+        for odd, words in [*KNOWN[softmax_type], other]:
+            for _ in range(2):
+                cp_fast.attention(**good)
+            with pytest.raises((ValueError, TypeError)) as caught:
+                cp_fast.attention(**(good | odd))
+            assert words in str(caught.value)
+        with pytest.raises(NotImplementedError, match=r"torch\.func"):
+            torch.func.vmap(lambda q: cp_fast.attention(**(good | {"q": q})))(x[None])
+
+    SimGroup(2).run(one)

@@ -274,15 +274,15 @@ def test_images_without_a_model_of_images_are_refused() -> None:
     with pytest.raises(ValueError, match=r"batch has pixel_values, .* give shard_batch the prepared model"):
         ours.shard_batch(batch, cp=cp)
     text = ours.prepare(tiny_images(LLAVA).model.language_model, cp)
-    with pytest.raises(ValueError, match=r"batch has pixel_values, .* its model has no images"):
+    with pytest.raises(ValueError, match=r"batch has pixel_values, .* its model takes text alone"):
         ours.shard_batch(batch, cp=cp, model=text)
 
 
 def test_other_models_of_images_are_refused_by_name() -> None:
     cp = cp_fast.ContextParallel(dist_of_one())
-    with pytest.raises(NotImplementedError, match=r"GitForCausalLM reads images, in a way .* get_image_features"):
-        ours.prepare(tiny_model("GitForCausalLM"), cp)
-    with pytest.raises(ValueError, match="images is 'ranks', and LlamaForCausalLM reads text alone"):
+    with pytest.raises(NotImplementedError, match=r"IdeficsForVisionText2Text reads images, in a way .* text alone"):
+        ours.prepare(tiny_model("IdeficsForVisionText2Text"), cp)
+    with pytest.raises(ValueError, match="images is 'ranks', and LlamaForCausalLM takes text alone"):
         ours.prepare(tiny_model("LlamaForCausalLM"), cp, images="ranks")
     with pytest.raises(ValueError, match="images is 'all'; it must be 'whole' or 'ranks'"):
         ours.prepare(tiny_images(LLAVA), cp, images=cast(Any, "all"))
