@@ -50,7 +50,7 @@ def flash_attn_func(
     *,
     cp: ContextParallel,
 ) -> Asked:
-    """`flash_attn.flash_attn_func` of this rank's slices. Collective.
+    """Compute `flash_attn.flash_attn_func` of this rank's slices. Collective.
 
     Args:
         q, k, v: this rank's slices, [b, s/cp, h, d], as `cp_fast.shard` cuts them.
@@ -87,7 +87,7 @@ def flash_attn_varlen_func(
     *,
     cp: ContextParallel,
 ) -> Asked:
-    """`flash_attn.flash_attn_varlen_func` of this rank's slices. Collective.
+    """Compute `flash_attn.flash_attn_varlen_func` of this rank's slices. Collective.
 
     Args:
         q, k, v: this rank's slices of the packed tensors, [t/cp, h, d], as `cp_fast.shard` cuts them.

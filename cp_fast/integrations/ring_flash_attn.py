@@ -64,7 +64,7 @@ def ring_flash_attn_func(
     *,
     cp: ContextParallel,
 ) -> Asked:
-    """Attention of [b, s/cp, h, d], rank r holding the r-th of cp equal parts. Collective.
+    """Compute attention of [b, s/cp, h, d], rank r holding the r-th of cp equal parts. Collective.
 
     Returns:
         out, or with return_attn_probs (out, lse, None), lse [b, h, s/cp].
@@ -91,7 +91,7 @@ def zigzag_ring_flash_attn_func(
     *,
     cp: ContextParallel,
 ) -> Asked:
-    """Attention of [b, s/cp, h, d], rank r holding chunks r and 2 * cp - 1 - r. Collective.
+    """Compute attention of [b, s/cp, h, d], rank r holding chunks r and 2 * cp - 1 - r. Collective.
 
     Returns:
         out, or with return_attn_probs (out, lse, None), lse [b, h, s/cp].
@@ -120,7 +120,8 @@ def zigzag_ring_flash_attn_varlen_func(
     *,
     cp: ContextParallel,
 ) -> Asked:
-    """Attention of packed [t/cp, h, d], rank r holding chunks r and 2 * cp - 1 - r of every sequence. Collective.
+    """Compute attention of packed [t/cp, h, d], rank r holding chunks r and 2 * cp - 1 - r of every sequence.
+    Collective.
 
     Args:
         cu_seqlens: cumulative lengths of this rank's slices, int32 or int64 [b + 1]: the global ones // cp, as there.
@@ -149,7 +150,8 @@ def ring_flash_attn_varlen_func(
     *,
     cp: ContextParallel,
 ) -> Asked:
-    """Attention of packed [t/cp, h, d], rank r holding the r-th of cp equal parts of every sequence. Collective.
+    """Compute attention of packed [t/cp, h, d], rank r holding the r-th of cp equal parts of every sequence.
+    Collective.
 
     Args:
         cu_seqlens: cumulative lengths of this rank's slices, int32 or int64 [b + 1]: the global ones // cp, as there.
@@ -163,8 +165,8 @@ def ring_flash_attn_varlen_func(
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: torch.Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, slice]:
-    """The arguments of `llama3_flash_attn_varlen_func`. In the original these are the lengths that a rank sees. Here
-    they are the global ones, and each rank finds its part itself.
+    """Return the arguments of `llama3_flash_attn_varlen_func`. In the original these are the lengths that a rank sees.
+    Here they are the global ones, and each rank finds its part itself.
 
     Args:
         cu_seqlens: GLOBAL cumulative lengths, int32 or int64 [b + 1].
@@ -201,7 +203,7 @@ def llama3_flash_attn_varlen_func(
     *,
     cp: ContextParallel,
 ) -> Asked:
-    """Attention of packed [t/cp, h, d], rank r holding the r-th of cp equal parts of the whole. Collective.
+    """Compute attention of packed [t/cp, h, d], rank r holding the r-th of cp equal parts of the whole. Collective.
 
     Args:
         cu_seqlens_q ... local_k_slice: from this module's `llama3_flash_attn_prepare_cu_seqlens`.

@@ -326,7 +326,7 @@ def _as_one(function: Callable[..., Any], name: str, one: str, parts: tuple[str,
     packed.__name__ = packed.__qualname__ = name or read.__name__.replace("_func", f"_{one}packed_func")
     packed.__module__ = read.__module__
     packed.__doc__ = (
-        f"`{read.__name__}` with {one} [..., {len(parts)}, h, d], a tensor of {', '.join(parts)}. Collective."
+        f"Compute `{read.__name__}` with {one} [..., {len(parts)}, h, d], a tensor of {', '.join(parts)}. Collective."
     )
     return drop_in()(packed)
 
