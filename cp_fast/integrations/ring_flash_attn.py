@@ -17,7 +17,7 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.drop_in import (
     Asked,
-    Rows,
+    GivenLengths,
     as_flash_attn,
     drop_in,
     lengths_of_both,
@@ -244,21 +244,21 @@ __getattr__ = refuse_names(
 )
 
 
-def _in_two_chunks(given: dict[str, Any]) -> Rows:
+def _in_two_chunks(given: dict[str, Any]) -> GivenLengths:
     """Of every sequence a rank has two equal chunks."""
-    return Rows.packed(_of_all_ranks(lengths_of_one(given), given["cp"].size, chunks=2))
+    return GivenLengths.packed(_of_all_ranks(lengths_of_one(given), given["cp"].size, chunks=2))
 
 
-def _in_parts(given: dict[str, Any]) -> Rows:
+def _in_parts(given: dict[str, Any]) -> GivenLengths:
     """Of every sequence a rank has one of equal parts."""
     cp, own = given["cp"], lengths_of_one(given)
     cu_seqlens = _of_all_ranks(own, cp.size, chunks=1)
     lengths: list[int] = own.diff().tolist()
     table = [(rank, n, rank * x, (rank + 1) * x) for rank in range(cp.size) for n, x in enumerate(lengths) if x]
-    return Rows.packed(cu_seqlens, cp=cp.holding(table))
+    return GivenLengths.packed(cu_seqlens, cp=cp.holding(table))
 
 
-def _in_one_part(given: dict[str, Any]) -> Rows:
+def _in_one_part(given: dict[str, Any]) -> GivenLengths:
     """A rank has one of equal parts of the whole."""
     heads, local_k_slice = given["k"].shape[1], given["local_k_slice"]
     if heads % read_count("heads_k_stride", given["heads_k_stride"], at_least=1):
@@ -269,7 +269,7 @@ def _in_one_part(given: dict[str, Any]) -> Rows:
             f"cu_seqlens_q, cu_seqlens_k and local_k_slice {shown(local_k_slice)} are not from this module's "
             "llama3_flash_attn_prepare_cu_seqlens, which keeps the global lengths"
         )
-    return Rows.packed(cu_q)
+    return GivenLengths.packed(cu_q)
 
 
 def _of_all_ranks(cu_seqlens: torch.Tensor, cp_size: int, chunks: int) -> torch.Tensor:

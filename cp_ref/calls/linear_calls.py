@@ -209,7 +209,7 @@ def causal_conv1d(
 class LinearCall(LayerCall):
     """A checked call of `linear_attention`. `scale` is resolved, dtypes are PyTorch's names without "torch."."""
 
-    kind: str
+    kind: LinearKind
     heads: int
     heads_v: int
     d_k: int
