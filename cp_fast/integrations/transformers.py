@@ -237,7 +237,7 @@ def attention_forward(
     cp_batch: CpBatch | ModelCall | Probe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One layer's attention, as transformers calls it: [b, h, s/cp, d] -> ([b, s/cp, h, d], None).
+    """Compute one layer's attention, as transformers calls it: [b, h, s/cp, d] -> ([b, s/cp, h, d], None).
 
     `sliding_window` counts the query itself, so it is one more than the left side of a window here. Where attention is
     not causal, both sides are those of the mask that the model builds (`prepare` sees it): transformers' own windows of

@@ -214,30 +214,6 @@ def test_lse_may_be_differentiated_on_one_rank_alone(package: Any, comm: str) ->
 
 
 @PACKAGES
-@COMMS
-def test_there_are_no_second_derivatives(package: Any, comm: str) -> None:
-    """A penalty on a gradient raises; it must not be left out of the sum."""
-
-    def one(member: SimMember) -> None:
-        q, k, v = qkv(member)
-        out = package.attention(q, k, v, cp=context(package, member, comm))
-        (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-        (plain,) = torch.autograd.grad(out.square().sum(), q, retain_graph=True)
-        assert torch.equal(grad, plain)
-        with pytest.raises(RuntimeError, match="differentiable once"):
-            (out.sum() + grad.square().sum()).backward()
-        for loss in (torch.Tensor.sum, lambda x: x.square().sum()):
-            out = package.attention(q, k, v, cp=context(package, member, comm))
-            (grad,) = torch.autograd.grad(loss(out), q, create_graph=True)
-            for penalty in (grad.square().sum(), grad.square().sum() + q.pow(3).sum()):
-                for x in (q, v):  # the second is on no way of its own
-                    with pytest.raises(NotImplementedError, match=r"a gradient of a gradient .* take the difference"):
-                        torch.autograd.grad(penalty, x, allow_unused=True, retain_graph=True)
-
-    SimGroup(1 if comm != "a2a+p2p" else 2).run(one)
-
-
-@PACKAGES
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_batched_gradients_are_refused_by_name(compiled: bool, package: Any) -> None:
     """`torch.autograd.grad(..., is_grads_batched=True)`, as `jacobian(vectorize=True)` calls it, also of a graph."""

@@ -28,8 +28,8 @@ from cp_fast.integrations.hugging_face.image_rows import rows_in, with_rows
 from cp_fast.integrations.hugging_face.image_trials import Picture, Trial, run_function, trial_of
 from cp_fast.integrations.hugging_face.slice_probe import (
     Probe,
-    Rows,
     Seen,
+    TrialRows,
     outputs_of,
     slice_of,
     trial_rows,
@@ -290,7 +290,7 @@ class _Batch:
         weights: of the outputs, in the sum whose gradients are compared.
     """
 
-    rows: Rows
+    rows: TrialRows
     numbers: dict[str, torch.Tensor]
     counts: dict[str, int]
     outputs: dict[str, Any]
@@ -402,7 +402,7 @@ def _batch_of(model: nn.Module, holder: Any, images: ImageModel, trials: tuple[T
         positions = torch.stack([positions + axis * (kinds > 0) for axis in range(images.axes)])
     types = {images.types: kinds} if images.types else {}
     of_tokens = {name: (kinds > 0).to(kinds.dtype) for name in images.of_tokens}
-    kept = Rows(ids, rows.kept, rows.poisoned)
+    kept = TrialRows(ids, rows.kept, rows.poisoned)
     return _Batch(kept, numbers, counts, outputs, inputs, types, of_tokens, positions)
 
 
