@@ -257,7 +257,8 @@ def _sounds(holder: Any, modality: Modality) -> Iterator[Form]:
         found = {modality.entries[0]: picture.draw(1, *shape)}
         return found | {name: torch.ones(1, length, dtype=torch.long, device="cpu") for name in mask}
 
-    for length in (64, 200, 3200):
+    window = getattr(config, "max_source_positions", None)  # Whisper's encoder takes windows of one length.
+    for length in (*([2 * window] if isinstance(window, int) else []), 64, 200, 3200):
         for shape in ((bins, length), (length, bins), (length,), (1, length)):
             yield lambda picture, s=shape, n=length: sound(picture, s, n)
 

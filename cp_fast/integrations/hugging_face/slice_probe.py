@@ -185,7 +185,7 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
         error names the module and the cause.
     """
     name = type(model).__name__
-    positions = takes_positions(model) or has_tables(model)
+    positions = any(map(takes_positions, _inside(model))) or has_tables(model)
     rows, probe = trial_rows(model, next(model.parameters()).device), Probe()
     given: dict[str, Any] = {"cp_batch": probe, **({"use_cache": False} if takes_cache(model) else {})}
     if getattr(cast(Any, model).config.get_text_config(), ROUTER_SWITCH, False):
@@ -239,9 +239,13 @@ def _own_configuration(model: nn.Module) -> str:
 
 def takes_cache(model: nn.Module) -> bool:
     """Whether calls of a model, or of the model in its head, have an argument `use_cache`."""
+    return any("use_cache" in inspect.signature(m.forward).parameters for m in _inside(model))
+
+
+def _inside(model: nn.Module) -> tuple[Any, ...]:
+    """A model, the one in its head, and the text model in that: models of images hand their keywords on to it."""
     inner = getattr(model, "base_model", model)
-    text = getattr(inner, "language_model", inner)  # Models of images hand their keywords on to it.
-    return any("use_cache" in inspect.signature(m.forward).parameters for m in (model, inner, text))
+    return model, inner, getattr(inner, "language_model", inner)
 
 
 @contextmanager

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from functools import partial
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 import cp_fast
+from benchmarks.parts import sweep_cases
+from benchmarks.parts.tiny_models import tiny_model
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.hugging_face import chosen_keys
 from cp_fast.layers import sparse_attention as sparse
@@ -72,6 +75,40 @@ def test_a_model_is_the_same_over_ranks(name: str, kind: str, size: int, comm: A
         return part_of(tiny(name), kind, cp_fast.ContextParallel(member, comm, layout=layout))
 
     check(tiny(name), kind, SimGroup(size).run(one))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["HYV4VL", "Dots3Note", "MistralLarge4"])
+def test_a_model_of_images_is_right_over_ranks(name: str) -> None:
+    found = sweep_cases.play(f"{name}ForConditionalGeneration", "images")
+    assert (found["verdict"], found.get("refused in", {})) == ("right", {}), found
+
+
+@pytest.mark.parametrize("layout", ["dual_chunk", "balanced"])
+def test_an_indexer_without_latent_queries_and_layers_that_share_keys(layout: Any) -> None:
+    """Mistral Large 4: its second layer reads the latent keys and the choice of the first; its last has no rotation."""
+    whole = tiny_model("MistralLarge4ForConditionalGeneration").model.language_model
+    batch = {name: x for name, x in batches()["padded"].items() if name != "labels"}
+
+    def one(member: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        cp = cp_fast.ContextParallel(member, "all_gather", layout=layout)
+        model = ours.prepare(copy.deepcopy(whole), cp)
+        part = ours.shard_batch(batch, cp=cp, model=model)
+        out = model(**part)[0]
+        real = part["cp_batch"].documents.view(out.shape[:2]) >= 0
+        out[real].square().sum().backward()
+        return part["cp_batch"].unshard(out.detach()), {
+            n: w.grad for n, w in model.named_parameters() if w.grad is not None
+        }
+
+    parts, real = SimGroup(3).run(one), batch["attention_mask"].bool()
+    out = whole(**batch, use_cache=False)[0]
+    out[real].square().sum().backward()
+    torch.testing.assert_close(parts[0][0][real], out[real].detach(), rtol=1e-3, atol=1e-3)
+    for name, weight in whole.named_parameters():
+        if weight.grad is not None:
+            found = torch.stack([grads[name] for _, grads in parts]).sum(0)
+            assert float((found - weight.grad).norm()) <= 1e-3 * float(weight.grad.norm()) + 1e-4, name
 
 
 def over_gloo(name: str, comm: Any) -> Part:
