@@ -111,8 +111,8 @@ def test_an_error_gives_the_lock_back() -> None:
     with HoldLocks(locks, "two"), HoldLocks(locks, "two again"):
         pass
     with HoldLocks(locks, "three"):
-        assert not locks[0].acquire_for("four")
-    assert locks[0].acquire_for("five")
+        assert locks[0].lock.locked()
+    assert not locks[0].lock.locked()
 
 
 def object_with_references() -> Any:

@@ -239,12 +239,16 @@ def test_derivatives_that_are_refused(package: str, name: str) -> None:
         def call(**changed: torch.Tensor) -> torch.Tensor:
             return layer.call(module, **(mine | changed), cp=cp, plan=plan)[0]
 
-        out, x = call(), mine[layer.differentiable[0]]
-        (dx,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="differentiable once"):
-            dx.sum().backward()
-        with pytest.raises(NotImplementedError, match="a gradient of a gradient"):
-            torch.autograd.grad(dx.sum(), x, allow_unused=True)
+        x = mine[layer.differentiable[0]]
+        for power in (1, 2):
+            out = call()
+            (dx,) = torch.autograd.grad(out.pow(power).sum(), x, create_graph=True)
+            for penalty in (dx.sum(), dx.square().sum() + x.pow(3).sum()):
+                for each in layer.differentiable:  # from the second on they are on no way of their own
+                    with pytest.raises(NotImplementedError, match=r"a gradient of a gradient .* take the difference"):
+                        torch.autograd.grad(penalty, mine[each], allow_unused=True, retain_graph=True)
+            with pytest.raises(RuntimeError, match="differentiable once"):
+                (out.sum() + dx.square().sum()).backward()
         out = call()
         with pytest.raises(NotImplementedError, match=r"is_grads_batched=True.* is not supported"):
             torch.autograd.grad(out, x, torch.stack([torch.ones_like(out)] * 2), is_grads_batched=True)
