@@ -105,7 +105,7 @@ def case_bits(case: Case, backend: str) -> frozenset[str]:
         return frozenset()
     if p.cp_size > 1 and p.cp_comm_type == "all_gather":
         first = own_first(p, deterministic=case.deterministic)
-        if "forward" in first:  # Partial results.
+        if "forward" in first or (p.window_size[0] >= 0 and not p.causal):  # Partial results; segments that are cut.
             return frozenset()
         return frozenset(("out", "lse", *(("dq",) if case.deterministic and "backward" not in first else ())))
     together = p.heads_kv % p.a2a_size == 0  # A rank has all query heads that share a kv head.
