@@ -36,7 +36,7 @@ from cp_ref.schedules.schedule import Schedule
 
 __all__ = ["CompiledPlan", "compile_plan"]
 
-_CALLS = 16  # Known calls of a batch.
+_CALLS = 32  # known calls of a batch
 Tables = TypeVar("Tables")
 
 
@@ -61,8 +61,8 @@ class CompiledPlan:
         fixed: the tables that all batches share, if there is room.
         messages: the transport: the memory of the group's ranks (`cp_fast.transport`), or None for the group itself.
         kept, needs_inputs: see `Programs.kept_tensors` and `Programs.needs_inputs`.
-        calls: the known calls: attention compiled for the kinds of its tensors, the kinds of tensors that its scores
-            were checked for, and checked calls of other layers.
+        calls: the known calls of attention and of other layers, attention compiled for the kinds of its tensors, and
+            the kinds of tensors that its scores were checked for.
         tables: the tables of other layers, by their kind.
     """
 

@@ -93,11 +93,6 @@ class Plan(OfThisProcess, plans.Plan):
         object.__setattr__(self, "compiled", compiled)
         object.__setattr__(self, "handle", new_handle(self))
 
-    def check_batch(self, compiled: CompiledPlan) -> None:
-        """Raise RuntimeError unless this is the plan's batch still, in the backward pass of a call."""
-        if self.compiled is not compiled:
-            raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
-
     def __copy__(self) -> Plan:
         return replaced(self)
 
