@@ -20,7 +20,7 @@ from tests.integrations.hugging_face.families import batch_of
 # First: without it the next module is there in part, and skipped.
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 
-from tests.integrations.hugging_face.test_prepare import dist_of_one  # noqa: E402
+from tests.integrations.hugging_face.test_prepare import dist_of_one
 
 CLASSES = {
     "GitForCausalLM": "causal",
