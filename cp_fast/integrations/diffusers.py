@@ -30,7 +30,7 @@ from cp_fast.integrations.diffusion.cut_points import Plan, plan_of
 from cp_fast.integrations.diffusion.joint_attention import Seen, attend_over_ranks, lengths
 from cp_fast.integrations.diffusion.stream_probe import Learned, Probe, learn
 from cp_fast.integrations.diffusion.token_cuts import (
-    Call,
+    SlicedCall,
     Window,
     checkpoint_inside,
     current,
@@ -235,7 +235,7 @@ def _attend(
 # ---- a call
 
 
-class _Spread(Call):
+class _Spread(SlicedCall):
     """A call over ranks."""
 
     learned: Learned
@@ -260,7 +260,7 @@ class _Spread(Call):
 
 def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The model's forward, with its tokens cut."""
-    if isinstance(current(), Call):
+    if isinstance(current(), SlicedCall):
         raise RuntimeError(f"{type(model).__name__} is called inside of a call of a model over ranks")
     state: _State = model.__dict__["_cp_fast_state"]
     entries = _agreed(model, state, args, kwargs)

@@ -36,7 +36,7 @@ _COPIES_WITH_ENTROPY = 8
 
 
 def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
-    """The sums of values over each sequence, over all ranks that have its tokens. Collective, forward and backward.
+    """Sum values over each sequence, over all ranks that have its tokens. Collective, forward and backward.
 
     Args:
         values: [b, s/cp], one for each of this rank's tokens, of a floating dtype. Those of padding are left out.
@@ -78,7 +78,7 @@ def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
 
 
 def token_log_probs(model: torch.nn.Module, part: Mapping[str, Any], *, temperature: float = 1.0) -> torch.Tensor:
-    """The log-probability that a causal language model gives to the label of each of this rank's tokens.
+    """Compute the log-probability that a causal language model gives to the label of each of this rank's tokens.
 
     The model's head computes a few hundred tokens at a time, and again in the backward pass. So logits of all tokens
     never exist. In addition to hidden states and weights it takes half a gibibyte, and up to three gradients of the
@@ -106,7 +106,7 @@ def token_log_probs(model: torch.nn.Module, part: Mapping[str, Any], *, temperat
 def token_log_probs_and_entropy(
     model: torch.nn.Module, part: Mapping[str, Any], *, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_log_probs`, and the entropy of the distribution that each label is drawn from, in one pass.
+    """Compute `token_log_probs`, and the entropy of the distribution that each label is drawn from, in one pass.
 
     Args:
         model, part, temperature: as of `token_log_probs`.

@@ -55,7 +55,7 @@ _ROUTED_BY_TRL = (
 
 
 class ContextParallelMixin(_Trainer):
-    """To stand before Trainer among the bases of a class. The model is prepared (`transformers.prepare`).
+    """A Trainer over ranks: the base of a class, before Trainer. The model is prepared (`transformers.prepare`).
 
     `compute_metrics`, `preprocess_logits_for_metrics` and `predict` get the logits and labels of whole rows, in their
     order, on every rank: b * s * vocabulary numbers for a batch, as without ranks.

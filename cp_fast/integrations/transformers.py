@@ -53,6 +53,7 @@ from cp_fast.integrations.hugging_face.query_scales import give_positions, take_
 from cp_fast.integrations.hugging_face.router_losses import routing_asked_for, routing_of
 from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over
 from cp_fast.integrations.hugging_face.task_head import Head, head_of, spans_of, transform_of
+from cp_fast.integrations.hugging_face.text_alone import unreached_parts
 from cp_fast.integrations.hugging_face.token_mixers import (
     CHUNKED,
     LAYERS,
@@ -153,8 +154,8 @@ def prepare(model: Model, cp: ContextParallel, *, images: Literal["whole", "rank
         raise TypeError(f"model is a {type(model).__name__}; prepare takes a model of transformers")
     covered, sight = linear_mixers(model), find_images(model)
     if sight is None and images == "ranks":
-        raise ValueError(f"images is 'ranks', and {type(model).__name__} reads text alone; leave it away")
-    whole = () if sight is None else parts_of(model, sight)
+        raise ValueError(f"images is 'ranks', and {type(model).__name__} takes text alone; leave it away")
+    whole = unreached_parts(model) if sight is None else parts_of(model, sight)
     kinds = (*((INDEXED,) if choosers(model) else ()), *(COMPRESSED if window_layers(model) else ()))
     refuse_by_name(model, covered, whole, kinds)
     register()
@@ -236,7 +237,7 @@ def attention_forward(
     cp_batch: CpBatch | ModelCall | Probe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One layer's attention, as transformers calls it: [b, h, s/cp, d] -> ([b, s/cp, h, d], None).
+    """Compute one layer's attention, as transformers calls it: [b, h, s/cp, d] -> ([b, s/cp, h, d], None).
 
     `sliding_window` counts the query itself, so it is one more than the left side of a window here. Where attention is
     not causal, both sides are those of the mask that the model builds (`prepare` sees it): transformers' own windows of

@@ -140,7 +140,7 @@ def compressed_attention(
     softmax_offset: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention to tokens and to compressed keys, in one softmax. Collective, forward and backward.
+    """Attend to tokens and to compressed keys, in one softmax. Collective, forward and backward.
 
     A row sees the tokens that the plan's mask shows, such as those of a sliding window. It also sees the entries of its
     document that are closed: row t (counted in its document) sees entry w iff (w + 1) * rate <= t + 1. With indices it

@@ -107,7 +107,8 @@ def linear_attention(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
 ) -> Any:
-    """Linear attention over documents whose tokens are spread over the ranks of `cp`. Collective, forward and backward.
+    """Compute linear attention over documents whose tokens are spread over the ranks of `cp`. Collective, forward and
+    backward.
 
     Each document and head has a state S [d_k, d_v]. It begins as `initial_state`, or as zero. The tokens of the
     document act on it one after the other, and each reads it:
@@ -174,8 +175,8 @@ def causal_conv1d(
     plan: Plan,
     activation: Activation | None = None,
 ) -> torch.Tensor:
-    """A causal convolution of each channel along documents that are spread over the ranks of `cp`. Collective, forward
-    and backward.
+    """Convolve each channel causally along documents that are spread over the ranks of `cp`. Collective, forward and
+    backward.
 
     Row i of a document is `bias + sum over j of weight[:, j] * x[i - (kernel_size - 1) + j]`, and then the activation.
     Rows before the document count as zero, so `weight[:, -1]` is the factor of the row itself. A rank receives at most
@@ -208,7 +209,7 @@ def causal_conv1d(
 class LinearCall(LayerCall):
     """A checked call of `linear_attention`. `scale` is resolved, dtypes are PyTorch's names without "torch."."""
 
-    kind: str
+    kind: LinearKind
     heads: int
     heads_v: int
     d_k: int

@@ -52,7 +52,7 @@ def select_keys(
     scale: float | None = None,
     rate: int | None = None,
 ) -> torch.Tensor:
-    """The keys that each query row of this rank is to read: the `top_k` that an indexer scores best. Collective.
+    """Choose the keys that each query row of this rank is to read: the `top_k` that an indexer scores best. Collective.
 
     The score of row i and key j of its document is
 
@@ -151,7 +151,7 @@ def sparse_attention(
     softmax_offset: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention in which a row sees only the keys that its indices name. Collective, forward and backward.
+    """Compute attention in which a row sees only the keys that its indices name. Collective, forward and backward.
 
     A pair is visible if the plan's mask shows it and an index of the row names the key. Everything else is as in
     `attention`. An index is the key's position in the row's own document. A key that is named twice counts once; an
@@ -208,8 +208,8 @@ def index_loss(
     scale: float | None = None,
     softmax_scale: float | None = None,
 ) -> torch.Tensor:
-    """How far the indexer's choice is from attention itself, by row: a loss that trains the indexer. Collective,
-    forward and backward.
+    """Measure how far the indexer's choice is from attention itself, by row: a loss that trains the indexer.
+    Collective, forward and backward.
 
     Over the keys j that row i sees in `sparse_attention` with these indices, let
 

@@ -37,7 +37,7 @@ from tests.marks import HANGS_S
 
 ROOT = Path(__file__).parents[2]
 SPREAD = ("areas", "linear")  # over processes too
-FEW = ("areas", "linear", "sparse")  # in the fast tests
+FEW = ("areas",)  # in the fast tests
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,7 @@ class Wrong(InProcess):
         return Played(task.level, task.tier, task.text, verdict, (f"it was {verdict}",))
 
 
+@pytest.mark.thorough
 def test_what_is_wrong_refused_or_not_reached_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     counts = play(Wrong(cpu), Part(("cpu", "layouts"), 0), (2,), 5, Left(4), time.time() + HANGS_S)
     assert (counts.problems, counts.unsupported, len(counts.failures)) == (4, 1, 3)

@@ -19,7 +19,7 @@ from torch import nn
 
 from cp_fast.integrations.diffusion.cut_points import Cut, is_stream
 from cp_fast.integrations.diffusion.joint_attention import Seen, lengths
-from cp_fast.integrations.diffusion.token_cuts import Call, inside
+from cp_fast.integrations.diffusion.token_cuts import SlicedCall, inside
 
 __all__ = ["Learned", "Probe", "learn"]
 
@@ -54,7 +54,7 @@ class Looked:
 
 
 @dataclass
-class Probe(Call):
+class Probe(SlicedCall):
     """A call of one of these runs.
 
     Attributes:
@@ -112,7 +112,7 @@ def _prints(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([flat @ weights, tolerance * (flat * weights).norm(dim=-1)], -1)
 
 
-def learn(model: nn.Module, run: Callable[[], Any], call: Call) -> Learned:
+def learn(model: nn.Module, run: Callable[[], Any], call: SlicedCall) -> Learned:
     """Find how a call's attention joins its streams.
 
     Args:
@@ -133,7 +133,7 @@ def learn(model: nn.Module, run: Callable[[], Any], call: Call) -> Learned:
             module.training = mode
 
 
-def _learn(name: str, run: Callable[[], Any], call: Call) -> Learned:
+def _learn(name: str, run: Callable[[], Any], call: SlicedCall) -> Learned:
     def probe(**how: Any) -> Probe:
         one = Probe(call.cp, replace(call.window, wide=how.pop("wide", False)), **how)
         try:
@@ -211,7 +211,7 @@ def _is_over(one: Looked) -> bool:
     return bool(keys.all()) and len(keys) > 0
 
 
-def _made_of(rows: dict[str, torch.Tensor], call: Call) -> tuple[str, ...] | None:
+def _made_of(rows: dict[str, torch.Tensor], call: SlicedCall) -> tuple[str, ...] | None:
     """The streams whose slices are these rows, one after the other; None if they are not. rows: which are whose."""
     count = len(next(iter(rows.values())))
     owners = [[stream for stream, mine in rows.items() if mine[row]] for row in range(count)]

@@ -34,7 +34,8 @@ def shard_batch(
     over: Any = None,
     fill: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """This rank's part of a batch that every rank of a context has whole, as arguments of a prepared model. Collective.
+    """Cut this rank's part out of a batch that every rank of a context has whole, as arguments of a prepared model.
+    Collective.
 
     Args:
         batch: input_ids [b, s], and any of

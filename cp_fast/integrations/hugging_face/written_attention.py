@@ -1,5 +1,6 @@
 """Models whose attention is written out, and not called by transformers' AttentionInterface: BLOOM and MPT with ALiBi,
-Falcon, GPT-Neo, GPT-NeoX Japanese, XGLM, Megatron-BERT and RemBERT. Each gets a forward that calls ours.
+GPT, Falcon, GPT-Neo, GPT-NeoX Japanese, XGLM, TrOCR, MVP, GIT, Megatron-BERT, RemBERT and RoFormer. Each gets a forward
+that calls ours.
 
 BLOOM and MPT add `slope * j` to the score of key j, from a tensor that they make in each call. For a causal mask that
 is `-slope * |i - j|` plus `slope * i`, which the softmax of row i ignores. So their attention gets the slopes, and no
@@ -50,9 +51,11 @@ class SequencesAsMask:
     sequences: Any
     sides: frozenset[Sides] | None = None
 
-    def to(self, *_: Any, **__: Any) -> SequencesAsMask:
-        """Itself: models convert their masks."""
+    def _itself(self, *_: Any, **__: Any) -> SequencesAsMask:
+        """Models convert their masks, and make numbers that are added to scores of them."""
         return self
+
+    to = unsqueeze = __rsub__ = __mul__ = _itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,9 +133,13 @@ def _slopes(model: nn.Module) -> torch.Tensor:
 def _enter(model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any:
     if getattr(_call, "sequences", None) is None:
         _call.sequences, _call.model = given.get("cp_batch"), model
-    if _call.sequences is None or "use_cache" not in inspect.signature(model.forward).parameters:
+    if _call.sequences is None:
         return None
-    return by_place, {"use_cache": False, **given}  # A head may not hand these on.
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        given = {"use_cache": False, **given}  # A head may not hand these on.
+    if _kind(model) in _MASKLESS:
+        given = {**given, "attention_mask": SequencesAsMask(_call.sequences)}
+    return by_place, given
 
 
 def _leave(model: Any, *_: Any) -> None:
@@ -169,16 +176,17 @@ def _mpt(self: Any, hidden_states: torch.Tensor, position_bias: Any, *given: Any
     return self.out_proj(_attended(self, by_head, attention_mask, dropout, self.softmax_scale)), None
 
 
-def _bert(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **named: Any) -> Any:
+def _bert(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, *given: Any, **named: Any) -> Any:
     if not isinstance(attention_mask, SequencesAsMask):
-        return type(self).forward(self, hidden_states, attention_mask, **named)
-    refuse_caches(type(self).__name__, named)
+        return type(self).forward(self, hidden_states, attention_mask, *given, **named)
+    refuse_caches(type(self).__name__, {**({"cache": given[0]} if given else {}), **named})
     refuse(type(self).__name__, **{name: named.get(name) for name in ("encoder_hidden_states", "output_attentions")})
     heads = (self.num_attention_heads, self.attention_head_size)
     by_head = [part(hidden_states).unflatten(2, heads).transpose(1, 2) for part in (self.query, self.key, self.value)]
     dropout = self.dropout.p if self.training else 0.0
     scale = self.attention_head_size**-0.5
-    return _attended(self, by_head, attention_mask, dropout, scale, is_causal=self.is_decoder), None
+    causal = getattr(self, "is_decoder", True)  # GIT is a decoder.
+    return _attended(self, by_head, attention_mask, dropout, scale, is_causal=causal), None
 
 
 def _gpt_neo(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, *given: Any, **named: Any) -> Any:
@@ -216,6 +224,34 @@ def _falcon(self: Any, hidden_states: torch.Tensor, alibi: Any = None, attention
     return self.dense(_attended(self, (q, k, v), attention_mask, 0.0, self.inv_norm_factor)), None
 
 
+def _gpt(self: Any, x: torch.Tensor, attention_mask: Any = None, output_attentions: bool = False) -> Any:
+    if not isinstance(attention_mask, SequencesAsMask):
+        return type(self).forward(self, x, attention_mask, output_attentions)
+    refuse("OpenAIGPTAttention", output_attentions=output_attentions)
+    by_head = [part.unflatten(2, (self.n_head, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=2)]
+    dropout = self.attn_dropout.p if self.training else 0.0
+    scale = by_head[0].shape[3] ** -0.5 if self.scale else 1.0
+    return [self.resid_dropout(self.c_proj(_attended(self, by_head, attention_mask, dropout, scale)))]
+
+
+def _roformer(
+    self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, sinusoidal_pos: Any = None, **named: Any
+) -> Any:
+    if not isinstance(attention_mask, SequencesAsMask):
+        return type(self).forward(self, hidden_states, attention_mask, sinusoidal_pos, **named)
+    refuse_caches("RoFormerSelfAttention", named)
+    refused = {name: named.get(name) for name in ("encoder_hidden_states", "output_attentions")}
+    refuse("RoFormerSelfAttention", **refused)
+    heads = (self.num_attention_heads, self.attention_head_size)
+    q, k, v = (part(hidden_states).unflatten(2, heads).transpose(1, 2) for part in (self.query, self.key, self.value))
+    angles = sinusoidal_pos[0, 0][:, None] if sinusoidal_pos.dim() == 5 else sinusoidal_pos  # a row's own, or all rows'
+    turned = self.apply_rotary_position_embeddings(angles, q, k, *((v,) if self.rotary_value else ()))
+    by_head = (*turned, v)[:3]
+    dropout = self.dropout.p if self.training else 0.0
+    scale = self.attention_head_size**-0.5
+    return _attended(self, by_head, attention_mask, dropout, scale, is_causal=self.is_decoder), None
+
+
 def _gpt_neox_japanese(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **named: Any) -> Any:
     if not isinstance(attention_mask, SequencesAsMask):
         return type(self).forward(self, hidden_states, attention_mask, **named)
@@ -251,6 +287,7 @@ def _attended(
 
 
 _PLACE = "transformers.models"
+_MASKLESS = (f"{_PLACE}.openai.modeling_openai.OpenAIGPTModel",)  # Its layers make the causal mask themselves.
 _FORWARD: dict[str, Callable[..., Any]] = {
     f"{_PLACE}.bloom.modeling_bloom.BloomAttention": _bloom,
     f"{_PLACE}.mpt.modeling_mpt.MptAttention": _mpt,
@@ -258,7 +295,10 @@ _FORWARD: dict[str, Callable[..., Any]] = {
     f"{_PLACE}.gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": _gpt_neox_japanese,
     f"{_PLACE}.gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
     f"{_PLACE}.megatron_bert.modeling_megatron_bert.MegatronBertSelfAttention": _bert,
+    f"{_PLACE}.openai.modeling_openai.Attention": _gpt,
+    f"{_PLACE}.roformer.modeling_roformer.RoFormerSelfAttention": _roformer,
     f"{_PLACE}.rembert.modeling_rembert.RemBertSelfAttention": _bert,
+    f"{_PLACE}.git.modeling_git.GitSelfAttention": _bert,
     f"{_PLACE}.xglm.modeling_xglm.XGLMAttention": _xglm,
     f"{_PLACE}.trocr.modeling_trocr.TrOCRAttention": _xglm,
     f"{_PLACE}.mvp.modeling_mvp.MvpAttention": _xglm,

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_fast
+from benchmarks.parts import sweep_cases
 from benchmarks.parts.tiny_models import tiny_model
 from conformance.step import compare_step
 from cp_fast.integrations import transformers as ours
@@ -274,15 +275,35 @@ def test_images_without_a_model_of_images_are_refused() -> None:
     with pytest.raises(ValueError, match=r"batch has pixel_values, .* give shard_batch the prepared model"):
         ours.shard_batch(batch, cp=cp)
     text = ours.prepare(tiny_images(LLAVA).model.language_model, cp)
-    with pytest.raises(ValueError, match=r"batch has pixel_values, .* its model has no images"):
+    with pytest.raises(ValueError, match=r"batch has pixel_values, .* its model takes text alone"):
         ours.shard_batch(batch, cp=cp, model=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("GotOcr2ForConditionalGeneration", "causal"),  # whose own configuration keeps its attention
+        *(
+            pytest.param(name, task, marks=pytest.mark.thorough)
+            for name, task in (
+                ("MossTranscribeDiarizeForConditionalGeneration", "causal"),  # whose sounds have one length
+                ("Qwen3ASRForTokenClassification", "tokens"),
+                ("DeepseekOcr2ForConditionalGeneration", "images"),
+                ("EvollaForProteinText2Text", "images"),  # which hands position_ids on as a keyword
+            )
+        ),
+    ],
+)
+def test_a_class_is_right_over_ranks(name: str, task: str) -> None:
+    found = sweep_cases.play(name, task)
+    assert (found["verdict"], found.get("refused in", {})) == ("right", {}), found
 
 
 def test_other_models_of_images_are_refused_by_name() -> None:
     cp = cp_fast.ContextParallel(dist_of_one())
-    with pytest.raises(NotImplementedError, match=r"GitForCausalLM reads images, in a way .* get_image_features"):
-        ours.prepare(tiny_model("GitForCausalLM"), cp)
-    with pytest.raises(ValueError, match="images is 'ranks', and LlamaForCausalLM reads text alone"):
+    with pytest.raises(NotImplementedError, match=r"IdeficsForVisionText2Text reads images, in a way .* text alone"):
+        ours.prepare(tiny_model("IdeficsForVisionText2Text"), cp)
+    with pytest.raises(ValueError, match="images is 'ranks', and LlamaForCausalLM takes text alone"):
         ours.prepare(tiny_model("LlamaForCausalLM"), cp, images="ranks")
     with pytest.raises(ValueError, match="images is 'all'; it must be 'whole' or 'ranks'"):
         ours.prepare(tiny_images(LLAVA), cp, images=cast(Any, "all"))
