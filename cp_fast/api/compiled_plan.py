@@ -93,7 +93,11 @@ class CompiledPlan:
     def schedule(self) -> Schedule:
         """The sends, receives and tiles of every rank, step by step; `instructions` comes from this rank's part."""
         return self.custom or chosen_schedule(
-            self.problem, self.head_chunks, {self.rank: self.steps}, self.own_keys_first
+            self.problem,
+            self.head_chunks,
+            {self.rank: self.steps},
+            self.own_keys_first,
+            key_block=self.backend.key_block,
         )
 
     def group(self, comm: Group) -> Group:
@@ -146,7 +150,8 @@ def compile_plan(
     if custom is None:
         first = own_first(problem, deterministic=deterministic, in_place=room is not None)
         head_chunks = () if "forward" in first else choose_head_chunks(problem)
-        steps, saved = chosen_rank_schedule(problem, rank, head_chunks, first), saved_kinds(problem)
+        steps = chosen_rank_schedule(problem, rank, head_chunks, first, key_block=backend.key_block)
+        saved = saved_kinds(problem)
     else:
         head_chunks = first = ()
         steps, saved = (in_order(custom.forward[rank]), in_order(custom.backward[rank])), custom.saved

@@ -155,7 +155,7 @@ def results(
         (3, "p2p", True, RESULTS),
         (3, "p2p", False, RESULTS),
         (4, "p2p", False, RESULTS),
-        (8, "p2p", False, RESULTS),
+        pytest.param(8, "p2p", False, RESULTS, marks=pytest.mark.thorough),
         (3, "all_gather", False, RESULTS),
         (4, "a2a+p2p", False, RESULTS),
     ],

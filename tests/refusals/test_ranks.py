@@ -157,6 +157,7 @@ def test_calls_that_would_send_different_messages_are_told_apart() -> None:
 
 @PACKAGES
 @COMMS
+@pytest.mark.one_in(3)
 def test_the_shares_of_the_sink_s_gradient_add_up_to_the_total(package: Any, comm: str) -> None:
     """And [1, h, 1, 1] is taken, with a gradient of that shape."""
 
@@ -194,6 +195,7 @@ def test_ranks_that_ask_for_shares_and_totals_are_told_apart(package: Any) -> No
 
 @PACKAGES
 @COMMS
+@pytest.mark.one_in(3)
 def test_lse_may_be_differentiated_on_one_rank_alone(package: Any, comm: str) -> None:
     def one(member: SimMember) -> list[torch.Tensor | None]:
         cp, grads = context(package, member, comm), []

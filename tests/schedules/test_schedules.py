@@ -83,6 +83,7 @@ def check(package: str, problem: Problem, schedule: Schedule, tail: int = 0) -> 
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.one_in(3)
 def test_rings_that_no_planner_has(name: str, ring: str, package: str) -> None:
     check(package, PROBLEMS[name], RINGS[ring](PROBLEMS[name].workload))
 

@@ -105,6 +105,7 @@ def test_alibi_is_aligned_to_the_last_key() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", OF_FLEX)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.one_in(3)
 def test_score_mod_is_that_of_flex_attention(name: str, causal: bool) -> None:
     score_mod, tables = OF_FLEX[name]
 

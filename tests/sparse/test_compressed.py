@@ -19,6 +19,7 @@ each_package = pytest.mark.parametrize("package", PACKAGES)
 @each_package
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(("rate", "overlap"), [(3, True), (4, False)])
+@pytest.mark.one_in(7)
 def test_the_same_entries_and_choices_for_every_group_and_layout(
     rate: int, overlap: bool, dtype: torch.dtype, package: str
 ) -> None:

@@ -70,7 +70,7 @@ class BlockwiseBackend(Backend):
         """`device` is Feature.CPU or Feature.CUDA."""
         self.name = name
         self.size = size
-        self.equal_bits = device is Feature.CPU
+        self.key_block = size.columns if device is Feature.CPU else 0
         self.features: frozenset[Feature] = frozenset(
             {
                 Feature.GQA,

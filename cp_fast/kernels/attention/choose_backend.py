@@ -74,6 +74,7 @@ class LargestLogit(Backend):
         self.name: str = library.name
         self.features: frozenset[Feature] = library.features | {Feature.MAX_LOGIT}
         self.rounded_gradients, self.shares_keys = library.rounded_gradients, library.shares_keys
+        self.key_block = library.key_block
         self._library = library
 
     def why_not(self) -> str | None:
