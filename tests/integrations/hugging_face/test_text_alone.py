@@ -16,9 +16,11 @@ from benchmarks.parts.tiny_models import tiny_model
 from cp_fast.integrations import transformers as ours
 from cp_ref import SimGroup
 from tests.integrations.hugging_face.families import batch_of
-from tests.integrations.hugging_face.test_prepare import dist_of_one
 
+# First: without it the next module is there in part, and skipped.
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
+
+from tests.integrations.hugging_face.test_prepare import dist_of_one
 
 CLASSES = {
     "GitForCausalLM": "causal",
