@@ -264,8 +264,8 @@ def begun(
 
 def _captured(plan: Any) -> bool:
     """Whether a CUDA graph is captured with a plan that can be updated."""
-    updated = getattr(plan, "room", None) is not None and torch.cuda.is_available()
-    return updated and torch.cuda.is_current_stream_capturing()
+    updated = isinstance(plan, Plan) and plan.compiled.room is not None
+    return updated and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 # ---- autograd

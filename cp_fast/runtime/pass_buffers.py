@@ -285,8 +285,9 @@ class PassBuffers:
                 return part(held)
             if own and (last := state.gathered.get(number)) is not None and last[0] == key:
                 return last[1]
-            found, columns = part(held)
-            taken = Tensors([x.contiguous() for x in found], columns)
+            taken = part(held)
+            if is_cut:
+                taken = Tensors([x.contiguous() for x in taken.rows], taken.columns)
             if own:
                 state.gathered[number] = key, taken
             return taken

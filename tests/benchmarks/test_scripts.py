@@ -88,9 +88,10 @@ def test_what_is_wrong_refused_or_not_reached_is_told(capsys: pytest.CaptureFixt
 
 @pytest.mark.thorough
 def test_processes_give_what_the_simulated_group_gives() -> None:
-    """Over gloo; some plays, of which the last one comes with an update."""
+    """Over gloo; some plays, one with an update, and one of each layer."""
     everything = over_processes.plays(2, "cpu")
     todo = [*everything[:-2:23], next(play for play in everything if play.way == "updated")]
+    todo += [next(play for play in everything if play.layer == name) for name in over_processes.LAYERS]
     found = over_processes.run(todo, "cpu", 120.0, start=CONTEXT)
     assert found["counts"]["right"] == len(todo), found
     assert found["exit codes"] == [0, 0]

@@ -1,6 +1,6 @@
 """Models whose attention is written out, and not called by transformers' AttentionInterface: BLOOM and MPT with ALiBi,
-GPT, Falcon, GPT-Neo, GPT-NeoX Japanese, XGLM, TrOCR, MVP, GIT, Megatron-BERT, RemBERT and RoFormer. Each gets a forward
-that calls ours.
+GPT, Falcon, GPT-Neo, GPT-NeoX Japanese, XGLM, TrOCR, MVP, GIT, Megatron-BERT, RemBERT, RoFormer, XLM and FlauBERT. Each
+gets a forward that calls ours.
 
 BLOOM and MPT add `slope * j` to the score of key j, from a tensor that they make in each call. For a causal mask that
 is `-slope * |i - j|` plus `slope * i`, which the softmax of row i ignores. So their attention gets the slopes, and no
@@ -28,6 +28,7 @@ from cp_fast.integrations.hugging_face.module_states import hook_once, known_sta
 from cp_fast.integrations.hugging_face.position_tables import has_tables, takes_positions
 from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 from cp_fast.integrations.shared.drop_in import refuse
+from cp_fast.integrations.token_batches import CpBatch
 
 __all__ = [
     "SequencesAsMask",
@@ -56,6 +57,10 @@ class SequencesAsMask:
         return self
 
     to = unsqueeze = __rsub__ = __mul__ = _itself
+
+    def get_seq_length(self) -> int:
+        """The tokens that it holds in the place of a cache."""
+        return 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +144,23 @@ def _enter(model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any:
         given = {"use_cache": False, **given}  # A head may not hand these on.
     if _kind(model) in _MASKLESS:
         given = {**given, "attention_mask": SequencesAsMask(_call.sequences)}
+    if _kind(model) in _WITH_CACHE:
+        ids = by_place[0] if by_place else given.get("input_ids")
+        x = given["inputs_embeds"][..., 0] if ids is None else ids
+        _refuse_counted_padding(model, ids, getattr(_call.sequences, "sequences", None))
+        given = {**given, "cache": SequencesAsMask(_call.sequences), "attention_mask": torch.ones_like(x)}
     return by_place, given
+
+
+def _refuse_counted_padding(model: Any, ids: torch.Tensor | None, sequences: CpBatch | None) -> None:
+    """Raise for tokens whose id is that of padding, in a batch without padding. Collective."""
+    if ids is None or sequences is None or sequences.has_padding:
+        return
+    if bool((sequences.unshard(ids) == model.pad_index).any()):
+        raise NotImplementedError(
+            f"input_ids have {model.pad_index}, the id of padding, among tokens: {type(model).__name__} without an "
+            "attention_mask takes as many of a row's last tokens for padding. Give these tokens another id"
+        )
 
 
 def _leave(model: Any, *_: Any) -> None:
@@ -234,6 +255,17 @@ def _gpt(self: Any, x: torch.Tensor, attention_mask: Any = None, output_attentio
     return [self.resid_dropout(self.c_proj(_attended(self, by_head, attention_mask, dropout, scale)))]
 
 
+def _xlm(self: Any, input: torch.Tensor, mask: torch.Tensor, kv: Any = None, cache: Any = None, **named: Any) -> Any:
+    if not isinstance(cache, SequencesAsMask):
+        return type(self).forward(self, input, mask, kv, cache, **named)
+    refuse("MultiHeadAttention", kv=kv, output_attentions=named.get("output_attentions"))
+    parts = (self.q_lin, self.k_lin, self.v_lin)
+    by_head = [part(input).unflatten(2, (self.n_heads, -1)).transpose(1, 2) for part in parts]
+    dropout = self.dropout if self.training else 0.0
+    causal = mask.dim() == 3  # one of pairs of tokens, and not of keys
+    return (self.out_lin(_attended(self, by_head, cache, dropout, self.head_dim**-0.5, is_causal=causal)),)
+
+
 def _roformer(
     self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, sinusoidal_pos: Any = None, **named: Any
 ) -> Any:
@@ -288,6 +320,10 @@ def _attended(
 
 _PLACE = "transformers.models"
 _MASKLESS = (f"{_PLACE}.openai.modeling_openai.OpenAIGPTModel",)  # Its layers make the causal mask themselves.
+_WITH_CACHE = (  # They hand a cache on, and a mask that they make of lengths.
+    f"{_PLACE}.xlm.modeling_xlm.XLMModel",
+    f"{_PLACE}.flaubert.modeling_flaubert.FlaubertModel",
+)
 _FORWARD: dict[str, Callable[..., Any]] = {
     f"{_PLACE}.bloom.modeling_bloom.BloomAttention": _bloom,
     f"{_PLACE}.mpt.modeling_mpt.MptAttention": _mpt,
@@ -299,6 +335,8 @@ _FORWARD: dict[str, Callable[..., Any]] = {
     f"{_PLACE}.roformer.modeling_roformer.RoFormerSelfAttention": _roformer,
     f"{_PLACE}.rembert.modeling_rembert.RemBertSelfAttention": _bert,
     f"{_PLACE}.git.modeling_git.GitSelfAttention": _bert,
+    f"{_PLACE}.xlm.modeling_xlm.MultiHeadAttention": _xlm,
+    f"{_PLACE}.flaubert.modeling_flaubert.MultiHeadAttention": _xlm,
     f"{_PLACE}.xglm.modeling_xglm.XGLMAttention": _xglm,
     f"{_PLACE}.trocr.modeling_trocr.TrOCRAttention": _xglm,
     f"{_PLACE}.mvp.modeling_mvp.MvpAttention": _xglm,
