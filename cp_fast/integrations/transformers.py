@@ -47,7 +47,7 @@ from cp_fast.integrations.hugging_face.model_batches import shard_batch
 from cp_fast.integrations.hugging_face.model_call import SILENT, ModelCall, sequences_of
 from cp_fast.integrations.hugging_face.model_task import Task
 from cp_fast.integrations.hugging_face.module_states import put_state, state_of
-from cp_fast.integrations.hugging_face.pooled_head import pooling_of
+from cp_fast.integrations.hugging_face.pooled_head import RowPooling, pooling_of, put_pooling
 from cp_fast.integrations.hugging_face.position_tables import give_tables
 from cp_fast.integrations.hugging_face.prepared_model import PreparedModel, check_calls, forget_model
 from cp_fast.integrations.hugging_face.query_scales import give_positions, take_positions
@@ -185,7 +185,8 @@ def prepare(model: Model, cp: ContextParallel, *, images: Literal["whole", "rank
         with at_rest(model):
             looked: Any = cast(Any, model).base_model if pools else model
             mixers = linear_mixers(looked)
-            seen = handing_on(model, covered, lambda: look_over(looked, mixers, numbered=not alibi))
+            how = {"numbered": not alibi, "pooled": isinstance(pools, RowPooling)}
+            seen = handing_on(model, covered, lambda: look_over(looked, mixers, **how))
             if sight is not None:
                 sight = prove_images(looked, model.get_submodule(sight.where), sight, seen, images == "ranks")
             head = _POOLED.format(type(model).__name__) if pools else head_of(model, seen)
@@ -212,6 +213,7 @@ def prepare(model: Model, cp: ContextParallel, *, images: Literal["whole", "rank
     for number, (module, said) in enumerate(seen.callers.items()):
         put_state(module, _Attention(said, seen.sides.get(module, said.sides), number))
     note_layers(model, {*seen.callers, *seen.linear}, seen.heard)
+    put_pooling(model, pools)
     check_calls(model, PreparedModel(seen.numbering, task, seen.by_row, sight))
     return model
 

@@ -55,9 +55,7 @@ def _biased(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _refuse_hidden_keys(sequences: CpBatch, most: int) -> None:
-    lengths = sequences.cu_seqlens
-    longest = sequences.longest if lengths is None else int(lengths.diff().max())
-    if longest > most:
+    if (longest := int(sequences.lengths.max())) > most:
         raise NotImplementedError(
             f"a sequence has {longest} tokens, and keep_window_size is {most}: Doge hides keys of such a sequence by "
             "the sizes of their biases, which cp_fast does not have over ranks. Give it shorter sequences, or make it "

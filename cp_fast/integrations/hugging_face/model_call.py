@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cp_fast.integrations.hugging_face.pooled_head import PooledCall
+from cp_fast.integrations.hugging_face.pooled_head import PooledCall, PooledRows
 from cp_fast.integrations.hugging_face.router_losses import Routing
 from cp_fast.integrations.hugging_face.slice_probe import Probe
 from cp_fast.integrations.hugging_face.task_head import SpanCall
@@ -32,7 +32,7 @@ class ModelCall:
 
     Attributes:
         targets, count: where the loss is computed outside of the model: the targets, and how many all ranks have.
-        pooled, spans: of a head that pools the logits of tokens, and of one whose labels are spans.
+        pooled, spans: of a head with logits of sequences, and of one whose labels are spans.
         routing: where the task adds the loss of the routers.
         seed: of attention's dropout, int64 [].
     """
@@ -41,7 +41,7 @@ class ModelCall:
         self.prepared, self.sequences = prepared, sequences
         self.targets: torch.Tensor | None = None
         self.count: torch.Tensor | None = None
-        self.pooled: PooledCall | None = None
+        self.pooled: PooledCall | PooledRows | None = None
         self.spans: SpanCall | None = None
         self.routing: Routing | None = None
         self.seed: torch.Tensor | None = None

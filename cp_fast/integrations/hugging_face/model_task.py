@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cp_fast.integrations.hugging_face.model_call import ModelCall
-from cp_fast.integrations.hugging_face.pooled_head import PooledCall, Pooling
+from cp_fast.integrations.hugging_face.pooled_head import PooledRows, Pooling, RowPooling, begin_pooling
 from cp_fast.integrations.hugging_face.router_losses import Routing, routing_asked_for, with_router_loss
 from cp_fast.integrations.hugging_face.task_head import SPANS, Head, LogitsTransform, SpanCall, part_of_the_mean
 from cp_fast.integrations.hugging_face.token_mixers import ROUTER_SWITCH
@@ -25,14 +25,14 @@ class Task:
 
     Args:
         head: what the model makes of labels; None where it takes none; a text: why it can take none.
-        pools: how its logits are those of one token of each sequence; None where they are of all tokens.
+        pools: how its logits are those of sequences; None where they are of all tokens; a text: why it is not called.
         spans: it computes a loss of start_positions and end_positions.
         transform: what it does to the numbers of its output embeddings; a text: why that is not known.
         routing: how it adds a loss of its routers to that of its labels; a text: why that is not known.
     """
 
     head: Head | str | None = None
-    pools: Pooling | None = None
+    pools: Pooling | RowPooling | str | None = None
     spans: bool = False
     transform: LogitsTransform | str = "it has no logits of tokens"
     routing: Routing | str = "it has no loss of labels"
@@ -68,8 +68,10 @@ class Task:
             given = self._without_labels(name, call, given, self.labels_head(name, around))
         if call.routing is not None:
             given = given | {ROUTER_SWITCH: False}  # `end` computes it from the results of the model inside.
+        if isinstance(self.pools, str):
+            raise NotImplementedError(self.pools)
         if self.pools:
-            call.pooled = PooledCall(model, self.pools, call.sequences, given.get("input_ids"))
+            call.pooled = begin_pooling(model, self.pools, call.sequences, given.get("input_ids"))
         if self.spans:
             spans = {argument: given.get(argument) for argument in SPANS}
             given = {argument: x for argument, x in given.items() if argument not in SPANS}
@@ -96,7 +98,9 @@ class Task:
 
     def end(self, model: Any, call: ModelCall, out: Any) -> Any:
         """The model's outputs, with what the call has kept for them. Collective."""
-        if call.pooled is not None:
+        if isinstance(call.pooled, PooledRows):
+            call.pooled.end()
+        elif call.pooled is not None:
             out = with_output(out, "logits", call.pooled.pooled())
         elif call.spans is not None:
             out = _with_loss(out, call.spans.loss(out))

@@ -1,14 +1,17 @@
-"""Heads with one row of logits for each sequence: sequence classifiers and reward models that are decoders.
+"""Heads with one row of logits for each sequence: decoders and encoders that classify sequences, and reward models.
 
-Such a model makes logits of every token, [b, s, n], and keeps those of one token of each row. By transformers' rule
+A decoder makes logits of every token, [b, s, n], and keeps those of one token of each row. By transformers' rule
 that is the rightmost token whose id is not the padding id, whatever the mask says. So a document whose end token is the
 padding token is read at the token before it. The token lies on any rank: the ranks tell each other where it is.
 Each adds the logits of the tokens on it. So all ranks have the logits of all sequences.
+
+An encoder's head reads the first token of each sequence, or the mean of its tokens, and computes logits of that. Here
+the ranks add up those rows before the head, which each of them runs on the rows of all sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,11 +19,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from cp_fast.integrations.hugging_face.module_states import drop_state, hook_once, put_state, state_of
+from cp_fast.integrations.hugging_face.slice_probe import trial_rows
+from cp_fast.integrations.hugging_face.token_mixers import NAME
 from cp_fast.integrations.token_batches import CpBatch
 from cp_fast.runtime.handles import outside_of_graphs
 
-__all__ = ["PooledCall", "Pooling", "pooling_of"]
+__all__ = ["PooledCall", "PooledRows", "Pooling", "RowPooling", "begin_pooling", "pooling_of", "put_pooling"]
 
+_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of a model that is run
 _HEADS = ("score", "classifier")  # Models of transformers give the module these names.
 
 
@@ -36,6 +43,105 @@ class Pooling:
 
     head: str
     by_ids: bool
+
+
+@dataclass(frozen=True)
+class RowPooling:
+    """How a model makes the logits [b, n] of sequences of what it knows of their tokens.
+
+    Args:
+        body: the name of the module whose first output, [b, s, d], its head reads.
+        mean: it reads the mean of a sequence's tokens; if not, the first one.
+    """
+
+    body: str
+    mean: bool
+
+    def within(self, where: str) -> str | None:
+        """Why a model inside, by its name, is not called by itself; None where its outputs are those of tokens."""
+        if not self.body.startswith(f"{where}."):
+            return None
+        return f"{where} would pool a rank's slice if it is called by itself; call the model around it"
+
+
+class PooledRows:
+    """One call of such a model: the output of its body becomes that of one token for each sequence. Collective.
+
+    Args:
+        model: its class's name.
+    """
+
+    def __init__(self, model: str, pooling: RowPooling, sequences: CpBatch) -> None:
+        self.model, self.pooling, self.sequences, self.done = model, pooling, sequences, False
+        read = _all_tokens if pooling.mean else CpBatch.first_tokens
+        self.read = outside_of_graphs(read, sequences) if torch.compiler.is_compiling() else read(sequences)
+
+    def pooled(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, s/cp, d] -> [documents or rows, 1, d]."""
+        sequences = self.sequences
+        if x.shape[:2] != sequences.shape:
+            raise RuntimeError(
+                f"{self.model}: {self.pooling.body} returned {list(x.shape)} for {sequences.shape} tokens"
+            )
+        self.done = True
+        rows = sequences.sum_over(self.read, x)
+        if self.pooling.mean:
+            rows = rows / sequences.lengths.to(x.device)[:, None].clamp(min=1)
+        return rows.to(x.dtype)[:, None]
+
+    def end(self) -> None:
+        """Raise where the model did not call its body."""
+        if not self.done:
+            raise RuntimeError(f"{self.model} did not call {self.pooling.body}; it needs another prepare")
+
+
+def _all_tokens(sequences: CpBatch) -> torch.Tensor:
+    return sequences.documents
+
+
+def begin_pooling(
+    model: Any, pooling: Pooling | RowPooling, sequences: CpBatch, ids: torch.Tensor | None
+) -> PooledCall | PooledRows:
+    """What a call has to do for its logits."""
+    if isinstance(pooling, Pooling):
+        return PooledCall(model, pooling, sequences, ids)
+    call = PooledRows(type(model).__name__, pooling, sequences)
+    put_state(model.get_submodule(pooling.body), call)
+    return call
+
+
+def put_pooling(model: nn.Module, pooling: Pooling | RowPooling | None) -> None:
+    """Have the model's body look whether a call pools its output."""
+    if isinstance(pooling, RowPooling):
+        put_state(model, pooling)
+        hook_once(model, _nothing, _forget, always=True)
+        hook_once(model.get_submodule(pooling.body), _nothing, _pool, named=False)
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _forget(model: nn.Module, *_: Any) -> None:
+    """Forget a call that has raised before its body ran."""
+    if (pooling := state_of(model, RowPooling)) is not None:
+        drop_state(model.get_submodule(pooling.body), PooledRows)
+
+
+def _pool(body: nn.Module, _: Any, out: Any) -> Any:
+    call = state_of(body, PooledRows)
+    if call is None:
+        return None
+    drop_state(body, PooledRows)
+    return _with_first(out, call.pooled)
+
+
+def _with_first(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """An output with another first tensor."""
+    if isinstance(out, Mapping):
+        first, kind = next(iter(out)), cast(Any, type(out))
+        return kind(**{name: change(x) if name == first else x for name, x in out.items()})
+    return (change(out[0]), *out[1:]) if isinstance(out, tuple | list) else change(out)
 
 
 class PooledCall:
@@ -106,9 +212,79 @@ class PooledCall:
         return f"{self.model} {what} {self.head}, where prepare saw its logits of tokens; it needs another prepare"
 
 
-def pooling_of(model: nn.Module) -> Pooling | None:
-    """How the model pools the logits of tokens; None where it does not. It is run on three rows: a plain one, one with
-    padding behind its tokens, and one whose mask calls a padding id a token.
+def pooling_of(model: nn.Module) -> Pooling | RowPooling | None:
+    """How the model pools; None where it does not, or in another way. It is run with its own attention."""
+    with _with_own_attention(model):
+        return _of_logits(model) or _of_rows(model)
+
+
+def _of_rows(model: Any) -> RowPooling | None:
+    """The last module whose output may become one token's, or the mean of a row's tokens, without a change of the
+    logits [b, n]: the others behind it see that alone.
+    """
+    if "ForSequenceClassification" not in type(model).__name__ or model.base_model is model:
+        return None
+    ids = trial_rows(model, next(model.parameters()).device).ids
+    names: list[str] = []
+    inside = {module: where for where, module in model.named_modules() if where}
+
+    def run(where: str = "", change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor | None:
+        def look(module: nn.Module, _: Any, out: Any) -> Any:
+            if change is not None:
+                return _with_first(out, change)
+            first = next(iter(out.values()), None) if isinstance(out, Mapping) else out
+            first = first[0] if isinstance(first, tuple | list) and first else first
+            if isinstance(first, torch.Tensor) and first.is_floating_point() and first.shape[:2] == ids.shape:
+                names.append(inside[module])
+            return None
+
+        modules = [model.get_submodule(where)] if where else [*inside]
+        handles = [module.register_forward_hook(look) for module in modules]
+        try:
+            out = model(input_ids=ids)
+        except _ERRORS:
+            return None
+        finally:
+            for handle in handles:
+                handle.remove()
+        return out.get("logits") if isinstance(out, Mapping) else None
+
+    logits = run()
+    if logits is None or logits.dim() != 2 or len(logits) != len(ids):
+        return None
+    near = 5e-2 if torch.finfo(logits.dtype).bits < 32 else 1e-4
+
+    def same(other: torch.Tensor | None) -> bool:
+        return other is not None and other.shape == logits.shape and torch.allclose(other, logits, near, near)
+
+    for where in reversed(dict.fromkeys(names)):
+        if same(run(where, lambda x: x.flip(-1))):
+            continue  # The head does not read it.
+        for mean in (False, True):
+            if same(run(where, lambda x, mean=mean: x.mean(1, keepdim=True) if mean else x[:, :1])):
+                return RowPooling(where, mean)
+        return None
+    return None
+
+
+@contextmanager
+def _with_own_attention(model: Any) -> Iterator[None]:
+    """The model with an attention of transformers, where it was prepared before."""
+    config, text = model.config, model.config.get_text_config()
+    before = {"": config._attn_implementation, "text_config": text._attn_implementation}
+    if NAME not in before.values():
+        yield
+        return
+    model.set_attn_implementation({name: "eager" if x == NAME else x for name, x in before.items()})
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _of_logits(model: nn.Module) -> Pooling | None:
+    """How the model chooses logits of tokens. It is run on three rows: a plain one, one with padding behind its tokens,
+    and one whose mask calls a padding id a token.
     """
     heads = [name for name in _HEADS if isinstance(getattr(model, name, None), nn.Module)]
     size = cast(Any, model).config.get_text_config().vocab_size if heads else 0
@@ -128,7 +304,7 @@ def pooling_of(model: nn.Module) -> Pooling | None:
     try:
         with _padded_with(model, padding):
             out = model(input_ids=ids, attention_mask=mask)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+    except _ERRORS:
         return None  # Later runs report any such error for the whole model.
     finally:
         for handle in handles:

@@ -17,6 +17,7 @@ from cp_fast.integrations.hugging_face.long_positions import give_longest, say_l
 from cp_fast.integrations.hugging_face.model_call import ALONE, ModelCall
 from cp_fast.integrations.hugging_face.model_task import Task
 from cp_fast.integrations.hugging_face.module_states import drop_state, hook_once, put_state, state_of
+from cp_fast.integrations.hugging_face.pooled_head import RowPooling
 from cp_fast.integrations.hugging_face.slice_probe import Numbering, takes_cache
 from cp_fast.integrations.hugging_face.task_head import SPANS
 from cp_fast.integrations.hugging_face.token_mixers import (
@@ -183,7 +184,8 @@ def check_calls(model: Any, prepared: PreparedModel) -> None:
         hook_once(module, _before, _after, first=True)
         give_longest(module)
         inner, images = module is not model, None if prepared.images is None else prepared.images.within(where)
-        task = Task() if inner else prepared.task
+        task, pools = prepared.task, prepared.task.pools
+        task = Task(pools=pools.within(where) if isinstance(pools, RowPooling) else None) if inner else task
         arguments = {*(SPANS if task.spans else ()), *(("use_cache",) if takes_cache(module) else ())}
         arguments |= set() if images is None else arguments_of(module, images)
         mine = replace(prepared, task=task, images=images, inner=inner, arguments=frozenset(arguments))

@@ -173,10 +173,11 @@ class Seen:
     arguments: dict[str, Any] = field(repr=False)
 
 
-def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: bool) -> Seen:
+def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: bool, pooled: bool = False) -> Seen:
     """Run the model on a few tokens.
 
     Args:
+        pooled: it may have outputs of sequences beside those of tokens, which are known to be right.
         covered: linear layers and convolutions that cp_fast has over ranks, by name.
         numbered: it takes position_ids; if not, attention alone knows positions.
 
@@ -209,7 +210,7 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
         )
     if numbered and not positions and probe.callers:
         raise NotImplementedError(_UNNUMBERED.format(name))
-    _refuse_pooling(model, rows, given, whole)
+    _refuse_pooling(model, rows, given, whole, pooled)
     with probe.running(masks=True):
         _refuse_mixing(model, rows, given)
     for module, said in probe.callers.items():
@@ -299,10 +300,12 @@ def outputs_of(out: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def _refuse_pooling(model: nn.Module, rows: TrialRows, given: dict[str, Any], whole: dict[str, torch.Tensor]) -> None:
+def _refuse_pooling(
+    model: nn.Module, rows: TrialRows, given: dict[str, Any], whole: dict[str, torch.Tensor], pooled: bool
+) -> None:
     tokens = rows.ids.shape[1]
     odd = [name for name, x in whole.items() if token_axis(x, tokens) is None]
-    if not odd:
+    if not odd or (pooled and len(odd) < len(whole)):
         return
     pooling: list[str] = []
 

@@ -143,6 +143,17 @@ class CpBatch:
         whole[:, :-1].masked_fill_(whole[:, :-1] == whole[:, 1:], -1)
         return self.shard(whole, -1)
 
+    def first_tokens(self) -> torch.Tensor:
+        """int64 [b, s/cp] on the CPU: the number of the sequence whose first token this is, -1 for other tokens."""
+        whole = self._known_rows.documents.clone()
+        whole[:, 1:] = whole[:, 1:].masked_fill(whole[:, 1:] == whole[:, :-1], -1)
+        return self.shard(whole, -1)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int32 [documents or rows] on the CPU: how many tokens each sequence has."""
+        return self._known_rows.cu_seqlens.diff()
+
     def rightmost(self, wanted: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         """Find each sequence's rightmost slot of those that are wanted, its first one where none is. Collective.
 
@@ -155,7 +166,7 @@ class CpBatch:
         """
         numbers, documents = self._numbers, self.documents
         of = documents if self._known_rows.packed else self.places[0]
-        lengths = self._known_rows.cu_seqlens.diff()
+        lengths = self.lengths
         # Keys grow to the right. All unwanted keys are below all wanted ones. A token's key is odd.
         keys = 2 * torch.where(wanted, numbers, -numbers) + (documents >= 0)
 

@@ -84,7 +84,6 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what is right over ranks
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # and what is named of the others
     "RwkvForCausalLM": ({"attention_hidden_size": 32}, r"time_shift \(ZeroPad2d of RwkvSelfAttention\) mixes tokens"),
     "MobileBertForTokenClassification": ({}, r"embeddings.embedding_transformation \(Linear\) mixes tokens without"),
-    "BertForSequenceClassification": ({}, r"bert.pooler \(BertPooler\) pools over tokens \(logits is \[2, 2\]\)"),
     "BertModel": ({}, r"pooler \(BertPooler\) pools over tokens"),
     "T5ForConditionalGeneration": ({}, "has an encoder and a decoder"),
     "ViTModel": ({}, "reads pixel_values"),
