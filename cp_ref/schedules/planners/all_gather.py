@@ -1,6 +1,6 @@
 """The all_gather schedule: every rank gets the keys that its queries see, and attends to all of them at once (Llama 3).
 
-    step 0    keys travel, everyone to everyone        tiles of documents, and of windows, whose keys are all here
+    step 0    keys travel, everyone to everyone        tiles of documents whose keys are all here; (forward) of windows
     step 1                                             all other tiles, each with all keys of its queries
     step 2    (backward) dK/dV go to their owners, which add them: a reduce-scatter
 
@@ -35,8 +35,7 @@ def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule,
     work, count = members.workload, members.member_count
     peers = [(rank + n) % count for n in range(1, count)]  # the next one first: not all begin with the same
     theirs, ours = members.gathers(rank)
-    tiles, at_home = _by_window(members, rank, members.whole_tiles(rank, (0, work.heads_q)))
-    at_home |= ~np.isin(tiles.area, theirs.area)
+    whole = members.whole_tiles(rank, (0, work.heads_q))
 
     def by_peer(rows: list[Spans]) -> dict[int, Pieces]:
         return {peer: Pieces.of(rows[peer], (0, work.heads_kv)) for peer in peers if len(rows[peer])}
@@ -47,9 +46,13 @@ def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule,
     received = by_peer(spans_by(theirs.peer, theirs.keys, count))
     sent = by_peer(spans_by(ours.peer, ours.keys, count))
     kv = messages("kv", sent, 0), messages("kv", received, 0)
-    forward = Step(*kv, tiles.take(at_home)), Step(tiles=tiles.take(~at_home))
-    backward = *forward, Step(messages("dkv", received, 2), messages("dkv", sent, 2))
-    return forward, backward
+
+    def attend(tiles: Tiles, behind: Column) -> tuple[Step, Step]:
+        at_home = behind | ~np.isin(tiles.area, theirs.area)
+        return Step(*kv, tiles.take(at_home)), Step(tiles=tiles.take(~at_home))
+
+    home = Step(messages("dkv", received, 2), messages("dkv", sent, 2))
+    return attend(*_by_window(members, rank, whole)), (*attend(whole, np.zeros(len(whole), dtype=bool)), home)
 
 
 def _by_window(members: RingMembers, rank: int, tiles: Tiles) -> tuple[Tiles, Column]:
@@ -59,6 +62,8 @@ def _by_window(members: RingMembers, rank: int, tiles: Tiles) -> tuple[Tiles, Co
     For example, rank 1 of two, a window of 3 keys on the left, 16 tokens in contiguous halves:
 
         q[8:16) k[5:16)    becomes    q[8:11) k[5:11), and while keys 5 to 7 travel, q[11:16) k[8:16)
+
+    Not in the backward pass: gradients of keys that both parts see would have to be added up.
     """
     areas, own = members.workload.areas.take(tiles.area), members.keys.take(members.keys.rank == rank).spans.merged()
     if not len(own) or not bool((areas.lo > -UNBOUNDED).any()):
