@@ -69,6 +69,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {  # "as it is": the class's own value
         },
     },
     "DiffusionGemmaConfig": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}},
+    "DogeConfig": {"keep_window_size": "as it is"},
     "DoryConfig": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "num_hidden_layers": 3,

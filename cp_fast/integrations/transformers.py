@@ -41,6 +41,7 @@ from cp_fast.integrations.hugging_face.handed_on import handing_on
 from cp_fast.integrations.hugging_face.image_calls import take_functions
 from cp_fast.integrations.hugging_face.image_models import find_images, is_whole, mark_whole, parts_of
 from cp_fast.integrations.hugging_face.image_probe import prove_images
+from cp_fast.integrations.hugging_face.key_biases import give_biases, take_biases
 from cp_fast.integrations.hugging_face.linear_mixers import linear_mixers, put_over_ranks, take_back
 from cp_fast.integrations.hugging_face.model_batches import shard_batch
 from cp_fast.integrations.hugging_face.model_call import SILENT, ModelCall, sequences_of
@@ -180,6 +181,7 @@ def prepare(model: Model, cp: ContextParallel, *, images: Literal["whole", "rank
         put_windows(model)
         give_tables(model)
         give_positions(model, attention_forward)
+        give_biases(model, attention_forward)
         with at_rest(model):
             looked: Any = cast(Any, model).base_model if pools else model
             mixers = linear_mixers(looked)
@@ -201,6 +203,7 @@ def prepare(model: Model, cp: ContextParallel, *, images: Literal["whole", "rank
         give_back(model)
         give_windows_back(model)
         take_positions(model)
+        take_biases(model)
         if isinstance(error, Exception) and not isinstance(error, NotImplementedError):
             raise NotImplementedError(
                 f"{type(model).__name__} does not run with cp_fast's attention: {error}"
