@@ -1,9 +1,9 @@
 """Mamba's selective scan on Triton, on NVIDIA GPUs from Ampere on.
 
-The kernels are our own. Those of mamba-ssm take no `cu_seqlens` and no state that enters, so they would need a launch
-for each document and another for each rank's share of it. Its wheels are built for single releases of PyTorch and
-Python, and need a compiler elsewhere. Flash-linear-attention has no scan whose decay is another for each number of a
-state in which many channels share B and C.
+The kernels are our own. The scan of mamba-ssm takes no state that enters, and its backward pass leaves the gradient of
+the last state out: the two that ranks exchange. Its tensors lie channel by channel, so that all rows would have to be
+transposed before and after it. Its wheels are compiled for single releases of PyTorch and Python.
+Flash-linear-attention's layer of Mamba calls mamba-ssm.
 """
 
 from __future__ import annotations
