@@ -77,13 +77,14 @@ def test_gradients_of_a_scan_have_the_same_bits_every_time() -> None:
 
     for once, again, plain in zip(gradients("auto"), gradients("auto"), gradients("torch"), strict=True):
         assert torch.equal(once, again)
-        assert (once - plain).norm() <= 1e-5 * plain.norm()
+        assert (once - plain).norm() <= 2e-5 * plain.norm()
 
 
-def test_a_scan_of_many_channels_takes_bounded_memory() -> None:
+@pytest.mark.parametrize(("backend", "mib"), [("auto", 400), ("torch", 1200)])
+def test_a_scan_of_many_channels_takes_bounded_memory(backend: Any, mib: int) -> None:
     """4,096 rows of 2,048 channels with 16 numbers each: all states at once are 512 MiB, more than once in a pass."""
     rows, channels, numbers = 4096, 2048, 16
-    cp = SimGroup(1).run(cp_fast.ContextParallel)[0]
+    cp = SimGroup(1).run(lambda member: cp_fast.ContextParallel(member, backend=backend))[0]
     sizes: dict[str, Any] = {"heads_q": 1, "heads_kv": 1, "d_qk": 64, "d_v": 64, "dtype": torch.bfloat16}
     cu = torch.tensor([0, rows])
     plan = cp_fast.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, linear=True, device="cuda", **sizes)
@@ -94,7 +95,7 @@ def test_a_scan_of_many_channels_takes_bounded_memory() -> None:
     torch.cuda.reset_peak_memory_stats()
     cp_fast.linear_attention(q, k, v, g, cp=cp, plan=plan, kind="mamba", A=rates, scale=1.0).sum().backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v, g))
-    assert torch.cuda.max_memory_allocated() - before < 1200 * 2**20
+    assert torch.cuda.max_memory_allocated() - before < mib * 2**20
 
 
 @pytest.mark.parametrize(  # Triton compiles each pair for half a minute, once for all documents.
