@@ -269,6 +269,18 @@ def test_the_speed_of_convolutions() -> None:
     assert f"the backward pass takes {short / one:.1f} times as long" in page
 
 
+def test_the_speed_of_scans() -> None:
+    record = json.loads((ROOT / "benchmarks" / "results" / "selective_scan_1x_h200.json").read_text())
+    page = " ".join((ROOT / "docs" / "how_to" / "hybrid.md").read_text().split())
+    mamba, lru = (record[name]["ms"]["copy"][1] for name in ("mamba", "rg-lru"))
+    assert f"take {mamba:.2f} ms for Mamba and {lru:.2f} ms for the RG-LRU" in page
+    longest = record["mamba"]["kernels"]["cp_fast, contiguous"][0].split()
+    assert f"Most of its time, {float(longest[0]):.1f} ms, goes into one kernel of the backward pass" in page
+    rows = (ROOT / "benchmarks" / "results" / "README.md").read_text()
+    ours, plain = (record["mamba"]["ms"][f"cp_fast, contiguous{name}"] for name in ("", ", torch"))
+    assert f"**{plain[0] / ours[0]:.0f} and {plain[1] / ours[1]:.0f} times**" in rows
+
+
 def test_documents_that_stay_at_home() -> None:
     page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
 
