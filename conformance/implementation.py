@@ -262,7 +262,7 @@ def as_implementation(offered: Any) -> Implementation:
 
 
 def load(name: str) -> Implementation:
-    """The implementation called `name`.
+    """Load the implementation called `name`.
 
     Args:
         name: an entry point of the group "cp_attention.implementations", or pkg.module, or pkg.module:object. A class

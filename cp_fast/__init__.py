@@ -20,7 +20,7 @@ order of one call. Read of each file the part that is named here; the rest can w
     runtime/operations          the operations (the first few; the others are alike)
     movers/mover_protocol       copies, sums and merges of rows, behind one interface
 
-Of the rest, `transport` moves messages through the memory of peers, `layers` has the layers beside attention,
+Of the rest, `transport` moves messages through the memory of peers, `layers` has all other layers,
 `integrations` has a module for each framework, and `tools` the commands and the cost
 model.
 

@@ -35,7 +35,8 @@ Policy = Callable[..., CheckpointPolicy | bool]
 
 
 def save_attention(policy: Policy | None = None, *, offload: bool = False) -> Callable[[], tuple[Any, Any]]:
-    """The `context_fn` of `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` that saves attention's results.
+    """Make the `context_fn` of `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` that saves attention's
+    results.
 
     Saved are out [.., h_q, d_v] and lse of each call; in the schedules that exchange heads (`a2a`, `a2a+p2p`) also the
     rows that the exchange has brought, as the backward pass needs them. The indices of `select_keys` and the results

@@ -138,7 +138,7 @@ _off: frozenset[str] = frozenset()
 
 @contextmanager
 def switched_off(*names: str) -> Iterator[None]:
-    """Inside, these passes do not run, in any thread: plans are made, and kernels launched, without them.
+    """Switch these passes off inside, in any thread: plans are made, and kernels launched, without them.
 
     Raises:
         ValueError: a name that is not in `PASSES`.
@@ -154,12 +154,12 @@ def switched_off(*names: str) -> Iterator[None]:
 
 
 def is_on(name: str) -> bool:
-    """Whether a pass is switched on."""
+    """Say whether a pass is switched on."""
     return name not in _off
 
 
 def skipped(*, position_free_scores: bool = True, in_place: bool = False) -> dict[str, str]:
-    """The passes that do not run for a plan, and why.
+    """Name the passes that do not run for a plan, and why.
 
     Args:
         position_free_scores: whether a score depends on its query and key alone, not on their positions.
@@ -180,12 +180,12 @@ def skipped(*, position_free_scores: bool = True, in_place: bool = False) -> dic
 
 
 def bit_of(name: str) -> int:
-    """A pass as a bit: columns of tiles say by such bits which passes made each one."""
+    """Return a pass as a bit: columns of tiles say by such bits which passes made each one."""
     return 1 << _NAMES.index(name)
 
 
 def names_of(bits: int) -> tuple[str, ...]:
-    """The passes of these bits.
+    """Return the passes of these bits.
 
     >>> names_of(bit_of("merge_causal") | bit_of("batch_segments"))
     ('merge_causal', 'batch_segments')

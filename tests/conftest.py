@@ -5,8 +5,10 @@ versions of PyTorch are tried with, that is, what leans on PyTorch most. And pro
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -74,13 +76,13 @@ def says_extras(path: Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Programs are no tests. For `-m smoke` no other file is imported: some need more than the wheel and its tests. Nor
-    for `-m faults`: importing all files takes longer than many a test.
+    """Programs are no tests. For `-m smoke...` no other file is imported: some need more than the wheel and its tests.
+    Nor for `-m faults`: importing all files takes longer than many a test.
     """
     if collection_path in PROGRAMS:
         return True
     of_tests = collection_path.suffix == ".py" and collection_path.name != "__init__.py"
-    wanted = {"smoke": smokes, "faults": says_faults}.get(config.option.markexpr)
+    wanted = {"smoke": smokes, "faults": says_faults}.get(config.option.markexpr.partition(" ")[0])
     return True if wanted is not None and of_tests and not wanted(collection_path) else None
 
 
@@ -93,8 +95,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is drawn, and the tests of these files."""
+    """Mark what is drawn, what the fast tests leave out by `one_in`, and the tests of these files."""
+    counts = Counter[str]()
     for item in items:
+        one_in = item.get_closest_marker("one_in")
+        if one_in and not item.get_closest_marker("thorough"):
+            function = item.nodeid.partition("[")[0]
+            if counts[function] % one_in.args[0]:
+                item.add_marker(pytest.mark.thorough)
+            counts[function] += 1
         if is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker(pytest.mark.drawn)
         if item.path.is_relative_to(HERE / "integrations") and says_extras(item.path):
@@ -104,7 +113,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The server of processes is started before another one takes its place, which has imported less."""
+    """Garbage is looked for in what tests make, and not in all that is imported. The server of processes is started
+    before another one takes its place, which has imported less.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5_000, 10, 100)  # from 700, 10, 10
     if "tests.dist.workers" in sys.modules and not session.config.option.collectonly:
         from tests.dist.workers import start_server
 

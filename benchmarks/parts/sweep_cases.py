@@ -16,7 +16,7 @@ import inspect
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,8 @@ from benchmarks.parts.sweep_images import Pictures, kinds_of_pictures, pictures_
 from benchmarks.parts.tiny_models import ORDINARY, TooLarge, shrunk, tiny_model
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.hugging_face.image_models import ImageModel
-from cp_fast.integrations.hugging_face.model_edge import edge_of
+from cp_fast.integrations.hugging_face.prepared_model import prepared_model
+from cp_fast.integrations.hugging_face.task_head import Head
 from cp_ref import SimGroup
 from cp_ref.groups.group import PaperGroup
 
@@ -310,8 +311,7 @@ def _parameters(model: Any) -> Mapping[str, Any]:
 
 def _first_position(model: Any) -> int:
     """The number that a prepared model gives to the first position of a sequence."""
-    edge: Any = edge_of(model)
-    return edge.numbering.first if hasattr(edge, "numbering") else edge.first_position
+    return prepared_model(model).numbering.first
 
 
 def _grads(model: Any) -> dict[str, torch.Tensor]:
@@ -344,10 +344,11 @@ def rank_of(model: Any, task: str, rows: Rows, context: Any, learns: bool) -> Re
 # ---- a class
 
 
-def play(name: str, task: str, **more: Any) -> dict[str, Any]:
+def play(name: str, task: str, *, ranks: int = 2, **more: Any) -> dict[str, Any]:
     """What comes of a class: a verdict, a message, errors.
 
     Args:
+        ranks: of the batches of text.
         more: entries of the configuration.
 
     Returns:
@@ -355,11 +356,11 @@ def play(name: str, task: str, **more: Any) -> dict[str, Any]:
             alone; "wrong"; "raised", by something else than cp_fast. message: why. Of errors the worst of each kind.
     """
     began = time.perf_counter()
-    found = _play(name, task, more)
+    found = _play(name, task, ranks, more)
     return found | {"task": task, "seconds": round(time.perf_counter() - began, 1)}
 
 
-def _play(name: str, task: str, more: dict[str, Any]) -> dict[str, Any]:
+def _play(name: str, task: str, count: int, more: dict[str, Any]) -> dict[str, Any]:
     try:
         model = tiny_model(name, **more)
     except TooLarge as error:
@@ -377,10 +378,10 @@ def _play(name: str, task: str, more: dict[str, Any]) -> dict[str, Any]:
             layout: cp_fast.ContextParallel(member, "all_gather", layout=cast(Any, layout)) for layout in layouts
         }
         mine = ours.prepare(copy.deepcopy(model), contexts[layouts[0]], images=images)
-        head = edge_of(mine).task.head
+        head = prepared_model(mine).task.head
         learns = head is not None and not isinstance(head, str)
         results: dict[str, Any] = {"learns": learns, "head": head, "first": _first_position(mine)}
-        results["images"] = edge_of(mine).images
+        results["images"] = prepared_model(mine).images
         for kind, batch in rows.items():
             for layout, context in contexts.items():
                 try:
@@ -390,7 +391,7 @@ def _play(name: str, task: str, more: dict[str, Any]) -> dict[str, Any]:
         return results
 
     try:
-        ranks = SimGroup(2).run(one)
+        ranks = SimGroup(count).run(one)
     except Exception as error:
         if _FOREIGN in str(error) and (why := _not_alone(model, task, rows["padded"])):
             return {"verdict": "not built", "message": f"does not run alone: {why}"}
@@ -411,14 +412,17 @@ def _play(name: str, task: str, more: dict[str, Any]) -> dict[str, Any]:
         seen["with"] = [one.name for one in images.modalities]
         seen |= {"without": images.refused} if images.refused else {}
         seen |= {"shared": shared} if (shared := _shared(model, len(images.modalities))) else {}
-    plays: list[tuple[int, Sequence[str], dict[str, Rows], list[dict[str, Any]]]] = [(2, LAYOUTS, rows, ranks)]
+    plays: list[tuple[int, Sequence[str], dict[str, Rows], list[dict[str, Any]]]] = [(count, LAYOUTS, rows, ranks)]
     for size, layouts in ((2, LAYOUTS), (3, LAYOUTS[-1:])) if pictures else ():
         how = "ranks" if size > 2 and seen.get("shared") else "whole"
         play = SimGroup(size).run(lambda member, layouts=layouts, how=how: one(member, pictures, layouts, how))
         plays.append((size, layouts, pictures, play))
     model.set_attn_implementation("eager") if _has_eager(model) else None
+    learnt, head = rows | pictures, ranks[0]["head"]
+    if isinstance(head, Head) and task in SHIFTS and not head.shifts:  # BART's kind: a token learns its own label
+        learnt = {kind: replace(batch, targets=batch.labels) for kind, batch in learnt.items()}
     try:
-        alone = {kind: alone_of(model, task, batch, learns, first) for kind, batch in (rows | pictures).items()}
+        alone = {kind: alone_of(model, task, batch, learns, first) for kind, batch in learnt.items()}
     except Exception as error:
         return {"verdict": "not built", "message": f"does not run alone: {said(error)}"}
     for size, layouts, some, results in plays:
@@ -443,7 +447,7 @@ def _shared(model: Any, modalities: int) -> bool:
         mine = ours.prepare(copy.deepcopy(model), cp_fast.ContextParallel(PaperGroup(1)), images="ranks")
     except NotImplementedError:
         return False
-    found = edge_of(mine).images
+    found = prepared_model(mine).images
     return found is not None and len(found.modalities) == modalities
 
 

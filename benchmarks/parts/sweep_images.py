@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.parts.tiny_models import ORDINARY
 from cp_fast.integrations.hugging_face.image_models import KINDS, ImageModel
-from cp_fast.integrations.hugging_face.image_probe import frames_apart, seconds_of
+from cp_fast.integrations.hugging_face.image_positions import frames_apart, seconds_of
 from cp_fast.integrations.hugging_face.image_trials import Picture, Trial, trial_of
 
 __all__ = ["Pictures", "kinds_of_pictures", "pictures_of"]

@@ -62,8 +62,14 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {  # "as it is": the class's own value
     "CohereCompassConfig": {"text_config": {"rope_parameters": _BY_LAYER}},
     "CohereCompassTextConfig": {"rope_parameters": _BY_LAYER},
     "DbrxConfig": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
-    "DeepseekOcr2Config": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+    "DeepseekOcr2Config": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse"]},
+        "vision_config": {
+            "sam_config": {"downsample_channels": [32, 32], "output_channels": 32, "window_size": 2},
+        },
+    },
     "DiffusionGemmaConfig": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}},
+    "DogeConfig": {"keep_window_size": "as it is"},
     "DoryConfig": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "num_hidden_layers": 3,
@@ -87,12 +93,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {  # "as it is": the class's own value
     "GPTNeoConfig": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "Gemma3nTextConfig": _SHARED,
     "Glm5NextConfig": {"text_config": {"index_kpool": 4}},
+    "GotOcr2Config": {"vision_config": {"window_size": 2, "output_channels": 32}},
     "Granite4VisionConfig": _TILES
     | {
         "deepstack_layer_map": [[0, 0]],
         "downsample_rate": "1/2",
         "spatial_target_layers": [0, 1],
-        "vision_feature_select_strategy": "full",
+        "vision_feature_select_strategy": "default",
         "vision_config": {"hidden_size": 64, "image_size": 56, "patch_size": 14},
     },
     "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"]},
@@ -102,12 +109,16 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {  # "as it is": the class's own value
     "Lfm2Config": _CONVOLUTION,
     "Lfm2MoeConfig": _CONVOLUTION | {"num_dense_layers": 1},
     "LiltConfig": {"hidden_size": 48},
+    "MistralLarge4Config": {
+        "text_config": {"kv_source_layers": [0, 0, 2, 3], "indexer_types": ["full", "shared", "full", "full"]}
+    },
     "Mamba2Config": {"num_heads": 8, "head_dim": 8},
     "Molmo2Config": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "MuseSparkConfig": {"audio_config": _SOUND, "out_hidden_size": 128},
     "NemotronH_Omni_Reasoning_V3_Config": _IMAGE_TOKENS | {"vision_config": {"video_temporal_patch_size": 2}},
     "NeoMMEConfig": {"head_dim": 16},
     "PerceiverConfig": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 1, "d_model": 32},
+    "Qwen3ASRConfig": {"audio_config": {"output_dim": 32}},
     "Qwen4ExpConfig": {"text_config": _QWEN4},
     "Qwen4ExpTextConfig": _QWEN4,
     "RecurrentGemmaConfig": {"num_hidden_layers": 3},

@@ -27,8 +27,8 @@ def eager_attention(
     softmax_offset: torch.Tensor | None = None,
     case_scores: CaseScores = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of global tensors, eagerly, in their own dtype; differentiable in q, k, v and softmax_offset, and
-    through lse.
+    """Compute attention of global tensors, eagerly, in their own dtype; differentiable in q, k, v and softmax_offset,
+    and through lse.
 
     Args:
         q: bshd [b, s_q, h_q, d_qk], sbhd [s_q, b, h_q, d_qk], thd [t_q, h_q, d_qk] (a tail allowed); k, v likewise.

@@ -11,7 +11,7 @@ import torch
 
 from conformance.case import Case, score_mod_of
 from conformance.checks.budgets import Tensors, close, same_bits
-from conformance.checks.play import Call, lengths_to_cut, needs_plan, on_every_rank, refused_as_said
+from conformance.checks.play import RankCall, lengths_to_cut, needs_plan, on_every_rank, refused_as_said
 from conformance.checks.reference import UnsupportedCase, context_of, digest_of, values_of_ranks
 from conformance.implementation import Implementation
 from conformance.tensors import build, plan_arguments, positions, sequence_axis, take_slice, unsharded
@@ -213,7 +213,7 @@ def check_spellings(impl: Implementation, case: Case, device: str = "cpu") -> li
     return on_every_rank(impl, case, build(case, device), _spelled)
 
 
-def _spelled(call: Call) -> list[str]:
+def _spelled(call: RankCall) -> list[str]:
     plain, found = call.problem_arguments, []
     want = _both(call, call.leaves())
     for name, spelling in SPELLINGS.items():
@@ -226,11 +226,11 @@ def _spelled(call: Call) -> list[str]:
     return found + (_half(call) if "offset" in call.inputs else [])
 
 
-def _both(call: Call, leaves: Tensors) -> Tensors:
+def _both(call: RankCall, leaves: Tensors) -> Tensors:
     return call.both(leaves, call.plan(call.problem_arguments) if call.case.use_plan else None)
 
 
-def _half(call: Call) -> list[str]:
+def _half(call: RankCall) -> list[str]:
     """The values of bfloat16 are values of float32; only the gradient is rounded."""
     rounded = call.inputs["offset"].bfloat16()
     wide = call.inputs["offset"].dtype
@@ -264,7 +264,7 @@ def check_determinism(impl: Implementation, case: Case, device: str = "cpu") -> 
     return on_every_rank(impl, case, build(case, device), _repeated)
 
 
-def _repeated(call: Call) -> list[str]:
+def _repeated(call: RankCall) -> list[str]:
     first = call.both(call.leaves())
     other = _other_values(call)
     found = same_bits("of a second call", first, call.both(call.leaves()))
@@ -277,7 +277,7 @@ def _repeated(call: Call) -> list[str]:
     return found + same_bits("of a second call with the same plan", planned, call.both(call.leaves(), plan))
 
 
-def _other_values(call: Call, plan: object = None) -> Tensors:
+def _other_values(call: RankCall, plan: object = None) -> Tensors:
     """The same problem with other values: what it leaves behind in memory is not what the next call needs."""
     leaves = {name: (x.detach() * -0.5 + 1.0).requires_grad_(x.requires_grad) for name, x in call.leaves().items()}
     results = call.both(leaves, plan)

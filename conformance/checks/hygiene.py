@@ -28,7 +28,7 @@ import torch
 
 from conformance.case import Case
 from conformance.checks.budgets import Tensors, close, same_bits
-from conformance.checks.play import Call, on_every_rank, play
+from conformance.checks.play import RankCall, on_every_rank, play
 from conformance.checks.reference import exact_results
 from conformance.checks.values import compare_result
 from conformance.implementation import Implementation
@@ -199,7 +199,7 @@ def poisoned_memory() -> Iterator[None]:
             _be_deterministic(before)
 
 
-def _check_rank(call: Call) -> list[str]:
+def _check_rank(call: RankCall) -> list[str]:
     leaves, settings = call.leaves(), state()
     watched = {**leaves, "dout": call.dout, "dlse": call.dlse} | {
         name: x
@@ -225,11 +225,11 @@ def _check_rank(call: Call) -> list[str]:
     return found
 
 
-def _close_to(call: Call) -> Any:
+def _close_to(call: RankCall) -> Any:
     return lambda what, one, other: close(what, call.case, one, other)
 
 
-def _with_odd_strides(call: Call) -> Tensors:
+def _with_odd_strides(call: RankCall) -> Tensors:
     """Both passes with other memory behind the same values: q and v transposed, k and dout every second element."""
     other = {name: x.detach() for name, x in call.inputs.items()}
     other |= {"q": _transposed(other["q"]), "k": _every_other(other["k"]), "v": _transposed(other["v"])}

@@ -30,8 +30,8 @@ from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import side_of
 
 __all__ = [
-    "Call",
     "Gathered",
+    "RankCall",
     "grad_of",
     "lengths_to_cut",
     "named_results",
@@ -244,7 +244,7 @@ def _collect_heads(case: Case, name: str, values: list[torch.Tensor], gathered: 
 
 
 @dataclass
-class Call:
+class RankCall:
     """One rank's slices, and its ContextParallel; `problem_arguments` may be changed before a call."""
 
     impl: Implementation
@@ -301,7 +301,7 @@ class Call:
 
 
 def on_every_rank(
-    impl: Implementation, case: Case, tensors: GlobalTensors, body: Callable[[Call], list[str]]
+    impl: Implementation, case: Case, tensors: GlobalTensors, body: Callable[[RankCall], list[str]]
 ) -> list[str]:
     """`body(call)` on every rank of a simulated group; its findings, each with the rank.
 
@@ -333,7 +333,7 @@ def _call(
     cp: Any,
     rank: int,
     placed: Callable[[str, torch.Tensor], torch.Tensor],
-) -> Call:
+) -> RankCall:
     """One rank's call. Slices are cut by the implementation's `shard` or, without one, by the suite; `placed` puts each
     of them, by name, where it shall lie.
     """
@@ -350,7 +350,7 @@ def _call(
         local["offset"] = tensors.softmax_offset.detach().clone()
     dlse = take_slice(case, tensors.dlse, "q", rank, lse=True)
     arguments = attention_arguments(p, str(device)), score_arguments(case, device)
-    return Call(impl, case, cp, rank, local, dout, dlse, *arguments)
+    return RankCall(impl, case, cp, rank, local, dout, dlse, *arguments)
 
 
 def _copied(name: str, x: torch.Tensor) -> torch.Tensor:

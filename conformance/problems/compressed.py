@@ -27,6 +27,7 @@ from conformance.problems.sparse import (
     IndexLoss,
     SelectKeys,
     SparseCase,
+    check_latent,
     index_losses,
     selections,
     sparse_cases,
@@ -162,8 +163,7 @@ class CompressedAttention(SparseCase):
         """Refuse a mistyped text."""
         super().__post_init__()
         check_choice("naming", self.naming, (CLOSED, *NAMINGS))
-        if self.latent and self.problem.d_v > self.problem.d_qk:
-            raise ValueError(f"latent is True, and d_v is {self.problem.d_v}; it must be at most d_qk")
+        check_latent(self.problem, self.latent)
 
     @property
     def indices(self) -> torch.Tensor | None:
@@ -382,19 +382,22 @@ def compressed_attentions(
     )
 
 
-@st.composite
 def compressed_selections(
-    draw: DrawFn, cp_sizes: Sequence[int] = FEW_SIZES, dtypes: Sequence[str] = OFTEN_EXACT
-) -> SelectKeys:
+    cp_sizes: Sequence[int] = FEW_SIZES, dtypes: Sequence[str] = OFTEN_EXACT
+) -> st.SearchStrategy[SelectKeys]:
     """A problem of `select_keys` among entries."""
-    problem, rate = draw(selections(cp_sizes, dtypes)), draw(st.sampled_from(RATES))
-    return replace(problem, case=draw(window_cases(cp_sizes, dtypes, rate)), rate=rate)
+    return _among_entries(selections(cp_sizes, dtypes), cp_sizes, dtypes)
+
+
+def compressed_losses(
+    cp_sizes: Sequence[int] = FEW_SIZES, dtypes: Sequence[str] = OFTEN_EXACT
+) -> st.SearchStrategy[IndexLoss]:
+    """A problem of `index_loss` over entries."""
+    return _among_entries(index_losses(cp_sizes, dtypes), cp_sizes, dtypes)
 
 
 @st.composite
-def compressed_losses(
-    draw: DrawFn, cp_sizes: Sequence[int] = FEW_SIZES, dtypes: Sequence[str] = OFTEN_EXACT
-) -> IndexLoss:
-    """A problem of `index_loss` over entries."""
-    problem, rate = draw(index_losses(cp_sizes, dtypes)), draw(st.sampled_from(RATES))
+def _among_entries(draw: DrawFn, problems: Any, cp_sizes: Sequence[int], dtypes: Sequence[str]) -> Any:
+    """One of an indexer's problems, with entries for keys."""
+    problem, rate = draw(problems), draw(st.sampled_from(RATES))
     return replace(problem, case=draw(window_cases(cp_sizes, dtypes, rate)), rate=rate)

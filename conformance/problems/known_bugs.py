@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from conformance.checks.budgets import close
-from conformance.checks.play import Call, on_every_rank
+from conformance.checks.play import RankCall, on_every_rank
 from conformance.checks.reference import Hang, UnsupportedCase, describe_error, run_ranks, values_of_ranks
 from conformance.implementation import Implementation
 from conformance.problems.named import NamedCases, TableEntry, case, dense, reported
@@ -35,7 +35,7 @@ def packed_qkv(impl: Implementation, device: str = "cpu") -> list[str]:
     return found
 
 
-def _check_packed_rank(call: Call) -> list[str]:
+def _check_packed_rank(call: RankCall) -> list[str]:
     want = call.both(call.leaves())
     qkv = torch.stack([call.inputs[name] for name in ("q", "k", "v")], dim=2).requires_grad_()
     q, k, v = qkv.unbind(2)

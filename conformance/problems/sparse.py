@@ -59,6 +59,7 @@ __all__ = [
     "SelectKeys",
     "SparseAttention",
     "SparseCase",
+    "check_latent",
     "check_sparse_probes",
     "index_losses",
     "selections",
@@ -143,6 +144,12 @@ dtype="float64"), use_plan=True), top_k=2)
         return values_of_ranks(self.cp_size, one, impl.Unsupported, NotImplementedError)
 
 
+def check_latent(problem: Problem, latent: object) -> None:
+    """Raise ValueError for values that cannot be parts of their keys."""
+    if latent and problem.d_v > problem.d_qk:
+        raise ValueError(f"latent is True, and d_v is {problem.d_v}; it must be at most d_qk")
+
+
 @dataclass(frozen=True)
 class SparseAttention(SparseCase):
     """One `sparse_attention`, forward and backward."""
@@ -155,8 +162,7 @@ class SparseAttention(SparseCase):
         """Refuse a mistyped text."""
         super().__post_init__()
         check_choice("naming", self.naming, NAMINGS)
-        if self.latent and self.problem.d_v > self.problem.d_qk:
-            raise ValueError(f"latent is True, and d_v is {self.problem.d_v}; it must be at most d_qk")
+        check_latent(self.problem, self.latent)
 
     @property
     def indices(self) -> torch.Tensor:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from conformance.case import Case
 from conformance.checks.budgets import Tensors, close, same_bits
-from conformance.checks.play import Call, on_every_rank, play
+from conformance.checks.play import RankCall, on_every_rank, play
 from conformance.checks.reference import UnsupportedCase
 from conformance.implementation import Implementation
 from conformance.problems.capabilities import adapted, capabilities_of, judged_plainly
@@ -99,7 +99,7 @@ def gradcheck(impl: Implementation, case: Case, device: str) -> list[str]:
 # Uses of a layer in training loops, each on one rank: the rows of the tier `torch` that play no whole group.
 
 
-def _autocast(call: Call) -> list[str]:
+def _autocast(call: RankCall) -> list[str]:
     plain = call.both(call.leaves())
     with torch.autocast(call.dout.device.type, dtype=torch.bfloat16):
         results = call.attend(leaves := call.leaves())
@@ -119,7 +119,7 @@ def _autocast(call: Call) -> list[str]:
     return found + same_bits("inside autocast", {n: x.float() for n, x in expected.items()}, grads)
 
 
-def _checkpointed(call: Call) -> list[str]:
+def _checkpointed(call: RankCall) -> list[str]:
     want, leaves = call.both(call.leaves()), call.leaves()
     names = list(leaves)
 
@@ -133,13 +133,13 @@ def _checkpointed(call: Call) -> list[str]:
     return same_bits("inside a checkpoint", want, got)
 
 
-def _retained(call: Call) -> list[str]:
+def _retained(call: RankCall) -> list[str]:
     results = call.attend(leaves := call.leaves())
     first = call.backward(results, leaves, retain_graph=True)
     return same_bits("of a second backward pass", first, call.backward(results, leaves))
 
 
-def _no_grad(call: Call) -> list[str]:
+def _no_grad(call: RankCall) -> list[str]:
     want = {name: x.detach() for name, x in call.attend(call.leaves()).items()}
     found: list[str] = []
     for mode in (torch.no_grad, torch.inference_mode):
@@ -150,7 +150,7 @@ def _no_grad(call: Call) -> list[str]:
     return found
 
 
-def _subsets(call: Call) -> list[str]:
+def _subsets(call: RankCall) -> list[str]:
     everything, found = call.both(call.leaves()), []
     letters = [name[0] for name in call.inputs]
     for size in (1, 2):
@@ -163,7 +163,7 @@ def _subsets(call: Call) -> list[str]:
 class _Layer(torch.nn.Module):
     """A product, attention with a plan, a product: what is compiled."""
 
-    def __init__(self, call: Call, plan: Any) -> None:
+    def __init__(self, call: RankCall, plan: Any) -> None:
         super().__init__()
         self.call, self.plan = call, plan
 
@@ -174,7 +174,7 @@ class _Layer(torch.nn.Module):
         return (results[0] * 2.0, results[1]) if self.call.case.return_lse else (results * 2.0,)
 
 
-def _compiled(call: Call) -> list[str]:
+def _compiled(call: RankCall) -> list[str]:
     layer = _Layer(call, call.plan())
     torch._dynamo.reset()
     graph = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -187,7 +187,7 @@ def _compiled(call: Call) -> list[str]:
     return close("compiled", call.case, *both)
 
 
-USES: dict[str, Callable[[Call], list[str]]] = {
+USES: dict[str, Callable[[RankCall], list[str]]] = {
     "autocast": _autocast,
     "checkpoint": _checkpointed,
     "retain-graph": _retained,

@@ -37,7 +37,7 @@ from cp_ref.calls import attention_call
 from cp_ref.calls.attention_call import Call, CallFlags, asked_for
 from cp_ref.calls.declared import implements
 from cp_ref.calls.score_mod import with_digest
-from cp_ref.calls.scores import ScoreTensors
+from cp_ref.calls.scores import NOT_GIVEN, ScoreTensors
 from cp_ref.groups.agreement import agreed
 from cp_ref.problems.arguments import problem_arguments
 from cp_ref.problems.call_checks import check_context, check_settled, local_part, one_a_head
@@ -232,8 +232,7 @@ class Attention(torch.autograd.Function):
         v: torch.Tensor,
         offset: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        plan, compiled, cp, flags, _, scores = call
-        batch = plan.compiled
+        plan, batch, compiled, cp, flags, scores, _ = call
         # saved like this, the backward pass need not do it again
         q, k, v = q.detach(), k.detach(), v.detach()
         if is_selective():
@@ -246,7 +245,7 @@ class Attention(torch.autograd.Function):
                 out, lse, max_logit, kept = forward_pass(compiled, cp, q, k, v, offset, scores, **how)
         given, of_scores = (q, k, v) if batch.needs_inputs else (), () if scores is None else scores.tensors
         ctx.save_for_backward(out.detach(), lse.detach(), offset, *kept, *given, *of_scores)
-        ctx.call, ctx.batch, ctx.kept, ctx.saved = call, batch, len(kept), len(kept) + len(given)
+        ctx.call, ctx.kept, ctx.saved = call, len(kept), len(kept) + len(given)
         ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
         if max_logit is not None:
             ctx.mark_non_differentiable(max_logit)
@@ -255,12 +254,13 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        plan, compiled, cp, flags, number, scores = ctx.call
+        call: CheckedCall = ctx.call
+        plan, _, compiled, cp, flags, scores, number = call
         wants_offset = ctx.needs_input_grad[4]
         if number:
             details = ("of_call", number), ("deterministic", flags.deterministic), ("wants", wants_offset)
-            agree_on_call(cp, plan, "backward", lambda: (plan.check_batch(ctx.batch), details))
-        plan.check_batch(ctx.batch)
+            agree_on_call(cp, plan, "backward", lambda: (call.check_batch(), details))
+        call.check_batch()
         out, lse, offset, *tensors = ctx.saved_tensors
         tensors, of_scores = tensors[: ctx.saved], tensors[ctx.saved :]
         with cp.naming_errors("attention, backward"), no_autocast(out.device):
@@ -299,25 +299,25 @@ def attention(
     plan: Plan | None,
     **arguments: Any,
 ) -> Any:
-    check_context(cp, ContextParallel)
     flags = CallFlags(deterministic, return_max_logit, return_lse)
-    scores = ScoreTensors.given(arguments)
-    known = None if arguments or softmax_offset is not None else known_call(plan, cp, flags, scores, q, k, v)
-    if known is not None:
-        results = Attention.apply(known, q, k, v, None)
-        return asked_for(results, return_lse, return_max_logit)
+    scores = ScoreTensors.given(arguments) if arguments else NOT_GIVEN
     given = {"q": q, "k": k, "v": v}
     if torch.compiler.is_compiling():
         return _while_compiling(given, cp, flags, scores, softmax_offset, plan, arguments)
     refuse_transforms()
+    planned = isinstance(plan, Plan) and not checking()  # then the ranks do not meet
+    if isinstance(plan, Plan) and planned and not (arguments or torch.is_autocast_enabled(plan.compiled.device.type)):
+        tensors = q, k, v, softmax_offset
+        if (known := known_call(plan, cp, flags, scores, tensors)) is not None:
+            return asked_for(Attention.apply(known, *tensors), return_lse, return_max_logit)
+    check_context(cp, ContextParallel)
 
     def read() -> Call:
         return _asked(given, cp, flags, scores, softmax_offset, plan, arguments)
 
-    planned = isinstance(plan, Plan)  # then the ranks do not meet
-    asked = read() if planned and not checking() else agreed(cp, "an agreement on a call", read)
+    asked = read() if planned else agreed(cp, "an agreement on a call", read)
     with hide_from_checkpointing():
-        made = plan if planned else plan_of_call(asked)
+        made = plan if isinstance(plan, Plan) else plan_of_call(asked)
         call = agree_on_forward(asked, made)
     results = Attention.apply(call, *asked.tensors, asked.offset)
     results = placed_like(q, made.problem.qkv_format, results)
@@ -368,6 +368,7 @@ def _while_compiling(
     arguments: dict[str, Any],
 ) -> Any:
     """A call under torch.compile: an operator of the graph if there is a plan, else a graph break."""
+    check_context(cp, ContextParallel)
     eager = not can_travel(scores) or arguments.get("score_mod") is not None  # a graph has no digests
     if eager or not isinstance(plan, Plan) or any(hasattr(x, "placements") for x in given.values()):
         arguments = {**given, "cp": cp, "softmax_offset": softmax_offset, "plan": plan, **arguments, **scores.arguments}

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cp_fast.api.checked_calls import PLAIN_TENSORS, WORDS, agree_on_call, checking, describe
+from cp_fast.api.checked_calls import agree_on_call, checking, describe
 from cp_fast.api.compiled_plan import CompiledPlan
-from cp_fast.api.fast_context import ContextParallel, Signature
+from cp_fast.api.fast_context import PLAIN_TENSORS, WORDS, ContextParallel, Signature, call_key
 from cp_fast.api.plan import Plan, backend_for, prepared
 from cp_fast.compile.chosen_schedule import own_first
 from cp_fast.compile.index_tables import check_row_numbers
@@ -18,12 +18,12 @@ from cp_fast.kernels.attention.choose_backend import BACKENDS, features_of
 from cp_fast.runtime.handles import hide_from_checkpointing
 from cp_fast.runtime.prepared_exchange import prepares
 from cp_fast.runtime.run import CompiledCall
-from cp_ref.batches.tensors import bytes_of, needs_grad, refuse_transforms
+from cp_ref.batches.tensors import bytes_of, needs_grad
 from cp_ref.calls.attention_call import Call, CallFlags
 from cp_ref.calls.score_mod import with_digest
-from cp_ref.calls.scores import ScoreTensors, read_scores
+from cp_ref.calls.scores import NOT_GIVEN, ScoreTensors, read_scores
 from cp_ref.groups.agreement import agreed
-from cp_ref.problems.call_checks import check_plan_device, check_plan_owner
+from cp_ref.problems.call_checks import check_plan_device
 from cp_ref.problems.room import Agreement
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.words import Feature, Unsupported
@@ -199,110 +199,94 @@ class CheckedCall(NamedTuple):
     """A call with a plan that is checked: all of it but its tensors."""
 
     plan: Plan
+    batch: CompiledPlan  # the plan's, in the forward pass
     compiled: CompiledCall  # for the tensors' shapes
     cp: ContextParallel
     flags: CallFlags
-    number: int  # A checked call's: its backward pass is checked too. 0: it is not checked.
     scores: ScoreTensors | None  # Scores depend on these besides q and k. None: on nothing else.
+    number: int = 0  # A checked call's: its backward pass is checked too. 0: it is not checked.
+
+    def check_batch(self) -> None:
+        """Raise RuntimeError where the plan was updated since."""
+        if self.plan.compiled is not self.batch:
+            raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
+
+
+def known_call(
+    plan: Plan, cp: ContextParallel, flags: CallFlags, scores: ScoreTensors, tensors: Sequence[Any]
+) -> CheckedCall | None:
+    """A call of local tensors, without other arguments, if `check_planned_call` has seen one like it: of another layer
+    or step. tensors: q, k, v and offset.
+    """
+    batch, inputs = plan.compiled, None
+    key = call_key(cp, flags, tensors)
+    if key is None or (compiled := batch.calls.get(key)) is None:
+        return None
+    if not (compiled.position_free and (scores is NOT_GIVEN or _is_empty(scores))):
+        inputs = _known_scores(plan, scores, tensors[0])
+        if inputs is None:
+            return None
+    return CheckedCall(plan, batch, compiled, cp, flags, inputs)
+
+
+def check_planned_call(call: Call, plan: Plan) -> CheckedCall:
+    """Check that the tensors fit the plan, lie on its device, and that its kernel library has the features of the call,
+    unless such a call is known.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and the rule. Unsupported: naming what is missing.
+    """
+    problem, cp, flags, tensors = plan.problem, call.cp, call.flags, (*call.tensors, call.offset)
+    if call.plan is plan:
+        call.check_plan()
+    else:
+        call.check_placements(problem)
+    if (known := known_call(plan, cp, flags, call.scores, tensors)) is not None:
+        return known
+    call.check_tensors(problem, plan.room)
+    check_plan_device(plan.device, "q", call.tensors[0])
+    call.check_offset(problem)
+    if missing := _missing(plan, flags):
+        raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, "say so in make_plan")
+    scores, compiled = scores_with_plan(plan, call.scores, call.tensors[0]), compiled_call(plan, cp, *call.tensors)
+    if (key := call_key(cp, flags, tensors)) is not None:
+        plan.compiled.calls.find(key, lambda: compiled)
+    return CheckedCall(plan, plan.compiled, compiled, cp, flags, scores)
 
 
 def agree_on_forward(call: Call, plan: Plan) -> CheckedCall:
     """Check a call against its plan, which the user gave or `plan_of_call` made. Under `cp_fast.checked` agree on the
     call with all ranks.
     """
-    number, (q, k, v) = 0, call.tensors
+    if not checking():
+        return check_planned_call(call, plan)
 
-    def read() -> tuple[ScoreTensors | None, list[tuple[str, object]]]:
-        scores, grads = check_planned_call(call, plan), needs_grad(*call.tensors, call.offset)
-        shapes = [describe(*one) for one in {"q": q, "k": k, "v": v, "softmax_offset": call.offset}.items()]
+    def read() -> tuple[CheckedCall, list[tuple[str, object]]]:
+        found, grads = check_planned_call(call, plan), needs_grad(*call.tensors, call.offset)
+        tensors = dict(zip(("q", "k", "v", "softmax_offset"), (*call.tensors, call.offset), strict=True))
+        shapes = [describe(*one) for one in tensors.items()]
         how = zip(CallFlags._fields, call.flags, strict=True)
-        return scores, [*shapes, *how, *_values(call.scores), ("requires_grad", grads)]
+        return found, [*shapes, *how, *_values(call.scores), ("requires_grad", grads)]
 
-    if checking():
-        scores, number = agree_on_call(call.cp, plan, "forward", read)
-    else:
-        scores = check_planned_call(call, plan)
-    return CheckedCall(plan, compiled_call(plan, call.cp, q, k, v), call.cp, call.flags, number, scores)
-
-
-def check_planned_call(call: Call, plan: Plan) -> ScoreTensors | None:
-    """Check that the tensors fit the plan, lie on its device, and that its kernel library has the features of the call.
-
-    Returns:
-        What scores depend on besides q and k; None for nothing.
-
-    Raises:
-        ValueError, TypeError: naming the argument, its value and the rule. Unsupported: naming what is missing.
-    """
-    problem, (q, k, v) = plan.problem, call.tensors
-    if call.plan is plan:
-        call.check_plan()
-    else:
-        call.check_placements(problem)
-    if _known(plan.compiled, call.cp, q, k, v) is None:
-        call.check_tensors(problem, plan.room)
-        check_plan_device(plan.device, "q", q)
-    call.check_offset(problem)
-    if missing := _missing(plan, call.flags):
-        raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, "say so in make_plan")
-    return scores_with_plan(plan, call.scores, q)
-
-
-def known_call(
-    plan: Any, cp: ContextParallel, flags: CallFlags, scores: ScoreTensors, q: Any, k: Any, v: Any
-) -> CheckedCall | None:
-    """This call as an equal one before, of another layer or step, if it needs no more checks. Only for plain tensors in
-    plain eager mode, without an offset.
-
-    Raises:
-        ValueError: the plan is another context's. NotImplementedError: inside a transform of torch.func.
-    """
-    if torch.compiler.is_compiling() or not isinstance(plan, Plan) or checking() or {*map(type, flags)} != {bool}:
-        return None
-    batch, inputs = plan.compiled, None
-    if batch.problem.softmax_type == "learnable" or torch.is_autocast_enabled(batch.device.type):
-        return None
-    found = _known(batch, cp, q, k, v)
-    if found is None or ((flags.deterministic or flags.return_max_logit) and _missing(plan, flags)):
-        return None
-    if not (found.position_free and _is_empty(scores)):
-        inputs = _known_scores(plan, scores, q)
-        if inputs is None:
-            return None
-    refuse_transforms()
-    check_plan_owner(batch.problem, batch.rank, cp)
-    return CheckedCall(plan, found, cp, flags, 0, inputs)
-
-
-def _known(batch: CompiledPlan, cp: ContextParallel, q: Any, k: Any, v: Any) -> CompiledCall | None:
-    """The batch compiled for tensors of these kinds, if they were checked; the checks of plain ones read no more."""
-    if PLAIN_TENSORS.issuperset((type(q), type(k), type(v))):
-        return batch.calls.get(_key(batch, cp, q, k, v))
-    return None
+    found, number = agree_on_call(call.cp, plan, "forward", read)
+    return found._replace(number=number)
 
 
 def compiled_call(plan: Plan, cp: ContextParallel, q: Any, k: Any, v: Any) -> CompiledCall:
-    """The plan compiled for checked tensors, or for their kinds (`Kind`)."""
+    """The plan compiled for checked tensors, or for their kinds (`Kind`), and for the transport, if it prepares
+    exchanges.
+    """
     batch = plan.compiled
-    key = _key(batch, cp, q, k, v)
+    comm = batch.group(cp.comm)
+    transport = comm if prepares(comm) else None
+    key = transport, *((x.shape, x.dtype, x.device, x.layout) for x in (q, k, v))
 
     def make() -> CompiledCall:
         packing, sizes = batch.packing, (batch.packing.rows(q.shape), batch.packing.rows(k.shape))
         how = packing, batch.instructions, batch.positions, batch.backend
-        return CompiledCall(*how, key[0], sizes, q.dtype, q.device)
+        return CompiledCall(*how, transport, sizes, q.dtype, q.device)
 
     return batch.calls.find(key, make)
-
-
-def _key(batch: CompiledPlan, cp: ContextParallel, q: Any, k: Any, v: Any) -> Any:
-    """All values that a compiled call depends on. The transport comes first, if it prepares exchanges."""
-    comm = batch.group(cp.comm)
-    return (
-        comm if prepares(comm) else None,
-        (q.shape, q.dtype, q.device, q.layout),
-        (k.shape, k.dtype, k.device, k.layout),
-        (v.shape, v.dtype, v.device, v.layout),
-    )
 
 
 def _missing(plan: Plan, flags: CallFlags) -> set[Feature]:

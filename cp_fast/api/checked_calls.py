@@ -23,9 +23,7 @@ from cp_ref.groups.agreement import agreed
 from cp_ref.problems.room import Agreement
 
 __all__ = [
-    "PLAIN_TENSORS",
     "VARIABLE",
-    "WORDS",
     "agree_on_call",
     "checked",
     "checking",
@@ -179,10 +177,6 @@ def agree_on_call(
         where = f"{what}, call {number}{f' in {module}' if module else ''}"
         raise ValueError(f"checked, {where}: {refused}") from None
     return result, number
-
-
-PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
-WORDS = {str, int, float, bool, type(None)}  # Equal values of one of these types mean the same.
 
 
 def describe(name: str, x: Any) -> tuple[str, object]:

@@ -36,7 +36,7 @@ from cp_ref.schedules.schedule import Schedule
 
 __all__ = ["CompiledPlan", "compile_plan"]
 
-_CALLS = 16  # Known calls of a batch.
+_CALLS = 32  # known calls of a batch
 Tables = TypeVar("Tables")
 
 
@@ -61,8 +61,8 @@ class CompiledPlan:
         fixed: the tables that all batches share, if there is room.
         messages: the transport: the memory of the group's ranks (`cp_fast.transport`), or None for the group itself.
         kept, needs_inputs: see `Programs.kept_tensors` and `Programs.needs_inputs`.
-        calls: the known calls: attention compiled for the kinds of its tensors, the kinds of tensors that its scores
-            were checked for, and checked calls of other layers.
+        calls: the known calls of attention and of other layers, attention compiled for the kinds of its tensors, and
+            the kinds of tensors that its scores were checked for.
         tables: the tables of other layers, by their kind.
     """
 
@@ -93,7 +93,11 @@ class CompiledPlan:
     def schedule(self) -> Schedule:
         """The sends, receives and tiles of every rank, step by step; `instructions` comes from this rank's part."""
         return self.custom or chosen_schedule(
-            self.problem, self.head_chunks, {self.rank: self.steps}, self.own_keys_first
+            self.problem,
+            self.head_chunks,
+            {self.rank: self.steps},
+            self.own_keys_first,
+            key_block=self.backend.key_block,
         )
 
     def group(self, comm: Group) -> Group:
@@ -146,7 +150,8 @@ def compile_plan(
     if custom is None:
         first = own_first(problem, deterministic=deterministic, in_place=room is not None)
         head_chunks = () if "forward" in first else choose_head_chunks(problem)
-        steps, saved = chosen_rank_schedule(problem, rank, head_chunks, first), saved_kinds(problem)
+        steps = chosen_rank_schedule(problem, rank, head_chunks, first, key_block=backend.key_block)
+        saved = saved_kinds(problem)
     else:
         head_chunks = first = ()
         steps, saved = (in_order(custom.forward[rank]), in_order(custom.backward[rank])), custom.saved

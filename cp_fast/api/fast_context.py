@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_fast.kernels.attention.choose_backend import BACKENDS
@@ -16,6 +17,8 @@ from cp_ref.groups import context
 from cp_ref.groups.process_groups import error_context
 
 __all__ = [
+    "PLAIN_TENSORS",
+    "WORDS",
     "Agreements",
     "ContextParallel",
     "GroupLock",
@@ -23,6 +26,7 @@ __all__ = [
     "PlanCache",
     "Signature",
     "agreements_of",
+    "call_key",
     "locks_of",
 ]
 
@@ -35,43 +39,13 @@ __all__ = [
 
 
 class GroupLock:
-    """The lock of one group: the thread inside a call, and the call's name."""
+    """The lock of one group: the thread inside a call and the call's name, and how many checked calls there were."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._what = ""
-        self._number = 0
-
-    def next_number(self) -> int:
-        """Count a call."""
-        self._number += 1
-        return self._number
-
-    def acquire_for(self, what: str) -> bool:
-        """Take it, for `what`; False if this thread already has it.
-
-        Raises:
-            RuntimeError: another thread has it.
-        """
-        here = threading.current_thread()
-        if self._thread is here:
-            return False
-        if not self._lock.acquire(blocking=False):
-            other = self._thread
-            raise RuntimeError(
-                f"{what} begins in thread {here.name!r} while {self._what} runs in thread "
-                f"{'?' if other is None else other.name!r} on the same group: their messages would mix. Call one after "
-                "the other, in the same order on all ranks, or give each thread a group of its own "
-                "(torch.distributed.new_group)"
-            )
-        self._thread, self._what = here, what
-        return True
-
-    def release(self) -> None:
-        """Release it."""
-        self._thread = None
-        self._lock.release()
+        self.lock = threading.Lock()
+        self.thread: threading.Thread | None = None
+        self.what = ""
+        self.number = 0
 
 
 _locks: WeakKeyDictionary[Any, GroupLock] = WeakKeyDictionary()
@@ -96,7 +70,7 @@ def _lock_of(part: Any) -> GroupLock:
 
 class HoldLocks(error_context):
     """Hold all of a context's locks while `what` is called, which errors of messages then name. Locks that this thread
-    already has stay with it.
+    already holds stay with it.
 
     Raises:
         RuntimeError: another thread has one of them.
@@ -109,21 +83,31 @@ class HoldLocks(error_context):
         self._taken: list[GroupLock] = []
 
     def __enter__(self) -> None:
+        here, what = threading.current_thread(), self._what
         error_context.__enter__(self)
-        try:
-            for lock in self._locks:
-                if lock.acquire_for(self._what):
-                    self._taken.append(lock)
-        except RuntimeError as error:
-            self.__exit__(RuntimeError, error, None)
-            raise
+        for lock in self._locks:
+            if lock.thread is here:
+                continue
+            if not lock.lock.acquire(blocking=False):
+                other = lock.thread
+                self.__exit__(None, None, None)
+                raise RuntimeError(
+                    f"{what} begins in thread {here.name!r} while {lock.what} runs in thread "
+                    f"{'?' if other is None else other.name!r} on the same group: their messages would mix. Call one "
+                    "after the other, in the same order on all ranks, or give each thread a group of its own "
+                    "(torch.distributed.new_group)"
+                )
+            lock.thread, lock.what = here, what
+            self._taken.append(lock)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             error_context.__exit__(self, kind, error, trace)
         finally:
             while self._taken:
-                self._taken.pop().release()
+                held = self._taken.pop()
+                held.thread = None
+                held.lock.release()
 
 
 # ---- caches of plans and calls
@@ -133,9 +117,9 @@ class HoldLocks(error_context):
 # No key has a tensor's address or version: a replayed CUDA graph can change the values of a tensor without changing
 # either. The oldest entry is dropped first, even if it is used often. Threads may use a cache at the same time.
 #
-# A plan has a cache of its known calls: attention compiled for the shapes of q, k and v, the kinds of tensors that its
-# scores were checked for, and checked calls of linear layers. A group has a cache of agreements, by fingerprint. Each
-# agreement has a cache of this rank's plans, by signature.
+# A plan has a cache of its known calls (`call_key`), of attention compiled for its shapes, and of the kinds of tensors
+# that its scores were checked for. A group has a cache of agreements, by fingerprint. Each agreement has a cache of
+# this rank's plans, by signature.
 #
 # All ranks must make the same decision whether to send messages to agree. It depends only on whether this agreement
 # (the problem and the flags) is in the group's cache. An agreement is stored when all ranks have it, and the oldest is
@@ -181,6 +165,33 @@ class PlanCache(Generic[K, V]):
         """The keys and values, the newest first."""
         with self._lock:
             return [*self._values.items()][::-1]
+
+
+PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
+WORDS = {str, int, float, bool, type(None)}  # Equal values of one of these types mean the same.
+
+
+def call_key(cp: ContextParallel, words: tuple[Any, ...], tensors: Iterable[Any]) -> Any:
+    """The key of a call among the known calls of its plan: all values that its checks read. None for a call that is
+    always checked, such as one with a wrong context.
+
+    Args:
+        words: its arguments that are no tensors.
+        tensors: its tensors; None for those that it lacks.
+    """
+    types = (*map(type, words),)  # since True == 1 == 1.0
+    if not isinstance(cp, ContextParallel) or not WORDS.issuperset(types):
+        return None
+    kinds, differentiable = list[Any](), False
+    for x in tensors:
+        if x is None:
+            kinds.append(None)
+        elif type(x) not in PLAIN_TENSORS or x.is_nested:  # nested ones have no shape, and are refused
+            return None
+        else:
+            kinds.append((x.shape, x.dtype, x.device, x.layout))
+            differentiable = differentiable or x.requires_grad
+    return cp.token, words, types, differentiable and torch.is_grad_enabled(), *kinds
 
 
 class Signature(NamedTuple):
@@ -248,7 +259,8 @@ class ContextParallel(OfThisProcess, context.ContextParallel):
         super().__post_init__()
         self._locks = locks_of(self.group)
         self.agreements = agreements_of(self._locks)  # of all contexts of the group
-        self.handle = new_handle(self)  # what torch.compile knows this context by
+        self.token = object()  # what known calls know it by: a plan keeps no group alive
+        self.handle = new_handle(self)  # what torch.compile knows it by
 
     def naming_errors(self, what: str) -> AbstractContextManager[None]:
         """While a call is made, also: RuntimeError where another thread is inside one on the same group."""
@@ -256,4 +268,6 @@ class ContextParallel(OfThisProcess, context.ContextParallel):
 
     def next_number(self) -> int:
         """Of the checked calls on the group, from 1."""
-        return self._locks[0].next_number()
+        first = self._locks[0]
+        first.number += 1
+        return first.number

@@ -93,11 +93,6 @@ class Plan(OfThisProcess, plans.Plan):
         object.__setattr__(self, "compiled", compiled)
         object.__setattr__(self, "handle", new_handle(self))
 
-    def check_batch(self, compiled: CompiledPlan) -> None:
-        """Raise RuntimeError unless this is the plan's batch still, in the backward pass of a call."""
-        if self.compiled is not compiled:
-            raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
-
     def __copy__(self) -> Plan:
         return replaced(self)
 
@@ -115,10 +110,10 @@ class Plan(OfThisProcess, plans.Plan):
         library over the whole batch on one GPU; see docs/how_to/bits.md. Gradients are among them if the plan was made
         with `deterministic=True`. A plan that is updated in place promises none.
         """
-        if self.room is not None or not self.backend.equal_bits:
+        block, problem = self.backend.key_block, self.compiled.packing.packed_problem
+        if self.room is not None or not block:
             return ()
-        areas = self.compiled.packing.packed_problem.workload.areas
-        return same_bits(self.instructions, areas, deterministic=self.deterministic)
+        return same_bits(self.instructions, problem, deterministic=self.deterministic, key_block=block)
 
     @property
     def position_ids(self) -> torch.Tensor:

@@ -76,7 +76,7 @@ def choose_head_chunks(problem: Problem) -> tuple[int, ...]:
     ways = ways_to_cut(heads, results_leave=not gathers)
     times = {cut: sum(_time(one, cut, rings, at) for one in passes) for cut in ways}
     best, whole = min(times, key=times.__getitem__), (heads,)
-    gain = _LEAST_GAIN if gathers else at.least_gain
+    gain = _least_gain(problem) if gathers else at.least_gain
     return best if best != whole and times[best] <= (1 - gain) * times[whole] else ()
 
 
@@ -134,10 +134,19 @@ def _passes(problem: Problem, at: Costs) -> tuple[_PassTimes, _PassTimes]:
     )
 
 
-# Measured on two H200s, 16,384 tokens each, 32 heads over 8 and over 32 (`benchmarks/results/by_heads_2x_h200.txt`).
-_LEAST_GAIN = 0.02  # Of the time. In both passes together two chunks of 8 kv heads were no faster than one launch.
+# Measured on two and four H200s, 16,384 tokens each (`benchmarks/results`: `by_heads_2x_h200.txt`,
+# `head_chunks_4x_h200.txt`).
+_LEAST_GAIN = 0.01  # Of the time: one document over four GPUs gained 2 % by (1, 7) where the estimate says 1.6 %.
+_LEAST_GAIN_OF_SEVERAL = 0.1  # Five documents lost 9 % by (1, 7) where the estimate says that they gain 3 %.
+_NEARLY_ALL = 0.9  # Of the visible pairs. A batch in which one document has them is taken for one document.
 _STEPS_A_HOST_STEP = 3  # A step of all_gather has a launch and one kind of message: a third of one of a2a.
 _SLOWED = 1.4  # Messages move 242 GB/s during a launch.
+
+
+def _least_gain(problem: Problem) -> float:
+    """The share of the time that head chunks of all_gather have to save, by the estimate."""
+    pairs = problem.workload.areas.pairs
+    return _LEAST_GAIN if pairs.max(initial=0) >= _NEARLY_ALL * pairs.sum() else _LEAST_GAIN_OF_SEVERAL
 
 
 def _gathering_pass(problem: Problem, at: Costs) -> _PassTimes:
@@ -333,13 +342,21 @@ def _hidden(problem: Problem, step: Step, tiles: Tiles) -> bool:
 
 
 def chosen_rank_schedule(
-    problem: Problem, rank: int, head_chunks: tuple[int, ...], first: tuple[str, ...] | None = None
+    problem: Problem,
+    rank: int,
+    head_chunks: tuple[int, ...],
+    first: tuple[str, ...] | None = None,
+    *,
+    key_block: int = 0,
 ) -> Schedules:
-    """One rank's forward and backward schedule. `first`: the passes in which own keys attend first; None for those that
-    `own_first` chooses.
+    """One rank's forward and backward schedule.
+
+    Args:
+        first: the passes in which own keys attend first; None for those that `own_first` chooses.
+        key_block: of the kernel library (`Backend`).
     """
     first = own_first(problem) if first is None else first
-    return _chosen(problem, RingMembers(problem.workload), rank, head_chunks, first)
+    return _Chosen(problem, head_chunks, first, key_block).schedules(rank)
 
 
 def chosen_schedule(
@@ -347,28 +364,33 @@ def chosen_schedule(
     head_chunks: tuple[int, ...],
     known: dict[int, Schedules],
     first: tuple[str, ...] | None = None,
+    *,
+    key_block: int = 0,
 ) -> Schedule:
     """The schedule of all ranks. `known`: the results of `chosen_rank_schedule` for some of them."""
-    members, first = RingMembers(problem.workload), own_first(problem) if first is None else first
-    rank_schedules = [
-        known.get(rank) or _chosen(problem, members, rank, head_chunks, first) for rank in range(problem.cp_size)
-    ]
+    chosen = _Chosen(problem, head_chunks, own_first(problem) if first is None else first, key_block)
+    rank_schedules = [known.get(rank) or chosen.schedules(rank) for rank in range(problem.cp_size)]
     forward, backward = zip(*rank_schedules, strict=True)
     return Schedule(problem.cp_comm_type, (problem.heads_q, problem.heads_kv), forward, backward, saved_kinds(problem))
 
 
-def _chosen(
-    problem: Problem, members: RingMembers, rank: int, head_chunks: tuple[int, ...], first: tuple[str, ...]
-) -> Schedules:
-    if not first:
-        found = plan_rank(problem, members, rank, head_chunks)
-    else:
-        whole = plan_rank(problem, members, rank)
-        cut = plan_rank(problem, members, rank, head_chunks) if head_chunks else whole
-        names = "forward", "backward"
-        forward, backward = (
-            own_keys_first(members, rank, at_once) if name in first else in_chunks
-            for name, at_once, in_chunks in zip(names, whole, cut, strict=True)
-        )
-        found = forward, backward
-    return own_keys_wait(problem, found) if problem.areas is not None and is_on("delay_keys") else found
+class _Chosen:
+    """What all ranks of a schedule have in common."""
+
+    def __init__(self, problem: Problem, head_chunks: tuple[int, ...], first: tuple[str, ...], key_block: int) -> None:
+        self.problem, self.head_chunks, self.first = problem, head_chunks, first
+        self.in_blocks = RingMembers(problem.workload, key_block=max(key_block, 1))
+        self.members = RingMembers(problem.workload) if first and key_block > 1 else self.in_blocks
+
+    def schedules(self, rank: int) -> Schedules:
+        """One rank's, forward and backward: own keys first, or all keys that a query sees at once, in whole blocks."""
+        problem, first = self.problem, self.first
+        found = plan_rank(problem, self.in_blocks, rank, self.head_chunks)
+        if first:
+            at_once = plan_rank(problem, self.members, rank)
+            forward, backward = (
+                own_keys_first(self.members, rank, whole) if name in first else in_chunks
+                for name, whole, in_chunks in zip(("forward", "backward"), at_once, found, strict=True)
+            )
+            found = forward, backward
+        return own_keys_wait(problem, found) if problem.areas is not None and is_on("delay_keys") else found

@@ -6,7 +6,7 @@ lowering of attention's (`cp_fast.compile.lower`), run by the same loop, and pri
     gather      own rows, and those that arrive      -> one buffer of the rows that the rank computes with
     give back   results for the rows of this buffer  -> sums for the own rows, of all ranks
 
-A result begins as the rank's own part. What others send is added in the order of the steps, and of the messages of a
+A result begins as the rank's own part. Results of others are added in the order of the steps, and of the messages of a
 step. So the sums have the same bits in every call.
 """
 
@@ -47,7 +47,7 @@ class ExchangedRows:
 
 
 class RowMessages(NamedTuple):
-    """What an exchange is lowered from.
+    """A rank's messages and rows, from which an exchange is lowered.
 
     Attributes:
         rows: those that are gathered, by kind.

@@ -1,9 +1,9 @@
 """Which results of a plan have the bits of one launch over the whole batch on one GPU: a proof on its launches.
 
-A row's result has them if one segment of one launch has all keys that the row sees, in the order of the document, from
-the first key of the row's area on. Then a kernel meets the same keys in the same blocks. Neighbouring rows and
-documents do not matter, and nothing is added to the result. For example, one document of 16 tokens over two ranks,
-on rank 1:
+A row's result has them if one segment of one launch has all keys that the row sees, in the order of the document, and
+begins with the first key of the row's area, or a whole number of blocks behind it. Then a kernel meets the same keys in
+the same blocks. Neighbouring rows and documents do not matter, and nothing is added to the result. For example, one
+document of 16 tokens over two ranks, on rank 1:
 
     all_gather    queries [4:12), keys [0:12)                          the row's keys, from the first one on
     p2p           queries [4:12), keys [4:12); then the same, [0:4)    two partial results, which are added
@@ -21,25 +21,29 @@ import numpy as np
 
 from cp_fast.compile.program import BufferSpec, Launch, Program, Programs, Recv
 from cp_ref.schedules.areas import Areas
-from cp_ref.schedules.table import Column, Spans, ranges, runs
+from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.table import Column, Spans, ranges, runs, starts_of
 
 __all__ = [
+    "from_first_keys",
     "same_bits",
 ]
 
 
-def same_bits(programs: Programs[Any], areas: Areas, *, deterministic: bool) -> tuple[str, ...]:
+def same_bits(programs: Programs[Any], problem: Problem, *, deterministic: bool, key_block: int) -> tuple[str, ...]:
     """The results, of "out", "lse", "dq", "dk" and "dv", that have the bits of one launch over all areas.
 
     Args:
         programs: of one rank, with their batches on the host.
-        areas: those of the packed problem.
+        problem: the packed one.
         deterministic: whether backward launches give equal bits in every run; else no gradient has them.
+        key_block: of the kernel library (`Backend`).
     """
-    if not areas.queries.disjoint:
+    areas = problem.workload.areas
+    if not areas.queries.disjoint or not from_first_keys(problem):
         return ()
-    forward = _judged(programs.forward, areas)
-    backward = _judged(programs.backward, areas) if deterministic else _Judged(False, False)
+    forward = _judged(programs.forward, areas, key_block)
+    backward = _judged(programs.backward, areas, key_block) if deterministic else _Judged(False, False)
     received = (programs.backward.buffers[one.buffer] for one in programs.backward.of(Recv))
     added = not areas.keys.disjoint or any(map(_is_added, received))
     found = ("out", "lse") if forward.rows else ()
@@ -51,6 +55,13 @@ def _is_added(received: BufferSpec) -> bool:
     return received.kind == "dkv" and not received.parts
 
 
+def from_first_keys(problem: Problem) -> bool:
+    """Whether all areas begin with the first key of a sequence. If nobody sees that one, they do not."""
+    if problem.areas is not None:
+        return True  # One launch over areas has a segment for each.
+    return bool(np.isin(problem.workload.areas.k_start, starts_of(problem.lengths.slots("kv"))).all())
+
+
 class _Judged(NamedTuple):
     """Whether all segments of a pass have all keys of their rows, and all rows of their keys too."""
 
@@ -58,7 +69,7 @@ class _Judged(NamedTuple):
     keys: bool
 
 
-def _judged(program: Program[Any], areas: Areas) -> _Judged:
+def _judged(program: Program[Any], areas: Areas, key_block: int) -> _Judged:
     order = np.argsort(areas.q_start, kind="stable")
     by_rows = areas.take(order)
     rows = keys = True
@@ -71,8 +82,12 @@ def _judged(program: Program[Any], areas: Areas) -> _Judged:
         a = by_rows.take(np.maximum(area, 0))
         inside = (area >= 0) & (q.stop <= a.q_stop)
         start, stop = k.start[q.segment], k.stop[q.segment]
-        seen = np.minimum(a.k_stop, q.stop + a.hi)  # The last row sees the keys before this one.
-        rows = rows and bool((inside & (start == a.k_start) & (stop >= seen)).all())
+        first, seen = (
+            q.start + a.lo,
+            np.minimum(a.k_stop, q.stop + a.hi),
+        )  # The first row sees from, the last one up to.
+        whole = (start == a.k_start) | ((start <= first) & ((start - a.k_start) % key_block == 0))
+        rows = rows and bool((inside & whole & (stop >= seen)).all())
         first, last = np.maximum(a.q_start, a.k_start - a.hi), np.minimum(a.q_stop, a.k_stop - a.lo)
         keys = keys and rows and bool(((q.start <= first) & (q.stop >= last)).all())
     return _Judged(rows, keys)

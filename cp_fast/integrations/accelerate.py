@@ -27,8 +27,8 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.image_models import find_images
 from cp_fast.integrations.hugging_face.model_batches import FLAT, positions_said
 from cp_fast.integrations.hugging_face.model_call import ModelCall
-from cp_fast.integrations.hugging_face.model_edge import edge_of
 from cp_fast.integrations.hugging_face.model_task import with_output
+from cp_fast.integrations.hugging_face.prepared_model import prepared_model
 from cp_fast.integrations.hugging_face.router_losses import routing_asked_for
 from cp_fast.integrations.hugging_face.token_mixers import refuse_adapters
 from cp_fast.integrations.shared.own_numbers import own_numbers
@@ -188,7 +188,7 @@ class _Switch:
         count = merged(self.cp, "a count of labels", lambda: _read_call(model, batch, given), sum)
         labels, targets = given.get("labels"), given.get("shift_labels")
         if labels is not None:
-            if targets is None and edge_of(model).task.labels_head(type(model).__name__).shifts:
+            if targets is None and prepared_model(model).task.labels_head(type(model).__name__).shifts:
                 given["shift_labels"] = targets = self._shifted(batch, labels)
                 count = int(all_reduce_sum(self.cp.comm, (targets != -100).sum()))
             said = given.get("num_items_in_batch")
@@ -211,7 +211,7 @@ class _Switch:
             return out
         call, evaluated = given.get("cp_batch"), not torch.is_grad_enabled()
         if evaluated:
-            self.evaluated = None if edge_of(model).task.pools else self.batch
+            self.evaluated = None if prepared_model(model).task.pools else self.batch
         loss = out.get("loss") if isinstance(out, Mapping) else out[0]
         if loss is None or loss.dim():
             return out
@@ -382,7 +382,7 @@ def _read_call(model: Any, batch: _Batch, given: dict[str, Any]) -> int:
         if given.get("shift_labels") is not None:
             raise NotImplementedError(f"{name} {_OWN_LOSS}")
         return 0
-    if not edge_of(model).task.labels_head(name).shifts:
+    if not prepared_model(model).task.labels_head(name).shifts:
         given.pop("shift_labels", None)  # which Trainer makes for every model
     return int((given.get("shift_labels", given["labels"]) != -100).sum())
 

@@ -30,7 +30,7 @@ from cp_fast.integrations.diffusion.cut_points import Plan, plan_of
 from cp_fast.integrations.diffusion.joint_attention import Seen, attend_over_ranks, lengths
 from cp_fast.integrations.diffusion.stream_probe import Learned, Probe, learn
 from cp_fast.integrations.diffusion.token_cuts import (
-    Call,
+    SlicedCall,
     Window,
     checkpoint_inside,
     current,
@@ -56,7 +56,7 @@ def use(model: Model, cp: Any, *, plan: Any = None) -> Model:
 
     Every rank calls it with the same arguments, and gets the whole output. Inside, the tokens of video, image, audio
     and text are cut where the model's plan says so, and its attention becomes `cp_fast`'s. Cross attention to a text
-    that every rank has whole stays as it was. The first call of a kind (of other arguments, or of tensors with other
+    that every rank has whole does not change. The first call of a kind (of other arguments, or of tensors with other
     numbers of axes) runs the model some times more without gradients, on slices and with attention that passes each
     token on alone: it learns what each attention joins, and raises if something else mixes tokens.
 
@@ -123,7 +123,7 @@ def _context_of(config: Any, device: torch.device) -> ContextParallel:
 
 @dataclass(eq=False)
 class _State:
-    """What a model in use knows.
+    """A model in use.
 
     Attributes:
         cp: its context, with layout "contiguous".
@@ -181,7 +181,7 @@ class _Everything(set[str]):
 
 @functools.cache
 def _backend_of(where: str) -> Any:
-    """A backend of diffusers' attention dispatcher that knows its layer's name. It is a value beside those of
+    """A backend of diffusers' attention dispatcher that knows its layer's name. It is one more value than those of
     AttentionBackendName, so none of them changes.
     """
     dispatch = importlib.import_module("diffusers.models.attention_dispatch")
@@ -235,14 +235,14 @@ def _attend(
 # ---- a call
 
 
-class _Spread(Call):
+class _Spread(SlicedCall):
     """A call over ranks."""
 
     learned: Learned
     kernels: dict[str, Any]
 
     def seen(self, where: str, queries: int, keys: int) -> Seen:
-        """What a layer's attention with so many rows is made of."""
+        """How a layer's attention with so many rows joins its streams."""
 
         def fits(streams: tuple[str, ...] | None, rows: int) -> bool:
             return streams is None or lengths(streams, self) == rows
@@ -260,7 +260,7 @@ class _Spread(Call):
 
 def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The model's forward, with its tokens cut."""
-    if isinstance(current(), Call):
+    if isinstance(current(), SlicedCall):
         raise RuntimeError(f"{type(model).__name__} is called inside of a call of a model over ranks")
     state: _State = model.__dict__["_cp_fast_state"]
     entries = _agreed(model, state, args, kwargs)

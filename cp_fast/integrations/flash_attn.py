@@ -14,7 +14,7 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.drop_in import (
     Asked,
-    Rows,
+    GivenLengths,
     as_flash_attn,
     drop_in,
     lengths_of_both,
@@ -50,7 +50,7 @@ def flash_attn_func(
     *,
     cp: ContextParallel,
 ) -> Asked:
-    """`flash_attn.flash_attn_func` of this rank's slices. Collective.
+    """Compute `flash_attn.flash_attn_func` of this rank's slices. Collective.
 
     Args:
         q, k, v: this rank's slices, [b, s/cp, h, d], as `cp_fast.shard` cuts them.
@@ -87,7 +87,7 @@ def flash_attn_varlen_func(
     *,
     cp: ContextParallel,
 ) -> Asked:
-    """`flash_attn.flash_attn_varlen_func` of this rank's slices. Collective.
+    """Compute `flash_attn.flash_attn_varlen_func` of this rank's slices. Collective.
 
     Args:
         q, k, v: this rank's slices of the packed tensors, [t/cp, h, d], as `cp_fast.shard` cuts them.
@@ -99,7 +99,7 @@ def flash_attn_varlen_func(
     Raises:
         NotImplementedError: dropout_p or block_table is given. The others: as `cp_fast.attention`.
     """
-    return as_flash_attn("flash_attn_varlen_func", locals(), lambda given: Rows.packed(*lengths_of_both(given)))
+    return as_flash_attn("flash_attn_varlen_func", locals(), lambda given: GivenLengths.packed(*lengths_of_both(given)))
 
 
 @drop_in()
@@ -121,7 +121,9 @@ def _varlen_of_one_length(
     cp: ContextParallel,
 ) -> Asked:
     """`flash_attn_varlen_func` of keys as long as the queries."""
-    return as_flash_attn("flash_attn_varlen_qkvpacked_func", locals(), lambda given: Rows.packed(lengths_of_one(given)))
+    return as_flash_attn(
+        "flash_attn_varlen_qkvpacked_func", locals(), lambda given: GivenLengths.packed(lengths_of_one(given))
+    )
 
 
 flash_attn_qkvpacked_func: Any = taking_qkv(flash_attn_func)

@@ -100,7 +100,7 @@ def _ranks(given: dict[str, Any]) -> Ranks:
 
 @collective(_ranks)
 def token_mean(losses: torch.Tensor, counted: torch.Tensor, *, over: Any, averaged_over: Any = None) -> torch.Tensor:
-    """This rank's part of the mean loss of all counted tokens of the ranks. Collective, forward only.
+    """Compute this rank's part of the mean loss of all counted tokens of the ranks. Collective, forward only.
 
     Args:
         losses: one a token, any shape, of a floating dtype.
@@ -141,7 +141,7 @@ def token_mean(losses: torch.Tensor, counted: torch.Tensor, *, over: Any, averag
 
 @collective(_ranks)
 def count_tokens(counted: torch.Tensor, *, over: Any) -> torch.Tensor:
-    """How many tokens count on all ranks of `over` (see `token_mean`): int64, no axis. Collective."""
+    """Count how many tokens count on all ranks of `over` (see `token_mean`): int64, no axis. Collective."""
 
     def read() -> int:
         _check_counted(counted)
@@ -151,7 +151,7 @@ def count_tokens(counted: torch.Tensor, *, over: Any) -> torch.Tensor:
 
 
 def loss_for_backward(part: torch.Tensor, *, averaged_over: Any) -> torch.Tensor:
-    """The loss to call `backward` on, from this rank's part of a mean: gradients are then those of the mean.
+    """Return the loss to call `backward` on, from this rank's part of a mean: gradients are then those of the mean.
 
     A part is this rank's sum of losses over the number of labels of all ranks: the loss of a model that was given what
     `shard_batch` returns. The gradients of all ranks' parts have to be added up. Wrappers average them instead, over

@@ -38,7 +38,7 @@ _PACKED = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_k
 
 
 def use_cp_fast(spec: Any) -> Any:
-    """A specification of Megatron with `CoreAttention` in every attention of it; the given one does not change.
+    """Make a specification of Megatron with `CoreAttention` in every attention of it; the given one does not change.
 
     If a layer's self attention is Megatron's SelfAttention, the layer takes batches of layout "balanced" too.
 
@@ -92,7 +92,8 @@ def _attentions(spec: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
 
 
 class CoreAttention(torch.nn.Module):
-    """The arguments are those that SelfAttention gives to every core attention.
+    """A core attention of Megatron over ranks. Its arguments are those that SelfAttention gives to every core
+    attention.
 
     Raises:
         NotImplementedError: dropout. ValueError: "a2a+p2p" without hierarchical groups; config.context_parallel_size is

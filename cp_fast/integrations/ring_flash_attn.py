@@ -17,7 +17,7 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.drop_in import (
     Asked,
-    Rows,
+    GivenLengths,
     as_flash_attn,
     drop_in,
     lengths_of_both,
@@ -64,7 +64,7 @@ def ring_flash_attn_func(
     *,
     cp: ContextParallel,
 ) -> Asked:
-    """Attention of [b, s/cp, h, d], rank r holding the r-th of cp equal parts. Collective.
+    """Compute attention of [b, s/cp, h, d], rank r holding the r-th of cp equal parts. Collective.
 
     Returns:
         out, or with return_attn_probs (out, lse, None), lse [b, h, s/cp].
@@ -91,7 +91,7 @@ def zigzag_ring_flash_attn_func(
     *,
     cp: ContextParallel,
 ) -> Asked:
-    """Attention of [b, s/cp, h, d], rank r holding chunks r and 2 * cp - 1 - r. Collective.
+    """Compute attention of [b, s/cp, h, d], rank r holding chunks r and 2 * cp - 1 - r. Collective.
 
     Returns:
         out, or with return_attn_probs (out, lse, None), lse [b, h, s/cp].
@@ -120,7 +120,8 @@ def zigzag_ring_flash_attn_varlen_func(
     *,
     cp: ContextParallel,
 ) -> Asked:
-    """Attention of packed [t/cp, h, d], rank r holding chunks r and 2 * cp - 1 - r of every sequence. Collective.
+    """Compute attention of packed [t/cp, h, d], rank r holding chunks r and 2 * cp - 1 - r of every sequence.
+    Collective.
 
     Args:
         cu_seqlens: cumulative lengths of this rank's slices, int32 or int64 [b + 1]: the global ones // cp, as there.
@@ -149,7 +150,8 @@ def ring_flash_attn_varlen_func(
     *,
     cp: ContextParallel,
 ) -> Asked:
-    """Attention of packed [t/cp, h, d], rank r holding the r-th of cp equal parts of every sequence. Collective.
+    """Compute attention of packed [t/cp, h, d], rank r holding the r-th of cp equal parts of every sequence.
+    Collective.
 
     Args:
         cu_seqlens: cumulative lengths of this rank's slices, int32 or int64 [b + 1]: the global ones // cp, as there.
@@ -163,8 +165,8 @@ def ring_flash_attn_varlen_func(
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: torch.Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, slice]:
-    """The arguments of `llama3_flash_attn_varlen_func`. In the original these are the lengths that a rank sees. Here
-    they are the global ones, and each rank finds its part itself.
+    """Return the arguments of `llama3_flash_attn_varlen_func`. In the original these are the lengths that a rank sees.
+    Here they are the global ones, and each rank finds its part itself.
 
     Args:
         cu_seqlens: GLOBAL cumulative lengths, int32 or int64 [b + 1].
@@ -201,7 +203,7 @@ def llama3_flash_attn_varlen_func(
     *,
     cp: ContextParallel,
 ) -> Asked:
-    """Attention of packed [t/cp, h, d], rank r holding the r-th of cp equal parts of the whole. Collective.
+    """Compute attention of packed [t/cp, h, d], rank r holding the r-th of cp equal parts of the whole. Collective.
 
     Args:
         cu_seqlens_q ... local_k_slice: from this module's `llama3_flash_attn_prepare_cu_seqlens`.
@@ -242,21 +244,21 @@ __getattr__ = refuse_names(
 )
 
 
-def _in_two_chunks(given: dict[str, Any]) -> Rows:
+def _in_two_chunks(given: dict[str, Any]) -> GivenLengths:
     """Of every sequence a rank has two equal chunks."""
-    return Rows.packed(_of_all_ranks(lengths_of_one(given), given["cp"].size, chunks=2))
+    return GivenLengths.packed(_of_all_ranks(lengths_of_one(given), given["cp"].size, chunks=2))
 
 
-def _in_parts(given: dict[str, Any]) -> Rows:
+def _in_parts(given: dict[str, Any]) -> GivenLengths:
     """Of every sequence a rank has one of equal parts."""
     cp, own = given["cp"], lengths_of_one(given)
     cu_seqlens = _of_all_ranks(own, cp.size, chunks=1)
     lengths: list[int] = own.diff().tolist()
     table = [(rank, n, rank * x, (rank + 1) * x) for rank in range(cp.size) for n, x in enumerate(lengths) if x]
-    return Rows.packed(cu_seqlens, cp=cp.holding(table))
+    return GivenLengths.packed(cu_seqlens, cp=cp.holding(table))
 
 
-def _in_one_part(given: dict[str, Any]) -> Rows:
+def _in_one_part(given: dict[str, Any]) -> GivenLengths:
     """A rank has one of equal parts of the whole."""
     heads, local_k_slice = given["k"].shape[1], given["local_k_slice"]
     if heads % read_count("heads_k_stride", given["heads_k_stride"], at_least=1):
@@ -267,7 +269,7 @@ def _in_one_part(given: dict[str, Any]) -> Rows:
             f"cu_seqlens_q, cu_seqlens_k and local_k_slice {shown(local_k_slice)} are not from this module's "
             "llama3_flash_attn_prepare_cu_seqlens, which keeps the global lengths"
         )
-    return Rows.packed(cu_q)
+    return GivenLengths.packed(cu_q)
 
 
 def _of_all_ranks(cu_seqlens: torch.Tensor, cp_size: int, chunks: int) -> torch.Tensor:

@@ -43,7 +43,7 @@ class RankGroup(NamedTuple):
 
 
 def share_out(lengths: Sequence[int], ranks: int, tokens: int) -> list[list[RankGroup]]:
-    """Rounds of groups that have each document once, and each rank once a round.
+    """Share documents out by rounds of groups: each document once, and each rank once a round.
 
     A document gets the smallest group that holds it: 1, 2, 4 ... ranks. Longest documents come first, each to the group
     of its size that has the least work and room for it, else to new ranks of a round, else to a larger group with room,
@@ -199,7 +199,7 @@ class GroupsOfAllSizes(Mapping[int, ContextParallel]):
 
 
 def pack(documents: Sequence[Mapping[str, Any]], pad_token_id: int = 0) -> dict[str, torch.Tensor]:
-    """One packed row of documents, as `shard_batch` takes it.
+    """Pack documents into one row, as `shard_batch` takes it.
 
     Args:
         documents: each with input_ids [t], and labels [t] or none, which then are the input_ids. An attention_mask [t]

@@ -27,7 +27,7 @@ def scaled_dot_product_attention(
     *,
     cp: ContextParallel,
 ) -> Asked:
-    """`torch.nn.functional.scaled_dot_product_attention` of this rank's slices. Collective.
+    """Compute `torch.nn.functional.scaled_dot_product_attention` of this rank's slices. Collective.
 
     Args:
         query, key, value: this rank's slices, [b, h, s/cp, d]: `cp_fast.shard` of [b, s, h, d], transposed.

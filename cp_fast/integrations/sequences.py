@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from cp_fast.integrations.hugging_face.model_edge import Edge, edge_of
 from cp_fast.integrations.hugging_face.module_states import state_of
+from cp_fast.integrations.hugging_face.prepared_model import PreparedModel, prepared_model
 from cp_fast.integrations.hugging_face.task_head import MARKS, LogitsTransform, calling
 from cp_fast.integrations.shared.drop_in import check_floats
 from cp_fast.integrations.token_batches import CpBatch
@@ -36,7 +36,7 @@ _COPIES_WITH_ENTROPY = 8
 
 
 def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
-    """The sums of values over each sequence, over all ranks that have its tokens. Collective, forward and backward.
+    """Sum values over each sequence, over all ranks that have its tokens. Collective, forward and backward.
 
     Args:
         values: [b, s/cp], one for each of this rank's tokens, of a floating dtype. Those of padding are left out.
@@ -78,7 +78,7 @@ def sequence_sum(values: torch.Tensor, part: Any) -> torch.Tensor:
 
 
 def token_log_probs(model: torch.nn.Module, part: Mapping[str, Any], *, temperature: float = 1.0) -> torch.Tensor:
-    """The log-probability that a causal language model gives to the label of each of this rank's tokens.
+    """Compute the log-probability that a causal language model gives to the label of each of this rank's tokens.
 
     The model's head computes a few hundred tokens at a time, and again in the backward pass. So logits of all tokens
     never exist. In addition to hidden states and weights it takes half a gibibyte, and up to three gradients of the
@@ -106,7 +106,7 @@ def token_log_probs(model: torch.nn.Module, part: Mapping[str, Any], *, temperat
 def token_log_probs_and_entropy(
     model: torch.nn.Module, part: Mapping[str, Any], *, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_log_probs`, and the entropy of the distribution that each label is drawn from, in one pass.
+    """Compute `token_log_probs`, and the entropy of the distribution that each label is drawn from, in one pass.
 
     Args:
         model, part, temperature: as of `token_log_probs`.
@@ -132,12 +132,12 @@ def _of_labels(
     targets = part.get("shift_labels")
     if targets is None:
         raise ValueError("part has no shift_labels; give shard_batch a batch with labels, -100 where nothing counts")
-    edge_of(model)
-    inner: Any = next(m for m in model.modules() if state_of(m, Edge) is not None)
+    prepared_model(model)
+    inner: Any = next(m for m in model.modules() if state_of(m, PreparedModel) is not None)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if head is None:
         raise TypeError(f"{type(inner).__name__} has no output embeddings, so it gives no logits of a vocabulary")
-    transform, cure = edge_of(inner).task.transform, "compute log-probabilities from model(**part).logits"
+    transform, cure = prepared_model(inner).task.transform, "compute log-probabilities from model(**part).logits"
     if isinstance(transform, str):
         raise NotImplementedError(f"{transform}; {cure}")
     given = {n: x for n, x in part.items() if n not in ("labels", "shift_labels", "num_items_in_batch")}

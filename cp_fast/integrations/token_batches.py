@@ -27,7 +27,7 @@ __all__ = ["CpBatch", "ranks_of_batch", "shard_tokens"]
 
 
 def ranks_of_batch(given: dict[str, Any]) -> list[Group]:
-    """The groups that `shard_tokens` meets, by its unchecked keywords."""
+    """Return the groups that `shard_tokens` meets, by its unchecked keywords."""
     cp, over = given.get("cp"), given.get("over")
     if not isinstance(cp, ContextParallel):
         return []
@@ -45,7 +45,7 @@ def shard_tokens(
     fill: Mapping[str, float] | None = None,
     whole: Collection[str] = (),
 ) -> dict[str, Any]:
-    """This rank's part of a batch that every rank of a context has whole, as arguments of a model. Collective.
+    """Cut this rank's part out of a batch that every rank of a context has whole, as arguments of a model. Collective.
 
     Args:
         batch: input_ids [b, s], and any of

@@ -80,7 +80,7 @@ def apply_cp_to_forward(attention_modules: Iterable[torch.nn.Module], cp: Contex
 def prepare_context_parallel_input(
     inputs: torch.Tensor, labels: torch.Tensor, extra_kwargs: dict[str, Any], cp: ContextParallel
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """This rank's part of a batch that every rank has whole. Collective.
+    """Cut this rank's part out of a batch that every rank has whole. Collective.
 
     Args:
         inputs, labels: [b, s]; seen as one packed row [1, b * s]. b * s divides by cp_size.
@@ -234,8 +234,8 @@ def attention_forward(
     window_size: tuple[int, int],
     **kwargs: Any,
 ) -> Asked:
-    """One layer's attention, [1, t/cp, n, h] -> [1, t/cp, n, h_v]. Collective. Under torch.compile it is part of its
-    block's graph, with cp_comm_type "p2p" and "all_gather"; "auto" takes "all_gather" there.
+    """Compute one layer's attention, [1, t/cp, n, h] -> [1, t/cp, n, h_v]. Collective. Under torch.compile it is part
+    of its block's graph, with cp_comm_type "p2p" and "all_gather"; "auto" takes "all_gather" there.
 
     Args:
         attention_masks: VarlenMetadata of the whole batch: documents by their global cumulative lengths.

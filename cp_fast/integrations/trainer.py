@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.integrations.hugging_face.model_edge import edge_of
+from cp_fast.integrations.hugging_face.prepared_model import prepared_model
 from cp_fast.integrations.hugging_face.router_losses import routing_asked_for
 from cp_fast.integrations.shared.drop_in import refuse
 from cp_fast.integrations.shared.own_numbers import own_numbers
@@ -55,7 +55,7 @@ _ROUTED_BY_TRL = (
 
 
 class ContextParallelMixin(_Trainer):
-    """To stand before Trainer among the bases of a class. The model is prepared (`transformers.prepare`).
+    """A Trainer over ranks: the base of a class, before Trainer. The model is prepared (`transformers.prepare`).
 
     `compute_metrics`, `preprocess_logits_for_metrics` and `predict` get the logits and labels of whole rows, in their
     order, on every rank: b * s * vocabulary numbers for a batch, as without ranks.
@@ -98,9 +98,9 @@ class ContextParallelMixin(_Trainer):
         prepare(self.model, cp)
         if _is_of_trl(type(self)):
             routing_asked_for(_ROUTED_BY_TRL, {}, self.model.config)
-        self._pools = edge_of(self.model).task.pools
+        self._pools = prepared_model(self.model).task.pools
         if not self._pools:
-            edge_of(self.model).task.labels_head(type(self.model).__name__)
+            prepared_model(self.model).task.labels_head(type(self.model).__name__)
         elif not _is_of_trl(type(self)):
             raise NotImplementedError(
                 f"{type(self.model).__name__} has labels of whole sequences, whose loss Trainer would take for a "
@@ -109,7 +109,7 @@ class ContextParallelMixin(_Trainer):
             )
         if self.label_smoother is not None:
             self.label_smoother = _SmootherOfParts(self.label_smoother)
-        # The edge of a prepared model divides by the labels of all ranks. The model's use of the number is irrelevant.
+        # A prepared model divides by the labels of all ranks. The model's use of the number is irrelevant.
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs or not self._pools
 
     def call_model_init(self, trial: Any = None) -> Any:
@@ -213,7 +213,7 @@ class ContextParallelMixin(_Trainer):
             of_rows = {name: x for name, x in batch.items() if name == "margin"}  # RewardTrainer's, [b / 2]
         fill = self._fill
         if fill is None:
-            fill = {} if edge_of(self.model).images else {"token_type_ids": 0}
+            fill = {} if prepared_model(self.model).images else {"token_type_ids": 0}
         rows = {name: x for name, x in batch.items() if name not in of_rows}
         fill = {name: value for name, value in fill.items() if name in rows}
         part = shard_batch(rows, cp=self.cp, model=self.model, fill=fill) | of_rows

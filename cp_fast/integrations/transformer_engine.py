@@ -107,7 +107,7 @@ def attn_forward_func_with_cp(
     *,
     context: dict[str, Any] | None = None,
 ) -> Asked:
-    """TransformerEngine's function of this name. Collective.
+    """Compute TransformerEngine's function of this name. Collective.
 
     Args:
         q, k, v: this rank's slices, rank r holding chunks r and 2 * cp - 1 - r.

@@ -41,17 +41,20 @@ from cp_fast.integrations.hugging_face.handed_on import handing_on
 from cp_fast.integrations.hugging_face.image_calls import take_functions
 from cp_fast.integrations.hugging_face.image_models import find_images, is_whole, mark_whole, parts_of
 from cp_fast.integrations.hugging_face.image_probe import prove_images
+from cp_fast.integrations.hugging_face.key_biases import give_biases, take_biases
 from cp_fast.integrations.hugging_face.linear_mixers import linear_mixers, put_over_ranks, take_back
 from cp_fast.integrations.hugging_face.model_batches import shard_batch
 from cp_fast.integrations.hugging_face.model_call import SILENT, ModelCall, sequences_of
-from cp_fast.integrations.hugging_face.model_edge import Edge, put_around, take_off
 from cp_fast.integrations.hugging_face.model_task import Task
 from cp_fast.integrations.hugging_face.module_states import put_state, state_of
 from cp_fast.integrations.hugging_face.pooled_head import pooling_of
+from cp_fast.integrations.hugging_face.position_tables import give_tables
+from cp_fast.integrations.hugging_face.prepared_model import PreparedModel, check_calls, forget_model
 from cp_fast.integrations.hugging_face.query_scales import give_positions, take_positions
 from cp_fast.integrations.hugging_face.router_losses import routing_asked_for, routing_of
-from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over, takes_cache
+from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over
 from cp_fast.integrations.hugging_face.task_head import Head, head_of, spans_of, transform_of
+from cp_fast.integrations.hugging_face.text_alone import unreached_parts
 from cp_fast.integrations.hugging_face.token_mixers import (
     CHUNKED,
     LAYERS,
@@ -152,8 +155,8 @@ def prepare(model: Model, cp: ContextParallel, *, images: Literal["whole", "rank
         raise TypeError(f"model is a {type(model).__name__}; prepare takes a model of transformers")
     covered, sight = linear_mixers(model), find_images(model)
     if sight is None and images == "ranks":
-        raise ValueError(f"images is 'ranks', and {type(model).__name__} reads text alone; leave it away")
-    whole = () if sight is None else parts_of(model, sight)
+        raise ValueError(f"images is 'ranks', and {type(model).__name__} takes text alone; leave it away")
+    whole = unreached_parts(model) if sight is None else parts_of(model, sight)
     kinds = (*((INDEXED,) if choosers(model) else ()), *(COMPRESSED if window_layers(model) else ()))
     refuse_by_name(model, covered, whole, kinds)
     register()
@@ -166,7 +169,7 @@ def prepare(model: Model, cp: ContextParallel, *, images: Literal["whole", "rank
         before = {"": before, "text_config": config.get_text_config()._attn_implementation}
         mine = dict.fromkeys(before, NAME)
         mark_whole(model, whole)
-    take_off(model)
+    forget_model(model)
     take_functions(model)
     alibi = has_alibi(model)
     if writes_attention(model):
@@ -176,7 +179,9 @@ def prepare(model: Model, cp: ContextParallel, *, images: Literal["whole", "rank
         put_over_ranks(model)
         put_selectors(model)
         put_windows(model)
+        give_tables(model)
         give_positions(model, attention_forward)
+        give_biases(model, attention_forward)
         with at_rest(model):
             looked: Any = cast(Any, model).base_model if pools else model
             mixers = linear_mixers(looked)
@@ -198,6 +203,7 @@ def prepare(model: Model, cp: ContextParallel, *, images: Literal["whole", "rank
         give_back(model)
         give_windows_back(model)
         take_positions(model)
+        take_biases(model)
         if isinstance(error, Exception) and not isinstance(error, NotImplementedError):
             raise NotImplementedError(
                 f"{type(model).__name__} does not run with cp_fast's attention: {error}"
@@ -205,8 +211,8 @@ def prepare(model: Model, cp: ContextParallel, *, images: Literal["whole", "rank
         raise
     for number, (module, said) in enumerate(seen.callers.items()):
         put_state(module, _Attention(said, seen.sides.get(module, said.sides), number))
-    blocks = note_layers(model, {*seen.callers, *seen.linear}, seen.heard)
-    put_around(model, Edge(cp, seen.numbering, takes_cache(model), task, blocks, seen.by_row, images=sight))
+    note_layers(model, {*seen.callers, *seen.linear}, seen.heard)
+    check_calls(model, PreparedModel(seen.numbering, task, seen.by_row, sight))
     return model
 
 
@@ -234,7 +240,7 @@ def attention_forward(
     cp_batch: CpBatch | ModelCall | Probe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One layer's attention, as transformers calls it: [b, h, s/cp, d] -> ([b, s/cp, h, d], None).
+    """Compute one layer's attention, as transformers calls it: [b, h, s/cp, d] -> ([b, s/cp, h, d], None).
 
     `sliding_window` counts the query itself, so it is one more than the left side of a window here. Where attention is
     not causal, both sides are those of the mask that the model builds (`prepare` sees it): transformers' own windows of

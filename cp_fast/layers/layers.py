@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from cp_fast.api.checked_calls import PLAIN_TENSORS, WORDS, agree_on_call, checking
-from cp_fast.api.fast_context import ContextParallel
+from cp_fast.api.checked_calls import agree_on_call, checking
+from cp_fast.api.fast_context import ContextParallel, call_key
 from cp_fast.api.plan import Plan
 from cp_fast.compile.exchange_program import RowMessages
 from cp_fast.runtime.handles import hide_from_checkpointing
@@ -233,9 +233,9 @@ def begun(
     ask: whether to agree; a call that has begun before is only read.
     """
     facts = layer.facts(tensors, options)
-    plain = not _captured(plan) and (not ask or not checking())
-    key = _key(plan, cp, (layer.name, *options.values(), *facts), tensors) if plain else None
-    number = 0
+    key, number = None, 0
+    if isinstance(plan, Plan) and isinstance(cp, ContextParallel) and not _captured(plan) and not (ask and checking()):
+        key = call_key(cp, (layer.name, *options.values(), *facts), tensors)
     if key is None or (call := plan.compiled.calls.get(key)) is None:
 
         def read() -> LayerCall:
@@ -264,27 +264,8 @@ def begun(
 
 def _captured(plan: Any) -> bool:
     """Whether a CUDA graph is captured with a plan that can be updated."""
-    updated = getattr(plan, "room", None) is not None and torch.cuda.is_available()
-    return updated and torch.cuda.is_current_stream_capturing()
-
-
-def _key(plan: Any, cp: ContextParallel, words: tuple[Any, ...], tensors: Sequence[Any]) -> Any:
-    """The key of a layer's call among the plan's known calls: all values that its checks depend on. None for a call
-    that is always checked.
-    """
-    types = (*map(type, words),)  # since True == 1 == 1.0
-    if not isinstance(plan, Plan) or not WORDS.issuperset(types):
-        return None
-    kinds, differentiable = list[Any](), False
-    for x in tensors:
-        if x is None:
-            kinds.append(None)
-        elif type(x) not in PLAIN_TENSORS or x.is_nested:  # nested ones have no shape, and are refused
-            return None
-        else:
-            kinds.append((x.shape, x.dtype, x.device, x.layout))
-            differentiable = differentiable or x.requires_grad
-    return cp, words, types, differentiable and torch.is_grad_enabled(), *kinds
+    updated = isinstance(plan, Plan) and plan.compiled.room is not None
+    return updated and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 # ---- autograd

@@ -15,7 +15,7 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_fast.kernels.attention.backend_protocol import NotInstalled
 from cp_fast.kernels.linear.chunked import ChunkedKernels
 from cp_fast.kernels.linear.fla.fla_kernels import FlaKernels
-from cp_fast.kernels.linear.linear_kernels import Kind, LinearGradients, LinearInputs, LinearKernels, Maps
+from cp_fast.kernels.linear.linear_kernels import LinearGradients, LinearInputs, LinearKernels, Maps
 from cp_fast.kernels.linear.scan_kernels import ScanKernels
 from cp_fast.layers.layer_operators import called, registered
 from cp_fast.layers.layers import Layer, Outputs, Run
@@ -184,7 +184,7 @@ def _packed(tables: LinearTables, call: LinearCall, tensors: Sequence[Any], rate
     q, k, v, g, beta = (None if x is None else _rows(tables, call, x) for x in tensors)
     assert q is not None and k is not None and v is not None and g is not None  # noqa: PT018
     if rates is None:
-        return LinearInputs(q, k, v, g, beta, call.scale, cast(Kind, call.kind))
+        return LinearInputs(q, k, v, g, beta, call.scale, call.kind)
     v, g, rates = v.flatten(1)[..., None], g.flatten(1), columns_apart(rates)[..., 0]
     return LinearInputs(q, k, v, g, None, call.scale, "mamba", rates)
 

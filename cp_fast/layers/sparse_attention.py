@@ -19,7 +19,6 @@ from cp_fast.layers.sparse_tables import KEYS, SparseTables, sparse_tables
 from cp_fast.runtime.run import sink_shares
 from cp_ref.batches.tensors import lse_shape, wide_dtype
 from cp_ref.calls import compressed_calls, sparse_calls
-from cp_ref.calls.compressed_calls import CompressedAttentionCall
 from cp_ref.calls.layer import public_function
 from cp_ref.calls.sparse_calls import SparseAttentionCall
 from cp_ref.groups.collectives import offset_grad
@@ -47,17 +46,12 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class _Call(SparseAttentionCall):
-    """A checked call. `latent`: v is a part of k in memory, so k travels alone. `joined`: v is cut from k to autograd
-    too, so their gradients travel as one.
+    """A checked call.
+
+    Attributes:
+        latent: values are parts of their keys in memory, so keys travel alone.
+        joined: values are cut from keys to autograd too, so their gradients travel as one.
     """
-
-    latent: bool
-    joined: bool
-
-
-@dataclass(frozen=True)
-class _CompressedCall(CompressedAttentionCall):
-    """The same of `compressed_attention`, where both values are parts of their keys."""
 
     latent: bool
     joined: bool
@@ -193,7 +187,6 @@ class SparseLayer(Layer):
     tables = staticmethod(sparse_tables)
     reads_results = True
     pairs: tuple[tuple[int, int], ...] = ((1, 2),)  # The places of keys and their values among the operands.
-    kind: type[Any] = _Call
 
     def __init__(self) -> None:
         super().__init__(joined="bool")
@@ -224,7 +217,7 @@ class SparseLayer(Layer):
                 f"v is a part of k in memory, and {apart} is no part of its keys; values are parts of keys in both or "
                 "in none: give v.clone(), or a slice of the keys"
             )
-        return self.kind(**vars(found), latent=latent, joined=joined)
+        return _Call(**vars(found), latent=latent, joined=joined)
 
     def without_gradient(self, options: dict[str, Any]) -> Sequence[str]:
         """The gradient of k has that of a v that autograd sees as a part of it."""
@@ -278,7 +271,6 @@ class CompressedLayer(SparseLayer):
 
     declared = compressed_calls.COMPRESSED
     pairs = ((1, 2), (3, 4))
-    kind = _CompressedCall
 
     def kinds(self, run: Run, tensors: Sequence[Any]) -> list[_Keys]:
         """Tokens, then entries."""

@@ -115,7 +115,7 @@ def _map(rows: Rows | RowRule, tokens: int) -> tuple[int, torch.Tensor | None, t
 
 def _named(packet: Any) -> Callable[..., Any]:
     """The operator; raises the exceptions that its messages name."""
-    operator = packet.default
+    operator = packet.default._op  # what the overload calls, without a function of Python between
 
     def call(*arguments: Any) -> Any:
         try:

@@ -135,7 +135,8 @@ def _convert(buffers: PassBuffers, one: Copy[Rows]) -> Operation:
         rows, columns = state.buffers[number] or nothing()
         if shorter:
             rows, columns = [x[:size] for x in rows], [x[:, :size].contiguous() for x in columns]
-        state.buffers[target] = Tensors([x.contiguous() for x in _as(dtypes, rows)], columns)
+        found = [x.to(dtype).contiguous() for x, dtype in zip(rows, dtypes, strict=True)]
+        state.buffers[target] = Tensors(found, columns)
 
     return convert
 
@@ -157,17 +158,12 @@ def _move(buffers: PassBuffers, some: Sequence[Copy[Rows]]) -> Operation:
             if one.into_heads is not None:
                 into, into_columns = [x[:, one.into_heads] for x in into], [x[one.into_heads] for x in into_columns]
             outs += into
-            xs += _as(one.dtypes, taken) if one.is_sum else taken
+            xs += [x.to(dtype) for x, dtype in zip(taken, one.dtypes, strict=True)] if one.is_sum else taken
             for column, x in zip(into_columns, columns, strict=True):
                 put_columns(column, x, into_rows, scatter)
         scatter(outs, xs, into_rows)
 
     return move
-
-
-def _as(dtypes: Sequence[torch.dtype], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of these dtypes."""
-    return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(tensors, dtypes, strict=True)]
 
 
 class _Move(NamedTuple):
@@ -372,7 +368,8 @@ def _with_places(state: State, positions: RowPositions, one: Launch[Rows]) -> La
 
 _HEAD_START = 16_000  # Cycles, about 9 us on an H200: the exchange's stream needs 2 to 4 us to begin.
 
-Give = Callable[[State], list[torch.Tensor]]
+InOrder = Sequence[Sequence[torch.Tensor]]
+"""The tensors of some messages, in the order in which the messages were prepared."""
 
 
 def exchange(
@@ -387,11 +384,8 @@ def exchange(
     begins_first = hidden and buffers.shapes.device.type == "cuda"
 
     def post(state: State) -> None:
-        given, arriving = list[torch.Tensor](), list[torch.Tensor]()
-        for give in giving:
-            given += give(state)
-        for receive in receiving:
-            arriving += receive(state)
+        given = [x for give in giving for some in give(state) for x in some]
+        arriving = [x for receive in receiving for some in receive(state) for x in some]
         state.pending = work = prepared.post(state.group, given, arriving)
         if begins_first and not getattr(work, "by_copies", False):
             torch.cuda._sleep(_HEAD_START)  # On the stream; the host does not wait.
@@ -409,65 +403,48 @@ def wait(state: State) -> None:
     state.arrived.clear()
 
 
-def _giver(buffers: PassBuffers, send: Send[Rows]) -> Give:
-    part = send.part
+def _giver(buffers: PassBuffers, send: Send[Rows]) -> Callable[[State], InOrder]:
+    """Take what a message sends, contiguous."""
+    take, part = buffers.taker(send.source), send.part
     if part is not None:
 
-        def give_part(state: State) -> list[torch.Tensor]:
+        def give_part(state: State) -> InOrder:
             held = state.buffers[send.source.buffer]
-            return [*(x[part] for x in held.rows), *held.columns[part : part + 1]]
+            return [x[part] for x in held.rows], held.columns[part : part + 1]
 
         return give_part
-    take = buffers.taker(send.source)
     if buffers.specs[send.source.buffer].role == "own" and buffers.is_whole(send.source):  # a layer's may have strides
 
-        def give_own(state: State) -> list[torch.Tensor]:
+        def give_own(state: State) -> InOrder:
             rows, columns = take(state)
-            return [*(x.contiguous() for x in rows), *columns]
+            return [x.contiguous() for x in rows], columns
 
         return give_own
-
-    def give(state: State) -> list[torch.Tensor]:
-        rows, columns = take(state)
-        return [*rows, *columns]
-
-    return give
+    return take
 
 
-def _receiver(buffers: PassBuffers, recvs: Sequence[Recv]) -> Give:
+def _receiver(buffers: PassBuffers, recvs: Sequence[Recv]) -> Callable[[State], InOrder]:
     """Allocate room for all messages that fill one buffer, message after message."""
-    number, spec = recvs[0].buffer, buffers.specs[recvs[0].buffer]
-    new, size = buffers.shapes.allocation(spec).maker(), buffers.shapes.rows(spec)
+    number, spec, new = recvs[0].buffer, buffers.specs[recvs[0].buffer], buffers.maker(recvs[0].buffer)
     pieces = [recv.rows or (slice(0, recv.size),) for recv in recvs]
     if spec.parts:
+        parts = [recv.part for recv in recvs if recv.part is not None]
 
-        def receive_parts(state: State) -> list[torch.Tensor]:
-            held = state.buffers[number] = new()
-            found = list[torch.Tensor]()
-            for recv in recvs:
-                assert recv.part is not None
-                found += [x[recv.part] for x in held.rows]
-                found += held.columns[recv.part : recv.part + 1]
-            return found
+        def receive_parts(state: State) -> InOrder:
+            rows, columns = new(state)
+            return [some for n in parts for some in ([x[n] for x in rows], columns[n : n + 1])]
 
         return receive_parts
-    if len(recvs) == 1 and is_all(pieces[0][0], size):
+    if len(recvs) == 1 and is_all(pieces[0][0], buffers.shapes.rows(spec)):
+        return new
 
-        def receive_whole(state: State) -> list[torch.Tensor]:
-            held = state.buffers[number] = new()
-            return [*held.rows, *held.columns]
-
-        return receive_whole
-
-    def receive(state: State) -> list[torch.Tensor]:
-        held = state.buffers[number]
-        if held is None:
-            held = state.buffers[number] = new()
-        found = list[torch.Tensor]()
+    def receive(state: State) -> InOrder:
+        held = state.buffers[number] or new(state)
+        found = list[Sequence[torch.Tensor]]()
         for rows in pieces:
-            found += [x[piece] for x in held.rows for piece in rows]
+            found.append([x[piece] for x in held.rows for piece in rows])
             for column in held.columns:
-                found.append(buffer := column.new_empty(column.shape[0], sum(map(count, rows))))
+                found.append([buffer := column.new_empty(column.shape[0], sum(map(count, rows)))])
                 parts = buffer.split([count(piece) for piece in rows], 1)
                 state.arrived += [(column[:, piece], part) for piece, part in zip(rows, parts, strict=True)]
         return found

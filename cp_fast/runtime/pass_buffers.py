@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
@@ -62,9 +62,7 @@ def columns_of(tensors: Sequence[torch.Tensor], rows: Rows, heads: slice | None)
     for x in tensors:
         if heads is not None:
             x = x[heads]
-        if not is_all(rows, x.shape[1]):
-            x = x[:, rows] if isinstance(rows, slice) else x.index_select(1, rows)
-        found.append(x.contiguous())
+        found.append((x[:, rows] if isinstance(rows, slice) else x.index_select(1, rows)).contiguous())
     return found
 
 
@@ -105,21 +103,28 @@ class Tensors(NamedTuple):
 _PLAIN = LaunchOptions(ScoreSpec(1.0))  # of a pass without launches
 
 
+@dataclass(slots=True, eq=False)
 class State:
-    """One call of a pass: the tensors of its buffers, and the messages in flight."""
+    """One call of a pass: the tensors of its buffers, and the messages in flight.
 
-    __slots__ = ("arrived", "buffers", "gathered", "group", "inputs", "max_logit", "options", "pending")
+    Attributes:
+        buffers: their `Tensors`, or None before and after their use.
+        group: of the messages.
+        inputs: of scores that depend on the places of their rows and heads.
+        gathered: the last rows gathered from each own buffer.
+        pending: the messages under way.
+        arrived: columns to be filled once messages arrive.
+        max_logit: of each launch the first head, and the logits.
+    """
 
-    def __init__(
-        self, buffers: int, group: Group, options: LaunchOptions | None = None, inputs: ScoreTensors | None = None
-    ) -> None:
-        self.buffers: list[Any] = [None] * buffers  # Tensors, or None before and after their use.
-        self.gathered: dict[int, tuple[Any, Tensors]] = {}  # the last rows gathered from each own buffer
-        self.pending: Pending | None = None
-        self.arrived: list[tuple[torch.Tensor, torch.Tensor]] = []  # Columns to be filled once messages arrive.
-        self.max_logit: list[tuple[int, torch.Tensor | None]] = []  # First head, and the logit of a launch.
-        self.group, self.options = group, options or _PLAIN
-        self.inputs = inputs  # Of scores that depend on the places of their rows and heads.
+    buffers: list[Any]
+    group: Group
+    options: LaunchOptions = _PLAIN
+    inputs: ScoreTensors | None = None
+    gathered: dict[int, tuple[Any, Tensors]] = field(default_factory=dict)
+    pending: Pending | None = None
+    arrived: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    max_logit: list[tuple[int, torch.Tensor | None]] = field(default_factory=list)
 
 
 Operation = Callable[[State], None]
@@ -267,39 +272,27 @@ class PassBuffers:
         """Rows and heads of a buffer; contiguous, or where a slice of the buffer may be `strided`. The last rows
         gathered from an own buffer are kept: a ring needs the same ones at every step.
         """
-        number, rows, take = view.buffer, self.rows(view), self.part(view)
-        if self.is_whole(view):
-
-            def whole(state: State) -> Tensors:
-                found = state.buffers[number]
-                assert found is not None, MISSING
-                return found
-
-            return whole
-        own = self.specs[number].role == "own"
-        if strided and isinstance(rows, slice):
-            some = slice(*view.heads)
-
-            def cut(state: State) -> Tensors:
-                held = state.buffers[number]
-                assert held is not None, MISSING
-                return Tensors([x[rows, some] for x in held.rows], [x[some, rows] for x in held.columns])
-
-            return cut
+        number, rows, part = view.buffer, self.rows(view), self.part(view)
+        is_whole, own, is_cut = self.is_whole(view), self.specs[number].role == "own", isinstance(rows, slice)
         key = (rows.start, rows.stop, view.heads) if isinstance(rows, slice) else (id(rows), view.heads)
 
-        def part(state: State) -> Tensors:
+        def take(state: State) -> Tensors:
             held = state.buffers[number]
             assert held is not None, MISSING
+            if is_whole:
+                return held
+            if is_cut and strided:
+                return part(held)
             if own and (last := state.gathered.get(number)) is not None and last[0] == key:
                 return last[1]
-            found, columns = take(held)
-            taken = Tensors([x.contiguous() for x in found], columns)
+            taken = part(held)
+            if is_cut:
+                taken = Tensors([x.contiguous() for x in taken.rows], taken.columns)
             if own:
                 state.gathered[number] = key, taken
             return taken
 
-        return part
+        return take
 
     def maker(self, number: int) -> Callable[[State], Tensors]:
         """A function that allocates a buffer."""

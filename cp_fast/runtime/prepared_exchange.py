@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeGuard
 
@@ -95,27 +96,22 @@ class _ByGroup:
                 cut.append((buffer, parts))
             back.append(Parcel(peer, tag, buffer))
         with error_context(self._where):
-            return _Named(self._where, group.exchange(out, back), cut, sends)
+            return _InFlight(self._where, group.exchange(out, back), cut, sends)
 
 
-class _Named:
-    """Messages in flight, their origin, and those to be cut into pieces on arrival. Sent tensors are held until
-    then.
-    """
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    """Messages under way, where they come from, and those to be cut into pieces on arrival. It holds what is sent."""
 
-    def __init__(
-        self,
-        where: str,
-        pending: Pending,
-        cut: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
-        sends: Sequence[torch.Tensor],
-    ) -> None:
-        self._where, self._pending, self._cut, self._sends = where, pending, cut, sends
+    where: str
+    pending: Pending
+    cut: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]]
+    sends: Sequence[torch.Tensor]
 
     def wait(self) -> None:
-        with error_context(self._where):
-            self._pending.wait()
-        for buffer, parts in self._cut:
+        with error_context(self.where):
+            self.pending.wait()
+        for buffer, parts in self.cut:
             for part, x in zip(parts, buffer.split([len(part) for part in parts]), strict=True):
                 part.copy_(x)
-        self._cut = self._sends = ()
+        self.cut = self.sends = ()

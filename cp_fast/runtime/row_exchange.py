@@ -98,9 +98,8 @@ class RowExchange:
         key = program.direction, sizes, tuple(map(len, given)), group if prepares(group) else None
         if (resolved := self._resolved.get(key)) is None:
             resolved = self._resolved.setdefault(key, self._resolve(program, kinds, given, group))
-        state = State(len(program.buffers), group)
-        for number, some in enumerate(given):
-            state.buffers[number] = Tensors(some, ())
+        own = [Tensors(some, ()) for some in given]
+        state = State([*own, *[None] * (len(program.buffers) - len(own))], group)
         for operation in resolved.before:
             operation(state)
         if meanwhile is not None:

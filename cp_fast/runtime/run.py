@@ -191,9 +191,10 @@ class CompiledCall:
         if (operations := self._operations.get(key)) is None:
             launcher = Launcher(self.backend, self._positions)
             operations = self._operations[key] = resolve(program, self._shapes[has_dlse], comm, launcher)
-        state = State(len(program.buffers), comm, self._options[deterministic], scores)
+        buffers: list[Any] = [None] * len(program.buffers)
         for number, tensors in own.items():
-            state.buffers[number] = tensors
+            buffers[number] = tensors
+        state = State(buffers, comm, self._options[deterministic], scores)
         for operation in operations:
             operation(state)
         return state

@@ -275,7 +275,7 @@ def split_disjoint(segments: Segments, most: float = math.inf, *, keys_repeat: b
     mine, its = (Uses(side, len(segments)) for side in atoms)
     size = atoms[1].rows
     rows = [spans.lengths(len(segments)) for spans in (segments.q, segments.k)]
-    launches: list[_Room] = []
+    launches: list[_OpenLaunch] = []
     for n in np.argsort(-rows[0] * rows[1], kind="stable").tolist():
         q, k, own = mine.of(n), its.of(n), int(rows[0][n])
         taken, met = mine.users(q), its.users(k)
@@ -289,7 +289,7 @@ def split_disjoint(segments: Segments, most: float = math.inf, *, keys_repeat: b
             number, again = len(launches), 0
             if number == most:
                 return None
-            launches.append(_Room())
+            launches.append(_OpenLaunch())
         launch = launches[number]
         launch.again, launch.rows = again, launch.rows + own
         launch.segments.append(n)
@@ -299,7 +299,7 @@ def split_disjoint(segments: Segments, most: float = math.inf, *, keys_repeat: b
 
 
 @dataclass
-class _Room:
+class _OpenLaunch:
     """A launch under construction: rows of queries, repeated rows of keys, segments."""
 
     rows: int = 0

@@ -77,7 +77,7 @@ def numbers(name: str, values: Any, at_least: int = 0) -> list[int]:
 
 
 def packed(masks: Sequence[torch.Tensor], starts_q: Lengths, starts_kv: Lengths | None = None) -> torch.Tensor:
-    """One mask for each document of a buffer.
+    """Join masks into one, a mask for each document of a buffer.
 
     Args:
         masks: areas of each document, as if it began at row 0.
@@ -110,8 +110,8 @@ def packed(masks: Sequence[torch.Tensor], starts_q: Lengths, starts_kv: Lengths 
 
 
 def picture(areas: torch.Tensor | Sequence[Sequence[int]], width: int = 80) -> str:
-    """The mask as text: each cell shows the number of its area, or "." for no area; cells are larger where the mask
-    does not fit `width`. The 37th area is 0 again.
+    """Draw the mask as text: each cell shows the number of its area, or "." for no area; cells are larger where the
+    mask does not fit `width`. The 37th area is 0 again.
 
     >>> print(picture(torch.tensor([[0, 3, 0, 4, -1, 0], [3, 4, 1, 3, -1, -1]])))
     4 query rows x 4 key rows; a cell is 1 x 1

@@ -135,7 +135,7 @@ Run = tuple[int, int]  # keys [start, stop) that a query sees
 
 
 def from_block_mask(block_mask: Any) -> torch.Tensor:
-    """The areas of a `torch.nn.attention.flex_attention.BlockMask`. Its `mask_mod` is asked about every pair, and
+    """Read the areas of a `torch.nn.attention.flex_attention.BlockMask`. Its `mask_mod` is asked about every pair, and
     compared with its blocks.
 
     Args:
@@ -275,7 +275,7 @@ _TYPES = {
 
 
 def from_magi(q_ranges: Any, k_ranges: Any, types: Sequence[int | str]) -> torch.Tensor:
-    """A mask as MagiAttention has it.
+    """Read a mask as MagiAttention has it.
 
     Args:
         q_ranges, k_ranges: (start, stop) of rows, [n, 2]: lists, or a tensor. For its `AttnRanges` call

@@ -52,7 +52,7 @@ def documents(
     cu_seqlens_kv_padded: Lengths | None = None,
     window_size: tuple[int, int] = (-1, 0),
 ) -> torch.Tensor:
-    """Each document sees itself through a window: the same as `cu_seqlens_*` and a bottom-right mask without areas.
+    """Let each document see itself through a window: the same as `cu_seqlens_*` and a bottom-right mask without areas.
 
     Args:
         cu_seqlens_q ... cu_seqlens_kv_padded: as in `attention`, [b + 1].
@@ -87,7 +87,7 @@ def documents(
 
 
 def prefix_lm(prefix: int, length: int) -> torch.Tensor:
-    """A causal document whose first `prefix` tokens all see each other (PaliGemma, T5's prefix LM).
+    """Make a causal document whose first `prefix` tokens all see each other (PaliGemma, T5's prefix LM).
 
     Returns:
         int64 [n, 6]: the causal square, which kernels compute fastest, and the prefix's pairs outside it.
@@ -109,7 +109,7 @@ def prefix_lm(prefix: int, length: int) -> torch.Tensor:
 
 
 def shared_prefix(prompt: int, answers: Lengths) -> torch.Tensor:
-    """A prompt, then answers that see the prompt and themselves, but not each other (GRPO; DPO's pairs).
+    """Make a prompt, then answers that see the prompt and themselves, but not each other (GRPO; DPO's pairs).
 
     The buffer has the prompt once, then the answers. Positions go on from the prompt's end in every answer, so for RoPE
     they are not those of `position_ids`, which counts rows of the document.
@@ -138,7 +138,7 @@ def shared_prefix(prompt: int, answers: Lengths) -> torch.Tensor:
 
 
 def tree(lengths: Lengths, parents: Lengths) -> torch.Tensor:
-    """Segments of a tree: each sees itself causally, and all of its parent, its parent's parent, and so on (tree
+    """Make segments of a tree: each sees itself causally, and all of its parent, its parent's parent, and so on (tree
     search, speculative decoding, prompts that share beginnings).
 
     Args:
@@ -185,8 +185,8 @@ def tree(lengths: Lengths, parents: Lengths) -> torch.Tensor:
 
 
 def block_causal(length: int, block: int) -> torch.Tensor:
-    """Tokens see their own block and all before it: frames of a video, blocks of block diffusion. The last block may be
-    shorter.
+    """Let tokens see their own block and all before it: frames of a video, blocks of block diffusion. The last block
+    may be shorter.
 
     Returns:
         int64 [n, 6]: the causal square of all, which kernels compute fastest, and each block's pairs outside it.
@@ -206,7 +206,7 @@ def block_causal(length: int, block: int) -> torch.Tensor:
 
 
 def chunked(length: int, chunk: int) -> torch.Tensor:
-    """Tokens see the tokens before them in their own chunk (Llama 4's local layers). The last chunk may be shorter.
+    """Let tokens see the tokens before them in their own chunk (Llama 4's local layers). The last chunk may be shorter.
 
     >>> from cp_ref.masks import picture
     >>> print(picture(chunked(5, 2)))
@@ -222,7 +222,7 @@ def chunked(length: int, chunk: int) -> torch.Tensor:
 
 
 def dilated_blocks(length: int, block: int, step: int) -> torch.Tensor:
-    """Tokens see the tokens before them in their own block, and all of every `step`-th block before it (LongNet's
+    """Let tokens see the tokens before them in their own block, and all of every `step`-th block before it (LongNet's
     dilation, by blocks). The last block may be shorter.
 
     >>> from cp_ref.masks import picture
@@ -257,7 +257,7 @@ def _blocks(length: int, block: int, name: str = "block") -> Iterator[tuple[int,
 
 
 def first_tokens_and_window(length: int, first: int, left: int) -> torch.Tensor:
-    """Tokens see themselves, the `left` tokens before them, and the `first` tokens of all (StreamingLLM's attention
+    """Let tokens see themselves, the `left` tokens before them, and the `first` tokens of all (StreamingLLM's attention
     sinks by position).
 
     Returns:
@@ -297,7 +297,7 @@ _MAKERS: dict[str, Callable[..., torch.Tensor]] = {maker.__name__: maker for mak
 
 
 def from_call(text: str) -> torch.Tensor:
-    """The areas of a maker's call, whose arguments are numbers and lists of numbers.
+    """Return the areas of a maker's call, whose arguments are numbers and lists of numbers.
 
     Raises:
         ValueError: it is no such call. And what the maker raises.

@@ -188,7 +188,7 @@ def shard(
     plan: Plan | None = None,
     fill_value: float = 0,
 ) -> torch.Tensor:
-    """This rank's slice of a global tensor that every rank has whole.
+    """Cut this rank's slice out of a global tensor that every rank has whole.
 
     Args:
         x: any plain tensor with the format's sequence axis: token ids [b, s] (bshd), activations [s, b, d] (sbhd),
@@ -233,7 +233,7 @@ def unshard(
     seqlen: int | None = None,
     plan: Plan | None = None,
 ) -> torch.Tensor:
-    """The global tensor, on every rank, from every rank's slice: the inverse of `shard`. Collective.
+    """Put the global tensor together, on every rank, from every rank's slice: the inverse of `shard`. Collective.
 
     Differentiable, and so also collective in the backward pass: every rank's global tensor depends on a slice, so the
     gradient of the slice is the sum over all ranks of the gradients of its place. So if every rank computes the same
@@ -287,7 +287,7 @@ def roll(
     plan: Plan | None = None,
     fill_value: float = 0,
 ) -> torch.Tensor:
-    """Every sequence shifted inside itself, across ranks: the next token as label, hidden states for multi-token
+    """Shift every sequence inside itself, across ranks: the next token as label, hidden states for multi-token
     prediction. Collective; only the rows that change ranks travel.
 
     Args:
@@ -337,7 +337,7 @@ def position_ids(
     plan: Plan | None = None,
     rank: int | None = None,
 ) -> torch.Tensor:
-    """A rank's positions inside each sequence, for RoPE.
+    """Return a rank's positions inside each sequence, for RoPE.
 
     Args:
         cp, qkv_format: as in `attention`.

@@ -110,7 +110,8 @@ def attention(
     plan: Plan | None = None,
     **arguments: Unpack[CallArguments],
 ) -> Any:
-    """Attention over sequences whose tokens are spread over the ranks of `cp`. Collective, forward and backward.
+    """Compute attention over sequences whose tokens are spread over the ranks of `cp`. Collective, forward and
+    backward.
 
     Args:
         q: this rank's slice: bshd [b, s_q/cp, h_q, d_qk], sbhd [s_q/cp, b, h_q, d_qk], thd [t_q/cp, h_q, d_qk] (or

@@ -9,25 +9,16 @@ import torch
 
 from cp_ref.batches.tensors import autocast, needs_grad
 from cp_ref.calls.layer import Layer, LayerCall, Operand, check_local, check_rows
-from cp_ref.calls.plan_arguments import Plan, check_sparse_scores
-from cp_ref.calls.sparse_calls import SparseAttentionCall
-from cp_ref.calls.sparse_checks import (
-    check_queries,
-    check_sparse_plan,
-    check_values,
-    read_indices,
-    read_rate,
-    read_softmax_scale,
-)
+from cp_ref.calls.plan_arguments import Plan
+from cp_ref.calls.sparse_calls import read_sparse_attention
+from cp_ref.calls.sparse_checks import check_sparse_plan, needed_rate
 from cp_ref.groups.context import ContextParallel
 from cp_ref.problems.call_checks import one_a_head
-from cp_ref.problems.read_problem import check_offset
 from cp_ref.schedules.values import check_dtype, check_flag, dtype_of
 
 __all__ = [
     "COMPRESSED",
     "COMPRESSION",
-    "CompressedAttentionCall",
     "CompressionCall",
     "compress_keys",
     "compressed_attention",
@@ -149,7 +140,7 @@ def compressed_attention(
     softmax_offset: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention to tokens and to compressed keys, in one softmax. Collective, forward and backward.
+    """Attend to tokens and to compressed keys, in one softmax. Collective, forward and backward.
 
     A row sees the tokens that the plan's mask shows, such as those of a sliding window. It also sees the entries of its
     document that are closed: row t (counted in its document) sees entry w iff (w + 1) * rate <= t + 1. With indices it
@@ -183,7 +174,6 @@ def compressed_attention(
 class CompressionCall(LayerCall):
     """A checked call of `compress_keys`. `channels` are those of the rows; `bias` is its dtype, "" without."""
 
-    function = "compress_keys"
     channels: int
     dtype: str
     gates: str
@@ -196,13 +186,6 @@ class CompressionCall(LayerCall):
     def width(self) -> int:
         """The channels of an entry."""
         return self.channels // 2 if self.overlap else self.channels
-
-
-@dataclass(frozen=True)
-class CompressedAttentionCall(SparseAttentionCall):
-    """A checked call of `compressed_attention`."""
-
-    function = "compressed_attention"
 
 
 def _read_compression(
@@ -218,7 +201,7 @@ def _read_compression(
     overlap: Any,
 ) -> CompressionCall:
     check_sparse_plan(cp, plan, package_plan, "compress_keys")
-    rate = _needed_rate(plan, rate)
+    rate = needed_rate(plan, rate)
     check_flag("overlap", overlap)
     check_rows(plan, "values", values, "c")
     channels = values.shape[-1]
@@ -236,7 +219,7 @@ def _read_compression(
         if tuple(bias.shape) != (rate, channels):
             raise ValueError(f"bias has shape {list(bias.shape)}; it must be [rate, c] = {[rate, channels]}")
     kinds = dtype_of(values), dtype_of(gates), "" if bias is None else dtype_of(bias)
-    return CompressionCall(channels, *kinds, rate, overlap, needs_grad(values, gates, bias))
+    return CompressionCall("compress_keys", channels, *kinds, rate, overlap, needs_grad(values, gates, bias))
 
 
 COMPRESSION = Layer(
@@ -247,49 +230,6 @@ COMPRESSION = Layer(
 )
 
 
-def _read_compressed_attention(
-    cp: ContextParallel,
-    plan: Any,
-    package_plan: type,
-    /,
-    *,
-    q: Any,
-    k: Any,
-    v: Any,
-    k_entries: Any,
-    v_entries: Any,
-    indices: Any,
-    softmax_offset: Any,
-    rate: Any,
-    softmax_scale: Any,
-    return_lse: Any,
-) -> CompressedAttentionCall:
-    what = "compressed_attention"
-    check_sparse_plan(cp, plan, package_plan, what)
-    check_sparse_scores(what, plan.problem)
-    check_flag("return_lse", return_lse)
-    problem, rate = plan.problem, _needed_rate(plan, rate)
-    check_queries(plan, q)
-    check_values(plan, None, q, k=k, v=v)
-    check_values(plan, rate, q, k_entries=k_entries, v_entries=v_entries)
-    check_offset(problem, softmax_offset, q)
-    top_k, index_heads = read_indices(plan, indices, q, of_kv_heads=True)
-    return CompressedAttentionCall(
-        problem.heads_q,
-        problem.heads_kv,
-        problem.d_qk,
-        problem.d_v,
-        problem.dtype,
-        top_k,
-        index_heads,
-        rate,
-        read_softmax_scale(problem, softmax_scale),
-        softmax_offset is not None,
-        return_lse,
-        needs_grad(q, k, v, k_entries, v_entries, softmax_offset),
-    )
-
-
 COMPRESSED = Layer(
     "compressed_attention",
     (
@@ -298,13 +238,6 @@ COMPRESSED = Layer(
         Operand("softmax_offset", one_a_head, optional=True),
     ),
     {"rate": "int", "softmax_scale": "float?", "return_lse": "bool"},
-    _read_compressed_attention,
+    read_sparse_attention,
     second="return_lse",
 )
-
-
-def _needed_rate(plan: Plan, rate: Any) -> int:
-    found = read_rate(plan, rate)
-    if found is None:
-        raise TypeError("rate is None; it must be the number of tokens of a window")
-    return found

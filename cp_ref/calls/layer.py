@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import isfinite
 from numbers import Real
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -138,9 +138,13 @@ def public_function(stub: F, called: Callable[..., Sequence[torch.Tensor]], of: 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The sizes of a call that all ranks must have in common: they decide what is sent."""
+    """The sizes of a call that all ranks must have in common: they decide what is sent.
 
-    function: ClassVar[str]  # which is called
+    Attributes:
+        function: the name of the public function that is called.
+    """
+
+    function: str = field(repr=False)
 
     def __str__(self) -> str:
         return f"{self.function}({repr(self).partition('(')[2]}"

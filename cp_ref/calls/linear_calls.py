@@ -107,7 +107,8 @@ def linear_attention(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
 ) -> Any:
-    """Linear attention over documents whose tokens are spread over the ranks of `cp`. Collective, forward and backward.
+    """Compute linear attention over documents whose tokens are spread over the ranks of `cp`. Collective, forward and
+    backward.
 
     Each document and head has a state S [d_k, d_v]. It begins as `initial_state`, or as zero. The tokens of the
     document act on it one after the other, and each reads it:
@@ -174,8 +175,8 @@ def causal_conv1d(
     plan: Plan,
     activation: Activation | None = None,
 ) -> torch.Tensor:
-    """A causal convolution of each channel along documents that are spread over the ranks of `cp`. Collective, forward
-    and backward.
+    """Convolve each channel causally along documents that are spread over the ranks of `cp`. Collective, forward and
+    backward.
 
     Row i of a document is `bias + sum over j of weight[:, j] * x[i - (kernel_size - 1) + j]`, and then the activation.
     Rows before the document count as zero, so `weight[:, -1]` is the factor of the row itself. A rank receives at most
@@ -208,8 +209,7 @@ def causal_conv1d(
 class LinearCall(LayerCall):
     """A checked call of `linear_attention`. `scale` is resolved, dtypes are PyTorch's names without "torch."."""
 
-    function = "linear_attention"
-    kind: str
+    kind: LinearKind
     heads: int
     heads_v: int
     d_k: int
@@ -225,7 +225,6 @@ class LinearCall(LayerCall):
 class ConvolutionCall(LayerCall):
     """A checked call of `causal_conv1d`. `activation` is "silu" or None."""
 
-    function = "causal_conv1d"
     channels: int
     kernel_size: int
     dtype: str
@@ -289,6 +288,7 @@ def _read_linear_attention(
             )
         check_dtype("initial_state", initial_state, dtype_of(q), "float32", "float64")
     return LinearCall(
+        "linear_attention",
         kind,
         heads,
         heads_v,
@@ -355,6 +355,7 @@ def _read_convolution(
         if size < 1:
             raise ValueError(f"{name} is {size}; it must be at least 1")
     return ConvolutionCall(
+        "causal_conv1d",
         channels,
         weight.shape[1],
         dtype_of(x),

@@ -275,7 +275,7 @@ def make_plan(
 
 @same_parameters(make_plan)
 def supports(**arguments: Any) -> tuple[bool, str]:
-    """Whether `make_plan` and `attention` take these arguments (those of `make_plan`) here, and if not, why. Sends
+    """Say whether `make_plan` and `attention` take these arguments (those of `make_plan`) here, and if not, why. Sends
     nothing.
 
     Raises:

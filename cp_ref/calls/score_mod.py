@@ -27,6 +27,7 @@ __all__ = [
     "digest_of",
     "frozen",
     "modified_scores",
+    "names_in_code",
     "parameters_of",
 ]
 
@@ -261,7 +262,7 @@ def _function_text(function: types.FunctionType, name: str, above: tuple[types.F
         captured = list(_captured(function))
     except ValueError as error:
         raise ValueError(f"score_mod {name} captures a variable without a value ({error}); {_CAPTURE}") from error
-    names = _names_of(function.__code__)
+    names = names_in_code(function.__code__)
     texts = [f"{key}={_value_text(name, key, value, names, (*above, function))}" for key, value in captured]
     return f"{_code_text(function.__code__)}({', '.join(texts)})"
 
@@ -301,9 +302,9 @@ def _globals_of(code: types.CodeType) -> set[str]:
     return names.union(*map(_globals_of, _inner(code)))
 
 
-def _names_of(code: types.CodeType) -> set[str]:
+def names_in_code(code: types.CodeType) -> set[str]:
     """All names in code and in the functions inside it, of globals and of attributes."""
-    return set(code.co_names).union(*map(_names_of, _inner(code)))
+    return set(code.co_names).union(*map(names_in_code, _inner(code)))
 
 
 def _inner(code: types.CodeType) -> list[types.CodeType]:

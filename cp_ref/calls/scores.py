@@ -34,6 +34,7 @@ from cp_ref.schedules.values import check_dtype, check_one_device, check_tensor,
 from cp_ref.schedules.words import Feature, Unsupported
 
 __all__ = [
+    "NOT_GIVEN",
     "OF_A_CALL",
     "PLAIN",
     "ROUNDS",
@@ -149,6 +150,7 @@ class ScoreTensors(NamedTuple):
 
 OF_A_CALL = tuple(name for name in ScoreTensors._fields if name not in ARGUMENTS)  # the others are the problem's
 PLAIN = ScoreTensors()
+NOT_GIVEN = ScoreTensors.given({})  # of a call without arguments
 
 
 def _kind(x: Any) -> object:

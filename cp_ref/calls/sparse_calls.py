@@ -15,6 +15,7 @@ from cp_ref.calls.sparse_checks import (
     check_queries,
     check_sparse_plan,
     check_values,
+    needed_rate,
     read_indexer,
     read_indices,
     read_rate,
@@ -34,6 +35,7 @@ __all__ = [
     "SelectionCall",
     "SparseAttentionCall",
     "index_loss",
+    "read_sparse_attention",
     "select_keys",
     "sparse_attention",
 ]
@@ -50,7 +52,7 @@ def select_keys(
     scale: float | None = None,
     rate: int | None = None,
 ) -> torch.Tensor:
-    """The keys that each query row of this rank is to read: the `top_k` that an indexer scores best. Collective.
+    """Choose the keys that each query row of this rank is to read: the `top_k` that an indexer scores best. Collective.
 
     The score of row i and key j of its document is
 
@@ -149,7 +151,7 @@ def sparse_attention(
     softmax_offset: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention in which a row sees only the keys that its indices name. Collective, forward and backward.
+    """Compute attention in which a row sees only the keys that its indices name. Collective, forward and backward.
 
     A pair is visible if the plan's mask shows it and an index of the row names the key. Everything else is as in
     `attention`. An index is the key's position in the row's own document. A key that is named twice counts once; an
@@ -206,8 +208,8 @@ def index_loss(
     scale: float | None = None,
     softmax_scale: float | None = None,
 ) -> torch.Tensor:
-    """How far the indexer's choice is from attention itself, by row: a loss that trains the indexer. Collective,
-    forward and backward.
+    """Measure how far the indexer's choice is from attention itself, by row: a loss that trains the indexer.
+    Collective, forward and backward.
 
     Over the keys j that row i sees in `sparse_attention` with these indices, let
 
@@ -246,7 +248,6 @@ def index_loss(
 class SelectionCall(LayerCall):
     """A checked call of `select_keys`. `scale` is resolved, dtypes are PyTorch's names without "torch."."""
 
-    function = "select_keys"
     heads: int
     d_index: int
     dtype: str
@@ -257,11 +258,10 @@ class SelectionCall(LayerCall):
 
 @dataclass(frozen=True)
 class SparseAttentionCall(LayerCall):
-    """A checked call of `sparse_attention`. `index_heads` is 1 for indices without an axis of kv heads, else h_kv;
-    without indices it and `top_k` are 0. `scale` is resolved.
+    """A checked call of `sparse_attention` or `compressed_attention`. `index_heads` is 1 for indices without an axis of
+    kv heads, else h_kv; without indices it and `top_k` are 0. `scale` is resolved.
     """
 
-    function = "sparse_attention"
     heads_q: int
     heads_kv: int
     d_qk: int
@@ -280,7 +280,6 @@ class SparseAttentionCall(LayerCall):
 class IndexLossCall(LayerCall):
     """A checked call of `index_loss`: the sizes of the indexer, then those of attention. Both scales are resolved."""
 
-    function = "index_loss"
     heads: int
     d_index: int
     dtype_index: str
@@ -311,7 +310,7 @@ def _read_selection(
     check_sparse_plan(cp, plan, package_plan, "select_keys")
     top_k, rate = read_count("top_k", top_k, at_least=1), read_rate(plan, rate)
     heads, d_index = read_indexer(plan, rate, q_index, k_index, weights)
-    return SelectionCall(heads, d_index, dtype_of(q_index), top_k, rate, read_scale(scale, d_index))
+    return SelectionCall("select_keys", heads, d_index, dtype_of(q_index), top_k, rate, read_scale(scale, d_index))
 
 
 SELECTION = Layer(
@@ -322,7 +321,7 @@ SELECTION = Layer(
 )
 
 
-def _read_sparse_attention(
+def read_sparse_attention(
     cp: ContextParallel,
     plan: Any,
     package_plan: type,
@@ -336,16 +335,24 @@ def _read_sparse_attention(
     softmax_scale: Any,
     return_lse: Any,
     rate: Any,
+    **entries: Any,
 ) -> SparseAttentionCall:
-    check_sparse_plan(cp, plan, package_plan, "sparse_attention")
-    check_sparse_scores("sparse_attention", plan.problem)
+    """Check a call of `sparse_attention`; with k_entries and v_entries one of `compressed_attention`, whose k and v are
+    tokens.
+    """
+    function = "compressed_attention" if entries else "sparse_attention"
+    check_sparse_plan(cp, plan, package_plan, function)
+    check_sparse_scores(function, plan.problem)
     check_flag("return_lse", return_lse)
-    problem, rate = plan.problem, read_rate(plan, rate)
+    problem, rate = plan.problem, (needed_rate if entries else read_rate)(plan, rate)
     check_queries(plan, q)
-    check_values(plan, rate, q, k=k, v=v)
+    check_values(plan, None if entries else rate, q, k=k, v=v)
+    if entries:
+        check_values(plan, rate, q, **entries)
     check_offset(problem, softmax_offset, q)
     top_k, index_heads = read_indices(plan, indices, q, of_kv_heads=True)
     return SparseAttentionCall(
+        function,
         problem.heads_q,
         problem.heads_kv,
         problem.d_qk,
@@ -357,7 +364,7 @@ def _read_sparse_attention(
         read_softmax_scale(problem, softmax_scale),
         softmax_offset is not None,
         return_lse,
-        needs_grad(q, k, v, softmax_offset),
+        needs_grad(q, k, v, *entries.values(), softmax_offset),
     )
 
 
@@ -371,7 +378,7 @@ SPARSE = Layer(
         Operand("softmax_offset", one_a_head, optional=True),
     ),
     {"rate": "int?", "softmax_scale": "float?", "return_lse": "bool"},
-    _read_sparse_attention,
+    read_sparse_attention,
     second="return_lse",
 )
 
@@ -408,6 +415,7 @@ def _read_index_loss(
         check_same_rows(problem, "k", k, "k_index", k_index)
     check_lse(problem, lse, q)
     return IndexLossCall(
+        "index_loss",
         heads,
         d_index,
         dtype_of(q_index),

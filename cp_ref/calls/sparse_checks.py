@@ -18,6 +18,7 @@ __all__ = [
     "check_queries",
     "check_sparse_plan",
     "check_values",
+    "needed_rate",
     "read_indexer",
     "read_indices",
     "read_rate",
@@ -35,9 +36,14 @@ def check_sparse_plan(cp: ContextParallel, plan: Any, package_plan: type, what: 
 
 
 def read_rate(plan: Plan, rate: Any) -> int | None:
-    """The number of tokens of a window, for a batch that can be cut into windows; None for keys that are tokens."""
+    """Read the number of tokens of a window; None for keys that are tokens."""
+    return None if rate is None else needed_rate(plan, rate)
+
+
+def needed_rate(plan: Plan, rate: Any) -> int:
+    """Read the number of tokens of a window, for a batch that can be cut into windows."""
     if rate is None:
-        return None
+        raise TypeError("rate is None; it must be the number of tokens of a window")
     rate, problem = read_count("rate", rate, at_least=1), plan.problem
     lengths = problem.lengths
     if problem.areas is not None:

@@ -54,7 +54,7 @@ def compare_layouts(
     layouts: Iterable[Layout] = LAYOUTS,
     cp_comm_types: Iterable[ScheduleName] = ("p2p", "all_gather", "a2a"),
 ) -> tuple[BatchCost, ...]:
-    """The costs of a packed batch for each way to share it out. Sends nothing, and needs no group.
+    """Compute the costs of a packed batch for each way to share it out. Sends nothing, and needs no group.
 
     Args:
         lengths: tokens of each document, [b]; any numbers from 0.

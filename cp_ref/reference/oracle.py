@@ -27,7 +27,7 @@ __all__ = ["attend", "dense_attention", "inside_areas", "visible_in"]
 def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Unpack[CallArguments]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of whole (global) tensors, in float64.
+    """Compute attention of whole (global) tensors, in float64.
 
     Args:
         q: bshd [b, s_q, h_q, d_qk], sbhd [s_q, b, h_q, d_qk], thd [t_q, h_q, d_qk]; any float dtype.

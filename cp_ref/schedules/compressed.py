@@ -23,11 +23,11 @@ from cp_ref.schedules.ownership import Fragments, Ownership
 from cp_ref.schedules.problem import Problem, Sequences, Workload
 from cp_ref.schedules.table import Column, Table, constant, ranges, runs
 
-__all__ = ["Entries", "EntryProblem", "entries_of", "entry_problem", "window_workload"]
+__all__ = ["EntryProblem", "EntryTable", "entries_of", "entry_problem", "window_workload"]
 
 
 @dataclass(frozen=True, eq=False)
-class Entries(Table):
+class EntryTable(Table):
     """All entries of a batch, in the order of their global buffer.
 
     Attributes:
@@ -51,7 +51,7 @@ class Entries(Table):
         return Fragments(rank, first, first + count, before - before[np.searchsorted(rank, rank)])
 
 
-def entries_of(problem: Problem, rate: int) -> Entries:
+def entries_of(problem: Problem, rate: int) -> EntryTable:
     """The entries of a batch of tokens.
 
     >>> from cp_ref.schedules.problem import Sequence
@@ -64,7 +64,7 @@ def entries_of(problem: Problem, rate: int) -> Entries:
     start = np.array(problem.starts_q, dtype=np.int64)[document] + rate * number
     owned = problem.workload.ownership.q.sorted()
     rank = owned.rank[np.searchsorted(owned.start, start + rate - 1, side="right") - 1]
-    return Entries(document, number, start, rank)
+    return EntryTable(document, number, start, rank)
 
 
 def seen_from(start: Column, rate: int) -> Column:
@@ -85,7 +85,7 @@ class EntryProblem(Problem):
     tokens: Problem | None = None
 
     @cached_property
-    def entries(self) -> Entries:
+    def entries(self) -> EntryTable:
         """Its keys."""
         assert self.tokens is not None
         return entries_of(self.tokens, self.rate)

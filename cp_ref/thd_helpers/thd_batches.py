@@ -84,7 +84,7 @@ def get_batch_on_this_cp_rank(
     cu_seqlens_padded: torch.Tensor | None = None,
     plan: Plan | None = None,
 ) -> dict[str, Any]:
-    """This rank's part of a batch: ids, labels, positions and loss mask cut as `shard` cuts q, k and v.
+    """Cut this rank's part out of a batch: ids, labels, positions and loss mask, as `shard` cuts q, k and v.
 
     These rules apply to each entry, in this order:
 

@@ -294,7 +294,7 @@ def _tokens(x: torch.Tensor, kv_axis: bool) -> tuple[int, int]:
 
 
 def pad_v(v: torch.Tensor, d_qk: int) -> torch.Tensor:
-    """V with zeros appended on its last axis, as wide as Q and K.
+    """Append zeros to V on its last axis, until it is as wide as Q and K.
 
     Args:
         v: [..., d_v], any dtype and format.
@@ -319,7 +319,7 @@ def pad_v(v: torch.Tensor, d_qk: int) -> torch.Tensor:
 
 
 def trim_out(out: torch.Tensor, d_v: int) -> torch.Tensor:
-    """The output without the columns that `pad_v` added.
+    """Return the output without the columns that `pad_v` added.
 
     Args:
         out: [..., d_qk], any dtype and format.

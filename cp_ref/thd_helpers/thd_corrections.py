@@ -40,7 +40,7 @@ __all__ = [
 
 @declare
 def thd_read_half_tensor(x: Tensors, cu_seqlens_padded: torch.Tensor, half: int) -> Tensors:
-    """The first or the second half of every sequence.
+    """Read the first or the second half of every sequence.
 
     Args:
         x: [t], [t, d] or [t, h, d], or [2, t, h, d] (K and V in one tensor); any dtype. t is even. Or a
@@ -71,7 +71,7 @@ def thd_read_half_tensor(x: Tensors, cu_seqlens_padded: torch.Tensor, half: int)
 def thd_read_second_half_lse(
     lse: torch.Tensor, cu_seqlens_padded: torch.Tensor, lse_packed: bool, max_seqlen: int
 ) -> torch.Tensor:
-    """The LSE of the second half of every sequence, which the backward pass of an upper tile needs.
+    """Read the LSE of the second half of every sequence, which the backward pass of an upper tile needs.
 
     Args:
         lse: float32 or float64, [h, t] if lse_packed, else [b, h, s].

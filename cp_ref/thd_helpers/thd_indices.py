@@ -39,8 +39,8 @@ __all__ = [
 def thd_get_partitioned_indices(
     cu_seqlens_padded: torch.Tensor, total_tokens: int, cp_size: int, cp_rank: int
 ) -> torch.Tensor:
-    """The global row of each of this rank's tokens, in the order of its slice: `x[indices]` equals `shard` for layout
-    dual_chunk.
+    """Return the global row of each of this rank's tokens, in the order of its slice: `x[indices]` equals `shard` for
+    layout dual_chunk.
 
     Args:
         cu_seqlens_padded: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1]. Each length is a multiple of
@@ -70,7 +70,8 @@ def thd_get_partitioned_indices(
 
 @declare
 def thd_sequence_order_to_cp_rank_order(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int) -> Tensors:
-    """From sequence order to the slices of all ranks in rank order (the input of an all-to-all with equal parts).
+    """Bring rows from sequence order to the slices of all ranks in rank order (the input of an all-to-all with equal
+    parts).
 
     Args:
         x: [t, ...], any dtype: the global buffer, which may have a tail. Or a tuple of such tensors (K and V) with
@@ -97,7 +98,7 @@ def thd_sequence_order_to_cp_rank_order(x: Tensors, cu_seqlens_padded: torch.Ten
 
 @declare
 def thd_cp_rank_order_to_sequence_order(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int) -> Tensors:
-    """From the slices of all ranks in rank order (the result of an all-gather) to sequence order: the inverse of
+    """Bring the slices of all ranks from rank order (the result of an all-gather) to sequence order: the inverse of
     `thd_sequence_order_to_cp_rank_order`.
 
     Args:
@@ -151,7 +152,7 @@ def get_cu_seqlens_on_cp_rank(
     first_half: bool,
     second_half: bool,
 ) -> torch.Tensor:
-    """How many real tokens of each sequence a rank holds, in either or both of its chunks, as cumulative lengths.
+    """Count how many real tokens of each sequence a rank holds, in either or both of its chunks, as cumulative lengths.
 
     A sequence has n real tokens in P slots, and chunks of L = P / (2 * cp_size) slots. Chunk c has min(max(n - c * L,
     0), L) real tokens. The rank's first half is chunk c = cp_rank, its second 2 * cp_size - 1 - cp_rank.

@@ -338,7 +338,7 @@ class Trace:
 
     @staticmethod
     def merge(*traces: Trace) -> Trace:
-        """One trace of several ranks' traces of the same call.
+        """Make one trace of several ranks' traces of the same call.
 
         Raises:
             ValueError: they are of different problems or calls, or two of them have the same rank.

@@ -37,7 +37,7 @@ from tests.marks import HANGS_S
 
 ROOT = Path(__file__).parents[2]
 SPREAD = ("areas", "linear")  # over processes too
-FEW = ("areas", "linear", "sparse")  # in the fast tests
+FEW = ("areas",)  # in the fast tests
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,7 @@ class Wrong(InProcess):
         return Played(task.level, task.tier, task.text, verdict, (f"it was {verdict}",))
 
 
+@pytest.mark.thorough
 def test_what_is_wrong_refused_or_not_reached_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     counts = play(Wrong(cpu), Part(("cpu", "layouts"), 0), (2,), 5, Left(4), time.time() + HANGS_S)
     assert (counts.problems, counts.unsupported, len(counts.failures)) == (4, 1, 3)
@@ -87,9 +88,10 @@ def test_what_is_wrong_refused_or_not_reached_is_told(capsys: pytest.CaptureFixt
 
 @pytest.mark.thorough
 def test_processes_give_what_the_simulated_group_gives() -> None:
-    """Over gloo; some plays, of which the last one comes with an update."""
+    """Over gloo; some plays, one with an update, and one of each layer."""
     everything = over_processes.plays(2, "cpu")
     todo = [*everything[:-2:23], next(play for play in everything if play.way == "updated")]
+    todo += [next(play for play in everything if play.layer == name) for name in over_processes.LAYERS]
     found = over_processes.run(todo, "cpu", 120.0, start=CONTEXT)
     assert found["counts"]["right"] == len(todo), found
     assert found["exit codes"] == [0, 0]

@@ -34,6 +34,7 @@ def demo_process(*options: str, launcher: tuple[str, ...] = (), **environment: s
     return subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, check=False, env=env)
 
 
+@pytest.mark.thorough
 def test_end_to_end(tmp_path: Path) -> None:
     svg = tmp_path / "demo.svg"
     done = demo_process(*SMALL, "--svg", str(svg))
@@ -67,6 +68,7 @@ def results() -> list[Measured]:
 
 
 @pytest.mark.parametrize("what", ["out", "lse", "dq", "dk", "dv"])
+@pytest.mark.one_in(3)
 def test_a_wrong_value_fails(what: str, monkeypatch: pytest.MonkeyPatch, results: list[Measured]) -> None:
     def run_once(job: Job) -> Measured:
         if not results:

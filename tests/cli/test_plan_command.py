@@ -92,6 +92,7 @@ SMALL = ["--cp-size", "4", "--seqlens", "32,5", "--heads-q", "8", "--heads-kv", 
 
 
 @pytest.mark.parametrize("cp_comm_type", CP_COMM_TYPES)
+@pytest.mark.one_in(3)
 def test_every_schedule(cp_comm_type: str, tmp_path: Path) -> None:
     svg = tmp_path / "plan.svg"
     said = plan(*SMALL, "--cp-comm-type", cp_comm_type, "--svg", str(svg))
@@ -236,6 +237,7 @@ def test_a_machine_that_no_reader_reads_is_refused_in_one_line(tmp_path: Path, t
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.thorough
 def test_as_a_module() -> None:
     command = [sys.executable, "-m", "cp_fast", "plan", "--cp-size", "2", "--seqlens", "12", "--text"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, check=False)
@@ -263,6 +265,7 @@ def test_the_version() -> None:
 @pytest.mark.parametrize(
     "words", ["cp_fast --help", "cp_fast --version", "cp_fast plan --help", "cp_ref --help", "cp_fast", "cp_ref"]
 )
+@pytest.mark.one_in(2)
 def test_help_needs_no_pytorch(words: str) -> None:
     """Which alone takes longer to import than a reader waits."""
     package, *options = words.split()

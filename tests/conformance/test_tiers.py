@@ -33,7 +33,8 @@ from tests.marks import HANGS_S
 
 SCHEDULES = [name for name, tier in TIERS.items() if tier.level == "schedule"]
 LAYERS = [name for name, tier in TIERS.items() if tier.level in ("linear", "sparse")]  # cp_ref: tests/meta
-SLOW = ("special", "known", "torch", "pairs")
+SLOW = ("special", "known", "torch", "pairs")  # the next ones play each problem several times
+SLOW += ("budget", "metamorphic", "spellings", "hygiene", "determinism", "errors")
 
 
 @lru_cache
@@ -116,6 +117,7 @@ def test_shares_taken_for_totals_are_seen(package: Any) -> None:
     assert any("d_offset differs between ranks" in finding for finding in played.findings)
 
 
+@pytest.mark.thorough
 def test_a_sink_has_the_same_bits_whatever_else_is_in_the_batch() -> None:
     problem = Problem(
         8, (Sequence(16, 16, 16, 16),) * 3, cp_comm_type="a2a", a2a_size=8, heads_q=8, heads_kv=8, d_qk=64, d_v=64,

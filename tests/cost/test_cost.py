@@ -6,8 +6,10 @@ import csv
 import json
 import re
 from collections import defaultdict
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +19,27 @@ from typer.testing import CliRunner
 
 from benchmarks.cost_model.predictions import FARTHER, compared, why_farther, write
 from benchmarks.cost_model.records import RESULTS, read_records
-from cp_fast import ContextParallel
+from cp_fast import ContextParallel, make_plan
 from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_fast.compile.machine import Kernel, Machine, read_machine
+from cp_fast.layers.layers import LayerTables
+from cp_fast.layers.linear_plan import linear_tables
+from cp_fast.layers.sparse_tables import sparse_tables
 from cp_fast.tools.cli import app
-from cp_fast.tools.cost.counts import count_rank
+from cp_fast.tools.cost.counts import ExchangedTensor, count_exchange, count_rank
 from cp_fast.tools.cost.measure_machine import measure
-from cp_fast.tools.cost.predict import SAVED, ModelShape, candidates, predict, recommended, step_memory
+from cp_fast.tools.cost.predict import (
+    SAVED,
+    ModelShape,
+    candidates,
+    exchange_times,
+    predict,
+    recommended,
+    step_memory,
+)
 from cp_ref import SimGroup
+from cp_ref.groups.group import Parcel, Pending
+from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.verify.costs import message_bytes
@@ -109,6 +124,65 @@ def test_what_ranks_do_adds_up_to_the_problem(n: list[int], cp_size: int, window
         counted = sum(sum(step.sent.values()) for step in ranks[rank].forward)
         most = sum(message_bytes(problem, message) for message in (*operands, *outs))
         assert sum(message_bytes(problem, message) for message in operands) <= counted <= most
+
+
+class Counting:
+    """A member that counts the bytes that it sends, by peer."""
+
+    def __init__(self, member: SimMember) -> None:
+        self.rank, self.size, self._member = member.rank, member.size, member
+        self.all_gather_object, self.sent = member.all_gather_object, defaultdict[int, int](int)
+
+    def exchange(self, sends: Seq[Parcel], recvs: Seq[Parcel]) -> Pending:
+        for parcel in sends:
+            self.sent[parcel.peer] += parcel.tensor.nbytes
+        return self._member.exchange(sends, recvs)
+
+
+EXCHANGES = {  # of each kind the tensors, and of each exchange its kinds
+    "halo 4": {"kv": [(12, torch.bfloat16)], "dkv": [(12, torch.float32)]},
+    "states": {"state": [(6, torch.float32), (20, torch.float32)]},
+    "keys": {"kv": [(4, torch.bfloat16), (6, torch.bfloat16)], "dkv": [(4, torch.float32), (6, torch.float32)]},
+    "keys of heads": {"kv": [(4, torch.bfloat16)], "dkv": [(4, torch.float32)]},
+    "queries of heads": {
+        "q": [(4, torch.bfloat16)], "indices": [(5, torch.int32)], "out": [(6, torch.bfloat16), (1, torch.float32)]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_exchanges_of_layers_send_what_is_counted(name: str) -> None:
+    """And their time is that of their bytes: nothing hides the messages of a layer."""
+    comm = "a2a" if "heads" in name else "all_gather"
+    sizes: dict[str, Any] = {"heads_q": 8, "heads_kv": 4, "d_qk": 8, "d_v": 8, "dtype": torch.bfloat16, "device": "cpu"}
+    given = {kind: [ExchangedTensor(n, dtype.itemsize) for n, dtype in some] for kind, some in EXCHANGES[name].items()}
+
+    def one(member: SimMember) -> None:
+        cp, cu = ContextParallel(member, comm), torch.tensor([0, 50, 53, 96])
+        plan = make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, linear=name in ("halo 4", "states"), **sizes)
+        tables: LayerTables = linear_tables(plan) if plan.linear else sparse_tables(plan)
+        messages, exchange = tables.messages(name), tables.exchange(name)
+        counts = count_exchange(name, messages, given)
+
+        def tensors(kind: str, rows: int, heads: int, count: int) -> list[torch.Tensor]:
+            axes = (rows,) if count == 1 else (rows, heads)  # all heads of a row travel together
+            return [torch.ones(*axes, n, dtype=dtype) for n, dtype in EXCHANGES[name][kind]]
+
+        there, back = Counting(member), Counting(member)
+        exchange.gather(there, *(tensors(kind, x.own.total, x.count, x.count) for kind, x in messages.rows.items()))
+        for kind, x in messages.results.items():  # one kind, or none
+            exchange.give_back(back, tensors(kind, x.gathered.total, x.heads[1] - x.heads[0], x.count))
+        for group, steps in ((there, counts.forward), (back, counts.backward)):
+            counted = defaultdict[int, int](int)
+            for peer, size in (pair for step in steps for pair in step.sent.items()):
+                counted[peer] += size
+            assert counted == group.sent
+        (step,), (time, _), link = counts.forward, exchange_times(counts, member.rank, 2, H200), H200.peer_memory
+        travel = max(*step.sent.values(), *step.received.values()) / (1e9 * link.gbytes_s)
+        others = 1e-6 * (H200.step_us + link.latency_us) + step.moved / (1e9 * H200.copy_gbytes_s)
+        assert time == pytest.approx(travel + others)
+
+    SimGroup(2).run(one)
 
 
 def test_messages_that_nothing_hides_are_exposed() -> None:

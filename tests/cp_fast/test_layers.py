@@ -36,7 +36,6 @@ from cp_ref.schedules.table import ranges
 class MeanCall(LayerCall):
     """A checked call of `visible_mean`."""
 
-    function = "visible_mean"
     channels: int
     factor: float
     requires_grad: bool
@@ -45,7 +44,7 @@ class MeanCall(LayerCall):
 def _read(cp: Any, plan: Any, package_plan: type, /, *, x: Any, factor: float) -> MeanCall:
     check_plan_owner(plan.problem, plan.rank, cp)
     check_rows(plan, "x", x, "channels")
-    return MeanCall(x.shape[-1], factor, needs_grad(x))
+    return MeanCall("visible_mean", x.shape[-1], factor, needs_grad(x))
 
 
 MEAN = Layer("visible_mean", (Operand("x", autocast),), {"factor": "float"}, _read)

@@ -30,6 +30,7 @@ from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
 from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, planned_at
 from tests.cp_fast.peer_host import PATIENCE, Host, Stream, Streams, member, run
+from tests.layers.layer_table import LAYERS, local, made
 from tests.marks import examples
 from tests.spec.problems import problems
 
@@ -102,6 +103,36 @@ def test_attention_has_the_bits_of_the_simulated_group(comm: str, window: int, m
     assert not host.by_group, "the staging buffers of a planner's schedule have room for all of it"
 
 
+def twice(group: Any, name: str, comm: str) -> list[torch.Tensor]:
+    """Results and gradients of two calls of a layer, one after the other."""
+    layer, found = LAYERS[name], list[torch.Tensor]()
+    module, cp, plan = made("cp_fast", group, comm)
+    for _ in range(2):
+        mine = local(module, layer, layer.inputs(), cp, plan)
+        results = layer.call(module, **mine, cp=cp, plan=plan)
+        leaves = [mine[name] for name in layer.differentiable]
+        seeds = [x.detach().nan_to_num(neginf=0) for x in results]
+        found += [*(x.detach() for x in results), *(torch.autograd.grad(results, leaves, seeds) if leaves else ())]
+    return found
+
+
+OF_LAYERS = [(name, comm) for name in LAYERS for comm in LAYERS[name].comms if comm in ("all_gather", "a2a")]
+
+
+@pytest.mark.parametrize(("name", "comm"), [pair for pair in OF_LAYERS if pair[0] != "attention"])
+def test_layers_have_the_bits_of_the_simulated_group(name: str, comm: str) -> None:
+    """All that their exchanges send is pulled out of the peers' memory, where there is room."""
+    host = Host(4, (100_000,) * 3)
+    found, expected = (
+        run(host, lambda peer: twice(peer, name, comm)),
+        SimGroup(4).run(lambda sim: twice(sim, name, comm)),
+    )
+    for mine, its in zip(found, expected, strict=True):
+        assert all(map(torch.equal, mine, its))
+    assert not host.by_group
+    assert any(int(word) for words in host.words for word in words)
+
+
 def attend_to_documents(group: Any, comm: Any) -> list[torch.Tensor]:
     cp = cp_fast.ContextParallel(group, comm, layout="balanced")
     sizes: dict[str, Any] = {"heads_q": 8, "heads_kv": 4, "d_qk": 8, "d_v": 8, "dtype": torch.float32}
@@ -148,30 +179,6 @@ def test_batches_of_other_documents_seldom_need_larger_staging_buffers() -> None
     block = 30_000 * 8 * 256 * (2 + 4)
     assert times <= 5
     assert 2 * sum(asked) < 7 * block
-
-
-def hybrid(group: Any) -> list[torch.Tensor]:
-    """A convolution and linear attention, twice, over documents that several ranks have."""
-    cp = cp_fast.ContextParallel(group, "p2p")
-    sizes: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 4, "d_v": 4, "dtype": torch.float32}
-    cu = torch.tensor([0, 40, 47, 60], dtype=torch.int32)
-    plan = cp_fast.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, linear=True, device="cpu", **sizes)
-    draw, found = torch.Generator().manual_seed(cp.rank), list[torch.Tensor]()
-    for _ in range(2):
-        x = torch.randn(len(plan.position_ids), 8, generator=draw, requires_grad=True)
-        weight = torch.randn(8, 4, generator=draw, requires_grad=True)
-        y = cp_fast.causal_conv1d(x, weight, cp=cp, plan=plan, activation="silu").unflatten(1, (2, 4))
-        out = cp_fast.linear_attention(y, y, y, -y[..., 0].abs(), y[..., 1].sigmoid(), cp=cp, plan=plan)
-        found += [out.detach(), *torch.autograd.grad(out.square().sum(), (x, weight))]
-    return found
-
-
-def test_layers_of_hybrid_models_have_the_bits_of_the_simulated_group() -> None:
-    host = Host(3, (60_000, 60_000))
-    found, expected = run(host, hybrid), SimGroup(3).run(hybrid)
-    for mine, its in zip(found, expected, strict=True):
-        assert all(map(torch.equal, mine, its))
-    assert not host.by_group, "maps and halos travel through peer memory"
 
 
 def test_a_captured_exchange_goes_by_the_group() -> None:

@@ -420,20 +420,6 @@ def test_buffers_have_the_size_of_the_plan(package: Any) -> None:
     SimGroup(4).run(one)
 
 
-@pytest.mark.parametrize("package", [cp_fast, cp_ref], ids=["cp_fast", "cp_ref"])
-def test_a_backward_pass_belongs_to_the_batch_of_its_forward_pass(package: Any) -> None:
-    def one(member: SimMember) -> None:
-        cp = package.ContextParallel(member)
-        plan = package.make_plan(cp=cp, qkv_format="thd", **LONG.arguments(), **DIMS, **ROOM)
-        given = tensors(typical(), plan.problem, member.rank)
-        out = package.attention(given["q"].requires_grad_(), given["k"], given["v"], cp=cp, plan=plan)
-        plan.update(cp=cp, **MANY.arguments())
-        with pytest.raises(RuntimeError, match="updated between the forward and the backward"):
-            out.backward(given["dout"])
-
-    SimGroup(4).run(one)
-
-
 def test_a_compiled_layer_follows_the_plan() -> None:
     def layer(q: torch.Tensor, given: Tensors, cp: cp_fast.ContextParallel, plan: cp_fast.Plan) -> torch.Tensor:
         return cp_fast.attention(q * 2, given["k"], given["v"], cp=cp, plan=plan) + 1

@@ -223,6 +223,7 @@ def test_refusals_are_one_line_and_exit_2(options: list[str], words: str) -> Non
     assert not result.stdout
 
 
+@pytest.mark.thorough
 def test_as_a_module() -> None:
     command = [sys.executable, "-m", "cp_ref", "explain", "--cp-size", "2", "--seqlens", "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, check=False)

@@ -186,6 +186,7 @@ def test_the_table_of_contents(traces: dict[str, Trace]) -> None:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.one_in(2)
 def test_a_changed_number_is_found_where_it_is(name: str, traces: dict[str, Trace]) -> None:
     t = traces[name]
     assert compare(t, t)
@@ -431,6 +432,7 @@ def refused(good: Path, path: Path) -> str:
 
 
 @pytest.mark.parametrize(("spoil", "words"), SPOILED)
+@pytest.mark.one_in(2)
 def test_traces_that_do_not_fit_together(
     good: Path, tmp_path: Path, spoil: Callable[[Content], Any], words: str
 ) -> None:

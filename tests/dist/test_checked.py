@@ -223,6 +223,7 @@ CASES: list[tuple[Callable[..., None], str, str, str]] = [
 
 
 @pytest.mark.parametrize(("fn", "where", "first", "second"), CASES)
+@pytest.mark.one_in(3)
 def test_the_first_difference_raises_on_all_ranks(run: Run, fn: Any, where: str, first: str, second: str) -> None:
     for rank, error in enumerate(run(fn)):
         assert isinstance(error, ValueError), (rank, error)
@@ -397,6 +398,7 @@ def _main(rank: int, store: str, package: str, comm: str, exchange: int, results
         ("cp_fast", "a2a", 2, "backward, step 0 of"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_the_others_are_told_the_step_and_the_peer(package: str, comm: str, exchange: int, where: str) -> None:
     said = _said(package, comm, exchange)
     assert all(text.startswith("PeerError") for text in said.values()), said

@@ -47,6 +47,7 @@ def attend_twice(package: str, comm: str) -> None:
 
 @PACKAGES
 @pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
+@pytest.mark.one_in(3)
 def test_the_local_part_of_a_shard_is_taken(four: Processes, package: str, comm: str) -> None:
     assert four.run(attend_twice, package, comm) == [None] * 4
 
@@ -75,6 +76,7 @@ def misplaced(package: str, placements: list[Placement], planned: bool) -> str:
 @PACKAGES
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("placements", PLACED.values(), ids=PLACED.keys())
+@pytest.mark.one_in(3)
 def test_other_placements_are_refused_by_name(
     four: Processes, package: str, placements: list[Placement], planned: bool
 ) -> None:
@@ -114,6 +116,7 @@ def inside_a_graph() -> None:
     assert torch.equal(compiled(sharded).to_local(), attend(q))
 
 
+@pytest.mark.thorough
 def test_a_graph_takes_local_tensors(four: Processes) -> None:
     assert four.run(inside_a_graph) == [None] * 4
 

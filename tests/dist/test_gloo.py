@@ -111,6 +111,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("package", "size", "layout", "arguments", "planned"), CASES)
+@pytest.mark.one_in(3)
 def test_against_the_oracle(
     groups: Groups, package: str, size: int, layout: str, arguments: dict[str, Any], planned: bool
 ) -> None:
@@ -255,6 +256,7 @@ assert dist.group.WORLD not in all_reduce.__defaults__
 """
 
 
+@pytest.mark.thorough
 def test_an_optimizer_keeps_no_group() -> None:
     """A default argument of PyTorch's would: a group that outlives the interpreter aborts the process."""
     subprocess.run([sys.executable, "-c", KEPT], check=True, timeout=HANGS_S)

@@ -1,4 +1,4 @@
-"""Every schedule and layout of cp_fast with a process for each rank, against the simulated group, bit for bit.
+"""Every schedule and layout of cp_fast, and layers, with a process for each rank: the simulated group's bits.
 
     python -m tests.gpu.over_processes --size 4 --seconds 150 --out nccl_4x.json      # NCCL, and peer memory
     python -m tests.gpu.over_processes --size 2 --device cpu --every 20               # gloo, some of the plays
@@ -64,11 +64,13 @@ class Play:
     way: str = "plan"
     messages: str = "group"  # The transport: "group" or "peer_memory".
     kv_heads: int = 0  # 0: as many as ranks
+    layer: str = ""  # one of `LAYERS`; attention if empty
 
     def __str__(self) -> str:
         comm = f"{self.comm} {self.size // self.inner} x {self.inner}" if self.comm == "a2a+p2p" else self.comm
         heads = f", {self.kv_heads} kv heads" if self.kv_heads else ""
-        return f"{comm}, {self.layout}, {self.mask}{heads}, {self.way}, by {self.messages}"
+        layer = f"{self.layer}, " if self.layer else ""
+        return f"{layer}{comm}, {self.layout}, {self.mask}{heads}, {self.way}, by {self.messages}"
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -83,10 +85,18 @@ def plays(size: int, device: str) -> list[Play]:
     found = [Play(size, *way, layout, mask) for way, layout, mask in product(schedules, LAYOUTS, MASKS)]
     found += [Play(size, *way, layout, "causal", "updated") for way, layout in product(schedules, LAYOUTS[:3])]
     found += [Play(size, "a2a", size, "dual_chunk", "causal", kv_heads=size // 2)]
+    found += [
+        Play(size, *way, "dual_chunk", "causal", layer=layer) for layer in LAYERS for way in schedules_of(layer, size)
+    ]
     if device == "cpu":
         return found
     found = [replace(play, messages=messages) for messages in ("group", "peer_memory") for play in found]
     return found + [Play(size, *way, "dual_chunk", "causal", "graph") for way in schedules]
+
+
+def schedules_of(layer: str, size: int) -> list[tuple[str, int]]:
+    """The schedules that a layer takes, with the ranks that exchange heads: states and halos travel alike in all."""
+    return [("all_gather", 1), ("a2a", size)] if layer == "sparse_attention" else [("p2p", 1)]
 
 
 @dataclass(frozen=True)
@@ -146,6 +156,8 @@ def planned(cp: cp_fast.ContextParallel, play: Play, place: Place) -> cp_fast.Pl
     arguments, slots = place.arguments(play), place.lengths[1]
     if play.layout == "table":
         arguments["layout"] = table(slots, play.size)
+    if play.layer in ("causal_conv1d", "linear_attention"):
+        arguments["linear"] = True
     sizes = {"heads_q": play.heads[0], "heads_kv": play.heads[1], "d_qk": place.dim, "d_v": place.dim}
     how: dict[str, Any] = {"cp": cp, "dtype": torch.bfloat16, "device": place.device, "deterministic": True, **sizes}
     if play.way != "updated":
@@ -178,6 +190,8 @@ def one_rank(group: Any, play: Play, place: Place) -> dict[str, torch.Tensor]:
     by_copies = isinstance(plan.messages, PeerMessages | Crossed)
     processes = isinstance(group[0] if isinstance(group, tuple) else group, dist.ProcessGroup)
     assert by_copies == (processes and play.messages == "peer_memory"), f"messages by {plan.messages}"
+    if play.layer:
+        return one_layer(cp, plan, play, place)
     whole = place.tensors(play)
     total = len(whole["q"])
     tail = rows_of(play, place) - total
@@ -192,6 +206,37 @@ def one_rank(group: Any, play: Play, place: Place) -> dict[str, torch.Tensor]:
 
     results = captured(both, local) if play.way == "graph" and processes else both(local)
     return {name: cp_fast.unshard(x, cp=cp, plan=plan)[:total] for name, x in results.items()}
+
+
+def one_layer(cp: cp_fast.ContextParallel, plan: cp_fast.Plan, play: Play, place: Place) -> dict[str, torch.Tensor]:
+    """One rank's results of a layer, and its gradients, which are shares where all ranks have the tensor. Linear layers
+    compute in float32: there no kernel is chosen by measurements.
+    """
+    draw, (heads, heads_kv), dim = torch.Generator().manual_seed(2), play.heads, place.dim
+    sizes, dtype = LAYERS[play.layer](heads, heads_kv, dim), torch.float32
+    if play.layer == "sparse_attention":
+        dtype = torch.bfloat16  # the plan's
+    rows = {name: torch.randn(sum(place.lengths[1]), *size, generator=draw) for name, size in sizes.items()}
+    parts = {name: cp_fast.shard(x.to(place.device, dtype), cp=cp, plan=plan) for name, x in rows.items()}
+    given: dict[str, Any] = {name: x.requires_grad_() for name, x in parts.items()}
+    if play.layer == "causal_conv1d":
+        weight = torch.randn(dim, 4, generator=draw).to(place.device).requires_grad_()
+        out, given = cp_fast.causal_conv1d(**given, weight=weight, cp=cp, plan=plan), {**given, "weight": weight}
+    elif play.layer == "linear_attention":
+        below_zero = {"g": -given["g"].abs()}
+        out = cp_fast.linear_attention(**(given | below_zero), cp=cp, plan=plan, kind="mamba2", scale=1 / dim)
+    else:
+        indices = torch.arange(3, dtype=torch.int32, device=place.device).repeat(len(given["q"]), 1)
+        out = cp_fast.sparse_attention(**given, indices=indices, cp=cp, plan=plan)
+    grads = torch.autograd.grad(out.square().sum(), list(given.values()))
+    return {"out": out.detach(), **{f"d{name}": x for name, x in zip(given, grads, strict=True)}}
+
+
+LAYERS: dict[str, Callable[[int, int, int], dict[str, tuple[int, ...]]]] = {  # their tensors, by heads and head dim
+    "causal_conv1d": lambda heads, heads_kv, dim: {"x": (dim,)},
+    "linear_attention": lambda heads, heads_kv, dim: {"q": (2, dim), "k": (2, dim), "v": (2, dim), "g": (2,)},
+    "sparse_attention": lambda heads, heads_kv, dim: {"q": (heads, dim), "k": (heads_kv, dim), "v": (heads_kv, dim)},
+}
 
 
 def captured(
@@ -228,7 +273,7 @@ def alone(play: Play, place: Place, exact: Callable[[Play], dict[str, torch.Tens
     inner = play.inner if play.comm == "a2a+p2p" else 0
     found = SimGroup(play.size).run(lambda member: one_rank(member.split(inner) if inner else member, play, place))
     results = found[0]
-    if next(iter(results)).startswith("refused"):
+    if play.layer or next(iter(results)).startswith("refused"):  # other tests compare layers with their oracles
         return [digests(rank) for rank in found], 0.0
     errors = [float((results[name].double() - x).norm() / x.norm()) for name, x in exact(play).items()]
     return [digests(rank) for rank in found], max(errors)

@@ -16,9 +16,11 @@ pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 
 
 def test_processes_give_what_the_simulated_group_gives() -> None:
-    """One play in eleven, so that each schedule, layout and mask comes; the command `over_processes` plays all."""
+    """One play in eleven, so that each schedule, layout and mask comes, all graphs and all layers; the command
+    `over_processes` plays all.
+    """
     every = over_processes.plays(RANKS, "cuda")
-    todo = [play for n, play in enumerate(every) if n % 11 == 0 or play.way == "graph"]
+    todo = [play for n, play in enumerate(every) if n % 11 == 0 or play.way == "graph" or play.layer]
     found = over_processes.run(todo, "cuda", 150.0)
     assert found["counts"]["right"] + found["counts"]["refused"] == len(todo), found
     assert all(", updated, " in case["case"] for case in found["cases"] if case["verdict"] == "refused"), found

@@ -450,6 +450,7 @@ def gradients(wrapper: str, equal: bool, by: str) -> list[str]:
 @pytest.mark.parametrize("equal", [True, False], ids=["as many labels", "other numbers of labels"])
 @pytest.mark.parametrize("by", ["loss_for_backward", "token_mean"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.one_in(5)
 def test_gradients_are_those_of_one_process(four: Processes, wrapper: str, by: str, equal: bool) -> None:
     assert four.run(gradients, wrapper, equal, by) == [[]] * 4
 

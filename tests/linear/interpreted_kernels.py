@@ -46,8 +46,8 @@ def main(dtype: str, *seeds: str) -> int:
     wrong = 0
     for seed in map(int, seeds):
         problem = draw(seed, getattr(torch, dtype))
-        case = spread_scan(seed, dtype)
-        found = [*mistakes(problem, "cpu"), *spread_mistakes(case)]
+        case = None if seed % 2 else spread_scan(seed, dtype)  # of every second seed, for they take longer
+        found = [*mistakes(problem, "cpu"), *(() if case is None else spread_mistakes(case))]
         wrong += bool(found)
         print(problem, case, *found or ["right"], sep="\n  ", flush=True)
     return wrong
@@ -70,8 +70,8 @@ def spread_scan(seed: int, dtype: str) -> LinearAttention:
     return LinearAttention(
         cp_size=rng.choice([1, 2, 3]), documents=documents, qkv_format="thd", tail=rng.choice([0, 2]),
         layout=rng.choice(["dual_chunk", "contiguous", "balanced"]), dtype=dtype,
-        wide=dtype == "float16" and seed % 2 == 0,
-        kind="mamba", heads=rng.choice([1, 2]), shared=rng.choice([1, 2]), d_k=(1, 16, 5)[seed % 3],
+        wide=dtype == "float16" and rng.random() < 0.5,
+        kind="mamba", heads=rng.choice([1, 2]), shared=rng.choice([1, 2]), d_k=(1, 16, 5)[seed // 2 % 3],
         d_v=rng.choice([1, 6, 70]), scale=rng.choice([None, -0.5]), initial_state=rng.random() < 0.5,
         output_final_state=rng.random() < 0.5, spoiled=rng.choice([-1, 0]), seed=seed,
     )  # fmt: skip

@@ -235,6 +235,7 @@ runpy.run_module("conformance", run_name="__main__")
 """
 
 
+@pytest.mark.thorough
 def test_the_missing_packages_are_named() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 1

@@ -113,6 +113,7 @@ def test_a_mistyped_text_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("tier", [pytest.param(t, marks=pytest.mark.thorough if t in SLOW else ()) for t in LOWER])
+@pytest.mark.one_in(3)
 def test_the_reference_is_right(tier: str) -> None:
     profile = FEWER if tier in SLOW and tier not in LINEAR else FEW
     result = run(load("conformance.adapters.cp_ref"), tier, profile=profile)
@@ -190,6 +191,7 @@ def refusing(function: Callable[..., Any], refuses: Callable[..., bool]) -> Call
         ),
     ],
 )
+@pytest.mark.one_in(2)
 def test_what_is_refused_is_unsupported(tier: str, impl: Any) -> None:
     result = run(impl, tier, profile=Profile(12, derandomize=True))
     assert result.unsupported
@@ -289,6 +291,7 @@ HELPER_BUGS: dict[str, Spoil] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.thorough if n % 3 else ()) for n, name in enumerate(HELPERS)]
 )
+@pytest.mark.one_in(2)
 def test_a_wrong_helper_is_seen(name: str) -> None:
     result = run(spoiled_helper(name, HELPER_BUGS[name]), "helpers", profile=Profile(20, derandomize=True))
     assert result.smallest
@@ -453,7 +456,9 @@ def test_gradients_of_few_keys_may_have_a_delta_of_a_rounded_output() -> None:
 # ---- planted bugs: linear layers
 
 
-@pytest.mark.parametrize("name", ["maps-in-reverse", "convolution-halo-one-short"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("maps-in-reverse", marks=pytest.mark.thorough), "convolution-halo-one-short"]
+)
 def test_a_failure_replays_and_is_in_the_report(name: str) -> None:
     mutant, impl = MUTANTS[name], load("cp_ref")
     with mutant.planted():

@@ -308,6 +308,7 @@ def train(comm: Any) -> int:
 
 
 @pytest.mark.parametrize("comm", COMMS)
+@pytest.mark.one_in(3)
 def test_the_next_plan_is_made_while_this_batch_is_computed(two: Processes, comm: str) -> None:
     """And gives the same bits as one that was made between batches."""
     assert two.run(train, comm) == [5 * len(BATCHES)] * 2

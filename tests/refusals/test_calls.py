@@ -181,6 +181,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [  # what attention refuses with a pla
 
 @PACKAGES
 @pytest.mark.parametrize(("odd", "words"), PROBLEMS)
+@pytest.mark.one_in(3)
 def test_a_wrong_problem(package: Any, odd: dict[str, Any], words: str) -> None:
     areas = "areas" in odd
     packed = ZEROS(16, 4, 8) if odd.get("qkv_format") == "thd" else ZEROS(1, 16, 4, 8)
@@ -203,6 +204,7 @@ def test_a_wrong_problem(package: Any, odd: dict[str, Any], words: str) -> None:
 
 @PACKAGES
 @pytest.mark.parametrize(("odd", "words"), CALLS)
+@pytest.mark.one_in(3)
 def test_wrong_scores_of_a_call(package: Any, odd: dict[str, Any], words: str) -> None:
     refused(package, attend, odd, words)
 

@@ -95,6 +95,7 @@ WRONG: dict[str, list[dict[str, Any]]] = {
     [(name, wrong) for name in CALLS for wrong in [{"no_such_keyword": 1}, *WRONG[name]]],
 )
 @pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.one_in(3)
 def test_what_one_rank_refuses_all_refuse(name: str, wrong: dict[str, Any], alone: bool) -> None:
     """alone: on rank 1; else on both. Afterwards the group works on, which it would not with a message left over."""
     call, package = CALLS[name]

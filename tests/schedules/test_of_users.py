@@ -88,6 +88,7 @@ def test_all_messages_may_have_one_tag(package: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("rank", range(4))
+@pytest.mark.one_in(3)
 def test_a_receive_in_a_step_of_its_own(rank: int, package: str) -> None:
     """Of a schedule with two groups; the last of a step, as all come in the order in which they were sent."""
     schedule = make_schedule(GROUPS)
@@ -121,6 +122,7 @@ def test_no_mark_is_right_too(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.one_in(2)
 def test_some_heads_of_what_a_launch_yielded_travel(package: str) -> None:
     """Of each piece one head first, then the others: what is sent is contiguous, as gloo and NCCL want it."""
 

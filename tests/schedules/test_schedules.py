@@ -21,6 +21,7 @@ from conformance.checks.values import check_logic
 from conformance.tensors import plan_arguments
 from cp_fast.compile.chosen_schedule import choose_head_chunks
 from cp_ref import ContextParallel, SimGroup, make_plan, supports
+from cp_ref.problems.read_problem import check_one_document
 from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence, Workload
@@ -49,6 +50,7 @@ PROBLEMS = {
         softcap=2.0,
         dtype="float64",
     ),
+    "scores of places": replace(PACKED, cp_size=4, score_mod="by_document", dropout_p=0.3),
 }
 RINGS: dict[str, Callable[[Workload], Schedule]] = {
     "the ring run backwards": backward_ring,
@@ -60,7 +62,9 @@ PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 
 
 def check(package: str, problem: Problem, schedule: Schedule, tail: int = 0) -> None:
-    """The schedule, as its text reads back, gives every result of the oracle, forward and backward, to 1e-10."""
+    """The schedule, as its text reads back, gives every result of the oracle, forward and backward, to 1e-10. With a
+    score_mod the problem has ALiBi too.
+    """
     played, read = PACKAGES[package], Schedule.parse(str(schedule))
 
     def plan_with_it(**arguments: Any) -> Any:
@@ -70,13 +74,16 @@ def check(package: str, problem: Problem, schedule: Schedule, tail: int = 0) -> 
 
     names = ("ContextParallel", "Unsupported", "attention", "shard", "supports")
     implementation = SimpleNamespace(**{name: getattr(played, name) for name in names}, make_plan=plan_with_it)
-    case = Case(problem, tail, tail, use_plan=True, return_lse=True, return_max_logit=True, loss="out+lse")
+    alibi = "head" if problem.score_mod else ""
+    wishes: dict[str, Any] = {"use_plan": True, "return_lse": True, "return_max_logit": True, "alibi": alibi}
+    case = Case(problem, tail, tail, **wishes, loss="out+lse")
     assert check_logic(implementation, case) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.one_in(3)
 def test_rings_that_no_planner_has(name: str, ring: str, package: str) -> None:
     check(package, PROBLEMS[name], RINGS[ring](PROBLEMS[name].workload))
 
@@ -88,12 +95,23 @@ def test_rings_that_no_planner_has(name: str, ring: str, package: str) -> None:
     softmax_type=st.sampled_from(SOFTMAX_TYPES),
     softcap=st.sampled_from([0.0, 2.0]),
     tail=st.integers(0, 1),
+    scored=st.booleans(),
 )
 def test_random_schedules(
-    package: str, drawn: tuple[Problem, Schedule], softmax_type: str, softcap: float, tail: int
+    package: str, drawn: tuple[Problem, Schedule], softmax_type: str, softcap: float, tail: int, scored: bool
 ) -> None:
     problem = replace(drawn[0], softmax_type=softmax_type, softcap=softcap, d_qk=3, d_v=2, dtype="float64")
+    problem = of_places(problem) if scored else problem
     check(package, problem, drawn[1], tail * problem.cp_size if problem.qkv_format == "thd" else 0)
+
+
+def of_places(problem: Problem) -> Problem:
+    """The problem with scores of places, unless areas connect its documents."""
+    try:
+        check_one_document(problem, "score_mod")
+    except ValueError:
+        return problem
+    return replace(problem, score_mod="by_document", dropout_p=0.5)
 
 
 def errors(problem: Problem, of_rank: Callable[[SimMember], Any], comm: Any = "p2p", **more: Any) -> list[Exception]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 import cp_ref
+from conformance.case import SCORE_MODS, Case
+from conformance.checks.values import check_logic
 from cp_ref import SimGroup, dense_attention
+from cp_ref.schedules.problem import Problem, Sequence
 
 PACKAGES: dict[str, Any] = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 both_packages = pytest.mark.parametrize("package", PACKAGES)
@@ -163,3 +168,61 @@ def test_a_trace_sees_them() -> None:
     assert traced.select(name="dk")
     assert "out" in str(cp_ref.compare(traced, other))
     assert cp_ref.compare(traced, traced).differences == ()
+
+
+# ---- pairs that are hidden, and rows that see nothing
+
+
+def roots(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """NaN, with a derivative of NaN, where the key comes after its query."""
+    return score * torch.sqrt((q_idx - kv_idx).to(score.dtype))
+
+
+def with_holes(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Hides pairs; some queries see nothing."""
+    return torch.where(((q_idx + kv_idx + h) % 3 == 0) | (q_idx % 5 == 2), float("-inf"), score)
+
+
+@both_packages
+@pytest.mark.parametrize("fmt", ["thd", "sbhd"])
+def test_a_hidden_pair_may_be_nan(fmt: str, package: str) -> None:
+    sequences = (Sequence(16, 16, 16, 16), Sequence(16, 16, 16, 16)) if fmt == "sbhd" else (Sequence(11, 7, 12, 12),)
+    problem = Problem(4, sequences, qkv_format=fmt, heads_q=4, heads_kv=2, dtype="float64")
+    with patch.dict(SCORE_MODS, {"roots": roots}):
+        case = Case(replace(problem, score_mod="roots"), return_lse=True, return_max_logit=True, loss="out+lse")
+        assert check_logic(PACKAGES[package], case) == []
+
+
+BLIND: dict[str, dict[str, Any]] = {  # some rows see nothing
+    "score_mod": {"score_mod": with_holes},
+    "mask": {"attn_mask_type": "causal_bottom_right"},
+}
+
+
+@both_packages
+@pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
+@pytest.mark.parametrize("hidden_by", BLIND)
+def test_a_row_that_sees_nothing_passes_no_gradient_on(hidden_by: str, softmax_type: str, package: str) -> None:
+    """Whatever comes to its out, NaN included, or to an lse of -inf."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 16, 2, 4, generator=generator, dtype=torch.float64)
+    module = PACKAGES[package]
+
+    def one(member: Any) -> list[list[torch.Tensor]]:
+        cp, found = module.ContextParallel(member), []
+        for spoilt in (0.0, torch.nan):
+            leaves = [module.shard(x, cp=cp).requires_grad_() for x in (q, q[:, :8], q[:, 8:])]
+            sink = torch.ones(2, dtype=torch.float64, requires_grad=True)
+            more = {} if softmax_type == "vanilla" else {"softmax_type": softmax_type, "softmax_offset": sink}
+            out, lse = module.attention(*leaves, cp=cp, return_lse=True, **BLIND[hidden_by], **more)
+            blind = (out == 0).all(-1, keepdim=True)
+            assert blind.any() or hidden_by == "mask"  # there, all rows of a rank may see some
+            dlse = torch.ones_like(lse).masked_fill(lse == float("-inf"), spoilt)
+            torch.autograd.backward([out, lse], [torch.ones_like(out).masked_fill(blind, spoilt), dlse])
+            found.append([x.grad for x in (*leaves, sink) if x.grad is not None])
+        return found
+
+    for clean, spoilt in module.SimGroup(2).run(one):
+        assert len(clean) == (3 if softmax_type == "vanilla" else 4)
+        for got, want in zip(spoilt, clean, strict=True):
+            torch.testing.assert_close(got, want)

@@ -182,6 +182,7 @@ def some(layouts: tuple[str, ...], size: int, number: int) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize(("comm", "size", "inner", "number"), PLAYED)
+@pytest.mark.one_in(3)
 def test_packed_documents(comm: str, size: int, inner: int, number: int, package: str) -> None:
     for layout in some(LAYOUTS, size, number):
         for mask in masks(PACKAGES[package], "thd", layout, comm, size, inner):
@@ -191,6 +192,7 @@ def test_packed_documents(comm: str, size: int, inner: int, number: int, package
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("qkv_format", ["bshd", pytest.param("sbhd", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("comm", "size", "inner", "number"), PLAYED)
+@pytest.mark.one_in(5)
 def test_batches(comm: str, size: int, inner: int, number: int, qkv_format: str, package: str) -> None:
     for layout in some(OF_BATCHES, size, number + (qkv_format == "sbhd")):
         for mask in masks(PACKAGES[package], qkv_format, layout, comm, size, inner):

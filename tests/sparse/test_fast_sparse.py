@@ -299,7 +299,11 @@ def over_gloo(comm: str, layout: str, *, compiled: bool) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("comm", "layout", "compiled"),
-    [("all_gather", "dual_chunk", False), ("a2a", "balanced", False), ("a2a", "balanced", True)],
+    [
+        ("all_gather", "dual_chunk", False),
+        ("a2a", "balanced", False),
+        pytest.param("a2a", "balanced", True, marks=pytest.mark.thorough),
+    ],
 )
 def test_processes(two: Processes, comm: str, layout: str, compiled: bool) -> None:
     want = SimGroup(2).run(lambda member: step(member, comm=comm, layout=layout))

@@ -43,6 +43,7 @@ def test_random_problems(dtype: str, seeds: list[int]) -> None:
     assert ran.stdout.count("right") == len(seeds)
 
 
+@pytest.mark.thorough
 def test_a_workspace_with_few_rows() -> None:
     ran = interpreted("float32", [])
     assert ran.returncode == 0, ran.stdout + ran.stderr

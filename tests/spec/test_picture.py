@@ -180,6 +180,7 @@ def test_outlines_have_the_area_of_the_visible_pairs(box: Box) -> None:
     ],
     ids=str,
 )
+@pytest.mark.one_in(3)
 def test_svg_covers_what_is_visible(problem: Problem) -> None:
     schedule = make_schedule(problem)
     root = ET.fromstring(svg_picture(problem, schedule))

@@ -24,10 +24,10 @@ def tune_only(part: int, parts: int) -> None:
 def use_pieces(*, small: bool) -> bool:
     """Whether flash-linear-attention's fragments are now cut in small pieces; else they are cut as always."""
     try:
-        from cp_fast.kernels.linear.fla import fla_runs
+        from cp_fast.kernels.linear.fla import fla_pieces
     except ImportError:
         return False
-    fla_runs.LEAST, fla_runs.PROGRAMS, fla_runs.SCANS = (1, 2**40, -(2**40)) if small else (16, 64, 24)
+    fla_pieces.LEAST, fla_pieces.PROGRAMS, fla_pieces.SCANS = (1, 2**40, -(2**40)) if small else (16, 64, 24)
     return small
 
 

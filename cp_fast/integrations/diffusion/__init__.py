@@ -1,1 +1,1 @@
-"""What `cp_fast.integrations.diffusers` is made of."""
+"""The parts of `cp_fast.integrations.diffusers`."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from cp_fast.api.attention import attention
-from cp_fast.integrations.diffusion.token_cuts import Call, rows_of_slice
+from cp_fast.integrations.diffusion.token_cuts import SlicedCall, rows_of_slice
 from cp_fast.integrations.shared.drop_in import words_for
 from cp_ref.batches.area_rows import tensor
 from cp_ref.groups.agreement import merged
@@ -34,18 +34,18 @@ class Seen(NamedTuple):
     keys: tuple[str, ...] | None
 
 
-def lengths(streams: tuple[str, ...], call: Call) -> int:
+def lengths(streams: tuple[str, ...], call: SlicedCall) -> int:
     """The rows that a call has of these streams."""
     return sum(call.window.of(call.streams[name])[1] for name in streams)
 
 
-def keys_of(streams: tuple[str, ...], call: Call, batch: int) -> np.ndarray:
+def keys_of(streams: tuple[str, ...], call: SlicedCall, batch: int) -> np.ndarray:
     """Which rows of each rank's keys are tokens: bool [rank, b, rows].
 
     >>> from cp_fast import ContextParallel
     >>> from cp_fast.integrations.diffusion.token_cuts import Window
     >>> from cp_ref.groups.group import PaperGroup
-    >>> call = Call(ContextParallel(PaperGroup(2)), Window(0, 2), {"text": 1, "image": 3})
+    >>> call = SlicedCall(ContextParallel(PaperGroup(2)), Window(0, 2), {"text": 1, "image": 3})
     >>> keys_of(("text", "image"), call, 1).astype(int).tolist()
     [[[1, 1, 1]], [[0, 1, 0]]]
     """
@@ -89,7 +89,7 @@ def check_mask(where: str, mask: torch.Tensor, batch: int, rows: int) -> torch.T
 def attend_over_ranks(
     where: str,
     seen: Seen,
-    call: Call,
+    call: SlicedCall,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -135,7 +135,7 @@ def attend_over_ranks(
 
 
 def _shown(
-    where: str, streams: tuple[str, ...], call: Call, mask: torch.Tensor | None, batch: int, rows: int
+    where: str, streams: tuple[str, ...], call: SlicedCall, mask: torch.Tensor | None, batch: int, rows: int
 ) -> tuple[np.ndarray, int]:
     """Which keys of all ranks are tokens that the mask shows, and a number for the mask. A new mask is collective."""
     tokens = keys_of(streams, call, batch)

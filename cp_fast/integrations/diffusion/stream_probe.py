@@ -19,7 +19,7 @@ from torch import nn
 
 from cp_fast.integrations.diffusion.cut_points import Cut, is_stream
 from cp_fast.integrations.diffusion.joint_attention import Seen, lengths
-from cp_fast.integrations.diffusion.token_cuts import Call, inside
+from cp_fast.integrations.diffusion.token_cuts import SlicedCall, inside
 
 __all__ = ["Learned", "Probe", "learn"]
 
@@ -29,7 +29,7 @@ _ALL = "*"
 
 @dataclass
 class Learned:
-    """What was seen of a kind of call.
+    """A kind of call, as the runs have seen it.
 
     Attributes:
         attention: by the layer's name, with "*" for numbers, what each of its calls of attention is made of.
@@ -42,7 +42,7 @@ class Learned:
 
 @dataclass
 class Looked:
-    """What one run saw at one attention, or where a stream becomes whole (no keys).
+    """One attention of one run, or a place where a stream becomes whole (no keys).
 
     rows: which rows of queries (or of the stream) and of keys are spoilt. prints: a number for each row, of queries,
     keys and values.
@@ -54,7 +54,7 @@ class Looked:
 
 
 @dataclass
-class Probe(Call):
+class Probe(SlicedCall):
     """A call of one of these runs.
 
     Attributes:
@@ -78,7 +78,7 @@ class Probe(Call):
         return mine
 
     def attend(self, where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local: Local) -> torch.Tensor:
-        """Attention of a run: of keys that are whole as ever, of others each token's own values."""
+        """Attend in a run: to all keys that are whole; of others each token has its own value."""
         rows = _spoilt(q), _spoilt(k)
         number = sum(one.rows[1] is not None for one in self.looked)
         self.looked.append(Looked(where, rows, () if self.spoilt else tuple(map(_prints, (q, k, v)))))
@@ -112,8 +112,8 @@ def _prints(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([flat @ weights, tolerance * (flat * weights).norm(dim=-1)], -1)
 
 
-def learn(model: nn.Module, run: Callable[[], Any], call: Call) -> Learned:
-    """What a call's attention is made of.
+def learn(model: nn.Module, run: Callable[[], Any], call: SlicedCall) -> Learned:
+    """Find how a call's attention joins its streams.
 
     Args:
         run: calls the model with the call's arguments.
@@ -133,7 +133,7 @@ def learn(model: nn.Module, run: Callable[[], Any], call: Call) -> Learned:
             module.training = mode
 
 
-def _learn(name: str, run: Callable[[], Any], call: Call) -> Learned:
+def _learn(name: str, run: Callable[[], Any], call: SlicedCall) -> Learned:
     def probe(**how: Any) -> Probe:
         one = Probe(call.cp, replace(call.window, wide=how.pop("wide", False)), **how)
         try:
@@ -187,7 +187,7 @@ def _learn(name: str, run: Callable[[], Any], call: Call) -> Learned:
 
 
 def _told_apart(where: str, seen: list[Seen]) -> list[Seen]:
-    """What a layer's calls are made of. Calls with whole keys need to be told from others, by their queries."""
+    """Find the streams of a layer's calls. Calls with whole keys need to be told from others, by their queries."""
     over = [one for one in seen if one.keys is not None]
     if not over:
         return [Seen(None, None)]
@@ -211,7 +211,7 @@ def _is_over(one: Looked) -> bool:
     return bool(keys.all()) and len(keys) > 0
 
 
-def _made_of(rows: dict[str, torch.Tensor], call: Call) -> tuple[str, ...] | None:
+def _made_of(rows: dict[str, torch.Tensor], call: SlicedCall) -> tuple[str, ...] | None:
     """The streams whose slices are these rows, one after the other; None if they are not. rows: which are whose."""
     count = len(next(iter(rows.values())))
     owners = [[stream for stream, mine in rows.items() if mine[row]] for row in range(count)]

@@ -33,7 +33,7 @@ from cp_fast.integrations.diffusion.cut_points import (
 from cp_ref.batches.sharding import gathered
 from cp_ref.problems.cuts import read_cut
 
-__all__ = ["Call", "Window", "current", "gather", "hook", "inside", "outer", "rows_of_slice", "unhook"]
+__all__ = ["SlicedCall", "Window", "current", "gather", "hook", "inside", "outer", "rows_of_slice", "unhook"]
 
 
 def rows_of_slice(tokens: int, size: int) -> int:
@@ -80,7 +80,7 @@ class Window:
 
 
 @dataclass
-class Call:
+class SlicedCall:
     """One call of a model, while it runs and while checkpointing runs parts of it again.
 
     Attributes:
@@ -131,16 +131,16 @@ class Call:
                 raise ValueError(f"{what} is given for {tokens} tokens, and there are {lengths}")
 
 
-_CURRENT: ContextVar[Call | None] = ContextVar("call", default=None)
+_CURRENT: ContextVar[SlicedCall | None] = ContextVar("call", default=None)
 
 
-def current() -> Call | None:
+def current() -> SlicedCall | None:
     """The call that runs in this thread."""
     return _CURRENT.get()
 
 
 @contextmanager
-def inside(call: Call) -> Generator[None]:
+def inside(call: SlicedCall) -> Generator[None]:
     """While it runs."""
     token = _CURRENT.set(call)
     try:
@@ -163,8 +163,8 @@ def gather(x: torch.Tensor, axis: int, tokens: int, cp: ContextParallel) -> torc
 
 
 @dataclass(eq=False)
-class _Edge:
-    """What is cut of one module's arguments and outputs, and what becomes whole.
+class _ModuleCuts:
+    """The rows of a plan for one module: cuts of its arguments and outputs, and outputs that become whole.
 
     rows: of the plan. where: the module's name.
     """
@@ -238,8 +238,8 @@ def hook(model: Any, plan: Plan) -> None:
             rows.setdefault(module, []).append(row)
     for module, mine in rows.items():
         if module is not model:
-            edge = _Edge(tuple(mine), names[module])
-            enter, leave = cast(Any, torch.compiler.disable(edge.enter)), cast(Any, torch.compiler.disable(edge.leave))
+            cuts = _ModuleCuts(tuple(mine), names[module])
+            enter, leave = cast(Any, torch.compiler.disable(cuts.enter)), cast(Any, torch.compiler.disable(cuts.leave))
             handles = (
                 module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(leave),
@@ -249,10 +249,10 @@ def hook(model: Any, plan: Plan) -> None:
 
 def outer(plan: Plan) -> Callable[..., Any]:
     """A function that cuts the arguments of the model itself: (model, args, kwargs) -> (args, kwargs)."""
-    edge = _Edge(tuple(row for row in plan if row.where == ""), "")
+    cuts = _ModuleCuts(tuple(row for row in plan if row.where == ""), "")
 
     def cut(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return edge.enter(model, args, kwargs) or (args, kwargs)
+        return cuts.enter(model, args, kwargs) or (args, kwargs)
 
     return cut
 
@@ -272,7 +272,7 @@ def unhook(model: Any) -> None:
 
 
 def recomputing(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that checkpoints a block, as `checkpoint`, and that runs it again inside of its own call."""
+    """A function that checkpoints a block, as `checkpoint`, and that runs it again while its own call is current."""
     if hasattr(checkpoint, "cp_fast"):
         return checkpoint
 
@@ -291,7 +291,7 @@ def recomputing(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checkpoint_inside(modules: Sequence[Any]) -> None:
-    """Have diffusers' gradient checkpointing run blocks again inside of their own call."""
+    """Have diffusers' gradient checkpointing run blocks again while their own call is current."""
     for module in modules:
         if getattr(module, "_gradient_checkpointing_func", None) is not None:
             module._gradient_checkpointing_func = recomputing(module._gradient_checkpointing_func)

@@ -20,7 +20,7 @@ __all__ = ["Said", "Sides", "refuse_own_mask", "sides_of", "without_blocks"]
 
 
 class Sides(NamedTuple):
-    """What a query sees of its sequence.
+    """The part of its sequence that a query sees.
 
     Attributes:
         left, right: how many tokens on each side of it, without itself; -1: all.
@@ -84,7 +84,7 @@ class Said:
         window += f" in chunks of {self.chunk}" if self.chunk else ""
         cure = f"set model.config.is_causal to {self.causal} too"
         if not self.causal:
-            cure += ", or make the layers causal (use_bidirectional_attention=False)"
+            cure += ", or make the layers causal (their is_causal, or use_bidirectional_attention=False)"
         raise NotImplementedError(
             f"{name} says is_causal={self.causal}{window}, and its model builds a mask {_words(built)}. transformers' "
             "own paths differ: eager attention follows the mask, FlashAttention the layer, SDPA one or the other. Make "

@@ -22,7 +22,7 @@ from cp_fast.integrations.hugging_face.module_states import (
 )
 from cp_fast.integrations.hugging_face.token_mixers import NAME, refuse_adapters
 
-__all__ = ["check_layers", "forget_layers", "note_call", "note_layers"]
+__all__ = ["check_layers", "forget_layers", "models_in", "note_call", "note_layers"]
 
 
 @dataclass(eq=False)
@@ -45,16 +45,25 @@ class _Block:
     call: Any = None
 
 
-def note_layers(model: nn.Module, layers: set[nn.Module], heard: set[nn.Module]) -> tuple[str, ...]:
+@dataclass(frozen=True, eq=False)
+class _Model:
+    """A prepared model, or one inside it. blocks: the names of the blocks in it."""
+
+    blocks: tuple[str, ...]
+
+
+def models_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """A model and the models of transformers inside, by name."""
+    return [(n, m) for n, m in model.named_modules() if m is model or hasattr(m, "set_attn_implementation")]
+
+
+def note_layers(model: nn.Module, layers: set[nn.Module], heard: set[nn.Module]) -> None:
     """Note the layers that mix tokens, and the blocks that hold them.
 
     Args:
         layers: attention and linear layers.
         heard: the modules that are given cp_batch, by which a block knows that it runs. Layers of others belong to the
             model, which always runs.
-
-    Returns:
-        The names of the blocks.
     """
     blocks: dict[str, list[str]] = {}
     for where, layer in model.named_modules():
@@ -70,7 +79,9 @@ def note_layers(model: nn.Module, layers: set[nn.Module], heard: set[nn.Module])
         block = model.get_submodule(where)
         put_state(block, _Block(tuple(names)))
         hook_once(block, _enter_block)
-    return tuple(where for where in blocks if where)
+    for where, inside in models_in(model):
+        before = f"{where}." if where else ""
+        put_state(inside, _Model(tuple(name[len(before) :] for name in blocks if name and name.startswith(before))))
 
 
 def forget_layers(model: nn.Module) -> None:
@@ -78,6 +89,7 @@ def forget_layers(model: nn.Module) -> None:
     for module in model.modules():
         drop_state(module, _Layer)
         drop_state(module, _Block)
+        drop_state(module, _Model)
 
 
 def note_call(layer: nn.Module, cp_batch: Any) -> None:
@@ -89,12 +101,9 @@ def note_call(layer: nn.Module, cp_batch: Any) -> None:
             noted.call = cp_batch
 
 
-def check_layers(model: nn.Module, call: ModelCall, known: tuple[str, ...]) -> None:
+def check_layers(model: nn.Module, call: ModelCall) -> None:
     """At the end of a call, raise for a layer that did not call its attention or its linear functions. Raise for
     adapters that mix tokens too.
-
-    Args:
-        known: the names of blocks, from `note_layers`.
     """
     refuse_adapters(model)
     blocks = _layers_of_blocks(model)
@@ -105,7 +114,7 @@ def check_layers(model: nn.Module, call: ModelCall, known: tuple[str, ...]) -> N
         odd |= {layer for layer, noted in layers.items() if noted.call is not call}
         if len(layers) < len(names):  # one has another module in its place
             odd |= {_at(block, name) or block for name in names} - layers.keys() or {block}
-    for where in known:
+    for where in known_state(model, _Model).blocks:
         found = _at(model, where)
         if found not in blocks and found is not None and blocks.keys().isdisjoint(found.modules()):
             odd |= {found} if next(found.parameters(), None) is not None else set()

@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
 from typing import Any, cast
 
@@ -43,8 +42,11 @@ from cp_ref.batches.tensors import autocast
 __all__ = ["INDEXED", "SequencesToChoose", "attend_to_chosen", "choosers", "give_back", "put_selectors"]
 
 INDEXED = "indexed_attention"  # among a configuration's layer_types
-_ATTENTION = ("DeepseekV32Attention", "GlmMoeDsaAttention", "AXK2Attention", "HYV4Attention", "Dots3NoteTextAttention")
-_ROTATED_LAST = ("HYV4Indexer",)  # The last numbers of its queries and keys are rotated, and not the first.
+_ATTENTION = (
+    *("DeepseekV32Attention", "GlmMoeDsaAttention", "AXK2Attention", "HYV4Attention", "HYV4VLAttention"),
+    *("Dots3NoteTextAttention", "MistralLarge4TextAttention"),
+)
+_ROTATED_LAST = ("HYV4Indexer", "HYV4VLIndexer")  # The last numbers of its queries and keys are rotated, not the first.
 _ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")  # of an indexer's queries and keys
 _TOP = 2  # keys that the trial of an indexer chooses
 
@@ -203,26 +205,20 @@ def _indexer(where: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
     if len(rotations) != 1:
         raise NotImplementedError(f"{where} rotates its keys in a way that cp_fast does not know")
     rotate = inspect.unwrap(theirs).__globals__[rotations[0]]
+    names = [*inspect.signature(theirs).parameters][1:]
 
     @torch.no_grad()
-    def forward(
-        self: Any,
-        hidden_states: torch.Tensor,
-        q_resid: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: Any,
-        position_ids: torch.Tensor | None = None,
-        **named: Any,
-    ) -> torch.Tensor:
-        inputs = hidden_states, q_resid, position_embeddings
-        if not isinstance(attention_mask, SequencesToChoose):
-            return theirs(self, *inputs, attention_mask, position_ids, **named)
-        batch = attention_mask.sequences
-        q, k, weights = _projected(self, rotate, *inputs)
+    def forward(self: Any, *by_place: Any, **named: Any) -> torch.Tensor:
+        given = dict(zip(names, by_place, strict=False)) | named
+        chosen = given["attention_mask"]
+        if not isinstance(chosen, SequencesToChoose):
+            return theirs(self, **given)
+        batch, hidden_states = chosen.sequences, given["hidden_states"]
+        q, k, weights = _projected(self, rotate, given)
         if isinstance(batch, Probe):
-            _try(where, self, partial(theirs, self, *inputs), q, k, weights)
+            _try(where, self, lambda mask: theirs(self, **given | {"attention_mask": mask}), q, k, weights)
             return torch.zeros(*hidden_states.shape[:2], 1, dtype=torch.int32, device=hidden_states.device)
-        plan = attention_mask.plan(hidden_states)
+        plan = chosen.plan(hidden_states)
         q, k, weights = (x.flatten(0, 1) if batch.qkv_format == "thd" else x for x in (q, k, weights))
         top_k = min(self.index_topk, max(batch.longest, 1))
         found = select_keys(q, k, weights, cp=batch.cp, plan=plan, top_k=top_k, scale=self.softmax_scale)
@@ -232,22 +228,24 @@ def _indexer(where: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _projected(
-    indexer: Any,
-    rotate: Callable[..., Any],
-    hidden_states: torch.Tensor,
-    q_resid: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    indexer: Any, rotate: Callable[..., Any], given: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The indexer's queries [b, s, h_i, d_i], keys [b, s, d_i] and weights float32 [b, s, h_i]. In half precision they
-    are those that transformers' indexer converts to float32.
+    are those that transformers' indexer converts to float32. given: the arguments of its call.
     """
-    q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+    hidden_states = given["hidden_states"]
+    resid = given["q_resid"] if "q_resid" in given else indexer.q_input_norm(hidden_states)
+    q = indexer.wq_b(resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+    if hasattr(indexer, "softmax_scaling"):
+        q = indexer.softmax_scaling(q, given["position_ids"], head_dim_first=False)
     k = indexer.k_norm(indexer.wk(hidden_states).to(indexer.k_norm.weight.dtype)).to(hidden_states.dtype)[:, :, None]
     sizes = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
     turned = int(type(indexer).__name__ in _ROTATED_LAST)
     sizes = sizes[::-1] if turned else sizes
     parts_q, parts_k = ([*x.split(sizes, -1)] for x in (q, k))
-    parts_q[turned], parts_k[turned] = rotate(parts_q[turned], parts_k[turned], *position_embeddings, unsqueeze_dim=2)
+    if getattr(indexer, "use_rope", True):
+        angles = given["position_embeddings"]
+        parts_q[turned], parts_k[turned] = rotate(parts_q[turned], parts_k[turned], *angles, unsqueeze_dim=2)
     q, k = torch.cat(parts_q, -1), torch.cat(parts_k, -1)[:, :, 0]
     if q.dtype != k.dtype or q.dtype == torch.float64:
         q, k = q.float(), k.float()
@@ -276,7 +274,7 @@ def _try(
     top_k = indexer.index_topk
     indexer.index_topk = _TOP
     try:
-        chosen = theirs(mask, None)
+        chosen = theirs(mask)
     finally:
         indexer.index_topk = top_k
     best, found = (

@@ -1,7 +1,7 @@
 """Models whose attention reads compressed keys: DeepSeek-V4.
 
 Its attention layer calls a compressor, which makes keys of windows of tokens, and joins them to the tokens' keys behind
-a mask of its own. Here the compressor gives the layer nothing to join. What it made is kept for the layer's attention,
+a mask of its own. Here the compressor gives the layer nothing to join. Its keys are kept for the layer's attention,
 which is `compressed_attention`. Layers without a compressor have `sparse_attention` over their window, since kernels of
 dense attention end below their head dim on GPUs.
 

@@ -227,7 +227,7 @@ def images_of(
         return None
     if images is None:
         if found := [name for name in _PIXELS if batch.get(name) is not None]:
-            what = "give shard_batch the prepared model, model=model" if model is None else "its model has no images"
+            what = "give shard_batch the prepared model, model=model" if model is None else "its model takes text alone"
             raise ValueError(f"batch has {found[0]}, whose rows go where the model has image tokens; {what}")
         return None
     name = type(holder).__name__

@@ -1,7 +1,7 @@
-"""The functions of images in a model's calls: a rank gets the rows of its own tokens from them.
+"""The functions of images in a model's calls: from them a rank gets the rows of its tokens.
 
 `put_around_functions` gives the module that has them, its holder, functions that do so while a call of a slice runs.
-The model calls them as ever, and puts what they return in the place of its tokens.
+The model calls them, and puts what they return in the place of its tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Models that read images, videos or sound beside their text: which of a model's functions make rows of tokens of them.
+"""Models that read images, videos or sound besides text: which of a model's functions make rows of tokens of them.
 
 Such a model has a function for each modality, as `get_image_features`. Its rows take the places of the tokens that
 stand for images: the k-th row that of the k-th token. All else is the work of its text model. So one way serves all of
-these models, and no family has code of its own. `find_images` reads a model's class and configuration, the probe of
+these models, and no family has its own code. `find_images` reads a model's class and configuration, the probe of
 `image_probe` proves what it found, and `prepare` keeps that.
 """
 
@@ -62,7 +62,7 @@ EXCEPTIONS: dict[str, _Exceptions] = {  # by the name of the class that has the 
 
 @dataclass(frozen=True)
 class Modality:
-    """What makes rows of one modality.
+    """A modality that a model reads, and the function that makes its rows.
 
     Attributes:
         name: "image", "video" or "audio".
@@ -144,7 +144,7 @@ class ImageModel:
 
     @property
     def of_positions(self) -> tuple[str, ...]:
-        """What changes positions alone: `shard_batch` has found these by it."""
+        """The arguments that change positions alone: `shard_batch` has found these by it."""
         read = {name for one in self.modalities for name in one.entries}
         return tuple(name for name in self.positions if name not in read)
 
@@ -155,20 +155,12 @@ class ImageModel:
 
 
 def find_images(model: nn.Module) -> ImageModel | None:
-    """How a model reads images, by its class and its configuration. None: it reads text alone.
-
-    Raises:
-        NotImplementedError: it reads images, and has no functions that make rows of tokens of them.
+    """How a model reads images, by its class and its configuration. None: it reads text alone, or has no functions
+    that make rows of tokens of images.
     """
     where, holder = next(((w, m) for w, m in model.named_modules() if _functions(m)), ("", None))
-    config: Any = getattr(model, "config", None)
     if holder is None:
-        if getattr(config, "vision_config", None) is None:
-            return None
-        raise NotImplementedError(
-            f"{type(model).__name__} reads images, in a way that cp_fast does not have: no function as "
-            f"get_image_features makes rows of tokens of them{text_alone(model)}"
-        )
+        return None
     exceptions = EXCEPTIONS.get(type(holder).__name__, _Exceptions())
     forward, found, refused = _parameters(type(holder).forward), list[Modality](), dict(exceptions.refused)
     positions = _parameters(getattr(type(holder), POSITIONS, None))
@@ -245,19 +237,6 @@ def parts_of(model: nn.Module, images: ImageModel) -> tuple[str, ...]:
     else:  # The holder is the text model.
         names = [name for name, one in children.items() if hasattr(one, "set_attn_implementation")]
     return tuple(f"{images.where}.{name}" if images.where else name for name in names)
-
-
-def text_alone(model: nn.Module) -> str:
-    """Say in a sentence how the text model inside is prepared. "": the model has no text model."""
-    config: Any = model.config
-    text = config.get_text_config()
-    found = (where for where, m in model.named_modules() if where and getattr(m, "config", None) is text)
-    if text is config or (where := next(found, None)) is None:
-        return ""
-    return (
-        f". The text model inside can be tried alone, prepare(model.{where}, cp), and be called with inputs_embeds="
-        "part['cp_batch'].shard(embeddings) in place of input_ids, where its own masks are those of text"
-    )
 
 
 class _Whole:

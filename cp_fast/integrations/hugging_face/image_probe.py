@@ -1,5 +1,5 @@
 """Run a prepared model of images on a few tokens of two images, whole and as a slice. If the slice's outputs and
-gradients are those of the whole, then a rank may take the rows of its own tokens.
+gradients are those of the whole, then a rank may take the rows of its tokens.
 
 The functions of images run once, on the pictures of `image_trials`. Their rows are thinned out to a few a picture: what
 is looked at is how the model goes on with them. The whole has what a user's batch has besides, such as the types of
@@ -9,45 +9,39 @@ here; positions with those that `shard_batch` finds.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from cp_fast.integrations.hugging_face.built_masks import Said
-from cp_fast.integrations.hugging_face.image_batches import blocks_of, positions_of
 from cp_fast.integrations.hugging_face.image_calls import Share, end_call, put_around_functions, show_share
-from cp_fast.integrations.hugging_face.image_models import KINDS, TEXT, BothWaysRule, ImageModel, Modality
+from cp_fast.integrations.hugging_face.image_masks import WINDOW, MaskProbe
+from cp_fast.integrations.hugging_face.image_models import KINDS, ImageModel, Modality
+from cp_fast.integrations.hugging_face.image_positions import axes_of_pictures, rows_apart
 from cp_fast.integrations.hugging_face.image_ranks import pieces_of
 from cp_fast.integrations.hugging_face.image_rows import rows_in, with_rows
-from cp_fast.integrations.hugging_face.image_trials import Picture, Trial, run_function, trial_of
+from cp_fast.integrations.hugging_face.image_trials import ERRORS, PICTURES, Trial, placed, run_function, trial_of
 from cp_fast.integrations.hugging_face.slice_probe import (
     Probe,
-    Rows,
     Seen,
+    TrialRows,
     outputs_of,
     slice_of,
     trial_rows,
 )
 
-__all__ = ["frames_apart", "prove_images", "seconds_of"]
+__all__ = ["prove_images"]
 
 _RUNS = ((0, 1, 4), (0, 6, 9), (1, 2, 4), (1, 7, 8))  # of images: row, first token behind the special ones, and end
-_PICTURES = (Picture(wide=False, seed=1), Picture(wide=True, seed=2))
 _MOST = 0.85  # of the rows of a few tokens
 _LARGE = 1e4  # no number of a trial, but a mask
-_WINDOW = 3  # in place of a layer's own, which is wider than all tokens here
-_ERRORS = (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # and refusals
-_RULES = (None, *(BothWaysRule(*one) for one in product((1, 0), (False, True), (True, False))))
 
 
 def prove_images(model: nn.Module, holder: Any, images: ImageModel, seen: Seen, shared: bool) -> ImageModel:
-    """What of a model's images is proved: its modalities, its positions, and the rule of its masks.
+    """Prove how a model reads images: its modalities, its positions, and the rule of its masks.
 
     Args:
         model: with its attention switched to cp_fast's, as for `look_over`.
@@ -56,7 +50,7 @@ def prove_images(model: nn.Module, holder: Any, images: ImageModel, seen: Seen, 
         shared: whether the ranks are to share the pictures out.
 
     Raises:
-        NotImplementedError: nothing is; the error says why.
+        NotImplementedError: nothing is proved; the error says why.
     """
     trials: dict[str, Trial] = {}
     for modality in images.modalities:
@@ -66,32 +60,9 @@ def prove_images(model: nn.Module, holder: Any, images: ImageModel, seen: Seen, 
         else:
             images = images.without(modality.name, f"prepare could not try {modality.function}: {found}")
     images = replace(images, modalities=tuple(trials[one.name].modality for one in images.modalities))
-    for modality in images.modalities:
-        try:
-            images = _proved(model, holder, images, (trials[modality.name],), seen)
-        except NotImplementedError as error:  # It may take its rows elsewhere.
-            other = replace(modality, fields=("last_hidden_state",))
-            trials[modality.name] = replace(trials[modality.name], modality=other)
-            try:
-                images = _proved(model, holder, images.having(other), (trials[modality.name],), seen)
-            except _ERRORS:
-                images = images.without(modality.name, _said(error))
-        except _ERRORS as error:
-            images = images.without(modality.name, _said(error))
-    while len(images.modalities) > 1 and len({one.token for one in images.modalities}) > 1:
-        try:
-            images = _proved(model, holder, images, tuple(trials[one.name] for one in images.modalities), seen)
-            break
-        except _ERRORS as error:
-            images = images.without(images.modalities[-1].name, f"beside the others: {_said(error)}")
-    for modality in images.modalities if shared else ():
-        found = _shared(holder, trials[modality.name], modality)
-        if isinstance(found, Modality):
-            images = images.having(found)
-        else:
-            images = images.without(
-                modality.name, f'images="ranks" cannot share them out: {found}; take images="whole"'
-            )
+    images = _proved_each(model, holder, images, trials, seen)
+    images = _proved_together(model, holder, images, trials, seen)
+    images = _proved_shared(holder, images, trials) if shared else images
     if not images.modalities:
         why = "; ".join(f"{name}s: {why}" for name, why in images.refused.items())
         raise NotImplementedError(
@@ -101,14 +72,56 @@ def prove_images(model: nn.Module, holder: Any, images: ImageModel, seen: Seen, 
     return images
 
 
+def _proved_each(model: nn.Module, holder: Any, images: ImageModel, trials: dict[str, Trial], seen: Seen) -> ImageModel:
+    """Prove each modality alone, and leave out those that cannot be proved."""
+    for modality in images.modalities:
+        try:
+            images = _proved(model, holder, images, (trials[modality.name],), seen)
+        except NotImplementedError as error:  # It may take its rows elsewhere.
+            other = replace(modality, fields=("last_hidden_state",))
+            trials[modality.name] = replace(trials[modality.name], modality=other)
+            try:
+                images = _proved(model, holder, images.having(other), (trials[modality.name],), seen)
+            except ERRORS:
+                images = images.without(modality.name, _said(error))
+        except ERRORS as error:
+            images = images.without(modality.name, _said(error))
+    return images
+
+
+def _proved_together(
+    model: nn.Module, holder: Any, images: ImageModel, trials: dict[str, Trial], seen: Seen
+) -> ImageModel:
+    """Prove all modalities in one batch. Leave out the last one until that can be proved."""
+    while len(images.modalities) > 1 and len({one.token for one in images.modalities}) > 1:
+        try:
+            return _proved(model, holder, images, tuple(trials[one.name] for one in images.modalities), seen)
+        except ERRORS as error:
+            images = images.without(images.modalities[-1].name, f"beside the others: {_said(error)}")
+    return images
+
+
+def _proved_shared(holder: Any, images: ImageModel, trials: dict[str, Trial]) -> ImageModel:
+    """Prove that the ranks can share the pictures of each modality out, and leave out those for which they cannot."""
+    for modality in images.modalities:
+        found = _shared(holder, trials[modality.name], modality)
+        if isinstance(found, Modality):
+            images = images.having(found)
+        else:
+            images = images.without(
+                modality.name, f'images="ranks" cannot share them out: {found}; take images="whole"'
+            )
+    return images
+
+
 def _shared(holder: Any, trial: Trial, modality: Modality) -> Modality | str:
     """The modality as the ranks share it out. A text: why they cannot."""
-    given = {name: _placed(x, holder) for name, x in trial.inputs(holder, _PICTURES).items()}
+    given = {name: placed(x, holder) for name, x in trial.inputs(holder, PICTURES).items()}
     for frames in (True, False):
         pieces = pieces_of(modality, given, frames)
         if isinstance(pieces, str):
             return pieces
-        if len(pieces.costs) < len(_PICTURES):
+        if len(pieces.costs) < len(PICTURES):
             return f"two pictures are {len(pieces.costs)} piece"
         try:
             parts = [run_function(holder, modality, pieces.part(n, n + 1)) for n in range(len(pieces.costs))]
@@ -116,7 +129,7 @@ def _shared(holder: Any, trial: Trial, modality: Modality) -> Modality | str:
             whole = _first_rows(run_function(holder, modality, given), modality)
             if torch.cat(rows).shape == whole.shape and _alike(torch.cat(rows), whole):
                 return replace(modality, shared=True, frames=frames)
-        except _ERRORS:
+        except ERRORS:
             continue
     return "a picture alone has other rows than beside another one"
 
@@ -136,124 +149,21 @@ def _proved(model: nn.Module, holder: Any, images: ImageModel, trials: tuple[Tri
     """Prove some modalities together, and return what the model is known to do with them."""
     put_around_functions(holder, images)
     if images.axes:
-        axes, apart = _axes(holder, images, trials), _rows_apart(holder, images, trials)
+        axes, apart = axes_of_pictures(holder, images, trials), rows_apart(holder, images, trials)
         images = replace(images, axes=max(images.axes, axes), rows_apart=images.rows_apart and apart)
     batch = _batch_of(model, holder, images, trials, seen)
-    probe = ImageProbe()
+    probe = MaskProbe()
     given = {name: x for name, x in seen.arguments.items() if name not in ("cp_batch", "position_ids")}
     whole, whole_grads = batch.run(model, holder, {**given, **batch.types, **batch.of_tokens, "cp_batch": probe}, probe)
-    rule = probe.rule_of(batch, images.both_ways)
+    rule = probe.rule_of(next(iter(batch.types.values()), None), images.both_ways)
     for mixed in (False, True) if not seen.by_row else (False,):
-        part, grads = batch.run_slice(model, holder, {**given, "cp_batch": ImageProbe()}, mixed)
+        part, grads = batch.run_slice(model, holder, {**given, "cp_batch": MaskProbe()}, mixed)
         if odd := batch.other_rows(whole, part, mixed):
             raise NotImplementedError(f"a slice of tokens with their images has other {odd} than the whole")
         expected = whole_grads(mixed)
         if not all(_alike(x, y) for x, y in zip(expected, grads, strict=True)):
             raise NotImplementedError("a slice of tokens gives the rows of images other gradients than the whole")
     return replace(images, both_ways=rule)
-
-
-# ---- positions
-
-
-class _Stopped(Exception):
-    """The text model was called; it need not run."""
-
-
-def _axes(holder: Any, images: ImageModel, trials: tuple[Trial, ...]) -> int:
-    """The axes of the positions that a model gives to whole pictures; they are those that `positions_of` finds.
-
-    Raises:
-        NotImplementedError: they are others.
-    """
-    text = next((one for name, one in holder.named_children() if name in TEXT), None)
-    if text is None:
-        raise NotImplementedError("its positions are its own, and it has no text model that takes them")
-    return _axes_of(holder, text, images, trials, frames=2 if frames_apart(holder, images, trials) else 1)
-
-
-def _rows_apart(holder: Any, images: ImageModel, trials: tuple[Trial, ...]) -> bool:
-    """Whether a row with pictures has the same positions behind another row with pictures."""
-    frames = 2 if frames_apart(holder, images, trials) else 1
-    ids, types, _ = picture_tokens(holder, images, trials, frames)
-    inputs: dict[str, torch.Tensor] = {}
-    for trial in trials:
-        inputs |= trial.inputs(holder, _PICTURES * 2) | seconds_of(images, trial, 2 * len(_PICTURES))
-    rows, kinds = torch.tensor([ids] * 2), torch.tensor([types] * 2)
-    found = positions_of(holder, images, rows, kinds, torch.ones_like(rows), inputs)
-    return found is None or torch.equal(found[:, 0], found[:, 1])
-
-
-def frames_apart(holder: Any, images: ImageModel, trials: tuple[Trial, ...]) -> bool:
-    """Whether a model's positions want the frames of a video apart, as where their times stand between them."""
-    ids, types, inputs = picture_tokens(holder, images, trials, frames=1)
-    try:
-        positions_of(holder, images, torch.tensor([ids]), torch.tensor([types]), torch.ones(1, len(ids)), inputs)
-    except _ERRORS:
-        return True
-    return False
-
-
-def _axes_of(holder: Any, text: nn.Module, images: ImageModel, trials: tuple[Trial, ...], frames: int) -> int:
-    """frames: in how many runs the tokens of a video lie."""
-    ids, types, inputs = picture_tokens(holder, images, trials, frames)
-    device = next(holder.parameters()).device
-    given = {"input_ids": torch.tensor([ids], device=device), "attention_mask": torch.ones(1, len(ids), device=device)}
-    given["attention_mask"] = given["attention_mask"].long()
-    kinds = torch.tensor([types], device=device)
-    more = {images.types: kinds} if images.types else {}
-    taken: list[Any] = []
-
-    def stop(_: nn.Module, __: Any, named: dict[str, Any]) -> None:
-        taken.append(named.get("position_ids"))
-        raise _Stopped
-
-    before, handle = holder.rope_deltas, text.register_forward_pre_hook(stop, with_kwargs=True)
-    holder.rope_deltas = None
-    try:
-        with contextlib.suppress(_Stopped):
-            holder(**given, **more, **{n: _placed(x, holder) for n, x in inputs.items()}, use_cache=False)
-    finally:
-        holder.rope_deltas = before
-        handle.remove()
-    theirs = taken[0]
-    mine = positions_of(holder, images, given["input_ids"].cpu(), kinds.cpu(), given["attention_mask"], inputs)
-    alike = theirs is mine if theirs is None or mine is None else torch.equal(theirs.cpu(), mine.cpu())
-    if not alike:
-        raise NotImplementedError("it numbers the tokens of images in another way than its own function of positions")
-    return 0 if mine is None else len(mine)
-
-
-def seconds_of(images: ImageModel, trial: Trial, count: int) -> dict[str, torch.Tensor]:
-    """How long a frame of each video lasts, where positions depend on that."""
-    names = [name for name in images.of_positions if "second_per_grid" in name and trial.modality.name == "video"]
-    return {name: torch.ones(count, device="cpu") for name in names}
-
-
-def picture_tokens(
-    holder: Any, images: ImageModel, trials: tuple[Trial, ...], frames: int
-) -> tuple[list[int], list[int], dict[str, torch.Tensor]]:
-    """The ids of a row with two pictures of each kind, their types, and the entries of a batch."""
-    config, ids, types = holder.config, [5, 6], [0, 0]
-    inputs: dict[str, torch.Tensor] = {}
-    for trial in trials:
-        inputs |= trial.inputs(holder, _PICTURES) | seconds_of(images, trial, len(_PICTURES))
-        names, kind = (trial.modality.name, "vision"), 1 + KINDS.index(trial.modality.name)
-        marks = [
-            next((x for n in names if (x := getattr(config, f"{n}_{end}_token_id", None)) is not None), 7)
-            for end in ("start", "end")
-        ]
-        for count in trial.tokens:
-            for _ in range(frames if trial.modality.name == "video" else 1):
-                length = count // (frames if trial.modality.name == "video" else 1)
-                ids += [marks[0], *[trial.modality.token] * length, marks[1], 8]
-                types += [0, *[kind] * length, 0, 0]
-    return [*ids, 9], [*types, 0], inputs
-
-
-def _placed(x: torch.Tensor, holder: nn.Module) -> torch.Tensor:
-    weight = next(holder.parameters())
-    return x.to(weight.device, weight.dtype if x.is_floating_point() else x.dtype)
 
 
 # ---- rows of images in a few tokens
@@ -290,7 +200,7 @@ class _Batch:
         weights: of the outputs, in the sum whose gradients are compared.
     """
 
-    rows: Rows
+    rows: TrialRows
     numbers: dict[str, torch.Tensor]
     counts: dict[str, int]
     outputs: dict[str, Any]
@@ -300,7 +210,7 @@ class _Batch:
     positions: torch.Tensor
 
     def run(
-        self, model: nn.Module, holder: nn.Module, given: dict[str, Any], probe: ImageProbe
+        self, model: nn.Module, holder: nn.Module, given: dict[str, Any], probe: MaskProbe
     ) -> tuple[dict[str, torch.Tensor], Callable[[bool], list[torch.Tensor]]]:
         """The outputs of the whole, and a function that gives the gradients of a slice of them."""
         share = _TrialShare(self, self.numbers)
@@ -391,8 +301,8 @@ def _batch_of(model: nn.Module, holder: Any, images: ImageModel, trials: tuple[T
     inputs: dict[str, torch.Tensor] = {}
     outputs, counts = dict[str, Any](), dict[str, int]()
     for trial in trials:
-        name, given = trial.modality.name, trial.inputs(holder, _PICTURES)
-        inputs |= {entry: _placed(x, holder) for entry, x in given.items()}
+        name, given = trial.modality.name, trial.inputs(holder, PICTURES)
+        inputs |= {entry: placed(x, holder) for entry, x in given.items()}
         outputs[name], counts[name] = run_function(holder, trial.modality, given), sum(trial.tokens)
         there = numbers[name] >= 0
         order = torch.arange(int(there.sum()), device=device)
@@ -402,7 +312,7 @@ def _batch_of(model: nn.Module, holder: Any, images: ImageModel, trials: tuple[T
         positions = torch.stack([positions + axis * (kinds > 0) for axis in range(images.axes)])
     types = {images.types: kinds} if images.types else {}
     of_tokens = {name: (kinds > 0).to(kinds.dtype) for name in images.of_tokens}
-    kept = Rows(ids, rows.kept, rows.poisoned)
+    kept = TrialRows(ids, rows.kept, rows.poisoned)
     return _Batch(kept, numbers, counts, outputs, inputs, types, of_tokens, positions)
 
 
@@ -411,81 +321,11 @@ def _narrow_windows(model: nn.Module) -> Iterator[None]:
     """The model with windows that are narrower than a few tokens, where it has any."""
     config: Any = cast(Any, model).config.get_text_config()
     before = getattr(config, "sliding_window", None)
-    if not isinstance(before, int) or before <= _WINDOW:
+    if not isinstance(before, int) or before <= WINDOW:
         yield
         return
-    config.sliding_window = _WINDOW
+    config.sliding_window = WINDOW
     try:
         yield
     finally:
         config.sliding_window = before
-
-
-# ---- masks
-
-
-class ImageProbe(Probe):
-    """A probe that evaluates the masks that a model builds, pair by pair."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables: list[torch.Tensor] = []
-        self.of_layers: list[tuple[Said, int]] = []  # of each call of attention, and the number of its table; -1: none
-
-    def whole_mask(self, mask_function: Callable[..., Any], given: Mapping[str, Any]) -> torch.Tensor:
-        sizes = [int(given[name]) for name in ("batch_size", "q_length", "kv_length")]
-        device = given.get("device")
-        row, query, key = (torch.arange(n, device=device) for n in sizes)
-        zero = torch.zeros((), dtype=torch.long, device=device)
-        seen = mask_function(row[:, None, None], zero, query[None, :, None], key[None, None, :])
-        self.tables.append(torch.as_tensor(seen).expand(sizes).cpu())
-        number = float(len(self.tables))
-        return torch.full((sizes[0], 1, *sizes[1:]), number, dtype=given.get("dtype", torch.float32), device=device)
-
-    def look_at_mask(self, module: nn.Module, said: Said, mask: Any) -> None:
-        self.of_layers.append((said, -1 if mask is None else round(float(mask.flatten()[0])) - 1))
-
-    def rule_of(self, batch: _Batch, known: BothWaysRule | None) -> BothWaysRule | None:
-        """The rule that all masks follow; None: they are those of text.
-
-        Args:
-            known: the rule of modalities that were looked at before, which is tried first.
-
-        Raises:
-            NotImplementedError: none is known.
-        """
-        types = next(iter(batch.types.values()), None)
-        for rule in (known, *_RULES) if types is not None else (None,):
-            layers = [(said, self.tables[table]) for said, table in self.of_layers if table >= 0]
-            if all(_agrees(rule, types, said, table) for said, table in layers):
-                return rule
-        raise NotImplementedError("tokens of images see each other by a mask that cp_fast does not know")
-
-
-def _agrees(rule: BothWaysRule | None, types: torch.Tensor | None, said: Said, table: torch.Tensor) -> bool:
-    """Whether a layer's mask follows a rule. Layers without causal masks see images as they see text."""
-    if said.causal:
-        return torch.equal(_visible(rule, types, said, table), table)
-    sizes = (table.shape[1],) if said.size is None else (_WINDOW, _WINDOW - 1)  # transformers has both
-    at = torch.arange(table.shape[1], device="cpu")
-    distance = (at[:, None] - at).abs()
-    return any(torch.equal((distance <= size).expand_as(table), table) for size in sizes)
-
-
-def _visible(rule: BothWaysRule | None, types: torch.Tensor | None, said: Said, table: torch.Tensor) -> torch.Tensor:
-    """bool [b, s, s]: which keys a causal layer's queries see by a rule."""
-    narrow = said.size is not None or said.silent
-    left = min(said.size or _WINDOW, _WINDOW) - 1 if narrow else table.shape[1]
-    at = torch.arange(table.shape[1], device="cpu")
-    distance = at[:, None] - at
-    seen = ((distance >= 0) & (distance <= left)).expand(table.shape)
-    if said.chunk:
-        seen = seen & (at[:, None] // said.chunk == at // said.chunk)
-    if rule is None or types is None:
-        return seen
-    block = torch.full(types.shape, -1, device="cpu")
-    for number, (row, runs) in enumerate(blocks_of(rule, types, None, None)):
-        for first, stop in runs:
-            block[row, first:stop] = number
-    together = (block[:, :, None] == block[:, None]) & (block >= 0)[:, None]
-    return seen | (together & (distance <= left) if rule.windowed else together)

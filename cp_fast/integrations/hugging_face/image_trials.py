@@ -17,19 +17,10 @@ from torch import nn
 from cp_fast.integrations.hugging_face.image_models import Modality
 from cp_fast.integrations.hugging_face.image_rows import fields_of
 
-__all__ = ["Picture", "Trial", "run_function", "trial_of"]
+__all__ = ["ERRORS", "PICTURES", "Picture", "Trial", "placed", "run_function", "trial_of"]
 
-_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    AssertionError,
-    IndexError,
-    KeyError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+ERRORS = (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # and refusals
+_ERRORS = (*ERRORS, AssertionError)
 _GRIDS = ((1, 4, 4), (1, 4, 8))  # patches: time, height, width; of pictures that are narrow and wide
 _CHANNELS = ("num_channels", "in_channels", "in_chans")
 _SIDES = ("image_size", "resolution", "img_size")
@@ -50,6 +41,9 @@ class Picture:
     def draw(self, *shape: int) -> torch.Tensor:
         """Draw values of a shape, float32 on the CPU."""
         return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(self.seed), device="cpu")
+
+
+PICTURES = (Picture(wide=False, seed=1), Picture(wide=True, seed=2))
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class Trial:
 
 
 def trial_of(holder: Any, modality: Modality) -> Trial | str:
-    """The first form that the function takes, alone and two at a time. A text: why there is none."""
+    """The first form that the function takes, alone and two at a time. A text: why it takes no form."""
     why = ""
     for number, form in enumerate(_forms(holder, modality)):
         pictures = Picture(False, 1), Picture(True, 2)
@@ -263,6 +257,13 @@ def _sounds(holder: Any, modality: Modality) -> Iterator[Form]:
         found = {modality.entries[0]: picture.draw(1, *shape)}
         return found | {name: torch.ones(1, length, dtype=torch.long, device="cpu") for name in mask}
 
-    for length in (64, 200, 3200):
+    window = getattr(config, "max_source_positions", None)  # Whisper's encoder takes windows of one length.
+    for length in (*([2 * window] if isinstance(window, int) else []), 64, 200, 3200):
         for shape in ((bins, length), (length, bins), (length,), (1, length)):
             yield lambda picture, s=shape, n=length: sound(picture, s, n)
+
+
+def placed(x: torch.Tensor, holder: nn.Module) -> torch.Tensor:
+    """Bring a tensor to the device of a module's weights; one of floats has their dtype."""
+    weight = next(holder.parameters())
+    return x.to(weight.device, weight.dtype if x.is_floating_point() else x.dtype)

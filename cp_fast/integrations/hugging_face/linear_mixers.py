@@ -9,8 +9,8 @@ Some mixers call no such functions: `written_mixers` has their forward.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from types import CellType, CodeType, FunctionType
+from collections.abc import Callable
+from types import CellType, FunctionType
 from typing import Any, cast
 
 from torch import nn
@@ -26,6 +26,7 @@ from cp_fast.integrations.hugging_face.module_states import check_forward, give_
 from cp_fast.integrations.hugging_face.slice_probe import Probe
 from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 from cp_fast.integrations.hugging_face.written_mixers import WRITTEN, hand_on
+from cp_ref.calls.score_mod import names_in_code
 
 __all__ = ["linear_mixers", "put_over_ranks", "take_back"]
 
@@ -122,14 +123,7 @@ def _copy(function: FunctionType, names: dict[str, Any], cells: Any) -> Callable
 def _functions(kind: type[nn.Module]) -> set[str]:
     """The names that a module's forward looks up in its file."""
     plain = inspect.unwrap(kind.forward)
-    return set(_names(plain.__code__)) & set(plain.__globals__) if isinstance(plain, FunctionType) else set()
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names(inner)
+    return set(names_in_code(plain.__code__)) & set(plain.__globals__) if isinstance(plain, FunctionType) else set()
 
 
 def _check_parameters(name: str, function: str, theirs: Any) -> None:

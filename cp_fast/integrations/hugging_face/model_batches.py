@@ -11,7 +11,9 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations import token_batches
 from cp_fast.integrations.hugging_face.image_batches import images_of
-from cp_fast.integrations.hugging_face.model_edge import edge_of, holder_of_images
+from cp_fast.integrations.hugging_face.model_task import Task
+from cp_fast.integrations.hugging_face.prepared_model import PreparedModel, holder_of_images, prepared_model
+from cp_fast.integrations.hugging_face.slice_probe import Numbering
 from cp_fast.integrations.hugging_face.task_head import SPANS
 from cp_fast.integrations.shared.token_rows import wide_integers
 from cp_ref.groups.agreement import agreed, collective
@@ -32,7 +34,8 @@ def shard_batch(
     over: Any = None,
     fill: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """This rank's part of a batch that every rank of a context has whole, as arguments of a prepared model. Collective.
+    """Cut this rank's part out of a batch that every rank of a context has whole, as arguments of a prepared model.
+    Collective.
 
     Args:
         batch: input_ids [b, s], and any of
@@ -62,13 +65,13 @@ def shard_batch(
     """
 
     def read() -> tuple[Any, ...]:
-        edge = None if model is None else edge_of(model)
+        prepared = PreparedModel(Numbering(0), Task()) if model is None else prepared_model(model)
         holder = None if model is None else holder_of_images(model)
-        images = images_of(batch, holder, None if edge is None else edge.images, fill or (), model)
-        rows = positions_said(batch if images is None else images.rest, 0 if edge is None else edge.numbering.first)
+        images = images_of(batch, holder, prepared.images, fill or (), model)
+        rows = positions_said(batch if images is None else images.rest, prepared.numbering.first)
         places = None if images is None else images.placed(rows)
-        labelled = edge is not None and edge.task.head is not None and isinstance(rows, Mapping) and "labels" in rows
-        shifts = edge.task.labels_head(type(model).__name__).shifts if edge is not None and labelled else True
+        labelled = prepared.task.head is not None and isinstance(rows, Mapping) and "labels" in rows
+        shifts = prepared.task.labels_head(type(model).__name__).shifts if labelled else True
         return images, rows, places, shifts
 
     met = token_batches.ranks_of_batch({"cp": cp, "over": over})

@@ -27,7 +27,7 @@ class ModelCall:
     It is no dataclass, for the reason of `CpBatch`.
 
     Args:
-        edge: of the model that was called, which ends the call.
+        prepared: of the model that was called, which ends the call.
         sequences: of the batch.
 
     Attributes:
@@ -37,8 +37,8 @@ class ModelCall:
         seed: of attention's dropout, int64 [].
     """
 
-    def __init__(self, edge: object, sequences: CpBatch) -> None:
-        self.edge, self.sequences = edge, sequences
+    def __init__(self, prepared: object, sequences: CpBatch) -> None:
+        self.prepared, self.sequences = prepared, sequences
         self.targets: torch.Tensor | None = None
         self.count: torch.Tensor | None = None
         self.pooled: PooledCall | None = None

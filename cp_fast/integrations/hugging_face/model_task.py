@@ -21,7 +21,7 @@ _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What a model computes of labels, as `prepare` has found it. By default nothing, as a model without a head.
+    """A model's computation with labels, as `prepare` has found it. By default it has none, as a model without a head.
 
     Args:
         head: what the model makes of labels; None where it takes none; a text: why it can take none.

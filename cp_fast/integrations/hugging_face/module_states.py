@@ -1,4 +1,4 @@
-"""What this package has on the modules of a prepared model: states, hooks, and forwards in the place of their classes'.
+"""States of this package on the modules of a prepared model, hooks, and forwards in the place of their classes'.
 
 All states of a module lie in one dict, by their class, so a module has at most one of each. They go with the module
 into its copies. Each class of states belongs to one file, which says what it means.
@@ -69,7 +69,7 @@ def hook_once(
     named: bool = True,
     always: bool = False,
 ) -> None:
-    """Call functions before and after a module's forward. A module that calls them already stays as it is.
+    """Call functions before and after a module's forward. A module that calls them already does not change.
 
     Args:
         first: `before` is called before other hooks.

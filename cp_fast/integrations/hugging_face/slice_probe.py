@@ -26,13 +26,14 @@ from torch import nn
 
 from cp_fast.integrations.hugging_face.built_masks import Said, Sides, refuse_own_mask
 from cp_fast.integrations.hugging_face.long_positions import CountFrom, far_position, give_longest, say_longest
+from cp_fast.integrations.hugging_face.position_tables import has_tables, takes_positions
 from cp_fast.integrations.hugging_face.token_mixers import ROUTER_SWITCH, token_axis
 
 __all__ = [
     "Numbering",
     "Probe",
-    "Rows",
     "Seen",
+    "TrialRows",
     "at_rest",
     "look_over",
     "outputs_of",
@@ -140,7 +141,7 @@ class Numbering:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TrialRows:
     """Rows of token ids [b, t], with the places of a rank's slice, and of the token whose value becomes NaN."""
 
     ids: torch.Tensor
@@ -168,7 +169,7 @@ class Seen:
     heard: set[nn.Module]
     numbering: Numbering
     by_row: str
-    rows: Rows
+    rows: TrialRows
     arguments: dict[str, Any] = field(repr=False)
 
 
@@ -184,7 +185,7 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
         error names the module and the cause.
     """
     name = type(model).__name__
-    positions = "position_ids" in inspect.signature(model.forward).parameters
+    positions = any(map(takes_positions, _inside(model))) or has_tables(model)
     rows, probe = trial_rows(model, next(model.parameters()).device), Probe()
     given: dict[str, Any] = {"cp_batch": probe, **({"use_cache": False} if takes_cache(model) else {})}
     if getattr(cast(Any, model).config.get_text_config(), ROUTER_SWITCH, False):
@@ -219,7 +220,7 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
     numbering, by_row = _numbering(model, rows, given, whole)
     if counting.used and numbered:
         _refuse_counting(model, rows, given, numbering, whole)
-    rows = Rows(rows.ids[:1], rows.kept, rows.poisoned)
+    rows = TrialRows(rows.ids[:1], rows.kept, rows.poisoned)
     given["position_ids"] = numbering.of(rows.ids)
     return Seen(probe.callers, probe.sides, probe.linear, heard, numbering, by_row, rows, given)
 
@@ -238,9 +239,13 @@ def _own_configuration(model: nn.Module) -> str:
 
 def takes_cache(model: nn.Module) -> bool:
     """Whether calls of a model, or of the model in its head, have an argument `use_cache`."""
+    return any("use_cache" in inspect.signature(m.forward).parameters for m in _inside(model))
+
+
+def _inside(model: nn.Module) -> tuple[Any, ...]:
+    """A model, the one in its head, and the text model in that: models of images hand their keywords on to it."""
     inner = getattr(model, "base_model", model)
-    text = getattr(inner, "language_model", inner)  # Models of images hand their keywords on to it.
-    return any("use_cache" in inspect.signature(m.forward).parameters for m in (model, inner, text))
+    return model, inner, getattr(inner, "language_model", inner)
 
 
 @contextmanager
@@ -256,7 +261,7 @@ def at_rest(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def trial_rows(model: nn.Module, device: torch.device) -> Rows:
+def trial_rows(model: nn.Module, device: torch.device) -> TrialRows:
     """Token ids whose number is not a size of any weight, so that an axis of tokens is recognised by its size.
 
     Special tokens come first, where all others see them. Padding, which may not be told from a token by the model,
@@ -280,7 +285,7 @@ def trial_rows(model: nn.Module, device: torch.device) -> Rows:
             for place in (*(first + place for place in places), -2):
                 row[place] = padding
     kept = torch.tensor([first + i for i in _SLICE], device=device)
-    return Rows(torch.tensor(ids, device=device), kept, first + _POISONED)
+    return TrialRows(torch.tensor(ids, device=device), kept, first + _POISONED)
 
 
 def outputs_of(out: Any) -> dict[str, torch.Tensor]:
@@ -294,7 +299,7 @@ def outputs_of(out: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def _refuse_pooling(model: nn.Module, rows: Rows, given: dict[str, Any], whole: dict[str, torch.Tensor]) -> None:
+def _refuse_pooling(model: nn.Module, rows: TrialRows, given: dict[str, Any], whole: dict[str, torch.Tensor]) -> None:
     tokens = rows.ids.shape[1]
     odd = [name for name, x in whole.items() if token_axis(x, tokens) is None]
     if not odd:
@@ -314,7 +319,7 @@ def _refuse_pooling(model: nn.Module, rows: Rows, given: dict[str, Any], whole: 
     )
 
 
-def _refuse_mixing(model: nn.Module, rows: Rows, given: dict[str, Any]) -> None:
+def _refuse_mixing(model: nn.Module, rows: TrialRows, given: dict[str, Any]) -> None:
     tokens, mixing = rows.ids.shape[1], []
 
     def reached(x: Any) -> bool:
@@ -342,7 +347,7 @@ def _refuse_mixing(model: nn.Module, rows: Rows, given: dict[str, Any]) -> None:
 
 
 def _numbering(
-    model: nn.Module, rows: Rows, given: dict[str, Any], whole: dict[str, torch.Tensor]
+    model: nn.Module, rows: TrialRows, given: dict[str, Any], whole: dict[str, torch.Tensor]
 ) -> tuple[Numbering, str]:
     """Return the numbering under which a slice's outputs are those of the whole rows. Return also the name of the first
     module that gives other outputs if a slice's row has tokens of several rows. "": no module does.
@@ -371,7 +376,7 @@ def _numbering(
 
 
 def _refuse_counting(
-    model: nn.Module, rows: Rows, given: dict[str, Any], numbering: Numbering, near: dict[str, torch.Tensor]
+    model: nn.Module, rows: TrialRows, given: dict[str, Any], numbering: Numbering, near: dict[str, torch.Tensor]
 ) -> None:
     """Raise for a model whose slices are right near position 0, and not far from it. near: the outputs of the whole
     near position 0; a model that has the same ones takes its positions from a table.
@@ -392,7 +397,13 @@ def _refuse_counting(
 
 
 def _first_to_differ(
-    model: nn.Module, rows: Rows, given: dict[str, Any], known: list[Numbering], *, mixed: bool = False, far: int = 0
+    model: nn.Module,
+    rows: TrialRows,
+    given: dict[str, Any],
+    known: list[Numbering],
+    *,
+    mixed: bool = False,
+    far: int = 0,
 ) -> str:
     """The first module whose outputs of a slice are not those of the whole, by the numbering that comes furthest; of a
     module inside of attention, the attention.
@@ -407,12 +418,12 @@ def _first_to_differ(
     return _named(model, outer if model.get_submodule(outer) in given["cp_batch"].callers else where)
 
 
-def _slice(rows: Rows, numbering: Numbering, mixed: bool) -> dict[str, torch.Tensor]:
+def _slice(rows: TrialRows, numbering: Numbering, mixed: bool) -> dict[str, torch.Tensor]:
     positions = numbering.of(rows.ids)
     return {name: slice_of(x, rows, 1, mixed) for name, x in (("input_ids", rows.ids), ("position_ids", positions))}
 
 
-def slice_of(x: torch.Tensor, rows: Rows, axis: int, mixed: bool) -> torch.Tensor:
+def slice_of(x: torch.Tensor, rows: TrialRows, axis: int, mixed: bool) -> torch.Tensor:
     """The slice of a tensor of the whole rows. mixed: the rows change places, and each token's neighbour in the other
     row is another, as in slices of layout "balanced".
     """
@@ -423,7 +434,7 @@ def slice_of(x: torch.Tensor, rows: Rows, axis: int, mixed: bool) -> torch.Tenso
     return torch.stack([second, first.roll(1, axis - 1)], axis - 1)
 
 
-def _differ(whole: dict[str, torch.Tensor], part: dict[str, torch.Tensor], rows: Rows, mixed: bool) -> list[str]:
+def _differ(whole: dict[str, torch.Tensor], part: dict[str, torch.Tensor], rows: TrialRows, mixed: bool) -> list[str]:
     """The outputs with a row a token whose rows of the slice are others than those of the whole."""
     axes = {name: token_axis(x, rows.ids.shape[1]) for name, x in whole.items()}
     return [

@@ -1,5 +1,6 @@
 """Models whose attention is written out, and not called by transformers' AttentionInterface: BLOOM and MPT with ALiBi,
-Falcon, GPT-Neo, GPT-NeoX Japanese, XGLM, Megatron-BERT and RemBERT. Each gets a forward that calls ours.
+GPT, Falcon, GPT-Neo, GPT-NeoX Japanese, XGLM, TrOCR, MVP, GIT, Megatron-BERT, RemBERT, RoFormer, XLM and FlauBERT. Each
+gets a forward that calls ours.
 
 BLOOM and MPT add `slope * j` to the score of key j, from a tensor that they make in each call. For a causal mask that
 is `-slope * |i - j|` plus `slope * i`, which the softmax of row i ignores. So their attention gets the slopes, and no
@@ -24,8 +25,10 @@ from torch import nn
 
 from cp_fast.integrations.hugging_face.built_masks import Said, Sides
 from cp_fast.integrations.hugging_face.module_states import hook_once, known_state, put_state
+from cp_fast.integrations.hugging_face.position_tables import has_tables, takes_positions
 from cp_fast.integrations.hugging_face.token_mixers import refuse_caches
 from cp_fast.integrations.shared.drop_in import refuse
+from cp_fast.integrations.token_batches import CpBatch
 
 __all__ = [
     "SequencesAsMask",
@@ -49,9 +52,15 @@ class SequencesAsMask:
     sequences: Any
     sides: frozenset[Sides] | None = None
 
-    def to(self, *_: Any, **__: Any) -> SequencesAsMask:
-        """Itself: models convert their masks."""
+    def _itself(self, *_: Any, **__: Any) -> SequencesAsMask:
+        """Models convert their masks, and make numbers that are added to scores of them."""
         return self
+
+    to = unsqueeze = __rsub__ = __mul__ = _itself
+
+    def get_seq_length(self) -> int:
+        """The tokens that it holds in the place of a cache."""
+        return 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +94,7 @@ def with_attention(model: nn.Module, attention: Attention) -> None:
         NotImplementedError: the model's biases are no slopes times positions; it takes no position_ids, and has none.
     """
     slopes = _slopes(model) if has_alibi(model) else None
-    if slopes is None and "position_ids" not in inspect.signature(model.forward).parameters:
+    if slopes is None and not takes_positions(model) and not has_tables(model):
         # The sequences would reach its layers all the same, past a head that hands no keywords on.
         raise NotImplementedError(
             f"{type(model).__name__} takes no position_ids; it would number a slice's tokens itself"
@@ -129,9 +138,29 @@ def _slopes(model: nn.Module) -> torch.Tensor:
 def _enter(model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any:
     if getattr(_call, "sequences", None) is None:
         _call.sequences, _call.model = given.get("cp_batch"), model
-    if _call.sequences is None or "use_cache" not in inspect.signature(model.forward).parameters:
+    if _call.sequences is None:
         return None
-    return by_place, {"use_cache": False, **given}  # A head may not hand these on.
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        given = {"use_cache": False, **given}  # A head may not hand these on.
+    if _kind(model) in _MASKLESS:
+        given = {**given, "attention_mask": SequencesAsMask(_call.sequences)}
+    if _kind(model) in _WITH_CACHE:
+        ids = by_place[0] if by_place else given.get("input_ids")
+        x = given["inputs_embeds"][..., 0] if ids is None else ids
+        _refuse_counted_padding(model, ids, getattr(_call.sequences, "sequences", None))
+        given = {**given, "cache": SequencesAsMask(_call.sequences), "attention_mask": torch.ones_like(x)}
+    return by_place, given
+
+
+def _refuse_counted_padding(model: Any, ids: torch.Tensor | None, sequences: CpBatch | None) -> None:
+    """Raise for tokens whose id is that of padding, in a batch without padding. Collective."""
+    if ids is None or sequences is None or sequences.has_padding:
+        return
+    if bool((sequences.unshard(ids) == model.pad_index).any()):
+        raise NotImplementedError(
+            f"input_ids have {model.pad_index}, the id of padding, among tokens: {type(model).__name__} without an "
+            "attention_mask takes as many of a row's last tokens for padding. Give these tokens another id"
+        )
 
 
 def _leave(model: Any, *_: Any) -> None:
@@ -168,16 +197,17 @@ def _mpt(self: Any, hidden_states: torch.Tensor, position_bias: Any, *given: Any
     return self.out_proj(_attended(self, by_head, attention_mask, dropout, self.softmax_scale)), None
 
 
-def _bert(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **named: Any) -> Any:
+def _bert(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, *given: Any, **named: Any) -> Any:
     if not isinstance(attention_mask, SequencesAsMask):
-        return type(self).forward(self, hidden_states, attention_mask, **named)
-    refuse_caches(type(self).__name__, named)
+        return type(self).forward(self, hidden_states, attention_mask, *given, **named)
+    refuse_caches(type(self).__name__, {**({"cache": given[0]} if given else {}), **named})
     refuse(type(self).__name__, **{name: named.get(name) for name in ("encoder_hidden_states", "output_attentions")})
     heads = (self.num_attention_heads, self.attention_head_size)
     by_head = [part(hidden_states).unflatten(2, heads).transpose(1, 2) for part in (self.query, self.key, self.value)]
     dropout = self.dropout.p if self.training else 0.0
     scale = self.attention_head_size**-0.5
-    return _attended(self, by_head, attention_mask, dropout, scale, is_causal=self.is_decoder), None
+    causal = getattr(self, "is_decoder", True)  # GIT is a decoder.
+    return _attended(self, by_head, attention_mask, dropout, scale, is_causal=causal), None
 
 
 def _gpt_neo(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, *given: Any, **named: Any) -> Any:
@@ -196,8 +226,9 @@ def _gpt_neo(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None,
 def _xglm(self: Any, hidden_states: torch.Tensor, *given: Any, attention_mask: Any = None, **named: Any) -> Any:
     if not isinstance(attention_mask, SequencesAsMask):
         return type(self).forward(self, hidden_states, *given, attention_mask=attention_mask, **named)
-    refuse_caches("XGLMAttention", named)
-    refuse("XGLMAttention", key_value_states=given[0] if given else named.get("key_value_states"))
+    name, states = type(self).__name__, given[0] if given else named.get("key_value_states")
+    refuse_caches(name, named)
+    refuse(name, key_value_states=states, **{one: named.get(one) for one in ("attn_prompt", "output_attentions")})
     parts = (self.q_proj, self.k_proj, self.v_proj)
     by_head = [part(hidden_states).unflatten(2, (-1, self.head_dim)).transpose(1, 2) for part in parts]
     dropout = self.dropout if self.training else 0.0
@@ -212,6 +243,45 @@ def _falcon(self: Any, hidden_states: torch.Tensor, alibi: Any = None, attention
     q, k, v = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
     q, k = _rotated(self, q, k, named["position_embeddings"])
     return self.dense(_attended(self, (q, k, v), attention_mask, 0.0, self.inv_norm_factor)), None
+
+
+def _gpt(self: Any, x: torch.Tensor, attention_mask: Any = None, output_attentions: bool = False) -> Any:
+    if not isinstance(attention_mask, SequencesAsMask):
+        return type(self).forward(self, x, attention_mask, output_attentions)
+    refuse("OpenAIGPTAttention", output_attentions=output_attentions)
+    by_head = [part.unflatten(2, (self.n_head, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=2)]
+    dropout = self.attn_dropout.p if self.training else 0.0
+    scale = by_head[0].shape[3] ** -0.5 if self.scale else 1.0
+    return [self.resid_dropout(self.c_proj(_attended(self, by_head, attention_mask, dropout, scale)))]
+
+
+def _xlm(self: Any, input: torch.Tensor, mask: torch.Tensor, kv: Any = None, cache: Any = None, **named: Any) -> Any:
+    if not isinstance(cache, SequencesAsMask):
+        return type(self).forward(self, input, mask, kv, cache, **named)
+    refuse("MultiHeadAttention", kv=kv, output_attentions=named.get("output_attentions"))
+    parts = (self.q_lin, self.k_lin, self.v_lin)
+    by_head = [part(input).unflatten(2, (self.n_heads, -1)).transpose(1, 2) for part in parts]
+    dropout = self.dropout if self.training else 0.0
+    causal = mask.dim() == 3  # one of pairs of tokens, and not of keys
+    return (self.out_lin(_attended(self, by_head, cache, dropout, self.head_dim**-0.5, is_causal=causal)),)
+
+
+def _roformer(
+    self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, sinusoidal_pos: Any = None, **named: Any
+) -> Any:
+    if not isinstance(attention_mask, SequencesAsMask):
+        return type(self).forward(self, hidden_states, attention_mask, sinusoidal_pos, **named)
+    refuse_caches("RoFormerSelfAttention", named)
+    refused = {name: named.get(name) for name in ("encoder_hidden_states", "output_attentions")}
+    refuse("RoFormerSelfAttention", **refused)
+    heads = (self.num_attention_heads, self.attention_head_size)
+    q, k, v = (part(hidden_states).unflatten(2, heads).transpose(1, 2) for part in (self.query, self.key, self.value))
+    angles = sinusoidal_pos[0, 0][:, None] if sinusoidal_pos.dim() == 5 else sinusoidal_pos  # a row's own, or all rows'
+    turned = self.apply_rotary_position_embeddings(angles, q, k, *((v,) if self.rotary_value else ()))
+    by_head = (*turned, v)[:3]
+    dropout = self.dropout.p if self.training else 0.0
+    scale = self.attention_head_size**-0.5
+    return _attended(self, by_head, attention_mask, dropout, scale, is_causal=self.is_decoder), None
 
 
 def _gpt_neox_japanese(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **named: Any) -> Any:
@@ -249,6 +319,11 @@ def _attended(
 
 
 _PLACE = "transformers.models"
+_MASKLESS = (f"{_PLACE}.openai.modeling_openai.OpenAIGPTModel",)  # Its layers make the causal mask themselves.
+_WITH_CACHE = (  # They hand a cache on, and a mask that they make of lengths.
+    f"{_PLACE}.xlm.modeling_xlm.XLMModel",
+    f"{_PLACE}.flaubert.modeling_flaubert.FlaubertModel",
+)
 _FORWARD: dict[str, Callable[..., Any]] = {
     f"{_PLACE}.bloom.modeling_bloom.BloomAttention": _bloom,
     f"{_PLACE}.mpt.modeling_mpt.MptAttention": _mpt,
@@ -256,8 +331,15 @@ _FORWARD: dict[str, Callable[..., Any]] = {
     f"{_PLACE}.gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": _gpt_neox_japanese,
     f"{_PLACE}.gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
     f"{_PLACE}.megatron_bert.modeling_megatron_bert.MegatronBertSelfAttention": _bert,
+    f"{_PLACE}.openai.modeling_openai.Attention": _gpt,
+    f"{_PLACE}.roformer.modeling_roformer.RoFormerSelfAttention": _roformer,
     f"{_PLACE}.rembert.modeling_rembert.RemBertSelfAttention": _bert,
+    f"{_PLACE}.git.modeling_git.GitSelfAttention": _bert,
+    f"{_PLACE}.xlm.modeling_xlm.MultiHeadAttention": _xlm,
+    f"{_PLACE}.flaubert.modeling_flaubert.MultiHeadAttention": _xlm,
     f"{_PLACE}.xglm.modeling_xglm.XGLMAttention": _xglm,
+    f"{_PLACE}.trocr.modeling_trocr.TrOCRAttention": _xglm,
+    f"{_PLACE}.mvp.modeling_mvp.MvpAttention": _xglm,
 }
 _BIASES: dict[str, Callable[[Any, torch.device], torch.Tensor]] = {
     f"{_PLACE}.bloom.modeling_bloom.BloomModel": lambda inner, device: inner.build_alibi_tensor(

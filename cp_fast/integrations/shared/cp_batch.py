@@ -23,7 +23,7 @@ from cp_ref.schedules.values import check_tensor
 
 __all__ = ["CpBatch", "Parts"]
 
-_OF_A_CALL = ("softmax_offset", "alibi_slopes", "dropout_seed")  # These are no part of a plan.
+_OF_A_CALL = ("softmax_offset", "alibi_slopes", "dropout_seed")  # A plan has none of these.
 
 
 class CpBatch:
@@ -61,7 +61,8 @@ class CpBatch:
         self.both_ways: BothWays | None = None  # These tokens see each other both ways.
 
     def shard(self, x: torch.Tensor, fill_value: float = 0) -> torch.Tensor:
-        """This rank's slice of another tensor of the batch, cut as its tokens were: weights of tokens, rewards, masks.
+        """Cut this rank's slice out of another tensor of the batch, as its tokens were cut: weights of tokens, rewards,
+        masks.
 
         Args:
             x: [b, s, ...], the same on all ranks, with a row for each token of input_ids.
@@ -92,7 +93,7 @@ class CpBatch:
         return taken(rows, 0, (numbers.flatten() - 1) % len(rows)).view(*numbers.shape, *rows.shape[1:])
 
     def unshard(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor of which every rank has a slice, in the order of input_ids. Collective.
+        """Put together the whole of a tensor of which every rank has a slice, in the order of input_ids. Collective.
 
         Args:
             x: [b, s/cp, ...], with a row for each of this rank's input_ids: logits, losses, hidden states.
@@ -131,8 +132,8 @@ class CpBatch:
         return whole[places.argsort()[len(places) - shape.numel() :]].view(*shape, *x.shape[2:])
 
     def at_last_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """The values of each sequence's last token, on all ranks: [b, s/cp, n] -> [documents or rows, n]; 0 for a
-        sequence without tokens. Collective; gradients are those of `cp_fast.integrations.sequences.sequence_sum`.
+        """Return the values of each sequence's last token, on all ranks: [b, s/cp, n] -> [documents or rows, n]; 0 for
+        a sequence without tokens. Collective; gradients are those of `cp_fast.integrations.sequences.sequence_sum`.
         """
         return self.sum_over(self.last_tokens(), x)
 
@@ -143,7 +144,7 @@ class CpBatch:
         return self.shard(whole, -1)
 
     def rightmost(self, wanted: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-        """Each sequence's rightmost slot of those that are wanted, its first one where none is. Collective.
+        """Find each sequence's rightmost slot of those that are wanted, its first one where none is. Collective.
 
         Args:
             wanted: bool [b, s/cp], on the CPU; a row's padding is asked too.
@@ -172,8 +173,8 @@ class CpBatch:
         return read, odd[0] if odd else None
 
     def sum_over(self, documents: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The sums of x [b, s/cp, ...] over the tokens of each number in documents [b, s/cp], -1 for none of them, on
-        all ranks: [documents or rows, ...], in float32 or wider. Collective, forward and backward.
+        """Sum x [b, s/cp, ...] over the tokens of each number in documents [b, s/cp], -1 for none of them, on all
+        ranks: [documents or rows, ...], in float32 or wider. Collective, forward and backward.
         """
         count = len(self._known_rows.cu_seqlens) - 1
         wide = x.flatten(0, 1).to(wide_dtype(x.dtype))
@@ -183,8 +184,8 @@ class CpBatch:
 
     @property
     def plan(self) -> Plan:
-        """The plan of this batch for `cp_fast.shard`, `unshard` and `roll`, on tensors with its padding. The first use
-        makes it, on all ranks: collective.
+        """Return the plan of this batch for `cp_fast.shard`, `unshard` and `roll`, on tensors with its padding. The
+        first use makes it, on all ranks: collective.
         """
         return self.linear_plan(self._numbers.float())
 
@@ -246,7 +247,7 @@ class CpBatch:
         sides: tuple[int, int, int],
         **scores: Any,
     ) -> torch.Tensor:
-        """One layer's attention: [b, s/cp, h, d] -> [b, s/cp, h, d_v]. Collective.
+        """Compute one layer's attention: [b, s/cp, h, d] -> [b, s/cp, h, d_v]. Collective.
 
         The layers of one kind share a plan, which the first of them makes, or finds with an equal batch.
 
@@ -277,7 +278,7 @@ class CpBatch:
         sides: tuple[int, int, int],
         scores: dict[str, Any],
     ) -> tuple[ContextParallel, Plan]:
-        """The plan of a layer's kind, and its context."""
+        """Return the plan of a layer's kind, and its context."""
         device, shapes = qkv[0].device, (x.shape for x in qkv)
         half = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         stream = torch.cuda.current_stream(device).cuda_stream if qkv[0].is_cuda else 0
@@ -306,13 +307,15 @@ class CpBatch:
         return {"cp": self.cp, "qkv_format": self.qkv_format, **mask, **lengths}
 
     def linear_plan(self, x: torch.Tensor) -> Plan:
-        """The plan of linear layers and convolutions, made by the first of them. x: a layer's slice [b, s/cp, ...]."""
+        """Return the plan of linear layers and convolutions, made by the first of them. x: a layer's slice [b, s/cp,
+        ...].
+        """
         heads = self.cp.a2a_size  # Linear layers have their own.
         return self._plan(x, x.dtype, ("linear",), heads_q=heads, heads_kv=heads, d_qk=64, d_v=64, linear=True)
 
     def sparse_plan(self, x: torch.Tensor, heads_q: int, heads_kv: int, d_qk: int, d_v: int, **more: Any) -> Plan:
-        """The plan of sparse attention with these sizes, for the indexer too. x: a layer's slice [b, s/cp, ...]; the
-        plan is for its dtype, under torch.autocast for that one. more: window_size and softmax_type.
+        """Return the plan of sparse attention with these sizes, for the indexer too. x: a layer's slice [b, s/cp, ...];
+        the plan is for its dtype, under torch.autocast for that one. more: window_size and softmax_type.
         """
         sizes: dict[str, Any] = {"heads_q": heads_q, "heads_kv": heads_kv, "d_qk": d_qk, "d_v": d_v, **more}
         dtype = autocast(x[:0]).dtype

@@ -31,7 +31,7 @@ from cp_ref.schedules.values import (
 
 __all__ = [
     "Asked",
-    "Rows",
+    "GivenLengths",
     "as_flash_attn",
     "check_floats",
     "check_tensors",
@@ -183,8 +183,8 @@ def check_two_chunks(cp: ContextParallel, **lengths: torch.Tensor) -> None:
 
 
 def of_whole_batch(other: str) -> Callable[[list[T]], T]:
-    """What merges the ranks' values of an argument that all of them have whole (`cp_ref.groups.agreement.merged`): the
-    values must be equal.
+    """Make a function that merges the values of an argument which every rank has whole: they must be equal
+    (`cp_ref.groups.agreement.merged`).
 
     other: names the argument and its difference on another rank.
 
@@ -326,7 +326,7 @@ def _as_one(function: Callable[..., Any], name: str, one: str, parts: tuple[str,
     packed.__name__ = packed.__qualname__ = name or read.__name__.replace("_func", f"_{one}packed_func")
     packed.__module__ = read.__module__
     packed.__doc__ = (
-        f"`{read.__name__}` with {one} [..., {len(parts)}, h, d], a tensor of {', '.join(parts)}. Collective."
+        f"Compute `{read.__name__}` with {one} [..., {len(parts)}, h, d], a tensor of {', '.join(parts)}. Collective."
     )
     return drop_in()(packed)
 
@@ -334,13 +334,13 @@ def _as_one(function: Callable[..., Any], name: str, one: str, parts: tuple[str,
 # ---- functions of flash-attn's family
 
 
-class Rows(NamedTuple):
-    """The rows of a function's slices.
+class GivenLengths(NamedTuple):
+    """The lengths that a call of such a function gives.
 
     Attributes:
         same_lengths: whether each sequence has as many queries as keys.
         lengths: the arguments of `attention` that say so.
-        cp: the context whose layout the rows have, where that is another than the call's.
+        cp: the context whose layout the slices have, where that is another than the call's.
     """
 
     same_lengths: bool
@@ -348,7 +348,9 @@ class Rows(NamedTuple):
     cp: ContextParallel | None = None
 
     @classmethod
-    def packed(cls, cu_q: torch.Tensor, cu_kv: torch.Tensor | None = None, cp: ContextParallel | None = None) -> Rows:
+    def packed(
+        cls, cu_q: torch.Tensor, cu_kv: torch.Tensor | None = None, cp: ContextParallel | None = None
+    ) -> GivenLengths:
         """Of packed sequences of these lengths. cu_kv: of the keys, if they are others."""
         return cls(cu_kv is None, {"qkv_format": "thd", "cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv}, cp)
 
@@ -358,7 +360,10 @@ _REFUSED = ("dropout_p", "block_table")
 
 
 def as_flash_attn(
-    name: str, given: dict[str, Any], rows_of: Callable[[dict[str, Any]], Rows] | None = None, layout: str = ""
+    name: str,
+    given: dict[str, Any],
+    lengths_of: Callable[[dict[str, Any]], GivenLengths] | None = None,
+    layout: str = "",
 ) -> Asked:
     """A call of a function of flash-attn's family. By its rule query and key are counted from their sequence's end,
     whatever the mask.
@@ -366,15 +371,15 @@ def as_flash_attn(
     Args:
         name: the function's.
         given: its arguments, by name.
-        rows_of: reads its lengths; None for slices [b, s/cp, h, d].
+        lengths_of: reads its lengths; None for slices [b, s/cp, h, d].
         layout: the one that it is for.
     """
     refuse(name, **{one: given[one] for one in _REFUSED if one in given})
     q, k, v, cp = (given[one] for one in ("q", "k", "v", "cp"))
     if layout and cp.layout != layout:
         raise ValueError(f"cp has layout {cp.layout!r}; this function's slices are those of {layout!r}")
-    check_tensors("b s/cp h d" if rows_of is None else "t/cp h d", q=q, k=k, v=v)
-    same_lengths, problem, own = Rows(q.shape[1] == k.shape[1], {}) if rows_of is None else rows_of(given)
+    check_tensors("b s/cp h d" if lengths_of is None else "t/cp h d", q=q, k=k, v=v)
+    same_lengths, problem, own = GivenLengths(q.shape[1] == k.shape[1], {}) if lengths_of is None else lengths_of(given)
     cp = own or cp
     check_flag("causal", given["causal"])
     check_flag("return_attn_probs", given["return_attn_probs"])
@@ -386,7 +391,7 @@ def as_flash_attn(
     elif same_lengths or (left < 0 and right < 0):
         visible = {"attn_mask_type": "no_mask", "window_size": (left, right)}
     else:  # no named mask aligns such a window to the end
-        if rows_of is None:
+        if lengths_of is None:
             (q, k, v), problem, give = _as_packed(q, k, v, cp)
         both = (problem[one] for one in ("cu_seqlens_q", "cu_seqlens_kv"))
         visible = {"areas": documents(*both, window_size=(left, right), **_padded(problem))}

@@ -129,8 +129,8 @@ def _of_rows(embedding: torch.Tensor | None, packed: Any) -> torch.Tensor | None
 def get_batch_on_this_cp_rank(
     batch: Mapping[str, Any], packed_seq_params: Any, *, cp_group: Any = None
 ) -> tuple[dict[str, Any], Any]:
-    """This rank's part, in layout "balanced", of a packed batch that every rank has in full: documents are distributed
-    by their work. Collective. Megatron's function of this name cuts all documents in 2 * cp_size chunks.
+    """Cut this rank's part, in layout "balanced", out of a packed batch that every rank has in full: documents are
+    distributed by their work. Collective. Megatron's function of this name cuts all documents in 2 * cp_size chunks.
 
     Args:
         batch: by name tensors [1, t, ...], such as tokens, labels, loss_mask and position_ids, which are cut, or None.

@@ -360,8 +360,9 @@ class Backend(ABC):
             head; else 0.
         writes_rows: whether forward launches take operands with any strides, and write to `Outs`, in the head dims of
             the problem (`pads`).
-        equal_bits: whether a row's bits depend on the keys of its segment up to the last one that it sees, and on
-            nothing else in the launch: measured (docs/how_to/bits.md). Those of gradients if they are deterministic.
+        key_block: a multiple of the rows that the library's blocks of keys have, for all head dims. A row's bits depend
+            on nothing but the keys that it sees and where blocks of keys begin, at such multiples of a segment:
+            measured (docs/how_to/bits.md). Those of gradients if they are deterministic. 0: nothing is known.
     """
 
     name: str
@@ -369,7 +370,7 @@ class Backend(ABC):
     rounded_gradients: bool = False
     shares_keys: int = 0
     writes_rows: bool = False
-    equal_bits: bool = False
+    key_block: int = 0
 
     @abstractmethod
     def why_not(self) -> str | None:

@@ -16,8 +16,11 @@ from cp_fast.kernels.attention.backend_protocol import (
     Partial,
     VarlenBatch,
 )
-from cp_fast.kernels.attention.blockwise import (
-    BlockwiseBackend,
+from cp_fast.kernels.attention.blockwise import BlockwiseBackend
+from cp_fast.kernels.attention.cudnn import CudnnBackend
+from cp_fast.kernels.attention.fa2 import BUILT_IN, Fa2Backend
+from cp_fast.kernels.attention.fa4.fa4_backend import Fa4Backend
+from cp_fast.kernels.attention.score_blocks import (
     ScoreBlockSize,
     fold,
     mask,
@@ -27,9 +30,6 @@ from cp_fast.kernels.attention.blockwise import (
     score_blocks,
     size_of,
 )
-from cp_fast.kernels.attention.cudnn import CudnnBackend
-from cp_fast.kernels.attention.fa2 import BUILT_IN, Fa2Backend
-from cp_fast.kernels.attention.fa4.fa4_backend import Fa4Backend
 from cp_fast.log import log_once
 from cp_ref.calls.scores import ScoreTensors
 from cp_ref.problems import arguments
@@ -74,6 +74,7 @@ class LargestLogit(Backend):
         self.name: str = library.name
         self.features: frozenset[Feature] = library.features | {Feature.MAX_LOGIT}
         self.rounded_gradients, self.shares_keys = library.rounded_gradients, library.shares_keys
+        self.key_block = library.key_block
         self._library = library
 
     def why_not(self) -> str | None:

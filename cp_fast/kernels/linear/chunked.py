@@ -16,7 +16,6 @@ from cp_fast.kernels.linear.linear_kernels import (
     BackwardRun,
     ForwardRun,
     FragmentRows,
-    Kind,
     LinearGradients,
     LinearInputs,
     Maps,
@@ -24,6 +23,7 @@ from cp_fast.kernels.linear.linear_kernels import (
 )
 from cp_fast.kernels.linear.selective_scan import SelectiveBackward, SelectiveForward
 from cp_ref.batches.tensors import recording
+from cp_ref.calls.linear_calls import LinearKind
 from cp_ref.schedules.words import Feature
 
 __all__ = ["ChunkStates", "ChunkedKernels", "prepare"]
@@ -158,7 +158,7 @@ class ChunkedKernels:
         """None: PyTorch works."""
         return None
 
-    kinds = frozenset[Kind](("gated_delta_rule", "kda", "mamba2", "mamba"))
+    kinds = frozenset[LinearKind](("gated_delta_rule", "kda", "mamba2", "mamba"))
 
     def forward(self, inputs: LinearInputs, fragments: FragmentRows) -> ForwardRun:
         return (SelectiveForward if inputs.kind == "mamba" else _Forward)(inputs, fragments)

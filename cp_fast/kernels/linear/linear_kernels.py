@@ -12,18 +12,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from cp_fast.layers.state_tables import StateTables
+from cp_ref.calls.linear_calls import LinearKind
 from cp_ref.schedules.words import Feature
 
 __all__ = [
     "BackwardRun",
     "ForwardRun",
     "FragmentRows",
-    "Kind",
     "LinearGradients",
     "LinearInputs",
     "LinearKernels",
@@ -92,9 +92,6 @@ def _product(m: torch.Tensor, state: torch.Tensor, *, transposed: bool) -> torch
 # ---- the interface
 
 
-Kind = Literal["gated_delta_rule", "kda", "mamba2", "mamba"]
-
-
 @dataclass(frozen=True, eq=False)
 class FragmentRows:
     """The fragments of a rank's rows: fragment i is rows `cu[i]:cu[i + 1]`. None is empty.
@@ -130,7 +127,7 @@ class LinearInputs(NamedTuple):
     g: torch.Tensor  # [n, h_v], for kda [n, h_v, d_k]: the logarithm of the decay
     beta: torch.Tensor | None  # [n, h_v]; None for mamba2 and mamba
     scale: float
-    kind: Kind
+    kind: LinearKind
     A: torch.Tensor | None = None  # [h_v, d_k], of mamba: A * g is the logarithm of the decay
 
 
@@ -193,7 +190,7 @@ class LinearKernels(Protocol):
 
     name: str
     features: frozenset[Feature]  # devices, dtypes and head dims
-    kinds: frozenset[Kind]
+    kinds: frozenset[LinearKind]
 
     def why_not(self) -> str | None:
         """None if the library works on this machine, else the reason in one line."""

@@ -21,12 +21,12 @@ from cp_fast.kernels.linear.linear_kernels import (
     BackwardRun,
     ForwardRun,
     FragmentRows,
-    Kind,
     LinearInputs,
     Maps,
     compose_in_waves,
 )
 from cp_fast.layers.state_tables import StateTables
+from cp_ref.calls.linear_calls import LinearKind
 from cp_ref.schedules.words import Feature
 
 __all__ = ["ScanKernels"]
@@ -47,7 +47,7 @@ class ScanKernels:
             Feature.HEAD_DIM_ODD,
         }
     )
-    kinds = frozenset[Kind](("mamba",))
+    kinds = frozenset[LinearKind](("mamba",))
 
     def why_not(self) -> str | None:
         """None if Triton works on this GPU, else the reason in one line."""

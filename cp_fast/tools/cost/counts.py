@@ -6,16 +6,21 @@ The plan is compiled as for a call, without a device, and each instruction has a
     a message      bytes to or from its peer, and once more through the sender's memory
     a copy         bytes that are read and written; so do rows that a launch reads by index
     an accumulation reads the partial result, reads and writes the sum; the first one becomes the sum for nothing
+
+The exchanges of other layers are counted alike (`count_exchange`); their kernels are no instructions.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cp_fast.compile.exchange_program import RowMessages, lower_exchange
 from cp_fast.compile.index_tables import Tables
 from cp_fast.compile.instruction_passes import in_input_dtype, may_have_low_precision, of_one_launch
 from cp_fast.compile.lower import Draft
@@ -28,11 +33,13 @@ from cp_ref.schedules.table import Column
 from cp_ref.schedules.verify.costs import ITEM_BYTES
 
 __all__ = [
+    "ExchangedTensor",
     "LaunchCounts",
     "PassBytes",
     "RankCounts",
     "StepCounts",
     "count_alone",
+    "count_exchange",
     "count_rank",
     "is_gathered",
     "most_bytes",
@@ -48,39 +55,30 @@ def is_gathered(view: View[Any]) -> bool:
     return not (view.rows is None or isinstance(view.rows, slice))
 
 
-@dataclass(frozen=True)
-class PassBytes:
-    """The sizes of one pass of a problem's programs. `wide`: in the dtype of sums, not in that of the inputs."""
+class _Sizes(ABC):
+    """The sizes of one program. `wide`: in the dtype of sums, not in that of the inputs."""
 
-    problem: Problem
     program: Program[Any]
     tables: Tables
 
-    @property
-    def item(self) -> int:
-        """Bytes of a number of the inputs' dtype."""
-        return ITEM_BYTES[self.problem.dtype]
-
-    @property
-    def wide_item(self) -> int:
-        """Bytes of a number of the sums' dtype."""
-        return max(self.item, 4)
-
+    @abstractmethod
     def row(self, kind: str, *, wide: bool = False) -> int:
-        """Bytes of one row and head of all tensors of a kind, with its lse."""
-        d_qk, d_v, item = self.problem.d_qk, self.problem.d_v, self.wide_item if wide else self.item
-        dims = {"q": d_qk, "kv": d_qk + d_v, "do": d_v, "res": d_v, "out": d_v, "dq": d_qk, "dkv": d_qk + d_v}[kind]
-        return dims * item + (self.wide_item if kind in ("res", "out") else 0)
+        """Bytes of one row and head of all tensors of a kind."""
+
+    @abstractmethod
+    def own_rows(self, kind: str) -> int:
+        """The rows of the rank's own tensors of a kind."""
+
+    @abstractmethod
+    def messages(self, kind: str) -> int:
+        """The tensors of a kind, each of which is a message."""
 
     def rows(self, view: View[Any]) -> int:
         """The rows of a view."""
         if view.rows is not None:
             return self.tables.count(view.rows)
         spec = self.program.buffers[view.buffer]
-        if spec.rows is not None:
-            return spec.rows
-        batch = 1 if self.problem.qkv_format == "thd" else len(self.problem.sequences)
-        return batch * slice_rows(self.problem, side_of(spec.kind))
+        return self.own_rows(spec.kind) if spec.rows is None else spec.rows
 
     def bytes(self, view: View[Any], *, wide: bool = False) -> int:
         """The bytes of a view, in all parts of its buffer."""
@@ -97,10 +95,64 @@ class PassBytes:
         return self.rows(view) == self.rows(self.whole(view.buffer))
 
 
+@dataclass(frozen=True)
+class PassBytes(_Sizes):
+    """The sizes of one pass of a problem's programs; a row of results has its lse."""
+
+    problem: Problem
+    program: Program[Any]
+    tables: Tables
+
+    @property
+    def item(self) -> int:
+        """Bytes of a number of the inputs' dtype."""
+        return ITEM_BYTES[self.problem.dtype]
+
+    @property
+    def wide_item(self) -> int:
+        """Bytes of a number of the sums' dtype."""
+        return max(self.item, 4)
+
+    def row(self, kind: str, *, wide: bool = False) -> int:
+        d_qk, d_v, item = self.problem.d_qk, self.problem.d_v, self.wide_item if wide else self.item
+        dims = {"q": d_qk, "kv": d_qk + d_v, "do": d_v, "res": d_v, "out": d_v, "dq": d_qk, "dkv": d_qk + d_v}[kind]
+        return dims * item + (self.wide_item if kind in ("res", "out") else 0)
+
+    def own_rows(self, kind: str) -> int:
+        batch = 1 if self.problem.qkv_format == "thd" else len(self.problem.sequences)
+        return batch * slice_rows(self.problem, side_of(kind))
+
+    def messages(self, kind: str) -> int:
+        return 1 if kind in ("q", "do", "dq") else 2
+
+
+class ExchangedTensor(NamedTuple):
+    """A tensor of a layer's exchange: the numbers of one row and head, and the bytes of a number."""
+
+    numbers: int
+    item: int
+
+
+@dataclass(frozen=True)
+class _ExchangeBytes(_Sizes):
+    """The sizes of one program of an exchange. tensors: of each kind."""
+
+    tensors: Mapping[str, Sequence[ExchangedTensor]]
+    own: Mapping[str, int]
+    program: Program[Any]
+    tables: Tables
+
+    def row(self, kind: str, *, wide: bool = False) -> int:
+        return sum(x.numbers * (max(x.item, 4) if wide else x.item) for x in self.tensors[kind])
+
+    def own_rows(self, kind: str) -> int:
+        return self.own[kind]
+
+    def messages(self, kind: str) -> int:
+        return len(self.tensors[kind])
+
+
 # ---- counts
-
-
-_TENSORS = {"q": 1, "kv": 2, "do": 1, "res": 2, "out": 2, "dq": 1, "dkv": 2}
 
 
 class LaunchCounts(NamedTuple):
@@ -127,7 +179,7 @@ class StepCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class RankCounts:
-    """Both passes of one rank, and the programs that were counted."""
+    """Both passes of one rank, or both directions of an exchange, and the programs that were counted."""
 
     forward: tuple[StepCounts, ...]
     backward: tuple[StepCounts, ...]
@@ -164,6 +216,32 @@ def count_rank(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None 
     return RankCounts(forward, backward, draft)
 
 
+def count_exchange(name: str, messages: RowMessages, tensors: Mapping[str, Sequence[ExchangedTensor]]) -> RankCounts:
+    """One rank's part of an exchange of a layer: forward gathers rows, backward gives results back.
+
+    Args:
+        tensors: those of each kind of rows and of results.
+
+    >>> from cp_fast.compile.exchange_program import ExchangedRows
+    >>> from cp_ref.schedules.schedule import Message, Pieces, Step
+    >>> from cp_ref.schedules.table import Spans
+    >>> own, both = (Spans(np.array([0]), np.array([n])) for n in (2, 3))
+    >>> last = Pieces.of(Spans(np.array([2]), np.array([3])), (0, 1))
+    >>> there = Step((), (Message("kv", 1, 0, last),))  # rank 1 sends row 2
+    >>> back = Step((Message("dkv", 1, 0, last),), ())
+    >>> rows = ExchangedRows(own, both)
+    >>> messages = RowMessages({"kv": rows}, (there,), {"dkv": rows}, (back,))
+    >>> found = count_exchange("keys", messages, {"kv": [ExchangedTensor(8, 2)], "dkv": [ExchangedTensor(8, 4)]})
+    >>> found.forward[0].received, found.backward[0].sent
+    ({1: 16}, {1: 32})
+    """
+    draft = lower_exchange(name, messages)
+    own = {kind: rows.own.total for kind, rows in {**messages.rows, **messages.results}.items()}
+    programs = draft.programs.forward, draft.programs.backward
+    forward, backward = (_counted(_ExchangeBytes(tensors, own, program, draft.tables)) for program in programs)
+    return RankCounts(forward, backward, draft)
+
+
 def _low_precision(program: Program[Any]) -> Program[Any]:
     """The backward pass with gradients from single launches in the inputs' dtype. If a rank sends such gradients in a
     step, those that arrive in this step count as such too, since all ranks do the same.
@@ -176,7 +254,7 @@ def _low_precision(program: Program[Any]) -> Program[Any]:
     return in_input_dtype(program, sent | received)
 
 
-def _counted(sizes: PassBytes) -> tuple[StepCounts, ...]:
+def _counted(sizes: _Sizes) -> tuple[StepCounts, ...]:
     """The steps of one pass."""
     steps = [_StepCounter(sizes) for _ in range(sizes.program.steps)]
     begun = set[int]()  # Sums with a partial result.
@@ -197,7 +275,7 @@ def _counted(sizes: PassBytes) -> tuple[StepCounts, ...]:
 
 @dataclass
 class _StepCounter:
-    sizes: PassBytes
+    sizes: _Sizes
     launches: list[LaunchCounts] = field(default_factory=list)
     sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     received: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -218,7 +296,7 @@ class _StepCounter:
     def _message(self, buffer: int, rows: int) -> int:
         """Count the tensors of a message; returns its bytes."""
         spec = self.sizes.program.buffers[buffer]
-        self.tensors += _TENSORS[spec.kind]
+        self.tensors += self.sizes.messages(spec.kind)
         return rows * (spec.heads[1] - spec.heads[0]) * self.sizes.row(spec.kind, wide=spec.dtype == "wide")
 
     def launch(self, one: Launch[Any]) -> None:
@@ -230,7 +308,7 @@ class _StepCounter:
         self.moved += sum(2 * sizes.bytes(view) for view in one.operands if is_gathered(view))
 
 
-def _copied(sizes: PassBytes, one: Copy[Any], begun: set[int]) -> int:
+def _copied(sizes: _Sizes, one: Copy[Any], begun: set[int]) -> int:
     source, target = (sizes.program.buffers[view.buffer] for view in (one.source, one.target))
     if target.role in ("message", "result") and one.source.rows is None and not source.parts:
         wide = source.role == "sum" and one.source.buffer in begun and source.dtype != target.dtype
@@ -238,7 +316,7 @@ def _copied(sizes: PassBytes, one: Copy[Any], begun: set[int]) -> int:
     return 2 * sizes.bytes(one.target if target.parts and not source.parts else one.source)
 
 
-def _accumulated(sizes: PassBytes, one: Accumulate[Any], begun: set[int]) -> int:
+def _accumulated(sizes: _Sizes, one: Accumulate[Any], begun: set[int]) -> int:
     if one.target.buffer in begun:
         return sizes.bytes(one.source) + 2 * sizes.bytes(one.target, wide=True)
     return 0 if sizes.has_all_rows(one.target) else 2 * sizes.bytes(one.target)

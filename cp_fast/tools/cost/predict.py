@@ -36,6 +36,7 @@ __all__ = [
     "StepMemory",
     "candidates",
     "counted",
+    "exchange_times",
     "predict",
     "priced",
     "recommended",
@@ -198,7 +199,7 @@ def priced(counts: Counts, machine: Machine, messages: str) -> Prediction:
     check_choice("messages", messages, MESSAGES)
     problem, rates = counts.problem, machine.rates(counts.problem)
     flops = 2.0 * (problem.d_qk + problem.d_v)
-    inside = machine.peer_memory if messages == "peer_memory" and problem.cp_size <= machine.domain else machine.group
+    inside = _inside(machine, messages, problem.cp_size)
     passes = [
         _PassPrices(machine, inside, kernel, work)
         for kernel, work in ((rates.forward, flops), (rates.backward, 2.5 * flops))
@@ -209,21 +210,45 @@ def priced(counts: Counts, machine: Machine, messages: str) -> Prediction:
     return Prediction(problem, _slowest(forward), _slowest(backward), alone[0], sum(alone), counts.peak_bytes)
 
 
+def exchange_times(
+    counts: RankCounts, rank: int, cp_size: int, machine: Machine, messages: str = "peer_memory"
+) -> tuple[float, float]:
+    """Seconds on the GPU of a layer's exchange on a rank (`count_exchange`): of gathering rows, and of giving results
+    back. Nothing hides its messages: the layer's kernels come after them.
+
+    Args:
+        messages: see `predict`.
+    """
+    check_choice("messages", messages, MESSAGES)
+    prices = _PassPrices(machine, _inside(machine, messages, cp_size))
+    return prices.time(rank, counts.forward).gpu, prices.time(rank, counts.backward).gpu
+
+
+def _inside(machine: Machine, messages: str, cp_size: int) -> Link:
+    """The link between ranks of a domain."""
+    return machine.peer_memory if messages == "peer_memory" and cp_size <= machine.domain else machine.group
+
+
 def _slowest(times: Sequence[PassTime]) -> PassTime:
     return PassTime(*(max(column) for column in zip(*((t.gpu, t.kernels, t.host) for t in times), strict=True)))
 
 
 @dataclass(frozen=True)
 class _PassPrices:
-    """The prices of one pass; `flops` are those of a pair and a head."""
+    """The prices of one pass.
+
+    Attributes:
+        kernel: of its launches; None without any. `flops` are those of a pair and a head.
+    """
 
     machine: Machine
     inside: Link
-    kernel: Kernel
-    flops: float
+    kernel: Kernel | None = None
+    flops: float = 0.0
 
     def kernel_s(self, launch: LaunchCounts) -> float:
         """Seconds of one launch."""
+        assert self.kernel is not None
         pairs = launch.pairs + self.kernel.edge * launch.rows
         return 1e-6 * self.kernel.launch_us + pairs * launch.heads * self.flops / (1e12 * self.kernel.tflops)
 

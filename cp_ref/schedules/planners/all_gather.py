@@ -29,11 +29,10 @@ __all__ = [
 
 def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward schedule."""
-    work, count, everybody = members.workload, members.member_count, np.arange(members.member_count)
+    work, count = members.workload, members.member_count
     peers = [(rank + n) % count for n in range(1, count)]  # the next one first: not all begin with the same
-    others, own = 0, 1
-    theirs, _ = members.sees(rank, np.where(everybody == rank, own, others))
     tiles = members.whole_tiles(rank, (0, work.heads_q))
+    theirs, ours = members.gathers(rank)
     at_home = ~np.isin(tiles.area, theirs.area)
 
     def by_peer(rows: list[Spans]) -> dict[int, Pieces]:
@@ -43,7 +42,7 @@ def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule,
         return tuple(Message(kind, peer, tag(step, kind), some) for peer, some in pieces.items())
 
     received = by_peer(spans_by(theirs.peer, theirs.keys, count))
-    sent = by_peer([some.keys.merged() for some in members.seen(rank, everybody)])
+    sent = by_peer(spans_by(ours.peer, ours.keys, count))
     kv = messages("kv", sent, 0), messages("kv", received, 0)
     forward = Step(*kv, tiles.take(at_home)), Step(tiles=tiles.take(~at_home))
     backward = *forward, Step(messages("dkv", received, 2), messages("dkv", sent, 2))

@@ -106,10 +106,12 @@ class RingMembers:
 
     Args:
         some: the numbers of the areas that count, sorted; all of them if left out.
+        key_block: the keys of `whole_tiles` begin at a multiple of so many rows of their area. A kernel whose blocks of
+            keys fill so many rows then meets the same blocks as in attention to the whole area.
     """
 
-    def __init__(self, workload: Workload, some: Column | None = None) -> None:
-        self.workload, self.a2a_size, self.some = workload, workload.a2a_size, some
+    def __init__(self, workload: Workload, some: Column | None = None, *, key_block: int = 1) -> None:
+        self.workload, self.a2a_size, self.some, self.key_block = workload, workload.a2a_size, some, key_block
         self.areas = workload.areas if some is None else workload.areas.take(some)
         self.member_count = workload.cp_size // self.a2a_size
         self._bounds: dict[tuple[int, int], KeyBounds] = {}
@@ -134,12 +136,22 @@ class RingMembers:
         """One ring member's queries with all keys that they see, whoever has them, as tiles for these query heads: one
         for each area and each consecutive span of its rows.
         """
-        a, own = self.areas, self.queries.take(self.queries.rank == member).spans.merged()
-        area, _, q_start, q_stop = a.queries.overlaps(own)
-        rows = crop(q_start, q_stop, a.k_start[area], a.k_stop[area], a.lo[area], a.hi[area])
-        area = area if self.some is None else self.some[area]
-        found = Tiles(area, *rows, *(constant(head, area) for head in heads))
-        return found.take((found.q_start < found.q_stop) & (found.k_start < found.k_stop))
+        found = self._whole_tiles
+        return found.take(found.peer == member).tiles(heads)
+
+    def gathers(self, member: int) -> tuple[SeenTiles, SeenTiles]:
+        """The parts of one ring member's `whole_tiles` whose keys others have, and the parts of those of others whose
+        keys it has; `peer` is the other one.
+        """
+        tiles, keys = self._whole_tiles, self.keys
+        own, others = tiles.take(tiles.peer == member), tiles.take(tiles.peer != member)
+        theirs, mine = keys.take(keys.rank != member), keys.take(keys.rank == member)
+        n, owner, *k = own.keys.overlaps(theirs.spans)
+        found = own.take(n)
+        received = SeenTiles(theirs.rank[owner], found.area, found.q_start, found.q_stop, *k)
+        n, _, *k = others.keys.overlaps(mine.spans)
+        found = others.take(n)
+        return received, SeenTiles(found.peer, found.area, found.q_start, found.q_stop, *k)
 
     def rows_seen_by(self, owner: int, members: range) -> Spans:
         """The key rows of one ring member that some others see: in each area all rows from the first to the last key
@@ -235,6 +247,20 @@ class RingMembers:
         for some, n in zip(of_rank, counts, strict=True):
             stays[some[n[best] :]] = False
         return _apart(areas, stays)
+
+    @cached_property
+    def _whole_tiles(self) -> SeenTiles:
+        """`whole_tiles` of all ring members; `peer` has the queries."""
+        a, q = self.areas, self.queries
+        apart = np.append(True, (q.rank[1:] != q.rank[:-1]) | (q.start[1:] != q.stop[:-1]))[: len(q)]
+        begin = np.flatnonzero(apart)
+        area, n, q_start, q_stop = a.queries.overlaps(Spans(q.start[begin], q.stop[np.append(begin, len(q))[1:] - 1]))
+        first = a.k_start[area]
+        q0, q1, k0, k1 = crop(q_start, q_stop, first, a.k_stop[area], a.lo[area], a.hi[area])
+        there = (q0 < q1) & (k0 < k1)
+        numbers = area if self.some is None else self.some[area]
+        found = SeenTiles(q.rank[begin][n], numbers, q0, q1, k0 - (k0 - first) % self.key_block, k1)
+        return found if there.all() else found.take(there)
 
     @cached_property
     def queries(self) -> Fragments:

@@ -111,6 +111,7 @@ def done(two: Processes) -> Callable[[str, bool], list[Any]]:
 
 @pytest.mark.parametrize("planned", [False, True], ids=["without a plan", "with a plan"])
 @pytest.mark.parametrize("scores", KINDS)
+@pytest.mark.one_in(3)
 def test_every_way_computes_the_same(done: Any, scores: str, planned: bool) -> None:
     """Bit for bit what the plain step does, on each rank."""
     for found in done(scores, planned):
@@ -122,6 +123,7 @@ def test_every_way_computes_the_same(done: Any, scores: str, planned: bool) -> N
 
 @pytest.mark.parametrize("planned", [False, True], ids=["without a plan", "with a plan"])
 @pytest.mark.parametrize("scores", KINDS)
+@pytest.mark.one_in(3)
 def test_kernels(done: Any, scores: str, planned: bool) -> None:
     """A plain call takes plain kernels in every way, and other calls take those with a program. All ways take the same
     ones; compiled, the same.

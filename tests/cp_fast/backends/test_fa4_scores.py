@@ -109,6 +109,7 @@ def places(count: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.one_in(3)
 def test_function_and_derivative(name: str) -> None:
     function, captured = FUNCTIONS[name]
     generator = torch.Generator().manual_seed(1)
@@ -125,6 +126,7 @@ def test_function_and_derivative(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", refused())
+@pytest.mark.one_in(3)
 def test_refused_by_name(name: str) -> None:
     function, captured, word = refused()[name]
     with pytest.raises(Unsupported, match="score_mod on backend 'fa4'") as caught:

@@ -206,6 +206,7 @@ def test_the_compiler_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 @needs_cxx
 @pytest.mark.parametrize("name", ["blanks in it", "a&b", "(c)", "it's", "x;y", "$HOME", "d|e", 'q"q', "a:b"])
+@pytest.mark.one_in(3)
 def test_odd_paths_and_launchers_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The sources, the cache and the compiler's launcher lie in a folder with such a name."""
     odd = tmp_path / name
@@ -302,6 +303,7 @@ def test_architectures_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_cxx
+@pytest.mark.thorough
 def test_sources_give_no_warning(tmp_path: Path) -> None:
     made = made_here()
     for source in made.target.sources:

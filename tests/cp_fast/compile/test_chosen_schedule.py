@@ -81,6 +81,19 @@ def test_heads_are_cut_where_there_is_much_to_hide(heads_kv: int, cuts: list[tup
     assert found == cuts
 
 
+@pytest.mark.parametrize(
+    ("lengths", "cut"),
+    [((65536,), (1, 7)), ((60000, 5536), (1, 7)), ((32768, 16384, 8192, 4096, 4096), ()), ((8192,), ())],
+)
+def test_keys_of_several_documents_are_gathered_at_once(lengths: tuple[int, ...], cut: tuple[int, ...]) -> None:
+    """Over four ranks. The estimate errs by as much as chunks save there; a batch that is nearly one document counts as
+    one.
+    """
+    documents = tuple(Sequence(n, n, n, n) for n in lengths)
+    packed = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
+    assert choose_head_chunks(Problem(4, documents, "all_gather", heads_kv=8, **packed, **H200)) == cut
+
+
 def test_documents_at_home_are_not_exchanged_and_hide_messages() -> None:
     """A document over both ranks, 16,384 tokens on each, beside documents of 2,048 on one rank. A few of these are
     exchanged too. From 16 a rank on they stay at home and hide what comes. Alone, they exchange nothing.

@@ -94,7 +94,7 @@ def check_each(case: Case) -> None:
     check(case, ALL)
 
 
-@settings(max_examples=examples(int(os.environ.get("CP_PASSES", "25")), fast=5))
+@settings(max_examples=examples(int(os.environ.get("CP_PASSES", "25")), fast=3))
 @given(case=drawn_cases())
 def test_problems(case: Case) -> None:
     check_each(case)
@@ -139,6 +139,7 @@ MAKERS = [one.name for one in PASSES if one.on in ("tiles", "instructions") and 
 
 
 @pytest.mark.parametrize("example", [one for one in EXAMPLES if one.pairs < 1e6], ids=lambda one: one.cp_comm_type)
+@pytest.mark.one_in(3)
 def test_examples(example: Problem) -> None:
     check_each(Case(example))
 
@@ -148,6 +149,7 @@ def test_an_instruction_says_which_passes_made_it() -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.one_in(2)
 def test_a_pass_that_is_switched_off_makes_nothing(name: str) -> None:
     assert name not in makers((name,))
 
@@ -197,7 +199,7 @@ def test_a_plan_says_which_passes_were_skipped_and_why() -> None:
     assert "skipped" not in str(compiled(EXAMPLES[0], 0).programs)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(60, fast=4))
 @given(case=drawn_cases())
 def test_problems_whose_scores_depend_on_positions(case: Case) -> None:
     with patch.object(Problem, "position_free_scores", new=False):
@@ -241,6 +243,7 @@ def in_place(programs: Programs[Rows]) -> int:
 @pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
 @pytest.mark.parametrize("documents", ["one", pytest.param("two", marks=pytest.mark.thorough), "many"])
 @pytest.mark.parametrize(("comm", "size"), COMMS)
+@pytest.mark.one_in(3)
 def test_the_bits_are_the_same_received_in_place(comm: Any, size: int, documents: str, layout: Any) -> None:
     lengths = DOCUMENTS[documents]
     found = SimGroup(size).run(lambda member: play_in_place(member, comm, lengths, layout))
@@ -307,6 +310,7 @@ def play_rounded(
 
 @pytest.mark.parametrize("window", [-1, 5])
 @pytest.mark.parametrize(("comm", "size"), [("p2p", 2), ("p2p", 3), ("all_gather", 3), ("a2a+p2p", 4)])
+@pytest.mark.one_in(3)
 def test_the_bits_are_the_same_in_low_precision(comm: Any, size: int, window: int) -> None:
     wide = SimGroup(size).run(lambda member: play_rounded(member, comm, window, (False,) * size))
     for rounded in ((True,) * size, (True, *(False,) * (size - 1))):

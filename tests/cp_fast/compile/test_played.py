@@ -186,6 +186,7 @@ SAME = tuple(Sequence(n, n, n, n) for n in (16, 8))
 @pytest.mark.parametrize("mask", ["causal", "no_mask"])
 @pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s["cp_comm_type"])
+@pytest.mark.one_in(3)
 def test_documents(schedule: dict[str, Any], layout: str, mask: str) -> None:
     check(Problem(4, SAME, **schedule, qkv_format="thd", layout=layout, attn_mask_type=mask, heads_q=8, heads_kv=2))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -23,18 +23,23 @@ from tests.marks import examples
 from tests.spec.problems import problems, problems_of_areas
 
 
-def programs_of(problem: Problem, rank: int, *, deterministic: bool = True, shares_keys: int = 1) -> Programs[Any]:
-    steps = chosen_rank_schedule(problem, rank, (), own_first(problem, deterministic=deterministic))
+def programs_of(
+    problem: Problem, rank: int, *, deterministic: bool = True, shares_keys: int = 1, key_block: int = 4
+) -> Programs[Any]:
+    first = own_first(problem, deterministic=deterministic)
+    steps = chosen_rank_schedule(problem, rank, (), first, key_block=key_block)
     draft = lowered(Packing(problem), rank, steps, saved_kinds(problem), shares_keys=shares_keys)
     return upload(optimized(draft, writes_rows=shares_keys > 0), torch.device("cpu"))
 
 
-def seen_by(row: int, areas: Areas) -> list[list[int]]:
-    """Of each area that has this row of queries: its keys from the first one of the area to the last one seen."""
+def seen_by(row: int, areas: Areas) -> list[tuple[list[int], int]]:
+    """Of each area that has this row of queries: its keys from the first one of the area to the last one seen, and how
+    many of them come before the first one seen.
+    """
     found = []
-    for q0, q1, k0, k1, _, hi in areas.rows():
+    for q0, q1, k0, k1, lo, hi in areas.rows():
         if q0 <= row < q1:
-            found.append(list(range(k0, min(k1, row + hi + 1))))
+            found.append((list(range(k0, min(k1, row + hi + 1))), max(row + lo - k0, 0)))
     return found
 
 
@@ -50,14 +55,24 @@ def segments(program: Program[Any]) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def has_all_keys(program: Program[Any], areas: Areas) -> bool:
-    """Whether each row of each segment has all of its keys there, in order, and belongs to one area."""
+def has_all_keys(program: Program[Any], areas: Areas, key_block: int) -> bool:
+    """Whether each row of each segment has all of its keys there, in order, from the first one of its area or a number
+    of whole blocks behind it, and belongs to one area.
+    """
     for queries, keys in segments(program):
         if keys != list(range(keys[0], keys[0] + len(keys))):
             return False
         for row in queries:
             seen = seen_by(row, areas)
-            if len(seen) != 1 or keys[: len(seen[0])] != seen[0]:
+            if len(seen) != 1:
+                return False
+            (wanted, hidden), missing = seen[0], keys[0] - seen[0][0][0]
+            if (
+                missing < 0
+                or missing % key_block
+                or missing > hidden
+                or keys[: len(wanted) - missing] != wanted[missing:]
+            ):
                 return False
     return True
 
@@ -82,15 +97,24 @@ def added_to(program: Program[Any], kind: str) -> list[tuple[int, int, int]]:
 @settings(max_examples=examples(100))
 @given(st.one_of(problems((1, 2, 3, 4)), problems_of_areas((1, 2, 3))), st.booleans(), st.integers(0, 1), st.data())
 def test_a_promise_holds_row_by_row(problem: Problem, deterministic: bool, shares: int, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, problem.cp_size - 1))
-    programs = programs_of(problem, rank, deterministic=deterministic, shares_keys=shares)
-    areas = Packing(problem).packed_problem.workload.areas
-    found = same_bits(programs, areas, deterministic=deterministic)
+    rank, block = data.draw(st.integers(0, problem.cp_size - 1)), data.draw(st.sampled_from([1, 2, 3, 8]))
+    programs = programs_of(problem, rank, deterministic=deterministic, shares_keys=shares, key_block=block)
+    packed = Packing(problem).packed_problem
+    areas = packed.workload.areas
+    found = same_bits(programs, packed, deterministic=deterministic, key_block=block)
+    begins = {0, *accumulate(one.slots_kv for one in packed.sequences)}  # Of sequences, where the whole launch begins.
+    from_first_keys = packed.areas is not None or all(k0 in begins for _, _, k0, *_ in areas.rows())
     for program, name in ((programs.forward, "out"), (programs.backward, "dq")):
         if name in found:
-            assert has_all_keys(program, areas)
-        elif areas.queries.disjoint and (name == "out" or deterministic) and is_judged(program, areas):
-            assert not has_all_keys(program, areas)
+            assert from_first_keys
+            assert has_all_keys(program, areas, block)
+        elif (
+            from_first_keys
+            and areas.queries.disjoint
+            and (name == "out" or deterministic)
+            and is_judged(program, areas)
+        ):
+            assert not has_all_keys(program, areas, block)
     added = added_to(programs.backward, "dkv")
     assert ("dk" in found) <= ("dq" in found)
     assert ("dk" not in found) or len(added) == len(set(added))
@@ -115,7 +139,7 @@ def test_what_is_promised(comm: str, deterministic: bool, wanted: tuple[str, ...
         problem = document(comm, cp_size, layout=layout)
         for rank in range(cp_size):
             programs = programs_of(problem, rank, deterministic=deterministic)
-            found = same_bits(programs, problem.workload.areas, deterministic=deterministic)
+            found = same_bits(programs, problem, deterministic=deterministic, key_block=4)
             assert set(wanted) <= set(found)
 
 
@@ -124,10 +148,37 @@ def test_two_chunks_in_one_segment_have_the_bits() -> None:
     problem = document("all_gather", 2, layout="dual_chunk", attn_mask_type="padding")
     programs = programs_of(problem, 0)  # the first chunk of four, and the last
     assert any(queries != list(range(queries[0], queries[-1] + 1)) for queries, _ in segments(programs.forward))
-    assert same_bits(programs, problem.workload.areas, deterministic=True) == (*ROWS, "dq")
+    assert same_bits(programs, problem, deterministic=True, key_block=4) == (*ROWS, "dq")
 
 
 def test_nothing_is_promised_of_partial_results() -> None:
-    for problem in (document("p2p", 2), document("all_gather", 4, window=(5, 0))):
-        programs = [programs_of(problem, rank) for rank in range(problem.cp_size)]
-        assert () in [same_bits(one, problem.workload.areas, deterministic=True) for one in programs]
+    problem = document("p2p", 2)
+    programs = [programs_of(problem, rank) for rank in range(problem.cp_size)]
+    assert () in [same_bits(one, problem, deterministic=True, key_block=4) for one in programs]
+
+
+def test_keys_of_windows_begin_with_a_block() -> None:
+    problem = document("all_gather", 4, window=(5, 0))
+    for block, wanted in ((0, ()), (1, (*ROWS, "dq")), (4, (*ROWS, "dq")), (16, (*ROWS, "dq"))):
+        programs = [programs_of(problem, rank, key_block=block) for rank in range(problem.cp_size)]
+        for one in programs:
+            begins = [keys[0] - (64 if keys[0] >= 64 else 0) for _, keys in segments(one.forward)]
+            assert any(begins)
+            assert not block or not any(begin % block for begin in begins)
+        judged = block or 4  # As if nothing were known when the keys were planned.
+        assert {same_bits(one, problem, deterministic=True, key_block=judged) for one in programs} == {wanted}
+
+
+def test_nothing_is_promised_where_nobody_sees_the_first_key() -> None:
+    """One launch has a segment with all keys of the sequence, so its blocks begin elsewhere."""
+    problem = Problem(
+        2,
+        (Sequence(8, 32, 8, 32),),
+        "all_gather",
+        qkv_format="thd",
+        attn_mask_type="padding_causal_bottom_right",
+        window_size=(5, 0),
+    )
+    for rank in range(2):
+        programs = programs_of(problem, rank, key_block=4)
+        assert same_bits(programs, problem, deterministic=True, key_block=4) == ()

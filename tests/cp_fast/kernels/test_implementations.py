@@ -27,6 +27,7 @@ def where(request: pytest.FixtureRequest) -> Where:
 
 
 @pytest.mark.parametrize("check", list(CHECKS))
+@pytest.mark.one_in(2)
 def test_properties(where: Where, check: str) -> None:
     @settings(max_examples=30)
     @given(cases())

@@ -21,6 +21,7 @@ def needs(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.one_in(3)
 def test_opcheck(name: str, call: str) -> None:
     needs(name)
     operator, arguments = operator_calls("cpu")[call]
@@ -29,6 +30,7 @@ def test_opcheck(name: str, call: str) -> None:
 
 
 @pytest.mark.parametrize("helper", list(HELPERS))
+@pytest.mark.one_in(3)
 def test_compiled_in_one_graph(helper: str) -> None:
     t = tensors("cpu")
     torch._dynamo.reset()

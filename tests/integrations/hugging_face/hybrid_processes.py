@@ -31,7 +31,8 @@ from conformance.runner.processes import run_together
 from cp_fast.integrations import token_batches
 from cp_fast.integrations import transformers as ours
 from cp_ref.schedules.words import LAYOUTS
-from tests.integrations.hugging_face.hybrids import alone, tiny_hybrid
+from tests.integrations.hugging_face.documents_apart import alone
+from tests.integrations.hugging_face.hybrids import tiny_hybrid
 
 NAME = "Qwen3NextForCausalLM"
 LIMIT_S = 300.0

@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import importlib
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from tests.integrations.hugging_face.families import EXPERTS, SIZES
 
-__all__ = ["HYBRIDS", "REFUSED_HYBRIDS", "alone", "batches", "tiny_hybrid"]
+__all__ = ["HYBRIDS", "REFUSED_HYBRIDS", "tiny_hybrid"]
 
 LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
 GATED = LAYERS | {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_conv_kernel_dim": 4}
@@ -87,37 +86,3 @@ def tiny_hybrid(name: str, **more: Any) -> Any:
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.1)
     return model.train()
-
-
-def batches() -> dict[str, dict[str, torch.Tensor]]:
-    """Packed documents, one shorter than a convolution; a padded and a full row; one sequence."""
-    lengths = [11, 2, 18, 1]
-    generator = torch.Generator().manual_seed(1)
-    ids, rows = (torch.randint(3, 50, shape, generator=generator) for shape in ((1, 32), (2, 15)))
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    mask = (torch.arange(15) < torch.tensor([[15], [6]])).long()
-    return {
-        "packed": {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions},
-        "padded": {"input_ids": rows, "labels": rows.masked_fill(mask == 0, -100), "attention_mask": mask},
-        "one": {"input_ids": ids, "labels": ids},
-    }
-
-
-def alone(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """One process with transformers' own functions: logits of real tokens [t, words], the loss and its gradients.
-
-    It runs the documents one by one, because without kernels for a GPU those functions cannot keep them apart.
-    """
-    rows = [batch]
-    if "position_ids" in batch:
-        starts = [*(batch["position_ids"][0] == 0).nonzero()[:, 0].tolist(), batch["input_ids"].shape[1]]
-        rows = [{n: x[:, a:b] for n, x in batch.items()} for a, b in pairwise(starts)]
-    elif (mask := batch.get("attention_mask")) is not None:
-        real = {n: x for n, x in batch.items() if n != "attention_mask"}
-        rows = [{n: x[i : i + 1, :length] for n, x in real.items()} for i, length in enumerate(mask.sum(dim=1))]
-    count = torch.tensor(sum(int((row["labels"][:, 1:] != -100).sum()) for row in rows))
-    found = [model(**row, use_cache=False, num_items_in_batch=count) for row in rows]
-    loss = torch.stack([out.loss for out in found]).sum()
-    loss.backward()
-    grads = {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
-    return torch.cat([out.logits[0] for out in found]).detach(), loss.detach(), grads

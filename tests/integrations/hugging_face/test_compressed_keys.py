@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,18 +19,10 @@ from cp_fast.integrations.hugging_face import compressed_keys
 from cp_ref import SimGroup
 from cp_ref.schedules.words import Unsupported
 from tests.dist.workers import Processes
-from tests.integrations.hugging_face import hybrids
-from tests.integrations.hugging_face import test_chosen_keys as of_chosen
-from tests.integrations.hugging_face.compressed_model import NAME
 from tests.integrations.hugging_face.compressed_model import with_compressed_keys as tiny
-from tests.integrations.hugging_face.hybrids import batches
+from tests.integrations.hugging_face.documents_apart import Part, alone, batches, check, grads_of, part_of, step_of
 
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
-
-
-@pytest.fixture(autouse=True)
-def _of_this_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_chosen, "tiny", tiny)
 
 
 @pytest.mark.parametrize(
@@ -53,71 +44,39 @@ def _of_this_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_is_the_same_over_ranks(kind: str, size: int, comm: Any, layout: Any) -> None:
     """Logits, losses and all gradients, document by document. Hyper-connections and hash routers take slices."""
 
-    def one(member: Any) -> of_chosen.Part:
-        return of_chosen.part_of(NAME, kind, cp_fast.ContextParallel(member, comm, layout=layout))
+    def one(member: Any) -> Part:
+        return part_of(tiny(), kind, cp_fast.ContextParallel(member, comm, layout=layout))
 
-    of_chosen.check(NAME, kind, SimGroup(size).run(one))
+    check(tiny(), kind, SimGroup(size).run(one))
 
 
-def over_gloo() -> Any:
+def over_gloo() -> Part:
     """One process."""
-    of_chosen.tiny = tiny
-    *tensors, grads = of_chosen.part_of(NAME, "packed", cp_fast.ContextParallel(dist.group.WORLD, "all_gather"))
-    return [x.numpy() for x in tensors], {n: x.numpy() for n, x in grads.items()}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    group = Processes(2)
-    yield group
-    group.close()
+    return part_of(tiny(), "packed", cp_fast.ContextParallel(dist.group.WORLD, "all_gather"))
 
 
 @pytest.mark.thorough
 def test_processes(two: Processes) -> None:
-    parts: list[of_chosen.Part] = []
-    for found in two.run(over_gloo):
-        assert not isinstance(found, Exception), found
-        logits, numbers, loss = (torch.from_numpy(x) for x in found[0])
-        parts.append((logits, numbers, loss, {n: torch.from_numpy(x) for n, x in found[1].items()}))
-    of_chosen.check(NAME, "packed", parts)
+    check(tiny(), "packed", two.run(over_gloo))
 
 
 def test_transformers_alone_compresses_over_the_documents_of_a_packed_row() -> None:
     """So one process is right document by document alone."""
     batch = batches()["packed"]
     whole = tiny()(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
-    by_document, _, _ = of_chosen.alone(NAME, batch)
+    by_document, _, _ = alone(tiny(), batch)
     first = int((batch["position_ids"][0] == 0).nonzero()[1])
     torch.testing.assert_close(whole[:first], by_document[:first], rtol=1e-4, atol=1e-4)
     assert (whole[first:] - by_document[first:]).abs().max() > 1e-2
 
 
 def build(cp: Any, leaks: bool = False) -> Any:
-    """A loop of one's own, for `compare_step`."""
+    """The model, for `compare_step`."""
     model = tiny()
     for layer in model.model.layers:  # the rows of an expert have no order in which a step could compare them
         del layer.mlp.experts.act_fn
         layer.mlp.experts.act_fn = torch.nn.functional.silu
-    if cp is not None:
-        ours.prepare(model, cp)
-
-    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if cp is None and leaks:
-            part = model(**batch, use_cache=False).loss
-            part.backward()
-        elif cp is None:
-            part = hybrids.alone(model, batch)[1]
-        else:
-            part = model(**ours.shard_batch(batch, cp=cp, model=model)).loss
-            part.backward()
-            for weight in model.parameters():
-                if weight.grad is not None:
-                    dist.all_reduce(weight.grad)
-            dist.all_reduce(part := part.detach())
-        return part
-
-    return model, step
+    return step_of(model, cp, leaks)
 
 
 @pytest.mark.thorough
@@ -166,7 +125,7 @@ def test_adapters_of_linear_layers() -> None:
         model = ours.prepare(adapted(), cp)
         loss = model(**ours.shard_batch(batches()["packed"], cp=cp, model=model.get_base_model())).loss
         loss.backward()
-        return loss.detach(), {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+        return loss.detach(), grads_of(model)
 
     parts_of = SimGroup(2).run(lambda member: step(cp_fast.ContextParallel(member, "all_gather")))
     ((loss, grads),) = SimGroup(1).run(lambda member: step(cp_fast.ContextParallel(member, "all_gather")))
@@ -187,7 +146,7 @@ def test_autocast() -> None:
         assert all(bool(w.grad.isfinite().all()) for w in model.parameters() if w.grad is not None)
         return out.loss.detach()
 
-    _, loss, _ = of_chosen.alone(NAME, batches()["packed"])
+    _, loss, _ = alone(tiny(), batches()["packed"])
     torch.testing.assert_close(torch.stack(SimGroup(2).run(one)).sum(), loss, rtol=5e-2, atol=5e-2)
 
 

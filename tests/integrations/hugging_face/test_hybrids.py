@@ -20,18 +20,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cp_fast
 from conformance.step import compare_step
-from cp_fast.integrations import token_batches
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.loss import loss_for_backward
 from cp_ref import SimGroup
 from cp_ref.schedules.words import LAYOUTS
 from tests.dist.workers import Processes
 from tests.integrations.hugging_face import hybrid_processes
-from tests.integrations.hugging_face.hybrids import HYBRIDS, REFUSED_HYBRIDS, alone, batches, tiny_hybrid
+from tests.integrations.hugging_face.documents_apart import Part, alone, batches, check, grads_of, part_of, step_of
+from tests.integrations.hugging_face.hybrids import HYBRIDS, REFUSED_HYBRIDS, tiny_hybrid
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 
-Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 NEXT = "Qwen3NextForCausalLM"
 QUICK = {(NEXT, "packed"), ("KimiLinearForCausalLM", "padded"), ("BambaForCausalLM", "one"), ("Lfm2ForCausalLM", "one")}
 
@@ -51,40 +50,6 @@ def test_transformers_alone_lets_packed_documents_leak() -> None:
     torch.testing.assert_close(torch.stack(SimGroup(2).run(one)).sum(), expected, rtol=1e-5, atol=1e-5)
 
 
-def part_of(name: str, kind: str, cp: Any) -> Part:
-    """A rank's logits with the numbers of their tokens in the batch (-100: padding), its part of the loss, and of the
-    gradients.
-    """
-    batch = batches()[kind]
-    model = ours.prepare(tiny_hybrid(name), cp)
-    part = ours.shard_batch(batch, cp=cp, model=model)
-    out = model(**part)
-    out.loss.backward()
-    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-    numbers = (real.flatten().cumsum(0) - 1).view_as(real).masked_fill(real == 0, -100)
-    numbers = token_batches.shard_tokens({**batch, "labels": numbers}, cp=cp, shift_labels=False)["labels"]
-    return out.logits.detach().flatten(0, 1), numbers.flatten(), out.loss.detach(), grads_of(model)
-
-
-def grads_of(model: Any) -> dict[str, torch.Tensor]:
-    """What a backward pass has left."""
-    return {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
-
-
-def check(name: str, kind: str, parts: list[Part]) -> None:
-    """The ranks' logits are those of one process; their losses and gradients add up to its."""
-    logits, loss, grads = alone(tiny_hybrid(name), batches()[kind])
-    mine = {int(n): row for rows, numbers, _, _ in parts for n, row in zip(numbers, rows, strict=True) if n >= 0}
-    assert sorted(mine) == list(range(len(logits)))
-    torch.testing.assert_close(torch.stack([mine[n] for n in range(len(logits))]), logits, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(sum(part for _, _, part, _ in parts), loss, rtol=1e-5, atol=1e-5)
-    assert parts[0][3].keys() == grads.keys()
-    for weight, grad in grads.items():
-        found = torch.stack([part[weight] for *_, part in parts]).sum(0)
-        error, size = float((found - grad).norm()), float(grad.norm())
-        assert error <= 1e-4 * size + 1e-6, f"{name} {kind} {weight}: off by {error:.2e} of {size:.2e}"
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -94,7 +59,8 @@ def check(name: str, kind: str, parts: list[Part]) -> None:
     ],
 )
 def test_a_hybrid_is_the_same_over_ranks(name: str, kind: str) -> None:
-    check(name, kind, SimGroup(2).run(lambda member: part_of(name, kind, cp_fast.ContextParallel(member))))
+    parts = SimGroup(2).run(lambda member: part_of(tiny_hybrid(name), kind, cp_fast.ContextParallel(member)))
+    check(tiny_hybrid(name), kind, parts)
 
 
 @pytest.mark.parametrize(
@@ -116,21 +82,21 @@ def test_a_hybrid_is_the_same_over_ranks(name: str, kind: str) -> None:
 def test_layouts_and_schedules(comm: Any, layout: Any, size: int, kind: str) -> None:
     def one(member: Any) -> Part:
         group = member.split(2) if comm == "a2a+p2p" else member
-        return part_of(NEXT, kind, cp_fast.ContextParallel(group, comm, layout=layout))
+        return part_of(tiny_hybrid(NEXT), kind, cp_fast.ContextParallel(group, comm, layout=layout))
 
-    check(NEXT, kind, SimGroup(size).run(one))
+    check(tiny_hybrid(NEXT), kind, SimGroup(size).run(one))
 
 
 def over_gloo(names: list[str], kind: str) -> dict[str, Part]:
     """A rank's parts of several models."""
-    return {name: part_of(name, kind, cp_fast.ContextParallel(dist.group.WORLD)) for name in names}
+    return {name: part_of(tiny_hybrid(name), kind, cp_fast.ContextParallel(dist.group.WORLD)) for name in names}
 
 
 @pytest.mark.thorough
 def test_hybrids_over_gloo(four: Processes) -> None:
     found = four.run(over_gloo, list(HYBRIDS), "packed")
     for name in HYBRIDS:
-        check(name, "packed", [part[name] for part in found])
+        check(tiny_hybrid(name), "packed", [part[name] for part in found])
 
 
 @pytest.mark.thorough
@@ -159,7 +125,7 @@ def wrapped(name: str, kind: str) -> Part:
     loss_for_backward(out.loss, averaged_over=outer if kind.startswith(("DDP", "FSDP")) else None).backward()
     size = 2 if kind.startswith(("DDP", "FSDP")) else 1
     grads = {n: (g.full_tensor() if isinstance(g, DTensor) else g) / size for n, g in grads_of(model).items()}
-    numbers = part_of(name, "packed", cp)[1]
+    numbers = part_of(tiny_hybrid(name), "packed", cp)[1]
     return out.logits.detach().flatten(0, 1), numbers, out.loss.detach(), grads
 
 
@@ -172,7 +138,7 @@ def wrapped(name: str, kind: str) -> Part:
     ],
 )
 def test_wrappers(two: Processes, name: str, kind: str) -> None:
-    check(name, "packed", two.run(wrapped, name, kind))
+    check(tiny_hybrid(name), "packed", two.run(wrapped, name, kind))
 
 
 def of_one() -> Any:
@@ -246,27 +212,8 @@ def test_arguments_that_cannot_be_honoured() -> None:
 
 
 def build(cp: Any, leaks: bool = False) -> Any:
-    """Qwen3-Next in a loop of one's own, for `compare_step`."""
-    model = tiny_hybrid(NEXT)
-    if cp is not None:
-        ours.prepare(model, cp)
-
-    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if cp is None and leaks:
-            part = model(**batch, use_cache=False).loss
-            part.backward()
-        elif cp is None:
-            part = alone(model, batch)[1]
-        else:
-            part = model(**ours.shard_batch(batch, cp=cp, model=model)).loss
-            part.backward()
-            for weight in model.parameters():
-                if weight.grad is not None:
-                    dist.all_reduce(weight.grad)
-            dist.all_reduce(part := part.detach())
-        return part
-
-    return model, step
+    """Qwen3-Next, for `compare_step`."""
+    return step_of(tiny_hybrid(NEXT), cp, leaks)
 
 
 def test_a_convolution_that_adapters_copy() -> None:
@@ -292,7 +239,7 @@ def test_a_convolution_that_adapters_copy() -> None:
         model = adapted(ours.prepare(tiny_hybrid(NEXT), context))
         loss = model(**ours.shard_batch(batch, cp=context, model=model)).loss
         loss.backward()
-        return loss.detach(), {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+        return loss.detach(), grads_of(model)
 
     found = SimGroup(2).run(one)
     torch.testing.assert_close(sum(loss for loss, _ in found), expected, rtol=1e-4, atol=1e-5)

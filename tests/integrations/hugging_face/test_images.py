@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_fast
+from benchmarks.parts import sweep_cases
 from benchmarks.parts.tiny_models import tiny_model
 from conformance.step import compare_step
 from cp_fast.integrations import transformers as ours
-from cp_fast.integrations.hugging_face import image_batches, model_edge
+from cp_fast.integrations.hugging_face import image_batches, prepared_model
 from cp_fast.integrations.hugging_face.image_calls import begin_call
 from cp_fast.integrations.hugging_face.image_models import find_images
 from cp_fast.integrations.loss import loss_for_backward
@@ -105,8 +106,8 @@ def planted_masks(*_: Any) -> tuple[()]:
 @pytest.mark.parametrize(
     ("name", "where", "change"),
     [
-        (QWEN, (model_edge, "begin_call"), planted_order),
-        (LLAVA, (model_edge, "begin_call"), planted_order),
+        (QWEN, (prepared_model, "begin_call"), planted_order),
+        (LLAVA, (prepared_model, "begin_call"), planted_order),
         (QWEN, (image_batches.ImageBatch, "_of_axes"), planted_positions),
         (GEMMA, (image_batches, "blocks_of"), planted_masks),
     ],
@@ -274,15 +275,35 @@ def test_images_without_a_model_of_images_are_refused() -> None:
     with pytest.raises(ValueError, match=r"batch has pixel_values, .* give shard_batch the prepared model"):
         ours.shard_batch(batch, cp=cp)
     text = ours.prepare(tiny_images(LLAVA).model.language_model, cp)
-    with pytest.raises(ValueError, match=r"batch has pixel_values, .* its model has no images"):
+    with pytest.raises(ValueError, match=r"batch has pixel_values, .* its model takes text alone"):
         ours.shard_batch(batch, cp=cp, model=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("GotOcr2ForConditionalGeneration", "causal"),  # whose own configuration keeps its attention
+        *(
+            pytest.param(name, task, marks=pytest.mark.thorough)
+            for name, task in (
+                ("MossTranscribeDiarizeForConditionalGeneration", "causal"),  # whose sounds have one length
+                ("Qwen3ASRForTokenClassification", "tokens"),
+                ("DeepseekOcr2ForConditionalGeneration", "images"),
+                ("EvollaForProteinText2Text", "images"),  # which hands position_ids on as a keyword
+            )
+        ),
+    ],
+)
+def test_a_class_is_right_over_ranks(name: str, task: str) -> None:
+    found = sweep_cases.play(name, task)
+    assert (found["verdict"], found.get("refused in", {})) == ("right", {}), found
 
 
 def test_other_models_of_images_are_refused_by_name() -> None:
     cp = cp_fast.ContextParallel(dist_of_one())
-    with pytest.raises(NotImplementedError, match=r"GitForCausalLM reads images, in a way .* get_image_features"):
-        ours.prepare(tiny_model("GitForCausalLM"), cp)
-    with pytest.raises(ValueError, match="images is 'ranks', and LlamaForCausalLM reads text alone"):
+    with pytest.raises(NotImplementedError, match=r"IdeficsForVisionText2Text reads images, in a way .* text alone"):
+        ours.prepare(tiny_model("IdeficsForVisionText2Text"), cp)
+    with pytest.raises(ValueError, match="images is 'ranks', and LlamaForCausalLM takes text alone"):
         ours.prepare(tiny_model("LlamaForCausalLM"), cp, images="ranks")
     with pytest.raises(ValueError, match="images is 'all'; it must be 'whole' or 'ranks'"):
         ours.prepare(tiny_images(LLAVA), cp, images=cast(Any, "all"))
@@ -376,7 +397,7 @@ def step_of(cp: Any, name: str, wrong: bool = False) -> Any:
     if cp is not None:
         ours.prepare(model, cp)
         if wrong:
-            model_edge.begin_call = planted_order  # in this process alone
+            prepared_model.begin_call = planted_order  # in this process alone
 
     def step(batches: list[Batch]) -> torch.Tensor:
         total = torch.zeros(())

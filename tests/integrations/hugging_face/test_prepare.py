@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cp_fast
 from cp_fast.integrations import transformers as ours
-from cp_fast.integrations.hugging_face.model_edge import edge_of
 from cp_fast.integrations.loss import loss_for_backward
 from cp_ref import SimGroup
 from tests.dist.workers import Processes
@@ -121,7 +120,7 @@ def wrapped(name: str, kind: str) -> Part:
     ("name", "kind"),
     [
         *(("LlamaForCausalLM", kind) for kind in ("DDP", "FSDP", "checkpointing", "compile")),
-        *(("LlamaForTokenClassification", kind) for kind in ("DDP", "FSDP", "compile")),  # whose edge computes the loss
+        *(("LlamaForTokenClassification", kind) for kind in ("DDP", "FSDP", "compile")),  # cp_fast has its loss
     ],
 )
 def test_wrappers_of_a_prepared_model(two: Processes, name: str, kind: str) -> None:
@@ -279,9 +278,10 @@ def test_losses_that_are_no_mean_over_tokens_are_refused_with_labels_alone() -> 
 def test_logits_that_do_not_say_whose_labels_are_learnt() -> None:
     model = tiny("LlamaForCausalLM")
     torch.nn.init.zeros_(model.lm_head.weight)
-    model = ours.prepare(model, cp_fast.ContextParallel(dist_of_one()))
+    cp = cp_fast.ContextParallel(dist_of_one())
+    model = ours.prepare(model, cp)
     with pytest.raises(NotImplementedError, match=r"gives all classes the same logits.*Leave labels away"):
-        ours.shard_batch(batch_of("LlamaForCausalLM"), cp=edge_of(model).cp, model=model)
+        ours.shard_batch(batch_of("LlamaForCausalLM"), cp=cp, model=model)
 
 
 def test_a_head_with_one_class() -> None:

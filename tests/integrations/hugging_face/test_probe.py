@@ -255,7 +255,7 @@ def test_what_is_said_of_a_model_is_true(name: str) -> None:
 
 
 def test_the_text_model_in_one_of_images_is_named() -> None:
-    assert "prepare(model.model.language_model, cp)" in refused(tiny_model("MllamaForConditionalGeneration"))
+    assert "prepare(model.text_decoder, cp)" in refused(tiny_model("BlipForConditionalGeneration"))
     text = {"model_type": "gemma", "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
     text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     vision = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "image_size": 28}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import cp_fast
+from benchmarks.parts import sweep_cases
 from benchmarks.parts.tiny_models import tiny_model
 from cp_fast.integrations import transformers as ours
 from cp_ref import SimGroup
@@ -21,9 +22,105 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: p
 
 from tests.integrations.hugging_face.test_prepare import check, dist_of_one, grads_of  # noqa: E402
 
-NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
-NO_DROPOUT |= {"resid_dropout": 0.0, "embed_dropout": 0.0}
+NO_DROPOUT = dict.fromkeys(
+    ("dropout", "attention_dropout", "activation_dropout", "resid_dropout", "embed_dropout"), 0.0
+)
 NAMES = ("GPTNeoForCausalLM", "XGLMForCausalLM")
+
+
+OTHERS = {
+    "OpenAIGPTLMHeadModel": "causal",
+    "OpenAIGPTForSequenceClassification": "sequences",
+    "RoFormerForCausalLM": "causal",
+    "RoFormerForMaskedLM": "masked",
+    "RoFormerForTokenClassification": "tokens",
+    "RoFormerForQuestionAnswering": "questions",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(name, ranks, marks=() if ranks == 3 and task == "causal" else pytest.mark.thorough)
+        for name, task in OTHERS.items()
+        for ranks in (2, 3)
+    ],
+)
+def test_a_class_is_right_over_ranks(name: str, ranks: int) -> None:
+    found = sweep_cases.play(name, OTHERS[name], ranks=ranks)
+    assert found["verdict"] == "right", found
+    assert found.get("refused in", {}) == {}
+
+
+COUNT_PADDING = {
+    "XLMWithLMHeadModel": "causal",
+    "FlaubertWithLMHeadModel": "masked",
+    "XLMForTokenClassification": "tokens",
+    "FlaubertForTokenClassification": "tokens",
+    "XLMForQuestionAnsweringSimple": "questions",
+    "FlaubertForQuestionAnsweringSimple": "questions",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(name, ranks, marks=() if ranks == 3 and "LMHead" in name else pytest.mark.thorough)
+        for name in COUNT_PADDING
+        for ranks in (2, 3)
+    ],
+)
+def test_a_class_that_counts_ids_of_padding_is_right_or_says_so(name: str, ranks: int) -> None:
+    found = sweep_cases.play(name, COUNT_PADDING[name], ranks=ranks)
+    assert found["verdict"] == "right", found
+    assert all("the id of padding, among tokens" in said for said in found["refused in"].values())
+    assert not any(case.startswith("padded") for case in found["refused in"])
+
+
+@pytest.mark.parametrize(("name", "causal"), [("XLMWithLMHeadModel", False), ("FlaubertWithLMHeadModel", True)])
+def test_packed_documents_without_such_ids(name: str, causal: bool) -> None:
+    """Their mask is of both sides, or causal by the configuration."""
+    whole, lengths = tiny_model(name, causal=causal), (21, 1, 17)
+    ids = torch.randint(5, 60, (1, sum(lengths)), generator=torch.Generator().manual_seed(3))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+
+    def one(member: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        cp = cp_fast.ContextParallel(member, layout="balanced")
+        model = ours.prepare(ours.prepare(copy.deepcopy(whole), cp), cp)
+        part = ours.shard_batch({"input_ids": ids, "position_ids": positions}, cp=cp, model=model)
+        logits = model(**part).logits
+        (logits.square().sum(-1) * (part["cp_batch"].documents >= 0).view(logits.shape[:2])).sum().backward()
+        return part["cp_batch"].unshard(logits.detach()), grads_of(model)
+
+    parts = SimGroup(3).run(one)
+    logits = torch.cat([whole(x).logits for x in ids.split(lengths, 1)], 1)
+    logits.square().sum().backward()
+    torch.testing.assert_close(parts[0][0], logits.detach(), rtol=1e-4, atol=1e-4)
+    grads = grads_of(whole)
+    largest = max(float(grad.abs().max()) for grad in grads.values())
+    for weight, grad in grads.items():
+        found = sum(part[weight] for _, part in parts)
+        torch.testing.assert_close(found, grad, rtol=1e-3, atol=1e-5 * largest, msg=weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("OpenAIGPTLMHeadModel", {}), ("RoFormerForMaskedLM", {"rotary_value": True})]
+)
+def test_a_model_is_the_same_over_ranks_and_alone_again(name: str, more: dict[str, Any]) -> None:
+    whole, batch = tiny_model(name, **more), {"input_ids": batch_of("LlamaForCausalLM")["input_ids"]}
+    logits = whole(**batch).logits.detach()
+
+    def one(member: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        cp = cp_fast.ContextParallel(member, layout="balanced")
+        model = ours.prepare(ours.prepare(copy.deepcopy(whole), cp), cp)
+        part = ours.shard_batch(batch, cp=cp, model=model)
+        found = part["cp_batch"].unshard(model(**part).logits.detach())
+        model.set_attn_implementation("eager")
+        return found, model(**batch).logits.detach()
+
+    for found, alone in SimGroup(2).run(one):
+        torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(alone, logits)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -38,11 +135,6 @@ def test_layers_that_are_computed_again(name: str) -> None:
 
     whole = tiny(name, **NO_DROPOUT)
     check(name, SimGroup(2).run(one))
-
-
-NO_DROPOUT = dict.fromkeys(
-    ("dropout", "attention_dropout", "activation_dropout", "resid_dropout", "embed_dropout"), 0.0
-)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -242,6 +242,7 @@ def test_noise_is_seen_by_determinism_alone() -> None:
 @pytest.mark.parametrize(
     "entry", [pytest.param(x, marks=() if x.endswith("a2a") else thorough) for x in TorchUse.names()]
 )
+@pytest.mark.one_in(2)
 def test_the_reference_in_training_loops(entry: str) -> None:
     if entry.startswith(("compile", "opcheck")):
         with pytest.raises(UnsupportedCase):

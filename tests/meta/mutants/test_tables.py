@@ -108,6 +108,7 @@ def test_a_report_is_well_formed(name: str) -> None:
         ),
     ],
 )
+@pytest.mark.one_in(2)
 def test_a_case_sees_the_bug(case: NamedCases, mutant: str, reference: Implementation) -> None:
     with MUTANTS[mutant].planted():
         assert case.check(reference)

@@ -89,7 +89,7 @@ def test_pairs_outside_are_an_error() -> None:
 def test_observed_pairs_of_the_reference_are_the_visible_ones() -> None:
     torch.set_num_threads(1)
     reference = load("cp_ref")
-    for case in _small(4):
+    for case in _small(2):
         assert observed_pairs(reference, case) == tuple(sorted(visible(case))), case
 
 
@@ -138,6 +138,7 @@ def test_a_nan_counts_as_seen() -> None:
     assert set(pairs) > visible(case)
 
 
+@pytest.mark.thorough
 def test_a_real_run_of_a_broken_implementation(tmp_path: Path) -> None:
     """Drawn problems, a planted bug, the tier that sees it, the report."""
     torch.set_num_threads(1)

@@ -81,6 +81,7 @@ def test_none_is_no_answer(member: str, text: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("setting", SETTERS)
+@pytest.mark.one_in(3)
 def test_settings_that_a_call_changes(setting: str) -> None:
     runner = InProcess(sets(setting))
     played = runner.play(Task("schedule", "hygiene", PLAIN))

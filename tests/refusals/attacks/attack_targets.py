@@ -115,16 +115,20 @@ def of_causal_conv1d(package: Any) -> Callable[[Any], Arguments]:
 
 
 def of_chosen_keys(package: Any, name: str) -> Callable[[Any], Arguments]:
-    """The calls of sparse attention, in a context whose schedule they take."""
+    """The calls of sparse layers, in a context whose schedule they take."""
 
     def arguments(cp: Any) -> Arguments:
         cp = package.ContextParallel(cp.group, "all_gather", layout=cp.layout)
         both, (q, k, v) = {"cp": cp, "plan": package.make_plan(**planned(cp))}, local(cp)
         indexer = {"q_index": q, "k_index": k[:, :, 0], "weights": torch.ones(1, 8, 2)}
         chosen = {"indices": torch.arange(4, dtype=torch.int32).expand(1, 8, 4).contiguous()}
+        entries = {"k_entries": torch.ones(2, 2, 8), "v_entries": torch.ones(2, 2, 8)}  # of 4 tokens each
+        gated = {"values": q.flatten(2), "gates": k.flatten(2), "bias": torch.zeros(4, 16)}
         return {
             "select_keys": {**indexer, "top_k": 4, **both},
             "sparse_attention": {**qkv([q, k, v]), **chosen, **both},
+            "compressed_attention": {**qkv([q, k, v]), **entries, **chosen, "rate": 4, **both},
+            "compress_keys": {**gated, "rate": 4, **both},
             "index_loss": {**indexer, "lse": torch.zeros(1, 2, 8), "q": q, "k": k, **chosen, **both},
         }[name]
 
@@ -311,7 +315,7 @@ TARGETS |= {
 for _package, _of in ((cp_fast, ""), (cp_ref, " of cp_ref")):
     TARGETS["linear_attention" + _of] = Target(_package.linear_attention, of_linear_attention(_package), _package)
     TARGETS["causal_conv1d" + _of] = Target(_package.causal_conv1d, of_causal_conv1d(_package), _package)
-    for _name in ("select_keys", "sparse_attention", "index_loss"):
+    for _name in ("select_keys", "sparse_attention", "index_loss", "compress_keys", "compressed_attention"):
         TARGETS[_name + _of] = Target(getattr(_package, _name), of_chosen_keys(_package, _name), _package)
 
 _MASKS: dict[str, Arguments] = {
@@ -372,8 +376,6 @@ NOT_ATTACKED = {  # and why
     "loss_for_backward": "one multiplication",
     "token_log_probs": "needs a model, with tests of its own",
     "token_log_probs_and_entropy": "needs a model, with tests of its own",
-    "compress_keys": "tests/sparse/test_compressed.py has its refusals",
-    "compressed_attention": "tests/sparse/test_compressed.py has its refusals",
     "ranks_of_batch": "takes unchecked keywords, for a decorator",
 }
 

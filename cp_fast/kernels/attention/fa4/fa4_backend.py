@@ -125,7 +125,7 @@ class Fa4Backend(Backend):
     rounded_gradients = True
     shares_keys = 128
     writes_rows = True
-    equal_bits = True
+    key_block = 384  # Of 128, 96, 64 and 48 rows: those of windows, on all GPUs, in both passes.
     features: frozenset[Feature] = FUSED_KERNELS | {
         Feature.SOFTCAP,
         Feature.ALIBI,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from inspect import unwrap
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +19,8 @@ import triton  # pyright: ignore[reportMissingImports]
 from triton.compiler import CompiledKernel  # pyright: ignore[reportMissingImports]
 from triton.runtime.autotuner import Autotuner  # pyright: ignore[reportMissingImports]
 from triton.runtime.jit import JITFunction, KernelInterface  # pyright: ignore[reportMissingImports]
+
+from cp_ref.calls.score_mod import names_in_code
 
 __all__ = ["DirectLaunch", "direct", "launch_of"]
 
@@ -112,7 +114,7 @@ def _copy(function: Any) -> Any:
     """None where there is nothing to replace."""
     inner = unwrap(function)
     replaced: dict[str, Any] = {}
-    for name in _names(inner.__code__):
+    for name in sorted(names_in_code(inner.__code__)):
         other = inner.__globals__.get(name)
         if isinstance(other, KernelInterface):
             replaced[name] = launch_of(other)
@@ -125,10 +127,3 @@ def _copy(function: Any) -> Any:
     )
     made.__kwdefaults__ = inner.__kwdefaults__
     return made
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names(inner)

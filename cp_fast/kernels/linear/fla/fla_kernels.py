@@ -21,12 +21,12 @@ from cp_fast.kernels.linear.linear_kernels import (
     BackwardRun,
     ForwardRun,
     FragmentRows,
-    Kind,
     LinearInputs,
     Maps,
     compose_in_waves,
 )
 from cp_fast.layers.state_tables import StateTables
+from cp_ref.calls.linear_calls import LinearKind
 from cp_ref.schedules.words import Feature
 
 __all__ = ["FlaKernels"]
@@ -39,7 +39,7 @@ class FlaKernels:
 
     name = "fla"
     features = frozenset({Feature.CUDA, Feature.FLOAT16, Feature.BFLOAT16, Feature.HEAD_DIM_OVER_128})
-    kinds = frozenset[Kind](("gated_delta_rule", "kda", "mamba2"))
+    kinds = frozenset[LinearKind](("gated_delta_rule", "kda", "mamba2"))
 
     def why_not(self) -> str | None:
         """None if the package works here, else the reason in one line. It imports the package."""

@@ -1,5 +1,5 @@
 # pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-"""Triton kernels beside those of flash-linear-attention: affine maps of fragments, their composition, gradients."""
+"""Triton kernels that flash-linear-attention does not have: affine maps of fragments, their composition, gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks around a prepared model's calls. A call has a rank's slice with all that belongs to it, or raises."""
+"""A prepared model, and the checks of its calls: one has a rank's slice with all that belongs to it, or it raises."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.hugging_face.attention_dropout import shared_seed
-from cp_fast.integrations.hugging_face.called_layers import check_layers, forget_layers
+from cp_fast.integrations.hugging_face.called_layers import check_layers, forget_layers, models_in
 from cp_fast.integrations.hugging_face.image_calls import begin_call, end_call
 from cp_fast.integrations.hugging_face.image_models import ImageModel, arguments_of
 from cp_fast.integrations.hugging_face.long_positions import give_longest, say_longest
@@ -31,9 +30,9 @@ from cp_fast.integrations.shared.drop_in import words_for
 from cp_fast.integrations.token_batches import CpBatch
 from cp_fast.runtime.handles import outside_of_graphs
 
-__all__ = ["Edge", "edge_of", "holder_of_images", "put_around", "take_off"]
+__all__ = ["PreparedModel", "check_calls", "forget_model", "holder_of_images", "prepared_model"]
 
-_KNOWN = {  # The edge checks these arguments, or a model takes them token by token.
+_KNOWN = {  # These arguments are checked, or a model takes them token by token.
     *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "cp_batch", "use_cache"),
     *("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "output_hidden_states", "return_dict"),
     *("output_router_logits", "output_attentions", "fused_lm_head"),
@@ -42,37 +41,31 @@ _AROUND = ", or call the model around it by its hooks, model(...): PEFT's AdaLoR
 
 
 @dataclass(frozen=True, eq=False)
-class Edge:
-    """The findings of `prepare` about a model.
+class PreparedModel:
+    """A prepared model, or a model inside one: what `prepare` has found of it.
 
     Args:
-        cp: the context that it was prepared with; a batch may have another.
         numbering: how the model numbers the positions of a sequence.
-        caches: its calls have an argument `use_cache`.
         task: what it computes of labels.
-        blocks: the names of the modules whose layers are checked (`note_layers`).
         by_row: the name of a module that does another thing in each row of a batch.
-        inner: the model is a part of the one that was prepared, and is called by it or by the user.
         images: how it reads images; None: it reads text alone.
-        more: arguments of its calls that only models like this one take, and that are checked there.
+        inner: the model is a part of the one that was prepared, and is called by it or by the user.
+        arguments: those of its calls that not all models take, and that are checked elsewhere.
     """
 
-    cp: ContextParallel
     numbering: Numbering
-    caches: bool
     task: Task
-    blocks: tuple[str, ...] = ()
     by_row: str = ""
-    inner: bool = False
     images: ImageModel | None = None
-    more: frozenset[str] = frozenset()
+    inner: bool = False
+    arguments: frozenset[str] = frozenset()
 
-    def __deepcopy__(self, _: Any) -> Edge:
+    def __deepcopy__(self, _: Any) -> PreparedModel:
         return self
 
     def enter(self, model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any] | None:
         """Check a call's arguments, and return them as the model wants them. None for a call without changes: the model
-        runs alone, or it is a part of a model, whose edge has checked the call.
+        runs alone, or it is a part of a model, whose own checks the call has passed.
 
         Raises:
             TypeError, ValueError, NotImplementedError: what is given would be taken for something else.
@@ -80,10 +73,11 @@ class Edge:
         name, sequences = type(model).__name__, given.get("cp_batch")
         if isinstance(sequences, ModelCall) or (self.inner and sequences is None):
             return None
-        if model.config._attn_implementation != NAME:
+        mine = model.config.get_text_config()._attn_implementation  # Some models of images keep their own.
+        if mine != NAME:
             if sequences is not None:
                 raise ValueError(
-                    f"{name} is given cp_batch while its attention is {model.config._attn_implementation!r}, which "
+                    f"{name} is given cp_batch while its attention is {mine!r}, which "
                     f"would take a slice for the whole; call model.set_attn_implementation({NAME!r}) first"
                 )
             return None
@@ -111,7 +105,7 @@ class Edge:
         if given.get("attention_mask") is not None:
             _check_mask(name, given["attention_mask"], sequences)
             given = {n: x for n, x in given.items() if n != "attention_mask"}
-        given = ({"use_cache": False} if self.caches else {}) | given
+        given = ({"use_cache": False} if "use_cache" in self.arguments else {}) | given
         if self.task.pools:
             given.pop("margin", None)  # trl's RewardTrainer hands it on, and a model alone ignores it.
         self._refuse_unknown(name, given)
@@ -147,21 +141,21 @@ class Edge:
                     raise NotImplementedError(f"adapter_names gives {where} an adapter for each row; {cure}")
 
     def leave(self, model: nn.Module, call: ModelCall, out: Any) -> Any:
-        """The model's outputs, with the loss where its edge has the labels.
+        """The model's outputs, with the loss where the model itself does not see the labels.
 
         Raises:
             RuntimeError: a layer's attention was not cp_fast's.
         """
         if torch.compiler.is_compiling():
-            outside_of_graphs(check_layers, model, call, self.blocks)
+            outside_of_graphs(check_layers, model, call)
         else:
-            check_layers(model, call, self.blocks)
+            check_layers(model, call)
         return self.task.end(model, call, out)
 
     def _refuse_unknown(self, name: str, given: Mapping[str, Any]) -> None:
         refuse_caches(name, given)
         for argument, x in given.items():
-            if argument not in _KNOWN and argument not in self.more and x is not None and x is not False:
+            if argument not in _KNOWN and argument not in self.arguments and x is not None and x is not False:
                 raise NotImplementedError(
                     f"{argument} is {words_for(x)}, which cp_fast does not know in calls of {name} over ranks: it may "
                     "be what the model computes a loss of, or read by rows and places of the whole batch. Give it to "
@@ -183,39 +177,35 @@ def _check_mask(name: str, mask: torch.Tensor, sequences: CpBatch) -> None:
         )
 
 
-def put_around(model: Any, edge: Edge) -> None:
-    """Have the model's calls pass this edge, and direct calls of the models in it one without a task."""
-    for where, module in model.named_modules():
-        if module is not model and not hasattr(module, "set_attn_implementation"):
-            continue
+def check_calls(model: Any, prepared: PreparedModel) -> None:
+    """Check the calls of a prepared model, and direct calls of the models in it, which have no task."""
+    for where, module in models_in(model):
         hook_once(module, _before, _after, first=True)
         give_longest(module)
-        images = None if edge.images is None else edge.images.within(where)
-        more = frozenset[str]() if images is None else arguments_of(module, images)
-        more |= frozenset(SPANS if module is model and edge.task.spans else ())
-        mine = replace(edge, images=images, more=more)
-        if module is not model:
-            blocks = tuple(block.removeprefix(f"{where}.") for block in edge.blocks if block.startswith(f"{where}."))
-            mine = replace(mine, task=Task(), caches=takes_cache(module), blocks=blocks, inner=True)
+        inner, images = module is not model, None if prepared.images is None else prepared.images.within(where)
+        task = Task() if inner else prepared.task
+        arguments = {*(SPANS if task.spans else ()), *(("use_cache",) if takes_cache(module) else ())}
+        arguments |= set() if images is None else arguments_of(module, images)
+        mine = replace(prepared, task=task, images=images, inner=inner, arguments=frozenset(arguments))
         put_state(module, mine)
 
 
-def take_off(model: nn.Module) -> None:
+def forget_model(model: nn.Module) -> None:
     """Check the model's calls no longer."""
     forget_layers(model)
     for module in model.modules():
-        drop_state(module, Edge)
+        drop_state(module, PreparedModel)
         say_longest(module, None)
 
 
-def edge_of(model: nn.Module) -> Edge:
-    """A prepared model's edge, also through wrappers (DDP, FSDP, PEFT).
+def prepared_model(model: nn.Module) -> PreparedModel:
+    """Return what `prepare` has found of a model, also through wrappers (DDP, FSDP, PEFT).
 
     Raises:
         ValueError: the model was not prepared. NotImplementedError: an adapter that came later mixes tokens.
     """
     refuse_adapters(model)
-    found = _with_edge(model)
+    found = _found(model)
     if found is None:
         raise ValueError(
             f"{type(model).__name__} was not prepared; call cp_fast.integrations.transformers.prepare(model, cp)"
@@ -223,40 +213,40 @@ def edge_of(model: nn.Module) -> Edge:
     return found[1]
 
 
-def _with_edge(model: nn.Module) -> tuple[nn.Module, Edge] | None:
-    edges = ((module, state_of(module, Edge)) for module in model.modules())
-    return next(((module, edge) for module, edge in edges if edge is not None), None)
+def _found(model: nn.Module) -> tuple[nn.Module, PreparedModel] | None:
+    states = ((module, state_of(module, PreparedModel)) for module in model.modules())
+    return next(((module, prepared) for module, prepared in states if prepared is not None), None)
 
 
 def holder_of_images(model: nn.Module) -> nn.Module | None:
     """The module of a prepared model that has its functions of images. None: it reads text alone."""
-    found = _with_edge(model)
+    found = _found(model)
     if found is None or found[1].images is None:
         return None
     return found[0].get_submodule(found[1].images.where)
 
 
 def _before(model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    edge = state_of(model, Edge)
-    if edge is not None and not isinstance(given.get("cp_batch"), ModelCall):
+    prepared = state_of(model, PreparedModel)
+    if prepared is not None and not isinstance(given.get("cp_batch"), ModelCall):
         say_longest(model, None)
         end_call(model)
-    handed_on = None if edge is None else edge.enter(model, by_place, given)
+    handed_on = None if prepared is None else prepared.enter(model, by_place, given)
     if handed_on is not None:
         say_longest(model, given["cp_batch"].longest - 1, given["position_ids"].device)
         by_place, given = (), handed_on
     call = given.get("cp_batch")
-    if edge is not None and isinstance(call, ModelCall):
-        given = given | {ROUTER_SWITCH: True} if edge.inner and call.routing is not None else given
-        if edge.images is not None and not edge.images.where:
-            begin_call(model, edge.images, call.sequences, given)
+    if prepared is not None and isinstance(call, ModelCall):
+        given = given | {ROUTER_SWITCH: True} if prepared.inner and call.routing is not None else given
+        if prepared.images is not None and not prepared.images.where:
+            begin_call(model, prepared.images, call.sequences, given)
     return by_place, given
 
 
 def _after(model: Any, _: tuple[Any, ...], given: dict[str, Any], out: Any) -> Any:
-    edge, call = state_of(model, Edge), given.get("cp_batch")
-    if edge is None or not isinstance(call, ModelCall) or call.edge is not edge:
+    prepared, call = state_of(model, PreparedModel), given.get("cp_batch")
+    if prepared is None or not isinstance(call, ModelCall) or call.prepared is not prepared:
         return out
     say_longest(model, None)
     end_call(model)
-    return edge.leave(model, call, out)
+    return prepared.leave(model, call, out)
