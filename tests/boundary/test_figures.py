@@ -186,6 +186,21 @@ def _runs_by_heads() -> list[list[str]]:
     ]
 
 
+def test_what_head_chunks_are_worth() -> None:
+    """Four GPUs: of one document in calls in a row, and of five documents in turns."""
+    text = (ROOT / "benchmarks" / "results" / "head_chunks_4x_h200.txt").read_text()
+    row, turn = (r"^ +{} f +ms ([\d.]+) ", r"^4 GPUs \[32768, 16384.*balanced +{} +f ([\d.]+)")
+
+    def found(pattern: str, way: str) -> float:
+        matches = re.findall(pattern.format(re.escape(way)), text, re.M)
+        return float(matches[0])
+
+    in_chunks, at_once = found(row, "(1, 7)"), found(row, "()")
+    said = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    assert f"{in_chunks:.2f} ms forward in place of {at_once:.2f}, in 120 calls in a row" in said
+    assert f"{found(turn, '()'):.3f} in place of {found(turn, 'model'):.3f} forward, in the same turns" in said
+
+
 def test_each_compiler_pass_was_measured() -> None:
     files = "passes_1x_h200.csv", "passes_by_heads_1x_h200.csv"
     names = {row["without"] for file in files for row in record(file)}
