@@ -244,7 +244,7 @@ def test_a_mask_of_ones_that_a_model_makes_is_none() -> None:
 
 
 SAID = {
-    "DogeForCausalLM": "the model makes an attention mask [2, 4, 17, 17] of its own, which comes to DogeAttention",
+    "LayoutLMForMaskedLM": "of its own, which comes to LayoutLMSelfAttention",
     "xLSTMForCausalLM": "xLSTMForCausalLM never calls its attention by transformers' AttentionInterface",
 }
 
