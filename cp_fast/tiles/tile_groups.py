@@ -181,9 +181,7 @@ class TileGroups:
         rows, keys = (side.lengths(len(segments)) for side in (segments.q, segments.k))
         columns = np.append(one.start_q, 0), rows, np.append(one.start_kv, 0), keys
         of_q, of_q_rows, of_kv, of_keys = map(self._tables.numbers_of, columns)
-        batch = self._launch(replace(segments, layer=None)).batch._replace(
-            shared_keys=(of_q, of_q_rows, of_kv, of_keys)
-        )
+        batch = self._launch(replace(segments, layer=None)).batch._replace(starts=(of_q, of_q_rows, of_kv, of_keys))
         q, kv = (self._sets.of(side.start, side.stop) for side in (one.q.spans, one.kv))
         return LaunchRows(segments, batch, q, kv, (self._sets.packed(kv),), (Placement(q, one.q.row), one.rows_q))
 
