@@ -5,6 +5,7 @@
     python -m benchmarks.linear speed --out speed.json                        # one rank of two, its messages left out
     python -m benchmarks.linear speed --gpus 2 --no-tuned --out speed.json    # two ranks, in a minute and a half
     python -m benchmarks.linear convolution --out convolution.json            # a causal convolution, by its bytes
+    python -m benchmarks.linear scan --out scan.json                          # selective scans, likewise
 
 `check` prints the errors of all results and gradients of each problem, relative to the oracle's, as roots of mean
 squares. Next to them it prints those of the same call on one rank: spreading may add a half to them. Random problems
@@ -146,6 +147,21 @@ def convolution(
 
 
 @app.command()
+def scan(
+    rows: Annotated[int, typer.Option(help="Tokens a GPU.")] = ROWS,
+    turns: Annotated[int, typer.Option(help="How often each is measured.")] = 3,
+    commit: Commit = "",
+    out: JsonOut = None,
+) -> None:
+    """Times of the selective scans of Mamba-2.8B (5,120 channels of 16 numbers) and of RecurrentGemma-2B (2,560 of one)
+    by Triton and by PyTorch, and of copies of as many bytes as they must read and write.
+    """
+    torch.cuda.set_device(0)
+    found = {name: scan_times(rows, *sizes, turns) for name, sizes in SCANS.items()}
+    write_json(out, {"commit": commit, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()} | found)
+
+
+@app.command()
 def warm(
     part: Annotated[int, typer.Option(help="Which part of all configurations, from 0.")] = 0,
     parts: Annotated[int, typer.Option(help="Into how many parts they are divided.")] = 8,
@@ -257,7 +273,8 @@ def _in_turns(some: dict[str, tuple[Call, int]], options: Speed, device: torch.d
                 for one in (forward, both)
             ]
             times[name].append([largest(x) for x in found_now] if options.gpus > 1 else found_now)
-    kernels = {name: _kernels(*pair) for name, pair in found.items()} if options.profile else {}
+    profiled = found.items() if options.profile else ()
+    kernels = {name: _kernels(call, layer, torch.randn_like(layer["v"])) for name, (call, layer) in profiled}
     best = {name: [min(x) * 1e3 for x in zip(*turns, strict=True)] for name, turns in times.items()}
     if options.gpus == 1 or dist.get_rank() == 0:
         print("ms of forward, both; of the GPU alone; of the host alone; each as a part of the kernel alone; launches")
@@ -331,9 +348,8 @@ def lifted() -> Iterator[None]:
         kernels.IS_NVIDIA_HOPPER = before
 
 
-def _kernels(call: Call, layer: dict[str, torch.Tensor]) -> list[str]:
+def _kernels(call: Call, layer: dict[str, torch.Tensor], dout: torch.Tensor) -> list[str]:
     """The kernels of both passes, the longest first: ms, launches, name."""
-    dout = torch.randn_like(layer["v"])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         for _ in range(2):
             torch.autograd.grad(call(**layer), list(layer.values()), dout)
@@ -359,7 +375,10 @@ def layer_of(rows: int, device: torch.device) -> dict[str, torch.Tensor]:
     return {name: x.requires_grad_() for name, x in found.items()}
 
 
-# ---- causal convolutions: one rank of two whose messages are left out, as shares of a copy
+# ---- causal convolutions and selective scans: one rank of two whose messages are left out, as shares of a copy
+
+
+SCANS = {"mamba": (5120, 16), "rg-lru": (2560, 1)}  # channels, and numbers of a state
 
 
 def convolution_times(rows: int, channels: int, turns: int) -> dict[str, Any]:
@@ -368,20 +387,43 @@ def convolution_times(rows: int, channels: int, turns: int) -> dict[str, Any]:
     results: the bytes of 2.5 copies.
     """
     x, dout = (torch.randn(rows, channels, device="cuda").bfloat16() for _ in range(2))
-    weight, target = torch.randn(channels, 4, device="cuda").bfloat16(), torch.empty_like(x)
-    x.requires_grad_()
-    weight.requires_grad_()
-    calls = _convolutions(rows)
+    weight = torch.randn(channels, 4, device="cuda").bfloat16()
+    times = _shares_of_a_copy(_convolutions(rows), {"x": x, "weight": weight}, dout, (1, 2.5), turns)
+    return {"rows": rows, "channels": channels, **times}
+
+
+def scan_times(rows: int, channels: int, numbers: int, turns: int) -> dict[str, Any]:
+    """The same of a scan. v, out and dout are in bfloat16, and g, the step of time, in float32. A forward pass reads
+    v and g and writes out: the bytes of two copies of v. Both read v and g twice and dout once, and write the gradients
+    too: 5.5 copies. Those of q and k are few.
+    """
+    q, k = (torch.randn(rows, 1, numbers, device="cuda").bfloat16() for _ in range(2))
+    v, dout = (torch.randn(rows, 1, channels, device="cuda").bfloat16() for _ in range(2))
+    g, rates = 0.1 * torch.rand(rows, 1, channels, device="cuda"), -torch.rand(1, numbers, channels, device="cuda")
+    layer = {"q": q, "k": k, "v": v, "g": g, "A": rates}
+    calls = {
+        name: partial(cp_fast.linear_attention, cp=cp, plan=plan, kind="mamba", scale=1.0)
+        for name, (cp, plan) in _spread(rows).items()
+    }
+    times = _shares_of_a_copy(calls, layer, dout, (2, 5.5), turns)
+    return {"rows": rows, "channels": channels, "numbers": numbers, **times}
+
+
+def _shares_of_a_copy(
+    calls: dict[str, Call], layer: dict[str, torch.Tensor], dout: torch.Tensor, copies: tuple[float, float], turns: int
+) -> dict[str, Any]:
+    """copies: of dout, the forward pass and both passes have to move the bytes of so many."""
+    target, leaves = torch.empty_like(dout), {name: x.detach().requires_grad_() for name, x in layer.items()}
     times: dict[str, list[list[float]]] = {}
     for turn in range(turns + 1):
-        copied = seconds_queued(lambda: target.copy_(x.detach()), 6)
+        copied = seconds_queued(lambda: target.copy_(dout), 6)
         if turn:
-            times.setdefault("copy", []).append([copied, 2.5 * copied, copied, 2.5 * copied])
+            times.setdefault("copy", []).append([n * copied for n in (*copies, *copies)])
         for name, call in calls.items():
-            forward = partial(call, x.detach(), weight.detach())
+            forward = partial(call, **layer)
 
             def both(call: Call = call) -> None:
-                torch.autograd.grad(call(x, weight), (x, weight), dout)
+                torch.autograd.grad(call(**leaves), list(leaves.values()), dout)
 
             found = [measure(one, 6) for measure in (seconds_queued, seconds_alone) for one in (forward, both)]
             if turn:
@@ -393,18 +435,26 @@ def convolution_times(rows: int, channels: int, turns: int) -> dict[str, Any]:
     for name, found in best.items():
         shares = " ".join(f"{bound / x:.3f}" for bound, x in zip(best["copy"], found, strict=True))
         print(f"{name:44} {' '.join(f'{x:.3f}' for x in found)}   {shares}", flush=True)
-    return {"rows": rows, "channels": channels, "ms": best}
+    return {"ms": best, "kernels": {name: _kernels(call, leaves, dout) for name, call in calls.items()}}
 
 
-def _convolutions(rows: int) -> dict[str, Call]:
-    found: dict[str, Call] = {}
+def _spread(rows: int) -> dict[str, tuple[Any, Any]]:
+    """Contexts of one rank of two, and plans of one document, by name."""
+    found: dict[str, tuple[Any, Any]] = {}
     sizes = {"heads_q": 2, "heads_kv": 2, "d_qk": 64, "d_v": 64, "dtype": torch.bfloat16, "device": "cuda"}
     cu = torch.tensor([0, 2 * rows])
     for layout, backend in (("contiguous", "torch"), ("contiguous", "auto"), ("dual_chunk", "auto")):
         cp = cp_fast.ContextParallel(Silent(0, 2), layout=layout, backend=backend)  # type: ignore[arg-type]
         plan = cp_fast.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=cu, linear=True, **sizes)  # type: ignore[arg-type]
-        name = f"cp_fast, {layout}" if backend == "auto" else f"cp_fast, {layout}, {backend}"
-        found[name] = partial(cp_fast.causal_conv1d, cp=cp, plan=plan, activation="silu")
+        found[f"cp_fast, {layout}" if backend == "auto" else f"cp_fast, {layout}, {backend}"] = cp, plan
+    return found
+
+
+def _convolutions(rows: int) -> dict[str, Call]:
+    found: dict[str, Call] = {
+        name: partial(cp_fast.causal_conv1d, cp=cp, plan=plan, activation="silu")
+        for name, (cp, plan) in _spread(rows).items()
+    }
     try:
         from fla.modules.causal_conv1d import causal_conv1d  # pyright: ignore[reportMissingImports]
     except ImportError:

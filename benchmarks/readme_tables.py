@@ -211,6 +211,7 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "gpu_kernels_*": ("csrc", "cp_fast/movers"),
     "gpu_thd_*": ("csrc", "cp_fast/movers", "cp_fast/thd.py"),
     "sanitizers_cpu.json": ("csrc",),
+    "selective_scan_*": ("cp_fast/layers", "cp_fast/kernels/linear"),
     "linear_*": ("cp_fast/layers", "cp_fast/kernels/linear", "cp_fast/movers", *_SPEC),
     "hybrid_*": ("cp_fast", *_SPEC),
     "convolution_*": ("cp_fast/layers", "cp_fast/kernels/convolution"),

@@ -259,7 +259,7 @@ def score_table() -> str:
 
 
 def linear_tables() -> list[str]:
-    """Linear attention as a share of the kernel's speed alone, and milliseconds of convolutions."""
+    """Linear attention as a share of the kernel's speed alone, and milliseconds of scans and convolutions."""
     times = json.loads((RESULTS / "linear_1x_h200.json").read_text())["speed"]["ms"]
     layers: list[list[str]] = []
     for name, row in times.items():
@@ -267,6 +267,11 @@ def linear_tables() -> list[str]:
             alone = times["kernel alone, documents" if "documents" in name else "kernel alone"]
             forward, both, gpu_forward, gpu_both, *_ = (f"{a / b:.2f}" for a, b in zip(alone, row, strict=True))
             layers.append([name.removeprefix("cp_fast, "), f"{gpu_forward}, {gpu_both}", f"{forward}, {both}"])
+    record = json.loads((RESULTS / "selective_scan_1x_h200.json").read_text())
+    scans = [
+        [title, *(f"{ms:.2f}" for model in ("mamba", "rg-lru") for ms in record[model]["ms"][name][:2])]
+        for title, name in {"Triton": "cp_fast, contiguous", "plain PyTorch": "cp_fast, contiguous, torch"}.items()
+    ]
     names = {
         "ours": "cp_fast, contiguous",
         "flash-linear-attention, one sequence": "flash-linear-attention",
@@ -276,5 +281,6 @@ def linear_tables() -> list[str]:
     convolutions = [[title, *(f"{ms:.3f}" for ms in times[name][:2])] for title, name in names.items()]
     return [
         markdown(["sequences, layout", "time of the GPU alone", "calls in a row"], layers),
+        markdown(["ms", "Mamba, forward", "both passes", "RG-LRU, forward", "both passes"], scans),
         markdown(["ms", "forward", "both passes"], convolutions),
     ]

@@ -135,7 +135,7 @@ def of_common_keys(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], par
         **sizes,
     )
     passes = (compiled(problem, rank).programs.forward for rank in range(size))
-    assume(any(one.batch.places for program in passes for one in program.of(Launch)))
+    assume(any(one.batch.starts for program in passes for one in program.of(Launch)))
     return Case(problem, use_plan=draw(st.booleans()), return_lse=True, loss="out+lse")
 
 

@@ -157,7 +157,7 @@ def compile_plan(
         steps, saved = (in_order(custom.forward[rank]), in_order(custom.backward[rank])), custom.saved
     packing = Packing(problem, may_fold=custom is None and is_on("fold_batch"))
     if room is None:
-        draft = lowered(packing, rank, steps, saved, shares_keys=backend.shares_keys)
+        draft = lowered(packing, rank, steps, saved, shared_keys_tile=backend.shared_keys_tile)
         writes_rows = backend.writes_rows and not backend.pads(problem.d_qk, problem.d_v)
         fixed, instructions = None, upload(optimized(draft, writes_rows=writes_rows), device)
     else:

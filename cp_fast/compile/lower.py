@@ -235,7 +235,7 @@ def _launch(
     state: Lowering, groups: TileGroups, number: int, group: TileGroup, launch: LaunchRows, held: tuple[Held, ...]
 ) -> Iterator[Instruction[RowKey]]:
     heads, kv_heads, packed = group.heads, group.kv_heads, state.shared.sets.packed
-    if launch.batch.places is None:
+    if launch.batch.starts is None:
         launch = groups.in_buffer_order(launch, held[1].rows)
     at, rows_q = launch.apart or (packed(launch.q), launch.q)
     if launch.apart is None:
@@ -331,7 +331,7 @@ def lower(
     *,
     sink: bool = False,
     skipped: Mapping[str, str] | None = None,
-    shares_keys: int = 0,
+    shared_keys_tile: int = 0,
 ) -> Draft:
     """Lower one rank's schedule of attention, both passes.
 
@@ -341,14 +341,14 @@ def lower(
         rule: which tiles keep their windows.
         sink: whether the softmax has a sink.
         skipped: the compiler passes that do not run, and why.
-        shares_keys: see `TileGroups`.
+        shared_keys_tile: see `TileGroups`.
 
     Raises:
         ValueError: the schedule computes with rows that the rank does not have.
     """
     tables, sets = Tables(), SpanSets()
     skipped = skipped or {}
-    groups = TileGroups(work, rule, tables, sets, skipped, shares_keys=shares_keys)
+    groups = TileGroups(work, rule, tables, sets, skipped, shared_keys_tile=shared_keys_tile)
     own = {side: work.ownership.side(side).of(rank) for side in ("q", "kv")}
     own_q = Placement.of(own["q"])
     own_kv = own_q if work.ownership.kv is work.ownership.q else Placement.of(own["kv"])

@@ -24,7 +24,7 @@ from cp_fast.compile.instruction_passes import (
 from cp_fast.compile.lower import Draft, lower
 from cp_fast.compile.packing import Packing, fold_batch
 from cp_fast.compile.program import Instruction, Launch, Program, Programs, View, with_views
-from cp_fast.kernels.attention.backend_protocol import BatchPlaces, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import SegmentStarts, VarlenBatch
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.passes import is_on, skipped
 from cp_fast.tiles.segments import WindowRule, own_window
@@ -58,9 +58,9 @@ def linked(programs: Programs[Any], tables: Uploaded) -> Programs[Rows]:
             cu_q, device_q = tables.lengths(keys.cu_q, bound_q)
             cu_kv, device_kv = tables.lengths(keys.cu_kv, bound_kv)
             batch = VarlenBatch(cu_q, cu_kv, keys.left, keys.right, device_q, device_kv)
-            if keys.places is not None:
-                (host_q, of_q), (_, rows), (host_kv, of_kv), (_, columns) = map(tables.lengths, keys.places)
-                batch = replace(batch, places=BatchPlaces(host_q[:-1], host_kv[:-1], of_q, rows, of_kv, columns))
+            if keys.starts is not None:
+                (host_q, of_q), (_, rows), (host_kv, of_kv), (_, columns) = map(tables.lengths, keys.starts)
+                batch = replace(batch, starts=SegmentStarts(host_q[:-1], host_kv[:-1], of_q, rows, of_kv, columns))
             batches[keys] = batch
         return batches[keys]
 
@@ -87,13 +87,13 @@ _LARGE = 2048  # query rows from which a tile of a packed batch keeps its own wi
 
 
 def lowered(
-    packing: Packing, rank: int, schedules: Schedules, saved: tuple[str, ...], *, shares_keys: int = 0
+    packing: Packing, rank: int, schedules: Schedules, saved: tuple[str, ...], *, shared_keys_tile: int = 0
 ) -> Draft:
     """One rank's part of a schedule, lowered.
 
     Args:
         saved: the kinds of operands that are kept between the passes.
-        shares_keys: see `TileGroups`.
+        shared_keys_tile: see `TileGroups`.
     """
     problem, packed = packing.problem, packing.packed_problem
     if packing.folded:
@@ -101,8 +101,10 @@ def lowered(
     rule = WindowRule(own_window(problem), _LARGE if problem.qkv_format == "thd" else 0)
     off = skipped(position_free_scores=problem.position_free_scores)
     sink = problem.softmax_type != "vanilla"
-    shares_keys = shares_keys if problem.position_free_scores else 0
-    return lower(packed.workload, rank, *schedules, saved, rule, sink=sink, skipped=off, shares_keys=shares_keys)
+    shared_keys_tile = shared_keys_tile if problem.position_free_scores else 0
+    return lower(
+        packed.workload, rank, *schedules, saved, rule, sink=sink, skipped=off, shared_keys_tile=shared_keys_tile
+    )
 
 
 def compiled(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None = None) -> Draft:
@@ -110,7 +112,7 @@ def compiled(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None = 
     head_chunks = choose_head_chunks(problem) if head_chunks is None else head_chunks
     packing = Packing(problem, may_fold=is_on("fold_batch"))
     steps = chosen_rank_schedule(problem, rank, head_chunks)
-    return optimized(lowered(packing, rank, steps, saved_kinds(problem), shares_keys=_TILE), writes_rows=True)
+    return optimized(lowered(packing, rank, steps, saved_kinds(problem), shared_keys_tile=_TILE), writes_rows=True)
 
 
 def optimized(draft: Draft, *, in_place: bool = False, writes_rows: bool = False, most_pieces: int = PIECES) -> Draft:

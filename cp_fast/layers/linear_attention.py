@@ -16,6 +16,7 @@ from cp_fast.kernels.attention.backend_protocol import NotInstalled
 from cp_fast.kernels.linear.chunked import ChunkedKernels
 from cp_fast.kernels.linear.fla.fla_kernels import FlaKernels
 from cp_fast.kernels.linear.linear_kernels import LinearGradients, LinearInputs, LinearKernels, Maps
+from cp_fast.kernels.linear.scan_kernels import ScanKernels
 from cp_fast.layers.layer_operators import called, registered
 from cp_fast.layers.layers import Layer, Outputs, Run
 from cp_fast.layers.linear_plan import REVERSED_STATES, STATES, LinearTables, linear_tables
@@ -47,7 +48,7 @@ __all__ = [
 # The choice of a library of linear attention, by the rule of `cp_fast.kernels.attention.choose_backend`.
 
 
-LIBRARIES: tuple[LinearKernels, ...] = FlaKernels(), ChunkedKernels()
+LIBRARIES: tuple[LinearKernels, ...] = FlaKernels(), ScanKernels(), ChunkedKernels()
 _NAMES = {"torch": ("torch",), "cpu": ("torch",)}  # by ContextParallel.backend; others mean all, in their order
 
 

@@ -347,7 +347,7 @@ def backward_launch(
 
     def launch(state: State) -> None:
         options = state.options if state.inputs is None else _with_places(state, positions, one)
-        part = backend.backward_letting_go([operands(state)], batch, options)
+        part = backend.backward_freeing([operands(state)], batch, options)
         state.buffers[dq], state.buffers[dkv] = Tensors((part.dq,), ()), Tensors((part.dk, part.dv), ())
 
     return launch

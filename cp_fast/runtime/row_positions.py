@@ -126,7 +126,7 @@ def segment_places(launch: Launch[Rows], q: np.ndarray, kv: np.ndarray) -> np.nd
     Args:
         q, kv: the result of `span_places` for its rows.
     """
-    if launch.batch.updated_in_place or launch.batch.places is not None:
+    if launch.batch.updated_in_place or launch.batch.starts is not None:
         return None
     found: list[np.ndarray] = []
     for (count, sequence, position, diagonal), cumulative in ((q, launch.batch.cu_q), (kv, launch.batch.cu_kv)):

@@ -140,14 +140,14 @@ _BATCH, _DISJOINT, _SORT = map(bit_of, ("batch_segments", "split_disjoint", "sor
 
 
 def tile_launches(
-    tiles: WindowedTiles, rule: WindowRule, skipped: Collection[str] = (), *, keys_repeat: bool = False
+    tiles: WindowedTiles, rule: WindowRule, skipped: Collection[str] = (), *, shared_keys: bool = False
 ) -> list[Segments]:
     """The launches of tiles that are computed together, in order: each has segments of one window, and each row of
     queries once. Each sequence keeps the order of its tiles.
 
     Args:
         skipped: the passes that do not run (`cp_fast.passes`).
-        keys_repeat: whether it costs nothing if segments of a launch have common keys.
+        shared_keys: whether it costs nothing if segments of a launch have common keys.
     """
     if not len(tiles):
         return []
@@ -156,12 +156,12 @@ def tile_launches(
     if rule.disjoint or not areas_meet(tiles):
         segments = _TileSegments.of(tiles, rule, skipped)
         dense = segments.dense if "merge_causal" in skipped else merge_stripes(segments.dense)
-        found = _batches(segments.with_dense(dense), rule, skipped, keys_repeat=keys_repeat)
+        found = _batches(segments.with_dense(dense), rule, skipped, shared_keys=shared_keys)
         return [replace(some, made_by=some.made_by | _BATCH) if len(some) > 1 else some for some in found]
-    best = _best(_TileSegments.of(tiles, rule, skipped), rule, skipped, keys_repeat=keys_repeat)
-    if keys_repeat and "merge_causal" not in skipped:
+    best = _best(_TileSegments.of(tiles, rule, skipped), rule, skipped, shared_keys=shared_keys)
+    if shared_keys and "merge_causal" not in skipped:
         cut = _TileSegments.of(merge_triangles(tiles), rule, skipped)
-        best = min(best, _best(cut, rule, skipped, keys_repeat=True), key=_cost)
+        best = min(best, _best(cut, rule, skipped, shared_keys=True), key=_cost)
     return [
         replace(some, layer=layers(some), made_by=some.made_by | (_DISJOINT if len(some) > 1 else 0))
         for some in map(_by_queries, best)
@@ -197,7 +197,7 @@ class _TileSegments:
         return Segments.concat([x for x in (self.square, dense, self.edges) if x is not None])
 
 
-def _best(segments: _TileSegments, rule: WindowRule, skipped: Collection[str], *, keys_repeat: bool) -> list[Segments]:
+def _best(segments: _TileSegments, rule: WindowRule, skipped: Collection[str], *, shared_keys: bool) -> list[Segments]:
     """Segments of areas that share rows, as few launches."""
     dense = segments.dense
     factored = dense if "factor_keys" in skipped or len(dense) < 2 else factor_keys(dense)
@@ -205,11 +205,11 @@ def _best(segments: _TileSegments, rule: WindowRule, skipped: Collection[str], *
     assert best is not None
     if "dedupe_queries" in skipped or len(dense) < 2:
         return best
-    most = math.inf if keys_repeat else len(best) * _most_keys(segments.with_dense())
+    most = math.inf if shared_keys else len(best) * _most_keys(segments.with_dense())
     deduped = dedupe_queries(dense, most)
     if deduped is None:
         return best
-    other = _few(segments.with_dense(deduped), rule, skipped, len(best), keys_repeat=keys_repeat)
+    other = _few(segments.with_dense(deduped), rule, skipped, len(best), shared_keys=shared_keys)
     return min(best, other or best, key=_cost)
 
 
@@ -219,7 +219,7 @@ def _few(
     skipped: Collection[str],
     most: float = math.inf,
     *,
-    keys_repeat: bool = False,
+    shared_keys: bool = False,
 ) -> list[Segments] | None:
     """The segments in launches; None if they need more than `most`."""
     found: list[Segments] = []
@@ -227,7 +227,7 @@ def _few(
         if "split_disjoint" in skipped:
             more = _one_by_one(group)
         else:
-            more = split_disjoint(group, most - len(found), keys_repeat=keys_repeat)
+            more = split_disjoint(group, most - len(found), shared_keys=shared_keys)
         if more is None:
             return None
         found += more
@@ -240,14 +240,14 @@ def _one_by_one(segments: Segments) -> list[Segments]:
 
 
 def _batches(
-    segments: Segments, rule: WindowRule, skipped: Collection[str], *, keys_repeat: bool
+    segments: Segments, rule: WindowRule, skipped: Collection[str], *, shared_keys: bool
 ) -> Iterator[Segments]:
     """The segments of areas without common rows in launches."""
     if "batch_segments" in skipped:
         yield from _one_by_one(segments)
         return
     for group in _by_window(segments, rule):
-        if group.q.spans.disjoint and (keys_repeat or group.k.spans.disjoint):
+        if group.q.spans.disjoint and (shared_keys or group.k.spans.disjoint):
             yield group
         else:
             yield from _places(group, skipped)

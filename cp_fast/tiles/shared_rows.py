@@ -257,14 +257,14 @@ def areas_meet(tiles: WindowedTiles) -> bool:
     return False
 
 
-def split_disjoint(segments: Segments, most: float = math.inf, *, keys_repeat: bool = False) -> list[Segments] | None:
+def split_disjoint(segments: Segments, most: float = math.inf, *, shared_keys: bool = False) -> list[Segments] | None:
     """The segments in launches without repeated rows of queries: large segments first, each in the first launch with
     room. Rows of keys may repeat, up to half the number of queries. To gather them and add their gradients costs less
     than another launch: it would read its queries and merge their results.
 
     Args:
         most: the most launches; None is returned if more are needed.
-        keys_repeat: whether any rows of keys may repeat: they cost nothing.
+        shared_keys: whether any rows of keys may repeat: they cost nothing.
 
     >>> q, k = [(0, 0, 4), (1, 4, 6), (2, 6, 8)], [(0, 0, 4), (1, 0, 4), (2, 4, 6)]  # two with the same keys
     >>> three = Segments.of_rows(q, k)
@@ -283,7 +283,7 @@ def split_disjoint(segments: Segments, most: float = math.inf, *, keys_repeat: b
         for number in _clear(taken, len(launches)):
             launch = launches[number]
             again = launch.again + (int(size[k][its.used(k, number)].sum()) if met >> number & 1 else 0)
-            if keys_repeat or 2 * again <= launch.rows + own:
+            if shared_keys or 2 * again <= launch.rows + own:
                 break
         else:
             number, again = len(launches), 0

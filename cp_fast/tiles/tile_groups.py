@@ -36,7 +36,7 @@ _MOST_EMPTY = 1.05  # All rows of a launch's tiles over those with a query. More
 
 class SegmentKeys(NamedTuple):
     """A launch's segments on the host: keys of cumulative lengths, and the window. `bounds`: in a plan updated in
-    place, upper bounds of the lengths of q and kv. `places`: keys of first rows and of lengths, of q and then of kv,
+    place, upper bounds of the lengths of q and kv. `starts`: keys of first rows and of lengths, of q and then of kv,
     where segments are not packed one after the other.
     """
 
@@ -45,7 +45,7 @@ class SegmentKeys(NamedTuple):
     left: int | None
     right: int | None
     bounds: tuple[int, int] | None = None
-    places: tuple[Key, Key, Key, Key] | None = None
+    starts: tuple[Key, Key, Key, Key] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,10 +98,7 @@ class TileGroup(NamedTuple):
 
 
 class TileGroups:
-    """The tiles of a rank's steps. `skipped`: the compiler passes that do not run. `shares_keys`: if the kernel library
-    takes segments that have common keys, how many rows a tile of a launch has, with the query heads of a kv head; else
-    0.
-    """
+    """The tiles of a rank's steps. skipped: the compiler passes that do not run. shared_keys_tile: see `Backend`."""
 
     def __init__(
         self,
@@ -111,10 +108,10 @@ class TileGroups:
         sets: SpanSets,
         skipped: Collection[str] = (),
         *,
-        shares_keys: int = 0,
+        shared_keys_tile: int = 0,
     ) -> None:
         a = work.areas
-        self._skipped, self._shares_keys = skipped, shares_keys
+        self._skipped, self._shared_keys_tile = skipped, shared_keys_tile
         self._rule = rule._replace(disjoint=a.queries.disjoint and a.keys.disjoint)
         self._work, self._tables, self._sets = work, tables, sets
         self._in_order: dict[tuple[LaunchRows, Placement], LaunchRows] = {}
@@ -144,16 +141,16 @@ class TileGroups:
         if rectangles not in self._launches:
             banded = with_windows(self._work.areas, tiles)
             packed = tile_launches(banded, self._rule, self._skipped)
-            sharing = packed if self._shares_keys else None
-            if self._shares_keys and len(packed) > 1 and (self._rule.disjoint or len(banded) <= _MOST_TILES):
-                fewer = tile_launches(banded, self._rule, self._skipped, keys_repeat=True)
+            sharing = packed if self._shared_keys_tile else None
+            if self._shared_keys_tile and len(packed) > 1 and (self._rule.disjoint or len(banded) <= _MOST_TILES):
+                fewer = tile_launches(banded, self._rule, self._skipped, shared_keys=True)
                 sharing = fewer if len(fewer) < len(packed) and self._fills_tiles(fewer) else packed
             self._launches[rectangles] = tiles, (banded, list(map(self._launch, packed)), sharing)
         return self._launches[rectangles][1]
 
     def _fills_tiles(self, launches: list[Segments]) -> bool:
         """Whether tiles, which end with their segment, have few empty rows: weighted by the keys that they visit."""
-        size, tile = self._work.heads_per_kv, self._shares_keys
+        size, tile = self._work.heads_per_kv, self._shared_keys_tile
         cells = whole = 0
         for one in launches:
             rows, keys = (side.lengths(len(one)) for side in (one.q, one.k))
@@ -184,7 +181,7 @@ class TileGroups:
         rows, keys = (side.lengths(len(segments)) for side in (segments.q, segments.k))
         columns = np.append(one.start_q, 0), rows, np.append(one.start_kv, 0), keys
         of_q, of_q_rows, of_kv, of_keys = map(self._tables.numbers_of, columns)
-        batch = self._launch(replace(segments, layer=None)).batch._replace(places=(of_q, of_q_rows, of_kv, of_keys))
+        batch = self._launch(replace(segments, layer=None)).batch._replace(starts=(of_q, of_q_rows, of_kv, of_keys))
         q, kv = (self._sets.of(side.start, side.stop) for side in (one.q.spans, one.kv))
         return LaunchRows(segments, batch, q, kv, (self._sets.packed(kv),), (Placement(q, one.q.row), one.rows_q))
 

@@ -186,6 +186,21 @@ def _runs_by_heads() -> list[list[str]]:
     ]
 
 
+def test_what_head_chunks_are_worth() -> None:
+    """Four GPUs: of one document in calls in a row, and of five documents in turns."""
+    text = (ROOT / "benchmarks" / "results" / "head_chunks_4x_h200.txt").read_text()
+    row, turn = (r"^ +{} f +ms ([\d.]+) ", r"^4 GPUs \[32768, 16384.*balanced +{} +f ([\d.]+)")
+
+    def found(pattern: str, way: str) -> float:
+        matches = re.findall(pattern.format(re.escape(way)), text, re.M)
+        return float(matches[0])
+
+    in_chunks, at_once = found(row, "(1, 7)"), found(row, "()")
+    said = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    assert f"{in_chunks:.2f} ms forward in place of {at_once:.2f}, in 120 calls in a row" in said
+    assert f"{found(turn, '()'):.3f} in place of {found(turn, 'model'):.3f} forward, in the same turns" in said
+
+
 def test_each_compiler_pass_was_measured() -> None:
     files = "passes_1x_h200.csv", "passes_by_heads_1x_h200.csv"
     names = {row["without"] for file in files for row in record(file)}
@@ -267,6 +282,18 @@ def test_the_speed_of_convolutions() -> None:
     turns = record["kernels in turns"]["us"]
     short, one = (turns[name]["now"][0][1] for name in ("320 documents of 102, dual_chunk", "one document, contiguous"))
     assert f"the backward pass takes {short / one:.1f} times as long" in page
+
+
+def test_the_speed_of_scans() -> None:
+    record = json.loads((ROOT / "benchmarks" / "results" / "selective_scan_1x_h200.json").read_text())
+    page = " ".join((ROOT / "docs" / "how_to" / "hybrid.md").read_text().split())
+    mamba, lru = (record[name]["ms"]["copy"][1] for name in ("mamba", "rg-lru"))
+    assert f"take {mamba:.2f} ms for Mamba and {lru:.2f} ms for the RG-LRU" in page
+    longest = record["mamba"]["kernels"]["cp_fast, contiguous"][0].split()
+    assert f"Most of its time, {float(longest[0]):.1f} ms, goes into one kernel of the backward pass" in page
+    rows = (ROOT / "benchmarks" / "results" / "README.md").read_text()
+    ours, plain = (record["mamba"]["ms"][f"cp_fast, contiguous{name}"] for name in ("", ", torch"))
+    assert f"**{plain[0] / ours[0]:.0f} and {plain[1] / ours[1]:.0f} times**" in rows
 
 
 def test_documents_that_stay_at_home() -> None:

@@ -55,7 +55,7 @@ def result(
     axes = {kind: [(-1, d) for d in dims] for kind, dims in DIMS.items()}
     shapes = Shapes(dict.fromkeys(DIMS, ROWS), axes, dtypes, CPU, spare, frozenset({"res", "out"}))
     buffers = PassBuffers(specs, shapes, kernels("cpu"), frozenset({RESULT}), frozenset())
-    state = State(len(specs), PaperGroup(1, 0), LaunchOptions(ScoreSpec(1.0, 0.0)))
+    state = State([None] * len(specs), PaperGroup(1, 0), LaunchOptions(ScoreSpec(1.0, 0.0)))
     every = list[Accumulate[Rows]]()
     for n, part in enumerate(parts):
         state.buffers[FIRST_PART + n] = part.tensors

@@ -33,12 +33,17 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "pytest",
 )
-FRAMEWORKS = (
-    "transformers.trainer",
-    "transformers.models.llama.modeling_llama",
-    "megatron.core",
-    "torchtitan.models.llama3",
-)
+FRAMEWORKS = {  # by the package that tests have imported
+    "transformers": (
+        "transformers.trainer",
+        "transformers.models.llama.modeling_llama",
+        "trl.trainer.reward_trainer",
+        "trl.trainer.sft_trainer",
+    ),
+    "diffusers": ("diffusers.models.transformers.transformer_wan",),
+    "megatron": ("megatron.core",),
+    "torchtitan": ("torchtitan.models.llama3",),
+}
 CONTEXT.set_forkserver_preload(list(PRELOADED))
 if "CP_TESTS_BACKEND" in os.environ:  # in the server too, and so in all processes
     from tests.fa4_dry import install_asked
@@ -49,7 +54,7 @@ os.register_at_fork(after_in_child=gc.freeze)  # a collection would look at all 
 
 def start_server() -> None:
     """Start the process that all others are forked from now, with all of these frameworks that tests have imported."""
-    used = [name for name in FRAMEWORKS if name.partition(".")[0] in sys.modules]
+    used = [name for package, names in FRAMEWORKS.items() if package in sys.modules for name in names]
     CONTEXT.set_forkserver_preload([*PRELOADED, *used])
     forkserver.ensure_running()
 

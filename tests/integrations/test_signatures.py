@@ -99,6 +99,7 @@ def test_flash_attn_aligns_causal_masks_to_the_end() -> None:
 
 @pytest.mark.parametrize("window", [(3, 2), (9, -1), (-1, 4), (0, 5)])
 @pytest.mark.parametrize("more", [{}, {"alibi_slopes": SLOPES, "return_attn_probs": True}], ids=["", "alibi, lse"])
+@pytest.mark.one_in(3)
 def test_windows_on_both_sides_are_aligned_to_the_end(window: tuple[int, int], more: dict[str, Any]) -> None:
     """Other lengths of q and k, longer and shorter, in the packed form and not."""
     (q, _, _, dout), (_, k, v, _) = tensors(36), tensors(48)

@@ -1,5 +1,5 @@
 """Random problems for Triton's kernels of linear layers, and what these must give: sums chunk by chunk in float64, with
-PyTorch's own gradients. Of convolutions, what plain PyTorch gives.
+PyTorch's own gradients. Of selective scans, row by row; of convolutions, what plain PyTorch gives.
 
 legend   n = rows, h = heads of q and k, h_v = heads of v
 """
@@ -17,7 +17,7 @@ import torch
 
 from cp_fast.kernels.convolution import torch_convolution
 from cp_fast.kernels.convolution.torch_convolution import ConvolutionInputs
-from cp_fast.kernels.linear.linear_kernels import Maps
+from cp_fast.kernels.linear.linear_kernels import FragmentRows, LinearInputs, Maps
 from cp_fast.layers.linear_plan import LinearTables
 from cp_fast.layers.state_tables import scan_table
 from cp_ref.calls.linear_calls import LINEAR_KINDS
@@ -47,6 +47,7 @@ class KernelProblem:
     channels: int
     bias: bool
     silu: bool
+    numbers: int
     dtype: torch.dtype
 
     @property
@@ -55,7 +56,7 @@ class KernelProblem:
 
 
 def draw(seed: int, dtype: torch.dtype) -> KernelProblem:
-    """Three seeds in a row have three kinds; mamba has other kernels."""
+    """Three seeds in a row have three kinds, and each has a scan of mamba."""
     rng = random.Random(seed)
     kind, h = LINEAR_KINDS[:3][seed % 3], rng.choice([1, 2])
     lengths = tuple(rng.choice([1, 20, 64, 65, 130]) for _ in range(rng.randint(1, 3)))
@@ -64,7 +65,8 @@ def draw(seed: int, dtype: torch.dtype) -> KernelProblem:
         seed=seed, kind=kind, lengths=lengths, chosen=chosen,
         h=h, h_v=h * (1 if kind == "kda" else rng.choice([1, 2])), d_k=rng.choice([8, 16, 24, 40]),
         d_v=rng.choice([8, 16, 40, 72]), dfinal=rng.random() < 0.5, kernel_size=rng.choice([1, 2, 4]),
-        channels=rng.choice([5, 16, 40]), bias=rng.random() < 0.5, silu=rng.random() < 0.5, dtype=dtype,
+        channels=rng.choice([5, 16, 40]), bias=rng.random() < 0.5, silu=rng.random() < 0.5,
+        numbers=rng.choice([1, 3, 16]), dtype=dtype,
     )  # fmt: skip
 
 
@@ -271,6 +273,67 @@ def check_chunk_gradients(problem: KernelProblem, device: str) -> Checked:
             yield "dw", found[2][rows], -torch.einsum("thv,hkv->thk", x.dv[rows].double(), before)
 
 
+# ---- selective scans
+
+
+def check_selective_scan(problem: KernelProblem, device: str) -> Checked:
+    """Both passes over fragments with states that enter, the maps of the chosen ones and their gradients."""
+    from cp_fast.kernels.linear.triton_scan import ScanBackward, ScanForward
+
+    numbers, h, scale = _Numbers(problem, device), problem.h, -0.3
+    n, channels, d_k, fragments = problem.cu[-1], h * problem.channels, problem.numbers, len(problem.lengths)
+    q, k = (numbers.normal(n, h, d_k) for _ in range(2))
+    v, dout = (numbers.normal(n, channels, 1) for _ in range(2))
+    steps = 0.3 * numbers.normal(n, channels, dtype=torch.float32).abs()
+    rates = -numbers.normal(channels, d_k, dtype=torch.float32).abs()
+    initial, final = (numbers.normal(fragments, channels, d_k, 1, dtype=torch.float32) for _ in range(2))
+    enters, dfinal = (initial if problem.seed % 2 else None), (final if problem.dfinal else None)
+    inputs = LinearInputs(q, k, v, steps, None, scale, "mamba", rates)
+    rows, chosen = FragmentRows(tuple(problem.cu), torch.device(device)), list(problem.chosen)
+    forward, backward = ScanForward(inputs, rows), ScanBackward(inputs, rows, enters, dout)
+    maps, (out, ends) = forward.maps(chosen), forward.run(enters, final=True)
+    d = backward.reverse_maps(chosen, None if dfinal is None else dfinal[chosen])
+    grads = backward.run(dfinal)
+    assert ends is not None
+
+    start = torch.zeros_like(initial) if enters is None else enters
+    leaves = [x.double().requires_grad_() for x in (q, k, v, steps, rates, start)]
+    wanted_out, wanted_ends = _scanned(problem, scale, *leaves)
+    ones, zeros = torch.ones_like(initial), torch.zeros_like(initial)
+    nothing = (x.double() for x in (q, k, torch.zeros_like(v), steps, rates, ones))
+    _, products = _scanned(problem, scale, *nothing)
+    _, shifts = _scanned(problem, scale, *(x.detach() for x in leaves[:-1]), zeros.double())
+    loss = (wanted_out * dout.double()).sum()
+    if dfinal is not None:
+        loss = loss + (wanted_ends * dfinal.double()).sum()
+    wanted = torch.autograd.grad(loss, leaves)
+    yield "out", out, wanted_out.detach()
+    yield "final", ends, wanted_ends.detach()
+    yield "M", maps.m, products[chosen][..., 0]
+    yield "B", maps.b, shifts[chosen]
+    yield "D", d, wanted[5][chosen]
+    found = grads.dq, grads.dk, grads.dv, grads.dg, grads.dA
+    for name, mine, exact in zip(("dq", "dk", "dv", "dg", "dA"), found, wanted, strict=False):
+        assert mine is not None
+        yield name, mine, exact
+    assert (grads.dinitial is None) == (enters is None)
+    if grads.dinitial is not None:
+        yield "dinitial", grads.dinitial, wanted[5]
+
+
+def _scanned(problem: KernelProblem, scale: float, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out, and the states behind all fragments, one row after the other."""
+    q, k, v, steps, rates, initial = given
+    q, k = (x.repeat_interleave(problem.channels, 1) for x in (q, k))
+    outs, ends = list[torch.Tensor](), list[torch.Tensor]()
+    for state, (start, stop) in zip(initial[..., 0], pairwise(problem.cu), strict=True):
+        for i in range(start, stop):
+            state = (rates * steps[i, :, None]).exp() * state + k[i] * v[i]
+            outs.append(scale * (q[i] * state).sum(-1, keepdim=True))
+        ends.append(state[..., None])
+    return torch.stack(outs), torch.stack(ends)
+
+
 # ---- convolutions
 
 
@@ -301,4 +364,4 @@ def check_convolution(problem: KernelProblem, device: str) -> Checked:
     yield "edges", edges, torch_convolution.edges_backward(wide, dout.double(), halos.edges_read_by)
 
 
-CHECKS = check_maps, check_scans, check_chunk_gradients, check_convolution
+CHECKS = check_maps, check_scans, check_chunk_gradients, check_selective_scan, check_convolution

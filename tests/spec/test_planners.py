@@ -23,7 +23,7 @@ from cp_ref.cli import app
 from cp_ref.cli.plan import Request
 from cp_ref.problems.call_checks import check_apart, overlap
 from cp_ref.reference.simulator import SimMember
-from cp_ref.schedules.areas import Areas, WindowRow, areas_of_windows
+from cp_ref.schedules.areas import UNBOUNDED, Areas, WindowRow, areas_of_windows
 from cp_ref.schedules.balanced import balanced, pairs_before
 from cp_ref.schedules.ownership import Fragments, contiguous
 from cp_ref.schedules.planners.make_schedule import SCHEDULES, Planner, make_rank_schedule, make_schedule
@@ -339,6 +339,41 @@ def test_ring_members_see_what_loops_see(problem: Problem) -> None:
         for other, some in enumerate(members.seen(member, everybody)):
             wanted = {pair for pair in pairs if of_k[pair[2]] == member and of_q[pair[1]] == other}
             assert wanted == {pair for pair in pairs if in_rectangles(pair, list(some.rows()))}
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(problems(cp_sizes=(2, 3, 4), most=2), st.integers(1, 5))
+def test_ring_members_gather_what_their_queries_see(problem: Problem, block: int) -> None:
+    """Keys begin with a block of their area. What one gathers from another, the other is asked for."""
+    members, areas = RingMembers(problem.workload, key_block=block), problem.workload.areas
+    of_q, of_k, pairs = owners(problem, "q"), owners(problem, "kv"), list(visible_pairs(problem))
+    everybody, asked = range(members.member_count), set[tuple[int, int, int]]()
+    for member in everybody:
+        tiles = members.whole_tiles(member, (0, 1))
+        assert not ((tiles.k_start - areas.k_start[tiles.area]) % block).any()
+        seen = [pair for pair in pairs if of_q[pair[1]] == member]
+        assert all(in_rectangles(pair, [(0, *row[:5]) for row in tiles.rows()]) for pair in seen)
+        theirs, _ = members.gathers(member)
+        asked |= {(member, peer, key) for peer, _, _, _, k0, k1 in theirs.rows() for key in range(k0, k1)}
+        assert {(member, of_k[key], key) for _, _, key in seen if of_k[key] != member} <= asked
+    for member in everybody:
+        ours = members.gathers(member)[1].rows()
+        wanted = {(reader, key) for reader, owner, key in asked if owner == member}
+        assert {(peer, key) for peer, _, _, _, k0, k1 in ours for key in range(k0, k1)} == wanted
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(problems(cp_sizes=(2, 3, 4), comms=("all_gather",)))
+def test_what_windows_hold_of_a_rank_alone_is_attended_at_once(problem: Problem) -> None:
+    """Under a window on the left, the last query that waits for keys sees one of others."""
+    schedule, areas, of_k = make_schedule(problem), problem.workload.areas, owners(problem, "kv")
+    for rank, steps in enumerate(schedule.forward):
+        first, second = (list(step.tiles.rows()) for step in steps)
+        assert all(of_k[key] == rank for _, _, _, k0, k1, *_ in first for key in range(k0, k1))
+        for area, q0, q1, k0, k1, *_ in second:
+            lo, start = int(areas.lo[area]), int(areas.k_start[area])
+            if lo > -UNBOUNDED and of_k[k1 - 1] == rank:
+                assert any(of_k[key] != rank for key in range(max(start, q1 - 1 + lo), k1)), (rank, q0, q1, k0, k1)
 
 
 def in_rectangles(pair: Pair, rectangles: list[tuple[int, ...]]) -> bool:

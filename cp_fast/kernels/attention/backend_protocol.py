@@ -30,7 +30,6 @@ __all__ = [
     "FUSED_KERNELS",
     "Backend",
     "BackwardOperands",
-    "BatchPlaces",
     "Cumulative",
     "Gradients",
     "LaunchOptions",
@@ -39,6 +38,7 @@ __all__ = [
     "NotInstalled",
     "Outs",
     "Partial",
+    "SegmentStarts",
     "VarlenBatch",
     "ampere_why_not",
     "check_scores",
@@ -198,7 +198,7 @@ def on_triton(layer: str) -> bool:
     return False
 
 
-class BatchPlaces(NamedTuple):
+class SegmentStarts(NamedTuple):
     """Where the segments of a batch lie, in any order: the first row of each, and on the device its number of rows too.
     Segments have no common rows of q, but may have common rows of k and v. Rows of q between them may be padding: what
     they hold, and what their results are, does not matter. Rows of k and v between them are tokens.
@@ -226,7 +226,7 @@ class VarlenBatch:
     tensors' lengths: a kernel may read a neighbour's rows and multiply them by zero, so no row may hold a NaN that does
     not belong to the problem.
 
-    With `places`, the segments do not lie side by side: cu_q and cu_kv then have their lengths alone.
+    With `starts`, the segments do not lie side by side: cu_q and cu_kv then have their lengths alone.
 
     A plan updated in place (`Plan.update`) has wider rules. Segments of length zero come last. Tensors have more
     rows after cu[-1]: they are finite if there is any segment, and their results are not read. `max_q` and `max_kv` are
@@ -240,7 +240,7 @@ class VarlenBatch:
     right: int | None
     device_cu_q: torch.Tensor  # int32 [segments + 1], on the tiles' device.
     device_cu_kv: torch.Tensor  # int32 [segments + 1].
-    places: BatchPlaces | None = None  # For a forward launch of a backend that shares keys.
+    starts: SegmentStarts | None = None  # For a forward launch of a backend that has `shared_keys_tile`.
     max_q: int = field(init=False)  # The longest segment's query rows.
     max_kv: int = field(init=False)  # The longest segment's key columns.
 
@@ -251,7 +251,7 @@ class VarlenBatch:
         >>> VarlenBatch.pack([2, 3], [4, 3], None, 0).first_rows
         ((0, 2), (0, 4))
         """
-        return (self.cu_q[:-1], self.cu_kv[:-1]) if self.places is None else self.places[:2]
+        return (self.cu_q[:-1], self.cu_kv[:-1]) if self.starts is None else self.starts[:2]
 
     @property
     def updated_in_place(self) -> bool:
@@ -356,8 +356,8 @@ class Backend(ABC):
         name: as `ContextParallel` takes it.
         features: of the kernel alone: heads, dims, scores, results, devices, dtypes.
         rounded_gradients: whether gradients always come in the inputs' dtype (`low_precision_grads`).
-        shares_keys: if forward launches take a batch with `places`, the rows of a tile, with the query heads of a kv
-            head; else 0.
+        shared_keys_tile: the rows of a tile, with the query heads of a kv head, if segments of a forward launch may
+            share keys (`VarlenBatch.starts`); else 0.
         writes_rows: whether forward launches take operands with any strides, and write to `Outs`, in the head dims of
             the problem (`pads`).
         key_block: a multiple of the rows that the library's blocks of keys have, for all head dims. A row's bits depend
@@ -368,7 +368,7 @@ class Backend(ABC):
     name: str
     features: frozenset[Feature]
     rounded_gradients: bool = False
-    shares_keys: int = 0
+    shared_keys_tile: int = 0
     writes_rows: bool = False
     key_block: int = 0
 
@@ -409,7 +409,7 @@ class Backend(ABC):
         Every library computes delta itself, so it is not passed.
         """
 
-    def backward_letting_go(
+    def backward_freeing(
         self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions
     ) -> Gradients:
         """`backward` of the operands in a list, which it empties. A library may free operands without another reference

@@ -63,7 +63,7 @@ class _Sums(NamedTuple):
 class BlockwiseBackend(Backend):
     """PyTorch operators on one device type; every feature, float16 to float64."""
 
-    shares_keys = 1
+    shared_keys_tile = 1
     writes_rows = True
 
     def __init__(self, name: str, device: Feature, size: ScoreBlockSize) -> None:

@@ -73,7 +73,7 @@ class LargestLogit(Backend):
         """Everything but max_logit is the library's."""
         self.name: str = library.name
         self.features: frozenset[Feature] = library.features | {Feature.MAX_LOGIT}
-        self.rounded_gradients, self.shares_keys = library.rounded_gradients, library.shares_keys
+        self.rounded_gradients, self.shared_keys_tile = library.rounded_gradients, library.shared_keys_tile
         self.key_block = library.key_block
         self._library = library
 
@@ -97,11 +97,11 @@ class LargestLogit(Backend):
         """See `Backend.backward`: the library's."""
         return self._library.backward(operands, segments, options)
 
-    def backward_letting_go(
+    def backward_freeing(
         self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions
     ) -> Gradients:
         """The library's."""
-        return self._library.backward_letting_go(given, segments, options)
+        return self._library.backward_freeing(given, segments, options)
 
 
 def largest_logit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,12 +20,24 @@ class ChunkRows:
     Attributes:
         rows: the row in each place of each chunk, int64 [chunks, size]; n where a chunk has no more rows.
         places: the place of each row in the flat chunks, int64 [n].
-        waves: for wave i the chunks that are the i-th of their fragment, and these fragments: pairs of int64 tensors.
+        counts: how many chunks each fragment has, int64 [f], on the host.
     """
 
     rows: torch.Tensor
     places: torch.Tensor
-    waves: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    counts: np.ndarray
+
+    @cached_property
+    @torch.inference_mode(False)  # autograd may save tables that an evaluation made
+    def waves(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """For wave i the chunks that are the i-th of their fragment, and these fragments: pairs of int64 tensors."""
+        fragment = np.repeat(np.arange(len(self.counts)), self.counts)
+        wave = np.arange(len(fragment)) - (np.cumsum(self.counts) - self.counts)[fragment]
+        waves = [np.flatnonzero(wave == i) for i in range(int(self.counts.max(initial=0)))]
+        return tuple((self._table(c), self._table(fragment[c])) for c in waves)
+
+    def _table(self, x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x)).to(self.rows.device)
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         """Rows [n, ...] as chunks [chunks, size, ...], with zeros where a chunk has no more rows."""
@@ -36,7 +49,7 @@ class ChunkRows:
         return x.flatten(0, 1)[self.places]
 
 
-@torch.inference_mode(False)  # autograd may save tables that an evaluation made
+@torch.inference_mode(False)
 def chunk_rows(fragments: FragmentRows, size: int) -> ChunkRows:
     """The chunks of `size` rows of every fragment, made once for a table of fragments.
 
@@ -53,13 +66,8 @@ def chunk_rows(fragments: FragmentRows, size: int) -> ChunkRows:
     rows = (cu[:-1][fragment] + wave * size)[:, None] + np.arange(size)
     rows = np.where(rows < cu[1:][fragment][:, None], rows, n)
     places = np.flatnonzero(rows.ravel() < n)
-
-    def table(x: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x)).to(fragments.device)
-
-    waves = [np.flatnonzero(wave == i) for i in range(int(counts.max(initial=0)))]
-    made = ChunkRows(table(rows), table(places), tuple((table(c), table(fragment[c])) for c in waves))
-    fragments.kept["chunks", size] = made
+    there = [torch.from_numpy(x).to(fragments.device) for x in (rows, places)]
+    made = fragments.kept["chunks", size] = ChunkRows(there[0], there[1], counts)
     return made
 
 

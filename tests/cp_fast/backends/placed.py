@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from cp_fast.kernels.attention.backend_protocol import Backend, BatchPlaces, LaunchOptions, Partial, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import Backend, LaunchOptions, Partial, SegmentStarts, VarlenBatch
 
 __all__ = ["both_ways", "placed"]
 
@@ -22,7 +22,7 @@ def placed(packed: VarlenBatch, order: Sequence[int], first_kv: Sequence[int]) -
     q, kv = (torch.tensor([*first, 0], dtype=torch.int32, device=device) for first in (first_q, first_kv))
     of_q, of_kv = (torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, columns))
     batch = VarlenBatch.pack(rows, columns, packed.left, packed.right, device)
-    return replace(batch, places=BatchPlaces(tuple(first_q), tuple(first_kv), q, of_q, kv, of_kv))
+    return replace(batch, starts=SegmentStarts(tuple(first_q), tuple(first_kv), q, of_q, kv, of_kv))
 
 
 def both_ways(

@@ -198,7 +198,7 @@ def test_a_library_without_max_logit_is_given_it(seed: int, size: ScoreBlockSize
     )
     torch.testing.assert_close(*(b.backward(operands, segments, options) for b in (backend, library)))
     handed_over = [operands]
-    part = backend.backward_letting_go(handed_over, segments, options)
+    part = backend.backward_freeing(handed_over, segments, options)
     torch.testing.assert_close(part, library.backward(operands, segments, options))
     assert not handed_over
 
@@ -208,7 +208,7 @@ def test_max_logit_of_a_library_keeps_how_it_rounds_and_lets_go() -> None:
         rounded_gradients = True
         taken: BackwardOperands | None = None
 
-        def backward_letting_go(self, given: list[BackwardOperands], *rest: Any) -> Gradients:
+        def backward_freeing(self, given: list[BackwardOperands], *rest: Any) -> Gradients:
             self.taken = given.pop()
             return self.backward(self.taken, *rest)
 
@@ -220,7 +220,7 @@ def test_max_logit_of_a_library_keeps_how_it_rounds_and_lets_go() -> None:
     backend = LargestLogit(library)
     assert backend.rounded_gradients
     assert not LargestLogit(CPU).rounded_gradients
-    backend.backward_letting_go([operands], segments, options)
+    backend.backward_freeing([operands], segments, options)
     assert library.taken is operands
 
 

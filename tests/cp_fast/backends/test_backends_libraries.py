@@ -159,7 +159,7 @@ def test_fa4_holds_no_operand_that_its_launch_lets_go(monkeypatch: pytest.Monkey
         return (torch.zeros(11, 2, 32),) * 3
 
     monkeypatch.setattr(fa4, "_launch", launch)
-    assert fa4.Fa4Backend().backward_letting_go(given, segments, options).dq.shape == (11, 2, 32)
+    assert fa4.Fa4Backend().backward_freeing(given, segments, options).dq.shape == (11, 2, 32)
 
 
 ON_CPU = by_name("cpu")

@@ -219,25 +219,30 @@ class Pairs:
         for a, size in zip(s.first_rows[0], rows, strict=True):
             assert not used[a : a + size].any()
             used[a : a + size] = True
-        q = np.where(used[:, None], q, -1) if s.places else q
-        live_q, live_kv = (q[used], kv) if s.places else (q[: s.cu_q[-1]], kv[: s.cu_kv[-1]])
+        q = np.where(used[:, None], q, -1) if s.starts else q
+        live_q, live_kv = (q[used], kv) if s.starts else (q[: s.cu_q[-1]], kv[: s.cu_kv[-1]])
         assert (s.device_cu_q.tolist(), s.device_cu_kv.tolist()) == (list(s.cu_q), list(s.cu_kv))
-        assert padded or s.places or (len(q), len(kv)) == (len(live_q), len(live_kv))
+        assert padded or s.starts or (len(q), len(kv)) == (len(live_q), len(live_kv))
         for names in (live_q, live_kv):
             assert (names >= 0).all(), "a launch reads what is not there"
         for names in others:
             assert (names[: len(live_q)] == live_q).all(), "rows of other queries"
         rows_q = np.array(rows_of(launch.q_rows))
-        assert (live_q[:, 0] // heads).tolist() == (rows_q[used] if s.places else rows_q).tolist()
+        assert (live_q[:, 0] // heads).tolist() == (rows_q[used] if s.starts else rows_q).tolist()
         assert (live_kv[:, 0] // heads_kv).tolist() == rows_of(launch.kv_rows)
         assert len(np.unique(live_q)) == live_q.size, "a row of queries twice in one launch"
         assert (live_q % heads == launch.first_head + np.arange(q.shape[1])).all()
         shared = q.shape[1] // kv.shape[1]  # the kernel's rule: so many query heads use one kv head
         by_q = np.zeros((*q.shape, self.sizes["out" if len(operands) == 2 else "dq"]), dtype=np.int64)
         by_kv = np.zeros((*kv.shape, self.sizes["dkv"]), dtype=np.int64)
-        if s.places:
-            given = s.places.device_q[:-1], s.places.device_rows, s.places.device_kv[:-1], s.places.device_columns
-            assert [x.tolist() for x in given] == [list(s.places.q), rows, list(s.places.kv), keys]
+        if s.starts:
+            given = (
+                s.starts.device_q[:-1],
+                s.starts.device_rows,
+                s.starts.device_kv[:-1],
+                s.starts.device_columns,
+            )
+            assert [x.tolist() for x in given] == [list(s.starts.q), rows, list(s.starts.kv), keys]
         for a, c, size_q, size_kv in zip(*s.first_rows, rows, keys, strict=True):
             diagonal = np.arange(size_kv)[None] - np.arange(size_q)[:, None] - (size_kv - size_q)
             seen = np.ones_like(diagonal, dtype=bool)

@@ -58,7 +58,7 @@ def check(problem: Problem, *, fits: bool = True) -> None:
         return [lowered(packing, rank, steps[rank], saved_kinds(problem), **how) for rank in ranks]
 
     uploads = [uploaded(draft) for draft in drafted(())]
-    sharing = [uploaded(draft, writes_rows=True) for draft in drafted((), shares_keys=1)]
+    sharing = [uploaded(draft, writes_rows=True) for draft in drafted((), shared_keys_tile=1)]
     drafts = drafted(own_first(problem, in_place=True))
     for some in (uploads, sharing, [uploaded(draft) for draft in drafts]):
         play(work, some, sizes_of(packing.packed_problem), sink=sink)
@@ -105,7 +105,7 @@ def check_positions(programs: Programs[Rows], problem: Problem) -> None:
             sizes = launch.batch.max_q, launch.batch.max_q, launch.batch.max_q, launch.batch.max_kv
             wanted = [some + [0] * (size - len(some)) for some, size in zip(wanted, sizes, strict=True)]
         assert [table.tolist() for table in found[:4]] == wanted
-        if programs.spare_rows or launch.batch.places is not None:
+        if programs.spare_rows or launch.batch.starts is not None:
             assert found.segment_places is None
         else:
             places = segments_of(wanted, list(launch.batch.cu_q), list(launch.batch.cu_kv))

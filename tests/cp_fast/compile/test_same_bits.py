@@ -24,12 +24,12 @@ from tests.spec.problems import problems, problems_of_areas
 
 
 def programs_of(
-    problem: Problem, rank: int, *, deterministic: bool = True, shares_keys: int = 1, key_block: int = 4
+    problem: Problem, rank: int, *, deterministic: bool = True, shared_keys_tile: int = 1, key_block: int = 4
 ) -> Programs[Any]:
     first = own_first(problem, deterministic=deterministic)
     steps = chosen_rank_schedule(problem, rank, (), first, key_block=key_block)
-    draft = lowered(Packing(problem), rank, steps, saved_kinds(problem), shares_keys=shares_keys)
-    return upload(optimized(draft, writes_rows=shares_keys > 0), torch.device("cpu"))
+    draft = lowered(Packing(problem), rank, steps, saved_kinds(problem), shared_keys_tile=shared_keys_tile)
+    return upload(optimized(draft, writes_rows=shared_keys_tile > 0), torch.device("cpu"))
 
 
 def seen_by(row: int, areas: Areas) -> list[tuple[list[int], int]]:
@@ -98,7 +98,7 @@ def added_to(program: Program[Any], kind: str) -> list[tuple[int, int, int]]:
 @given(st.one_of(problems((1, 2, 3, 4)), problems_of_areas((1, 2, 3))), st.booleans(), st.integers(0, 1), st.data())
 def test_a_promise_holds_row_by_row(problem: Problem, deterministic: bool, shares: int, data: st.DataObject) -> None:
     rank, block = data.draw(st.integers(0, problem.cp_size - 1)), data.draw(st.sampled_from([1, 2, 3, 8]))
-    programs = programs_of(problem, rank, deterministic=deterministic, shares_keys=shares, key_block=block)
+    programs = programs_of(problem, rank, deterministic=deterministic, shared_keys_tile=shares, key_block=block)
     packed = Packing(problem).packed_problem
     areas = packed.workload.areas
     found = same_bits(programs, packed, deterministic=deterministic, key_block=block)

@@ -50,9 +50,9 @@ class Allocates(Backend):
         return Partial(out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), None)
 
     def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
-        return self.backward_letting_go([operands])
+        return self.backward_freeing([operands])
 
-    def backward_letting_go(self, given: list[BackwardOperands], *rest: Any) -> Gradients:
+    def backward_freeing(self, given: list[BackwardOperands], *rest: Any) -> Gradients:
         dtype, (q, k, v) = given[0].q.dtype, [torch.empty_like(x, dtype=torch.float32) for x in given[0][1:4]]
         given.clear()  # the large kernel has read them; then each accumulator is rounded, and goes
         dk = torch.empty_like(k, dtype=dtype)

@@ -117,6 +117,7 @@ WAYS: dict[str, Callable[[], ContextFn]] = {
 @pytest.mark.parametrize(
     ("comm", "way"), [*(("p2p", way) for way in WAYS), *((comm, "offloaded, with everything") for comm in COMMS[1:])]
 )
+@pytest.mark.one_in(3)
 def test_nothing_is_exchanged_twice_and_the_bits_are_those_without_checkpointing(comm: str, way: str) -> None:
     expected = run(comm, lambda: None)
     assert_same(run(comm, WAYS[way]), expected)

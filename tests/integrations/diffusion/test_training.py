@@ -83,6 +83,7 @@ def changed(change: str, family: str, batches: list[Batch], member: Any = None) 
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in FAMILIES]
 )
+@pytest.mark.one_in(5)
 def test_a_changed_model(change: str, family: str) -> None:
     """Of Flux also two calls before one backward pass, whose slices have the same rows and other tokens."""
     batches = [batch_of(family), flux(1, 12, 6)] if family == "flux" else [batch_of(family)]

@@ -37,6 +37,7 @@ def call(member: Any, local: list[torch.Tensor], comm: str, **given: Any) -> Any
 
 @pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
+@pytest.mark.one_in(5)
 def test_the_function_is_right(fmt: str, comm: str) -> None:
     packed = fmt == "thd"
     whole = tensors(48) if packed else tensors(2, 16) if fmt == "bshd" else tensors(16, 2)
@@ -123,6 +124,7 @@ def test_one_rank_takes_any_lengths() -> None:
 @pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a"])
 @pytest.mark.parametrize("shape", ["bhss", "1hss", "b1ss", "11ss", "111s"])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd"])
+@pytest.mark.one_in(7)
 def test_a_bias_is_added_to_scaled_scores(fmt: str, shape: str, comm: str) -> None:
     """Rows of this rank's queries, all keys, as TransformerEngine has them; also under the check of equal arguments."""
     whole = tensors(2, 16) if fmt == "bshd" else tensors(16, 2)

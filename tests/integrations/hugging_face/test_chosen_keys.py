@@ -30,13 +30,15 @@ pytest.importorskip("transformers", reason="needs transformers: pip install '.[t
 INDEXER: dict[str, Any] = {"index_topk": 4, "index_head_dim": 12, "index_n_heads": 16, "num_hidden_layers": 3}
 INDEXER |= {"n_shared_experts": 1, "mlp_layer_types": ["dense", "sparse", "dense"]}
 SHARED = {"indexer_types": ["full", "shared", "full"]}  # the second layer takes the choice of the first
-DOTS = ["indexed_attention", "sliding_attention", "indexed_attention"]
+DOTS: dict[str, Any] = {"layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"]}
+DOTS |= {"sliding_window": 5, "swa_num_attention_heads": 8, "swa_num_key_value_heads": 8, "swa_q_lora_rank": 24}
+DOTS |= {"swa_kv_lora_rank": 24, "swa_head_dim": 24, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 12}
 MODELS: dict[str, dict[str, Any]] = {
     "DeepseekV32ForCausalLM": {},
     "GlmMoeDsaForCausalLM": SHARED,
     "AXK2ForCausalLM": {},
     "HYV4ForCausalLM": SHARED,  # with sinks, and the last numbers rotated
-    "Dots3NoteForCausalLM": {"layer_types": DOTS, "sliding_window": 5},
+    "Dots3NoteForCausalLM": DOTS,
 }
 
 

@@ -147,6 +147,7 @@ def of_one() -> Any:
 
 
 @pytest.mark.parametrize("name", REFUSED_HYBRIDS)
+@pytest.mark.one_in(3)
 def test_other_hybrids_are_refused_by_name(name: str) -> None:
     model = tiny_hybrid(name)
     with pytest.raises(NotImplementedError, match=REFUSED_HYBRIDS[name][1]):

@@ -242,6 +242,7 @@ def test_calls_of_a_prepared_model_of_images() -> None:
     ],
 )
 @pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.one_in(3)
 def test_what_one_rank_refuses_of_images_all_refuse(change: dict[str, Any], said: str, alone: bool) -> None:
     def one(member: Any) -> None:
         cp = cp_fast.ContextParallel(member)

@@ -56,6 +56,7 @@ def step(model: Any, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]
 
 @pytest.mark.parametrize("layout", ["dual_chunk", "contiguous", "balanced"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(2)
 def test_frequencies_are_those_of_the_longest_sequence(name: str, layout: Any) -> None:
     def one(member: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         cp = cp_fast.ContextParallel(member, layout=layout)

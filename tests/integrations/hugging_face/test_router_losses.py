@@ -42,6 +42,7 @@ def grads_of(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("size", "layout"), [(2, "balanced"), (3, "dual_chunk"), (2, "contiguous")])
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"])
+@pytest.mark.one_in(2)
 def test_the_loss_is_that_of_one_process(name: str, size: int, layout: Any) -> None:
     whole = model_of(name)
     alone = copy.deepcopy(whole)

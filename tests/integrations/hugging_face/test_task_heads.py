@@ -64,6 +64,7 @@ def ending_with_padding() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("layout", ["dual_chunk", "balanced", "contiguous"])
 @pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "GPT2ForSequenceClassification"])
+@pytest.mark.one_in(2)
 def test_a_row_is_read_where_transformers_reads_it(name: str, layout: Any) -> None:
     """The rightmost token whose id is not the padding id; a row without one is read at its first."""
     torch.manual_seed(0)

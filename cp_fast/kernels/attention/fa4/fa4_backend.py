@@ -123,7 +123,7 @@ class Fa4Backend(Backend):
 
     name: str = "fa4"
     rounded_gradients = True
-    shares_keys = 128
+    shared_keys_tile = 128
     writes_rows = True
     key_block = 384  # Of 128, 96, 64 and 48 rows: those of windows, on all GPUs, in both passes.
     features: frozenset[Feature] = FUSED_KERNELS | {
@@ -159,10 +159,10 @@ class Fa4Backend(Backend):
         """See `Backend.forward`; out has q's dtype."""
         d, (d_qk, d_v) = v.shape[2], _forward_dims(q.shape[2], v.shape[2])
         tensors: list[torch.Tensor | None] = [_operand(q, d_qk), _operand(k, d_qk), _operand(v, d_v)]
-        if (places := segments.places) is None:
+        if (starts := segments.starts) is None:
             tensors += [segments.device_cu_q, segments.device_cu_kv, None, None]
         else:
-            tensors += [places.device_q, places.device_kv, places.device_rows, places.device_columns]
+            tensors += [starts.device_q, starts.device_kv, starts.device_rows, starts.device_columns]
         tensors += outs or (None, None)
         numbers = _forward_numbers(segments.left, segments.right, options.scores)
         out, lse = _launch("_flash_attn_fwd", tensors, numbers, options)
@@ -170,12 +170,12 @@ class Fa4Backend(Backend):
 
     def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients have q's dtype."""
-        return self.backward_letting_go([operands], segments, options)
+        return self.backward_freeing([operands], segments, options)
 
-    def backward_letting_go(
+    def backward_freeing(
         self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions
     ) -> Gradients:
-        """See `Backend.backward_letting_go`: operands without another reference are freed early."""
+        """See `Backend.backward_freeing`: operands without another reference are freed early."""
         dout, q, k, v, out, lse, dlse = given.pop()
         dims = q.shape[2], v.shape[2]
         d_qk, d_v = _backward_dims(*dims, gqa=q.shape[1] != k.shape[1])
