@@ -97,7 +97,7 @@ class _Attention:
     number: int
 
     def sides_now(self, said: Said, name: str) -> Sides:
-        """What the queries of a call see. said: the layer's account of it; name: of the layer, for the error."""
+        """Return what the queries of a call see. said: the layer's account of it; name: of the layer, for the error."""
         if said == self.said:
             return self.sides
         if said.causal != self.said.causal:

@@ -1,1 +1,1 @@
-"""Layers beside attention, one file each, on one driver (`layers`), which calls each layer's two passes."""
+"""Layers other than attention, one file each, on one driver (`layers`), which calls each layer's two passes."""

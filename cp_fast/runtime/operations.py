@@ -135,8 +135,7 @@ def _convert(buffers: PassBuffers, one: Copy[Rows]) -> Operation:
         rows, columns = state.buffers[number] or nothing()
         if shorter:
             rows, columns = [x[:size] for x in rows], [x[:, :size].contiguous() for x in columns]
-        found = [x.to(dtype).contiguous() for x, dtype in zip(rows, dtypes, strict=True)]
-        state.buffers[target] = Tensors(found, columns)
+        state.buffers[target] = Tensors([x.contiguous() for x in _as(dtypes, rows)], columns)
 
     return convert
 
@@ -158,12 +157,17 @@ def _move(buffers: PassBuffers, some: Sequence[Copy[Rows]]) -> Operation:
             if one.into_heads is not None:
                 into, into_columns = [x[:, one.into_heads] for x in into], [x[one.into_heads] for x in into_columns]
             outs += into
-            xs += [x.to(dtype) for x, dtype in zip(taken, one.dtypes, strict=True)] if one.is_sum else taken
+            xs += _as(one.dtypes, taken) if one.is_sum else taken
             for column, x in zip(into_columns, columns, strict=True):
                 put_columns(column, x, into_rows, scatter)
         scatter(outs, xs, into_rows)
 
     return move
+
+
+def _as(dtypes: Sequence[torch.dtype], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of these dtypes."""
+    return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(tensors, dtypes, strict=True)]
 
 
 class _Move(NamedTuple):

@@ -5,8 +5,8 @@ merge. The positions that a row names travel with its query. A tile sees the pai
 name them. An indexer's scores, and its loss, need all keys of a row at once: the keys travel as in all_gather. Then
 each rank computes its own rows by the definition.
 
-Compressed keys are a problem of their own (`schedules.compressed`), with other keys, areas and owners, and the same
-queries. Attention to tokens and to entries plays one schedule after the other, and merges the results by their lse.
+Compressed keys are another problem (`schedules.compressed`): it has the same queries, and other keys, areas and owners.
+Attention to tokens and to entries plays one schedule after the other, and merges the results by their lse.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What people look at: pictures of schedules, on integers, and in `cli` what both command lines print."""
+"""Pictures of schedules, on integers, and in `cli` what both command lines print."""

@@ -144,6 +144,7 @@ def alone(fn: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, replaced])
+@pytest.mark.one_in(3)
 def test_a_copy_is_a_plan_of_its_own(way: Callable[[Any], Any]) -> None:
     def one(member: Any) -> None:
         cp = cp_fast.ContextParallel(member)

@@ -114,6 +114,7 @@ def test_a_schedule_may_be_chosen(package: Any) -> None:
     assert "'auto' took all_gather by estimates for H200s, both passes: all_gather" in result.output
 
 
+@pytest.mark.thorough
 def test_the_picture_shows_one_head_and_says_who_has_the_others() -> None:
     said = plan(*SMALL, "--cp-comm-type", "a2a", "--head", "5")
     assert "this is query head 5." in said

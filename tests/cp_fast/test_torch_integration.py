@@ -93,6 +93,7 @@ class TestCompiled:
         torch._dynamo.reset()
 
     @pytest.mark.parametrize(("comm", "fmt"), zip(COMMS, FORMATS, strict=False))
+    @pytest.mark.one_in(3)
     def test_a_layer_is_one_graph(self, comm: str, fmt: str) -> None:
         def compiled(layer: Layer, *arguments: Any) -> torch.Tensor:
             return torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)

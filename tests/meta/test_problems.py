@@ -121,6 +121,7 @@ def test_the_reference_is_right(tier: str) -> None:
     assert result.passed >= profile.max_examples
 
 
+@pytest.mark.thorough
 def test_what_is_not_offered_is_missing() -> None:
     some = SimpleNamespace(pad_v=thd.pad_v, trim_out=thd.trim_out)
     result = run(SimpleNamespace(thd=some), "helpers")

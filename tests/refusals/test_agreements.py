@@ -138,6 +138,7 @@ def one_function(names: tuple[str, str], under: tuple[bool, bool], member: Any =
 
 @pytest.mark.parametrize("under", [(False, False), (True, True), (True, False)])
 @pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.one_in(3)
 def test_ranks_that_call_different_functions(two: Processes, under: tuple[bool, bool], processes: bool) -> None:
     """Both calls are named, on both ranks."""
 

@@ -49,6 +49,7 @@ def test_a_workspace_with_few_rows() -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.thorough
 def test_tiles_of_columns() -> None:
     """The worked examples, where Triton can be imported."""
     code = "import doctest, cp_fast.kernels.sparse.triton_sparse.tiles as t; print(doctest.testmod(t))"

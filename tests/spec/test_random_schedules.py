@@ -103,6 +103,7 @@ KINDS_OF_SCHEDULES: dict[str, Callable[[Problem, Schedule], bool]] = {
 
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
 @pytest.mark.parametrize("name", KINDS_OF_SCHEDULES)
+@pytest.mark.one_in(2)
 def test_there_is_every_kind(name: str) -> None:
     rules = settings(max_examples=2000, phases=(Phase.generate,), database=None, deadline=None)
     find(scheduled_problems(), lambda drawn: KINDS_OF_SCHEDULES[name](*drawn), settings=rules)

@@ -1,6 +1,6 @@
 """The images of a batch: where their rows go, their positions, and which tokens see each other both ways.
 
-A rank has some tokens of an image, which may straddle a cut. It takes the rows of its own tokens, by their numbers in
+A rank has some tokens of an image, which may straddle a cut. It takes the rows of its tokens, by their numbers in
 the whole batch. Two things depend on the whole batch, and are found before it is cut. M-RoPE (Qwen-VL) has a position
 for each of three axes; the model's own function finds them. The tokens of an image see each other both ways in some
 models; such images become areas.

@@ -188,7 +188,7 @@ class _TrialShare(Share):
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """Two rows of tokens, some of which stand for images.
+    """Two rows of tokens, some of them of images.
 
     Attributes:
         numbers: of each modality the row of its outputs that a token takes, [2, t]; -1 for none.

@@ -97,7 +97,7 @@ def run_function(holder: Any, modality: Modality, inputs: Mapping[str, torch.Ten
 
 
 def _collated(modality: Modality, pictures: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Pictures one behind the other, in the order of their names in the function."""
+    """Join pictures, in the order of their names in the function."""
     names = [name for name in modality.entries if name in pictures[0]]
     axis = 3 if "target_sizes" in " ".join(names) else 0
     found = {name: torch.cat([one[name] for one in pictures], axis if name == names[0] else 0) for name in names}

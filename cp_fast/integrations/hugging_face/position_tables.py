@@ -1,6 +1,6 @@
 """Decoders that take no position_ids, as BART's: their tables of positions are given those of a slice.
 
-Such a model counts the tokens of its call, and looks the numbers up in a table of its own class. The table's forward
+Such a model counts the tokens of its call, and looks the numbers up in a table that its class has. The table's forward
 does take position_ids. So a call's positions stay at the model's door, and its tables read them there.
 """
 

@@ -74,7 +74,7 @@ def _zamba(
     cp_batch: Any = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Zamba's mixer: heads of their own, whose channels and gates lie in turns."""
+    """Zamba's mixer: it has its own heads, whose channels and gates lie in turns."""
     sequences = sequences_of_mixer(type(self).__name__, cp_batch, kwargs | {_MASK: attention_mask})
     x, gate = self.in_proj(hidden_states).unflatten(-1, (-1, 2)).unbind(-1)
     x = _convolved(self, x, cp_batch).unflatten(-1, (self.n_mamba_heads, -1))

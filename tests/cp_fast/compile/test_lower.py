@@ -383,6 +383,7 @@ def test_the_page_of_plans_shows_the_forward_pass_of_rank_0() -> None:
     assert indent(forward, "    ") in (Path(__file__).parents[3] / "docs" / "how_to" / "plans.md").read_text()
 
 
+@pytest.mark.thorough
 def test_golden_folders_are_equal_or_show_the_first_difference(tmp_path: Path) -> None:
     """`tests.golden`: the same entries again, and one with another line."""
     some = [*golden.plan_entries(range(8)), *golden.refusal_entries(range(4)), *golden.command_entries()]

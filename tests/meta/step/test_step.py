@@ -148,6 +148,7 @@ def words(*arguments: str) -> list[str]:
     return [here + word[1:] if word.startswith(":") else word for word in arguments]
 
 
+@pytest.mark.thorough
 def test_the_command_says_right() -> None:
     given = words(":four_layers", "--batch", ":of_four_layers", "--cp-size", "4", "--cp-comm-type", "a2a")
     code, said = run_module(ROOT, "conformance", "step", *given)

@@ -81,6 +81,7 @@ def check(report: StepReport) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in SHAPES]
 )
+@pytest.mark.one_in(2)
 def test_a_right_step_is_called_right(name: str, steps: StepProcesses) -> None:
     shape, how = SHAPES[name]
     bug, batch = "shares" if name == "shares of the loss" else "", partial(batch_of, shape, how.get("dp_size", 1))

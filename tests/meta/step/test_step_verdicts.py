@@ -38,6 +38,7 @@ def changed(cp: Any, habit: str, change: Any) -> Any:
 @pytest.mark.parametrize(
     "habit", [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in HABITS]
 )
+@pytest.mark.one_in(2)
 def test_no_false_alarm(habit: str, judged: Judge) -> None:
     report = judged(habit, dp_size=2 if habit == "HSDP" else 1)
     assert report.right, report

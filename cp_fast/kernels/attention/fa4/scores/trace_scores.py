@@ -2,9 +2,9 @@
 
 PyTorch itself traces the function and its autograd (`make_fx` over fake tensors): every operator that would run is
 written down. `aten_operations` has the meaning of each for one element; any other operator is refused by name. A
-function is traced for dtypes and shapes, never for values, so the tensors of later calls may differ. The trace has a
-thread of its own. PyTorch keeps hooks of saved tensors, dispatch modes, autocast and excluded dispatch keys for each
-thread. So a call under activation checkpointing, or inside an operator of a compiled graph, is traced like any other.
+function is traced for dtypes and shapes, never for values, so the tensors of later calls may differ. The trace has its
+own thread. PyTorch keeps hooks of saved tensors, dispatch modes, autocast and excluded dispatch keys for each thread.
+So a call under activation checkpointing, or inside an operator of a compiled graph, is traced like any other.
 
 Reference: Reed et al., "torch.fx: Practical Program Capture and Transformation for Deep Learning in Python", MLSys
 2022.
