@@ -123,7 +123,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(5_000, 10, 100)  # from 700, 10, 10
+    gc.set_threshold(5_000, 10, 20)  # from 700, 10, 10
     if "tests.dist.workers" in sys.modules and not session.config.option.collectonly:
         from tests.dist.workers import start_server
 
