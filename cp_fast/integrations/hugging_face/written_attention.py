@@ -94,7 +94,7 @@ def with_attention(model: nn.Module, attention: Attention) -> None:
         NotImplementedError: the model's biases are no slopes times positions; it takes no position_ids, and has none.
     """
     slopes = _slopes(model) if has_alibi(model) else None
-    if slopes is None and not takes_positions(model) and not has_tables(model):
+    if slopes is None and not takes_positions(getattr(model, "base_model", model)) and not has_tables(model):
         # The sequences would reach its layers all the same, past a head that hands no keywords on.
         raise NotImplementedError(
             f"{type(model).__name__} takes no position_ids; it would number a slice's tokens itself"
@@ -137,9 +137,10 @@ def _slopes(model: nn.Module) -> torch.Tensor:
 
 def _enter(model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any:
     if getattr(_call, "sequences", None) is None:
-        _call.sequences, _call.model = given.get("cp_batch"), model
+        _call.sequences, _call.model, _call.positions = given.get("cp_batch"), model, given.get("position_ids")
     if _call.sequences is None:
         return None
+    given = _with_positions(model, given)
     if "use_cache" in inspect.signature(model.forward).parameters:
         given = {"use_cache": False, **given}  # A head may not hand these on.
     if _kind(model) in _MASKLESS:
@@ -150,6 +151,15 @@ def _enter(model: Any, by_place: tuple[Any, ...], given: dict[str, Any]) -> Any:
         _refuse_counted_padding(model, ids, getattr(_call.sequences, "sequences", None))
         given = {**given, "cache": SequencesAsMask(_call.sequences), "attention_mask": torch.ones_like(x)}
     return by_place, given
+
+
+def _with_positions(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments, with its positions where the model takes them: Falcon's heads hand none on."""
+    if has_tables(model):
+        return given
+    if takes_positions(model):
+        return given if given.get("position_ids") is not None else {**given, "position_ids": _call.positions}
+    return {name: x for name, x in given.items() if name != "position_ids"}
 
 
 def _refuse_counted_padding(model: Any, ids: torch.Tensor | None, sequences: CpBatch | None) -> None:
@@ -165,7 +175,7 @@ def _refuse_counted_padding(model: Any, ids: torch.Tensor | None, sequences: CpB
 
 def _leave(model: Any, *_: Any) -> None:
     if getattr(_call, "model", None) is model:  # This is the outermost model of the call.
-        _call.sequences = _call.model = None
+        _call.sequences = _call.model = _call.positions = None
 
 
 def _bloom(

@@ -32,33 +32,12 @@ from cp_ref import SimGroup
 from cp_ref.schedules.words import LAYOUTS
 from tests.dist.workers import Processes, run_program
 from tests.integrations.hugging_face.image_families import IMAGES, Batch, batch_of, images_batch, tiny_images
-from tests.integrations.hugging_face.test_prepare import Part, dist_of_one, grads_of
+from tests.integrations.hugging_face.test_prepare import Part, check, dist_of_one, grads_of, part_of
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 
 QWEN, QWEN3, GEMMA, LLAVA = (f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Gemma3", "Llava"))
 QUICK = [(QWEN, "rows", "dual_chunk"), (GEMMA, "rows", "dual_chunk"), (QWEN3, "packed", "balanced")]
-
-
-def part_of(name: str, group: Any, batch: Batch, **how: Any) -> Part:
-    """A rank's part of the loss, and of the gradients."""
-    cp = cp_fast.ContextParallel(group, **how)
-    model = ours.prepare(tiny_images(name), cp)
-    loss = model(**ours.shard_batch(batch, cp=cp, model=model)).loss
-    loss.backward()
-    return loss.detach(), grads_of(model)
-
-
-def check(name: str, parts: list[Part], batch: Batch) -> None:
-    """The parts add up to what one process computes with transformers' own attention."""
-    alone = tiny_images(name)
-    alone.set_attn_implementation("eager")
-    loss = alone(**batch).loss
-    loss.backward()
-    torch.testing.assert_close(torch.stack([part for part, _ in parts]).sum(), loss.detach(), rtol=1e-5, atol=1e-5)
-    for weight, grad in grads_of(alone).items():
-        found = sum(part[weight] for _, part in parts)
-        torch.testing.assert_close(found, grad, rtol=1e-3, atol=1e-5, msg=lambda said, w=weight: f"{name} {w}: {said}")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from cp_ref import SimGroup
 from tests.dist.workers import Processes
 from tests.integrations.hugging_face.families import FAMILIES, REFUSED, batch_of, tiny
 from tests.integrations.hugging_face.hybrids import HYBRIDS, tiny_hybrid
+from tests.integrations.hugging_face.image_families import IMAGES, tiny_images
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 
@@ -29,10 +30,15 @@ Part = tuple[torch.Tensor, dict[str, torch.Tensor]]
 QUICK = list(FAMILIES)[:4]
 
 
+def model_of(name: str) -> Any:
+    """A small model, of text or of images."""
+    return tiny_images(name) if name in IMAGES else tiny(name)
+
+
 def part_of(name: str, group: Any, batch: dict[str, torch.Tensor] | None = None, **how: Any) -> Part:
     """A rank's part of the loss, and of the gradients."""
     cp = cp_fast.ContextParallel(group, **how)
-    model = ours.prepare(tiny(name), cp)
+    model = ours.prepare(model_of(name), cp)
     loss = model(**ours.shard_batch(batch or batch_of(name), cp=cp, model=model)).loss
     loss.backward()
     return loss.detach(), grads_of(model)
@@ -50,7 +56,7 @@ def parts_of_all(names: list[str]) -> dict[str, Part]:
 
 def check(name: str, parts: list[Part], batch: dict[str, torch.Tensor] | None = None) -> None:
     """The parts add up to what one process computes with transformers' own attention."""
-    alone = tiny(name)
+    alone = model_of(name)
     alone.set_attn_implementation("eager")
     loss = alone(**(batch or batch_of(name))).loss
     loss.backward()

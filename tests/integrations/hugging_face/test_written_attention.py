@@ -162,10 +162,13 @@ def test_heads_of_falcon(more: dict[str, Any]) -> None:
         ours.prepare(tiny_model(name, alibi=True), cp_fast.ContextParallel(dist_of_one()))
 
 
-def test_a_head_that_hands_no_positions_on_is_refused() -> None:
-    """Its sequences would reach the layers, and its positions would not."""
-    with pytest.raises(NotImplementedError, match="FalconForSequenceClassification takes no position_ids"):
-        ours.prepare(tiny_model("FalconForSequenceClassification"), cp_fast.ContextParallel(dist_of_one()))
+FALCON = {"TokenClassification": "tokens", "SequenceClassification": "sequences", "QuestionAnswering": "questions"}
+
+
+@pytest.mark.parametrize("head", [h if h[0] == "T" else pytest.param(h, marks=pytest.mark.thorough) for h in FALCON])
+def test_a_head_that_hands_no_positions_on(head: str) -> None:
+    found = sweep_cases.play(f"FalconFor{head}", FALCON[head], ranks=3)
+    assert (found["verdict"], found.get("refused in", {})) == ("right", {}), found
 
 
 @pytest.mark.parametrize("name", ["BloomForQuestionAnswering", "GPTNeoForQuestionAnswering"])
