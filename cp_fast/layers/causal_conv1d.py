@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from cp_fast.kernels.attention.backend_protocol import on_triton
 from cp_fast.kernels.convolution import torch_convolution
 from cp_fast.kernels.convolution.torch_convolution import ConvolutionInputs
+from cp_fast.kernels.this_gpu import on_triton
 from cp_fast.layers.layer_operators import called, registered
 from cp_fast.layers.layers import Layer, Outputs, Run
 from cp_fast.layers.linear_plan import HALO, linear_tables

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.kernels.attention.backend_protocol import NotInstalled
 from cp_fast.kernels.linear.chunked import ChunkedKernels
 from cp_fast.kernels.linear.fla.fla_kernels import FlaKernels
 from cp_fast.kernels.linear.linear_kernels import LinearGradients, LinearInputs, LinearKernels, Maps
 from cp_fast.kernels.linear.scan_kernels import ScanKernels
+from cp_fast.kernels.this_gpu import NotInstalled
 from cp_fast.layers.layer_operators import called, registered
 from cp_fast.layers.layers import Layer, Outputs, Run
 from cp_fast.layers.linear_plan import REVERSED_STATES, STATES, LinearTables, linear_tables

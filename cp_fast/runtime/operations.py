@@ -84,7 +84,7 @@ def _is_converted(buffers: PassBuffers, one: Copy[Rows]) -> bool:
 
 def _pack(buffers: PassBuffers, some: Sequence[Copy[Rows]]) -> Operation:
     """Rows for the heads of several peers, into stacked buffers."""
-    rows, gather = buffers.rows(some[0].source), buffers.kernels.gather_heads
+    rows, gather = buffers.rows(some[0].source), buffers.movers.gather_heads
     each = [(one.source.buffer, one.target.buffer, one.first_heads) for one in some]
     heads = {target: buffers.specs[target].all_heads[1] for _, target, _ in each}
 
@@ -107,7 +107,7 @@ def _pack(buffers: PassBuffers, some: Sequence[Copy[Rows]]) -> Operation:
 
 def _unpack(buffers: PassBuffers, some: Sequence[Copy[Rows]]) -> Operation:
     """The parts of stacked buffers into the heads of results."""
-    rows, scatter, put = buffers.rows(some[0].target), buffers.kernels.scatter_heads_, buffers.kernels.scatter_
+    rows, scatter, put = buffers.rows(some[0].target), buffers.movers.scatter_heads_, buffers.movers.scatter_
     each = [(one.source.buffer, one.target.buffer, one.first_heads, buffers.maker(one.target.buffer)) for one in some]
 
     def unpack(state: State) -> None:
@@ -143,7 +143,7 @@ def _convert(buffers: PassBuffers, one: Copy[Rows]) -> Operation:
 def _move(buffers: PassBuffers, some: Sequence[Copy[Rows]]) -> Operation:
     """Rows and heads into rows and heads of buffers, which the first copy into each allocates."""
     moves, into_rows = [_Move.of(buffers, one) for one in some], buffers.rows(some[0].target)
-    scatter = buffers.kernels.scatter_
+    scatter = buffers.movers.scatter_
 
     def move(state: State) -> None:
         outs, xs = list[torch.Tensor](), list[torch.Tensor]()
@@ -213,8 +213,8 @@ def accumulate(buffers: PassBuffers, one: Accumulate[Rows], *, of: Accumulations
     filled, written = of.filled == buffers.shapes.rows(spec), id(one) in of.written
     finals = allocation.dtypes if id(one) in of.rounded else (allocation.wide,) * len(allocation.dtypes)
     heads = buffers.heads(target)
-    kernels, wide = buffers.kernels, allocation.wide
-    scatter, merge = kernels.scatter_, kernels.merge_
+    movers, wide = buffers.movers, allocation.wide
+    scatter, merge = movers.scatter_, movers.merge_
 
     def accumulate(state: State) -> None:
         part = state.buffers[number]
@@ -314,7 +314,7 @@ def forward_launch(buffers: PassBuffers, backend: Backend, positions: RowPositio
     def launch(state: State) -> None:
         (q,), _ = take_q(state)
         (k, v), _ = take_kv(state)
-        options = state.options if state.inputs is None else _with_places(state, positions, one)
+        options = state.options if state.score_tensors is None else _with_places(state, positions, one)
         if place is None:
             out, lse, max_logit = backend.forward(q, k, v, batch, options)
             state.buffers[result] = Tensors((out,), (lse,))
@@ -346,7 +346,7 @@ def backward_launch(
         return BackwardOperands(dout, q, k, v, out, lse, dlse[0] if dlse else None)
 
     def launch(state: State) -> None:
-        options = state.options if state.inputs is None else _with_places(state, positions, one)
+        options = state.options if state.score_tensors is None else _with_places(state, positions, one)
         part = backend.backward_freeing([operands(state)], batch, options)
         state.buffers[dq], state.buffers[dkv] = Tensors((part.dq,), ()), Tensors((part.dk, part.dv), ())
 
@@ -355,8 +355,8 @@ def backward_launch(
 
 def _with_places(state: State, positions: RowPositions, one: Launch[Rows]) -> LaunchOptions:
     """The options of a launch whose scores depend on the places of its rows and heads."""
-    assert state.inputs is not None
-    return state.options._replace(score_inputs=LaunchScores(positions.of(one), one.first_head, state.inputs))
+    assert state.score_tensors is not None
+    return state.options._replace(score_inputs=LaunchScores(positions.of(one), one.first_head, state.score_tensors))
 
 
 # ---- Send, Recv, Wait

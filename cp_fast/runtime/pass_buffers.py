@@ -110,7 +110,7 @@ class State:
     Attributes:
         buffers: their `Tensors`, or None before and after their use.
         group: of the messages.
-        inputs: of scores that depend on the places of their rows and heads.
+        score_tensors: the call's, of scores that depend on the places of their rows and heads; else None.
         gathered: the last rows gathered from each own buffer.
         pending: the messages under way.
         arrived: columns to be filled once messages arrive.
@@ -120,7 +120,7 @@ class State:
     buffers: list[Any]
     group: Group
     options: LaunchOptions = _PLAIN
-    inputs: ScoreTensors | None = None
+    score_tensors: ScoreTensors | None = None
     gathered: dict[int, tuple[Any, Tensors]] = field(default_factory=dict)
     pending: Pending | None = None
     arrived: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -174,15 +174,15 @@ class Shapes:
     """The sizes shared by all calls of one shape.
 
     Attributes:
-        sizes: by kind, the rows of the rank's own tensors.
-        dims: by kind, the axes of a row in each tensor by row; -1 for the heads of the buffer.
+        sizes: by kind, how many rows the rank's own tensors have.
+        axes: by kind, the sizes of a row's axes in each tensor by row; -1 for the heads of the buffer.
         dtypes: by kind, the dtypes of the tensors by row.
         spare_rows: see `Programs`.
         with_column: the kinds that have a tensor by column besides.
     """
 
     sizes: Mapping[str, int]
-    dims: Mapping[str, Sequence[Sequence[int]]]
+    axes: Mapping[str, Sequence[Sequence[int]]]
     dtypes: Mapping[str, tuple[torch.dtype, ...]]
     device: torch.device
     spare_rows: int = 0
@@ -202,7 +202,7 @@ class Shapes:
         """The allocation of a buffer, or of a message with this many of its rows, of one part if it is stacked."""
         n, heads = self.rows(spec) if rows is None else rows, spec.all_heads[1]
         parts = (spec.parts,) if spec.parts and stacked else ()
-        by_row = tuple((*parts, n, *(heads if d < 0 else d for d in axes)) for axes in self.dims[spec.kind])
+        by_row = tuple((*parts, n, *(heads if d < 0 else d for d in axes)) for axes in self.axes[spec.kind])
         has_column = spec.kind in self.with_column
         dtypes = self.dtypes[spec.kind]
         wide = wide_dtype(*dtypes)
@@ -228,16 +228,16 @@ class PassBuffers:
 
     specs: Sequence[BufferSpec]
     shapes: Shapes
-    kernels: Movers
+    movers: Movers
     written_once: frozenset[int]
     zeroed: frozenset[int]
 
     @staticmethod
-    def of(program: Program[Rows], shapes: Shapes, kernels: Movers) -> PassBuffers:
+    def of(program: Program[Rows], shapes: Shapes, movers: Movers) -> PassBuffers:
         """The buffers of a program."""
         times = Counter(number for one in program.instructions for number in writes(one))
         once = frozenset(number for number, n in times.items() if n == 1)
-        return PassBuffers(program.buffers, shapes, kernels, once, _zeroed(program, shapes))
+        return PassBuffers(program.buffers, shapes, movers, once, _zeroed(program, shapes))
 
     def rows(self, view: View[Rows]) -> Rows:
         """The rows of a view."""
@@ -254,7 +254,7 @@ class PassBuffers:
 
     def part(self, view: View[Rows]) -> Callable[[Tensors], Tensors]:
         """A function that takes rows and heads of a buffer's tensors: of those by row views if possible."""
-        rows, heads, gather = self.rows(view), self.heads(view), self.kernels.gather
+        rows, heads, gather = self.rows(view), self.heads(view), self.movers.gather
         index = None if isinstance(rows, slice) else rows
         cut = rows if isinstance(rows, slice) and not is_all(rows, self.shapes.rows(self.specs[view.buffer])) else None
         if heads is not None:

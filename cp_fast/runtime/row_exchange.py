@@ -122,5 +122,5 @@ class RowExchange:
         return _Resolved(operations[:first], operations[first:], results)
 
     def _axes(self, kind: str, x: torch.Tensor) -> Sequence[int]:
-        """See `Shapes.dims`."""
+        """See `Shapes.axes`."""
         return x.shape[1:] if self._together[kind] else (-1, *x.shape[2:])

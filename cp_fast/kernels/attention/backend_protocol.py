@@ -9,18 +9,16 @@ kernel does in one launch.
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple, overload
 
 import numpy as np
 import torch
 
-from cp_fast.log import log_once
 from cp_ref.calls.scores import ScoreTensors
 from cp_ref.problems.arguments import features_of
 from cp_ref.schedules.problem import ScoreSpec
@@ -35,16 +33,12 @@ __all__ = [
     "LaunchOptions",
     "LaunchPositions",
     "LaunchScores",
-    "NotInstalled",
     "Outs",
     "Partial",
     "SegmentStarts",
     "VarlenBatch",
-    "ampere_why_not",
     "check_scores",
-    "hopper_why_not",
     "longest",
-    "on_triton",
 ]
 
 # ---- lengths on the host
@@ -158,44 +152,6 @@ FUSED_KERNELS = frozenset(
     }
 )
 """The features that every library of fused kernels has."""
-
-
-class NotInstalled(str):
-    """Why a backend does not work here, if installing a package would fix it: the backend supports this GPU."""
-
-    __slots__ = ()
-
-
-@cache
-def ampere_why_not() -> str | None:
-    """The reason why kernels for NVIDIA GPUs from Ampere on do not run on this one, found once."""
-    if not torch.cuda.is_available():
-        return "PyTorch sees no CUDA device"
-    if torch.version.hip is not None:
-        return "this is a ROCm build of PyTorch"
-    major, minor = torch.cuda.get_device_capability()
-    return None if major >= 8 else f"it needs compute capability 8.0 or later, and this GPU has {major}.{minor}"
-
-
-def hopper_why_not() -> str | None:
-    """The reason why a library that was checked on Hopper alone does not run on this GPU."""
-    if not torch.cuda.is_available():
-        return "PyTorch sees no CUDA device"
-    major, minor = torch.cuda.get_device_capability()
-    if major != 9:
-        return f"it is checked on Hopper (compute capability 9.0) only, and this GPU has {major}.{minor}"
-    return None
-
-
-@cache
-def on_triton(layer: str) -> bool:
-    """Whether Triton works on this GPU. If it is missing alone, a line says that `layer` runs without it."""
-    if ampere_why_not() is not None:
-        return False
-    if importlib.util.find_spec("triton") is not None:
-        return True
-    log_once(f"{layer} runs on torch; what this GPU prefers is not installed (Triton: pip install triton)")
-    return False
 
 
 class SegmentStarts(NamedTuple):

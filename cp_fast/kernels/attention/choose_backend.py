@@ -12,7 +12,6 @@ from cp_fast.kernels.attention.backend_protocol import (
     BackwardOperands,
     Gradients,
     LaunchOptions,
-    NotInstalled,
     Partial,
     VarlenBatch,
 )
@@ -30,6 +29,7 @@ from cp_fast.kernels.attention.score_blocks import (
     score_blocks,
     size_of,
 )
+from cp_fast.kernels.this_gpu import NotInstalled
 from cp_fast.log import log_once
 from cp_ref.calls.scores import ScoreTensors
 from cp_ref.problems import arguments

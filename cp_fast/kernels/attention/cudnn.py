@@ -45,13 +45,12 @@ from cp_fast.kernels.attention.backend_protocol import (
     Cumulative,
     Gradients,
     LaunchOptions,
-    NotInstalled,
     Partial,
     VarlenBatch,
     check_scores,
-    hopper_why_not,
 )
 from cp_fast.kernels.attention.kernel_operands import copied_if_unaligned, round_up, trim, widen, with_lse_gradient
+from cp_fast.kernels.this_gpu import NotInstalled, hopper_why_not
 from cp_ref.schedules.words import Feature
 
 __all__ = [

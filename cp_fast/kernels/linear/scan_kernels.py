@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from cp_fast.kernels.attention.backend_protocol import NotInstalled, ampere_why_not
 from cp_fast.kernels.linear.linear_kernels import (
     BackwardRun,
     ForwardRun,
@@ -25,6 +24,7 @@ from cp_fast.kernels.linear.linear_kernels import (
     Maps,
     compose_in_waves,
 )
+from cp_fast.kernels.this_gpu import NotInstalled, ampere_why_not
 from cp_fast.layers.state_tables import StateTables
 from cp_ref.calls.linear_calls import LinearKind
 from cp_ref.schedules.words import Feature

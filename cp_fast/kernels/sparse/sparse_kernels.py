@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from cp_fast.kernels.attention.backend_protocol import on_triton
+from cp_fast.kernels.this_gpu import on_triton
 
 __all__ = ["Runs", "SparseKernels", "Visible", "choose_sparse", "shared_storage"]
 

@@ -22,13 +22,13 @@ from cp_fast.kernels.attention.backend_protocol import (
     Cumulative,
     Gradients,
     LaunchOptions,
-    NotInstalled,
     Partial,
     VarlenBatch,
 )
 from cp_fast.kernels.attention.blockwise import BlockwiseBackend
 from cp_fast.kernels.attention.choose_backend import LargestLogit, largest_logit
 from cp_fast.kernels.attention.score_blocks import ScoreBlockSize, score_blocks_on_device
+from cp_fast.kernels.this_gpu import NotInstalled
 from cp_fast.log import log_once
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature, Unsupported
