@@ -12,7 +12,7 @@ from cp_fast.api.checked_calls import agree_on_call, checking, describe
 from cp_fast.api.compiled_plan import CompiledPlan
 from cp_fast.api.fast_context import PLAIN_TENSORS, WORDS, ContextParallel, Signature, call_key
 from cp_fast.api.plan import Plan, backend_for, prepared
-from cp_fast.compile.chosen_schedule import own_first
+from cp_fast.compile.chosen_schedule import choose_own_first
 from cp_fast.compile.index_tables import check_row_numbers
 from cp_fast.kernels.attention.choose_backend import BACKENDS, features_of
 from cp_fast.runtime.handles import hide_from_checkpointing
@@ -339,10 +339,10 @@ def _made(call: AttentionCall, earlier: Iterable[Plan]) -> tuple[Agreement, Plan
     if scores.features:
         backend.check_score_inputs(problem.scores, scores)
     agreement = Agreement(problem, extras=_extras(call, problem), compared=_number_of(call.scores))
-    wanted = problem.fingerprint, backend, q.device, own_first(problem, deterministic=deterministic)
+    wanted = problem.fingerprint, backend, q.device, choose_own_first(problem, deterministic=deterministic)
     for plan in earlier:
         batch = plan.compiled
-        if (batch.problem.fingerprint, batch.backend, batch.device, batch.own_keys_first) == wanted:
+        if (batch.problem.fingerprint, batch.backend, batch.device, batch.own_first) == wanted:
             break
     else:
         plan = prepared(call.cp, agreement, backend, q.device, None, score_mod, deterministic=deterministic)
