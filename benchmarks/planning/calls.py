@@ -29,7 +29,7 @@ import cp_fast
 from benchmarks.planning.planning import load, processor
 from cp_fast.api.calls import on_host, plan_of_call
 from cp_ref import SimGroup
-from cp_ref.calls.attention_call import Call, CallFlags
+from cp_ref.calls.attention_call import AttentionCall, CallFlags
 from cp_ref.calls.scores import PLAIN
 from cp_ref.problems.arguments import problem_arguments
 from cp_ref.reference.simulator import SimMember
@@ -87,7 +87,9 @@ def measure(member: SimMember, documents: int, rounds: int) -> Row:
     calls = {
         "planned": lambda: cp_fast.attention(x, x, x, cp=cp, plan=plan),
         "unplanned": lambda: cp_fast.attention(x, x, x, cp=cp, **lengths),
-        "lookup": lambda: plan_of_call(Call(cp, None, flags, given, (x, x, x), None, PLAIN, on_host(arguments))),
+        "lookup": lambda: plan_of_call(
+            AttentionCall(cp, None, flags, given, (x, x, x), None, PLAIN, on_host(arguments))
+        ),
     }
     calls["unplanned"]()
     spent = times([call for _ in range(rounds) for call in calls.values()])

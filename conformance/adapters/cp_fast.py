@@ -19,7 +19,7 @@ import cp_fast as package
 import cp_fast.thd
 from conformance.adapters.band_tiles import crop, out_of_nothing
 from conformance.case import Case
-from cp_fast.compile.chosen_schedule import own_first
+from cp_fast.compile.chosen_schedule import choose_own_first
 from cp_fast.compile.same_bits import from_first_keys
 from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
 from cp_fast.kernels.attention.choose_backend import choose
@@ -104,7 +104,7 @@ def case_bits(case: Case, backend: str) -> frozenset[str]:
     if not from_first_keys(p):
         return frozenset()
     if p.cp_size > 1 and p.cp_comm_type == "all_gather":
-        first = own_first(p, deterministic=case.deterministic)
+        first = choose_own_first(p, deterministic=case.deterministic)
         if "forward" in first or (p.window_size[0] >= 0 and not p.causal):  # Partial results; segments that are cut.
             return frozenset()
         return frozenset(("out", "lse", *(("dq",) if case.deterministic and "backward" not in first else ())))

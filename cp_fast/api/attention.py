@@ -34,7 +34,7 @@ from cp_ref.batches.tensors import (
     wide_dtype,
 )
 from cp_ref.calls import attention_call
-from cp_ref.calls.attention_call import Call, CallFlags, asked_for
+from cp_ref.calls.attention_call import AttentionCall, CallFlags, asked_for
 from cp_ref.calls.declared import implements
 from cp_ref.calls.score_mod import with_digest
 from cp_ref.calls.scores import NOT_GIVEN, ScoreTensors
@@ -112,7 +112,7 @@ def _forward(
 ) -> list[Tensor]:
     the_plan, context = object_of(plan), object_of(cp)
     flags, given = CallFlags(deterministic, return_max_logit, return_lse), unpacked_scores(scores, of_scores)
-    call = agree_on_forward(Call(context, the_plan, flags, {}, (q, k, v), offset, given, {}), the_plan)
+    call = agree_on_forward(AttentionCall(context, the_plan, flags, {}, (q, k, v), offset, given, {}), the_plan)
     q, k, v = q.detach(), k.detach(), v.detach()
     with context.naming_errors("attention, forward"), no_autocast(q.device):
         how = {"return_max_logit": return_max_logit}
@@ -312,7 +312,7 @@ def attention(
             return asked_for(Attention.apply(known, *tensors), return_lse, return_max_logit)
     check_context(cp, ContextParallel)
 
-    def read() -> Call:
+    def read() -> AttentionCall:
         return _asked(given, cp, flags, scores, softmax_offset, plan, arguments)
 
     asked = read() if planned else agreed(cp, "an agreement on a call", read)
@@ -334,7 +334,7 @@ def plan_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cp: ContextPa
     check_context(cp, ContextParallel)
     scores, offset = ScoreTensors.given(arguments), arguments.pop("softmax_offset", None)
 
-    def read() -> Call:
+    def read() -> AttentionCall:
         flags, given = CallFlags(False, False, False), {"q": q, "k": k, "v": v}
         return _asked(given, cp, flags, scores, offset, None, arguments)
 
@@ -351,11 +351,11 @@ def _asked(
     offset: Any,
     plan: Any,
     arguments: dict[str, Any],
-) -> Call:
+) -> AttentionCall:
     """The call, with lengths on the host, and the tensors under autocast. given: q, k and v."""
     arguments = on_host(problem_arguments(arguments))
     q, k, v = (autocast(local_part(x)) for x in given.values())
-    return Call(cp, plan, flags, given, (q, k, v), one_a_head(offset), scores, arguments)
+    return AttentionCall(cp, plan, flags, given, (q, k, v), one_a_head(offset), scores, arguments)
 
 
 def _while_compiling(

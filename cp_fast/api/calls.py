@@ -12,14 +12,14 @@ from cp_fast.api.checked_calls import agree_on_call, checking, describe
 from cp_fast.api.compiled_plan import CompiledPlan
 from cp_fast.api.fast_context import PLAIN_TENSORS, WORDS, ContextParallel, Signature, call_key
 from cp_fast.api.plan import Plan, backend_for, prepared
-from cp_fast.compile.chosen_schedule import own_first
+from cp_fast.compile.chosen_schedule import choose_own_first
 from cp_fast.compile.index_tables import check_row_numbers
 from cp_fast.kernels.attention.choose_backend import BACKENDS, features_of
 from cp_fast.runtime.handles import hide_from_checkpointing
 from cp_fast.runtime.prepared_exchange import prepares
 from cp_fast.runtime.run import CompiledCall
 from cp_ref.batches.tensors import bytes_of, needs_grad
-from cp_ref.calls.attention_call import Call, CallFlags
+from cp_ref.calls.attention_call import AttentionCall, CallFlags
 from cp_ref.calls.score_mod import with_digest
 from cp_ref.calls.scores import NOT_GIVEN, ScoreTensors, read_scores
 from cp_ref.groups.agreement import agreed
@@ -229,7 +229,7 @@ def known_call(
     return CheckedCall(plan, batch, compiled, cp, flags, inputs)
 
 
-def check_planned_call(call: Call, plan: Plan) -> CheckedCall:
+def check_planned_call(call: AttentionCall, plan: Plan) -> CheckedCall:
     """Check that the tensors fit the plan, lie on its device, and that its kernel library has the features of the call,
     unless such a call is known.
 
@@ -254,7 +254,7 @@ def check_planned_call(call: Call, plan: Plan) -> CheckedCall:
     return CheckedCall(plan, plan.compiled, compiled, cp, flags, scores)
 
 
-def agree_on_forward(call: Call, plan: Plan) -> CheckedCall:
+def agree_on_forward(call: AttentionCall, plan: Plan) -> CheckedCall:
     """Check a call against its plan, which the user gave or `plan_of_call` made. Under `cp_fast.checked` agree on the
     call with all ranks.
     """
@@ -303,7 +303,7 @@ def _missing(plan: Plan, flags: CallFlags) -> set[Feature]:
 # CUDA graph or another library's kernel can change the values without changing the tensor's identity or version.
 
 
-def plan_of_call(call: Call) -> Plan:
+def plan_of_call(call: AttentionCall) -> Plan:
     """The plan of a call. Collective under `checked`, and if the agreement is not among the ranks' last ones.
 
     Raises:
@@ -326,7 +326,7 @@ def plan_of_call(call: Call) -> Plan:
     return plan
 
 
-def _made(call: Call, earlier: Iterable[Plan]) -> tuple[Agreement, Plan]:
+def _made(call: AttentionCall, earlier: Iterable[Plan]) -> tuple[Agreement, Plan]:
     """An earlier plan of the same problem, or a new one; raises this rank's argument errors."""
     problem, q, score_mod = call.read_problem(Plan), call.tensors[0], call.arguments["score_mod"]
     check_row_numbers(problem)
@@ -339,10 +339,10 @@ def _made(call: Call, earlier: Iterable[Plan]) -> tuple[Agreement, Plan]:
     if scores.features:
         backend.check_score_inputs(problem.scores, scores)
     agreement = Agreement(problem, extras=_extras(call, problem), compared=_number_of(call.scores))
-    wanted = problem.fingerprint, backend, q.device, own_first(problem, deterministic=deterministic)
+    wanted = problem.fingerprint, backend, q.device, choose_own_first(problem, deterministic=deterministic)
     for plan in earlier:
         batch = plan.compiled
-        if (batch.problem.fingerprint, batch.backend, batch.device, batch.own_keys_first) == wanted:
+        if (batch.problem.fingerprint, batch.backend, batch.device, batch.own_first) == wanted:
             break
     else:
         plan = prepared(call.cp, agreement, backend, q.device, None, score_mod, deterministic=deterministic)
@@ -351,7 +351,7 @@ def _made(call: Call, earlier: Iterable[Plan]) -> tuple[Agreement, Plan]:
     return agreement, plan
 
 
-def _extras(call: Call, problem: Problem) -> tuple[tuple[str, object], ...]:
+def _extras(call: AttentionCall, problem: Problem) -> tuple[tuple[str, object], ...]:
     """Other values that decide the messages. In the backward pass: whether the sinks' gradients are summed over all
     ranks, and whether heads are exchanged for the gradient of lse too.
     """
@@ -370,7 +370,7 @@ def _extras(call: Call, problem: Problem) -> tuple[tuple[str, object], ...]:
     return *extras.items(), *_agreed(call.scores)
 
 
-def _signature_of_call(call: Call) -> Signature:
+def _signature_of_call(call: AttentionCall) -> Signature:
     """Everything that determines the agreement and the plan; if it cannot be compared, a signature unlike any other."""
     (q, k, v), cp = call.tensors, call.cp
     stream = torch.cuda.current_stream(q.device).cuda_stream if _on_gpu(call) else 0
@@ -402,7 +402,7 @@ def _unlike_any(stream: int) -> Signature:
     return Signature((object(),), stream, ())
 
 
-def _on_gpu(call: Call) -> bool:
+def _on_gpu(call: AttentionCall) -> bool:
     """Whether q lies on a GPU."""
     return isinstance(call.tensors[0], torch.Tensor) and call.tensors[0].is_cuda
 

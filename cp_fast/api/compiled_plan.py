@@ -14,9 +14,9 @@ from cp_fast.compile.buffers import in_order
 from cp_fast.compile.chosen_schedule import (
     Schedules,
     choose_head_chunks,
+    choose_own_first,
     chosen_rank_schedule,
     chosen_schedule,
-    own_first,
 )
 from cp_fast.compile.in_place import FixedTables, Shape
 from cp_fast.compile.packing import Packing
@@ -55,7 +55,7 @@ class CompiledPlan:
         steps: this rank's part of `schedule`, the source of `instructions`.
         head_chunks: the kv heads of each rank that are exchanged at a time; () for all at once. The next batches keep
             those of the first one.
-        own_keys_first: the passes of all_gather in which own keys attend while the others travel.
+        own_first: the passes of all_gather in which own keys attend while the others travel.
         custom: the user's schedule; None for the planner's.
         room: the room for the next batches; None for a plan that is not updated.
         fixed: the tables that all batches share, if there is room.
@@ -75,7 +75,7 @@ class CompiledPlan:
     positions: RowPositions = field(repr=False)
     steps: Schedules = field(repr=False)
     head_chunks: tuple[int, ...] = ()
-    own_keys_first: tuple[str, ...] = ()
+    own_first: tuple[str, ...] = ()
     custom: Schedule | None = field(default=None, repr=False)
     room: Room | None = None
     fixed: FixedTables | None = field(default=None, repr=False)
@@ -96,7 +96,7 @@ class CompiledPlan:
             self.problem,
             self.head_chunks,
             {self.rank: self.steps},
-            self.own_keys_first,
+            self.own_first,
             key_block=self.backend.key_block,
         )
 
@@ -119,7 +119,7 @@ class CompiledPlan:
         fixed = self.fixed
         assert fixed is not None
         packing = Packing(problem)
-        steps = chosen_rank_schedule(problem, self.rank, self.head_chunks, self.own_keys_first)
+        steps = chosen_rank_schedule(problem, self.rank, self.head_chunks, self.own_first)
         fitted = fixed.fitted(lowered(packing, self.rank, steps, saved_kinds(problem)), problem)
 
         def overwrite() -> CompiledPlan:
@@ -148,12 +148,12 @@ def compile_plan(
     kernels(device.type)
     carried_by()  # A wrong word in the environment raises, on a CPU too.
     if custom is None:
-        first = own_first(problem, deterministic=deterministic, in_place=room is not None)
-        head_chunks = () if "forward" in first else choose_head_chunks(problem)
-        steps = chosen_rank_schedule(problem, rank, head_chunks, first, key_block=backend.key_block)
+        own_first = choose_own_first(problem, deterministic=deterministic, in_place=room is not None)
+        head_chunks = () if "forward" in own_first else choose_head_chunks(problem)
+        steps = chosen_rank_schedule(problem, rank, head_chunks, own_first, key_block=backend.key_block)
         saved = saved_kinds(problem)
     else:
-        head_chunks = first = ()
+        head_chunks = own_first = ()
         steps, saved = (in_order(custom.forward[rank]), in_order(custom.backward[rank])), custom.saved
     packing = Packing(problem, may_fold=custom is None and is_on("fold_batch"))
     if room is None:
@@ -167,5 +167,5 @@ def compile_plan(
     positions = RowPositions(instructions, packing.packed_problem, device)
     if not problem.position_free_scores:
         positions.make()
-    chosen = steps, head_chunks, first, custom, room, fixed
+    chosen = steps, head_chunks, own_first, custom, room, fixed
     return CompiledPlan(problem, rank, device, backend, packing, instructions, positions, *chosen)

@@ -19,9 +19,9 @@ from cp_ref.schedules.verify.costs import ITEM_BYTES, message_bytes, tile_pairs
 __all__ = [
     "Schedules",
     "choose_head_chunks",
+    "choose_own_first",
     "chosen_rank_schedule",
     "chosen_schedule",
-    "own_first",
     "own_keys_first",
     "own_keys_wait",
     "ways_to_cut",
@@ -32,14 +32,14 @@ Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward
 
 # ---- Head chunks
 #
-# The head chunks that take the least time (`cp_ref.schedules.planners.head_chunks`): first those of an a2a schedule.
+# The head chunks that take the least time (`cp_ref.schedules.planners.head_chunks`).
 #
-# Head chunks hide all messages except the first chunk's inputs and the last chunk's results, so these two are small.
-# Each chunk adds a launch, whose last tiles leave multiprocessors idle, and work for the host. So heads are cut where,
-# by an estimate, the hidden messages take longer than that. On two H200s they do when every query head has its kv head.
-# With four query heads per kv head and 16,384 tokens per GPU, three chunks took 0.4 % more time than one, and twice the
-# host time. Two chunks of packed documents gain 1 % or lose 29 %, since the host launches the second one while the GPU
-# waits (`benchmarks/results/head_chunks_2x_h100.json`).
+# In a2a head chunks hide all messages except the first chunk's inputs and the last chunk's results, so these two are
+# small. Each chunk adds a launch, whose last tiles leave multiprocessors idle, and work for the host. So heads are cut
+# where, by an estimate, the hidden messages take longer than that. On two H200s they do when every query head has its
+# kv head. With four query heads per kv head and 16,384 tokens per GPU, three chunks take 0.4 % more time than one, and
+# twice the host time. Two chunks of packed documents gain 1 % or lose 29 %, since the host launches the second one
+# while the GPU waits (`benchmarks/results/head_chunks_2x_h100.json`).
 #
 # The estimate is a formula: compiling every cut and counting its instructions would take longer than the plan itself.
 # It depends on the problem alone, so all ranks choose the same. Documents that stay at home are not exchanged, and hide
@@ -49,8 +49,8 @@ Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward
 
 
 def choose_head_chunks(problem: Problem) -> tuple[int, ...]:
-    """The kv heads of every rank that are exchanged at a time: the cut of the least time, forward and backward; in
-    all_gather forward alone.
+    """The kv heads of every rank that are exchanged at a time: the cut of the least time, of both passes in a2a, of the
+    forward pass in all_gather.
 
     () means all at once. This may be fastest. It is also the answer where no heads are exchanged, or a kv head goes to
     several ranks.
@@ -200,14 +200,15 @@ def _time(one: _PassTimes, cut: tuple[int, ...], rings: int, at: Costs) -> float
 _MOST_PIECES = 4  # Of a document on one rank: each is a launch of the backward pass.
 
 
-def own_first(problem: Problem, *, deterministic: bool = False, in_place: bool = False) -> tuple[str, ...]:
+def choose_own_first(problem: Problem, *, deterministic: bool = False, in_place: bool = False) -> tuple[str, ...]:
     """The passes of all_gather in which own keys attend first; the same on all ranks.
 
     >>> from cp_ref.schedules.problem import Sequence
     >>> one = (Sequence(64, 64, 64, 64),)
-    >>> own_first(Problem(2, one, "all_gather")), own_first(Problem(2, one, "all_gather"), deterministic=True)
+    >>> problem = Problem(2, one, "all_gather")
+    >>> choose_own_first(problem), choose_own_first(problem, deterministic=True)
     (('backward',), ())
-    >>> own_first(Problem(2, one, "all_gather"), in_place=True)
+    >>> choose_own_first(problem, in_place=True)
     ('forward', 'backward')
     """
     if problem.cp_comm_type != "all_gather" or problem.cp_size == 1 or not is_on("own_keys_first"):
@@ -254,7 +255,7 @@ def own_keys_first(members: RingMembers, rank: int, rank_schedule: RankSchedule)
 # - They are of areas that hide nothing. All such tiles of the step wait together, so their launch is saved. A part of a
 #   causal area stays: without it the area's square would not be one.
 # - Their areas have arrived keys at a later step. They wait for the first one: in all_gather for all keys, in a ring
-#   for the next unit's, as gradients of received keys have to leave one step after these came.
+#   for those of the next ring member, as gradients of received keys have to leave one step after these came.
 # - Any two of these areas have the same keys or no keys in common; otherwise one launch could become two.
 # - Several tiles that stay have queries that see these keys. With only one, the keys would be the first of its segment.
 # - Their queries are more than half of the later step's. Otherwise the queries of that step are one segment with the
@@ -338,58 +339,60 @@ def _hidden(problem: Problem, step: Step, tiles: Tiles) -> bool:
     return computed >= at.exchange_us + travels / at.bytes_per_us
 
 
-# ---- The schedule with all of them
+# ---- The chosen schedule
 
 
 def chosen_rank_schedule(
     problem: Problem,
     rank: int,
     head_chunks: tuple[int, ...],
-    first: tuple[str, ...] | None = None,
+    own_first: tuple[str, ...] | None = None,
     *,
     key_block: int = 0,
 ) -> Schedules:
     """One rank's forward and backward schedule.
 
     Args:
-        first: the passes in which own keys attend first; None for those that `own_first` chooses.
+        own_first: the passes in which own keys attend first; None for those of `choose_own_first`.
         key_block: of the kernel library (`Backend`).
     """
-    first = own_first(problem) if first is None else first
-    return _Chosen(problem, head_chunks, first, key_block).schedules(rank)
+    return _Choices(problem, head_chunks, own_first, key_block).schedules(rank)
 
 
 def chosen_schedule(
     problem: Problem,
     head_chunks: tuple[int, ...],
     known: dict[int, Schedules],
-    first: tuple[str, ...] | None = None,
+    own_first: tuple[str, ...] | None = None,
     *,
     key_block: int = 0,
 ) -> Schedule:
     """The schedule of all ranks. `known`: the results of `chosen_rank_schedule` for some of them."""
-    chosen = _Chosen(problem, head_chunks, own_first(problem) if first is None else first, key_block)
-    rank_schedules = [known.get(rank) or chosen.schedules(rank) for rank in range(problem.cp_size)]
+    choices = _Choices(problem, head_chunks, own_first, key_block)
+    rank_schedules = [known.get(rank) or choices.schedules(rank) for rank in range(problem.cp_size)]
     forward, backward = zip(*rank_schedules, strict=True)
     return Schedule(problem.cp_comm_type, (problem.heads_q, problem.heads_kv), forward, backward, saved_kinds(problem))
 
 
-class _Chosen:
-    """What all ranks of a schedule have in common."""
+class _Choices:
+    """The choices of a schedule, which all its ranks have in common."""
 
-    def __init__(self, problem: Problem, head_chunks: tuple[int, ...], first: tuple[str, ...], key_block: int) -> None:
-        self.problem, self.head_chunks, self.first = problem, head_chunks, first
+    def __init__(
+        self, problem: Problem, head_chunks: tuple[int, ...], own_first: tuple[str, ...] | None, key_block: int
+    ) -> None:
+        self.problem, self.head_chunks = problem, head_chunks
+        self.own_first = choose_own_first(problem) if own_first is None else own_first
         self.in_blocks = RingMembers(problem.workload, key_block=max(key_block, 1))
-        self.members = RingMembers(problem.workload) if first and key_block > 1 else self.in_blocks
+        self.members = RingMembers(problem.workload) if self.own_first and key_block > 1 else self.in_blocks
 
     def schedules(self, rank: int) -> Schedules:
         """One rank's, forward and backward: own keys first, or all keys that a query sees at once, in whole blocks."""
-        problem, first = self.problem, self.first
+        problem = self.problem
         found = plan_rank(problem, self.in_blocks, rank, self.head_chunks)
-        if first:
+        if self.own_first:
             at_once = plan_rank(problem, self.members, rank)
             forward, backward = (
-                own_keys_first(self.members, rank, whole) if name in first else in_chunks
+                own_keys_first(self.members, rank, whole) if name in self.own_first else in_chunks
                 for name, whole, in_chunks in zip(("forward", "backward"), at_once, found, strict=True)
             )
             found = forward, backward

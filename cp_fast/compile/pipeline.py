@@ -135,10 +135,8 @@ def optimized(draft: Draft, *, in_place: bool = False, writes_rows: bool = False
         one = one if "copy_early" in off else copy_early(one)
         return one if "free_early" in off else free_early(one, kept)
 
-    forward, backward = (
-        improved(programs.forward, [number for number, _ in programs.saved]),
-        improved(programs.backward, []),
-    )
+    forward = improved(programs.forward, [number for number, _ in programs.saved])
+    backward = improved(programs.backward, [])
     return replace(draft, programs=replace(programs, forward=forward, backward=backward, skipped=off))
 
 

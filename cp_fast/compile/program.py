@@ -117,7 +117,9 @@ class Send(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Receive into these rows of a buffer (None for all), or into one part of a stacked buffer."""
+    """Receive into these rows of a buffer (None for all), or into one part of a stacked buffer. `size`: the rows of
+    the message.
+    """
 
     step: int
     peer: int
@@ -207,6 +209,15 @@ def reads(one: Instruction[Any]) -> tuple[int, ...]:
     return tuple(view.buffer for view in one.operands) if isinstance(one, Launch) else ()
 
 
+def writes(one: Instruction[Any]) -> tuple[int, ...]:
+    """The buffers that an instruction writes."""
+    if isinstance(one, Copy | Accumulate):
+        return (one.target.buffer,)
+    if isinstance(one, Recv):
+        return (one.buffer,)
+    return one.results if isinstance(one, Launch) else ()
+
+
 def with_views(one: Instruction[Any], change: Callable[[View[Any]], View[Any]]) -> Instruction[Any]:
     """The instruction with each of its views changed."""
     if isinstance(one, Send):
@@ -217,15 +228,6 @@ def with_views(one: Instruction[Any], change: Callable[[View[Any]], View[Any]]) 
         into = None if one.into is None else change(one.into)
         return replace(one, operands=tuple(map(change, one.operands)), into=into)
     return one
-
-
-def writes(one: Instruction[Any]) -> tuple[int, ...]:
-    """The buffers that an instruction writes."""
-    if isinstance(one, Copy | Accumulate):
-        return (one.target.buffer,)
-    if isinstance(one, Recv):
-        return (one.buffer,)
-    return one.results if isinstance(one, Launch) else ()
 
 
 # ---- Programs

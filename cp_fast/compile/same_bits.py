@@ -70,8 +70,8 @@ class _Judged(NamedTuple):
 
 
 def _judged(program: Program[Any], areas: Areas, key_block: int) -> _Judged:
-    order = np.argsort(areas.q_start, kind="stable")
-    by_rows = areas.take(order)
+    """Judge each piece of queries of each segment by the area that it lies in."""
+    by_rows = areas.take(np.argsort(areas.q_start, kind="stable"))
     rows = keys = True
     for launch in program.of(Launch):
         found = _segments(launch)
@@ -82,14 +82,13 @@ def _judged(program: Program[Any], areas: Areas, key_block: int) -> _Judged:
         a = by_rows.take(np.maximum(area, 0))
         inside = (area >= 0) & (q.stop <= a.q_stop)
         start, stop = k.start[q.segment], k.stop[q.segment]
-        first, seen = (
-            q.start + a.lo,
-            np.minimum(a.k_stop, q.stop + a.hi),
-        )  # The first row sees from, the last one up to.
-        whole = (start == a.k_start) | ((start <= first) & ((start - a.k_start) % key_block == 0))
-        rows = rows and bool((inside & whole & (stop >= seen)).all())
-        first, last = np.maximum(a.q_start, a.k_start - a.hi), np.minimum(a.q_stop, a.k_stop - a.lo)
-        keys = keys and rows and bool(((q.start <= first) & (q.stop >= last)).all())
+        # The first of its rows sees keys from here on, the last one up to there.
+        first_key, last_key = q.start + a.lo, np.minimum(a.k_stop, q.stop + a.hi)
+        whole = (start == a.k_start) | ((start <= first_key) & ((start - a.k_start) % key_block == 0))
+        rows = rows and bool((inside & whole & (stop >= last_key)).all())
+        # The queries that see any key of the area.
+        first_query, last_query = np.maximum(a.q_start, a.k_start - a.hi), np.minimum(a.q_stop, a.k_stop - a.lo)
+        keys = keys and rows and bool(((q.start <= first_query) & (q.stop >= last_query)).all())
     return _Judged(rows, keys)
 
 

@@ -33,7 +33,7 @@ from cp_fast.integrations.shared.drop_in import (
 )
 from cp_fast.runtime.handles import again, object_of
 from cp_ref.batches.sharding import shard
-from cp_ref.calls.attention_call import Call, CallFlags
+from cp_ref.calls.attention_call import AttentionCall, CallFlags
 from cp_ref.calls.declared import replaced
 from cp_ref.calls.scores import PLAIN
 from cp_ref.groups.agreement import agreed, merged
@@ -191,7 +191,7 @@ def _plan_of_documents(
     asked, problem = agreed(context, "an agreement on a call", read)
     tensors, flags = (asked.q, asked.k, asked.v), CallFlags(False, False, return_lse)
     given = dict(zip("qkv", tensors, strict=True))
-    plan = plan_of_call(Call(_in_graph(asked.cp), None, flags, given, tensors, None, PLAIN, problem))
+    plan = plan_of_call(AttentionCall(_in_graph(asked.cp), None, flags, given, tensors, None, PLAIN, problem))
     if PlanInGraph.of(plan)[1:] != _OF_GRAPHS:
         raise Unsupported(
             "this plan in a graph of torch.compile",

@@ -48,8 +48,12 @@ _numbers = count(1)
 
 
 class _Number(np.ndarray):
-    """A handle's memory: a number, the object of the handle, and another one with the same attributes; or of the handle
-    once more, the first one's memory.
+    """The memory of a handle: its number, and two ways to its object.
+
+    Attributes:
+        thing: the object, for as long as anybody else keeps it.
+        same: another object with the same attributes, kept by this memory. In the memory of a copied handle: the first
+            handle's memory.
     """
 
     thing: ref[Any]
@@ -127,10 +131,8 @@ def object_of(handle: torch.Tensor) -> Any:
 # plan in a cache.
 
 
-_MODULES = {
-    "torch.utils.checkpoint",
-    "cp_fast.checkpoint",
-}  # They belong to the modes, and to those that others derive from them.
+# They define the modes. A mode that somebody derives from one of these counts too.
+_MODULES = {"torch.utils.checkpoint", "cp_fast.checkpoint"}
 
 
 def is_selective() -> bool:
@@ -141,7 +143,7 @@ def is_selective() -> bool:
     return any(kind.__module__ in _MODULES for mode in stack for kind in type(mode).__mro__)
 
 
-_NOTHING = nullcontext()  # It is made once: every call asks for it.
+_NOTHING = nullcontext()  # made once, since every call asks for it
 
 
 def hide_from_checkpointing() -> AbstractContextManager[Any]:

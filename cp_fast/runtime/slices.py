@@ -1,4 +1,4 @@
-"""A rank's slice of a tensor of the user's as packed rows, as linear and sparse layers compute with them."""
+"""The rows of a user's slice, packed as linear and sparse layers compute with them, and back."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from cp_fast.movers.mover_protocol import Rows
 from cp_ref.batches.tensors import lse_from_packed, lse_to_packed, to_format, to_packed
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.table import Column, ranges
 
-__all__ = ["OwnRows", "Rows", "rows_of", "taken"]
-
-Rows = slice | torch.Tensor
-"""Rows of a tensor, in order: a slice, or int64 numbers on its device."""
+__all__ = ["OwnRows", "rows_of", "taken"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +22,7 @@ class OwnRows:
 
     Attributes:
         rows: the row of each in the global buffer, [n].
-        places: the row of each in the rank's buffer.
+        places: the row of each in the rank's buffer: a slice, or int64 numbers on the device.
     """
 
     problem: Problem

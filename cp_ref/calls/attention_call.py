@@ -24,7 +24,7 @@ from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import check_flag, kind_of
 
 __all__ = [
-    "Call",
+    "AttentionCall",
     "CallFlags",
     "asked_for",
     "attention",
@@ -189,7 +189,7 @@ class CallFlags(NamedTuple):
             check_flag(name, flag)
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """A call of `attention`, as the caller gave it, and the checks of it, which send nothing.
 
     Each check raises ValueError or TypeError, naming the argument, its value and the rule.

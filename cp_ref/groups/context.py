@@ -65,7 +65,8 @@ class ContextParallel:
     A copy, deep or not, is the context itself.
 
     Raises:
-        TypeError: `group` is none of the above. ValueError: a name that does not exist.
+        TypeError: `group` is none of the above. ValueError: a name that does not exist. AttributeError: one of its
+            arguments is set later; make another context.
 
     >>> from cp_ref import SimGroup
     >>> SimGroup(2).run(lambda member: str(ContextParallel(member)))[1]
@@ -95,6 +96,11 @@ class ContextParallel:
         self.schedules = self._schedules()
         self.a2a_size = SCHEDULES[self.schedules[0]].a2a_size(self.size, row.size)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _ARGUMENTS and "a2a_size" in vars(self):  # The last attribute that is made.
+            raise AttributeError(f"{name} of a context is set when it is made; make another ContextParallel")
+        super().__setattr__(name, value)
+
     def _schedules(self) -> tuple[ScheduleName, ...]:
         if self.cp_comm_type != "auto":
             return (self.cp_comm_type,)
@@ -106,7 +112,7 @@ class ContextParallel:
         `attention` without a plan takes it; `shard` and the like take a plan. The group and its caches are the same.
         """
         made = replaced(self)
-        cast(Any, made).layout = read_layout(table)
+        vars(made)["layout"] = read_layout(table)
         return made
 
     def naming_errors(self, what: str) -> AbstractContextManager[None]:
@@ -127,6 +133,8 @@ class ContextParallel:
             f"layout={named}, backend={self.backend!r})"
         )
 
+
+_ARGUMENTS = ("group", "cp_comm_type", "layout", "backend", "softmax_offset_grad")
 
 # Freed with its group.
 _uneven: WeakKeyDictionary[Any, dict[tuple[int, Layout], dict[int, int]]] = WeakKeyDictionary()

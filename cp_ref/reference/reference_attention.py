@@ -21,7 +21,7 @@ from cp_ref.batches.tensors import (
     to_packed,
 )
 from cp_ref.calls import attention_call
-from cp_ref.calls.attention_call import Call, CallFlags, asked_for
+from cp_ref.calls.attention_call import AttentionCall, CallFlags, asked_for
 from cp_ref.calls.declared import implements
 from cp_ref.calls.score_mod import ScoreMod, frozen
 from cp_ref.calls.scores import PLAIN, ScoreTensors, read_scores
@@ -60,10 +60,10 @@ def attention(
     flags, scores = CallFlags(deterministic, return_max_logit, return_lse), ScoreTensors.given(arguments)
     given = {"q": q, "k": k, "v": v}
 
-    def read() -> Call:
+    def read() -> AttentionCall:
         problem = problem_arguments(arguments)
         tensors = autocast(local_part(q)), autocast(local_part(k)), autocast(local_part(v))
-        return Call(cp, plan, flags, given, tensors, one_a_head(softmax_offset), scores, problem)
+        return AttentionCall(cp, plan, flags, given, tensors, one_a_head(softmax_offset), scores, problem)
 
     # With a plan the ranks do not meet.
     call = read() if isinstance(plan, Plan) else agreed(cp, "an agreement on a call", read)
@@ -73,7 +73,7 @@ def attention(
     return asked_for(placed_like(given["q"], plan.problem.qkv_format, results), return_lse, return_max_logit)
 
 
-def _read(call: Call) -> tuple[Plan, ScoreTensors]:
+def _read(call: AttentionCall) -> tuple[Plan, ScoreTensors]:
     """The plan of a call and what its scores read, checked. Without a plan all ranks agree on one, or all raise."""
     plan, inputs = call.plan, PLAIN
 

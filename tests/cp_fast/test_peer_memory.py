@@ -120,6 +120,7 @@ OF_LAYERS = [(name, comm) for name in LAYERS for comm in LAYERS[name].comms if c
 
 
 @pytest.mark.parametrize(("name", "comm"), [pair for pair in OF_LAYERS if pair[0] != "attention"])
+@pytest.mark.one_in(5)
 def test_layers_have_the_bits_of_the_simulated_group(name: str, comm: str) -> None:
     """All that their exchanges send is pulled out of the peers' memory, where there is room."""
     host = Host(4, (100_000,) * 3)

@@ -48,16 +48,20 @@ def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule,
     kv = messages("kv", sent, 0), messages("kv", received, 0)
 
     def attend(tiles: Tiles, behind: Column) -> tuple[Step, Step]:
-        at_home = behind | ~np.isin(tiles.area, theirs.area)
-        return Step(*kv, tiles.take(at_home)), Step(tiles=tiles.take(~at_home))
+        """Steps 0 and 1. `behind`: tiles of areas with keys of others that need none of these."""
+        at_once = behind | ~np.isin(tiles.area, theirs.area)
+        return Step(*kv, tiles.take(at_once)), Step(tiles=tiles.take(~at_once))
 
-    home = Step(messages("dkv", received, 2), messages("dkv", sent, 2))
-    return attend(*_by_window(members, rank, whole)), (*attend(whole, np.zeros(len(whole), dtype=bool)), home)
+    forward = attend(*_by_window(members, rank, whole))
+    backward = attend(whole, np.zeros(len(whole), dtype=bool))
+    return forward, (*backward, Step(messages("dkv", received, 2), messages("dkv", sent, 2)))
 
 
 def _by_window(members: RingMembers, rank: int, tiles: Tiles) -> tuple[Tiles, Column]:
-    """Tiles under a window, each cut in two: the first rows of queries, whose windows reach beyond the rank's own keys,
-    and all rows behind them. Also, which tiles are such ones behind.
+    """The tiles, and which of them have all their keys on this rank though others of their area do not.
+
+    A tile under a window is cut in two: the first rows of queries, whose windows reach beyond the rank's own keys, and
+    all rows behind them.
 
     For example, rank 1 of two, a window of 3 keys on the left, 16 tokens in contiguous halves:
 

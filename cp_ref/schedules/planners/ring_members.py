@@ -4,14 +4,16 @@ Planners ask `RingMembers` for
 
     sees, seen          the rectangles in which one ring member's queries see keys, or its keys are seen
     whole_tiles         the tiles of one ring member's queries with all keys that they see, whoever has them
+    gathers             the parts of these whose keys others have
     rows_seen_by        one ring member's key rows that some others see: what has to travel
     sends_directly      whether keys go straight to those that see them, and not round the ring
     rows_lent           how many rows then go from one to another at the most
+    arriving            how many rows each ring member gets, and what it computes without them
     at_home, exchanged  the same for some areas alone: those that one rank can attend to by itself, and all others
 
-A ring member takes one place in a ring. It is a rank, or a group of `a2a_size` ranks where these exchange heads: each
-of them then holds the rows of the whole group for some of the heads. Under dual_chunk the rows of a group are two
-chunks again:
+A ring member takes one place in a ring. (All_gather has no ring; its ring members are the ranks.) It is a rank, or a
+group of `a2a_size` ranks where these exchange heads: each of them then holds the rows of the whole group for some of
+the heads. Under dual_chunk the rows of a group are two chunks again:
 
     cp_size 4, a2a_size 2:    chunk          0 1 2 3 4 5 6 7
                               rank           0 1 2 3 3 2 1 0
@@ -231,16 +233,16 @@ class RingMembers:
         stays = _apart(areas, stays)
         if not stays.any():
             return stays
-        pairs, rows = areas.pairs, np.bincount(owned.q.rank, owned.q.stop - owned.q.start, minlength=len(ranks))
+        work, rows = areas.pairs, np.bincount(owned.q.rank, owned.q.stop - owned.q.start, minlength=len(ranks))
         of_rank = [np.flatnonzero(stays & (rank == n)) for n in ranks]
-        of_rank = [some[np.argsort(pairs[some], kind="stable")] for some in of_rank]  # the smallest first
-        sums = [starts_of(pairs[some]) for some in of_rank]
+        of_rank = [some[np.argsort(work[some], kind="stable")] for some in of_rank]  # the smallest first
+        sums = [starts_of(work[some]) for some in of_rank]
         limits = np.unique(np.concatenate(sums))
         limits = limits[:: -(-len(limits) // _MOST_LIMITS)]
         counts = [np.searchsorted(total, limits, side="right") - 1 for total in sums]  # [limits], of each rank
         kept = np.stack([total[n] for total, n in zip(sums, counts, strict=True)])
         left = np.stack([rows[r] - starts_of(areas.queries.size[of_rank[r]])[counts[r]] for r in ranks])
-        times = kept.max(0) + (pairs.sum() - kept.sum(0)) / len(ranks) + ROW_PAIRS * left.max(0)
+        times = kept.max(0) + (work.sum() - kept.sum(0)) / len(ranks) + ROW_PAIRS * left.max(0)
         best = int(times.argmin())
         if times[best] > (1 - _LEAST_GAIN) * times[0]:
             return np.zeros_like(stays)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cp_fast.compile.chosen_schedule import chosen_rank_schedule, own_first
+from cp_fast.compile.chosen_schedule import choose_own_first, chosen_rank_schedule
 from cp_fast.compile.in_place import Shape, fit
 from cp_fast.compile.lower import Draft, lower
 from cp_fast.compile.packing import Packing, fold_batch
@@ -59,7 +59,7 @@ def check(problem: Problem, *, fits: bool = True) -> None:
 
     uploads = [uploaded(draft) for draft in drafted(())]
     sharing = [uploaded(draft, writes_rows=True) for draft in drafted((), shared_keys_tile=1)]
-    drafts = drafted(own_first(problem, in_place=True))
+    drafts = drafted(choose_own_first(problem, in_place=True))
     for some in (uploads, sharing, [uploaded(draft) for draft in drafts]):
         play(work, some, sizes_of(packing.packed_problem), sink=sink)
     for programs in (*uploads, *sharing) if has_positions(problem) else ():
