@@ -40,7 +40,7 @@ from torch.multiprocessing.spawn import spawn
 import cp_fast
 from benchmarks.parts.ranks import Commit, Device, Schedules, connect
 from cp_fast.api import attention
-from cp_fast.api.calls import compiled_call
+from cp_fast.api.calls import compile_call
 from cp_fast.compile.packing import Packing
 from cp_fast.kernels.attention.fa4.fa4_recorded import Launches
 from cp_fast.transport import memory_group
@@ -224,7 +224,7 @@ class Clock:
 @contextmanager
 def clocks(call: Call) -> Iterator[Clock]:
     """A clock around each part of the calls."""
-    clock, compiled = Clock(), compiled_call(call.plan, call.cp, *call.qkv)
+    clock, compiled = Clock(), compile_call(call.plan, call.cp, *call.qkv)
     with ExitStack() as stack:
 
         def watch(owner: Any, name: str, part: str) -> None:

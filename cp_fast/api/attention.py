@@ -11,7 +11,7 @@ from cp_fast.api.calls import (
     Kind,
     agree_on_forward,
     can_travel,
-    compiled_call,
+    compile_call,
     known_call,
     on_host,
     packed_scores,
@@ -116,7 +116,7 @@ def _forward(
     q, k, v = q.detach(), k.detach(), v.detach()
     with context.naming_errors("attention, forward"), no_autocast(q.device):
         how = {"return_max_logit": return_max_logit}
-        done = forward_pass(call.compiled, context, q, k, v, offset, call.scores, **how)
+        done = forward_pass(call.compiled_call, context, q, k, v, offset, call.scores, **how)
     max_logit = q.new_empty(0) if done.max_logit is None else done.max_logit
     return [done.out.contiguous(), done.lse.contiguous(), max_logit, *done.kept]
 
@@ -160,7 +160,7 @@ def _backward(
         agree_on_call(context, the_plan, "backward", lambda: (None, [("wants", wants_offset)]))
     shapes = tuple(q_shape), tuple(k_shape), tuple(v_shape)
     kinds = (Kind(shape, out.dtype, out.device, out.layout) for shape in shapes)
-    call = compiled_call(the_plan, context, *kinds)
+    call = compile_call(the_plan, context, *kinds)
     inputs, kept, (out, lse) = ([x.detach() for x in some] for some in (inputs, kept, (out, lse)))
     with context.naming_errors("attention, backward"), no_autocast(out.device):
         dq, dk, dv, doffset = backward_pass(
@@ -232,7 +232,7 @@ class Attention(torch.autograd.Function):
         v: torch.Tensor,
         offset: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        plan, batch, compiled, cp, flags, scores, _ = call
+        plan, compiled_plan, compiled_call, cp, flags, scores, _ = call
         # saved like this, the backward pass need not do it again
         q, k, v = q.detach(), k.detach(), v.detach()
         if is_selective():
@@ -242,8 +242,8 @@ class Attention(torch.autograd.Function):
         else:
             with cp.naming_errors("attention, forward"), no_autocast(q.device):
                 how = {"return_max_logit": flags.return_max_logit}
-                out, lse, max_logit, kept = forward_pass(compiled, cp, q, k, v, offset, scores, **how)
-        given, of_scores = (q, k, v) if batch.needs_inputs else (), () if scores is None else scores.tensors
+                out, lse, max_logit, kept = forward_pass(compiled_call, cp, q, k, v, offset, scores, **how)
+        given, of_scores = (q, k, v) if compiled_plan.needs_inputs else (), () if scores is None else scores.tensors
         ctx.save_for_backward(out.detach(), lse.detach(), offset, *kept, *given, *of_scores)
         ctx.call, ctx.kept, ctx.saved = call, len(kept), len(kept) + len(given)
         ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
@@ -255,7 +255,7 @@ class Attention(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: CheckedCall = ctx.call
-        plan, _, compiled, cp, flags, scores, number = call
+        plan, _, compiled_call, cp, flags, scores, number = call
         wants_offset = ctx.needs_input_grad[4]
         if number:
             details = ("of_call", number), ("deterministic", flags.deterministic), ("wants", wants_offset)
@@ -265,7 +265,7 @@ class Attention(torch.autograd.Function):
         tensors, of_scores = tensors[: ctx.saved], tensors[ctx.saved :]
         with cp.naming_errors("attention, backward"), no_autocast(out.device):
             dq, dk, dv, doffset = backward_pass(
-                compiled,
+                compiled_call,
                 cp,
                 tuple(tensors[ctx.kept :]) or None,
                 tensors[: ctx.kept],

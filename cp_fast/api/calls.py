@@ -34,7 +34,7 @@ __all__ = [
     "agree_on_forward",
     "can_travel",
     "check_planned_call",
-    "compiled_call",
+    "compile_call",
     "known_call",
     "on_host",
     "packed_scores",
@@ -199,8 +199,8 @@ class CheckedCall(NamedTuple):
     """A call with a plan that is checked: all of it but its tensors."""
 
     plan: Plan
-    batch: CompiledPlan  # the plan's, in the forward pass
-    compiled: CompiledCall  # for the tensors' shapes
+    compiled_plan: CompiledPlan  # the plan's, in the forward pass
+    compiled_call: CompiledCall  # for the tensors' shapes
     cp: ContextParallel
     flags: CallFlags
     scores: ScoreTensors | None  # Scores depend on these besides q and k. None: on nothing else.
@@ -208,7 +208,7 @@ class CheckedCall(NamedTuple):
 
     def check_batch(self) -> None:
         """Raise RuntimeError where the plan was updated since."""
-        if self.plan.compiled is not self.batch:
+        if self.plan.compiled is not self.compiled_plan:
             raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
 
 
@@ -218,15 +218,15 @@ def known_call(
     """A call of local tensors, without other arguments, if `check_planned_call` has seen one like it: of another layer
     or step. tensors: q, k, v and offset.
     """
-    batch, inputs = plan.compiled, None
+    compiled_plan, inputs = plan.compiled, None
     key = call_key(cp, flags, tensors)
-    if key is None or (compiled := batch.calls.get(key)) is None:
+    if key is None or (compiled_call := compiled_plan.calls.get(key)) is None:
         return None
-    if not (compiled.position_free and (scores is NOT_GIVEN or _is_empty(scores))):
+    if not (compiled_call.position_free and (scores is NOT_GIVEN or _is_empty(scores))):
         inputs = _known_scores(plan, scores, tensors[0])
         if inputs is None:
             return None
-    return CheckedCall(plan, batch, compiled, cp, flags, inputs)
+    return CheckedCall(plan, compiled_plan, compiled_call, cp, flags, inputs)
 
 
 def check_planned_call(call: AttentionCall, plan: Plan) -> CheckedCall:
@@ -248,10 +248,11 @@ def check_planned_call(call: AttentionCall, plan: Plan) -> CheckedCall:
     call.check_offset(problem)
     if missing := _missing(plan, flags):
         raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, "say so in make_plan")
-    scores, compiled = scores_with_plan(plan, call.scores, call.tensors[0]), compiled_call(plan, cp, *call.tensors)
+    scores = scores_with_plan(plan, call.scores, call.tensors[0])
+    compiled_call = compile_call(plan, cp, *call.tensors)
     if (key := call_key(cp, flags, tensors)) is not None:
-        plan.compiled.calls.find(key, lambda: compiled)
-    return CheckedCall(plan, plan.compiled, compiled, cp, flags, scores)
+        plan.compiled.calls.find(key, lambda: compiled_call)
+    return CheckedCall(plan, plan.compiled, compiled_call, cp, flags, scores)
 
 
 def agree_on_forward(call: AttentionCall, plan: Plan) -> CheckedCall:
@@ -272,9 +273,9 @@ def agree_on_forward(call: AttentionCall, plan: Plan) -> CheckedCall:
     return found._replace(number=number)
 
 
-def compiled_call(plan: Plan, cp: ContextParallel, q: Any, k: Any, v: Any) -> CompiledCall:
-    """The plan compiled for checked tensors, or for their kinds (`Kind`), and for the transport, if it prepares
-    exchanges.
+def compile_call(plan: Plan, cp: ContextParallel, q: Any, k: Any, v: Any) -> CompiledCall:
+    """Compile the plan once for the kinds of checked tensors (which may be `Kind`s), and for the transport, if it
+    prepares exchanges.
     """
     batch = plan.compiled
     comm = batch.group(cp.comm)

@@ -31,7 +31,7 @@ from cp_fast.integrations.shared.drop_in import (
     of_whole_batch,
     refuse,
 )
-from cp_fast.runtime.handles import again, object_of
+from cp_fast.runtime.handles import copy_of, object_of
 from cp_ref.batches.sharding import shard
 from cp_ref.calls.attention_call import AttentionCall, CallFlags
 from cp_ref.calls.declared import replaced
@@ -198,7 +198,7 @@ def _plan_of_documents(
             {f"torchtitan's attention over {plan.backend.name!r}": set()},
             "its backward pass needs other tensors than the graph keeps; leave compile off",
         )
-    return again(plan.handle)  # The backward pass may come when the plan is no longer cached.
+    return copy_of(plan.handle)  # The backward pass may come when the plan is no longer cached.
 
 
 _of_graphs: WeakKeyDictionary[ContextParallel, ContextParallel] = WeakKeyDictionary()

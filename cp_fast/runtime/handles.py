@@ -14,7 +14,7 @@ from torch.utils import _python_dispatch as modes
 
 __all__ = [
     "OfThisProcess",
-    "again",
+    "copy_of",
     "forget",
     "hide_from_checkpointing",
     "is_selective",
@@ -87,7 +87,7 @@ def _made(thing: Any) -> torch.Tensor:
 
 
 @torch.inference_mode(False)
-def again(handle: torch.Tensor) -> torch.Tensor:
+def copy_of(handle: torch.Tensor) -> torch.Tensor:
     """A copy of the handle in other memory, which keeps the object alive as the handle's memory does. For operators: a
     compiled graph may write over the memory of their results.
     """

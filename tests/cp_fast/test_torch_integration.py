@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 import cp_ref
-from cp_fast.runtime.handles import again, new_handle, object_of
+from cp_fast.runtime.handles import copy_of, new_handle, object_of
 from cp_ref import SimGroup
 from cp_ref.reference.simulator import RankScheduler, SimMember
 
@@ -147,7 +147,7 @@ def test_a_handle_keeps_what_its_object_had() -> None:
     assert object_of(saved) is thing
     del thing  # without a circle: it is gone at once
     assert object_of(saved).value is value()
-    more = again(saved)
+    more = copy_of(saved)
     del saved
     assert object_of(more).value is value()
     more.zero_()  # as a graph does with memory that it uses again

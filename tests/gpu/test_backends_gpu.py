@@ -21,8 +21,9 @@ from cp_fast.kernels.attention.backend_protocol import (
     LaunchOptions,
     VarlenBatch,
 )
-from cp_fast.kernels.attention.choose_backend import LargestLogit, variants
+from cp_fast.kernels.attention.choose_backend import variants
 from cp_fast.kernels.attention.cudnn import backward_graph, forward_graph
+from cp_fast.kernels.attention.largest_logit import LargestLogit
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 from tests.cp_fast.backends.placed import both_ways

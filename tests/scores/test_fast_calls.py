@@ -23,7 +23,8 @@ from cp_fast.kernels.attention.backend_protocol import (
     LaunchScores,
     VarlenBatch,
 )
-from cp_fast.kernels.attention.choose_backend import by_name, largest_logit
+from cp_fast.kernels.attention.choose_backend import by_name
+from cp_fast.kernels.attention.largest_logit import largest_logit
 from cp_ref import SimGroup, Unsupported
 from cp_ref.calls.scores import ScoreTensors, read_scores
 from cp_ref.reference.simulator import SimMember

@@ -26,7 +26,7 @@ from cp_fast.kernels.attention.backend_protocol import (
     VarlenBatch,
 )
 from cp_fast.kernels.attention.blockwise import BlockwiseBackend
-from cp_fast.kernels.attention.choose_backend import LargestLogit, largest_logit
+from cp_fast.kernels.attention.largest_logit import LargestLogit, largest_logit
 from cp_fast.kernels.attention.score_blocks import ScoreBlockSize, score_blocks_on_device
 from cp_fast.kernels.this_gpu import NotInstalled
 from cp_fast.log import log_once
@@ -247,7 +247,7 @@ def test_blocks_that_follow_the_lengths_on_the_device(
     q, k, v, dout = (torch.cat([x, torch.randn(room, *x.shape[1:], dtype=F64)]) for x in (q, k, v, dout))
     dlse = functional.pad(dlse, (0, room))
     monkeypatch.setattr("cp_fast.kernels.attention.blockwise.score_blocks", score_blocks_on_device)
-    monkeypatch.setattr("cp_fast.kernels.attention.choose_backend.score_blocks", score_blocks_on_device)
+    monkeypatch.setattr("cp_fast.kernels.attention.largest_logit.score_blocks", score_blocks_on_device)
     backend = BlockwiseBackend("by the device", Feature.CPU, size)
     got = backend.forward(q, k, v, roomy, case)
     torch.testing.assert_close(Partial(got.out[:n], got.lse[:, :n], got.max_logit), want)
