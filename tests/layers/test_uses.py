@@ -1,7 +1,8 @@
-"""What models do with a layer, for all six functions in both packages: each use is one function over the table."""
+"""What models do with a layer, for all functions in both packages: each use is one function over the table."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import cp_fast
 from cp_ref import SimGroup
 from cp_ref.reference.simulator import SimMember
 from tests.dist.workers import Processes
+from tests.layers import layer_table
 from tests.layers.layer_table import (
     CU,
     DOCUMENTS,
@@ -56,6 +58,14 @@ def played(layer: Layer, module: Any, mine: Tensors, cp: Any, plan: Any, *seeds:
     outputs = results if seeds else [loss(layer, results, cp)]
     grads = torch.autograd.grad(outputs, list(leaves.values()), seeds or None)  # pyright: ignore[reportArgumentType]
     return named(layer, results) | dict(zip(leaves, grads, strict=True))
+
+
+def test_the_table_calls_all_public_layers() -> None:
+    modules = {name: getattr(getattr(cp_fast, name), "__module__", "") for name in cp_fast.__all__}
+    public = [name for name, module in modules.items() if module.startswith("cp_fast.layers.")]
+    calls = inspect.getsource(layer_table)
+    assert public
+    assert [name for name in public if f"module.{name}(" not in calls] == []
 
 
 @each_layer
