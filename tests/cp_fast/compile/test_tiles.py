@@ -60,9 +60,9 @@ def test_windows_of_bands(edges: tuple[int, int, int, int], lo: int, hi: int, un
             (tiles.right, tiles.k_stop - 1 - tiles.q_start - hi),
         ):
             assert (side[0] >= 0) == (edge[0] > 0)  # where nothing is hidden there is no window
-        for axis, (start, stop) in enumerate(((tiles.q_start, tiles.q_stop), (tiles.k_start, tiles.k_stop))):
-            assert sorted({pair[axis] for pair in visible})[0] == start[0]
-            assert sorted({pair[axis] for pair in visible})[-1] == stop[0] - 1
+        rows, columns = (sorted({pair[axis] for pair in visible}) for axis in (0, 1))
+        assert (rows[0], rows[-1]) == (tiles.q_start[0], tiles.q_stop[0] - 1)
+        assert (k[0], columns[-1]) == (tiles.k_start[0], tiles.k_stop[0] - 1)  # first keys stay where a block begins
 
 
 @given(ruled_tiles())
