@@ -382,18 +382,22 @@ class _Choices:
     ) -> None:
         self.problem, self.head_chunks = problem, head_chunks
         self.own_first = choose_own_first(problem) if own_first is None else own_first
-        self.in_blocks = RingMembers(problem.workload, key_block=max(key_block, 1))
-        self.members = RingMembers(problem.workload) if self.own_first and key_block > 1 else self.in_blocks
+        self.members = self.in_blocks = RingMembers(problem.workload)
+        if key_block > 1 and bool((problem.workload.areas.lo > -UNBOUNDED).any()):  # Other keys begin with a block.
+            self.in_blocks = RingMembers(problem.workload, key_block=key_block)
 
     def schedules(self, rank: int) -> Schedules:
         """One rank's, forward and backward: own keys first, or all keys that a query sees at once, in whole blocks."""
         problem = self.problem
-        found = plan_rank(problem, self.in_blocks, rank, self.head_chunks)
-        if self.own_first:
-            at_once = plan_rank(problem, self.members, rank)
+        if not self.own_first:
+            found = plan_rank(problem, self.in_blocks, rank, self.head_chunks)
+        else:
+            whole = cut = plan_rank(problem, self.members, rank)
+            if self.head_chunks or self.in_blocks is not self.members:
+                cut = plan_rank(problem, self.in_blocks, rank, self.head_chunks)
             forward, backward = (
-                own_keys_first(self.members, rank, whole) if name in self.own_first else in_chunks
-                for name, whole, in_chunks in zip(("forward", "backward"), at_once, found, strict=True)
+                own_keys_first(self.members, rank, at_once) if name in self.own_first else in_chunks
+                for name, at_once, in_chunks in zip(("forward", "backward"), whole, cut, strict=True)
             )
             found = forward, backward
         return own_keys_wait(problem, found) if problem.areas is not None and is_on("delay_keys") else found

@@ -9,7 +9,7 @@ import torch
 
 from cp_fast.log import log_once
 
-__all__ = ["NotInstalled", "ampere_why_not", "hopper_why_not", "on_triton"]
+__all__ = ["NotInstalled", "ampere_why_not", "hopper_why_not", "on_triton", "triton_why_not"]
 
 
 class NotInstalled(str):
@@ -39,12 +39,18 @@ def hopper_why_not() -> str | None:
     return None
 
 
+def triton_why_not() -> str | None:
+    """The reason why Triton does not work on this GPU."""
+    if (reason := ampere_why_not()) is not None:
+        return reason
+    missing = importlib.util.find_spec("triton") is None
+    return NotInstalled("Triton is not installed: pip install triton") if missing else None
+
+
 @cache
 def on_triton(layer: str) -> bool:
     """Whether Triton works on this GPU. If it is missing alone, a line says that `layer` runs without it."""
-    if ampere_why_not() is not None:
-        return False
-    if importlib.util.find_spec("triton") is not None:
-        return True
-    log_once(f"{layer} runs on torch; what this GPU prefers is not installed (Triton: pip install triton)")
-    return False
+    reason = triton_why_not()
+    if isinstance(reason, NotInstalled):
+        log_once(f"{layer} runs on torch; what this GPU prefers is not installed (Triton: pip install triton)")
+    return reason is None

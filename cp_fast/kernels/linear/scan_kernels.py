@@ -9,7 +9,6 @@ Flash-linear-attention's layer of Mamba calls mamba-ssm.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -24,7 +23,7 @@ from cp_fast.kernels.linear.linear_kernels import (
     Maps,
     compose_in_waves,
 )
-from cp_fast.kernels.this_gpu import NotInstalled, ampere_why_not
+from cp_fast.kernels.this_gpu import triton_why_not
 from cp_fast.layers.state_tables import StateTables
 from cp_ref.calls.linear_calls import LinearKind
 from cp_ref.schedules.words import Feature
@@ -51,9 +50,7 @@ class ScanKernels:
 
     def why_not(self) -> str | None:
         """None if Triton works on this GPU, else the reason in one line."""
-        if importlib.util.find_spec("triton") is None:
-            return ampere_why_not() or NotInstalled("Triton is not installed: pip install triton")
-        return ampere_why_not()
+        return triton_why_not()
 
     def forward(self, inputs: LinearInputs, fragments: FragmentRows) -> ForwardRun:
         return _runs().ScanForward(inputs, fragments)
