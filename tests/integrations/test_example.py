@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from benchmarks import long_context
-from conformance.step import compare_step
 from tests.dist.workers import run_module, run_program
 from tests.marks import HANGS_S
+from tests.meta.step.detection import StepProcesses
 
 pytestmark = pytest.mark.thorough
 
@@ -37,7 +37,7 @@ def test_a_megatron_layer_is_the_same_on_two_ranks_and_one() -> None:
     assert "2 ranks and one: out and" in said
 
 
-def test_a_transformer_of_video_is_the_same_on_two_ranks_and_one() -> None:
+def test_a_transformer_of_video_is_the_same_on_two_ranks_and_one(steps: StepProcesses) -> None:
     pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[test-integrations]'")
     pytest.importorskip("peft", reason="needs peft: pip install '.[test-integrations]'")
     alone, two = (run_program(ROOT / "examples" / "video.py", processes) for processes in (1, 2))
@@ -46,7 +46,7 @@ def test_a_transformer_of_video_is_the_same_on_two_ranks_and_one() -> None:
         numbers = [[float(word) for word in said.split()[1:]] for said in (mine, theirs)]
         assert numbers[0] == pytest.approx(numbers[1], abs=2e-4)
     assert two.startswith("losses ")
-    report = compare_step("examples.video:build", "examples.video:batch", 2)
+    report = steps.compare("examples.video:build", "examples.video:batch", 2)
     assert report.right, str(report)
 
 

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_fast
-from conformance.step import compare_step
 from cp_fast.integrations import diffusers as ours
 from cp_ref import SimGroup
 from tests.dist.workers import Processes
@@ -35,6 +34,7 @@ from tests.integrations.diffusion.families import (
     outputs,
     tiny,
 )
+from tests.meta.step.detection import StepProcesses
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[test-integrations]'")
 
@@ -177,8 +177,8 @@ def step_of(cp: Any, family: str) -> Any:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", [*QUICK, "ltx2", "cosmos3"])
-def test_a_step_is_that_of_one_process(family: str) -> None:
-    report = compare_step(partial(step_of, family=family), partial(batch_of, family), 2)
+def test_a_step_is_that_of_one_process(steps: StepProcesses, family: str) -> None:
+    report = steps.compare(partial(step_of, family=family), partial(batch_of, family), 2)
     assert report.right, str(report)
 
 

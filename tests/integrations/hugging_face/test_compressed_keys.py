@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import cp_fast
-from conformance.step import compare_step
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.hugging_face import compressed_keys
 from cp_ref import SimGroup
@@ -30,6 +29,7 @@ from tests.integrations.hugging_face.documents_apart import (
     parts_of,
     step_of,
 )
+from tests.meta.step.detection import StepProcesses
 
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 
@@ -85,10 +85,10 @@ def build(cp: Any, leaks: bool = False) -> Any:
 
 
 @pytest.mark.thorough
-def test_a_step_is_right_and_one_process_that_leaks_is_named() -> None:
-    report = compare_step(build, batches()["packed"], 2, cp_comm_type="all_gather")
+def test_a_step_is_right_and_one_process_that_leaks_is_named(steps: StepProcesses) -> None:
+    report = steps.compare(build, batches()["packed"], 2, cp_comm_type="all_gather")
     assert report.right, report
-    report = compare_step(partial(build, leaks=True), batches()["packed"], 2, cp_comm_type="all_gather")
+    report = steps.compare(partial(build, leaks=True), batches()["packed"], 2, cp_comm_type="all_gather")
     assert report.causes == ("leak",), report
     assert "by compress_keys" in report.findings[0].text, report
 

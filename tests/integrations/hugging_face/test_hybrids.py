@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_fast
-from conformance.step import compare_step
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.loss import loss_for_backward
 from cp_ref import SimGroup
@@ -37,6 +36,7 @@ from tests.integrations.hugging_face.documents_apart import (
     step_of,
 )
 from tests.integrations.hugging_face.hybrids import HYBRIDS, REFUSED_HYBRIDS, tiny_hybrid
+from tests.meta.step.detection import StepProcesses
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 
@@ -259,14 +259,14 @@ def test_a_convolution_that_adapters_copy() -> None:
 
 
 @pytest.mark.thorough
-def test_a_hybrid_s_step_is_right() -> None:
-    report = compare_step(build, batches()["packed"], 4, layout="balanced")
+def test_a_hybrid_s_step_is_right(steps: StepProcesses) -> None:
+    report = steps.compare(build, batches()["packed"], 4, layout="balanced")
     assert report.right, report
 
 
 @pytest.mark.thorough
-def test_a_hybrid_s_one_process_that_leaks_is_named() -> None:
-    report = compare_step(partial(build, leaks=True), batches()["packed"], 2)
+def test_a_hybrid_s_one_process_that_leaks_is_named(steps: StepProcesses) -> None:
+    report = steps.compare(partial(build, leaks=True), batches()["packed"], 2)
     assert report.causes == ("leak",), report
     assert "model.layers.0.linear_attn" in report.first, report
     assert "by causal_conv1d" in report.findings[0].text, report

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 import cp_fast
 from benchmarks.parts import sweep_cases
 from benchmarks.parts.tiny_models import tiny_model
-from conformance.step import compare_step
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.hugging_face import image_batches, prepared_model
 from cp_fast.integrations.hugging_face.image_calls import begin_call
@@ -33,6 +32,7 @@ from cp_ref.schedules.words import LAYOUTS
 from tests.dist.workers import Processes, run_program
 from tests.integrations.hugging_face.image_families import IMAGES, Batch, batch_of, images_batch, tiny_images
 from tests.integrations.hugging_face.test_prepare import Part, check, dist_of_one, grads_of, part_of, part_of_prepared
+from tests.meta.step.detection import StepProcesses
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 
@@ -399,20 +399,20 @@ def step_of(cp: Any, name: str) -> Any:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [QWEN, GEMMA, "Qwen3_5MoeForConditionalGeneration"])
-def test_a_step_with_images_is_that_of_one_process(name: str) -> None:
+def test_a_step_with_images_is_that_of_one_process(steps: StepProcesses, name: str) -> None:
     """Two batches with images straddling cuts, rows without any, and other lengths; the second of text alone."""
     batches = [batch_of(name, "rows")[0], batch_of(name, "text")[0]]
-    report = compare_step(partial(step_of, name=name), batches, 2, loss="sum")
+    report = steps.compare(partial(step_of, name=name), batches, 2, loss="sum")
     assert report.right, str(report)
 
 
 @pytest.mark.thorough
-def test_the_example_of_images() -> None:
+def test_the_example_of_images(steps: StepProcesses) -> None:
     example = Path(__file__).parents[3] / "examples" / "vision_language.py"
     one, two = (run_program(example, processes) for processes in (1, 2))
     losses = [[float(word) for word in said.split("losses")[1].split()] for said in (one, two)]
     assert losses[1] == pytest.approx(losses[0], abs=2e-4)
-    report = compare_step("examples.vision_language:build", "examples.vision_language:batch", 2, loss="sum")
+    report = steps.compare("examples.vision_language:build", "examples.vision_language:batch", 2, loss="sum")
     assert report.right, str(report)
 
 

@@ -136,7 +136,7 @@ def test_inside_torch_compile(name: str) -> None:
     def one(member: Any) -> torch.Tensor:
         cp = cp_fast.ContextParallel(member)
         model = ours.prepare(copy.deepcopy(whole), cp)
-        run: Any = torch.compile(model, backend="eager")
+        run: Any = torch.compile(model, backend="eager") if member.rank == 0 else model
         return run(**ours.shard_batch(IDS, cp=cp, model=model)).logits.detach()
 
     for found in SimGroup(2).run(one):
