@@ -174,7 +174,7 @@ def parallel(
     local = {name: slices(t) for name, t in x.items()}
     q, k, v = (local[name].requires_grad_() for name in "qkv")
     if messages in ("group", "graph"):
-        plan = replaced(plan, compiled=replace(plan.compiled, messages=None))
+        plan = replaced(plan, batch=replace(plan.batch, messages=None))
     by_group = plan.messages is None
     if messages == "peer_memory" and by_group:
         raise SystemExit("messages through peer memory cannot be had here; doctor says why")

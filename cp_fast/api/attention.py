@@ -79,7 +79,7 @@ class PlanInGraph(NamedTuple):
     @staticmethod
     def of(plan: Plan) -> PlanInGraph:
         """That of a plan."""
-        batch = plan.compiled
+        batch = plan.batch
         return PlanInGraph(plan.handle, batch.problem.qkv_format, batch.kept, batch.needs_inputs)
 
 
@@ -232,7 +232,7 @@ class Attention(torch.autograd.Function):
         v: torch.Tensor,
         offset: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        plan, compiled_plan, compiled_call, cp, flags, scores, _ = call
+        plan, batch, compiled_call, cp, flags, scores, _ = call
         # saved like this, the backward pass need not do it again
         q, k, v = q.detach(), k.detach(), v.detach()
         if is_selective():
@@ -243,7 +243,7 @@ class Attention(torch.autograd.Function):
             with cp.naming_errors("attention, forward"), no_autocast(q.device):
                 how = {"return_max_logit": flags.return_max_logit}
                 out, lse, max_logit, kept = forward_pass(compiled_call, cp, q, k, v, offset, scores, **how)
-        given, of_scores = (q, k, v) if compiled_plan.needs_inputs else (), () if scores is None else scores.tensors
+        given, of_scores = (q, k, v) if batch.needs_inputs else (), () if scores is None else scores.tensors
         ctx.save_for_backward(out.detach(), lse.detach(), offset, *kept, *given, *of_scores)
         ctx.call, ctx.kept, ctx.saved = call, len(kept), len(kept) + len(given)
         ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
@@ -306,7 +306,7 @@ def attention(
         return _while_compiling(given, cp, flags, scores, softmax_offset, plan, arguments)
     refuse_transforms()
     planned = isinstance(plan, Plan) and not checking()  # then the ranks do not meet
-    if isinstance(plan, Plan) and planned and not (arguments or torch.is_autocast_enabled(plan.compiled.device.type)):
+    if isinstance(plan, Plan) and planned and not (arguments or torch.is_autocast_enabled(plan.batch.device.type)):
         tensors = q, k, v, softmax_offset
         if (known := known_call(plan, cp, flags, scores, tensors)) is not None:
             return asked_for(Attention.apply(known, *tensors), return_lse, return_max_logit)

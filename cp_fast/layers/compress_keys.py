@@ -96,7 +96,7 @@ class WindowTables(LayerTables):
 
 def window_tables(plan: Plan) -> WindowTables:
     """A plan's tables of windows, for its batch."""
-    return plan.compiled.tables_of(WindowTables)
+    return plan.batch.tables_of(WindowTables)
 
 
 # ---- the layer

@@ -196,7 +196,7 @@ class SparseTables(LayerTables):
 
 def sparse_tables(plan: Plan) -> SparseTables:
     """A plan's tables of sparse attention, for its batch."""
-    return plan.compiled.tables_of(SparseTables)
+    return plan.batch.tables_of(SparseTables)
 
 
 def intervals(areas: Areas, rows: Column) -> tuple[Column, Column]:

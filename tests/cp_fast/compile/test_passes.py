@@ -295,8 +295,8 @@ def play_rounded(
     instructions = low_precision_grads(plan.instructions, cp.comm, rounded=rounded[cp.rank])
     made = [one for one in instructions.backward.instructions if one.made_by == "low_precision_grads"]
     assert all(isinstance(one, Send | Recv) for one in made)
-    compiled = replace(plan.compiled, backend=Rounded(plan.backend), instructions=instructions)
-    plan = replaced(plan, compiled=compiled)
+    batch = replace(plan.batch, backend=Rounded(plan.backend), instructions=instructions)
+    plan = replaced(plan, batch=batch)
     draw = torch.Generator().manual_seed(cp.rank)
     q, k, v, dout = (torch.randn(24, h, 8, generator=draw).bfloat16() for h in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in (q, k, v)]

@@ -152,8 +152,8 @@ def arguments_of(
         backward = [(plan.instructions.backward, of_one_launch(plan.instructions.backward)) for plan in plans]
         said = [[(x.peer, x.tag) for x in its.of(Send) if x.source.buffer in single] for its, single in backward]
         instructions = low_precision_grads(instructions, _Said(size, rank, tuple(said)), rounded=True)
-    compiled = replace(plans[rank].compiled, backend=backend, messages=messages, instructions=instructions)
-    plan = replaced(plans[rank], compiled=compiled)
+    batch = replace(plans[rank].batch, backend=backend, messages=messages, instructions=instructions)
+    plan = replaced(plans[rank], batch=batch)
     rows = sum(lengths) // size
     q, k, v, dout = (torch.zeros(rows, n, dim, dtype=torch.bfloat16) for n in (*heads, heads[1], heads[0]))
     qkv = [x.requires_grad_() for x in (q, k, v)]

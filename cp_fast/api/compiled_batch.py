@@ -1,8 +1,8 @@
-"""A batch's schedule, compiled for one rank: what a plan holds, and replaces by the next batch's in `update`."""
+"""A batch, compiled for one rank: what a plan holds, and replaces by the next batch in `update`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -27,22 +27,41 @@ from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.select_movers import kernels
 from cp_fast.passes import is_on
 from cp_fast.runtime.row_positions import RowPositions
+from cp_fast.runtime.run import CompiledCall
 from cp_fast.transport.memory_group import carried_by, carries
+from cp_ref.calls.layer import LayerCall
 from cp_ref.groups.group import Group
 from cp_ref.problems.room import Room
 from cp_ref.schedules.planners.make_schedule import saved_kinds
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import Schedule
 
-__all__ = ["CompiledPlan", "compile_plan"]
+__all__ = ["CompiledBatch", "KnownCalls", "compile_batch"]
 
-_CALLS = 32  # known calls of a batch
+_CALLS = 32  # of each kind that a batch knows
 Tables = TypeVar("Tables")
 
 
+class KnownCalls:
+    """The last calls of one batch: a call like one of them is not checked and not compiled again.
+
+    Attributes:
+        attention: compiled for its tensors, by all that the checks of a call read (`call_key`).
+        layers: the calls of other layers, by all that their checks read.
+        compiled: attention compiled, by the kinds of q, k and v, and by the transport.
+        scores: the names of `aux_tensors`, by all that the checks of the tensors of scores read.
+    """
+
+    def __init__(self) -> None:
+        self.attention = PlanCache[Hashable, CompiledCall](_CALLS)
+        self.layers = PlanCache[Hashable, LayerCall](_CALLS)
+        self.compiled = PlanCache[Hashable, CompiledCall](_CALLS)
+        self.scores = PlanCache[Hashable, tuple[str, ...]](_CALLS)
+
+
 @dataclass(frozen=True, eq=False)
-class CompiledPlan:
-    """One batch's schedule on one rank: programs, with their tables on the device, and what is known of its calls.
+class CompiledBatch:
+    """One batch on one rank: its programs, with their tables on the device, and what is known of its calls.
 
     Attributes:
         problem: the problem to compute.
@@ -61,8 +80,7 @@ class CompiledPlan:
         fixed: the tables that all batches share, if there is room.
         messages: the transport: the memory of the group's ranks (`cp_fast.transport`), or None for the group itself.
         kept, needs_inputs: see `Programs.kept_tensors` and `Programs.needs_inputs`.
-        calls: the known calls of attention and of other layers, attention compiled for the kinds of its tensors, and
-            the kinds of tensors that its scores were checked for.
+        calls: what is known of its calls.
         tables: the tables of other layers, by their kind.
     """
 
@@ -82,7 +100,7 @@ class CompiledPlan:
     messages: Group | None = field(default=None, repr=False)
     kept: str = field(init=False, repr=False)
     needs_inputs: bool = field(init=False, repr=False)
-    calls: PlanCache[Any, Any] = field(init=False, repr=False, default_factory=lambda: PlanCache(_CALLS))
+    calls: KnownCalls = field(init=False, repr=False, default_factory=KnownCalls)
     tables: dict[Any, Any] = field(init=False, repr=False, default_factory=dict[Any, Any])
 
     def __post_init__(self) -> None:
@@ -110,7 +128,7 @@ class CompiledPlan:
             found = self.tables.setdefault(kind, kind(self.problem, self.rank, self.device))
         return found
 
-    def next(self, problem: Problem) -> Callable[[], CompiledPlan]:
+    def next(self, problem: Problem) -> Callable[[], CompiledBatch]:
         """The next batch, in the room of this one: a function that writes its tables over those of this batch.
 
         Raises:
@@ -122,7 +140,7 @@ class CompiledPlan:
         steps = chosen_rank_schedule(problem, self.rank, self.head_chunks, self.own_first)
         fitted = fixed.fitted(lowered(packing, self.rank, steps, saved_kinds(problem)), problem)
 
-        def overwrite() -> CompiledPlan:
+        def overwrite() -> CompiledBatch:
             instructions = fixed.overwrite(fitted)
             positions = self.positions.updated(instructions, problem)
             how = {"problem": problem, "packing": packing, "steps": steps}
@@ -132,7 +150,7 @@ class CompiledPlan:
 
 
 @torch.inference_mode(False)  # Training may use the plan, or the tables, of an evaluation.
-def compile_plan(
+def compile_batch(
     problem: Problem,
     rank: int,
     device: torch.device,
@@ -141,7 +159,7 @@ def compile_plan(
     room: Room | None = None,
     custom: Schedule | None = None,
     deterministic: bool = False,
-) -> CompiledPlan:
+) -> CompiledBatch:
     """A batch, compiled on this rank before the ranks agree on it: an error on one rank (a failed build, no memory for
     the tables) is then raised on all. Sends nothing.
     """
@@ -168,4 +186,4 @@ def compile_plan(
     if not problem.position_free_scores:
         positions.make()
     chosen = steps, head_chunks, own_first, custom, room, fixed
-    return CompiledPlan(problem, rank, device, backend, packing, instructions, positions, *chosen)
+    return CompiledBatch(problem, rank, device, backend, packing, instructions, positions, *chosen)
