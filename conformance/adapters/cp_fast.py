@@ -25,7 +25,7 @@ from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands
 from cp_fast.kernels.attention.choose_backend import choose
 from cp_fast.movers.select_movers import kernels
 from cp_ref.problems.arguments import features_of
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Problem, ScoreSpec
 from cp_ref.schedules.words import Feature
 
@@ -142,9 +142,9 @@ class OneBackend:
     @staticmethod
     def batch_invariant(one: Problem, other: Problem) -> bool:
         """Whether a ring of three or more adds its gradients in the same order for both: all on the way, or none."""
-        members, others = (RingMembers(problem.workload) for problem in (one, other))
-        ring = one.cp_comm_type in ("p2p", "a2a+p2p") and members.member_count > 2
-        return not ring or members.sends_directly == others.sends_directly
+        seen, other_seen = (Visibility(problem.workload) for problem in (one, other))
+        ring = one.cp_comm_type in ("p2p", "a2a+p2p") and seen.member_count > 2
+        return not ring or seen.sends_directly == other_seen.sends_directly
 
     @staticmethod
     def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

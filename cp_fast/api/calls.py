@@ -65,11 +65,11 @@ def scores_with_plan(plan: Plan, given: ScoreTensors, q: torch.Tensor) -> ScoreT
     if not found.features:
         return None
     plan.backend.check_score_inputs(plan.problem.scores, found)
-    _keep(plan, given, found, q)
+    _note_checked(plan, given, found, q)
     return found
 
 
-def _keep(plan: Plan, given: ScoreTensors, found: ScoreTensors, q: torch.Tensor) -> None:
+def _note_checked(plan: Plan, given: ScoreTensors, found: ScoreTensors, q: torch.Tensor) -> None:
     """Note with the plan that these are checked."""
     if can_travel(given):
         plan.batch.calls.scores.find(_signature(given, q.device), lambda: tuple(found.aux_tensors))
@@ -313,21 +313,21 @@ def plan_of_call(call: AttentionCall) -> Plan:
     """
     cp, what = call.cp, "an agreement on a plan"
     if checking() or (_on_gpu(call) and torch.cuda.is_current_stream_capturing()):  # A graph keeps its plan.
-        return agreed(cp, what, lambda: _made(call, ()), lambda made: made[0])[1]
+        return agreed(cp, what, lambda: _plan_of_problem(call, ()), lambda made: made[0])[1]
     signature = _signature_of_call(call)
-    kept = cp.agreements
-    if (found := kept.plan_of(signature)) is not None:
+    agreements = cp.agreements
+    if (found := agreements.plan_of(signature)) is not None:
         return found
 
     def read() -> tuple[Agreement, Plan]:
-        return _made(call, kept.plans(signature.stream))
+        return _plan_of_problem(call, agreements.plans(signature.stream))
 
-    agreement, plan = agreed(cp, what, read, lambda made: made[0], kept.fingerprints)
-    kept.keep(agreement.fingerprint, signature, plan)
+    agreement, plan = agreed(cp, what, read, lambda made: made[0], agreements.fingerprints)
+    agreements.keep(agreement.fingerprint, signature, plan)
     return plan
 
 
-def _made(call: AttentionCall, earlier: Iterable[Plan]) -> tuple[Agreement, Plan]:
+def _plan_of_problem(call: AttentionCall, earlier: Iterable[Plan]) -> tuple[Agreement, Plan]:
     """An earlier plan of the same problem, or a new one; raises this rank's argument errors."""
     problem, q, score_mod = call.read_problem(Plan), call.tensors[0], call.arguments["score_mod"]
     check_row_numbers(problem)
@@ -348,7 +348,7 @@ def _made(call: AttentionCall, earlier: Iterable[Plan]) -> tuple[Agreement, Plan
     else:
         plan = prepared(call.cp, agreement, backend, q.device, None, score_mod, deterministic=deterministic)
     if scores.features:
-        _keep(plan, call.scores, scores, q)
+        _note_checked(plan, call.scores, scores, q)
     return agreement, plan
 
 

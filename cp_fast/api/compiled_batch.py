@@ -79,7 +79,7 @@ class CompiledBatch:
         room: the room for the next batches; None for a plan that is not updated.
         fixed: the tables that all batches share, if there is room.
         messages: the transport: the memory of the group's ranks (`cp_fast.transport`), or None for the group itself.
-        kept, needs_inputs: see `Programs.kept_tensors` and `Programs.needs_inputs`.
+        kept_kinds, needs_inputs: see `Programs.kept_kinds` and `Programs.needs_inputs`.
         calls: what is known of its calls.
         tables: the tables of other layers, by their kind.
     """
@@ -98,13 +98,13 @@ class CompiledBatch:
     room: Room | None = None
     fixed: FixedTables | None = field(default=None, repr=False)
     messages: Group | None = field(default=None, repr=False)
-    kept: str = field(init=False, repr=False)
+    kept_kinds: str = field(init=False, repr=False)
     needs_inputs: bool = field(init=False, repr=False)
     calls: KnownCalls = field(init=False, repr=False, default_factory=KnownCalls)
     tables: dict[Any, Any] = field(init=False, repr=False, default_factory=dict[Any, Any])
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kept", self.instructions.kept_tensors)
+        object.__setattr__(self, "kept_kinds", self.instructions.kept_kinds)
         object.__setattr__(self, "needs_inputs", self.instructions.needs_inputs)
 
     @cached_property

@@ -176,8 +176,8 @@ def make_plan(**arguments: Any) -> Plan:
     def read() -> tuple[Agreement, Plan]:
         given = bind(plans.make_plan, arguments)
         agreement, backend, device = _read_plan_arguments(given)
-        kept = {name: given[name] for name in ("linear", "sparse", "deterministic")}
-        plan = prepared(cp, agreement, backend, device, custom, given["score_mod"], **kept)
+        how = {name: given[name] for name in ("linear", "sparse", "deterministic")}
+        plan = prepared(cp, agreement, backend, device, custom, given["score_mod"], **how)
         _ = plan.position_ids  # Made now: a compiled layer could not make them.
         return agreement, plan
 

@@ -10,7 +10,7 @@ from cp_fast.compile.machine import Costs, costs
 from cp_fast.passes import is_on
 from cp_ref.schedules.areas import UNBOUNDED, Areas
 from cp_ref.schedules.planners.make_schedule import chunked_heads, plan_rank, saved_kinds
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.schedule import RankSchedule, Schedule, Step, Tiles
 from cp_ref.schedules.table import Column, Spans
@@ -76,8 +76,8 @@ def choose_head_chunks(problem: Problem) -> tuple[int, ...]:
     ways = ways_to_cut(heads, results_leave=not gathers)
     times = {cut: sum(_time(one, cut, rings, at) for one in passes) for cut in ways}
     best, whole = min(times, key=times.__getitem__), (heads,)
-    gain = _least_gain(problem) if gathers else at.least_gain
-    return best if best != whole and times[best] <= (1 - gain) * times[whole] else ()
+    least = _least_saved(problem) if gathers else at.least_saved
+    return best if best != whole and times[best] <= (1 - least) * times[whole] else ()
 
 
 def ways_to_cut(heads: int, *, results_leave: bool = True) -> list[tuple[int, ...]]:
@@ -116,8 +116,8 @@ def _passes(problem: Problem, at: Costs) -> tuple[_PassTimes, _PassTimes]:
     d_qk, d_v, group = problem.d_qk, problem.d_v, problem.heads_q // problem.heads_kv
     to_peers = (problem.a2a_size - 1) / problem.cp_size  # The share of all rows that a rank sends.
     a_number = ITEM_BYTES[problem.dtype] * to_peers / at.bytes_per_us
-    members = RingMembers(problem.workload)
-    home, pairs = members.at_home, int(members.exchanged.areas.pairs.sum())
+    visibility = Visibility(problem.workload)
+    home, pairs = visibility.at_home, int(visibility.exchanged.areas.pairs.sum())
     tokens_q = sum(problem.lengths.len_q) - home.areas.queries.merged().total
     tokens_kv = sum(problem.lengths.len_kv) - home.areas.keys.merged().total
     q, do, kv = (n * a_number for n in (tokens_q * group * d_qk, tokens_q * group * d_v, tokens_kv * (d_qk + d_v)))
@@ -134,37 +134,38 @@ def _passes(problem: Problem, at: Costs) -> tuple[_PassTimes, _PassTimes]:
     )
 
 
-# Measured on two and four H200s, 16,384 tokens each (`benchmarks/results`: `by_heads_2x_h200.txt`,
-# `head_chunks_4x_h200.txt`).
-_LEAST_GAIN = 0.01  # Of the time: one document over four GPUs gained 2 % by (1, 7) where the estimate says 1.6 %.
-_LEAST_GAIN_OF_SEVERAL = 0.1  # Five documents lost 9 % by (1, 7) where the estimate says that they gain 3 %.
+# The shares of the time that head chunks of all_gather have to save, by the estimate; measured on two and four H200s,
+# 16,384 tokens each (`benchmarks/results`: `by_heads_2x_h200.txt`, `head_chunks_4x_h200.txt`).
+_LEAST_SAVED_ONE_DOCUMENT = 0.01  # It gained 2 % over four GPUs by (1, 7) where the estimate says 1.6 %.
+_LEAST_SAVED_SEVERAL_DOCUMENTS = 0.1  # Five lost 9 % by (1, 7) where the estimate says that they gain 3 %.
 _NEARLY_ALL = 0.9  # Of the visible pairs. A batch in which one document has them is taken for one document.
 _STEPS_A_HOST_STEP = 3  # A step of all_gather has a launch and one kind of message: a third of one of a2a.
 _SLOWED = 1.4  # Messages move 242 GB/s during a launch.
 
 
-def _least_gain(problem: Problem) -> float:
+def _least_saved(problem: Problem) -> float:
     """The share of the time that head chunks of all_gather have to save, by the estimate."""
     pairs = problem.workload.areas.pairs
-    return _LEAST_GAIN if pairs.max(initial=0) >= _NEARLY_ALL * pairs.sum() else _LEAST_GAIN_OF_SEVERAL
+    one_document = pairs.max(initial=0) >= _NEARLY_ALL * pairs.sum()
+    return _LEAST_SAVED_ONE_DOCUMENT if one_document else _LEAST_SAVED_SEVERAL_DOCUMENTS
 
 
 def _gathering_pass(problem: Problem, at: Costs) -> _PassTimes:
     """The forward pass of all_gather: keys come, and all results stay. Of the rank that gets most."""
-    members, group = RingMembers(problem.workload), problem.heads_q // problem.heads_kv
-    rows, pairs_at_home = members.arriving
+    visibility, group = Visibility(problem.workload), problem.heads_q // problem.heads_kv
+    rows, pairs_at_home = visibility.arriving
     a_row = (problem.d_qk + problem.d_v) * ITEM_BYTES[problem.dtype] / at.bytes_per_us
     a_pair = 2 * group * (problem.d_qk + problem.d_v) / at.flops_per_us
     home = problem.heads_kv * pairs_at_home * a_pair
     hidden = float(home[rows > 0].min(initial=home.max()))
-    attend = int(members.areas.pairs.sum()) / problem.cp_size * a_pair - hidden / problem.heads_kv
+    attend = int(visibility.areas.pairs.sum()) / problem.cp_size * a_pair - hidden / problem.heads_kv
     idle = at.idle_rows / max(sum(problem.lengths.len_q) * group / problem.cp_size, 1.0)
     alone = at.launch_us + hidden if hidden else 0.0
     come = int(rows.max()) * a_row
     return _PassTimes(come, attend, 0.0, idle * attend, alone, at.host_us / _STEPS_A_HOST_STEP, _SLOWED)
 
 
-def _most_pairs(home: RingMembers) -> int:
+def _most_pairs(home: Visibility) -> int:
     """The visible pairs of the rank that has most of them at home."""
     rank = np.zeros(len(home.areas), dtype=int)
     rank[home.query_rows.area] = home.query_rows.member
@@ -220,20 +221,20 @@ def choose_own_first(problem: Problem, *, deterministic: bool = False, in_place:
 
 def _one_segment_a_row(problem: Problem) -> bool:
     """Whether each query sees keys of one area, and a rank has few pieces of each area."""
-    members = RingMembers(problem.workload)
-    rows = members.query_rows
-    if not members.areas.queries.disjoint or not len(rows):
+    visibility = Visibility(problem.workload)
+    rows = visibility.query_rows
+    if not visibility.areas.queries.disjoint or not len(rows):
         return not len(rows)
     rows = rows.take(np.lexsort((rows.start, rows.member, rows.area)))
-    piece = rows.member * len(members.areas) + rows.area
+    piece = rows.member * len(visibility.areas) + rows.area
     apart = np.append(True, (piece[1:] != piece[:-1]) | (rows.start[1:] != rows.stop[:-1]))
     return int(np.bincount(piece[apart]).max()) <= _MOST_PIECES
 
 
-def own_keys_first(members: RingMembers, rank: int, rank_schedule: RankSchedule) -> RankSchedule:
+def own_keys_first(visibility: Visibility, rank: int, rank_schedule: RankSchedule) -> RankSchedule:
     """A rank's schedule of one pass of all_gather, all heads at once, with own keys that attend first."""
-    everybody, heads = np.arange(members.member_count), (0, members.workload.heads_q)
-    theirs, own = members.sees(rank, (everybody == rank).astype(int))
+    everybody, heads = np.arange(visibility.member_count), (0, visibility.workload.heads_q)
+    theirs, own = visibility.sees(rank, (everybody == rank).astype(int))
     return _with_tiles(rank_schedule, [own.tiles(heads), theirs.tiles(heads)])
 
 
@@ -273,7 +274,11 @@ def own_keys_wait(problem: Problem, rank_schedules: Schedules) -> Schedules:
     waiting, stays = own.take(waits), own.take(~waits)
     if not len(waiting) or not arrives[waits].all() or bool((tile_pairs(areas, stays) == _cells(stays)).any()):
         return rank_schedules
-    if not _apart(areas.take(waiting.area)) or _in_front(waiting, stays) or not _hidden(problem, forward[0], stays):
+    if (
+        not _same_or_disjoint_keys(areas.take(waiting.area))
+        or _in_front(waiting, stays)
+        or not _hidden(problem, forward[0], stays)
+    ):
         return rank_schedules
     tiles: list[Tiles] = [stays, *(step.tiles for step in forward[1:])]
     for n in map(int, np.unique(arrives[waits])):
@@ -310,7 +315,7 @@ def _cells(rectangles: Areas | Tiles) -> Column:
     return (rectangles.q_stop - rectangles.q_start) * (rectangles.k_stop - rectangles.k_start)
 
 
-def _apart(areas: Areas) -> bool:
+def _same_or_disjoint_keys(areas: Areas) -> bool:
     """Whether any two of these have the same keys or none in common."""
     start, stop = np.unique(np.stack([areas.k_start, areas.k_stop]), axis=1)
     return bool((start[1:] >= stop[:-1]).all())
@@ -382,9 +387,9 @@ class _Choices:
     ) -> None:
         self.problem, self.head_chunks = problem, head_chunks
         self.own_first = choose_own_first(problem) if own_first is None else own_first
-        self.members = self.in_blocks = RingMembers(problem.workload)
+        self.visibility = self.in_blocks = Visibility(problem.workload)
         if key_block > 1 and bool((problem.workload.areas.lo > -UNBOUNDED).any()):  # Other keys begin with a block.
-            self.in_blocks = RingMembers(problem.workload, key_block=key_block)
+            self.in_blocks = Visibility(problem.workload, key_block=key_block)
 
     def schedules(self, rank: int) -> Schedules:
         """One rank's, forward and backward: own keys first, or all keys that a query sees at once, in whole blocks."""
@@ -392,11 +397,11 @@ class _Choices:
         if not self.own_first:
             found = plan_rank(problem, self.in_blocks, rank, self.head_chunks)
         else:
-            whole = cut = plan_rank(problem, self.members, rank)
-            if self.head_chunks or self.in_blocks is not self.members:
+            whole = cut = plan_rank(problem, self.visibility, rank)
+            if self.head_chunks or self.in_blocks is not self.visibility:
                 cut = plan_rank(problem, self.in_blocks, rank, self.head_chunks)
             forward, backward = (
-                own_keys_first(self.members, rank, at_once) if name in self.own_first else in_chunks
+                own_keys_first(self.visibility, rank, at_once) if name in self.own_first else in_chunks
                 for name, at_once, in_chunks in zip(("forward", "backward"), whole, cut, strict=True)
             )
             found = forward, backward

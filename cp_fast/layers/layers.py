@@ -60,10 +60,10 @@ class LayerTables:
     def exchange(self, name: str) -> RowExchange:
         """An exchange, made once."""
         found = self.exchanges.get(name)
-        return found or self.exchanges.setdefault(name, self._made(name))
+        return found or self.exchanges.setdefault(name, self._new_exchange(name))
 
     @torch.inference_mode(False)
-    def _made(self, name: str) -> RowExchange:
+    def _new_exchange(self, name: str) -> RowExchange:
         return RowExchange(name, self.messages(name), self.device)
 
 

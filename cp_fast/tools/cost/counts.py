@@ -356,7 +356,7 @@ def most_bytes(problem: Problem, counts: RankCounts) -> int:
     forward.run()
     out = forward.size_of(programs.forward.results["out"])
     backward = _Memory(PassBytes(problem, programs.backward, tables))
-    for number, other in programs.kept:
+    for number, other in programs.kept_buffers:
         backward.hold(other, forward.size_of(number), shared=True)  # Autograd keeps it until the end of the pass.
     backward.run()
     return max(forward.peak, out + backward.peak)

@@ -19,7 +19,7 @@ __all__ = [
 
 _COSTS = costs()
 # Much to hide behind, and chunks for nothing.
-ALWAYS_CHUNKS = Costs(1e-3, 1.0, exchange_us=1.0, launch_us=0.0, idle_rows=0.0, host_us=0.0, least_gain=0.0)
+ALWAYS_CHUNKS = Costs(1e-3, 1.0, exchange_us=1.0, launch_us=0.0, idle_rows=0.0, host_us=0.0, least_saved=0.0)
 NEVER_CHUNKS = replace(_COSTS, launch_us=1e9)
 ALWAYS_WAIT = replace(_COSTS, flops_per_us=1e-9, exchange_us=0.0)  # Any computation hides every message.
 NEVER_WAIT = replace(_COSTS, flops_per_us=1e30)

@@ -23,7 +23,7 @@ from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Launch
 from cp_ref import masks
 from cp_ref.schedules.planners.make_schedule import make_schedule
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Schedule, Tiles
 from cp_ref.schedules.verify.proof import verify
@@ -43,7 +43,7 @@ def test_a_chosen_cut_is_a_cut_of_the_heads(drawn: tuple[Problem, tuple[int, ...
     with planned_at(ALWAYS_CHUNKS):
         chosen = choose_head_chunks(problem)
         assert sum(chosen) in (0, sum(any_cut))
-        exchanged = RingMembers(problem.workload).exchanged.areas.pairs.sum()
+        exchanged = Visibility(problem.workload).exchanged.areas.pairs.sum()
         assert exchanged == 0 or sum(any_cut) == 1 or len(chosen) > 1
         verify(problem, chosen_schedule(problem, chosen, {}))
     with planned_at(NEVER_CHUNKS):

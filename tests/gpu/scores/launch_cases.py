@@ -23,7 +23,7 @@ from cp_fast.kernels.attention.backend_protocol import (
     VarlenBatch,
 )
 from cp_fast.kernels.attention.choose_backend import by_name
-from cp_ref.calls.scores import ScoreTensors, kept
+from cp_ref.calls.scores import ScoreTensors, kept_by_dropout
 from cp_ref.schedules.problem import ScoreSpec
 from tests.gpu.scores.launch_oracle import LaunchResults, Operands, dense
 
@@ -203,7 +203,7 @@ def wrong_masks(case: Case, backend: Backend) -> list[str]:
     q, wrong, d = torch.zeros_like(q), list[str](), v.shape[2]
     for s in range(len(case.lengths)):
         rows, columns = (slice(cu[s], cu[s + 1]) for cu in (batch.cu_q, batch.cu_kv))
-        expected = kept(
+        expected = kept_by_dropout(
             positions.q_sequences[rows][None, :, None],
             heads[:, None, None],
             positions.q_positions[rows][None, :, None],
