@@ -19,7 +19,7 @@ import cp_fast as package
 import cp_fast.thd
 from conformance.adapters.band_tiles import crop, out_of_nothing
 from conformance.case import Case
-from cp_fast.compile.chosen_schedule import choose_own_first
+from cp_fast.compile.own_keys import choose_own_first
 from cp_fast.compile.same_bits import from_first_keys
 from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
 from cp_fast.kernels.attention.choose_backend import choose

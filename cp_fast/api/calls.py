@@ -12,8 +12,8 @@ from cp_fast.api.checked_calls import agree_on_call, checking, describe
 from cp_fast.api.compiled_batch import CompiledBatch
 from cp_fast.api.fast_context import PLAIN_TENSORS, WORDS, ContextParallel, Signature, call_key
 from cp_fast.api.plan import Plan, backend_for, prepared
-from cp_fast.compile.chosen_schedule import choose_own_first
 from cp_fast.compile.index_tables import check_row_numbers
+from cp_fast.compile.own_keys import choose_own_first
 from cp_fast.kernels.attention.choose_backend import BACKENDS, features_of
 from cp_fast.runtime.handles import hide_from_checkpointing
 from cp_fast.runtime.prepared_exchange import prepares
@@ -343,7 +343,7 @@ def _plan_of_problem(call: AttentionCall, earlier: Iterable[Plan]) -> tuple[Agre
     wanted = problem.fingerprint, backend, q.device, choose_own_first(problem, deterministic=deterministic)
     for plan in earlier:
         batch = plan.batch
-        if (batch.problem.fingerprint, batch.backend, batch.device, batch.own_first) == wanted:
+        if (batch.problem.fingerprint, batch.backend, batch.device, batch.choices.own_first) == wanted:
             break
     else:
         plan = prepared(call.cp, agreement, backend, q.device, None, score_mod, deterministic=deterministic)

@@ -11,16 +11,10 @@ import torch
 
 from cp_fast.api.fast_context import PlanCache
 from cp_fast.compile.buffers import in_order
-from cp_fast.compile.chosen_schedule import (
-    Schedules,
-    choose_head_chunks,
-    choose_own_first,
-    chosen_rank_schedule,
-    chosen_schedule,
-)
+from cp_fast.compile.chosen_schedule import Choices, choose, chosen_rank_schedule, chosen_schedule
 from cp_fast.compile.in_place import FixedTables, Shape
 from cp_fast.compile.packing import Packing
-from cp_fast.compile.pipeline import lowered, optimized, upload
+from cp_fast.compile.pipeline import drafted, lowered, optimized, upload
 from cp_fast.compile.program import Programs
 from cp_fast.kernels.attention.backend_protocol import Backend
 from cp_fast.movers.mover_protocol import Rows
@@ -34,7 +28,7 @@ from cp_ref.groups.group import Group
 from cp_ref.problems.room import Room
 from cp_ref.schedules.planners.make_schedule import saved_kinds
 from cp_ref.schedules.problem import Problem
-from cp_ref.schedules.schedule import Schedule
+from cp_ref.schedules.schedule import RankPasses, Schedule
 
 __all__ = ["CompiledBatch", "KnownCalls", "compile_batch"]
 
@@ -72,9 +66,7 @@ class CompiledBatch:
         instructions: the programs of both passes.
         positions: the sequences and positions of the rows of its launches.
         steps: this rank's part of `schedule`, the source of `instructions`.
-        head_chunks: the kv heads of each rank that are exchanged at a time; () for all at once. The next batches keep
-            those of the first one.
-        own_first: the passes of all_gather in which own keys attend while the others travel.
+        choices: how `schedule` was made; the next batches keep them.
         custom: the user's schedule; None for the planner's.
         room: the room for the next batches; None for a plan that is not updated.
         fixed: the tables that all batches share, if there is room.
@@ -91,9 +83,8 @@ class CompiledBatch:
     packing: Packing
     instructions: Programs[Rows]
     positions: RowPositions = field(repr=False)
-    steps: Schedules = field(repr=False)
-    head_chunks: tuple[int, ...] = ()
-    own_first: tuple[str, ...] = ()
+    steps: RankPasses = field(repr=False)
+    choices: Choices
     custom: Schedule | None = field(default=None, repr=False)
     room: Room | None = None
     fixed: FixedTables | None = field(default=None, repr=False)
@@ -110,13 +101,7 @@ class CompiledBatch:
     @cached_property
     def schedule(self) -> Schedule:
         """The sends, receives and tiles of every rank, step by step; `instructions` comes from this rank's part."""
-        return self.custom or chosen_schedule(
-            self.problem,
-            self.head_chunks,
-            {self.rank: self.steps},
-            self.own_first,
-            key_block=self.backend.key_block,
-        )
+        return self.custom or chosen_schedule(self.problem, self.choices, {self.rank: self.steps})
 
     def group(self, comm: Group) -> Group:
         """The group that carries the messages: the transport, if it is of this group, else the group itself."""
@@ -136,8 +121,8 @@ class CompiledBatch:
         """
         fixed = self.fixed
         assert fixed is not None
-        packing = Packing(problem)
-        steps = chosen_rank_schedule(problem, self.rank, self.head_chunks, self.own_first)
+        packing = Packing(problem, self.packing.may_fold)
+        steps = chosen_rank_schedule(problem, self.rank, self.choices)
         fitted = fixed.fitted(lowered(packing, self.rank, steps, saved_kinds(problem)), problem)
 
         def overwrite() -> CompiledBatch:
@@ -166,18 +151,15 @@ def compile_batch(
     kernels(device.type)
     carried_by()  # A wrong word in the environment raises, on a CPU too.
     if custom is None:
-        own_first = choose_own_first(problem, deterministic=deterministic, in_place=room is not None)
-        head_chunks = () if "forward" in own_first else choose_head_chunks(problem)
-        steps = chosen_rank_schedule(problem, rank, head_chunks, own_first, key_block=backend.key_block)
-        saved = saved_kinds(problem)
+        in_place = room is not None
+        choices = choose(problem, deterministic=deterministic, in_place=in_place, key_block=backend.key_block)
+        steps, saved = chosen_rank_schedule(problem, rank, choices), saved_kinds(problem)
     else:
-        head_chunks = own_first = ()
+        choices = Choices()
         steps, saved = (in_order(custom.forward[rank]), in_order(custom.backward[rank])), custom.saved
     packing = Packing(problem, may_fold=custom is None and is_on("fold_batch"))
     if room is None:
-        draft = lowered(packing, rank, steps, saved, shared_keys_tile=backend.shared_keys_tile)
-        writes_rows = backend.writes_rows and not backend.pads(problem.d_qk, problem.d_v)
-        fixed, instructions = None, upload(optimized(draft, writes_rows=writes_rows), device)
+        fixed, instructions = None, upload(drafted(packing, rank, steps, saved, backend), device)
     else:
         draft = lowered(packing, rank, steps, saved)
         fixed = FixedTables(Shape(optimized(draft, in_place=True).programs, draft.tables, problem, rank, room), device)
@@ -185,5 +167,5 @@ def compile_batch(
     positions = RowPositions(instructions, packing.packed_problem, device)
     if not problem.position_free_scores:
         positions.make()
-    chosen = steps, head_chunks, own_first, custom, room, fixed
-    return CompiledBatch(problem, rank, device, backend, packing, instructions, positions, *chosen)
+    made = steps, choices, custom, room, fixed
+    return CompiledBatch(problem, rank, device, backend, packing, instructions, positions, *made)

@@ -78,7 +78,7 @@ class Plan(OfThisProcess, plans.Plan):
     device = _of_batch(lambda batch: batch.device)
     room = _of_batch(lambda batch: batch.room)
     custom = _of_batch(lambda batch: batch.custom)
-    head_chunks = _of_batch(lambda batch: batch.head_chunks)
+    head_chunks = _of_batch(lambda batch: batch.choices.head_chunks)
     backend = _of_batch(lambda batch: batch.backend)
     messages = _of_batch(lambda batch: batch.messages)
     instructions = _of_batch(lambda batch: batch.instructions)

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from benchmarks.cost_model.predictions import FARTHER, compared, why_farther, write
 from benchmarks.cost_model.records import RESULTS, read_records
 from cp_fast import ContextParallel, make_plan
-from cp_fast.compile.chosen_schedule import choose_head_chunks
+from cp_fast.compile.chosen_head_chunks import choose_head_chunks
 from cp_fast.compile.machine import Kernel, Machine, read_machine
 from cp_fast.layers.layers import LayerTables
 from cp_fast.layers.linear_plan import linear_tables

@@ -19,7 +19,7 @@ import cp_ref
 from conformance.case import Case
 from conformance.checks.values import check_logic
 from conformance.tensors import plan_arguments
-from cp_fast.compile.chosen_schedule import choose_head_chunks
+from cp_fast.compile.chosen_head_chunks import choose_head_chunks
 from cp_ref import ContextParallel, SimGroup, make_plan, supports
 from cp_ref.problems.read_problem import check_one_document
 from cp_ref.reference.simulator import SimMember

@@ -31,7 +31,7 @@ from cp_ref.schedules.areas import UNBOUNDED, Areas, crop
 from cp_ref.schedules.ownership import Fragments, Ownership
 from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Problem, Workload
-from cp_ref.schedules.schedule import KINDS, Message, Pieces, RankSchedule, Schedule, Step, Tiles, tag
+from cp_ref.schedules.schedule import KINDS, Message, Pieces, RankPasses, RankSchedule, Schedule, Step, Tiles, tag
 from cp_ref.schedules.table import Spans
 from cp_ref.schedules.verify.costs import tile_pairs
 from cp_ref.schedules.verify.proof import verify_tables
@@ -348,7 +348,7 @@ def _visits(work: Workload, name: str, route: Route) -> Schedule:
     return Schedule(name, (work.heads_q, work.heads_kv), forward, backward)
 
 
-def plan_bidirectional_rank(visibility: Visibility, rank: int) -> tuple[RankSchedule, RankSchedule]:
+def plan_bidirectional_rank(visibility: Visibility, rank: int) -> RankPasses:
     """Blocks travel both ways round the ring: at step h a rank has the blocks of rank - h and of rank + h. Gradients go
     straight home, a step later. So cp_size ranks need half the steps of a ring.
     """

@@ -39,7 +39,7 @@ from cp_ref.schedules.ownership import Fragments
 from cp_ref.schedules.planners.p2p import RingRole, ring_schedules
 from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Workload
-from cp_ref.schedules.schedule import Heads, Message, Pieces, RankSchedule, Step, Tiles, side_of, tag
+from cp_ref.schedules.schedule import Heads, Message, Pieces, RankPasses, Step, Tiles, side_of, tag
 from cp_ref.schedules.table import Spans
 
 __all__ = [
@@ -61,7 +61,7 @@ def head_ranges(work: Workload, a2a_rank: int) -> tuple[Heads, Heads]:
     return (start, stop), (start // work.heads_per_kv, -(-stop // work.heads_per_kv))
 
 
-def plan_a2a_rank(visibility: Visibility, rank: int) -> tuple[RankSchedule, RankSchedule]:
+def plan_a2a_rank(visibility: Visibility, rank: int) -> RankPasses:
     """One rank's forward and backward schedule: exchange, ring across the groups (one step in `a2a`), exchange back."""
     size, work, home = visibility.a2a_size, visibility.workload, visibility.at_home
     visibility = visibility.exchanged  # from here on: of the areas whose heads are exchanged

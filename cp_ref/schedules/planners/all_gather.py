@@ -22,7 +22,7 @@ import numpy as np
 
 from cp_ref.schedules.areas import UNBOUNDED
 from cp_ref.schedules.planners.visibility import Visibility, spans_by
-from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Step, Tiles, tag
+from cp_ref.schedules.schedule import Message, Pieces, RankPasses, Step, Tiles, tag
 from cp_ref.schedules.table import Column, Spans
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-def plan_all_gather_rank(visibility: Visibility, rank: int) -> tuple[RankSchedule, RankSchedule]:
+def plan_all_gather_rank(visibility: Visibility, rank: int) -> RankPasses:
     """One rank's forward and backward schedule."""
     work, count = visibility.workload, visibility.member_count
     peers = [(rank + n) % count for n in range(1, count)]  # the next one first: not all begin with the same

@@ -12,7 +12,7 @@ from cp_ref.schedules.planners.head_chunks import check_head_chunks, in_head_chu
 from cp_ref.schedules.planners.p2p import plan_p2p_rank
 from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Problem
-from cp_ref.schedules.schedule import RankSchedule, Schedule
+from cp_ref.schedules.schedule import RankPasses, Schedule
 
 __all__ = [
     "SCHEDULES",
@@ -39,7 +39,7 @@ class Planner:
         chunked: whether the heads of its messages may be cut into head chunks.
     """
 
-    plan_rank: Callable[[Visibility, int], tuple[RankSchedule, RankSchedule]]
+    plan_rank: Callable[[Visibility, int], RankPasses]
     text: str
     saved: tuple[str, ...] = ()
     exchanging: Literal["none", "all", "inner"] = "none"
@@ -81,7 +81,7 @@ SCHEDULES: dict[str, Planner] = {
 
 def make_schedule(
     problem: Problem,
-    known: Mapping[int, tuple[RankSchedule, RankSchedule]] | None = None,
+    known: Mapping[int, RankPasses] | None = None,
     head_chunks: tuple[int, ...] = (),
 ) -> Schedule:
     """The schedule of all ranks.
@@ -131,17 +131,13 @@ def chunked_heads(problem: Problem) -> int:
     return heads_kv // size if SCHEDULES[problem.cp_comm_type].chunked and heads_kv % size == 0 else 0
 
 
-def make_rank_schedule(
-    problem: Problem, rank: int, head_chunks: tuple[int, ...] = ()
-) -> tuple[RankSchedule, RankSchedule]:
+def make_rank_schedule(problem: Problem, rank: int, head_chunks: tuple[int, ...] = ()) -> RankPasses:
     """One rank's forward and backward schedule, as in `make_schedule`, without planning the other ranks."""
     check_head_chunks(chunked_heads(problem), head_chunks)
     return plan_rank(problem, Visibility(problem.workload), rank, head_chunks)
 
 
-def plan_rank(
-    problem: Problem, visibility: Visibility, rank: int, head_chunks: tuple[int, ...] = ()
-) -> tuple[RankSchedule, RankSchedule]:
+def plan_rank(problem: Problem, visibility: Visibility, rank: int, head_chunks: tuple[int, ...] = ()) -> RankPasses:
     """As `make_rank_schedule`, for several ranks with the same ring members of the problem. Checks nothing."""
     planner = SCHEDULES[problem.cp_comm_type]
     forward, backward = planner.plan_rank(visibility, rank)

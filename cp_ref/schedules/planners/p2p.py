@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_ref.schedules.planners.visibility import SeenTiles, Visibility
-from cp_ref.schedules.schedule import Heads, Message, Pieces, RankSchedule, Step, tag
+from cp_ref.schedules.schedule import Heads, Message, Pieces, RankPasses, Step, tag
 from cp_ref.schedules.table import Spans
 
 __all__ = [
@@ -77,14 +77,14 @@ class Route(NamedTuple):
     grads_received: dict[int, Hop]  # of what the other ring member has met
 
 
-def plan_p2p_rank(visibility: Visibility, rank: int) -> tuple[RankSchedule, RankSchedule]:
+def plan_p2p_rank(visibility: Visibility, rank: int) -> RankPasses:
     """One rank's forward and backward schedule."""
     work = visibility.workload
     role = RingRole(rank, int, (0, work.heads_q), (0, work.heads_kv))  # A ring member is a rank.
     return ring_schedules(visibility, role)
 
 
-def ring_schedules(visibility: Visibility, role: RingRole) -> tuple[RankSchedule, RankSchedule]:
+def ring_schedules(visibility: Visibility, role: RingRole) -> RankPasses:
     """The forward and backward steps of one rank: at step s it computes with the block of ring member - s."""
     count = visibility.member_count
     sees = visibility.sees(role.member, (role.member - np.arange(count)) % count)  # by distance

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
-from cp_fast.compile import chosen_schedule
+from cp_fast.compile import chosen_head_chunks, own_keys
 from cp_fast.compile.machine import Costs, costs
 
 __all__ = [
@@ -28,9 +29,5 @@ NEVER_WAIT = replace(_COSTS, flops_per_us=1e30)
 @contextmanager
 def planned_at(other: Costs) -> Iterator[None]:
     """Inside, plans are made as if a machine had these costs."""
-    before = chosen_schedule.costs
-    chosen_schedule.costs = lambda: other  # type: ignore[assignment]
-    try:
+    with patch.object(chosen_head_chunks, "costs", lambda: other), patch.object(own_keys, "costs", lambda: other):
         yield
-    finally:
-        chosen_schedule.costs = before

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from cp_fast.compile.chosen_schedule import own_keys_first
 from cp_fast.compile.lower import lower
+from cp_fast.compile.own_keys import own_keys_first
 from cp_fast.compile.pipeline import optimized
 from cp_fast.compile.program import Launch
 from cp_fast.tiles.launches import tile_launches
