@@ -46,8 +46,9 @@ import cp_fast
 from benchmarks.parts import timeline
 from benchmarks.parts.others import Other, others
 from benchmarks.parts.ranks import Commit, Schedules, connect, largest, passes_of, seconds, switched
-from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions
 from cp_fast.kernels.attention.choose_backend import by_name
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.calls.declared import replaced
 from cp_ref.schedules.problem import Problem, ScoreSpec, Sequence
 

@@ -32,8 +32,9 @@ import cp_fast
 from benchmarks.parts.ranks import Commit, JsonOut, connect, seconds, write_json
 from benchmarks.parts.sparse_shape import milliseconds
 from conformance.implementation import Implementation
-from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions
 from cp_fast.kernels.attention.choose_backend import by_name
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_fast.kernels.sparse.sparse_kernels import Runs, Visible
 from cp_fast.kernels.sparse.triton_sparse import triton_kernels
 from cp_ref.schedules.problem import ScoreSpec

@@ -8,7 +8,7 @@ order of one call. Read of each file the part that is named here; the rest can w
     compile/pipeline            the compiler on one page: lowering, passes, tables on the device
     runtime/run                 how an instruction becomes an operation, the loop, and what lies around it
     kernels/attention/backend_protocol
-                                what a kernel library is asked (`VarlenBatch`, `Backend`)
+                                what a kernel library is asked (`Backend`; `varlen_batch` has its tiles)
     api/attention               the public call and its autograd function
     api/calls                   a call is checked, or known from before; the plan of a call without one
     api/plan                    what `make_plan` returns, and `update`

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.schedules.areas import Areas
 from cp_ref.schedules.problem import Problem, ScoreSpec
 from cp_ref.schedules.table import ranges

@@ -21,8 +21,9 @@ from conformance.adapters.band_tiles import crop, out_of_nothing
 from conformance.case import Case
 from cp_fast.compile.own_keys import choose_own_first
 from cp_fast.compile.same_bits import from_first_keys
-from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions
 from cp_fast.kernels.attention.choose_backend import choose
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_fast.movers.select_movers import kernels
 from cp_ref.problems.arguments import features_of
 from cp_ref.schedules.planners.visibility import Visibility

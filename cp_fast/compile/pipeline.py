@@ -24,7 +24,8 @@ from cp_fast.compile.instruction_passes import (
 from cp_fast.compile.lower import Draft, lower
 from cp_fast.compile.packing import Packing, fold_batch
 from cp_fast.compile.program import Instruction, Launch, Program, Programs, View, with_views
-from cp_fast.kernels.attention.backend_protocol import Backend, SegmentStarts, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import Backend
+from cp_fast.kernels.attention.varlen_batch import SegmentStarts, VarlenBatch
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.passes import is_on, skipped
 from cp_fast.tiles.segments import WindowRule, own_window

@@ -13,17 +13,11 @@ import torch
 from cp_fast.kernels.attention import choose_backend as backends
 from cp_fast.kernels.attention import fa2
 from cp_fast.kernels.attention.backend_probe import probe, probe_segments
-from cp_fast.kernels.attention.backend_protocol import (
-    Backend,
-    BackwardOperands,
-    Cumulative,
-    Gradients,
-    LaunchOptions,
-    VarlenBatch,
-)
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions
 from cp_fast.kernels.attention.choose_backend import variants
 from cp_fast.kernels.attention.cudnn import backward_graph, forward_graph
 from cp_fast.kernels.attention.largest_logit import LargestLogit
+from cp_fast.kernels.attention.varlen_batch import Cumulative, VarlenBatch
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 from tests.cp_fast.backends.placed import both_ways

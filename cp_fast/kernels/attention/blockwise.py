@@ -28,7 +28,6 @@ from cp_fast.kernels.attention.backend_protocol import (
     LaunchOptions,
     Outs,
     Partial,
-    VarlenBatch,
 )
 from cp_fast.kernels.attention.kernel_operands import aligned, aligned_view
 from cp_fast.kernels.attention.score_blocks import (
@@ -45,6 +44,7 @@ from cp_fast.kernels.attention.score_blocks import (
     score_blocks,
     size_of,
 )
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.batches.tensors import wide_dtype
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature

@@ -42,14 +42,13 @@ from cp_fast.kernels.attention.backend_protocol import (
     FUSED_KERNELS,
     Backend,
     BackwardOperands,
-    Cumulative,
     Gradients,
     LaunchOptions,
     Partial,
-    VarlenBatch,
     check_scores,
 )
 from cp_fast.kernels.attention.kernel_operands import copied_if_unaligned, round_up, trim, widen, with_lse_gradient
+from cp_fast.kernels.attention.varlen_batch import Cumulative, VarlenBatch
 from cp_fast.kernels.this_gpu import NotInstalled, hopper_why_not
 from cp_ref.schedules.words import Feature
 

@@ -28,10 +28,10 @@ from cp_fast.kernels.attention.backend_protocol import (
     Gradients,
     LaunchOptions,
     Partial,
-    VarlenBatch,
     check_scores,
 )
 from cp_fast.kernels.attention.kernel_operands import copied_if_unaligned, round_up, trim, widen, with_lse_gradient
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_fast.kernels.this_gpu import ampere_why_not
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature, Unsupported, describe

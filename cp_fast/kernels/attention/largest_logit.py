@@ -10,14 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from cp_fast.kernels.attention.backend_protocol import (
-    Backend,
-    BackwardOperands,
-    Gradients,
-    LaunchOptions,
-    Partial,
-    VarlenBatch,
-)
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Partial
 from cp_fast.kernels.attention.score_blocks import (
     ScoreBlockSize,
     fold,
@@ -28,6 +21,7 @@ from cp_fast.kernels.attention.score_blocks import (
     score_blocks,
     size_of,
 )
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.calls.scores import ScoreTensors
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature

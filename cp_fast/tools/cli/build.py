@@ -16,9 +16,9 @@ from cp_fast.build import builder as native
 from cp_fast.build.recipe import DEVICES, VARIABLE, BuildError, Unavailable, read_archs
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Launch
-from cp_fast.kernels.attention.backend_protocol import VarlenBatch
 from cp_fast.kernels.attention.choose_backend import by_name
 from cp_fast.kernels.attention.fa4 import fa4_recorded
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_fast.tools.cli.plan import Request, problem_of
 from cp_fast.tools.cost.counts import LIBRARY
 from cp_fast.tools.cost.measure_machine import launch_calls

@@ -16,18 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_fast.kernels.attention import choose_backend as backends
 from cp_fast.kernels.attention.backend_probe import probe
-from cp_fast.kernels.attention.backend_protocol import (
-    Backend,
-    BackwardOperands,
-    Cumulative,
-    Gradients,
-    LaunchOptions,
-    Partial,
-    VarlenBatch,
-)
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Partial
 from cp_fast.kernels.attention.blockwise import BlockwiseBackend
 from cp_fast.kernels.attention.largest_logit import LargestLogit, largest_logit
 from cp_fast.kernels.attention.score_blocks import ScoreBlockSize, score_blocks_on_device
+from cp_fast.kernels.attention.varlen_batch import Cumulative, VarlenBatch
 from cp_fast.kernels.this_gpu import NotInstalled
 from cp_fast.log import log_once
 from cp_ref.schedules.problem import ScoreSpec

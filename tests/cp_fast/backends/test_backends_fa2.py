@@ -22,9 +22,10 @@ from cp_fast.kernels.attention import fa2 as fa2_backend
 from cp_fast.kernels.attention import fa2 as flash_attn_adapter
 from cp_fast.kernels.attention import fa2 as varlen
 from cp_fast.kernels.attention.backend_probe import probe
-from cp_fast.kernels.attention.backend_protocol import BackwardOperands, Cumulative, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions
 from cp_fast.kernels.attention.choose_backend import by_name, missing_in, variants
 from cp_fast.kernels.attention.fa2 import BUILT_IN, PACKAGE, Fa2Backend
+from cp_fast.kernels.attention.varlen_batch import Cumulative, VarlenBatch
 from cp_fast.tools.cli import app
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature, Unsupported

@@ -14,17 +14,11 @@ import torch
 
 from cp_fast.kernels.attention import kernel_operands as dims
 from cp_fast.kernels.attention.backend_probe import probe
-from cp_fast.kernels.attention.backend_protocol import (
-    Backend,
-    BackwardOperands,
-    Gradients,
-    LaunchOptions,
-    Partial,
-    VarlenBatch,
-)
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Partial
 from cp_fast.kernels.attention.choose_backend import by_name
 from cp_fast.kernels.attention.fa4 import fa4_backend as fa4
 from cp_fast.kernels.attention.kernel_operands import lse_launch
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 from tests.cp_fast.backends.placed import both_ways

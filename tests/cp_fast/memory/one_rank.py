@@ -17,14 +17,8 @@ from torch.utils._pytree import tree_leaves
 import cp_fast
 from cp_fast.compile.instruction_passes import low_precision_grads, of_one_launch
 from cp_fast.compile.program import Send
-from cp_fast.kernels.attention.backend_protocol import (
-    Backend,
-    BackwardOperands,
-    Gradients,
-    LaunchOptions,
-    Partial,
-    VarlenBatch,
-)
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Partial
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_fast.transport.peer_exchange import PeerMessages, SharedMemory
 from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup

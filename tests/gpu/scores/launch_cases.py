@@ -20,9 +20,9 @@ from cp_fast.kernels.attention.backend_protocol import (
     LaunchOptions,
     LaunchPositions,
     LaunchScores,
-    VarlenBatch,
 )
 from cp_fast.kernels.attention.choose_backend import by_name
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.calls.scores import ScoreTensors, kept_by_dropout
 from cp_ref.schedules.problem import ScoreSpec
 from tests.gpu.scores.launch_oracle import LaunchResults, Operands, dense

@@ -42,12 +42,12 @@ from cp_fast.kernels.attention.backend_protocol import (
     LaunchOptions,
     Outs,
     Partial,
-    VarlenBatch,
 )
 from cp_fast.kernels.attention.fa4.fa4_recorded import Launches, keep_on_disk
 from cp_fast.kernels.attention.fa4.scores.launch_program import launch_program, traced_scores
 from cp_fast.kernels.attention.fa4.scores.score_kernels import score_arguments, score_call
 from cp_fast.kernels.attention.kernel_operands import round_up, trim, widen
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_fast.kernels.this_gpu import NotInstalled, hopper_why_not
 from cp_ref.calls.scores import ScoreTensors
 from cp_ref.schedules.problem import ScoreSpec
