@@ -119,7 +119,7 @@ def alone(job: Job, backend: Backend, x: dict[str, torch.Tensor]) -> tuple[Calla
         part = forward()
         out = part.out.to(x["q"].dtype)
         return out, *backend.backward(
-            BackwardOperands(x["dout"], x["q"], x["k"], x["v"], out, part.lse, None), segments, options
+            [BackwardOperands(x["dout"], x["q"], x["k"], x["v"], out, part.lse, None)], segments, options
         )
 
     return forward, both

@@ -312,7 +312,7 @@ def _dense(rows: int, keys: int) -> dict[str, Any]:
     operands = BackwardOperands(dout, q, k, v, part.out.to(q.dtype), part.lse, None)
     ms = {
         "forward": milliseconds(lambda: backend.forward(q, k, v, batch, options), 1),
-        "backward": milliseconds(lambda: backend.backward(operands, batch, options), 1),
+        "backward": milliseconds(lambda: backend.backward([operands], batch, options), 1),
     }
     pairs = rows * (2 * keys - rows + 1) / 2
     operations = {"forward": 4 * pairs * 256 * 128, "backward": 10 * pairs * 256 * 128}

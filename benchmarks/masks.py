@@ -131,7 +131,7 @@ def dense_causal(job: Job, x: dict[str, torch.Tensor]) -> Callable[[], Any]:
     def both() -> Any:
         part = backend.forward(q, k, v, segments, options)
         return backend.backward(
-            BackwardOperands(dout, q, k, v, part.out.to(q.dtype), part.lse, None), segments, options
+            [BackwardOperands(dout, q, k, v, part.out.to(q.dtype), part.lse, None)], segments, options
         )
 
     return both

@@ -203,7 +203,7 @@ def _dense(shape: Shape, calls: int) -> dict[str, float]:
     operands = BackwardOperands(x["dout"], x["q"], x["k"], x["v"], part.out.to(x["q"].dtype), part.lse, None)
     return {
         "forward": milliseconds(forward, calls),
-        "backward": milliseconds(lambda: backend.backward(operands, batch, options), calls),
+        "backward": milliseconds(lambda: backend.backward([operands], batch, options), calls),
     }
 
 

@@ -169,7 +169,7 @@ def flash_attn_interface(backend: Backend, parts: Mapping[int, Sequence[int]], d
         q, k, v = operands
         where = segments(len(q), len(k), causal)
         gradients = backend.backward(
-            BackwardOperands(dout, q, k, v, out, lse, None), where, LaunchOptions(ScoreSpec(scale))
+            [BackwardOperands(dout, q, k, v, out, lse, None)], where, LaunchOptions(ScoreSpec(scale))
         )
         for place, x in zip(into, gradients, strict=True):
             place.copy_(x.view_as(place))

@@ -186,7 +186,7 @@ class OneBackend:
             operands = BackwardOperands(
                 dout[rows], q[rows], k[columns], v[columns], out[rows], lse[:, rows].contiguous(), None
             )
-            grads = backend.backward(operands, segments, options)
+            grads = backend.backward([operands], segments, options)
             dq[rows], dk[columns], dv[columns] = (x.to(q.dtype) for x in grads)
         return dq, dk, dv
 

@@ -347,7 +347,7 @@ def backward_launch(
 
     def launch(state: State) -> None:
         options = state.options if state.score_tensors is None else _with_places(state, positions, one)
-        part = backend.backward_freeing([operands(state)], batch, options)
+        part = backend.backward([operands(state)], batch, options)
         state.buffers[dq], state.buffers[dkv] = Tensors((part.dq,), ()), Tensors((part.dk, part.dv), ())
 
     return launch

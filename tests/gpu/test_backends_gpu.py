@@ -211,7 +211,7 @@ def run(
     assert part.lse.is_contiguous()
     assert part.out.is_contiguous()
     gradients = backend.backward(
-        BackwardOperands(dout, q, k, v, part.out.to(q.dtype), part.lse, dlse), segments, options
+        [BackwardOperands(dout, q, k, v, part.out.to(q.dtype), part.lse, dlse)], segments, options
     )
     assert all(x.is_contiguous() for x in gradients)
     return as_dict(part.out, part.lse, gradients)
@@ -334,7 +334,7 @@ def test_a_launch_over_part_of_the_columns_adds_up(name: str) -> None:
     merged = sum(p.out.float() * (p.lse - merged_lse).exp().T[:, :, None] for p in seen)
     assert isinstance(merged, torch.Tensor)
     got = [
-        backend.backward(BackwardOperands(dout, q, k[a:b], v[a:b], out, lse, None), s, options)
+        backend.backward([BackwardOperands(dout, q, k[a:b], v[a:b], out, lse, None)], s, options)
         for (a, b), s in zip(cuts, parts, strict=True)
     ]
     gradients = Gradients(

@@ -36,7 +36,7 @@ def alone(
     segments = VarlenBatch.pack(lengths, lengths, left, right, "cuda")
     options = LaunchOptions(ScoreSpec(x["q"].shape[-1] ** -0.5), deterministic)
     out, lse, _ = backend.forward(x["q"], x["k"], x["v"], segments, options)
-    grads = backend.backward(BackwardOperands(x["dout"], x["q"], x["k"], x["v"], out, lse, None), segments, options)
+    grads = backend.backward([BackwardOperands(x["dout"], x["q"], x["k"], x["v"], out, lse, None)], segments, options)
     return dict(zip(RESULTS, (out, lse.t(), *grads), strict=True))
 
 

@@ -187,8 +187,8 @@ class WithoutPlaces(Backend):
         assert options.score_inputs is None
         return self.library.forward(q, k, v, segments, options)
 
-    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
-        return self.library.backward(operands, segments, options)
+    def backward(self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions) -> Gradients:
+        return self.library.backward(given, segments, options)
 
 
 def test_a_library_without_them_is_never_asked() -> None:

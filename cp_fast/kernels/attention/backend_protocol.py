@@ -78,8 +78,12 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
+    def backward(self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """The launch's share of the gradients.
+
+        Args:
+            given: a list of one, the operands. The library takes them out. So tensors that nobody else refers to can be
+                freed once its kernels have read them, before it returns.
 
         Let s be the scores, p = exp(s - lse), dp = dout . v and delta = sum(dout * out) - dlse. Then:
 
@@ -89,14 +93,6 @@ class Backend(ABC):
         With dropout p is multiplied by its factors in dv, and dp by the same factors.
         Every library computes delta itself, so it is not passed.
         """
-
-    def backward_freeing(
-        self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions
-    ) -> Gradients:
-        """`backward` of the operands in a list, which it empties. A library may free operands without another reference
-        once its kernels have read them, before it returns.
-        """
-        return self.backward(given.pop(), segments, options)
 
     def check_score_inputs(self, scores: ScoreSpec, inputs: ScoreTensors) -> None:  # noqa: B027
         """Raise Unsupported for a score_mod that the library cannot compile; most run any function. It is asked for

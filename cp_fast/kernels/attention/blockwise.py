@@ -156,9 +156,9 @@ class BlockwiseBackend(Backend):
         return Partial(out, lse, max_logit)
 
     @torch.no_grad()
-    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
+    def backward(self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients come in the compute dtype, and always deterministic."""
-        scores, (dout, q, k, v, out, lse, dlse, *_) = options.scores, operands
+        scores, (dout, q, k, v, out, lse, dlse, *_) = options.scores, given.pop()
         dtype, d_qk = wide_dtype(q.dtype), q.shape[2]
         dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
         keys, values = _HeadMajor(k, dtype, self.size), _HeadMajor(v, dtype, self.size)

@@ -412,18 +412,19 @@ class CudnnBackend(Backend):
         return Partial(trim(out, d_v), stats.T.contiguous(), None)
 
     @torch.no_grad()
-    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
+    def backward(self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients have q's dtype, float32 where dlse is given."""
         check_scores(self, options)
         if options.deterministic:
             raise ValueError("backend 'cudnn' has no deterministic backward: choose by Feature.DETERMINISTIC")
+        operands = given.pop()
         d_qk, d_v = operands.q.shape[2], operands.v.shape[2]
         dout, q, k, v, out = map(_operand, operands[:5])
-        given = BackwardOperands(dout, q, k, v, out, operands.lse, None)
+        aligned = BackwardOperands(dout, q, k, v, out, operands.lse, None)
         stats = operands.lse.T.contiguous()
         with torch.cuda.device(q.device):
             launch = partial(_gradients, stats=stats, segments=segments, scale=options.scores.scale)
-            dq, dk, dv = with_lse_gradient(launch, given, operands.dlse, _STEP)
+            dq, dk, dv = with_lse_gradient(launch, aligned, operands.dlse, _STEP)
         return Gradients(trim(dq, d_qk), trim(dk, d_qk), trim(dv, d_v))
 
 

@@ -58,15 +58,9 @@ class LargestLogit(Backend):
         part = self._library.forward(q, k, v, segments, options)
         return part._replace(max_logit=largest_logit(q, k, segments, options))
 
-    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
+    def backward(self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`: the library's."""
-        return self._library.backward(operands, segments, options)
-
-    def backward_freeing(
-        self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions
-    ) -> Gradients:
-        """The library's."""
-        return self._library.backward_freeing(given, segments, options)
+        return self._library.backward(given, segments, options)
 
 
 def largest_logit(

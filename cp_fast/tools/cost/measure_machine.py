@@ -171,7 +171,7 @@ def launch_calls(
     forward = partial(backend.forward, q, k, v, segments, options)
     part = forward()
     operands = BackwardOperands(dout, q, k, v, part.out.to(dtype), part.lse, None)
-    return forward, partial(backend.backward, operands, segments, options)
+    return forward, lambda: backend.backward([operands], segments, options)
 
 
 def _copy(device: torch.device) -> float:

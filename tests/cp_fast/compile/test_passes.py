@@ -278,8 +278,9 @@ class Rounded(Backend):
     def forward(self, *args: Any) -> Any:
         return self._backend.forward(*args)
 
-    def backward(self, operands: BackwardOperands, *args: Any) -> Gradients:
-        return Gradients(*(x.to(operands.dout.dtype) for x in self._backend.backward(operands, *args)))
+    def backward(self, given: list[BackwardOperands], *args: Any) -> Gradients:
+        dtype = given[0].dout.dtype
+        return Gradients(*(x.to(dtype) for x in self._backend.backward(given, *args)))
 
 
 def play_rounded(

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 import cp_fast
 from cp_fast.compile.instruction_passes import low_precision_grads, of_one_launch
 from cp_fast.compile.program import Send
-from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Partial
-from cp_fast.kernels.attention.varlen_batch import VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, Gradients, Partial
 from cp_fast.transport.peer_exchange import PeerMessages, SharedMemory
 from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup
@@ -43,10 +42,7 @@ class Allocates(Backend):
         out = q.new_empty(*q.shape[:2], v.shape[2])
         return Partial(out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), None)
 
-    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
-        return self.backward_freeing([operands])
-
-    def backward_freeing(self, given: list[BackwardOperands], *rest: Any) -> Gradients:
+    def backward(self, given: list[BackwardOperands], *rest: Any) -> Gradients:
         dtype, (q, k, v) = given[0].q.dtype, [torch.empty_like(x, dtype=torch.float32) for x in given[0][1:4]]
         given.clear()  # the large kernel has read them; then each accumulator is rounded, and goes
         dk = torch.empty_like(k, dtype=dtype)

@@ -154,7 +154,7 @@ def launched(backend: Backend, problem: Problem) -> LaunchResults:
     """Both passes of a launch, by a kernel library."""
     (q, k, v, dout, dlse), batch, options = problem
     out, lse, *_ = backend.forward(q, k, v, batch, options)
-    grads = backend.backward(BackwardOperands(dout, q, k, v, out, lse, dlse), batch, options)
+    grads = backend.backward([BackwardOperands(dout, q, k, v, out, lse, dlse)], batch, options)
     return LaunchResults(out, lse, *grads)
 
 
@@ -227,7 +227,7 @@ def wrong_masks(case: Case, backend: Backend) -> list[str]:
                 dout.zero_()
                 dout[rows][start : start + size, :, :size] = torch.eye(size, device=v.device, dtype=v.dtype)[:, None]
                 given = BackwardOperands(dout, q, k, v, torch.zeros_like(dout), lse, None)
-                dv = backend.backward(given, batch, options).dv[columns]
+                dv = backend.backward([given], batch, options).dv[columns]
                 backward[:, start : start + size] = (dv[:, :, :size] > 0).permute(1, 2, 0)
         else:  # The queries of a group share dv: give each head its turn.
             _, lse, *_ = backend.forward(q, k, v, batch, options)
@@ -238,7 +238,7 @@ def wrong_masks(case: Case, backend: Backend) -> list[str]:
                     one = torch.eye(size, device=v.device, dtype=v.dtype)[:, None]
                     dout[rows][start : start + size, head::group, :size] = one
                     given = BackwardOperands(dout, q, k, v, torch.zeros_like(dout), lse, None)
-                    dv = backend.backward(given, batch, options).dv[columns]
+                    dv = backend.backward([given], batch, options).dv[columns]
                     backward[head::group, start : start + size] = (dv[:, :, :size] > 0).permute(1, 2, 0)
         for name, found in (("forward", forward), ("backward", backward)):
             if not torch.equal(found, expected):

@@ -167,14 +167,8 @@ class Fa4Backend(Backend):
         out, lse = _launch("_flash_attn_fwd", tensors, numbers, options)
         return Partial(out if outs else trim(out, d), lse, None)
 
-    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
+    def backward(self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients have q's dtype."""
-        return self.backward_freeing([operands], segments, options)
-
-    def backward_freeing(
-        self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions
-    ) -> Gradients:
-        """See `Backend.backward_freeing`: operands without another reference are freed early."""
         dout, q, k, v, out, lse, dlse = given.pop()
         dims = q.shape[2], v.shape[2]
         d_qk, d_v = _backward_dims(*dims, gqa=q.shape[1] != k.shape[1])
