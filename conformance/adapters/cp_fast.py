@@ -24,7 +24,7 @@ from cp_fast.compile.same_bits import from_first_keys
 from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions
 from cp_fast.kernels.attention.choose_backend import choose
 from cp_fast.kernels.attention.varlen_batch import VarlenBatch
-from cp_fast.movers.select_movers import kernels
+from cp_fast.movers.select_movers import movers_for
 from cp_ref.problems.arguments import features_of
 from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Problem, ScoreSpec
@@ -90,7 +90,7 @@ def operator_calls(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 Tensor = pytorch.Tensor
 for _device in ("cpu", "cuda") if pytorch.cuda.is_available() else ("cpu",):
-    kernels(_device)  # A compiler takes half a minute. It must not count as the first problem's time.
+    movers_for(_device)  # A compiler takes half a minute. It must not count as the first problem's time.
 
 
 _ONE_LAUNCH = ("a2a", "all_gather")  # They may compute a row with all its keys, in one launch.
@@ -153,7 +153,7 @@ class OneBackend:
         first_out, first_lse = parts[0]
         out, lse = first_out.to(first_lse.dtype, copy=True), first_lse.clone()
         for part_out, part_lse in parts[1:]:
-            kernels(out.device.type).merge_(out, lse, part_out, part_lse, slice(0, len(out)))
+            movers_for(out.device.type).merge_(out, lse, part_out, part_lse, slice(0, len(out)))
         return out, lse
 
     def tile(

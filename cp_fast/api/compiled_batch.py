@@ -18,7 +18,7 @@ from cp_fast.compile.pipeline import drafted, lowered, optimized, upload
 from cp_fast.compile.program import Programs
 from cp_fast.kernels.attention.backend_protocol import Backend
 from cp_fast.movers.mover_protocol import Rows
-from cp_fast.movers.select_movers import kernels
+from cp_fast.movers.select_movers import movers_for
 from cp_fast.passes import is_on
 from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.runtime.run import CompiledCall
@@ -148,7 +148,7 @@ def compile_batch(
     """A batch, compiled on this rank before the ranks agree on it: an error on one rank (a failed build, no memory for
     the tables) is then raised on all. Sends nothing.
     """
-    kernels(device.type)
+    movers_for(device.type)
     carried_by()  # A wrong word in the environment raises, on a CPU too.
     if custom is None:
         in_place = room is not None

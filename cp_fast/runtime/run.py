@@ -27,7 +27,7 @@ from cp_fast.compile.program import (
 )
 from cp_fast.kernels.attention.backend_protocol import Backend, LaunchOptions
 from cp_fast.movers.mover_protocol import Rows, take
-from cp_fast.movers.select_movers import kernels
+from cp_fast.movers.select_movers import movers_for
 from cp_fast.runtime.operations import (
     accumulate,
     backward_launch,
@@ -77,7 +77,7 @@ def resolve(program: Program[Rows], shapes: Shapes, group: Group, launcher: Laun
 
     launcher: None for a program without launches.
     """
-    buffers, instructions = PassBuffers.of(program, shapes, kernels(shapes.device.type)), program.instructions
+    buffers, instructions = PassBuffers.of(program, shapes, movers_for(shapes.device.type)), program.instructions
     sums = program.accumulations
     found, freed_later = list[Operation](), list[Operation]()
     sends, recvs, copies = list[Send[Rows]](), list[Recv](), list[Copy[Rows]]()
