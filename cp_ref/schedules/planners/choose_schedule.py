@@ -116,7 +116,7 @@ def choose_schedule(problem: Problem, names: Sequence[str], at: Prices = PRICES)
     return _by(problem, min(found, key=lambda one: one.price(least, at)).name)
 
 
-def why_chosen(problem: Problem, names: Sequence[str], at: Prices = PRICES) -> str:
+def why_chosen(problem: Problem, names: Sequence[str]) -> str:
     """What was chosen, and the estimates, that of the problem's own schedule first.
 
     >>> from cp_ref.schedules.problem import Sequence
@@ -124,7 +124,7 @@ def why_chosen(problem: Problem, names: Sequence[str], at: Prices = PRICES) -> s
     >>> why_chosen(Problem(2, (Sequence(*[32_768] * 4),), "all_gather", **sizes), ["all_gather", "a2a"])
     "'auto' took all_gather by estimates for H200s, both passes: all_gather 27.1 ms, a2a 27.4 ms and 0.19 GiB more"
     """
-    found = sorted(estimates(problem, names, at), key=lambda one: one.name != problem.cp_comm_type)
+    found = sorted(estimates(problem, names), key=lambda one: one.name != problem.cp_comm_type)
     least = min(one.size for one in found)
     more = [f" and {(one.size - least) / 2**30:.2f} GiB more" if one.size > least else "" for one in found]
     said = ", ".join(f"{one.name} {one.us / 1000:,.1f} ms{words}" for one, words in zip(found, more, strict=True))

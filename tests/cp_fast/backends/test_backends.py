@@ -57,9 +57,9 @@ def dense(
     return torch.cat(outs), torch.cat(lses, 1), torch.stack(logits).amax(0)
 
 
-def random_case(seed: int, *, longest: int = 40) -> tuple[VarlenBatch, tuple[int, int, int, int]]:
+def random_case(seed: int) -> tuple[VarlenBatch, tuple[int, int, int, int]]:
     """Segments and (h_q, h_kv, d_qk, d_v)."""
-    r = random.Random(seed)
+    r, longest = random.Random(seed), 40
     lengths_q = [r.choice([1, r.randint(1, longest)]) for _ in range(r.randint(1, 4))]
     lengths_kv = [r.choice([1, n, r.randint(1, longest)]) for n in lengths_q]
     left = r.choice([None, 0, r.randint(1, longest), -r.randint(1, 4)])

@@ -158,9 +158,9 @@ def launched(backend: Backend, problem: Problem) -> LaunchResults:
     return LaunchResults(out, lse, *grads)
 
 
-def run_case(case: Case, backend: Backend | None = None) -> list[str]:
+def run_case(case: Case) -> list[str]:
     """What is wrong with a case: nothing, or lines of text."""
-    backend = by_name("fa4") if backend is None else backend
+    backend = by_name("fa4")
     problem = problem_of(case)
     wide, plain = (
         dense(problem.operands.to(dtype), problem.batch, problem.options) for dtype in (torch.float64, torch.bfloat16)
