@@ -23,6 +23,7 @@ from conformance.runner.play_problem import Runner
 from cp_fast import masks
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Launch
+from cp_fast.tools.cost.counts import LIBRARY
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
 from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS
@@ -134,7 +135,7 @@ def of_common_keys(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], par
         dtype=dtype,
         **sizes,
     )
-    passes = (compiled(problem, rank).programs.forward for rank in range(size))
+    passes = (compiled(problem, rank, LIBRARY).programs.forward for rank in range(size))
     assume(any(one.batch.starts for program in passes for one in program.of(Launch)))
     return Case(problem, use_plan=draw(st.booleans()), return_lse=True, loss="out+lse")
 

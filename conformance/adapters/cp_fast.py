@@ -19,13 +19,14 @@ import cp_fast as package
 import cp_fast.thd
 from conformance.adapters.band_tiles import crop, out_of_nothing
 from conformance.case import Case
-from cp_fast.compile.chosen_schedule import choose_own_first
+from cp_fast.compile.own_keys import choose_own_first
 from cp_fast.compile.same_bits import from_first_keys
-from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions
 from cp_fast.kernels.attention.choose_backend import by_name, choose
-from cp_fast.movers.select_movers import kernels
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
+from cp_fast.movers.select_movers import movers_for
 from cp_ref.problems.arguments import features_of
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Problem, ScoreSpec
 from cp_ref.schedules.words import Feature
 
@@ -89,7 +90,7 @@ def operator_calls(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 Tensor = pytorch.Tensor
 for _device in ("cpu", "cuda") if pytorch.cuda.is_available() else ("cpu",):
-    kernels(_device)  # A compiler takes half a minute. It must not count as the first problem's time.
+    movers_for(_device)  # A compiler takes half a minute. It must not count as the first problem's time.
 
 
 _ONE_LAUNCH = ("a2a", "all_gather")  # They may compute a row with all its keys, in one launch.
@@ -143,9 +144,9 @@ class OneBackend:
     @staticmethod
     def batch_invariant(one: Problem, other: Problem) -> bool:
         """Whether a ring of three or more adds its gradients in the same order for both: all on the way, or none."""
-        members, others = (RingMembers(problem.workload) for problem in (one, other))
-        ring = one.cp_comm_type in ("p2p", "a2a+p2p") and members.member_count > 2
-        return not ring or members.sends_directly == others.sends_directly
+        seen, other_seen = (Visibility(problem.workload) for problem in (one, other))
+        ring = one.cp_comm_type in ("p2p", "a2a+p2p") and seen.member_count > 2
+        return not ring or seen.sends_directly == other_seen.sends_directly
 
     @staticmethod
     def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -153,7 +154,7 @@ class OneBackend:
         first_out, first_lse = parts[0]
         out, lse = first_out.to(first_lse.dtype, copy=True), first_lse.clone()
         for part_out, part_lse in parts[1:]:
-            kernels(out.device.type).merge_(out, lse, part_out, part_lse, slice(0, len(out)))
+            movers_for(out.device.type).merge_(out, lse, part_out, part_lse, slice(0, len(out)))
         return out, lse
 
     def tile(
@@ -186,7 +187,7 @@ class OneBackend:
             operands = BackwardOperands(
                 dout[rows], q[rows], k[columns], v[columns], out[rows], lse[:, rows].contiguous(), None
             )
-            grads = backend.backward(operands, segments, options)
+            grads = backend.backward([operands], segments, options)
             dq[rows], dk[columns], dv[columns] = (x.to(q.dtype) for x in grads)
         return dq, dk, dv
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions
 from cp_fast.kernels.attention.choose_backend import by_name
 from cp_fast.kernels.attention.fa2 import BUILT_IN
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.reference.simulator import SimGroup
 from cp_ref.schedules.problem import ScoreSpec
 from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, NEVER_CHUNKS, planned_at
@@ -35,7 +36,7 @@ def alone(
     segments = VarlenBatch.pack(lengths, lengths, left, right, "cuda")
     options = LaunchOptions(ScoreSpec(x["q"].shape[-1] ** -0.5), deterministic)
     out, lse, _ = backend.forward(x["q"], x["k"], x["v"], segments, options)
-    grads = backend.backward(BackwardOperands(x["dout"], x["q"], x["k"], x["v"], out, lse, None), segments, options)
+    grads = backend.backward([BackwardOperands(x["dout"], x["q"], x["k"], x["v"], out, lse, None)], segments, options)
     return dict(zip(RESULTS, (out, lse.t(), *grads), strict=True))
 
 
