@@ -22,7 +22,7 @@ from conformance.case import Case
 from cp_fast.compile.own_keys import choose_own_first
 from cp_fast.compile.same_bits import from_first_keys
 from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions
-from cp_fast.kernels.attention.choose_backend import choose
+from cp_fast.kernels.attention.choose_backend import by_name, choose
 from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_fast.movers.select_movers import movers_for
 from cp_ref.problems.arguments import features_of
@@ -94,13 +94,12 @@ for _device in ("cpu", "cuda") if pytorch.cuda.is_available() else ("cpu",):
 
 
 _ONE_LAUNCH = ("a2a", "all_gather")  # They may compute a row with all its keys, in one launch.
-_SAME_BITS = ("cpu", "fa4")  # These backends claim it. "auto" is "cpu" without a GPU.
 
 
 def case_bits(case: Case, backend: str) -> frozenset[str]:
     """The results of a case that have the bits of one launch over the whole batch: docs/how_to/bits.md."""
-    p = case.problem
-    if backend not in _SAME_BITS or p.areas is not None or (p.cp_size > 1 and p.cp_comm_type not in _ONE_LAUNCH):
+    p, library = case.problem, by_name(backend)
+    if not library.key_block or p.areas is not None or (p.cp_size > 1 and p.cp_comm_type not in _ONE_LAUNCH):
         return frozenset()
     if not from_first_keys(p):
         return frozenset()
@@ -108,12 +107,13 @@ def case_bits(case: Case, backend: str) -> frozenset[str]:
         first = choose_own_first(p, deterministic=case.deterministic)
         if "forward" in first or (p.window_size[0] >= 0 and not p.causal):  # Partial results; segments that are cut.
             return frozenset()
-        return frozenset(("out", "lse", *(("dq",) if case.deterministic and "backward" not in first else ())))
+        gradients = ("dq",) if case.deterministic and "backward" not in first else ()
+        return frozenset(("out", "lse", *gradients)).intersection(library.bits_of)
     together = p.heads_kv % p.a2a_size == 0  # A rank has all query heads that share a kv head.
-    if backend == "fa4" and not together:  # Nobody has measured it.
+    if backend != "cpu" and not together:  # Nobody has measured it.
         return frozenset()
     gradients = ("dq", "dk", "dv") if together and (p.cp_size == 1 or p.cp_comm_type == "a2a") else ("dq",)
-    return frozenset(("out", "lse", *(gradients if case.deterministic else ())))
+    return frozenset(("out", "lse", *(gradients if case.deterministic else ()))).intersection(library.bits_of)
 
 
 class OneBackend:
@@ -136,9 +136,10 @@ class OneBackend:
         return f"cp_fast with backend {self.name!r}"
 
     def same_bits(self, case: Case) -> frozenset[str]:
-        """`case_bits` of its backend."""
-        auto = "cpu" if not pytorch.cuda.is_available() else ""
-        return case_bits(case, auto if self.name == "auto" else self.name)
+        """`case_bits` of its backend; "auto" claims it without a GPU, where it is "cpu"."""
+        if self.name == "auto" and pytorch.cuda.is_available():
+            return frozenset()
+        return case_bits(case, "cpu" if self.name == "auto" else self.name)
 
     @staticmethod
     def batch_invariant(one: Problem, other: Problem) -> bool:

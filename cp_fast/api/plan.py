@@ -113,7 +113,8 @@ class Plan(OfThisProcess, plans.Plan):
         block, problem = self.backend.key_block, self.batch.packing.packed_problem
         if self.room is not None or not block:
             return ()
-        return same_bits(self.instructions, problem, deterministic=self.deterministic, key_block=block)
+        found = same_bits(self.instructions, problem, deterministic=self.deterministic, key_block=block)
+        return tuple(name for name in found if name in self.backend.bits_of)
 
     @property
     def position_ids(self) -> torch.Tensor:

@@ -43,7 +43,8 @@ class Backend(ABC):
             the problem (`pads`).
         key_block: a multiple of the rows that the library's blocks of keys have, for all head dims. A row's bits depend
             on nothing but the keys that it sees and where blocks of keys begin, at such multiples of a segment:
-            measured (docs/how_to/bits.md). Those of gradients if they are deterministic. 0: nothing is known.
+            measured (docs/how_to/bits.md). 0: nothing is known.
+        bits_of: the results of which this is known; gradients if they are deterministic.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Backend(ABC):
     shared_keys_tile: int = 0
     writes_rows: bool = False
     key_block: int = 0
+    bits_of: tuple[str, ...] = ("out", "lse", "dq", "dk", "dv")
 
     @abstractmethod
     def why_not(self) -> str | None:

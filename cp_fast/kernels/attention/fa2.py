@@ -237,6 +237,8 @@ class BuiltIn(Fa2Backend):
     """Fa2 on PyTorch's built-in kernels."""
 
     origin: str = "PyTorch's built-in kernels"
+    key_block = 128  # Blocks have 64 or 128 rows.
+    bits_of = ("out", "lse", "dk", "dv")  # The sums of dq depend on how many heads are in the launch.
 
     def why_not(self) -> str | None:
         """None where this PyTorch has the kernels and the GPU runs them, else the reason."""

@@ -39,7 +39,7 @@ class LargestLogit(Backend):
         self.name: str = library.name
         self.features: frozenset[Feature] = library.features | {Feature.MAX_LOGIT}
         self.rounded_gradients, self.shared_keys_tile = library.rounded_gradients, library.shared_keys_tile
-        self.key_block = library.key_block
+        self.key_block, self.bits_of = library.key_block, library.bits_of
         self._library = library
 
     def why_not(self) -> str | None:
