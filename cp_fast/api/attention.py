@@ -6,18 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cp_fast.api.call_scores import can_travel, checked_scores, packed_scores, unpacked_scores
 from cp_fast.api.calls import (
     CheckedCall,
     Kind,
     agree_on_forward,
-    can_travel,
     compile_call,
     known_call,
     on_host,
-    packed_scores,
     plan_of_call,
-    scores_with_plan,
-    unpacked_scores,
 )
 from cp_fast.api.checked_calls import agree_on_call, checking
 from cp_fast.api.fast_context import ContextParallel
@@ -173,7 +170,7 @@ def _backward(
             offset,
             dout,
             dlse,
-            scores_with_plan(the_plan, unpacked_scores(scores, of_scores), out),
+            checked_scores(the_plan, unpacked_scores(scores, of_scores), out),
             deterministic=deterministic,
             wants_offset=wants_offset,
             lse_given=lse_given,

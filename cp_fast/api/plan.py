@@ -34,7 +34,7 @@ from cp_ref.schedules.schedule import Schedule
 from cp_ref.schedules.values import check_flag
 from cp_ref.schedules.words import Feature, Unsupported, describe
 
-__all__ = ["Plan", "backend_for", "make_plan", "prepared", "supports"]
+__all__ = ["Plan", "backend_for", "make_plan", "plan_of_rank", "supports"]
 
 T = TypeVar("T")
 
@@ -178,7 +178,7 @@ def make_plan(**arguments: Any) -> Plan:
         given = bind(plans.make_plan, arguments)
         agreement, backend, device = _read_plan_arguments(given)
         how = {name: given[name] for name in ("linear", "sparse", "deterministic")}
-        plan = prepared(cp, agreement, backend, device, custom, given["score_mod"], **how)
+        plan = plan_of_rank(cp, agreement, backend, device, custom, given["score_mod"], **how)
         _ = plan.position_ids  # Made now: a compiled layer could not make them.
         return agreement, plan
 
@@ -217,7 +217,7 @@ def backend_for(
     return choose(needs, cp.backend)
 
 
-def prepared(
+def plan_of_rank(
     cp: ContextParallel,
     agreement: Agreement,
     backend: Backend,

@@ -160,7 +160,7 @@ def called(layer: Layer, cp: Any, plan: Any, tensors: Sequence[Any], **options: 
         return outside_of_graphs(called, layer, cp, plan, tensors, **options)
     if not compiling:
         refuse_transforms()
-    given, options = layer.prepared(tensors, options)
+    given, options = layer.cast_operands(tensors, options)
     if compiling or (not layer.hides and is_selective() and _fits_operator(layer, plan, given, options)):
         results = layer.operator(*given, plan.handle, cp.handle, plan.problem.qkv_format, *options.values())
         return tuple(results[: layer.declared.results(options)])

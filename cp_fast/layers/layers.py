@@ -160,7 +160,7 @@ class Layer:
     operator: Any
 
     def __init__(self, **more_options: str) -> None:
-        """more_options: the types of the options that `prepared` adds."""
+        """more_options: the types of the options that `cast_operands` adds."""
         self.options = {**self.declared.options, **more_options}
         self.name = self.declared.name
         self.forward_name = f"{self.name}, forward" if self.differentiable else self.name
@@ -177,7 +177,7 @@ class Layer:
             found[place] = None
         return found
 
-    def prepared(self, tensors: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def cast_operands(self, tensors: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the operands after the layer's casts, and the options. It may add `more_options`."""
         return self.declared.cast(tensors), options
 
