@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from conformance.case import Case, check_counts, text_of, wide_dtype
+from conformance.case import Case, check_counts, wide_dtype
 from conformance.checks.budgets import Tensors, worst
 from conformance.checks.play import play
 from conformance.checks.probes import plain_but_for_counts, probe_pairs
@@ -28,7 +28,7 @@ from conformance.checks.values import compare_result
 from conformance.implementation import Implementation
 from conformance.problems.capabilities import EVERYTHING, Capabilities
 from conformance.problems.features import SCORE_AXES
-from conformance.problems.problem import LevelProblem, shape_findings
+from conformance.problems.problem import CaseProblem, shape_findings
 from conformance.problems.sparse_values import (
     NAMINGS,
     as_lse,
@@ -52,7 +52,7 @@ from conformance.tensors import (
 from cp_ref.problems.read_problem import check_layout, check_one_document
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
-from cp_ref.schedules.values import check_choice, parse_call
+from cp_ref.schedules.values import check_choice
 
 __all__ = [
     "IndexLoss",
@@ -74,7 +74,7 @@ _PLAIN = Case(Problem(2, (Lengths(8, 8, 8, 8),), "all_gather", qkv_format="thd",
 
 
 @dataclass(frozen=True)
-class SparseCase(LevelProblem):
+class SparseCase(CaseProblem):
     """The fields of all three: a case of attention, and how many keys a row may name.
 
     >>> print(SparseAttention(top_k=2))
@@ -91,34 +91,6 @@ dtype="float64"), use_plan=True), top_k=2)
         """Refuse a mistyped text."""
         check_one_document(self.problem, "top_k")
         check_counts(self, self.counts)
-
-    def __str__(self) -> str:
-        """One line that `parse` reads back."""
-        return text_of(self, self.case)
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The problem that `str` printed. Raises ValueError on anything else."""
-        try:
-            _, (case,), values = parse_call(text, [cls.__name__])
-            return cls(case=Case.parse(str(case)), **values)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"cannot read a problem of {cls.__name__} from {text!r}: {error}") from error
-
-    @property
-    def problem(self) -> Problem:
-        """The batch."""
-        return self.case.problem
-
-    @property
-    def cp_size(self) -> int:
-        """The size of the group that it needs."""
-        return self.problem.cp_size
-
-    @property
-    def seed(self) -> int:
-        """Of all its values."""
-        return self.case.seed
 
     @property
     def of_scale(self) -> dict[str, Any]:

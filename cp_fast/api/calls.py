@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from cp_fast.api.checked_calls import agree_on_call, checking, describe
-from cp_fast.api.compiled_plan import CompiledPlan
+from cp_fast.api.compiled_batch import CompiledBatch
 from cp_fast.api.fast_context import PLAIN_TENSORS, WORDS, ContextParallel, Signature, call_key
 from cp_fast.api.plan import Plan, backend_for, prepared
-from cp_fast.compile.chosen_schedule import choose_own_first
 from cp_fast.compile.index_tables import check_row_numbers
+from cp_fast.compile.own_keys import choose_own_first
 from cp_fast.kernels.attention.choose_backend import BACKENDS, features_of
 from cp_fast.runtime.handles import hide_from_checkpointing
 from cp_fast.runtime.prepared_exchange import prepares
@@ -65,21 +65,21 @@ def scores_with_plan(plan: Plan, given: ScoreTensors, q: torch.Tensor) -> ScoreT
     if not found.features:
         return None
     plan.backend.check_score_inputs(plan.problem.scores, found)
-    _keep(plan, given, found, q)
+    _note_checked(plan, given, found, q)
     return found
 
 
-def _keep(plan: Plan, given: ScoreTensors, found: ScoreTensors, q: torch.Tensor) -> None:
+def _note_checked(plan: Plan, given: ScoreTensors, found: ScoreTensors, q: torch.Tensor) -> None:
     """Note with the plan that these are checked."""
     if can_travel(given):
-        plan.compiled.calls.find(_signature(given, q.device), lambda: tuple(found.aux_tensors))
+        plan.batch.calls.scores.find(_signature(given, q.device), lambda: tuple(found.aux_tensors))
 
 
 def _known_scores(plan: Plan, given: ScoreTensors, q: torch.Tensor) -> ScoreTensors | None:
     """The checked inputs of scores, if one of the plan's last calls had equal kinds of arguments. Then their checks
     have been made, and score_mod was tried. None for a new kind, and for a call without such inputs.
     """
-    if (names := plan.compiled.calls.get(_signature(given, q.device))) is None:
+    if (names := plan.batch.calls.scores.get(_signature(given, q.device))) is None:
         return None
     with hide_from_checkpointing():
         seed = _seed(given, q.device)
@@ -199,7 +199,7 @@ class CheckedCall(NamedTuple):
     """A call with a plan that is checked: all of it but its tensors."""
 
     plan: Plan
-    compiled_plan: CompiledPlan  # the plan's, in the forward pass
+    batch: CompiledBatch  # the plan's, in the forward pass
     compiled_call: CompiledCall  # for the tensors' shapes
     cp: ContextParallel
     flags: CallFlags
@@ -208,7 +208,7 @@ class CheckedCall(NamedTuple):
 
     def check_batch(self) -> None:
         """Raise RuntimeError where the plan was updated since."""
-        if self.plan.compiled is not self.compiled_plan:
+        if self.plan.batch is not self.batch:
             raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
 
 
@@ -218,15 +218,15 @@ def known_call(
     """A call of local tensors, without other arguments, if `check_planned_call` has seen one like it: of another layer
     or step. tensors: q, k, v and offset.
     """
-    compiled_plan, inputs = plan.compiled, None
+    batch, inputs = plan.batch, None
     key = call_key(cp, flags, tensors)
-    if key is None or (compiled_call := compiled_plan.calls.get(key)) is None:
+    if key is None or (compiled_call := batch.calls.attention.get(key)) is None:
         return None
     if not (compiled_call.position_free and (scores is NOT_GIVEN or _is_empty(scores))):
         inputs = _known_scores(plan, scores, tensors[0])
         if inputs is None:
             return None
-    return CheckedCall(plan, compiled_plan, compiled_call, cp, flags, inputs)
+    return CheckedCall(plan, batch, compiled_call, cp, flags, inputs)
 
 
 def check_planned_call(call: AttentionCall, plan: Plan) -> CheckedCall:
@@ -251,8 +251,8 @@ def check_planned_call(call: AttentionCall, plan: Plan) -> CheckedCall:
     scores = scores_with_plan(plan, call.scores, call.tensors[0])
     compiled_call = compile_call(plan, cp, *call.tensors)
     if (key := call_key(cp, flags, tensors)) is not None:
-        plan.compiled.calls.find(key, lambda: compiled_call)
-    return CheckedCall(plan, plan.compiled, compiled_call, cp, flags, scores)
+        plan.batch.calls.attention.find(key, lambda: compiled_call)
+    return CheckedCall(plan, plan.batch, compiled_call, cp, flags, scores)
 
 
 def agree_on_forward(call: AttentionCall, plan: Plan) -> CheckedCall:
@@ -277,7 +277,7 @@ def compile_call(plan: Plan, cp: ContextParallel, q: Any, k: Any, v: Any) -> Com
     """Compile the plan once for the kinds of checked tensors (which may be `Kind`s), and for the transport, if it
     prepares exchanges.
     """
-    batch = plan.compiled
+    batch = plan.batch
     comm = batch.group(cp.comm)
     transport = comm if prepares(comm) else None
     key = transport, *((x.shape, x.dtype, x.device, x.layout) for x in (q, k, v))
@@ -287,7 +287,7 @@ def compile_call(plan: Plan, cp: ContextParallel, q: Any, k: Any, v: Any) -> Com
         how = packing, batch.instructions, batch.positions, batch.backend
         return CompiledCall(*how, transport, sizes, q.dtype, q.device)
 
-    return batch.calls.find(key, make)
+    return batch.calls.compiled.find(key, make)
 
 
 def _missing(plan: Plan, flags: CallFlags) -> set[Feature]:
@@ -313,21 +313,21 @@ def plan_of_call(call: AttentionCall) -> Plan:
     """
     cp, what = call.cp, "an agreement on a plan"
     if checking() or (_on_gpu(call) and torch.cuda.is_current_stream_capturing()):  # A graph keeps its plan.
-        return agreed(cp, what, lambda: _made(call, ()), lambda made: made[0])[1]
+        return agreed(cp, what, lambda: _plan_of_problem(call, ()), lambda made: made[0])[1]
     signature = _signature_of_call(call)
-    kept = cp.agreements
-    if (found := kept.plan_of(signature)) is not None:
+    agreements = cp.agreements
+    if (found := agreements.plan_of(signature)) is not None:
         return found
 
     def read() -> tuple[Agreement, Plan]:
-        return _made(call, kept.plans(signature.stream))
+        return _plan_of_problem(call, agreements.plans(signature.stream))
 
-    agreement, plan = agreed(cp, what, read, lambda made: made[0], kept.fingerprints)
-    kept.keep(agreement.fingerprint, signature, plan)
+    agreement, plan = agreed(cp, what, read, lambda made: made[0], agreements.fingerprints)
+    agreements.keep(agreement.fingerprint, signature, plan)
     return plan
 
 
-def _made(call: AttentionCall, earlier: Iterable[Plan]) -> tuple[Agreement, Plan]:
+def _plan_of_problem(call: AttentionCall, earlier: Iterable[Plan]) -> tuple[Agreement, Plan]:
     """An earlier plan of the same problem, or a new one; raises this rank's argument errors."""
     problem, q, score_mod = call.read_problem(Plan), call.tensors[0], call.arguments["score_mod"]
     check_row_numbers(problem)
@@ -342,13 +342,13 @@ def _made(call: AttentionCall, earlier: Iterable[Plan]) -> tuple[Agreement, Plan
     agreement = Agreement(problem, extras=_extras(call, problem), compared=_number_of(call.scores))
     wanted = problem.fingerprint, backend, q.device, choose_own_first(problem, deterministic=deterministic)
     for plan in earlier:
-        batch = plan.compiled
-        if (batch.problem.fingerprint, batch.backend, batch.device, batch.own_first) == wanted:
+        batch = plan.batch
+        if (batch.problem.fingerprint, batch.backend, batch.device, batch.choices.own_first) == wanted:
             break
     else:
         plan = prepared(call.cp, agreement, backend, q.device, None, score_mod, deterministic=deterministic)
     if scores.features:
-        _keep(plan, call.scores, scores, q)
+        _note_checked(plan, call.scores, scores, q)
     return agreement, plan
 
 

@@ -27,7 +27,7 @@ from cp_fast.compile.program import (
 )
 from cp_fast.kernels.attention.backend_protocol import Backend, LaunchOptions
 from cp_fast.movers.mover_protocol import Rows, take
-from cp_fast.movers.select_movers import kernels
+from cp_fast.movers.select_movers import movers_for
 from cp_fast.runtime.operations import (
     accumulate,
     backward_launch,
@@ -77,7 +77,7 @@ def resolve(program: Program[Rows], shapes: Shapes, group: Group, launcher: Laun
 
     launcher: None for a program without launches.
     """
-    buffers, instructions = PassBuffers.of(program, shapes, kernels(shapes.device.type)), program.instructions
+    buffers, instructions = PassBuffers.of(program, shapes, movers_for(shapes.device.type)), program.instructions
     sums = program.accumulations
     found, freed_later = list[Operation](), list[Operation]()
     sends, recvs, copies = list[Send[Rows]](), list[Recv](), list[Copy[Rows]]()
@@ -139,7 +139,7 @@ class CompiledCall:
         sizes: the packed rows of q, and of k and v.
 
     Attributes:
-        kept: the buffers that the forward pass keeps for the backward pass: see `Programs.kept`.
+        kept_buffers: see `Programs.kept_buffers`.
         has_sink: whether each head's denominator has a sink.
         position_free: see `Problem.position_free_scores`.
         wide: the dtype of sums.
@@ -147,7 +147,7 @@ class CompiledCall:
 
     __slots__ = (
         *("_operations", "_options", "_positions", "_shapes"),
-        *("backend", "has_sink", "instructions", "kept", "packing", "position_free", "transport", "wide"),
+        *("backend", "has_sink", "instructions", "kept_buffers", "packing", "position_free", "transport", "wide"),
     )
 
     def __init__(
@@ -163,7 +163,7 @@ class CompiledCall:
     ) -> None:
         self._positions = positions
         self.packing, self.instructions, self.backend, self.transport = packing, instructions, backend, transport
-        self.kept, self.has_sink = instructions.kept, packing.problem.softmax_type != "vanilla"
+        self.kept_buffers, self.has_sink = instructions.kept_buffers, packing.problem.softmax_type != "vanilla"
         self.position_free, self.wide = packing.problem.position_free_scores, wide_dtype(dtype)
         d_qk, d_v = packing.problem.d_qk, packing.problem.d_v
         dims = {"q": (d_qk,), "kv": (d_qk, d_v), "do": (d_v,), "res": (d_v,), "out": (d_v,), "sink": ()}
@@ -249,7 +249,7 @@ def forward_pass(
     }
     state = call.run(program, cp.comm, own, scores)
     (out,), (lse,) = call.result(state, program, "out")
-    kept = [x for number, _ in call.kept for some in state.buffers[number] for x in some]
+    kept = [x for number, _ in call.kept_buffers for some in state.buffers[number] for x in some]
     largest = _largest(state, q) if return_max_logit else None
     if largest is not None:
         largest = all_reduce_max(cp.comm, packing.heads_out(largest).amax(dim=0))
@@ -301,7 +301,7 @@ def backward_pass(
         q, k, v = inputs
         own |= {OWN["q"]: Tensors((packing.pack(q),), ()), OWN["kv"]: Tensors((packing.pack(k), packing.pack(v)), ())}
     rest = iter(kept)
-    for _, number in call.kept:
+    for _, number in call.kept_buffers:
         kind = program.buffers[number].kind
         rows = [next(rest) for _ in range(2 if kind == "kv" else 1)]
         own[number] = Tensors(rows, [next(rest)] if kind == "res" else ())

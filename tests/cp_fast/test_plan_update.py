@@ -215,14 +215,14 @@ def test_an_updated_plan_is_a_fresh_plan(case: Case) -> None:
         plan = case.plan(cp, case.first, **case.room)
         before, memory, ids = results(case, cp, plan), list(walked(plan.instructions)), plan.position_ids.data_ptr()
         assert len(memory) >= 2
-        tables = [*walked([plan.compiled.positions.of(one) for one in launches(plan)])]
+        tables = [*walked([plan.batch.positions.of(one) for one in launches(plan)])]
         try:
             plan.update(cp=cp, **case.second.arguments())
         except ValueError as error:
             assert_same_bits(results(case, cp, plan), before)
             return f"refused: {str(error).split(' (')[0]}"
         assert list(walked(plan.instructions)) == memory
-        assert [*walked([plan.compiled.positions.of(one) for one in launches(plan)])] == tables
+        assert [*walked([plan.batch.positions.of(one) for one in launches(plan)])] == tables
         assert plan.position_ids.data_ptr() == ids
         assert_padding_is_harmless(plan)
         got, fresh = results(case, cp, plan), case.plan(cp, case.second, **case.room)
@@ -306,9 +306,9 @@ def test_an_update_is_one_copy() -> None:
         case = typical()
         cp = case.context(member)
         plan = case.plan(cp, LONG, **ROOM)
-        fixed = plan.compiled.fixed
+        fixed = plan.batch.fixed
         assert fixed is not None
-        many = case.plan(cp, MANY).compiled
+        many = case.plan(cp, MANY).batch
         fitted = fixed.fitted(lowered(many.packing, cp.rank, many.steps, many.schedule.saved), many.problem)
         with Counted() as counted:
             fixed.overwrite(fitted)

@@ -90,7 +90,7 @@ def operations(n: int) -> Iterator[Nth]:
 def uploads(n: int) -> Iterator[Nth]:
     nth = Nth(n, no_memory)
     with (
-        mock.patch("cp_fast.api.compiled_plan.upload", nth.before(cp_fast.api.compiled_plan.upload)),  # pyright: ignore
+        mock.patch("cp_fast.api.compiled_batch.upload", nth.before(cp_fast.api.compiled_batch.upload)),  # pyright: ignore
         mock.patch("cp_fast.compile.in_place.linked", nth.before(cp_fast.compile.in_place.linked)),  # pyright: ignore
     ):
         yield nth

@@ -21,10 +21,10 @@ from cp_fast.kernels.attention.backend_protocol import (
     LaunchOptions,
     LaunchPositions,
     LaunchScores,
-    VarlenBatch,
 )
 from cp_fast.kernels.attention.choose_backend import by_name
 from cp_fast.kernels.attention.largest_logit import largest_logit
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref import SimGroup, Unsupported
 from cp_ref.calls.scores import ScoreTensors, read_scores
 from cp_ref.reference.simulator import SimMember
@@ -187,8 +187,8 @@ class WithoutPlaces(Backend):
         assert options.score_inputs is None
         return self.library.forward(q, k, v, segments, options)
 
-    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
-        return self.library.backward(operands, segments, options)
+    def backward(self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions) -> Gradients:
+        return self.library.backward(given, segments, options)
 
 
 def test_a_library_without_them_is_never_asked() -> None:

@@ -113,8 +113,8 @@ class FragmentRows:
         return torch.tensor(self.cu, dtype=torch.int64, device=self.device)
 
     @cached_property
-    def kept(self) -> dict[Any, Any]:
-        """Libraries keep here, by their own keys, tables that they derive from `cu`: made once for all layers."""
+    def tables(self) -> dict[Any, Any]:
+        """The tables that libraries derive from `cu`, by keys of their own: made once for all layers."""
         return {}
 
 

@@ -295,9 +295,9 @@ class _Scan:
         return ends, products
 
     def _spans_of(self, chosen: tuple[int, ...]) -> torch.Tensor:
-        kept = self.fragments.kept
-        if (known := kept.get(("scan", chosen))) is None:
-            known = kept["scan", chosen] = self._spans[list(chosen)]
+        tables = self.fragments.tables
+        if (known := tables.get(("scan", chosen))) is None:
+            known = tables["scan", chosen] = self._spans[list(chosen)]
         return known
 
     def outputs(self, before: torch.Tensor) -> torch.Tensor:
@@ -331,13 +331,13 @@ class _Scan:
 @torch.inference_mode(False)  # an evaluation may make what a later pass in training takes
 def _tables(fragments: FragmentRows, counts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows [start, stop) of each tile, and the tiles [first, last) of each fragment: int64 [t, 2] and [f, 2]."""
-    if (known := fragments.kept.get(("scan", ROWS))) is None:
+    if (known := fragments.tables.get(("scan", ROWS))) is None:
         cu, ends = np.array(fragments.cu, dtype=np.int64), np.cumsum(counts)
         fragment = np.repeat(np.arange(len(counts)), counts)
         start = cu[fragment] + ROWS * (np.arange(len(fragment)) - (ends - counts)[fragment])
         tables = np.stack([start, np.minimum(start + ROWS, cu[fragment + 1])], 1), np.stack([ends - counts, ends], 1)
         tiles, spans = (torch.from_numpy(x).to(fragments.device) for x in tables)
-        known = fragments.kept["scan", ROWS] = tiles, spans
+        known = fragments.tables["scan", ROWS] = tiles, spans
     return known
 
 

@@ -257,7 +257,7 @@ def test_a_head_chunk_of_a2a_has_its_own_buffers_and_one_launch() -> None:
                 if program is whole.backward:
                     assert isinstance(after, Free)
                     assert {view.buffer for view in launch.operands} <= set(after.buffers)
-        kept = [whole.forward.buffers[here].kind for here, _ in whole.kept]
+        kept = [whole.forward.buffers[here].kind for here, _ in whole.kept_buffers]
         assert sorted(kept) == ["kv"] * 3 + ["out"] * 3 + ["q"] * 3
         backward = whole.backward
         operands = [recv.buffer for recv in backward.of(Recv) if recv.part is None]

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_fast.compile.chosen_schedule import choose_own_first, chosen_rank_schedule
+from cp_fast.compile.chosen_schedule import Choices, chosen_rank_schedule
+from cp_fast.compile.own_keys import choose_own_first
 from cp_fast.compile.packing import Packing
 from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.compile.program import Accumulate, Launch, Program, Programs
@@ -27,7 +28,7 @@ def programs_of(
     problem: Problem, rank: int, *, deterministic: bool = True, shared_keys_tile: int = 1, key_block: int = 4
 ) -> Programs[Any]:
     first = choose_own_first(problem, deterministic=deterministic)
-    steps = chosen_rank_schedule(problem, rank, (), first, key_block=key_block)
+    steps = chosen_rank_schedule(problem, rank, Choices(first, (), key_block))
     draft = lowered(Packing(problem), rank, steps, saved_kinds(problem), shared_keys_tile=shared_keys_tile)
     return upload(optimized(draft, writes_rows=shared_keys_tile > 0), torch.device("cpu"))
 
