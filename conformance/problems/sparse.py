@@ -85,11 +85,21 @@ dtype="float64"), use_plan=True), top_k=2)
     counts: ClassVar[tuple[str, ...]] = ("top_k",)  # The fields that are positive integers.
     case: Case = _PLAIN
     top_k: int = 3
+    scale_of_call: bool = False  # The call has softmax_scale, and the plan has none.
 
     def __post_init__(self) -> None:
         """Refuse a mistyped text."""
         check_one_document(self.problem, "top_k")
         check_counts(self, self.counts)
+
+    @property
+    def of_scale(self) -> dict[str, Any]:
+        """The option that the plan leaves to the call."""
+        return {"softmax_scale": self.problem.softmax_scale} if self.scale_of_call else {}
+
+    def of_plan(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `make_plan` without those that the call has."""
+        return {name: x for name, x in arguments.items() if name not in self.of_scale}
 
     def keys_of_rank(self, x: torch.Tensor, rate: int | None, rank: int) -> torch.Tensor:
         """A rank's slice of keys, or its entries of this rate."""
@@ -110,7 +120,7 @@ dtype="float64"), use_plan=True), top_k=2)
         def one(member: Any) -> Any:
             cp = context_of(impl, self.problem, member)
             wishes = {"deterministic": True} if self.case.deterministic else {}
-            plan = impl.make_plan(cp=cp, **plan_arguments(self.problem, device), **wishes)
+            plan = impl.make_plan(cp=cp, **self.of_plan(plan_arguments(self.problem, device)), **wishes)
             return fn(cp, plan, member.rank)
 
         return values_of_ranks(self.cp_size, one, impl.Unsupported, NotImplementedError)
@@ -277,7 +287,8 @@ class IndexLoss(IndexerCase):
             leaves = {name: x.requires_grad_() for name, x in self.slices(given, rank).items()}
             of_q, of_k = take_slice(case, tensors.q, "q", rank), self.keys_of_rank(keys[0], self.rate, rank)
             others = take_slice(case, lse, "q", rank, lse=True), of_q, of_k, take_slice(case, indices, "q", rank)
-            loss = impl.index_loss(*leaves.values(), *others, cp=cp, plan=plan, scale=self.scale, **self.of_rate)
+            how = {"scale": self.scale, **self.of_rate, **self.of_scale}
+            loss = impl.index_loss(*leaves.values(), *others, cp=cp, plan=plan, **how)
             mine = take_slice(case, dloss, "q", rank)
             wrong = shape_findings("index_loss", loss, mine.shape, [mine.dtype])
             grads = () if wrong else torch.autograd.grad(loss, list(leaves.values()), mine)
@@ -362,6 +373,7 @@ def sparse_attentions(
         naming=draw(st.sampled_from(NAMINGS)),
         by_head=draw(st.booleans()),
         latent=case.problem.d_v <= case.problem.d_qk and draw(st.booleans()),
+        scale_of_call=draw(st.booleans()),
     )
 
 
@@ -391,6 +403,7 @@ def index_losses(draw: DrawFn, cp_sizes: Sequence[int] = FEW_SIZES, dtypes: Sequ
         d_index=draw(st.sampled_from([4, 1, 3, 6])),
         scale=draw(st.sampled_from([None, 1.0, 0.5])),
         naming=draw(st.sampled_from(NAMINGS)),
+        scale_of_call=draw(st.booleans()),
     )
 
 
@@ -422,6 +435,10 @@ class AsAttention:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._impl.offered, name)
 
+    def make_plan(self, **arguments: Any) -> Any:
+        """One rank's plan."""
+        return self._impl.make_plan(**self._problem.of_plan(arguments))
+
     def attention(
         self,
         q: torch.Tensor,
@@ -438,5 +455,5 @@ class AsAttention:
         """One rank's call."""
         v = k[..., : self._problem.problem.d_v] if self._problem.latent else v
         mine = take_slice(self._problem.case, self._indices, "q", cp.rank)
-        options = {"softmax_offset": softmax_offset, "return_lse": return_lse}
+        options = {"softmax_offset": softmax_offset, "return_lse": return_lse, **self._problem.of_scale}
         return self._impl.sparse_attention(q, k, v, mine, cp=cp, plan=plan, **options)
