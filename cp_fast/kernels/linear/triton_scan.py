@@ -248,7 +248,7 @@ def _gradients(
 # ---- launches
 
 ROWS = 16  # of a tile
-CHANNELS = 64  # of a program, which has one warp: its sums need no other
+CHANNELS = 128  # of a program, which has one warp: its sums need no other
 CARRY = 128, 32  # numbers of states of a program, and tiles that it loads at once
 
 
