@@ -388,6 +388,8 @@ class CudnnBackend(Backend):
 
     name: str = "cudnn"
     features: frozenset[Feature] = FUSED_KERNELS
+    key_block = 128
+    bits_of = ("out", "lse")  # Its backward pass is not deterministic.
 
     def why_not(self) -> str | None:
         """None where the library is installed and the GPU is a Hopper, else the reason."""
