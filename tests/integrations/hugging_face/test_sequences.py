@@ -76,7 +76,7 @@ def test_log_probabilities_of_documents_are_those_of_one_rank(name: str, monkeyp
 
 
 @pytest.mark.parametrize("layout", ["dual_chunk", "balanced"])
-def test_values_at_last_tokens(layout: str) -> None:
+def test_values_at_last_tokens(layout: Any) -> None:
     """Of each packed document; the gradient of one goes to its last token alone."""
     batch, spans = packed()
     values = torch.randn(1, 32, 2, generator=torch.Generator().manual_seed(3))
