@@ -15,7 +15,7 @@ order of one call. Read of each file the part that is named here; the rest can w
     api/compiled_batch          what a plan holds: a batch, compiled for this rank
     compile/chosen_schedule     which schedule runs, of those that a planner can make
     compile/lower               a step's messages and tiles as instructions, right and slow
-    passes                      the table of what makes them fast; `print(plan.instructions)` shows what they did
+    passes                      the table of what makes them fast; `print(plan.programs)` shows what they did
     compile/instruction_passes  the simplest of these: functions from program to program
     runtime/operations          the operations (the first few; the others are alike)
     movers/mover_protocol       copies, sums and merges of rows, behind one interface

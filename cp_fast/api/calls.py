@@ -152,7 +152,7 @@ def compile_call(plan: Plan, cp: ContextParallel, q: Any, k: Any, v: Any) -> Com
 
     def make() -> CompiledCall:
         packing, sizes = batch.packing, (batch.packing.rows(q.shape), batch.packing.rows(k.shape))
-        how = packing, batch.instructions, batch.positions, batch.backend
+        how = packing, batch.programs, batch.positions, batch.backend
         return CompiledCall(*how, transport, sizes, q.dtype, q.device)
 
     return batch.calls.compiled.find(key, make)

@@ -63,9 +63,9 @@ class CompiledBatch:
         device: where the tensors, and all tables, lie.
         backend: the kernel library of the tiles.
         packing: how the user's tensors are seen as packed rows.
-        instructions: the programs of both passes.
+        programs: the programs of both passes.
         positions: the sequences and positions of the rows of its launches.
-        steps: this rank's part of `schedule`, the source of `instructions`.
+        steps: this rank's part of `schedule`, the source of `programs`.
         choices: how `schedule` was made; the next batches keep them.
         custom: the user's schedule; None for the planner's.
         room: the room for the next batches; None for a plan that is not updated.
@@ -81,7 +81,7 @@ class CompiledBatch:
     device: torch.device
     backend: Backend
     packing: Packing
-    instructions: Programs[Rows]
+    programs: Programs[Rows]
     positions: RowPositions = field(repr=False)
     steps: RankPasses = field(repr=False)
     choices: Choices
@@ -95,12 +95,12 @@ class CompiledBatch:
     tables: dict[Any, Any] = field(init=False, repr=False, default_factory=dict[Any, Any])
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kept_kinds", self.instructions.kept_kinds)
-        object.__setattr__(self, "needs_inputs", self.instructions.needs_inputs)
+        object.__setattr__(self, "kept_kinds", self.programs.kept_kinds)
+        object.__setattr__(self, "needs_inputs", self.programs.needs_inputs)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The sends, receives and tiles of every rank, step by step; `instructions` comes from this rank's part."""
+        """The sends, receives and tiles of every rank, step by step; `programs` comes from this rank's part."""
         return self.custom or chosen_schedule(self.problem, self.choices, {self.rank: self.steps})
 
     def group(self, comm: Group) -> Group:
@@ -126,10 +126,10 @@ class CompiledBatch:
         fitted = fixed.fitted(lowered(packing, self.rank, steps, saved_kinds(problem)), problem)
 
         def overwrite() -> CompiledBatch:
-            instructions = fixed.overwrite(fitted)
-            positions = self.positions.updated(instructions, problem)
+            programs = fixed.overwrite(fitted)
+            positions = self.positions.updated(programs, problem)
             how = {"problem": problem, "packing": packing, "steps": steps}
-            return replace(self, instructions=instructions, positions=positions, **how)
+            return replace(self, programs=programs, positions=positions, **how)
 
         return overwrite
 
@@ -159,13 +159,13 @@ def compile_batch(
         steps, saved = (in_order(custom.forward[rank]), in_order(custom.backward[rank])), custom.saved
     packing = Packing(problem, may_fold=custom is None and is_on("fold_batch"))
     if room is None:
-        fixed, instructions = None, upload(drafted(packing, rank, steps, saved, backend), device)
+        fixed, programs = None, upload(drafted(packing, rank, steps, saved, backend), device)
     else:
         draft = lowered(packing, rank, steps, saved)
         fixed = FixedTables(Shape(optimized(draft, in_place=True).programs, draft.tables, problem, rank, room), device)
-        instructions = fixed.overwrite(fixed.fitted(draft, problem))
-    positions = RowPositions(instructions, packing.packed_problem, device)
+        programs = fixed.overwrite(fixed.fitted(draft, problem))
+    positions = RowPositions(programs, packing.packed_problem, device)
     if not problem.position_free_scores:
         positions.make()
     made = steps, choices, custom, room, fixed
-    return CompiledBatch(problem, rank, device, backend, packing, instructions, positions, *made)
+    return CompiledBatch(problem, rank, device, backend, packing, programs, positions, *made)

@@ -51,7 +51,7 @@ class Plan(OfThisProcess, plans.Plan):
 
     Attributes:
         batch: the batch, compiled for this rank; `update` gives the plan the next one. The attributes problem, rank,
-            device, room, custom, head_chunks, backend, messages, instructions and schedule are those of the batch.
+            device, room, custom, head_chunks, backend, messages, programs and schedule are those of the batch.
         score_mod: a frozen copy of the function whose digest the problem has.
         linear: whether it serves linear layers.
         sparse: whether it was made for attention to chosen keys.
@@ -81,7 +81,7 @@ class Plan(OfThisProcess, plans.Plan):
     head_chunks = _of_batch(lambda batch: batch.choices.head_chunks)
     backend = _of_batch(lambda batch: batch.backend)
     messages = _of_batch(lambda batch: batch.messages)
-    instructions = _of_batch(lambda batch: batch.instructions)
+    programs = _of_batch(lambda batch: batch.programs)
 
     def __post_init__(self) -> None:
         if self.batch.fixed is not None:
@@ -101,7 +101,7 @@ class Plan(OfThisProcess, plans.Plan):
 
     @property
     def schedule(self) -> Schedule:
-        """The sends, receives and tiles of every rank, step by step; `instructions` comes from this rank's part."""
+        """The sends, receives and tiles of every rank, step by step; `programs` comes from this rank's part."""
         return self.batch.schedule
 
     @property
@@ -113,7 +113,7 @@ class Plan(OfThisProcess, plans.Plan):
         block, problem = self.backend.key_block, self.batch.packing.packed_problem
         if self.room is not None or not block:
             return ()
-        found = same_bits(self.instructions, problem, deterministic=self.deterministic, key_block=block)
+        found = same_bits(self.programs, problem, deterministic=self.deterministic, key_block=block)
         return tuple(name for name in found if name in self.backend.bits_of)
 
     @property
@@ -121,7 +121,7 @@ class Plan(OfThisProcess, plans.Plan):
         """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and
         sbhd. With `room`, [max_tokens_q / cp], 0 in the tail; `update` writes the new ones to the same memory.
         """
-        of_room = self.instructions.position_ids
+        of_room = self.programs.position_ids
         return self._position_ids if of_room is None else of_room
 
     @cached_property
@@ -238,13 +238,13 @@ def plan_of_rank(
 
 def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
     """A new plan with the transport and the sizes of messages that the ranks choose together. Collective."""
-    batch, problem, instructions = plan.batch, plan.batch.problem, plan.batch.instructions
+    batch, problem, programs = plan.batch, plan.batch.problem, plan.batch.programs
     with cp.naming_errors("an agreement on the messages of a plan"):
         carried = messages_for(cp.comm, problem, batch.room, batch.device)
-        if "low_precision_grads" not in instructions.skipped and may_have_low_precision(problem):
-            instructions = low_precision_grads(instructions, cp.comm, rounded=batch.backend.rounded_gradients)
+        if "low_precision_grads" not in programs.skipped and may_have_low_precision(problem):
+            programs = low_precision_grads(programs, cp.comm, rounded=batch.backend.rounded_gradients)
     messages = None if carried is cp.comm else carried
-    plan._hold(replace(batch, messages=messages, instructions=instructions))
+    plan._hold(replace(batch, messages=messages, programs=programs))
     return plan
 
 

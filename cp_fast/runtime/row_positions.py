@@ -37,8 +37,8 @@ class RowPositions:
         problem: the problem that the kernels see (`Packing.packed_problem`).
     """
 
-    def __init__(self, instructions: Programs[Rows], problem: Problem, device: torch.device) -> None:
-        self._launches: list[Launch[Rows]] = [*instructions.forward.of(Launch), *instructions.backward.of(Launch)]
+    def __init__(self, programs: Programs[Rows], problem: Problem, device: torch.device) -> None:
+        self._launches: list[Launch[Rows]] = [*programs.forward.of(Launch), *programs.backward.of(Launch)]
         self._problem, self._device = problem, device
         self._tables: dict[int, LaunchPositions] = {}  # By the launch's id.
 
@@ -52,9 +52,9 @@ class RowPositions:
         """Make the tables of all launches."""
         self._tables = dict(zip(map(id, self._launches), self._new_tables(), strict=True))
 
-    def updated(self, instructions: Programs[Rows], problem: Problem) -> RowPositions:
+    def updated(self, programs: Programs[Rows], problem: Problem) -> RowPositions:
         """Those of the next batch of a plan that is updated in place: in the same memory, if there are any."""
-        later = RowPositions(instructions, problem, self._device)
+        later = RowPositions(programs, problem, self._device)
         if self._tables:
             same = list(map(self.of, self._launches))
             for old, new in zip(same, later._new_tables(), strict=True):

@@ -370,7 +370,7 @@ def plans(comm: Any, *lengths: int) -> list[Plan]:
 
 @pytest.mark.parametrize(("comm", "lengths"), [("p2p", (16,)), ("a2a", (16, 8))])
 def test_golden(comm: Any, lengths: tuple[int, ...]) -> None:
-    text = "".join(f"rank {plan.rank}\n{plan.instructions}\n" for plan in plans(comm, *lengths))
+    text = "".join(f"rank {plan.rank}\n{plan.programs}\n" for plan in plans(comm, *lengths))
     path = FOLDER / f"{comm}_cp2.txt"
     if os.environ.get("CP_GOLDEN") == "write":
         FOLDER.mkdir(exist_ok=True)

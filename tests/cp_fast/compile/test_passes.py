@@ -233,7 +233,7 @@ def play_in_place(member: SimMember, comm: Any, lengths: list[int], layout: Any)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = cp_fast.attention(*leaves, cp=cp, plan=plan, return_lse=True)
     dlse = torch.randn(lse.shape, generator=draw, dtype=torch.float64)
-    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))], plan.instructions
+    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))], plan.programs
 
 
 def in_place(programs: Programs[Rows]) -> int:
@@ -292,19 +292,19 @@ def play_rounded(
     cu = torch.tensor([0, 16 * cp.size, 24 * cp.size], dtype=torch.int32)
     how: dict[str, Any] = {"qkv_format": "thd", "window_size": (window, 0), "cu_seqlens_q": cu}
     plan = cp_fast.make_plan(cp=cp, device="cpu", **how, **sizes)
-    single, wide = of_one_launch(plan.instructions.backward), plan.instructions.backward.buffers
-    sent = {send.source.buffer for send in plan.instructions.backward.of(Send)}
-    instructions = low_precision_grads(plan.instructions, cp.comm, rounded=rounded[cp.rank])
-    made = [one for one in instructions.backward.instructions if one.made_by == "low_precision_grads"]
+    single, wide = of_one_launch(plan.programs.backward), plan.programs.backward.buffers
+    sent = {send.source.buffer for send in plan.programs.backward.of(Send)}
+    programs = low_precision_grads(plan.programs, cp.comm, rounded=rounded[cp.rank])
+    made = [one for one in programs.backward.instructions if one.made_by == "low_precision_grads"]
     assert all(isinstance(one, Send | Recv) for one in made)
-    batch = replace(plan.batch, backend=Rounded(plan.backend), instructions=instructions)
+    batch = replace(plan.batch, backend=Rounded(plan.backend), programs=programs)
     plan = replaced(plan, batch=batch)
     draw = torch.Generator().manual_seed(cp.rank)
     q, k, v, dout = (torch.randn(24, h, 8, generator=draw).bfloat16() for h in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = cp_fast.attention(*leaves, cp=cp, plan=plan)
     assert {one.source.buffer for one in made if isinstance(one, Send)} == (single if rounded[cp.rank] else set())
-    low = sum(wide[number].dtype != instructions.backward.buffers[number].dtype for number in sent)
+    low = sum(wide[number].dtype != programs.backward.buffers[number].dtype for number in sent)
     assert low == (len(single) if rounded[cp.rank] else 0)
     results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     return results, low

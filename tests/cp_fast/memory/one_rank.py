@@ -137,12 +137,12 @@ def arguments_of(
         lambda member: cp_fast.make_plan(cp=cp_fast.ContextParallel(member, comm, layout=layout), **how)
     )
     messages = _messages(rank, size)
-    instructions, backend = plans[rank].instructions, Allocates(plans[rank].backend.features)
+    programs, backend = plans[rank].programs, Allocates(plans[rank].backend.features)
     if comm == "p2p":
-        backward = [(plan.instructions.backward, of_one_launch(plan.instructions.backward)) for plan in plans]
+        backward = [(plan.programs.backward, of_one_launch(plan.programs.backward)) for plan in plans]
         said = [[(x.peer, x.tag) for x in its.of(Send) if x.source.buffer in single] for its, single in backward]
-        instructions = low_precision_grads(instructions, _Said(size, rank, tuple(said)), rounded=True)
-    batch = replace(plans[rank].batch, backend=backend, messages=messages, instructions=instructions)
+        programs = low_precision_grads(programs, _Said(size, rank, tuple(said)), rounded=True)
+    batch = replace(plans[rank].batch, backend=backend, messages=messages, programs=programs)
     plan = replaced(plans[rank], batch=batch)
     rows = sum(lengths) // size
     q, k, v, dout = (torch.zeros(rows, n, dim, dtype=torch.bfloat16) for n in (*heads, heads[1], heads[0]))
