@@ -46,8 +46,9 @@ import cp_fast
 from benchmarks.parts import timeline
 from benchmarks.parts.others import Other, others
 from benchmarks.parts.ranks import Commit, Schedules, connect, largest, passes_of, seconds, switched
-from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions
 from cp_fast.kernels.attention.choose_backend import by_name
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.calls.declared import replaced
 from cp_ref.schedules.problem import Problem, ScoreSpec, Sequence
 
@@ -118,7 +119,7 @@ def alone(job: Job, backend: Backend, x: dict[str, torch.Tensor]) -> tuple[Calla
         part = forward()
         out = part.out.to(x["q"].dtype)
         return out, *backend.backward(
-            BackwardOperands(x["dout"], x["q"], x["k"], x["v"], out, part.lse, None), segments, options
+            [BackwardOperands(x["dout"], x["q"], x["k"], x["v"], out, part.lse, None)], segments, options
         )
 
     return forward, both
@@ -174,7 +175,7 @@ def parallel(
     local = {name: slices(t) for name, t in x.items()}
     q, k, v = (local[name].requires_grad_() for name in "qkv")
     if messages in ("group", "graph"):
-        plan = replaced(plan, compiled=replace(plan.compiled, messages=None))
+        plan = replaced(plan, batch=replace(plan.batch, messages=None))
     by_group = plan.messages is None
     if messages == "peer_memory" and by_group:
         raise SystemExit("messages through peer memory cannot be had here; doctor says why")

@@ -32,8 +32,9 @@ import cp_fast
 from benchmarks.parts.ranks import Commit, JsonOut, connect, seconds, write_json
 from benchmarks.parts.sparse_shape import milliseconds
 from conformance.implementation import Implementation
-from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions
 from cp_fast.kernels.attention.choose_backend import by_name
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_fast.kernels.sparse.sparse_kernels import Runs, Visible
 from cp_fast.kernels.sparse.triton_sparse import triton_kernels
 from cp_ref.schedules.problem import ScoreSpec
@@ -311,7 +312,7 @@ def _dense(rows: int, keys: int) -> dict[str, Any]:
     operands = BackwardOperands(dout, q, k, v, part.out.to(q.dtype), part.lse, None)
     ms = {
         "forward": milliseconds(lambda: backend.forward(q, k, v, batch, options), 1),
-        "backward": milliseconds(lambda: backend.backward(operands, batch, options), 1),
+        "backward": milliseconds(lambda: backend.backward([operands], batch, options), 1),
     }
     pairs = rows * (2 * keys - rows + 1) / 2
     operations = {"forward": 4 * pairs * 256 * 128, "backward": 10 * pairs * 256 * 128}

@@ -58,8 +58,7 @@ from benchmarks.parts.random_cases import KINDS, parts_of
 from benchmarks.parts.ranks import Commit, Device, JsonOut, version
 from conformance.adapters.cp_fast import OneBackend
 from conformance.case import Case
-from conformance.problems.linear import LinearCase
-from conformance.problems.sparse import SparseCase
+from conformance.problems.problem import CaseProblem
 from conformance.runner.play_problem import InProcess, Runner, Task, tasks_of
 from conformance.runner.workers import WorkerRunner
 from cp_fast.kernels.attention.choose_backend import by_name
@@ -139,9 +138,9 @@ class Enough(KeyboardInterrupt):
     """Ends the drawing: Hypothesis takes any other exception for a finding, and would go on."""
 
 
-def tasks_of_case(case: Case | LinearCase | SparseCase) -> list[Task]:
+def tasks_of_case(case: Case | CaseProblem) -> list[Task]:
     """A problem in every tier that plays it."""
-    if isinstance(case, LinearCase | SparseCase):
+    if isinstance(case, CaseProblem):
         return tasks_of(str(case))
     return [Task("schedule", tier, str(case)) for tier in TIERS]
 
@@ -167,7 +166,7 @@ def play(
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
     @given(KINDS[part.job[1]](runner, cp_sizes, part.number))
-    def one(case: Case | LinearCase | SparseCase) -> None:
+    def one(case: Case | CaseProblem) -> None:
         if time.time() > until or not left.take():
             raise Enough
         played = [runner.play(task) for task in tasks_of_case(case)]

@@ -24,7 +24,7 @@ import typer
 
 from benchmarks.parts.kernels_cases import Case, cases
 from benchmarks.parts.ranks import Commit, Device
-from cp_fast.movers.select_movers import kernels, why_not
+from cp_fast.movers.select_movers import movers_for, why_not
 
 LIMIT = 4.2e12  # bytes a second, read and written, of an H200
 
@@ -34,10 +34,10 @@ def measure(case: Case, names: Sequence[str], device: str, rounds: int) -> list[
     works = [case.make(device) for _ in range(sets_for(case.moved, device))]
     for name in names:
         try:
-            works[0].check(kernels(device, name))
+            works[0].check(movers_for(device, name))
         except AssertionError as error:
             raise SystemExit(f"{name}, {case.kernel}, {case.name}: {error}; nothing is reported") from error
-    runs = [[partial(work.run, kernels(device, name)) for work in works] for name in names]
+    runs = [[partial(work.run, movers_for(device, name)) for work in works] for name in names]
     times = medians([*runs, [w.copy for w in works], [w.select for w in works]], device, rounds)
     copy, select = times[-2:]
     rows = []

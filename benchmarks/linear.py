@@ -49,9 +49,10 @@ from benchmarks.parts.ranks import (
     seconds_queued,
     write_json,
 )
+from conformance.problems.linear import LinearAttention
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
-from tests.linear.problems import Layer, relative_errors
+from tests.linear.problems import relative_errors
 
 app = typer.Typer(add_completion=False)
 HEADS, DIM, ROWS = 16, 128, 16_384
@@ -84,7 +85,7 @@ def check(
     for kind in kinds.split(","):
         for dtype in dtypes.split(","):
             for name, problem in SMALL.items():
-                layer = Layer(
+                layer = LinearAttention(
                     kind=kind, heads=2, shared=2, d_k=64, d_v=128, initial_state=True, output_final_state=True
                 )
                 case = f"{kind}, {dtype}, {name}"

@@ -46,8 +46,9 @@ import cp_fast
 from benchmarks.parts.others import magi_way
 from benchmarks.parts.ranks import connect, largest, passes_of, seconds, seconds_alone, switched
 from cp_fast import masks
-from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions
 from cp_fast.kernels.attention.choose_backend import by_name
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.schedules.areas import Areas, areas_of_windows
 from cp_ref.schedules.problem import ScoreSpec
 
@@ -130,7 +131,7 @@ def dense_causal(job: Job, x: dict[str, torch.Tensor]) -> Callable[[], Any]:
     def both() -> Any:
         part = backend.forward(q, k, v, segments, options)
         return backend.backward(
-            BackwardOperands(dout, q, k, v, part.out.to(q.dtype), part.lse, None), segments, options
+            [BackwardOperands(dout, q, k, v, part.out.to(q.dtype), part.lse, None)], segments, options
         )
 
     return both

@@ -190,7 +190,7 @@ class Contender:
     def launches(self) -> int:
         """Kernel launches of the fullest rank."""
         return max(
-            sum(1 for one in (plan.instructions.forward, plan.instructions.backward) for _ in one.of(Launch))
+            sum(1 for one in (plan.programs.forward, plan.programs.backward) for _ in one.of(Launch))
             for plan in self._plans
         )
 

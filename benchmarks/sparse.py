@@ -32,8 +32,9 @@ import typer
 import cp_fast
 from benchmarks.parts.ranks import Commit, JsonOut, connect, seconds, write_json
 from benchmarks.parts.sparse_shape import Shape, dense_tensors, milliseconds, sample_mistakes, variants
-from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions
 from cp_fast.kernels.attention.choose_backend import by_name
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_fast.kernels.sparse.triton_sparse import triton_kernels
 from cp_ref.schedules.problem import ScoreSpec
 from tests.sparse.kernel_checks import draw, mistakes
@@ -202,7 +203,7 @@ def _dense(shape: Shape, calls: int) -> dict[str, float]:
     operands = BackwardOperands(x["dout"], x["q"], x["k"], x["v"], part.out.to(x["q"].dtype), part.lse, None)
     return {
         "forward": milliseconds(forward, calls),
-        "backward": milliseconds(lambda: backend.backward(operands, batch, options), calls),
+        "backward": milliseconds(lambda: backend.backward([operands], batch, options), calls),
     }
 
 

@@ -52,6 +52,7 @@ GRACE_S = 20.0  # for what is under way when the time is up
 PACKAGES = ("transformers", "accelerate", "triton", "flash-attn-4", "flash-linear-attention", "megatron-core")
 PRELOADED = ("benchmarks.parts.model_ranks", "conformance.step.process", "torch._dynamo")
 ON_CPU = ("torch.distributed.fsdp", "transformers.trainer")  # which a process without a GPU may import before it forks
+LACKING = {model_ranks.TRITON: "triton", "ALiBi": "lacks alibi_slopes"}  # What is refused where a library lacks it.
 NOT_FAILURES = ("right", "refused", "skipped", "not reached")
 TRAINERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -227,7 +228,8 @@ class Run:
             return
         seconds = round(said["seconds"], 1)
         if "errors" in said:
-            refused = case.model == model_ranks.TRITON and all("triton" in text.lower() for text in said["errors"])
+            lacking = [word for model, word in LACKING.items() if model in case.model]
+            refused = any(all(word in text.lower() for text in said["errors"]) for word in lacking)
             message = "\n".join(dict.fromkeys(text[:1500] for text in said["errors"] if text))
             more = {} if refused else {"ranks": [n for n, text in enumerate(said["errors"]) if text]}
             if not refused:  # Its paths are those of one machine, so no record has them.

@@ -8,14 +8,14 @@ order of one call. Read of each file the part that is named here; the rest can w
     compile/pipeline            the compiler on one page: lowering, passes, tables on the device
     runtime/run                 how an instruction becomes an operation, the loop, and what lies around it
     kernels/attention/backend_protocol
-                                what a kernel library is asked (`VarlenBatch`, `Backend`)
+                                what a kernel library is asked (`Backend`; `varlen_batch` has its tiles)
     api/attention               the public call and its autograd function
     api/calls                   a call is checked, or known from before; the plan of a call without one
     api/plan                    what `make_plan` returns, and `update`
-    api/compiled_plan           what a plan holds: a batch, compiled for this rank
+    api/compiled_batch          what a plan holds: a batch, compiled for this rank
     compile/chosen_schedule     which schedule runs, of those that a planner can make
     compile/lower               a step's messages and tiles as instructions, right and slow
-    passes                      the table of what makes them fast; `print(plan.instructions)` shows what they did
+    passes                      the table of what makes them fast; `print(plan.programs)` shows what they did
     compile/instruction_passes  the simplest of these: functions from program to program
     runtime/operations          the operations (the first few; the others are alike)
     movers/mover_protocol       copies, sums and merges of rows, behind one interface

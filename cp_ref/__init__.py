@@ -13,7 +13,7 @@ docs/concepts.md.) Read of each file the part that is named here; the rest can w
     schedules/ownership                  who holds which row (up to the layouts by name),
     schedules/schedule                   who computes and sends what, step by step (up to its text form)
     schedules/problem                    one call as integers: `Problem`, and `Workload`, the first two tables of it
-    schedules/planners/ring_members      who sees which keys of whom: what all planners ask (up to how it is found)
+    schedules/planners/visibility        who sees which keys of whom: what all planners ask (up to how it is found)
     schedules/planners/all_gather        the schedules, the simplest one first
     schedules/planners/p2p
     schedules/planners/a2a

@@ -29,7 +29,7 @@ from cp_fast.kernels.attention.fa4.scores.expressions import BOOL, FLOAT, INT, L
 from cp_fast.kernels.attention.fa4.scores.launch_program import ScoreProgram
 from cp_fast.kernels.attention.fa4.scores.score_tiles import launch_tensors
 from cp_ref.batches.tensors import wide_dtype
-from cp_ref.calls.scores import kept
+from cp_ref.calls.scores import kept_by_dropout
 from cp_ref.schedules.words import Feature
 
 __all__ = ["OPERATIONS", "Fa4Dry", "Kernel", "dry", "evaluated", "install", "install_asked", "taken"]
@@ -304,9 +304,8 @@ class _Segment:
             return None
         b, h, i, j, _ = self.places(heads)
         assert self.seed is not None
-        return kept(b, h, i, j, self.seed.view(torch.int64), self.program.dropout_p).to(dtype) / (
-            1 - self.program.dropout_p
-        )
+        kept = kept_by_dropout(b, h, i, j, self.seed.view(torch.int64), self.program.dropout_p)
+        return kept.to(dtype) / (1 - self.program.dropout_p)
 
 
 def _segments(

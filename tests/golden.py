@@ -244,14 +244,14 @@ def _schedules(plan: Any) -> str:
 
 def _of_rank(plan: Any) -> str:
     if not plan.problem.position_free_scores:
-        plan.compiled.positions.make()
+        plan.batch.positions.make()
     tables = {
-        "instructions": plan.instructions,
-        "positions": plan.compiled.positions,
+        "instructions": plan.programs,
+        "positions": plan.batch.positions,
         "position_ids": plan.position_ids,
     }
     lines = [f"{name} {line}" for name, thing in tables.items() for line in dict.fromkeys(table_lines(thing, set()))]
-    return "\n".join([str(plan.instructions), *lines])
+    return "\n".join([str(plan.programs), *lines])
 
 
 def table_lines(thing: Any, seen: set[int]) -> Iterator[str]:

@@ -26,8 +26,9 @@ import typer
 import cp_fast
 from benchmarks.forward.cases import HEADS, SCHEDULES, Case, cases_of
 from benchmarks.parts.ranks import Commit, JsonOut, Schedules, switched
-from cp_fast.kernels.attention.backend_protocol import LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import LaunchOptions
 from cp_fast.kernels.attention.choose_backend import by_name
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref import SimGroup
 from cp_ref.schedules.areas import areas_of_windows
 from cp_ref.schedules.problem import ScoreSpec

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 from benchmarks.parts.performance_tables import RESULTS, markdown
@@ -45,9 +44,9 @@ REASONS: tuple[tuple[str, str], ...] = (  # what a refusal says, and the line of
 _LIBRARIES = r"requires the (\w+) library|No module named '(\w+)'"
 
 
-def architecture_tables(folder: Path = RESULTS) -> list[str]:
+def architecture_tables() -> list[str]:
     """Counts; what is right; what is refused, by the reason; what was not built: four tables, as Markdown."""
-    classes: dict[str, dict[str, Any]] = json.loads((folder / RECORD).read_text())["classes"]
+    classes: dict[str, dict[str, Any]] = json.loads((RESULTS / RECORD).read_text())["classes"]
     return [_counts(classes), _right(classes), _refused(classes), _not_built(classes)]
 
 

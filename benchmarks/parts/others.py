@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.schedules.areas import Areas
 from cp_ref.schedules.problem import Problem, ScoreSpec
 from cp_ref.schedules.table import ranges
@@ -168,7 +169,7 @@ def flash_attn_interface(backend: Backend, parts: Mapping[int, Sequence[int]], d
         q, k, v = operands
         where = segments(len(q), len(k), causal)
         gradients = backend.backward(
-            BackwardOperands(dout, q, k, v, out, lse, None), where, LaunchOptions(ScoreSpec(scale))
+            [BackwardOperands(dout, q, k, v, out, lse, None)], where, LaunchOptions(ScoreSpec(scale))
         )
         for place, x in zip(into, gradients, strict=True):
             place.copy_(x.view_as(place))

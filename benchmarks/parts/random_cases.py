@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from conformance.case import Case
 from conformance.problems.capabilities import EVERYTHING
 from conformance.problems.linear import CausalConv1d, LinearCase, convolutions, linear_attentions
+from conformance.problems.problem import CaseProblem
 from conformance.problems.sparse import SparseAttention, SparseCase, index_losses, selections, sparse_attentions
 from conformance.problems.strategies import cases, tables
 from conformance.runner.play_problem import Runner
 from cp_fast import masks
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Launch
+from cp_fast.tools.cost.counts import LIBRARY
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
 from cp_ref.schedules.words import CP_COMM_TYPES, LAYOUTS
@@ -134,12 +136,12 @@ def of_common_keys(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], par
         dtype=dtype,
         **sizes,
     )
-    passes = (compiled(problem, rank).programs.forward for rank in range(size))
+    passes = (compiled(problem, rank, LIBRARY).programs.forward for rank in range(size))
     assume(any(one.batch.starts for program in passes for one in program.of(Launch)))
     return Case(problem, use_plan=draw(st.booleans()), return_lse=True, loss="out+lse")
 
 
-Kind = Callable[[Runner, Sequence[int], int], st.SearchStrategy[Case | LinearCase | SparseCase]]
+Kind = Callable[[Runner, Sequence[int], int], st.SearchStrategy[Case | CaseProblem]]
 
 
 def of_scores(
@@ -169,11 +171,13 @@ def of_linear(draw: st.DrawFn, runner: Runner, cp_sizes: Sequence[int], part: in
     documents.
     """
     case: LinearCase = draw(linear_attentions(cp_sizes, ("bfloat16",)) | convolutions(cp_sizes, ("bfloat16",)))
-    times = draw(st.sampled_from([1, 1, 9])) if isinstance(case.layout, str) else 1
+    times = draw(st.sampled_from([1, 1, 9])) if isinstance(case.problem.layout, str) else 1
     sizes: dict[str, Any] = {"heads": 2, "shared": 2, "d_k": 64, "d_v": 128}
     if isinstance(case, CausalConv1d):
         sizes = {"channels": 136, "kernel_size": 2 if case.kernel_size < 3 else 4}
-    return replace(case, documents=tuple((times * n, times * m) for n, m in case.documents), wide=True, **sizes)
+    longer = tuple(Lengths(*[times * s.len_q] * 2, *[times * s.slots_q] * 2) for s in case.problem.sequences)
+    batch = replace(case.case, problem=replace(case.problem, sequences=longer))
+    return replace(case, case=batch, wide=True, **sizes)
 
 
 _LATENT = {"heads_q": 16, "heads_kv": 1, "d_qk": 576, "d_v": 512}

@@ -39,7 +39,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cp_fast.compile.chosen_schedule import choose_head_chunks, chosen_rank_schedule
+from cp_fast.compile.chosen_schedule import choose, chosen_rank_schedule
 from cp_fast.compile.packing import Packing
 from cp_fast.compile.pipeline import linked, lowered
 from cp_fast.compile.program import Launch
@@ -135,7 +135,7 @@ def _measure(
         marks.append(_now())
         agreed([group], "a plan", lambda problem=problem: problem, Agreement)
         marks.append(_now())
-        steps = chosen_rank_schedule(problem, rank, choose_head_chunks(problem))
+        steps = chosen_rank_schedule(problem, rank, choose(problem))
         marks.append(_now())
         draft = lowered(Packing(problem), rank, steps, saved_kinds(problem))
         marks.append(_now())

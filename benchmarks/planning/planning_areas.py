@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import typer
 
-from cp_fast.compile.chosen_schedule import choose_head_chunks, chosen_rank_schedule
+from cp_fast.compile.chosen_schedule import choose, chosen_rank_schedule
 from cp_fast.compile.packing import Packing
 from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.program import Launch
@@ -64,7 +64,7 @@ def measured(case: str, count: int, planned: bool) -> tuple[float, float, int]:
     read = time.thread_time() - began
     if not planned:
         return read, float("nan"), 0
-    steps = chosen_rank_schedule(problem, RANKS.rank, choose_head_chunks(problem))
+    steps = chosen_rank_schedule(problem, RANKS.rank, choose(problem))
     draft = lowered(Packing(problem), RANKS.rank, steps, saved_kinds(problem))
     return read, time.thread_time() - began, sum(1 for _ in draft.programs.forward.of(Launch))
 

@@ -19,13 +19,14 @@ import cp_fast as package
 import cp_fast.thd
 from conformance.adapters.band_tiles import crop, out_of_nothing
 from conformance.case import Case
-from cp_fast.compile.chosen_schedule import choose_own_first
+from cp_fast.compile.own_keys import choose_own_first
 from cp_fast.compile.same_bits import from_first_keys
-from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
-from cp_fast.kernels.attention.choose_backend import choose
-from cp_fast.movers.select_movers import kernels
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions
+from cp_fast.kernels.attention.choose_backend import by_name, choose
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
+from cp_fast.movers.select_movers import movers_for
 from cp_ref.problems.arguments import features_of
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Problem, ScoreSpec
 from cp_ref.schedules.words import Feature
 
@@ -89,17 +90,16 @@ def operator_calls(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 Tensor = pytorch.Tensor
 for _device in ("cpu", "cuda") if pytorch.cuda.is_available() else ("cpu",):
-    kernels(_device)  # A compiler takes half a minute. It must not count as the first problem's time.
+    movers_for(_device)  # A compiler takes half a minute. It must not count as the first problem's time.
 
 
 _ONE_LAUNCH = ("a2a", "all_gather")  # They may compute a row with all its keys, in one launch.
-_SAME_BITS = ("cpu", "fa4")  # These backends claim it. "auto" is "cpu" without a GPU.
 
 
 def case_bits(case: Case, backend: str) -> frozenset[str]:
     """The results of a case that have the bits of one launch over the whole batch: docs/how_to/bits.md."""
-    p = case.problem
-    if backend not in _SAME_BITS or p.areas is not None or (p.cp_size > 1 and p.cp_comm_type not in _ONE_LAUNCH):
+    p, library = case.problem, by_name(backend)
+    if not library.key_block or p.areas is not None or (p.cp_size > 1 and p.cp_comm_type not in _ONE_LAUNCH):
         return frozenset()
     if not from_first_keys(p):
         return frozenset()
@@ -107,12 +107,13 @@ def case_bits(case: Case, backend: str) -> frozenset[str]:
         first = choose_own_first(p, deterministic=case.deterministic)
         if "forward" in first or (p.window_size[0] >= 0 and not p.causal):  # Partial results; segments that are cut.
             return frozenset()
-        return frozenset(("out", "lse", *(("dq",) if case.deterministic and "backward" not in first else ())))
+        gradients = ("dq",) if case.deterministic and "backward" not in first else ()
+        return frozenset(("out", "lse", *gradients)).intersection(library.bits_of)
     together = p.heads_kv % p.a2a_size == 0  # A rank has all query heads that share a kv head.
-    if backend == "fa4" and not together:  # Nobody has measured it.
+    if backend != "cpu" and not together:  # Nobody has measured it.
         return frozenset()
     gradients = ("dq", "dk", "dv") if together and (p.cp_size == 1 or p.cp_comm_type == "a2a") else ("dq",)
-    return frozenset(("out", "lse", *(gradients if case.deterministic else ())))
+    return frozenset(("out", "lse", *(gradients if case.deterministic else ()))).intersection(library.bits_of)
 
 
 class OneBackend:
@@ -135,16 +136,17 @@ class OneBackend:
         return f"cp_fast with backend {self.name!r}"
 
     def same_bits(self, case: Case) -> frozenset[str]:
-        """`case_bits` of its backend."""
-        auto = "cpu" if not pytorch.cuda.is_available() else ""
-        return case_bits(case, auto if self.name == "auto" else self.name)
+        """`case_bits` of its backend; "auto" claims it without a GPU, where it is "cpu"."""
+        if self.name == "auto" and pytorch.cuda.is_available():
+            return frozenset()
+        return case_bits(case, "cpu" if self.name == "auto" else self.name)
 
     @staticmethod
     def batch_invariant(one: Problem, other: Problem) -> bool:
         """Whether a ring of three or more adds its gradients in the same order for both: all on the way, or none."""
-        members, others = (RingMembers(problem.workload) for problem in (one, other))
-        ring = one.cp_comm_type in ("p2p", "a2a+p2p") and members.member_count > 2
-        return not ring or members.sends_directly == others.sends_directly
+        seen, other_seen = (Visibility(problem.workload) for problem in (one, other))
+        ring = one.cp_comm_type in ("p2p", "a2a+p2p") and seen.member_count > 2
+        return not ring or seen.sends_directly == other_seen.sends_directly
 
     @staticmethod
     def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -152,7 +154,7 @@ class OneBackend:
         first_out, first_lse = parts[0]
         out, lse = first_out.to(first_lse.dtype, copy=True), first_lse.clone()
         for part_out, part_lse in parts[1:]:
-            kernels(out.device.type).merge_(out, lse, part_out, part_lse, slice(0, len(out)))
+            movers_for(out.device.type).merge_(out, lse, part_out, part_lse, slice(0, len(out)))
         return out, lse
 
     def tile(
@@ -185,7 +187,7 @@ class OneBackend:
             operands = BackwardOperands(
                 dout[rows], q[rows], k[columns], v[columns], out[rows], lse[:, rows].contiguous(), None
             )
-            grads = backend.backward(operands, segments, options)
+            grads = backend.backward([operands], segments, options)
             dq[rows], dk[columns], dv[columns] = (x.to(q.dtype) for x in grads)
         return dq, dk, dv
 

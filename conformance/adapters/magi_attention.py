@@ -11,7 +11,7 @@ rank takes its own rows, as `contiguous` has them.
 
     ffa (the module too)   its kernels; each is compiled for minutes at its first call
     bf16                   those of them that one build has
-    sdpa                   plain PyTorch inside, in any dtype, "for testing"; without a GPU too (`magi_on_cpu`)
+    sdpa                   plain PyTorch inside, in any dtype, "for testing"; without a GPU too (`install_on_cpu`)
     accepted               `sdpa`, and the gradient through the returned LSE
 
 Its kernels are tested for head dims of 64 and 128. The adapter adds zeros up to 128, and for `sdpa` up to a power of

@@ -41,8 +41,8 @@ __all__ = [
     "context_error",
     "forked",
     "forks_of",
-    "kept",
     "poisoned_memory",
+    "settings_restored",
     "state",
 ]
 
@@ -118,7 +118,7 @@ def changed(before: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def settings_restored() -> Iterator[None]:
     """Restore the settings changed inside, so that one problem does not affect the next."""
     before = state()
     try:

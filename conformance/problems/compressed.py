@@ -276,6 +276,7 @@ class CompressedAttention(SparseCase):
             mine = None if indices is None else take_slice(case, indices.to(device), "q", rank)
             operands = self._with_values(leaves)
             how: dict[str, Any] = {"softmax_offset": operands.pop("softmax_offset", None), "return_lse": True}
+            how |= self.of_scale
             call = impl.compressed_attention if self.tokens else impl.sparse_attention
             out, lse = call(*operands.values(), mine, cp=cp, plan=plan, rate=self.rate, **how)
             found = {"out": out.detach(), "lse": lse.detach()}
@@ -379,6 +380,7 @@ def compressed_attentions(
         by_head=draw(st.booleans()),
         tokens=draw(st.sampled_from([True, True, False])),
         latent=case.problem.d_v <= case.problem.d_qk and draw(st.booleans()),
+        scale_of_call=draw(st.booleans()),
     )
 
 

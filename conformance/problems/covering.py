@@ -25,7 +25,7 @@ _TRIPLE = ("schedule", "format", "mask")
 Assignment = dict[str, str]  # axis -> choice
 Goal = frozenset[Choice]
 
-# axis of the features -> axis of the capabilities; choices outside `_ALWAYS` have to be asked for
+# axis of the features -> axis of the capabilities
 _ASKED = {
     "schedule": "cp_comm_type",
     "layout": "layout",

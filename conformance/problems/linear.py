@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from conformance.case import Case, check_counts, dtype_of, wide_dtype
 from conformance.checks.budgets import worst
 from conformance.checks.reference import dense_causal_conv1d, dense_linear_attention, values_of_ranks
 from conformance.implementation import Implementation, context
-from conformance.problems.problem import LevelProblem, shape_findings
+from conformance.problems.problem import CaseProblem, shape_findings
 from conformance.problems.strategies import FEW_SIZES, OFTEN_EXACT, tables
 from conformance.tensors import assemble, cumulative, marked_slots, plan_arguments, real_tokens, take_slice
 from cp_ref.schedules.problem import Problem, Sequence
@@ -30,6 +30,7 @@ __all__ = [
     "LinearAttention",
     "LinearCase",
     "LinearTensors",
+    "batch_of",
     "batches",
     "build_linear",
     "compare_linear",
@@ -49,54 +50,39 @@ LINEAR_KINDS = ("gated_delta_rule", "kda", "mamba2", "mamba")
 ACTIVATIONS = (None, "silu", "swish")
 
 
-@dataclass(frozen=True)
-class LinearCase(LevelProblem):
-    """The fields of both layers: the batch, its slices, and the values."""
+def batch_of(
+    documents: Seq[tuple[int, int]], cp_size: int = 2, qkv_format: Any = "thd", *, layout: Any = "dual_chunk",
+    tail: int = 0, seed: int = 0, **fields: Any,
+) -> Case:  # fmt: skip
+    """The batch of these documents, (tokens, slots) of each, for linear layers. tail: slots behind them, for each rank.
+    fields: others of the problem.
+    """
+    full = all(tokens == slots for tokens, slots in documents)
+    masked = qkv_format != "thd" and (not full or layout == "balanced" or not isinstance(layout, str))
+    sequences = tuple(Sequence(tokens, tokens, slots, slots) for tokens, slots in documents)
+    fields = {"dtype": "float64", "heads_q": cp_size, "heads_kv": cp_size, **fields}
+    mask = "padding_causal" if masked else "causal"
+    problem = Problem(cp_size, sequences, layout=layout, qkv_format=qkv_format, attn_mask_type=mask, **fields)
+    return Case(problem, tail_q=tail * cp_size, tail_kv=tail * cp_size, seed=seed)
 
-    counts: ClassVar[tuple[str, ...]] = ("cp_size",)  # The fields that are positive integers.
-    cp_size: int = 2
-    documents: tuple[tuple[int, int], ...] = ((8, 8),)  # (tokens, slots) of each.
-    qkv_format: str = "thd"
-    layout: str | tuple[tuple[int, int, int, int], ...] = "dual_chunk"
-    cp_comm_type: str = "p2p"
-    a2a_size: int = 1
-    tail: int = 0  # Slots behind the last document, for each rank; thd only.
-    dtype: str = "float64"
+
+_PLAIN = batch_of([(8, 8)])
+
+
+@dataclass(frozen=True)
+class LinearCase(CaseProblem):
+    """The fields of both layers."""
+
+    counts: ClassVar[tuple[str, ...]] = ()  # The fields that are positive integers.
+    case: Case = _PLAIN
     wide: bool = False  # g and beta, or weight and bias, are in float32 with a low dtype.
     spoiled: int = -1  # The document whose tokens are NaN on the ranks; the others may not know. -1: none.
-    seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse a mistyped text."""
-        _ = self.case
         check_counts(self, self.counts)
-        if type(self.spoiled) is not int or not -1 <= self.spoiled < len(self.documents):
+        if type(self.spoiled) is not int or not -1 <= self.spoiled < len(self.problem.sequences):
             raise ValueError(f"spoiled is {self.spoiled!r}; it must be the number of a document, or -1")
-
-    @cached_property
-    def case(self) -> Case:
-        """The batch as a case of attention, for the places of its rows."""
-        packed = self.qkv_format == "thd"
-        full = all(tokens == slots for tokens, slots in self.documents)
-        masked = not packed and (not full or self.layout == "balanced" or not isinstance(self.layout, str))
-        problem = Problem(
-            self.cp_size,
-            tuple(Sequence(tokens, tokens, slots, slots) for tokens, slots in self.documents),
-            self.cp_comm_type,  # pyright: ignore[reportArgumentType]
-            self.a2a_size,
-            self.layout,
-            self.qkv_format,  # pyright: ignore[reportArgumentType]
-            "padding_causal" if masked else "causal",
-            heads_q=self.cp_size,
-            heads_kv=self.cp_size,
-            dtype=self.dtype,
-        )
-        return Case(problem, tail_q=self.tail * self.cp_size, tail_kv=self.tail * self.cp_size)
-
-    @property
-    def problem(self) -> Problem:
-        """The batch."""
-        return self.case.problem
 
     @property
     def options(self) -> dict[str, Any]:
@@ -118,7 +104,7 @@ class LinearCase(LevelProblem):
 class LinearAttention(LinearCase):
     """One `linear_attention`, forward and backward."""
 
-    counts: ClassVar[tuple[str, ...]] = ("cp_size", "heads", "shared", "d_k", "d_v")
+    counts: ClassVar[tuple[str, ...]] = ("heads", "shared", "d_k", "d_v")
     kind: str = "gated_delta_rule"
     heads: int = 1
     shared: int = 1  # Value heads for each head of q and k.
@@ -143,7 +129,7 @@ class LinearAttention(LinearCase):
 class CausalConv1d(LinearCase):
     """One `causal_conv1d`, forward and backward."""
 
-    counts: ClassVar[tuple[str, ...]] = ("cp_size", "channels", "kernel_size")
+    counts: ClassVar[tuple[str, ...]] = ("channels", "kernel_size")
     channels: int = 2
     kernel_size: int = 4
     bias: bool = True
@@ -172,9 +158,13 @@ _REAL_DIMS = ((64, 64), (64, 128), (128, 128))
 
 @st.composite
 def batches(
-    draw: DrawFn, cp_sizes: Seq[int] = FEW_SIZES, most: int = 16, long: tuple[int, ...] = _LONG
-) -> dict[str, Any]:
-    """The fields of a batch: at most four documents of at most `most` slots, or rarely one of `long`."""
+    draw: DrawFn,
+    cp_sizes: Seq[int] = FEW_SIZES,
+    dtypes: Seq[str] = ("float64",),
+    most: int = 16,
+    long: tuple[int, ...] = _LONG,
+) -> Case:
+    """A batch of at most four documents of at most `most` slots, or rarely one of `long`."""
     cp_size = draw(st.sampled_from(sorted(cp_sizes, key=lambda n: (n == 1, n))))
     comm = draw(st.sampled_from(CP_COMM_TYPES))
     divisors = [n for n in range(1, cp_size + 1) if cp_size % n == 0]
@@ -186,27 +176,29 @@ def batches(
         slots[0] = draw(st.sampled_from(long))
     slots = slots if qkv_format == "thd" else [max(slots)] * (1 if max(slots) > most else len(slots))
     padded = draw(st.booleans())
-    documents = tuple((draw(st.sampled_from([n, 0, 1]) | st.integers(0, n)) if padded and n else n, n) for n in slots)
-    layout = draw(tables(slots, cp_size)) if layout == "table" else layout
-    return {
-        "cp_size": cp_size,
-        "documents": documents,
-        "qkv_format": qkv_format,
-        "layout": layout,
-        "cp_comm_type": comm,
-        "a2a_size": a2a_size,
-        "tail": draw(st.integers(0, 2)) if qkv_format == "thd" else 0,
-    }
+    documents = [(draw(st.sampled_from([n, 0, 1]) | st.integers(0, n)) if padded and n else n, n) for n in slots]
+    return batch_of(
+        documents,
+        cp_size,
+        qkv_format,
+        layout=draw(tables(slots, cp_size)) if layout == "table" else layout,
+        cp_comm_type=comm,
+        a2a_size=a2a_size,
+        tail=draw(st.integers(0, 2)) if qkv_format == "thd" else 0,
+        dtype=draw(st.sampled_from(dtypes)),
+        seed=draw(st.integers(0, 999)),
+    )
 
 
 @st.composite
-def _values(draw: DrawFn, documents: int, dtypes: Seq[str]) -> dict[str, Any]:
-    dtype = draw(st.sampled_from(dtypes))
+def _fields(draw: DrawFn, cp_sizes: Seq[int], dtypes: Seq[str]) -> dict[str, Any]:
+    """The fields of both layers."""
+    case = draw(batches(cp_sizes, dtypes))
+    several = len(case.problem.sequences)
     return {
-        "dtype": dtype,
-        "wide": dtype in ("bfloat16", "float16") and draw(st.booleans()),
-        "spoiled": draw(st.sampled_from([-1, -1, *(range(documents) if documents > 1 else ())])),
-        "seed": draw(st.integers(0, 999)),
+        "case": case,
+        "wide": case.problem.dtype in ("bfloat16", "float16") and draw(st.booleans()),
+        "spoiled": draw(st.sampled_from([-1, -1, *(range(several) if several > 1 else ())])),
     }
 
 
@@ -214,12 +206,11 @@ def _values(draw: DrawFn, documents: int, dtypes: Seq[str]) -> dict[str, Any]:
 def linear_attentions(draw: DrawFn, cp_sizes: Seq[int] = FEW_SIZES, dtypes: Seq[str] = OFTEN_EXACT) -> LinearAttention:
     """A problem of `linear_attention`; the dims of models are rare, for their kernels."""
     kind = draw(st.sampled_from(LINEAR_KINDS))  # first: what Hypothesis draws last depends on the batch most
-    batch = draw(batches(cp_sizes))
+    given = draw(_fields(cp_sizes, dtypes))
     small = st.tuples(st.sampled_from([3, 2, 4, 1]), st.integers(1, 3))
     d_k, d_v = draw(st.sampled_from(_REAL_DIMS) if draw(st.integers(0, 7)) == 7 else small)
     return LinearAttention(
-        **batch,
-        **draw(_values(len(batch["documents"]), dtypes)),
+        **given,
         kind=kind,
         heads=draw(st.integers(1, 2)),
         shared=draw(st.integers(1, 2)),
@@ -234,10 +225,8 @@ def linear_attentions(draw: DrawFn, cp_sizes: Seq[int] = FEW_SIZES, dtypes: Seq[
 @st.composite
 def convolutions(draw: DrawFn, cp_sizes: Seq[int] = FEW_SIZES, dtypes: Seq[str] = OFTEN_EXACT) -> CausalConv1d:
     """A problem of `causal_conv1d`."""
-    batch = draw(batches(cp_sizes))
     return CausalConv1d(
-        **batch,
-        **draw(_values(len(batch["documents"]), dtypes)),
+        **draw(_fields(cp_sizes, dtypes)),
         channels=draw(st.integers(1, 3)),
         kernel_size=draw(st.integers(1, 6)),
         bias=draw(st.booleans()),
@@ -274,8 +263,8 @@ def build_linear(case: LinearCase, device: str = "cpu") -> LinearTensors:
     """The problem's tensors, equal for equal problems. Keys have length 1, so that states do not grow; decays are
     weak, so that a state is still there after many tokens."""
     draw = case.generator()
-    lead, low = tuple(real_tokens(case.case, "q").shape), dtype_of(case.dtype)
-    state_dtype = wide_dtype(case.dtype)
+    lead, low = tuple(real_tokens(case.case, "q").shape), dtype_of(case.problem.dtype)
+    state_dtype = wide_dtype(case.problem.dtype)
     gates = torch.float32 if case.wide else low
 
     def some(*shape: int) -> torch.Tensor:
@@ -299,7 +288,7 @@ def build_linear(case: LinearCase, device: str = "cpu") -> LinearTensors:
         alike["A"] = -some(heads_v, case.d_k, case.d_v).abs().to(device, gates)
     elif case.kind != "mamba2":
         rows["beta"] = some(*lead, heads_v).sigmoid().to(gates)
-    states = len(case.documents), heads_v, case.d_k, case.d_v
+    states = len(case.problem.sequences), heads_v, case.d_k, case.d_v
     if case.initial_state:
         alike["initial_state"] = some(*states).to(device, state_dtype)
     dfinal = some(case.cp_size, *states).to(device, state_dtype) if case.output_final_state else None
@@ -312,9 +301,9 @@ def exact_linear(case: LinearCase, tensors: LinearTensors) -> dict[str, torch.Te
     leaves = {name: x.double().requires_grad_() for name, x in (tensors.rows | tensors.alike).items()}
     real = real_tokens(case.case, "q").to(tensors.dout.device)
     real = real[(..., *[None] * (tensors.dout.dim() - real.dim()))]
-    lengths: dict[str, Any] = {"qkv_format": case.qkv_format}
+    lengths: dict[str, Any] = {"qkv_format": case.problem.qkv_format}
     lengths["cu_seqlens"] = torch.tensor(cumulative(case.problem, "len_q"))
-    if case.qkv_format == "thd":
+    if case.problem.qkv_format == "thd":
         lengths["cu_seqlens_padded"] = torch.tensor(cumulative(case.problem, "slots_q"))
     with torch.enable_grad():
         if isinstance(case, LinearAttention):
@@ -335,12 +324,12 @@ def exact_linear(case: LinearCase, tensors: LinearTensors) -> dict[str, torch.Te
 
 def judged_documents(case: LinearCase) -> torch.Tensor:
     """Which documents are judged: bool [b]."""
-    return torch.arange(len(case.documents)) != case.spoiled
+    return torch.arange(len(case.problem.sequences)) != case.spoiled
 
 
 def judged_rows(case: LinearCase) -> torch.Tensor:
     """Which slots do not belong to the spoiled document: bool, in the format's axes, as `real_tokens` has them."""
-    keep = [torch.full((slots,), n != case.spoiled) for n, (_, slots) in enumerate(case.documents)]
+    keep = [torch.full((one.slots_q,), n != case.spoiled) for n, one in enumerate(case.problem.sequences)]
     return marked_slots(case.case, "q", keep, tail=True)
 
 
@@ -424,12 +413,12 @@ def judged_results(case: LinearCase, tensors: LinearTensors, ranks: list[LayerRe
 
 
 def _findings(case: LinearCase, judged: Pairs) -> list[str]:
-    limit = LIMITS[case.dtype]
+    limit = LIMITS[case.problem.dtype]
     sizes = {name: _size(exact) for name, (_, exact) in judged.items()}
     typical = sum(sizes.values()) / max(len(sizes), 1)
     found: list[str] = []
     for name, (got, exact) in judged.items():
-        if case.dtype in ("float64", "float32"):
+        if case.problem.dtype in ("float64", "float32"):
             found += worst(name, got, exact, limit * (1 + exact.abs()))
         elif not (error := _size(got.double() - exact)) <= (bound := limit * max(sizes[name], typical)):
             found.append(f"{name} has errors of {error:.2g} (root of the mean square), allowed {bound:.2g}")

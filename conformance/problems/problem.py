@@ -13,9 +13,19 @@ from conformance.checks.budgets import same_bytes
 from conformance.checks.reference import UnsupportedCase, describe_error, is_out_of_memory
 from conformance.implementation import Implementation, Missing
 from conformance.problems.capabilities import Capabilities
+from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.values import parse_call
 
-__all__ = ["LevelProblem", "NamedProblem", "Raised", "SuiteProblem", "call", "parts_of", "shape_findings"]
+__all__ = [
+    "CaseProblem",
+    "LevelProblem",
+    "NamedProblem",
+    "Raised",
+    "SuiteProblem",
+    "call",
+    "parts_of",
+    "shape_findings",
+]
 
 
 class SuiteProblem(Protocol):
@@ -45,8 +55,8 @@ class SuiteProblem(Protocol):
 class LevelProblem:
     """Base of the dataclasses that one level's problems are. A text begins with the class's name.
 
-    Every field has a default; the text has those that differ from it, and `parse` reads it back. `seed` is a field of
-    all of them.
+    Every field has a default; the text has those that differ from it, and `parse` reads it back. All of them have a
+    `seed`.
     """
 
     begins: ClassVar[str]
@@ -99,6 +109,41 @@ class LevelProblem:
     def generator(self) -> torch.Generator:
         """The generator of the problem's random values, at its beginning."""
         return torch.Generator().manual_seed(self.seed)  # type: ignore[attr-defined]  # pyright: ignore
+
+
+@dataclass(frozen=True)
+class CaseProblem(LevelProblem):
+    """Base of the problems that are a case of attention and a few fields more: it has the batch and the values."""
+
+    case: Case
+
+    def __str__(self) -> str:
+        """One line that `parse` reads back."""
+        return text_of(self, self.case)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The problem that `str` printed. Raises ValueError on anything else."""
+        try:
+            _, (case,), values = parse_call(text, [cls.__name__])
+            return cls(case=Case.parse(str(case)), **values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"cannot read a problem of {cls.__name__} from {text!r}: {error}") from error
+
+    @property
+    def problem(self) -> Problem:
+        """The batch."""
+        return self.case.problem
+
+    @property
+    def cp_size(self) -> int:
+        """The size of the group that it needs."""
+        return self.problem.cp_size
+
+    @property
+    def seed(self) -> int:
+        """Of all its values."""
+        return self.case.seed
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from conformance.case import Case, check_counts, text_of, wide_dtype
+from conformance.case import Case, check_counts, wide_dtype
 from conformance.checks.budgets import Tensors, worst
 from conformance.checks.play import play
 from conformance.checks.probes import plain_but_for_counts, probe_pairs
@@ -28,7 +28,7 @@ from conformance.checks.values import compare_result
 from conformance.implementation import Implementation
 from conformance.problems.capabilities import EVERYTHING, Capabilities
 from conformance.problems.features import SCORE_AXES
-from conformance.problems.problem import LevelProblem, shape_findings
+from conformance.problems.problem import CaseProblem, shape_findings
 from conformance.problems.sparse_values import (
     NAMINGS,
     as_lse,
@@ -52,7 +52,7 @@ from conformance.tensors import (
 from cp_ref.problems.read_problem import check_layout, check_one_document
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
-from cp_ref.schedules.values import check_choice, parse_call
+from cp_ref.schedules.values import check_choice
 
 __all__ = [
     "IndexLoss",
@@ -74,7 +74,7 @@ _PLAIN = Case(Problem(2, (Lengths(8, 8, 8, 8),), "all_gather", qkv_format="thd",
 
 
 @dataclass(frozen=True)
-class SparseCase(LevelProblem):
+class SparseCase(CaseProblem):
     """The fields of all three: a case of attention, and how many keys a row may name.
 
     >>> print(SparseAttention(top_k=2))
@@ -85,39 +85,21 @@ dtype="float64"), use_plan=True), top_k=2)
     counts: ClassVar[tuple[str, ...]] = ("top_k",)  # The fields that are positive integers.
     case: Case = _PLAIN
     top_k: int = 3
+    scale_of_call: bool = False  # The call has softmax_scale, and the plan has none.
 
     def __post_init__(self) -> None:
         """Refuse a mistyped text."""
         check_one_document(self.problem, "top_k")
         check_counts(self, self.counts)
 
-    def __str__(self) -> str:
-        """One line that `parse` reads back."""
-        return text_of(self, self.case)
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The problem that `str` printed. Raises ValueError on anything else."""
-        try:
-            _, (case,), values = parse_call(text, [cls.__name__])
-            return cls(case=Case.parse(str(case)), **values)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"cannot read a problem of {cls.__name__} from {text!r}: {error}") from error
-
     @property
-    def problem(self) -> Problem:
-        """The batch."""
-        return self.case.problem
+    def of_scale(self) -> dict[str, Any]:
+        """The option that the plan leaves to the call."""
+        return {"softmax_scale": self.problem.softmax_scale} if self.scale_of_call else {}
 
-    @property
-    def cp_size(self) -> int:
-        """The size of the group that it needs."""
-        return self.problem.cp_size
-
-    @property
-    def seed(self) -> int:
-        """Of all its values."""
-        return self.case.seed
+    def of_plan(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `make_plan` without those that the call has."""
+        return {name: x for name, x in arguments.items() if name not in self.of_scale}
 
     def keys_of_rank(self, x: torch.Tensor, rate: int | None, rank: int) -> torch.Tensor:
         """A rank's slice of keys, or its entries of this rate."""
@@ -138,7 +120,7 @@ dtype="float64"), use_plan=True), top_k=2)
         def one(member: Any) -> Any:
             cp = context_of(impl, self.problem, member)
             wishes = {"deterministic": True} if self.case.deterministic else {}
-            plan = impl.make_plan(cp=cp, **plan_arguments(self.problem, device), **wishes)
+            plan = impl.make_plan(cp=cp, **self.of_plan(plan_arguments(self.problem, device)), **wishes)
             return fn(cp, plan, member.rank)
 
         return values_of_ranks(self.cp_size, one, impl.Unsupported, NotImplementedError)
@@ -305,7 +287,8 @@ class IndexLoss(IndexerCase):
             leaves = {name: x.requires_grad_() for name, x in self.slices(given, rank).items()}
             of_q, of_k = take_slice(case, tensors.q, "q", rank), self.keys_of_rank(keys[0], self.rate, rank)
             others = take_slice(case, lse, "q", rank, lse=True), of_q, of_k, take_slice(case, indices, "q", rank)
-            loss = impl.index_loss(*leaves.values(), *others, cp=cp, plan=plan, scale=self.scale, **self.of_rate)
+            how = {"scale": self.scale, **self.of_rate, **self.of_scale}
+            loss = impl.index_loss(*leaves.values(), *others, cp=cp, plan=plan, **how)
             mine = take_slice(case, dloss, "q", rank)
             wrong = shape_findings("index_loss", loss, mine.shape, [mine.dtype])
             grads = () if wrong else torch.autograd.grad(loss, list(leaves.values()), mine)
@@ -390,6 +373,7 @@ def sparse_attentions(
         naming=draw(st.sampled_from(NAMINGS)),
         by_head=draw(st.booleans()),
         latent=case.problem.d_v <= case.problem.d_qk and draw(st.booleans()),
+        scale_of_call=draw(st.booleans()),
     )
 
 
@@ -419,6 +403,7 @@ def index_losses(draw: DrawFn, cp_sizes: Sequence[int] = FEW_SIZES, dtypes: Sequ
         d_index=draw(st.sampled_from([4, 1, 3, 6])),
         scale=draw(st.sampled_from([None, 1.0, 0.5])),
         naming=draw(st.sampled_from(NAMINGS)),
+        scale_of_call=draw(st.booleans()),
     )
 
 
@@ -450,6 +435,10 @@ class AsAttention:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._impl.offered, name)
 
+    def make_plan(self, **arguments: Any) -> Any:
+        """One rank's plan."""
+        return self._impl.make_plan(**self._problem.of_plan(arguments))
+
     def attention(
         self,
         q: torch.Tensor,
@@ -466,5 +455,5 @@ class AsAttention:
         """One rank's call."""
         v = k[..., : self._problem.problem.d_v] if self._problem.latent else v
         mine = take_slice(self._problem.case, self._indices, "q", cp.rank)
-        options = {"softmax_offset": softmax_offset, "return_lse": return_lse}
+        options = {"softmax_offset": softmax_offset, "return_lse": return_lse, **self._problem.of_scale}
         return self._impl.sparse_attention(q, k, v, mine, cp=cp, plan=plan, **options)

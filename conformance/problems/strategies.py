@@ -1,7 +1,7 @@
 """Hypothesis strategies: whole cases that an implementation should be able to run, small and quick to shrink.
 
 Everything is drawn in one `@composite`, simplest choice first, so that a failing case shrinks to one short line of
-text. How long sequences are, and how many, is in `draw_lengths`.
+text. How long sequences are, and how many, is in `batched` and `packed`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from conformance.case import Case
-from conformance.checks.hygiene import context_error, forked, forks_of, kept
+from conformance.checks.hygiene import context_error, forked, forks_of, settings_restored
 from conformance.checks.probes import observed_pairs
 from conformance.checks.reference import UnsupportedCase, Watch, describe_error, is_out_of_memory, watching
 from conformance.implementation import Implementation, Missing, as_implementation
@@ -163,7 +163,7 @@ def play_task(impl: Implementation, task: Task, device: str = "cpu", limit_s: fl
         reason = f"the implementation does not offer {absent}"
         return Played(task.level, task.tier, task.text, "missing", (reason,), cases=_cases(problem, "missing"))
     judged: list[str] = []
-    with watching(limit_s) as watch, kept():
+    with watching(limit_s) as watch, settings_restored():
         try:
             judged = tier.check(impl, problem, device)
             verdict, findings = _verdict(judged, watch)

@@ -68,17 +68,15 @@ from conformance.problems.known_bugs import KnownBug
 from conformance.problems.linear import (
     CausalConv1d,
     LinearAttention,
-    LinearCase,
     convolutions,
     linear_attentions,
 )
 from conformance.problems.malformed import MalformedCall
-from conformance.problems.problem import LevelProblem, NamedProblem, SuiteProblem
+from conformance.problems.problem import CaseProblem, LevelProblem, NamedProblem, SuiteProblem
 from conformance.problems.sparse import (
     IndexLoss,
     SelectKeys,
     SparseAttention,
-    SparseCase,
     check_sparse_probes,
     index_losses,
     selections,
@@ -278,6 +276,6 @@ def group_sizes(problem: SuiteProblem) -> tuple[int, ...]:
     >>> group_sizes(SpecialCase("group-of-seven"))
     (7, 7, 7)
     """
-    if isinstance(problem, LinearCase | SparseCase):
+    if isinstance(problem, CaseProblem):
         return (problem.cp_size,)
     return tuple(c.problem.cp_size for c in problem.cases)

@@ -51,13 +51,13 @@ def _parts(found: Any, key: Any, one: Any, ranks: list[Any]) -> dict[str, str] |
         return None
     apart: dict[str, str] = {}
     for name, bits in one["bits"].items():
-        where = _apart(given.places, [each["bits"].get(name) for each in mine], bits)
+        where = _first_difference(given.places, [each["bits"].get(name) for each in mine], bits)
         if where is not None:
             apart[name] = where
     return apart
 
 
-def _apart(places: Any, mine: list[Any], one: Any) -> str | None:
+def _first_difference(places: Any, mine: list[Any], one: Any) -> str | None:
     """Say where other bits begin. "": all bits are the same. None: nothing tells the tokens."""
     beside = places.together(mine, one)
     if beside is None or not beside[0].numel():
@@ -82,7 +82,8 @@ def _of_losses(found: Any) -> str:
         where = None
         if given is not None and all(number < len(rank["tokens"] or []) for rank in found.ranks):
             kind = {8: torch.int64, 4: torch.int32}.get(one.element_size(), torch.int16)
-            where = _apart(given.places, [rank["tokens"][number].view(kind) for rank in found.ranks], one.view(kind))
+            mine = [rank["tokens"][number].view(kind) for rank in found.ranks]
+            where = _first_difference(given.places, mine, one.view(kind))
         if where is None:
             return "they could not be matched"
         if where:

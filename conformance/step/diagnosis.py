@@ -15,7 +15,7 @@ from conformance.step.tokens import of_losses
 __all__ = ["diagnose"]
 
 _EXACT = 3e-4  # of a ratio of two counts
-_APART = 0.02  # smaller differences between weights are not reported
+_UNEVEN = 0.02  # smaller differences between weights are not reported
 _LEFT = 0.02  # the largest part of a gradient that its weights may leave unexplained
 
 
@@ -215,7 +215,7 @@ def _of_reduction(found: Any, dtype: torch.dtype) -> list[Finding]:
     if not factors or any(f != f for f in factors.values()):
         return []
     low, high = min(factors.values()), max(factors.values())
-    if high - low > _APART * abs(high):
+    if high - low > _UNEVEN * abs(high):
         return [Finding("reduction", f"{_named(list(factors), found)} off by factors from {low:.4g} to {high:.4g}")]
     factor = (low + high) / 2
     most = sum(grad is not None for grad in found.one["grads"].values())
@@ -246,7 +246,7 @@ def _meaning(factor: float, found: Any) -> str:
     for name, number in numbers.items():
         if number > 1:
             squares = [(name, number), (f"1 / {name}", 1 / number), (f"{name} squared", number**2)]
-            names += [word for word, value in squares if abs(factor / value - 1) < _APART]
+            names += [word for word, value in squares if abs(factor / value - 1) < _UNEVEN]
     return f" ({', '.join(names)})" if names else ""
 
 
@@ -281,7 +281,7 @@ def _counted(factor: float, found: Any, within: float) -> str:
 
 
 def _near(factor: float, number: int) -> bool:
-    return abs(factor / number - 1) < _APART or abs(factor * number - 1) < _APART
+    return abs(factor / number - 1) < _UNEVEN or abs(factor * number - 1) < _UNEVEN
 
 
 def _named(names: list[str], found: Any) -> str:
@@ -315,8 +315,8 @@ def _explained(target: dict[str, Any], parts: list[dict[str, torch.Tensor]]) -> 
     return None if left > _LEFT or mean == 0 else [weight / mean for weight in weights]
 
 
-def _apart(weights: list[float] | None) -> bool:
-    return weights is not None and max(weights) - min(weights) > _APART
+def _uneven(weights: list[float] | None) -> bool:
+    return weights is not None and max(weights) - min(weights) > _UNEVEN
 
 
 def _of_weights(found: Any, vanishes: Callable[[str], bool]) -> list[Finding]:
@@ -334,7 +334,7 @@ def _of_weights(found: Any, vanishes: Callable[[str], bool]) -> list[Finding]:
         (by_rank, "clipping", "ranks"),
     ):
         weights = _explained(final, parts) if len(parts) > 1 else None
-        if _apart(weights):
+        if _uneven(weights):
             return [Finding(cause, f"{words} enter the gradient with the weights {_numbers(weights)}")]
     return []
 
@@ -354,7 +354,7 @@ def _clipped_apart(found: Any) -> Finding | None:
         )
         if left > 1e-3:
             return None
-    if max(norms) - min(norms) <= _APART * max(norms):
+    if max(norms) - min(norms) <= _UNEVEN * max(norms):
         return None
     return Finding("clipping", f"gradients are scaled on each rank by a number of its own: norms {_numbers(norms)}")
 

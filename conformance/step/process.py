@@ -87,15 +87,15 @@ class _Copies:
     """The batch, a copy for each step: a step may pop from its batch, or change it in place."""
 
     def __init__(self, batch: Any) -> None:
-        self._given, self._made = batch, batch() if callable(batch) else batch
+        self._given, self._first = batch, batch() if callable(batch) else batch
 
     def __call__(self) -> Any:
         try:
-            return copy.deepcopy(self._made)
+            return copy.deepcopy(self._first)
         except Exception as error:  # whatever a class of the user's raises
             if callable(self._given):
                 return self._given()
-            said = f"batch, a {type(self._made).__name__}, cannot be copied for each step ({error})"
+            said = f"batch, a {type(self._first).__name__}, cannot be copied for each step ({error})"
             raise StepError(f"{said}; give a function that makes it") from None
 
 

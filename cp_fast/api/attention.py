@@ -6,18 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cp_fast.api.call_scores import can_travel, checked_scores, packed_scores, unpacked_scores
 from cp_fast.api.calls import (
     CheckedCall,
     Kind,
     agree_on_forward,
-    can_travel,
     compile_call,
     known_call,
     on_host,
-    packed_scores,
     plan_of_call,
-    scores_with_plan,
-    unpacked_scores,
 )
 from cp_fast.api.checked_calls import agree_on_call, checking
 from cp_fast.api.fast_context import ContextParallel
@@ -73,14 +70,14 @@ class PlanInGraph(NamedTuple):
 
     handle: Tensor
     qkv_format: str
-    kept: str
+    kept_kinds: str
     needs_inputs: bool
 
     @staticmethod
     def of(plan: Plan) -> PlanInGraph:
         """That of a plan."""
-        batch = plan.compiled
-        return PlanInGraph(plan.handle, batch.problem.qkv_format, batch.kept, batch.needs_inputs)
+        batch = plan.batch
+        return PlanInGraph(plan.handle, batch.problem.qkv_format, batch.kept_kinds, batch.needs_inputs)
 
 
 def attention_as_operator(
@@ -104,7 +101,7 @@ def _forward(
     plan: Tensor,
     cp: Tensor,
     qkv_format: str,
-    kept: str,
+    kept_kinds: str,
     needs_inputs: bool,
     deterministic: bool,
     return_max_logit: bool,
@@ -123,12 +120,12 @@ def _forward(
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
-    qkv_format, kept, _, _, return_max_logit, _ = others[-6:]
+    qkv_format, kept_kinds, _, _, return_max_logit, _ = others[-6:]
     wide, (*tokens, heads, _) = wide_dtype(q.dtype), q.shape
     lse_shape = {"bshd": (*tokens[:1], heads, *tokens[1:]), "sbhd": (*tokens[1:], heads, *tokens[:1])}
     out, lse = q.new_empty(*tokens, heads, v.shape[-1]), lse_shape.get(qkv_format, (heads, *tokens))
     results = [out, q.new_empty(lse, dtype=wide), q.new_empty(heads if return_max_logit else 0, dtype=wide)]
-    for letter in kept:  # sizes that only the plan knows
+    for letter in kept_kinds:  # sizes that only the plan knows
         new_size = torch.library.get_ctx().new_dynamic_size
         axes, dtype = {"x": (3, q.dtype), "l": (2, wide)}[letter]
         results.append(q.new_empty([new_size() for _ in range(axes)], dtype=dtype))
@@ -173,7 +170,7 @@ def _backward(
             offset,
             dout,
             dlse,
-            scores_with_plan(the_plan, unpacked_scores(scores, of_scores), out),
+            checked_scores(the_plan, unpacked_scores(scores, of_scores), out),
             deterministic=deterministic,
             wants_offset=wants_offset,
             lse_given=lse_given,
@@ -193,7 +190,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     out, lse, max_logit, *kept = output
     ctx.save_for_backward(out, lse, offset, plan, cp, *scores, *kept, *((q, k, v) if needs_inputs else ()))
     ctx.shapes, ctx.scores = [list(x.shape) for x in (q, k, v)], len(scores)
-    ctx.kept, ctx.deterministic, ctx.lse_given = len(kept_kinds), deterministic, lse_given
+    ctx.kept_count, ctx.deterministic, ctx.lse_given = len(kept_kinds), deterministic, lse_given
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(max_logit, *kept)
 
@@ -201,7 +198,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> Any:
     out, lse, offset, plan, cp, *rest = ctx.saved_tensors
     scores, rest = rest[: ctx.scores], rest[ctx.scores :]
-    kept, inputs = rest[: ctx.kept], rest[ctx.kept :]
+    kept, inputs = rest[: ctx.kept_count], rest[ctx.kept_count :]
     dout, dlse = grads[:2]
     wants_offset = offset is not None and ctx.needs_input_grad[3]
     how = ctx.deterministic, wants_offset, ctx.lse_given
@@ -232,7 +229,7 @@ class Attention(torch.autograd.Function):
         v: torch.Tensor,
         offset: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        plan, compiled_plan, compiled_call, cp, flags, scores, _ = call
+        plan, batch, compiled_call, cp, flags, scores, _ = call
         # saved like this, the backward pass need not do it again
         q, k, v = q.detach(), k.detach(), v.detach()
         if is_selective():
@@ -243,9 +240,9 @@ class Attention(torch.autograd.Function):
             with cp.naming_errors("attention, forward"), no_autocast(q.device):
                 how = {"return_max_logit": flags.return_max_logit}
                 out, lse, max_logit, kept = forward_pass(compiled_call, cp, q, k, v, offset, scores, **how)
-        given, of_scores = (q, k, v) if compiled_plan.needs_inputs else (), () if scores is None else scores.tensors
+        given, of_scores = (q, k, v) if batch.needs_inputs else (), () if scores is None else scores.tensors
         ctx.save_for_backward(out.detach(), lse.detach(), offset, *kept, *given, *of_scores)
-        ctx.call, ctx.kept, ctx.saved = call, len(kept), len(kept) + len(given)
+        ctx.call, ctx.kept_count, ctx.saved = call, len(kept), len(kept) + len(given)
         ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
         if max_logit is not None:
             ctx.mark_non_differentiable(max_logit)
@@ -267,8 +264,8 @@ class Attention(torch.autograd.Function):
             dq, dk, dv, doffset = backward_pass(
                 compiled_call,
                 cp,
-                tuple(tensors[ctx.kept :]) or None,
-                tensors[: ctx.kept],
+                tuple(tensors[ctx.kept_count :]) or None,
+                tensors[: ctx.kept_count],
                 out,
                 lse,
                 offset,
@@ -306,7 +303,7 @@ def attention(
         return _while_compiling(given, cp, flags, scores, softmax_offset, plan, arguments)
     refuse_transforms()
     planned = isinstance(plan, Plan) and not checking()  # then the ranks do not meet
-    if isinstance(plan, Plan) and planned and not (arguments or torch.is_autocast_enabled(plan.compiled.device.type)):
+    if isinstance(plan, Plan) and planned and not (arguments or torch.is_autocast_enabled(plan.batch.device.type)):
         tensors = q, k, v, softmax_offset
         if (known := known_call(plan, cp, flags, scores, tensors)) is not None:
             return asked_for(Attention.apply(known, *tensors), return_lse, return_max_logit)

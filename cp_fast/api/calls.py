@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from cp_fast.api.call_scores import (
+    agreed_kinds,
+    checked_scores,
+    is_empty,
+    kinds_and_digests,
+    known_scores,
+    note_checked,
+    scores_key,
+    seed_on_host,
+)
 from cp_fast.api.checked_calls import agree_on_call, checking, describe
-from cp_fast.api.compiled_plan import CompiledPlan
+from cp_fast.api.compiled_batch import CompiledBatch
 from cp_fast.api.fast_context import PLAIN_TENSORS, WORDS, ContextParallel, Signature, call_key
-from cp_fast.api.plan import Plan, backend_for, prepared
-from cp_fast.compile.chosen_schedule import choose_own_first
+from cp_fast.api.plan import Plan, backend_for, plan_of_rank
 from cp_fast.compile.index_tables import check_row_numbers
-from cp_fast.kernels.attention.choose_backend import BACKENDS, features_of
-from cp_fast.runtime.handles import hide_from_checkpointing
+from cp_fast.compile.own_keys import choose_own_first
 from cp_fast.runtime.prepared_exchange import prepares
 from cp_fast.runtime.run import CompiledCall
-from cp_ref.batches.tensors import bytes_of, needs_grad
+from cp_ref.batches.tensors import needs_grad
 from cp_ref.calls.attention_call import AttentionCall, CallFlags
 from cp_ref.calls.score_mod import with_digest
 from cp_ref.calls.scores import NOT_GIVEN, ScoreTensors, read_scores
@@ -32,151 +39,12 @@ __all__ = [
     "CheckedCall",
     "Kind",
     "agree_on_forward",
-    "can_travel",
     "check_planned_call",
     "compile_call",
     "known_call",
     "on_host",
-    "packed_scores",
     "plan_of_call",
-    "scores_with_plan",
-    "unpacked_scores",
 ]
-
-# ---- the tensors of scores
-
-
-def scores_with_plan(plan: Plan, given: ScoreTensors, q: torch.Tensor) -> ScoreTensors | None:
-    """The inputs of a planned call's scores, in addition to q and k; None where the scores depend on q and k alone.
-
-    Raises:
-        ValueError, TypeError: naming the argument, its value and the rule. Unsupported: the plan's kernel library lacks
-        a feature.
-    """
-    if _is_empty(given) and plan.problem.position_free_scores:
-        return None
-    if (known := _known_scores(plan, given, q)) is not None:
-        return known
-    found = read_scores(plan.problem, plan.score_mod, q, given, plan.room)
-    if missing := found.features - plan.backend.features:
-        able = " or ".join(f"backend={b.name!r}" for b in BACKENDS if missing <= features_of(b))
-        hint = f"make the plan with a ContextParallel of {able}"
-        raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, hint)
-    if not found.features:
-        return None
-    plan.backend.check_score_inputs(plan.problem.scores, found)
-    _keep(plan, given, found, q)
-    return found
-
-
-def _keep(plan: Plan, given: ScoreTensors, found: ScoreTensors, q: torch.Tensor) -> None:
-    """Note with the plan that these are checked."""
-    if can_travel(given):
-        plan.compiled.calls.find(_signature(given, q.device), lambda: tuple(found.aux_tensors))
-
-
-def _known_scores(plan: Plan, given: ScoreTensors, q: torch.Tensor) -> ScoreTensors | None:
-    """The checked inputs of scores, if one of the plan's last calls had equal kinds of arguments. Then their checks
-    have been made, and score_mod was tried. None for a new kind, and for a call without such inputs.
-    """
-    if (names := plan.compiled.calls.get(_signature(given, q.device))) is None:
-        return None
-    with hide_from_checkpointing():
-        seed = _seed(given, q.device)
-    aux = {name: given.aux_tensors[name] for name in names}
-    return given.for_kernels(plan.problem, plan.score_mod, aux, seed)
-
-
-def _seed(given: ScoreTensors, device: torch.device | None) -> torch.Tensor | None:
-    """The seed as a tensor []. A fill, which waits for nothing."""
-    seed: Any = given.dropout_seed
-    if isinstance(seed, torch.Tensor):
-        return seed.reshape(())
-    return torch.full((), seed, dtype=torch.int64, device=device) if isinstance(seed, int) else seed
-
-
-def _is_empty(given: ScoreTensors) -> bool:
-    """Whether the call has none of them. An operator of torch.library gets them as other objects: only their values
-    count.
-    """
-    slopes, _, aux, _, seed = given
-    return slopes is None and seed is None and (aux is None or (isinstance(aux, Mapping) and not aux))
-
-
-def _signature(given: ScoreTensors, device: torch.device) -> tuple[object, ...]:
-    """All that their checks for tensors on a device read; if it cannot be compared, unlike any other."""
-    if _is_empty(given):
-        return ()
-    if not can_travel(given):
-        return (object(),)
-    named, seed = given.named, given.dropout_seed
-    named.pop("dropout_seed", None)
-    kinds = [(type(x), x.dtype, x.shape, x.device, x.requires_grad, x.layout) for x in named.values()]
-    more = (seed.dtype, seed.shape, seed.device) if isinstance(seed, torch.Tensor) else ()
-    return device, *named, *kinds, type(seed), *more
-
-
-def _agreed(given: ScoreTensors) -> tuple[tuple[str, object], ...]:
-    """Names, dtypes and shapes, but no value: the ranks agree on these before a new plan. Only of checked ones."""
-    found = dict(given.kinds)
-    if _number_of(given):  # every step has another
-        del found["dropout_seed"]
-    return tuple(sorted(found.items()))
-
-
-def _number_of(given: ScoreTensors) -> tuple[tuple[str, object], ...]:
-    """The seed, if the host knows it."""
-    seed: Any = given.dropout_seed
-    return (("dropout_seed", seed),) if isinstance(seed, int) else ()
-
-
-def _values(given: ScoreTensors) -> tuple[tuple[str, object], ...]:
-    """Kinds, with digests of all values, which the host reads: the ranks agree on these before a checked call."""
-    if not can_travel(given):
-        return ()  # their check says what is wrong
-    digests = {f"values of {name}": _digest(x) for name, x in given.named.items() if isinstance(x, torch.Tensor)}
-    return *given.kinds, *sorted(digests.items())
-
-
-def can_travel(given: ScoreTensors) -> bool:
-    """Whether they are tensors with names, which need no look at their types: operators of torch.library take these."""
-    slopes, _, aux, _, seed = given
-    named: Any = {} if aux is None else aux
-    return (
-        isinstance(named, dict)
-        and all(isinstance(name, str) and " " not in name for name in named)
-        and all(x is None or _has_shape(x) for x in (slopes, *named.values()))
-        and (seed is None or _has_shape(seed) or (type(seed) is int and -(2**63) <= seed < 2**63))
-    )
-
-
-def packed_scores(given: ScoreTensors | None, device: torch.device | None = None) -> tuple[list[torch.Tensor], str]:
-    """The tensors, and their names, for an operator of torch.library."""
-    if given is None:
-        return [], ""
-    named = given._replace(dropout_seed=_seed(given, device)).named
-    return list(named.values()), " ".join(named)
-
-
-def unpacked_scores(tensors: list[torch.Tensor], names: str) -> ScoreTensors:
-    """The inverse of `packed_scores`.
-
-    >>> tensors, names = packed_scores(ScoreTensors(aux_tensors={"table": torch.ones(2)}, dropout_seed=5))
-    >>> names, unpacked_scores(tensors, names).aux_tensors
-    ('aux_tensors.table dropout_seed', {'table': tensor([1., 1.])})
-    """
-    return ScoreTensors.of_named(dict(zip(names.split(" "), tensors, strict=False)))
-
-
-def _has_shape(x: Any) -> bool:
-    """Whether it is a tensor with a shape, which nested tensors lack."""
-    return isinstance(x, torch.Tensor) and not x.is_nested
-
-
-def _digest(x: torch.Tensor) -> str:
-    """A tensor's values, in a word."""
-    return blake2b(bytes_of(x), digest_size=8).hexdigest()
-
 
 # ---- with a plan
 #
@@ -199,7 +67,7 @@ class CheckedCall(NamedTuple):
     """A call with a plan that is checked: all of it but its tensors."""
 
     plan: Plan
-    compiled_plan: CompiledPlan  # the plan's, in the forward pass
+    batch: CompiledBatch  # the plan's, in the forward pass
     compiled_call: CompiledCall  # for the tensors' shapes
     cp: ContextParallel
     flags: CallFlags
@@ -208,7 +76,7 @@ class CheckedCall(NamedTuple):
 
     def check_batch(self) -> None:
         """Raise RuntimeError where the plan was updated since."""
-        if self.plan.compiled is not self.compiled_plan:
+        if self.plan.batch is not self.batch:
             raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
 
 
@@ -218,15 +86,15 @@ def known_call(
     """A call of local tensors, without other arguments, if `check_planned_call` has seen one like it: of another layer
     or step. tensors: q, k, v and offset.
     """
-    compiled_plan, inputs = plan.compiled, None
+    batch, inputs = plan.batch, None
     key = call_key(cp, flags, tensors)
-    if key is None or (compiled_call := compiled_plan.calls.get(key)) is None:
+    if key is None or (compiled_call := batch.calls.attention.get(key)) is None:
         return None
-    if not (compiled_call.position_free and (scores is NOT_GIVEN or _is_empty(scores))):
-        inputs = _known_scores(plan, scores, tensors[0])
+    if not (compiled_call.position_free and (scores is NOT_GIVEN or is_empty(scores))):
+        inputs = known_scores(plan, scores, tensors[0])
         if inputs is None:
             return None
-    return CheckedCall(plan, compiled_plan, compiled_call, cp, flags, inputs)
+    return CheckedCall(plan, batch, compiled_call, cp, flags, inputs)
 
 
 def check_planned_call(call: AttentionCall, plan: Plan) -> CheckedCall:
@@ -248,11 +116,11 @@ def check_planned_call(call: AttentionCall, plan: Plan) -> CheckedCall:
     call.check_offset(problem)
     if missing := _missing(plan, flags):
         raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, "say so in make_plan")
-    scores = scores_with_plan(plan, call.scores, call.tensors[0])
+    scores = checked_scores(plan, call.scores, call.tensors[0])
     compiled_call = compile_call(plan, cp, *call.tensors)
     if (key := call_key(cp, flags, tensors)) is not None:
-        plan.compiled.calls.find(key, lambda: compiled_call)
-    return CheckedCall(plan, plan.compiled, compiled_call, cp, flags, scores)
+        plan.batch.calls.attention.find(key, lambda: compiled_call)
+    return CheckedCall(plan, plan.batch, compiled_call, cp, flags, scores)
 
 
 def agree_on_forward(call: AttentionCall, plan: Plan) -> CheckedCall:
@@ -267,7 +135,7 @@ def agree_on_forward(call: AttentionCall, plan: Plan) -> CheckedCall:
         tensors = dict(zip(("q", "k", "v", "softmax_offset"), (*call.tensors, call.offset), strict=True))
         shapes = [describe(*one) for one in tensors.items()]
         how = zip(CallFlags._fields, call.flags, strict=True)
-        return found, [*shapes, *how, *_values(call.scores), ("requires_grad", grads)]
+        return found, [*shapes, *how, *kinds_and_digests(call.scores), ("requires_grad", grads)]
 
     found, number = agree_on_call(call.cp, plan, "forward", read)
     return found._replace(number=number)
@@ -277,17 +145,17 @@ def compile_call(plan: Plan, cp: ContextParallel, q: Any, k: Any, v: Any) -> Com
     """Compile the plan once for the kinds of checked tensors (which may be `Kind`s), and for the transport, if it
     prepares exchanges.
     """
-    batch = plan.compiled
+    batch = plan.batch
     comm = batch.group(cp.comm)
     transport = comm if prepares(comm) else None
     key = transport, *((x.shape, x.dtype, x.device, x.layout) for x in (q, k, v))
 
     def make() -> CompiledCall:
         packing, sizes = batch.packing, (batch.packing.rows(q.shape), batch.packing.rows(k.shape))
-        how = packing, batch.instructions, batch.positions, batch.backend
+        how = packing, batch.programs, batch.positions, batch.backend
         return CompiledCall(*how, transport, sizes, q.dtype, q.device)
 
-    return batch.calls.find(key, make)
+    return batch.calls.compiled.find(key, make)
 
 
 def _missing(plan: Plan, flags: CallFlags) -> set[Feature]:
@@ -313,21 +181,21 @@ def plan_of_call(call: AttentionCall) -> Plan:
     """
     cp, what = call.cp, "an agreement on a plan"
     if checking() or (_on_gpu(call) and torch.cuda.is_current_stream_capturing()):  # A graph keeps its plan.
-        return agreed(cp, what, lambda: _made(call, ()), lambda made: made[0])[1]
+        return agreed(cp, what, lambda: _plan_of_problem(call, ()), lambda made: made[0])[1]
     signature = _signature_of_call(call)
-    kept = cp.agreements
-    if (found := kept.plan_of(signature)) is not None:
+    agreements = cp.agreements
+    if (found := agreements.plan_of(signature)) is not None:
         return found
 
     def read() -> tuple[Agreement, Plan]:
-        return _made(call, kept.plans(signature.stream))
+        return _plan_of_problem(call, agreements.plans(signature.stream))
 
-    agreement, plan = agreed(cp, what, read, lambda made: made[0], kept.fingerprints)
-    kept.keep(agreement.fingerprint, signature, plan)
+    agreement, plan = agreed(cp, what, read, lambda made: made[0], agreements.fingerprints)
+    agreements.keep(agreement.fingerprint, signature, plan)
     return plan
 
 
-def _made(call: AttentionCall, earlier: Iterable[Plan]) -> tuple[Agreement, Plan]:
+def _plan_of_problem(call: AttentionCall, earlier: Iterable[Plan]) -> tuple[Agreement, Plan]:
     """An earlier plan of the same problem, or a new one; raises this rank's argument errors."""
     problem, q, score_mod = call.read_problem(Plan), call.tensors[0], call.arguments["score_mod"]
     check_row_numbers(problem)
@@ -339,16 +207,16 @@ def _made(call: AttentionCall, earlier: Iterable[Plan]) -> tuple[Agreement, Plan
     scores = read_scores(problem, score_mod, q, call.scores)
     if scores.features:
         backend.check_score_inputs(problem.scores, scores)
-    agreement = Agreement(problem, extras=_extras(call, problem), compared=_number_of(call.scores))
+    agreement = Agreement(problem, extras=_extras(call, problem), compared=seed_on_host(call.scores))
     wanted = problem.fingerprint, backend, q.device, choose_own_first(problem, deterministic=deterministic)
     for plan in earlier:
-        batch = plan.compiled
-        if (batch.problem.fingerprint, batch.backend, batch.device, batch.own_first) == wanted:
+        batch = plan.batch
+        if (batch.problem.fingerprint, batch.backend, batch.device, batch.choices.own_first) == wanted:
             break
     else:
-        plan = prepared(call.cp, agreement, backend, q.device, None, score_mod, deterministic=deterministic)
+        plan = plan_of_rank(call.cp, agreement, backend, q.device, None, score_mod, deterministic=deterministic)
     if scores.features:
-        _keep(plan, call.scores, scores, q)
+        note_checked(plan, call.scores, scores, q)
     return agreement, plan
 
 
@@ -368,7 +236,7 @@ def _extras(call: AttentionCall, problem: Problem) -> tuple[tuple[str, object], 
         extras["softmax_offset.requires_grad"] = needs_grad(call.offset)
     if problem.a2a_size > 1:
         extras["return_lse"] = call.flags.return_lse
-    return *extras.items(), *_agreed(call.scores)
+    return *extras.items(), *agreed_kinds(call.scores)
 
 
 def _signature_of_call(call: AttentionCall) -> Signature:
@@ -394,7 +262,7 @@ def _signature_of_call(call: AttentionCall) -> Signature:
         grads = needs_grad(q, k, v), needs_grad(call.offset)
         context = cp.cp_comm_type, cp.a2a_size, cp.layout, cp.backend, cp.softmax_offset_grad
         context += tuple(rows in cp.uneven for rows in (*q.shape, *k.shape))  # `check_uneven` reads it
-        words = types, items, sizes, q.dtype, q.device, grads, context, _signature(call.scores, q.device)
+        words = types, items, sizes, q.dtype, q.device, grads, context, scores_key(call.scores, q.device)
         return Signature(words, stream, values)
     return _unlike_any(stream)
 

@@ -117,9 +117,8 @@ class HoldLocks(error_context):
 # No key has a tensor's address or version: a replayed CUDA graph can change the values of a tensor without changing
 # either. The oldest entry is dropped first, even if it is used often. Threads may use a cache at the same time.
 #
-# A plan has a cache of its known calls (`call_key`), of attention compiled for its shapes, and of the kinds of tensors
-# that its scores were checked for. A group has a cache of agreements, by fingerprint. Each agreement has a cache of
-# this rank's plans, by signature.
+# A plan's batch has caches of its known calls (`KnownCalls`). A group has a cache of agreements, by fingerprint. Each
+# agreement has a cache of this rank's plans, by signature.
 #
 # All ranks must make the same decision whether to send messages to agree. It depends only on whether this agreement
 # (the problem and the flags) is in the group's cache. An agreement is stored when all ranks have it, and the oldest is

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from cp_fast.api.compiled_plan import CompiledPlan, compile_plan
+from cp_fast.api.compiled_batch import CompiledBatch, compile_batch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.compile.index_tables import check_row_numbers
 from cp_fast.compile.instruction_passes import low_precision_grads, may_have_low_precision
@@ -34,14 +34,14 @@ from cp_ref.schedules.schedule import Schedule
 from cp_ref.schedules.values import check_flag
 from cp_ref.schedules.words import Feature, Unsupported, describe
 
-__all__ = ["Plan", "backend_for", "make_plan", "prepared", "supports"]
+__all__ = ["Plan", "backend_for", "make_plan", "plan_of_rank", "supports"]
 
 T = TypeVar("T")
 
 
-def _compiled(read: Callable[[CompiledPlan], T]) -> T:
-    """An attribute of a plan: that of its compiled plan, the batch's."""
-    return cast(Any, property(lambda plan: read(plan.compiled)))
+def _of_batch(read: Callable[[CompiledBatch], T]) -> T:
+    """An attribute of a plan that is one of its batch."""
+    return cast(Any, property(lambda plan: read(plan.batch)))
 
 
 @not_a_dataclass
@@ -50,8 +50,8 @@ class Plan(OfThisProcess, plans.Plan):
     """Everything about a batch that does not depend on the tensors' values.
 
     Attributes:
-        compiled: the batch's schedule, compiled for this rank; `update` gives the plan the next batch's. The attributes
-            problem, rank, device, room, custom, head_chunks, backend, messages, instructions and schedule are its.
+        batch: the batch, compiled for this rank; `update` gives the plan the next one. The attributes problem, rank,
+            device, room, custom, head_chunks, backend, messages, programs and schedule are those of the batch.
         score_mod: a frozen copy of the function whose digest the problem has.
         linear: whether it serves linear layers.
         sparse: whether it was made for attention to chosen keys.
@@ -64,7 +64,7 @@ class Plan(OfThisProcess, plans.Plan):
     plan updated in place can be neither copied nor replaced, and no plan can be pickled: TypeError.
     """
 
-    compiled: CompiledPlan
+    batch: CompiledBatch
     score_mod: ScoreMod | None = None
     linear: bool = False
     sparse: bool = False
@@ -73,24 +73,24 @@ class Plan(OfThisProcess, plans.Plan):
     agreed: set[bytes] = field(default_factory=set[bytes], repr=False)
     handle: torch.Tensor = field(init=False, repr=False)
 
-    problem = _compiled(lambda batch: batch.problem)
-    rank = _compiled(lambda batch: batch.rank)
-    device = _compiled(lambda batch: batch.device)
-    room = _compiled(lambda batch: batch.room)
-    custom = _compiled(lambda batch: batch.custom)
-    head_chunks = _compiled(lambda batch: batch.head_chunks)
-    backend = _compiled(lambda batch: batch.backend)
-    messages = _compiled(lambda batch: batch.messages)
-    instructions = _compiled(lambda batch: batch.instructions)
+    problem = _of_batch(lambda batch: batch.problem)
+    rank = _of_batch(lambda batch: batch.rank)
+    device = _of_batch(lambda batch: batch.device)
+    room = _of_batch(lambda batch: batch.room)
+    custom = _of_batch(lambda batch: batch.custom)
+    head_chunks = _of_batch(lambda batch: batch.choices.head_chunks)
+    backend = _of_batch(lambda batch: batch.backend)
+    messages = _of_batch(lambda batch: batch.messages)
+    programs = _of_batch(lambda batch: batch.programs)
 
     def __post_init__(self) -> None:
-        if self.compiled.fixed is not None:
-            self.compiled.fixed.take()
-        self._hold(self.compiled)
+        if self.batch.fixed is not None:
+            self.batch.fixed.take()
+        self._hold(self.batch)
 
-    def _hold(self, compiled: CompiledPlan) -> None:
+    def _hold(self, batch: CompiledBatch) -> None:
         """Make this the plan's batch."""
-        object.__setattr__(self, "compiled", compiled)
+        object.__setattr__(self, "batch", batch)
         object.__setattr__(self, "handle", new_handle(self))
 
     def __copy__(self) -> Plan:
@@ -101,8 +101,8 @@ class Plan(OfThisProcess, plans.Plan):
 
     @property
     def schedule(self) -> Schedule:
-        """The sends, receives and tiles of every rank, step by step; `instructions` comes from this rank's part."""
-        return self.compiled.schedule
+        """The sends, receives and tiles of every rank, step by step; `programs` comes from this rank's part."""
+        return self.batch.schedule
 
     @property
     def same_bits(self) -> tuple[str, ...]:
@@ -110,17 +110,18 @@ class Plan(OfThisProcess, plans.Plan):
         library over the whole batch on one GPU; see docs/how_to/bits.md. Gradients are among them if the plan was made
         with `deterministic=True`. A plan that is updated in place promises none.
         """
-        block, problem = self.backend.key_block, self.compiled.packing.packed_problem
+        block, problem = self.backend.key_block, self.batch.packing.packed_problem
         if self.room is not None or not block:
             return ()
-        return same_bits(self.instructions, problem, deterministic=self.deterministic, key_block=block)
+        found = same_bits(self.programs, problem, deterministic=self.deterministic, key_block=block)
+        return tuple(name for name in found if name in self.backend.bits_of)
 
     @property
     def position_ids(self) -> torch.Tensor:
         """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and
         sbhd. With `room`, [max_tokens_q / cp], 0 in the tail; `update` writes the new ones to the same memory.
         """
-        of_room = self.instructions.position_ids
+        of_room = self.programs.position_ids
         return self._position_ids if of_room is None else of_room
 
     @cached_property
@@ -134,7 +135,7 @@ class Plan(OfThisProcess, plans.Plan):
         gathers rows, and one that gives results for them back. Printed, one line an instruction.
         """
         made = [
-            (name, exchange) for tables in self.compiled.tables.values() for name, exchange in tables.exchanges.items()
+            (name, exchange) for tables in self.batch.tables.values() for name, exchange in tables.exchanges.items()
         ]
         return {name: exchange.programs for name, exchange in made}
 
@@ -146,13 +147,13 @@ class Plan(OfThisProcess, plans.Plan):
         cp: ContextParallel,
         **lengths: Any,
     ) -> None:
-        def read() -> tuple[Agreement, Callable[[], CompiledPlan]]:
+        def read() -> tuple[Agreement, Callable[[], CompiledBatch]]:
             given = plans.lengths_of_update(self, cp, lengths)
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise ValueError("plan.update is called while a CUDA graph is captured; update before it is replayed")
             check_plan_owner(self.problem, self.rank, cp)
             problem = next_batch(self.problem, self.room, given)
-            overwrite = self.compiled.next(problem)
+            overwrite = self.batch.next(problem)
             return Agreement(problem, self.room, plans.read_linear(self.linear, problem)), overwrite
 
         check_context(cp, ContextParallel)
@@ -176,8 +177,8 @@ def make_plan(**arguments: Any) -> Plan:
     def read() -> tuple[Agreement, Plan]:
         given = bind(plans.make_plan, arguments)
         agreement, backend, device = _read_plan_arguments(given)
-        kept = {name: given[name] for name in ("linear", "sparse", "deterministic")}
-        plan = prepared(cp, agreement, backend, device, custom, given["score_mod"], **kept)
+        how = {name: given[name] for name in ("linear", "sparse", "deterministic")}
+        plan = plan_of_rank(cp, agreement, backend, device, custom, given["score_mod"], **how)
         _ = plan.position_ids  # Made now: a compiled layer could not make them.
         return agreement, plan
 
@@ -216,7 +217,7 @@ def backend_for(
     return choose(needs, cp.backend)
 
 
-def prepared(
+def plan_of_rank(
     cp: ContextParallel,
     agreement: Agreement,
     backend: Backend,
@@ -230,21 +231,20 @@ def prepared(
 ) -> Plan:
     """This rank's plan, made before the ranks agree on it; it sends nothing, and keeps no reference to the group."""
     how = {"room": agreement.room, "custom": custom, "deterministic": deterministic}
-    compiled = compile_plan(agreement.problem, cp.rank, device, backend, **how)
+    batch = compile_batch(agreement.problem, cp.rank, device, backend, **how)
     chosen = plans.choices(cp, custom, sparse=sparse)
-    return Plan(compiled, score_mod and frozen(score_mod), linear, sparse, deterministic, chosen)
+    return Plan(batch, score_mod and frozen(score_mod), linear, sparse, deterministic, chosen)
 
 
 def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
     """A new plan with the transport and the sizes of messages that the ranks choose together. Collective."""
-    compiled = plan.compiled
-    problem, instructions = compiled.problem, compiled.instructions
+    batch, problem, programs = plan.batch, plan.batch.problem, plan.batch.programs
     with cp.naming_errors("an agreement on the messages of a plan"):
-        carried = messages_for(cp.comm, problem, compiled.room, compiled.device)
-        if "low_precision_grads" not in instructions.skipped and may_have_low_precision(problem):
-            instructions = low_precision_grads(instructions, cp.comm, rounded=compiled.backend.rounded_gradients)
+        carried = messages_for(cp.comm, problem, batch.room, batch.device)
+        if "low_precision_grads" not in programs.skipped and may_have_low_precision(problem):
+            programs = low_precision_grads(programs, cp.comm, rounded=batch.backend.rounded_gradients)
     messages = None if carried is cp.comm else carried
-    plan._hold(replace(compiled, messages=messages, instructions=instructions))
+    plan._hold(replace(batch, messages=messages, programs=programs))
     return plan
 
 

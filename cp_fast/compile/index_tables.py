@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from cp_fast.kernels.attention.backend_protocol import Cumulative
+from cp_fast.kernels.attention.varlen_batch import Cumulative
 from cp_fast.movers.mover_protocol import Rows
 from cp_ref.problems.room import Room
 from cp_ref.schedules.problem import Problem

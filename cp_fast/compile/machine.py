@@ -219,7 +219,7 @@ class Costs:
         launch_us: a launch and its step, without the flops.
         idle_rows: the query rows that could be attended to in the time that a launch loses at its end.
         host_us: the host, for a step.
-        least_gain: the share of the time that a cut has to save: an estimate is not better than that.
+        least_saved: the share of the time that a cut has to save: an estimate is not better than that.
     """
 
     flops_per_us: float
@@ -228,7 +228,7 @@ class Costs:
     launch_us: float
     idle_rows: float
     host_us: float
-    least_gain: float = 0.005
+    least_saved: float = 0.005
 
 
 @cache

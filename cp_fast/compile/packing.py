@@ -19,10 +19,9 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from cp_fast.compile.chosen_schedule import Schedules
 from cp_ref.calls.scores import ScoreTensors
 from cp_ref.schedules.problem import Problem
-from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Step, Tiles, side_of
+from cp_ref.schedules.schedule import Message, Pieces, RankPasses, RankSchedule, Step, Tiles, side_of
 
 __all__ = ["Packing", "fold_batch"]
 
@@ -109,7 +108,7 @@ class Packing:
         return per_packed_head.unflatten(0, (self.batch if self.folded else 1, -1))
 
 
-def fold_batch(steps: Schedules, problem: Problem) -> Schedules:
+def fold_batch(steps: RankPasses, problem: Problem) -> RankPasses:
     """A rank's steps, which treat all sequences of the batch alike, as those of the first one for the heads of all.
 
     The schedule is then one of `Packing.packed_problem`. Only for messages and tiles of all heads.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cp_fast.compile.chosen_schedule import Schedules, choose_head_chunks, chosen_rank_schedule
+from cp_fast.compile.chosen_schedule import choose, chosen_rank_schedule
 from cp_fast.compile.index_tables import RowKey, Uploaded
 from cp_fast.compile.instruction_passes import (
     PIECES,
@@ -24,16 +24,19 @@ from cp_fast.compile.instruction_passes import (
 from cp_fast.compile.lower import Draft, lower
 from cp_fast.compile.packing import Packing, fold_batch
 from cp_fast.compile.program import Instruction, Launch, Program, Programs, View, with_views
-from cp_fast.kernels.attention.backend_protocol import SegmentStarts, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import Backend
+from cp_fast.kernels.attention.varlen_batch import SegmentStarts, VarlenBatch
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.passes import is_on, skipped
 from cp_fast.tiles.segments import WindowRule, own_window
 from cp_fast.tiles.tile_groups import SegmentKeys
 from cp_ref.schedules.planners.make_schedule import saved_kinds
 from cp_ref.schedules.problem import Problem
+from cp_ref.schedules.schedule import RankPasses
 
 __all__ = [
     "compiled",
+    "drafted",
     "linked",
     "lowered",
     "optimized",
@@ -82,14 +85,31 @@ def linked(programs: Programs[Any], tables: Uploaded) -> Programs[Rows]:
 # ---- The pipeline
 
 
-_TILE = 128  # rows of a tile of FlashAttention 4
 _LARGE = 2048  # query rows from which a tile of a packed batch keeps its own window
 
 
+def compiled(problem: Problem, rank: int, library: Backend, head_chunks: tuple[int, ...] | None = None) -> Draft:
+    """The programs of one rank, as `make_plan` has them without other arguments. `head_chunks`: those of the schedule;
+    None for the chosen ones.
+    """
+    choices = choose(problem, key_block=library.key_block)
+    if head_chunks is not None:
+        choices = choices._replace(head_chunks=head_chunks)
+    passes = chosen_rank_schedule(problem, rank, choices)
+    return drafted(Packing(problem, may_fold=is_on("fold_batch")), rank, passes, saved_kinds(problem), library)
+
+
+def drafted(packing: Packing, rank: int, passes: RankPasses, saved: tuple[str, ...], library: Backend) -> Draft:
+    """One rank's passes as fast programs for a kernel library. `saved`: see `lowered`."""
+    problem = packing.problem
+    draft = lowered(packing, rank, passes, saved, shared_keys_tile=library.shared_keys_tile)
+    return optimized(draft, writes_rows=library.writes_rows and not library.pads(problem.d_qk, problem.d_v))
+
+
 def lowered(
-    packing: Packing, rank: int, schedules: Schedules, saved: tuple[str, ...], *, shared_keys_tile: int = 0
+    packing: Packing, rank: int, passes: RankPasses, saved: tuple[str, ...], *, shared_keys_tile: int = 0
 ) -> Draft:
-    """One rank's part of a schedule, lowered.
+    """One rank's passes as slow programs.
 
     Args:
         saved: the kinds of operands that are kept between the passes.
@@ -97,22 +117,12 @@ def lowered(
     """
     problem, packed = packing.problem, packing.packed_problem
     if packing.folded:
-        schedules = fold_batch(schedules, problem)
+        passes = fold_batch(passes, problem)
     rule = WindowRule(own_window(problem), _LARGE if problem.qkv_format == "thd" else 0)
     off = skipped(position_free_scores=problem.position_free_scores)
     sink = problem.softmax_type != "vanilla"
     shared_keys_tile = shared_keys_tile if problem.position_free_scores else 0
-    return lower(
-        packed.workload, rank, *schedules, saved, rule, sink=sink, skipped=off, shared_keys_tile=shared_keys_tile
-    )
-
-
-def compiled(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None = None) -> Draft:
-    """The programs of one rank, made as for a call. `head_chunks`: see `make_schedule`; None for the chosen ones."""
-    head_chunks = choose_head_chunks(problem) if head_chunks is None else head_chunks
-    packing = Packing(problem, may_fold=is_on("fold_batch"))
-    steps = chosen_rank_schedule(problem, rank, head_chunks)
-    return optimized(lowered(packing, rank, steps, saved_kinds(problem), shared_keys_tile=_TILE), writes_rows=True)
+    return lower(packed.workload, rank, *passes, saved, rule, sink=sink, skipped=off, shared_keys_tile=shared_keys_tile)
 
 
 def optimized(draft: Draft, *, in_place: bool = False, writes_rows: bool = False, most_pieces: int = PIECES) -> Draft:

@@ -335,15 +335,15 @@ class Programs(Generic[R]):
         return any(number in (OWN["q"], OWN["kv"]) for number, _ in self.saved)
 
     @property
-    def kept(self) -> tuple[tuple[int, int], ...]:
+    def kept_buffers(self) -> tuple[tuple[int, int], ...]:
         """`saved` without the rank's own buffers."""
         return tuple(pair for pair in self.saved if pair[0] not in (OWN["q"], OWN["kv"]))
 
     @property
-    def kept_tensors(self) -> str:
-        """The tensors of `kept`: a letter for each one, "x" for rows of the input's dtype, "l" for an lse."""
+    def kept_kinds(self) -> str:
+        """The tensors of `kept_buffers`: a letter for each one, "x" for rows of the input's dtype, "l" for an lse."""
         letters = {"kv": "xx", "out": "xl"}
-        return "".join(letters.get(self.forward.buffers[number].kind, "x") for number, _ in self.kept)
+        return "".join(letters.get(self.forward.buffers[number].kind, "x") for number, _ in self.kept_buffers)
 
     @property
     def sends_do(self) -> bool:

@@ -8,7 +8,8 @@ document of 16 tokens over two ranks, on rank 1:
     all_gather    queries [4:12), keys [0:12)                          the row's keys, from the first one on
     p2p           queries [4:12), keys [4:12); then the same, [0:4)    two partial results, which are added
 
-A gradient of keys has them where a segment also has all queries that see the keys, of one area: in a2a.
+A gradient has them only where out and lse have them, from which it is computed. A gradient of keys has them where a
+segment also has all queries that see the keys, of one area: in a2a.
 
 The proof knows nothing of schedules: it reads the launches of this rank's programs, and the areas of the problem.
 """
@@ -43,7 +44,8 @@ def same_bits(programs: Programs[Any], problem: Problem, *, deterministic: bool,
     if not areas.queries.disjoint or not from_first_keys(problem):
         return ()
     forward = _judged(programs.forward, areas, key_block)
-    backward = _judged(programs.backward, areas, key_block) if deterministic else _Judged(False, False)
+    repeats = deterministic and forward.rows  # Gradients are computed from out and lse.
+    backward = _judged(programs.backward, areas, key_block) if repeats else _Judged(False, False)
     received = (programs.backward.buffers[one.buffer] for one in programs.backward.of(Recv))
     added = not areas.keys.disjoint or any(map(_is_added, received))
     found = ("out", "lse") if forward.rows else ()

@@ -39,14 +39,14 @@ from cp_fast.integrations.hugging_face.compressed_keys import (
 )
 from cp_fast.integrations.hugging_face.handed_on import handing_on
 from cp_fast.integrations.hugging_face.image_calls import take_functions
-from cp_fast.integrations.hugging_face.image_models import find_images, is_whole, mark_whole, parts_of
+from cp_fast.integrations.hugging_face.image_models import Whole, find_images, mark_whole, parts_of
 from cp_fast.integrations.hugging_face.image_probe import prove_images
 from cp_fast.integrations.hugging_face.key_biases import give_biases, take_biases
 from cp_fast.integrations.hugging_face.linear_mixers import linear_mixers, put_over_ranks, take_back
 from cp_fast.integrations.hugging_face.model_batches import shard_batch
 from cp_fast.integrations.hugging_face.model_call import SILENT, ModelCall, sequences_of
 from cp_fast.integrations.hugging_face.model_task import Task
-from cp_fast.integrations.hugging_face.module_states import put_state, state_of
+from cp_fast.integrations.hugging_face.module_states import put_state, state_of, states_of
 from cp_fast.integrations.hugging_face.pooled_head import RowPooling, pooling_of, put_pooling
 from cp_fast.integrations.hugging_face.position_tables import give_tables
 from cp_fast.integrations.hugging_face.prepared_model import PreparedModel, check_calls, forget_model
@@ -255,14 +255,15 @@ def attention_forward(
         RuntimeError: the model was not prepared. NotImplementedError, TypeError: an argument that cannot be honoured.
     """
     name = type(module).__name__
-    if is_whole(module):
+    states = states_of(module)
+    if Whole in states:
         theirs = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
         how: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "softcap": softcap}
         return theirs(module, query, key, value, attention_mask, **how, **kwargs)
     sequences = sequences_of(name, cp_batch)
     unheard = {keyword: value for keyword, value in kwargs.items() if keyword not in SILENT}
     chosen = attention_mask if isinstance(attention_mask, SequencesToChoose) else None
-    windows = state_of(module, WindowsOfCall)
+    windows: WindowsOfCall | None = states.get(WindowsOfCall)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     said = _said(module, causal, sliding_window)
     if chosen is None and isinstance(sequences, Probe):
@@ -280,7 +281,7 @@ def attention_forward(
         )
     if isinstance(sequences, Probe):
         return sequences.attend(query, key, value), None
-    prepared = state_of(module, _Attention)
+    prepared: _Attention | None = states.get(_Attention)
     if prepared is None:
         raise RuntimeError(f"{name} was not prepared: call cp_fast.integrations.transformers.prepare(model, cp) first")
     sides = prepared.sides_now(said, name)

@@ -21,7 +21,7 @@ from cp_ref.calls import compressed_calls
 from cp_ref.calls.layer import public_function
 from cp_ref.schedules.compressed import entry_problem, window_workload
 from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.schedule import Step
 from cp_ref.schedules.table import Spans, ranges
 
@@ -77,7 +77,7 @@ class WindowTables(LayerTables):
     @torch.inference_mode(False)
     def _windows(self, name: str, rate: int, overlap: bool) -> Windows:
         work = window_workload(self.problem, rate, overlap=overlap)
-        forward, backward = plan_all_gather_rank(RingMembers(work), self.rank)
+        forward, backward = plan_all_gather_rank(Visibility(work), self.rank)
         there, back = (Step(step.sends, step.recvs) for step in (forward[0], backward[-1]))
         own = work.ownership.kv.of(self.rank).spans
         arriving = [Spans(message.pieces.start, message.pieces.stop) for message in there.recvs]
@@ -96,7 +96,7 @@ class WindowTables(LayerTables):
 
 def window_tables(plan: Plan) -> WindowTables:
     """A plan's tables of windows, for its batch."""
-    return plan.compiled.tables_of(WindowTables)
+    return plan.batch.tables_of(WindowTables)
 
 
 # ---- the layer

@@ -83,8 +83,8 @@ class _Operators:
         run = begun(layer, object_of(cp), object_of(plan), tensors, self.options(values))
         tensors = [None if x is None else x.detach() for x in tensors]
         results, hidden = run.forward(tensors)
-        own = [x.contiguous() for x in _apart(results, tensors)]
-        return [*own, new_handle(_Hidden(run.call, _apart(hidden, tensors)))] if layer.hides else own
+        own = [x.contiguous() for x in _in_own_memory(results, tensors)]
+        return [*own, new_handle(_Hidden(run.call, _in_own_memory(hidden, tensors)))] if layer.hides else own
 
     def forward_shapes(self, *given: Any) -> list[Tensor]:
         """Tensors like those of `forward`."""
@@ -106,7 +106,7 @@ class _Operators:
             run, hidden = begun(layer, cp, plan, tensors, self.options(values), ask=False), ()
         found = run.backward(tensors, results, hidden, grads)
         found = [x for x, wants in zip(found, wanted, strict=True) if wants]
-        return [x.contiguous() for x in _apart(found, [*tensors, *grads])]
+        return [x.contiguous() for x in _in_own_memory(found, [*tensors, *grads])]
 
     def backward_shapes(self, *given: Any) -> list[Tensor]:
         """Tensors like those of `backward`; an operand that it does not read has the shape of the first result."""
@@ -137,16 +137,16 @@ class _Operators:
         return *(next(found) if wanted else None for wanted in ctx.wanted), *(None for _ in (plan, cp, *ctx.how))
 
 
-def _apart(found: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+def _in_own_memory(found: Sequence[Any], given: Sequence[Any]) -> list[Any]:
     """Tensors that share no memory with those that were given, nor with each other, as results of operators must be."""
     memory = {x.untyped_storage().data_ptr() for x in given if x is not None and x.numel()}
-    apart = list[Any]()
+    own = list[Any]()
     for x in found:
         if x is not None and x.numel():
             x = x.clone() if x.untyped_storage().data_ptr() in memory else x
             memory.add(x.untyped_storage().data_ptr())
-        apart.append(x)
-    return apart
+        own.append(x)
+    return own
 
 
 # ---- a call
@@ -160,7 +160,7 @@ def called(layer: Layer, cp: Any, plan: Any, tensors: Sequence[Any], **options: 
         return outside_of_graphs(called, layer, cp, plan, tensors, **options)
     if not compiling:
         refuse_transforms()
-    given, options = layer.prepared(tensors, options)
+    given, options = layer.cast_operands(tensors, options)
     if compiling or (not layer.hides and is_selective() and _fits_operator(layer, plan, given, options)):
         results = layer.operator(*given, plan.handle, cp.handle, plan.problem.qkv_format, *options.values())
         return tuple(results[: layer.declared.results(options)])

@@ -60,10 +60,10 @@ class LayerTables:
     def exchange(self, name: str) -> RowExchange:
         """An exchange, made once."""
         found = self.exchanges.get(name)
-        return found or self.exchanges.setdefault(name, self._made(name))
+        return found or self.exchanges.setdefault(name, self._new_exchange(name))
 
     @torch.inference_mode(False)
-    def _made(self, name: str) -> RowExchange:
+    def _new_exchange(self, name: str) -> RowExchange:
         return RowExchange(name, self.messages(name), self.device)
 
 
@@ -85,7 +85,7 @@ class Run(NamedTuple):
     @property
     def group(self) -> Group:
         """The group carries its messages."""
-        return self.plan.compiled.group(self.cp.comm)
+        return self.plan.batch.group(self.cp.comm)
 
     def of(self, tables: LayerTables) -> Run:
         """The run with exchanges of other tables of its batch."""
@@ -160,7 +160,7 @@ class Layer:
     operator: Any
 
     def __init__(self, **more_options: str) -> None:
-        """more_options: the types of the options that `prepared` adds."""
+        """more_options: the types of the options that `cast_operands` adds."""
         self.options = {**self.declared.options, **more_options}
         self.name = self.declared.name
         self.forward_name = f"{self.name}, forward" if self.differentiable else self.name
@@ -177,7 +177,7 @@ class Layer:
             found[place] = None
         return found
 
-    def prepared(self, tensors: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def cast_operands(self, tensors: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the operands after the layer's casts, and the options. It may add `more_options`."""
         return self.declared.cast(tensors), options
 
@@ -236,7 +236,7 @@ def begun(
     key, number = None, 0
     if isinstance(plan, Plan) and isinstance(cp, ContextParallel) and not _captured(plan) and not (ask and checking()):
         key = call_key(cp, (layer.name, *options.values(), *facts), tensors)
-    if key is None or (call := plan.compiled.calls.get(key)) is None:
+    if key is None or (call := plan.batch.calls.layers.get(key)) is None:
 
         def read() -> LayerCall:
             if _captured(plan):
@@ -258,13 +258,13 @@ def begun(
                 known = plan.agreed if isinstance(plan, Plan) else None  # a plan asks once about each kind of call
                 call = agreed(cp, "an agreement on the call of a layer", read, lambda found: found, known)
         if key is not None:
-            plan.compiled.calls.find(key, lambda: call)
+            plan.batch.calls.layers.find(key, lambda: call)
     return Run(layer, plan, cp, call, number, layer.tables(plan))
 
 
 def _captured(plan: Any) -> bool:
     """Whether a CUDA graph is captured with a plan that can be updated."""
-    updated = isinstance(plan, Plan) and plan.compiled.room is not None
+    updated = isinstance(plan, Plan) and plan.batch.room is not None
     return updated and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

@@ -180,4 +180,4 @@ class LinearTables(LayerTables):
 
 def linear_tables(plan: Plan) -> LinearTables:
     """A plan's tables of linear layers, for its batch."""
-    return plan.compiled.tables_of(LinearTables)
+    return plan.batch.tables_of(LinearTables)

@@ -191,7 +191,7 @@ class SparseLayer(Layer):
     def __init__(self) -> None:
         super().__init__(joined="bool")
 
-    def prepared(self, tensors: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def cast_operands(self, tensors: Sequence[Any], options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """As autocast has them; v that autograd sees as cut from k stays so. A compiler sees no memory."""
         compiling = torch.compiler.is_compiling()
         joined = not compiling and all(_is_joined(tensors[v], tensors[k]) for k, v in self.pairs)

@@ -29,7 +29,7 @@ from cp_ref.schedules.compressed import EntryProblem, entry_problem
 from cp_ref.schedules.linear_schedules import ALL_HEADS
 from cp_ref.schedules.planners.a2a import head_ranges
 from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import row_positions
 from cp_ref.schedules.schedule import Heads, Message, Pieces, Step
 from cp_ref.schedules.table import Column, Spans, ranges, runs
@@ -144,7 +144,7 @@ class SparseTables(LayerTables):
     def _keys(self) -> RowMessages:
         """The messages of all_gather. All heads of a row travel together, so tensors of any heads may."""
         work = self.problem.workload
-        forward, backward = plan_all_gather_rank(RingMembers(replace(work, a2a_size=1)), self.rank)
+        forward, backward = plan_all_gather_rank(Visibility(replace(work, a2a_size=1)), self.rank)
         there, back = _with_all_heads(forward[0]), _with_all_heads(backward[-1])
         own = work.ownership.kv.of(self.rank).spans
         rows = ExchangedRows(own, together([own, *(Spans(m.pieces.start, m.pieces.stop) for m in there.recvs)]))
@@ -196,7 +196,7 @@ class SparseTables(LayerTables):
 
 def sparse_tables(plan: Plan) -> SparseTables:
     """A plan's tables of sparse attention, for its batch."""
-    return plan.compiled.tables_of(SparseTables)
+    return plan.batch.tables_of(SparseTables)
 
 
 def intervals(areas: Areas, rows: Column) -> tuple[Column, Column]:

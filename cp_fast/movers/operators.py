@@ -23,7 +23,7 @@ from cp_fast.movers.operands import (
     sizes_of,
     touched,
 )
-from cp_fast.movers.select_movers import kernels
+from cp_fast.movers.select_movers import movers_for
 from cp_fast.movers.torch_movers import assert_lengths, assert_real_lengths, rank_lengths
 from cp_ref.batches.tensors import refuse_batched
 from cp_ref.problems.call_checks import check_apart
@@ -64,7 +64,7 @@ def _partition_indices(cu_seqlens_padded: Tensor, total_tokens: int, cp_size: in
         assert_lengths("partition_indices", cu_seqlens_padded, 1, total_tokens)
         return torch.arange(total_tokens, dtype=cu_seqlens_padded.dtype, device=cu_seqlens_padded.device)
     own = RowRule("partition_indices", "slice", cu_seqlens_padded.contiguous(), a=cp_size, b=cp_rank)
-    return kernels(cu_seqlens_padded.device.type).row_indices(own, total_tokens)
+    return movers_for(cu_seqlens_padded.device.type).row_indices(own, total_tokens)
 
 
 @operator(
@@ -121,7 +121,7 @@ def _partition(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int, cp
         return _whole("partition", xs, cu_seqlens_padded)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
     own = RowRule("partition", "slice", lengths, a=cp_size, b=cp_rank)
-    results = kernels(xs[0].device.type).gather([rows(x) for x in xs], own)
+    results = movers_for(xs[0].device.type).gather([rows(x) for x in xs], own)
     return [result.view(x.shape[0] // cp_size, *x.shape[1:]) for x, result in zip(xs, results, strict=True)]
 
 
@@ -136,7 +136,7 @@ def _reorder(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int, to_r
         return _whole("reorder", xs, cu_seqlens_padded)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
     order = RowRule("reorder", "rank_order" if to_rank_order else "sequence_order", lengths, a=cp_size)
-    results = kernels(xs[0].device.type).gather([rows(x) for x in xs], order)
+    results = movers_for(xs[0].device.type).gather([rows(x) for x in xs], order)
     return [result.view(x.shape) for x, result in zip(xs, results, strict=True)]
 
 
@@ -163,7 +163,7 @@ def _read_half(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, half: int) -> li
         lengths = lengths.long() if 2 * tokens > torch.iinfo(lengths.dtype).max else lengths
         lengths = torch.cat([lengths, lengths + tokens])
     sources = [plain(x.flatten(0, 1) if axis else x) for x in xs]
-    results = kernels(xs[0].device.type).gather(sources, RowRule("read_half", "half", lengths, a=half))
+    results = movers_for(xs[0].device.type).gather(sources, RowRule("read_half", "half", lengths, a=half))
     return [result.view(_half_shape(x)) for x, result in zip(xs, results, strict=True)]
 
 
@@ -180,7 +180,7 @@ def _copy_valid_(out: Tensor, inp: Tensor, cu_seqlens_padded: Tensor, cu_seqlens
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, out.device)
     real = lengths_on("cu_seqlens", cu_seqlens, out.device)
     valid = RowRule("copy_valid_", "valid", lengths, real)
-    kernels(out.device.type).scatter_([rows_out(out)], [rows(inp)], valid)
+    movers_for(out.device.type).scatter_([rows_out(out)], [rows(inp)], valid)
     touched(out)
 
 
@@ -188,7 +188,7 @@ def _padded(x: Tensor, real: Tensor, lengths: Tensor, padded_tokens: int, fill: 
     if not len(x):
         return x.new_full((padded_tokens,), fill)
     unpad = RowRule("pad_sequences", "unpad", lengths, real, a=padded_tokens)
-    source = kernels(x.device.type).row_indices(unpad, len(x))
+    source = movers_for(x.device.type).row_indices(unpad, len(x))
     return torch.where(source >= 0, x[source.clamp(min=0)], fill)
 
 
@@ -309,7 +309,7 @@ def _second_half(lse: Tensor, lengths: Tensor, lse_packed: bool, max_seqlen: int
         return result
     if lse_packed:
         late = RowRule("read_second_half_lse", "half", lengths, a=1)
-        source = kernels(lse.device.type).row_indices(late, lse.shape[1] // 2 * 2)[:max_seqlen]
+        source = movers_for(lse.device.type).row_indices(late, lse.shape[1] // 2 * 2)[:max_seqlen]
         column = torch.arange(len(source), device=lse.device)
         found = torch.where(column < lengths[-1] // 2, lse.index_select(1, source.clamp(min=0)), 0)
         result[:, : len(source)] = found
@@ -351,7 +351,7 @@ def _lse_correction_(lse: Tensor, lse_step: Tensor, cu_seqlens_padded: Tensor, l
     # There is no output: rows of no elements. Halves have no more rows than their padded LSE has places.
     heads, step_rows = lse_step.shape[-2], lse_step.shape[-1] * (1 if lse_packed else len(lengths) - 1)
     nothing = lse.new_empty(2 * step_rows, heads, 0), lse.new_empty(step_rows, heads, 0)
-    kernels(lse.device.type).merge_(nothing[0], plain_out("lse", lse), nothing[1], plain(lse_step), late)
+    movers_for(lse.device.type).merge_(nothing[0], plain_out("lse", lse), nothing[1], plain(lse_step), late)
     touched(lse)
 
 
@@ -383,7 +383,7 @@ def _out_correction_(
     if only_second_half:
         rows = RowRule("out_correction_", "half", lengths, a=1)
     operands = plain_out("out", out), plain(lse), plain(out_step), plain(lse_step)
-    kernels(out.device.type).merge_(*operands, rows, final=True)
+    movers_for(out.device.type).merge_(*operands, rows, final=True)
     touched(out)
 
 
@@ -411,5 +411,5 @@ def _grad_correction_(
     actions = {"first": first_half, "second": second_half, "both": first_half}
     for half, rule in maps.items():
         if actions[half] != "none":
-            kernels(grad.device.type).scatter_(outs, xs, rule, add=actions[half] == "add")
+            movers_for(grad.device.type).scatter_(outs, xs, rule, add=actions[half] == "add")
     touched(grad)

@@ -1,4 +1,4 @@
-"""Select the implementation of the kernels: never a guess, and never another one than requested.
+"""Select the implementation of the movers: never a guess, and never another one than requested.
 
     native   C++ and CUDA, built on first use         needs a C++ compiler; for a GPU nvcc too
     numba    Numba CUDA, compiled on first use        needs a GPU and the package numba-cuda
@@ -26,7 +26,7 @@ __all__ = [
     "VARIABLE",
     "asked",
     "chosen",
-    "kernels",
+    "movers_for",
     "use",
     "why_not",
 ]
@@ -77,13 +77,13 @@ def chosen(device_type: str) -> tuple[str, str]:
     raise AssertionError("torch is always there")
 
 
-def kernels(device_type: str, name: str | None = None) -> Movers:
-    """The kernels on a device: the named implementation, or else the `chosen` one.
+def movers_for(device_type: str, name: str | None = None) -> Movers:
+    """The movers for tensors on a device: the named implementation, or else the `chosen` one.
 
     Raises:
         ValueError: a name that does not exist. RuntimeError: one whose needs are not met, or whose build fails.
 
-    >>> kernels("cpu", "torch").name
+    >>> movers_for("cpu", "torch").name
     'torch'
     """
     if name is None:
@@ -98,7 +98,7 @@ def use(name: str) -> Iterator[None]:
     """Use one implementation, by name, in every thread until the block ends.
 
     >>> with use("torch"):
-    ...     kernels("cpu").name
+    ...     movers_for("cpu").name
     'torch'
     """
     check_choice("name", name, NAMES)

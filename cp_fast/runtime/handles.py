@@ -73,11 +73,11 @@ class OfThisProcess:
 
 def new_handle(thing: Any) -> torch.Tensor:
     """A new handle, int64 [], of an object that has all its attributes; it keeps their values alive."""
-    return outside_of_graphs(_made, thing) if torch.compiler.is_compiling() else _made(thing)
+    return outside_of_graphs(_registered, thing) if torch.compiler.is_compiling() else _registered(thing)
 
 
 @torch.inference_mode(False)  # autograd saves a handle
-def _made(thing: Any) -> torch.Tensor:
+def _registered(thing: Any) -> torch.Tensor:
     number = next(_numbers)
     memory = np.array(number, dtype=np.int64).view(_Number)
     memory.thing, memory.same = ref(thing), object.__new__(type(thing))

@@ -347,7 +347,7 @@ def backward_launch(
 
     def launch(state: State) -> None:
         options = state.options if state.score_tensors is None else _with_places(state, positions, one)
-        part = backend.backward_freeing([operands(state)], batch, options)
+        part = backend.backward([operands(state)], batch, options)
         state.buffers[dq], state.buffers[dkv] = Tensors((part.dq,), ()), Tensors((part.dk, part.dv), ())
 
     return launch
@@ -459,8 +459,8 @@ def _receiver(buffers: PassBuffers, recvs: Sequence[Recv]) -> Callable[[State], 
 def _sent(buffers: PassBuffers, send: Send[Rows], *, held: bool) -> list[MessageSpec]:
     spec = buffers.specs[send.source.buffer]
     size = count(buffers.rows(send.source))
-    kept = held or spec.role == "own" or spec.parts > 0
-    return _messages(send.peer, send.tag, buffers.shapes.allocation(spec, size, stacked=False), held=kept)
+    held = held or spec.role == "own" or spec.parts > 0
+    return _messages(send.peer, send.tag, buffers.shapes.allocation(spec, size, stacked=False), held=held)
 
 
 def _received(buffers: PassBuffers, recv: Recv) -> list[MessageSpec]:

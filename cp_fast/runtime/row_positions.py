@@ -37,8 +37,8 @@ class RowPositions:
         problem: the problem that the kernels see (`Packing.packed_problem`).
     """
 
-    def __init__(self, instructions: Programs[Rows], problem: Problem, device: torch.device) -> None:
-        self._launches: list[Launch[Rows]] = [*instructions.forward.of(Launch), *instructions.backward.of(Launch)]
+    def __init__(self, programs: Programs[Rows], problem: Problem, device: torch.device) -> None:
+        self._launches: list[Launch[Rows]] = [*programs.forward.of(Launch), *programs.backward.of(Launch)]
         self._problem, self._device = problem, device
         self._tables: dict[int, LaunchPositions] = {}  # By the launch's id.
 
@@ -50,20 +50,20 @@ class RowPositions:
 
     def make(self) -> None:
         """Make the tables of all launches."""
-        self._tables = dict(zip(map(id, self._launches), self._made(), strict=True))
+        self._tables = dict(zip(map(id, self._launches), self._new_tables(), strict=True))
 
-    def updated(self, instructions: Programs[Rows], problem: Problem) -> RowPositions:
+    def updated(self, programs: Programs[Rows], problem: Problem) -> RowPositions:
         """Those of the next batch of a plan that is updated in place: in the same memory, if there are any."""
-        later = RowPositions(instructions, problem, self._device)
+        later = RowPositions(programs, problem, self._device)
         if self._tables:
             same = list(map(self.of, self._launches))
-            for old, new in zip(same, later._made(), strict=True):
+            for old, new in zip(same, later._new_tables(), strict=True):
                 for table, values in zip(old[:4], new[:4], strict=True):
                     table.copy_(values)
             later._tables = dict(zip(map(id, later._launches), same, strict=True))
         return later
 
-    def _made(self) -> list[LaunchPositions]:
+    def _new_tables(self) -> list[LaunchPositions]:
         """The tables of each launch."""
         q = self._places("q", [one.q_rows for one in self._launches])
         kv = self._places("kv", [one.kv_rows for one in self._launches])

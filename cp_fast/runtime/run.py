@@ -27,7 +27,7 @@ from cp_fast.compile.program import (
 )
 from cp_fast.kernels.attention.backend_protocol import Backend, LaunchOptions
 from cp_fast.movers.mover_protocol import Rows, take
-from cp_fast.movers.select_movers import kernels
+from cp_fast.movers.select_movers import movers_for
 from cp_fast.runtime.operations import (
     accumulate,
     backward_launch,
@@ -77,7 +77,7 @@ def resolve(program: Program[Rows], shapes: Shapes, group: Group, launcher: Laun
 
     launcher: None for a program without launches.
     """
-    buffers, instructions = PassBuffers.of(program, shapes, kernels(shapes.device.type)), program.instructions
+    buffers, instructions = PassBuffers.of(program, shapes, movers_for(shapes.device.type)), program.instructions
     sums = program.accumulations
     found, freed_later = list[Operation](), list[Operation]()
     sends, recvs, copies = list[Send[Rows]](), list[Recv](), list[Copy[Rows]]()
@@ -139,7 +139,7 @@ class CompiledCall:
         sizes: the packed rows of q, and of k and v.
 
     Attributes:
-        kept: the buffers that the forward pass keeps for the backward pass: see `Programs.kept`.
+        kept_buffers: see `Programs.kept_buffers`.
         has_sink: whether each head's denominator has a sink.
         position_free: see `Problem.position_free_scores`.
         wide: the dtype of sums.
@@ -147,13 +147,13 @@ class CompiledCall:
 
     __slots__ = (
         *("_operations", "_options", "_positions", "_shapes"),
-        *("backend", "has_sink", "instructions", "kept", "packing", "position_free", "transport", "wide"),
+        *("backend", "has_sink", "kept_buffers", "packing", "position_free", "programs", "transport", "wide"),
     )
 
     def __init__(
         self,
         packing: Packing,
-        instructions: Programs[Rows],
+        programs: Programs[Rows],
         positions: RowPositions,
         backend: Backend,
         transport: Prepares | None,
@@ -162,8 +162,8 @@ class CompiledCall:
         device: torch.device,
     ) -> None:
         self._positions = positions
-        self.packing, self.instructions, self.backend, self.transport = packing, instructions, backend, transport
-        self.kept, self.has_sink = instructions.kept, packing.problem.softmax_type != "vanilla"
+        self.packing, self.programs, self.backend, self.transport = packing, programs, backend, transport
+        self.kept_buffers, self.has_sink = programs.kept_buffers, packing.problem.softmax_type != "vanilla"
         self.position_free, self.wide = packing.problem.position_free_scores, wide_dtype(dtype)
         d_qk, d_v = packing.problem.d_qk, packing.problem.d_v
         dims = {"q": (d_qk,), "kv": (d_qk, d_v), "do": (d_v,), "res": (d_v,), "out": (d_v,), "sink": ()}
@@ -171,7 +171,7 @@ class CompiledCall:
         axes = {kind: [(-1, d) for d in some] for kind, some in dims.items()}
         dtypes = {kind: (dtype,) * len(some) for kind, some in dims.items()}
         rows = {kind: sizes[side_of(kind) == "kv"] for kind in dims}
-        shapes = Shapes(rows, axes, dtypes, device, instructions.spare_rows, frozenset({"res", "out"}))
+        shapes = Shapes(rows, axes, dtypes, device, programs.spare_rows, frozenset({"res", "out"}))
         self._shapes = shapes, replace(shapes, with_column=frozenset({"res", "out", "do"}))
         self._options = [LaunchOptions(packing.problem.scores, deterministic) for deterministic in (False, True)]
         self._operations: dict[tuple[str, bool], list[Operation]] = {}
@@ -204,7 +204,7 @@ class CompiledCall:
         number, (shapes, _) = program.results[kind], self._shapes
         spec = program.buffers[number]
         rows, columns = state.buffers[number] or shapes.allocation(spec).nothing()
-        if self.instructions.spare_rows:
+        if self.programs.spare_rows:
             size = shapes.own_rows(spec)
             return Tensors([x[:size] for x in rows], [x[:, :size].contiguous() for x in columns])
         return Tensors(rows, columns)
@@ -212,7 +212,7 @@ class CompiledCall:
 
 # ---- the two passes of attention
 #
-# user's format -> packed rows -> the plan's instructions -> user's format
+# user's format -> packed rows -> the plan's programs -> user's format
 
 
 class ForwardResults(NamedTuple):
@@ -239,7 +239,7 @@ def forward_pass(
     `backward_pass`, except dout and dlse, are detached: some kernel libraries take addresses, and refuse tensors with
     requires_grad. scores: further inputs of scores, in addition to q and k; None for none.
     """
-    packing, program = call.packing, call.instructions.forward
+    packing, program = call.packing, call.programs.forward
     scores = None if scores is None else packing.scores_in(scores)
     q = packing.pack(q)
     own = {
@@ -249,7 +249,7 @@ def forward_pass(
     }
     state = call.run(program, cp.comm, own, scores)
     (out,), (lse,) = call.result(state, program, "out")
-    kept = [x for number, _ in call.kept for some in state.buffers[number] for x in some]
+    kept = [x for number, _ in call.kept_buffers for some in state.buffers[number] for x in some]
     largest = _largest(state, q) if return_max_logit else None
     if largest is not None:
         largest = all_reduce_max(cp.comm, packing.heads_out(largest).amax(dim=0))
@@ -278,13 +278,13 @@ def backward_pass(
     None for zero. scores: as in the forward pass. lse_given: whether the caller has lse. Then some rank may have its
     gradient, and if its rows are sent, all ranks send one.
     """
-    packing, program = call.packing, call.instructions.backward
+    packing, program = call.packing, call.programs.backward
     scores = None if scores is None else packing.scores_in(scores)
     if dlse is not None and Feature.LSE_GRADIENT not in call.backend.features:
         raise Unsupported("a gradient through lse", {f"backend {call.backend.name!r}": {Feature.LSE_GRADIENT}})
     packed_out, packed_lse = packing.pack(out), packing.pack_lse(lse).contiguous()
     dlse = None if dlse is None else packing.pack_lse(dlse.detach()).contiguous()
-    if dlse is None and lse_given and call.instructions.sends_do:
+    if dlse is None and lse_given and call.programs.sends_do:
         dlse = torch.zeros_like(packed_lse)
     dout = torch.zeros_like(packed_out) if dout is None else packing.pack(dout.detach())
     if scores is not None and scores.score_mod is not None:
@@ -301,7 +301,7 @@ def backward_pass(
         q, k, v = inputs
         own |= {OWN["q"]: Tensors((packing.pack(q),), ()), OWN["kv"]: Tensors((packing.pack(k), packing.pack(v)), ())}
     rest = iter(kept)
-    for _, number in call.kept:
+    for _, number in call.kept_buffers:
         kind = program.buffers[number].kind
         rows = [next(rest) for _ in range(2 if kind == "kv" else 1)]
         own[number] = Tensors(rows, [next(rest)] if kind == "res" else ())
@@ -366,7 +366,7 @@ def _offset_gradient(
     """This rank's share of d softmax_offset [h_q]: minus the sink's weight times delta = sum(dout * out) - dlse, over
     the real rows; dout and out [t, h, d_v], lse and dlse [h, t].
     """
-    real = call.instructions.real_q_rows
+    real = call.programs.real_q_rows
     rows = slice(None) if is_mask(real) else real
     sink = _sink(call.packing, offset, lse.dtype, lse.device)
     dlse = None if dlse is None else take(dlse.t(), rows)

@@ -101,7 +101,7 @@ def own_window(problem: Problem) -> tuple[int, int]:
 
 def with_windows(areas: Areas, tiles: Tiles) -> WindowedTiles:
     """A schedule's tiles with their diagonal bands, cropped to rows and keys with visible pairs. Only the first keys
-    stay, seen or not: the planner may have them begin with a block (`RingMembers`).
+    stay, seen or not: the planner may have them begin with a block (`Visibility`).
     """
     lo, hi = areas.lo[tiles.area], areas.hi[tiles.area]
     q0, q1, k0, k1 = crop(tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop, lo, hi)

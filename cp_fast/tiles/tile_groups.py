@@ -121,10 +121,10 @@ class TileGroups:
     def of(self, tiles: Tiles) -> list[TileGroup]:
         """A step's tiles."""
         if id(tiles) not in self._groups:
-            self._groups[id(tiles)] = tiles, list(self._made(tiles))
+            self._groups[id(tiles)] = tiles, list(self._new_groups(tiles))
         return self._groups[id(tiles)][1]
 
-    def _made(self, tiles: Tiles) -> Iterator[TileGroup]:
+    def _new_groups(self, tiles: Tiles) -> Iterator[TileGroup]:
         ranges, size = _head_ranges(tiles), self._work.heads_per_kv
         for heads in ranges:
             some = tiles

@@ -16,7 +16,7 @@ from cp_fast.transport.streams import Streams
 from cp_fast.transport.watch import Watch
 from cp_ref.groups.group import Group, Parcel, Pending
 from cp_ref.problems.room import Room
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Problem, slice_rows
 
 __all__ = [
@@ -116,13 +116,13 @@ def staging_sizes(problem: Problem, room: Room | None, way: str, ranks: int) -> 
     block = rounded(kv * heads_kv * head * (wide + (element if way == "ring" else 0)) + slack)
     if way == "gather" or ranks == 2:
         return (block,) * (ranks - 1)
-    members = RingMembers(problem.workload)
+    visibility = Visibility(problem.workload)
     if problem.a2a_size > 1:
-        members = members.exchanged
-    if not members.sends_directly:
+        visibility = visibility.exchanged
+    if not visibility.sends_directly:
         return (block, *(0,) * (ranks - 2))
     row = heads_kv // problem.a2a_size * head
-    lent, here = members.rows_lent, np.arange(ranks)
+    lent, here = visibility.rows_lent, np.arange(ranks)
     if room is not None:
         lent = np.where(lent > 0, kv * problem.a2a_size, 0)
     sizes = list[int]()

@@ -42,7 +42,7 @@ __all__ = [
     "ScorePlaces",
     "ScoreTensors",
     "alibi_bias",
-    "kept",
+    "kept_by_dropout",
     "philox4x32",
     "read_scores",
     "threshold",
@@ -333,7 +333,7 @@ def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor], rounds: i
     return c0, c1, c2, c3
 
 
-def kept(
+def kept_by_dropout(
     sequence: torch.Tensor,
     head: torch.Tensor,
     q_idx: torch.Tensor,
@@ -352,7 +352,7 @@ def kept(
         bool, of the broadcast shape.
 
     >>> zero = torch.zeros(1, dtype=torch.int32)  # keys 0 and 8 have the first two words of the example above
-    >>> kept(zero, zero, zero, torch.tensor([0, 8]), torch.tensor(0), 0.3).int().tolist()
+    >>> kept_by_dropout(zero, zero, zero, torch.tensor([0, 8]), torch.tensor(0), 0.3).int().tolist()
     [1, 0]
     """
     b, h, i, j = (x.long() for x in (sequence, head, q_idx, kv_idx))
@@ -433,7 +433,8 @@ class PairScores(NamedTuple):
         inputs = self.inputs
         if inputs.dropout_p == 0 or inputs.dropout_seed is None:
             return None
-        return kept(*self.pairs[:4], inputs.dropout_seed, inputs.dropout_p).to(dtype) / (1 - inputs.dropout_p)
+        kept = kept_by_dropout(*self.pairs[:4], inputs.dropout_seed, inputs.dropout_p)
+        return kept.to(dtype) / (1 - inputs.dropout_p)
 
     def _with_alibi(self, scores: torch.Tensor) -> torch.Tensor:
         slopes = self.inputs.alibi_slopes

@@ -156,7 +156,7 @@ class ProcessMember:
         self.size = dist.get_world_size(group)
         self._global = dist.get_process_group_ranks(group)
         self.ranks = frozenset(self._global)
-        self._apart = dist.get_backend(group) == "gloo"
+        self._is_gloo = dist.get_backend(group) == "gloo"
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
         """Post all messages as one batch, so that NCCL runs them in one kernel and no order of ranks can block."""
@@ -170,16 +170,16 @@ class ProcessMember:
         ]
         works: list[Any] = []
         # gloo has no batches, so the message that cannot be posted is known.
-        for first, some in enumerate([op] for op in ops) if self._apart else enumerate([ops] if ops else []):
+        for first, some in enumerate([op] for op in ops) if self._is_gloo else enumerate([ops] if ops else []):
             try:
                 works += dist.batch_isend_irecv(some)
             except RuntimeError as error:
-                raise _lost(here, messages[first : first + 1] if self._apart else messages, error) from error
+                raise _lost(here, messages[first : first + 1] if self._is_gloo else messages, error) from error
         return _Works(here, works, messages)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. Reads from the device on NCCL: for plans, not for the hot path."""
-        if self._apart:
+        if self._is_gloo:
             return self._gather(value)
         values: list[Any] = [None] * self.size
         try:

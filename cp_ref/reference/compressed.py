@@ -19,7 +19,7 @@ from cp_ref.reference.executor.rank_tensors import RankTensors
 from cp_ref.reference.layer_calls import Done, Passes, Run, called
 from cp_ref.schedules.compressed import entry_problem, window_workload
 from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.schedule import RankSchedule
 
 __all__ = ["compress_keys"]
@@ -44,7 +44,7 @@ class _Windows(NamedTuple):
 def _windows(run: Run, values: torch.Tensor, gates: torch.Tensor) -> _Windows:
     (plan, cp, call), problem = run, run.plan.problem
     work = window_workload(problem, call.rate, overlap=call.overlap)
-    forward, backward = plan_all_gather_rank(RingMembers(work), cp.rank)
+    forward, backward = plan_all_gather_rank(Visibility(work), cp.rank)
     held = RankTensors(work, cp.rank, values.device)
     held.put_own("kv", *(to_packed(x, problem.qkv_format)[:, None] for x in (values, gates)))
     run_rank_schedule("forward", forward, held, cp.comm, lambda tile: None)

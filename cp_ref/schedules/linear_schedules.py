@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cp_ref.schedules.problem import Problem, Workload, areas_of
-from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Scans, Schedule, Step, Tiles
+from cp_ref.schedules.schedule import Message, Pieces, RankPasses, RankSchedule, Scans, Schedule, Step, Tiles
 from cp_ref.schedules.table import Column, Spans, Table, constant, ranges, runs
 
 __all__ = [
@@ -175,12 +175,12 @@ def make_states(problem: Problem) -> Schedule:
     return Schedule("state", HEADS, tuple(f for f, _ in found), tuple(b for _, b in found))
 
 
-def make_rank_states(problem: Problem, rank: int) -> tuple[RankSchedule, RankSchedule]:
+def make_rank_states(problem: Problem, rank: int) -> RankPasses:
     """One rank's forward and backward schedule, as in `make_states`."""
     return _states_of_rank(problem, document_fragments(problem), rank)
 
 
-def _states_of_rank(problem: Problem, fragments: DocumentFragments, rank: int) -> tuple[RankSchedule, RankSchedule]:
+def _states_of_rank(problem: Problem, fragments: DocumentFragments, rank: int) -> RankPasses:
     forwards = problem.cp_comm_type == "a2a+p2p"  # what others send to others too
     a2a_size, ranks = (problem.a2a_size, None) if forwards else (1, rank)
     back = fragments.take(slice(None, None, -1))
@@ -253,14 +253,12 @@ def conv_schedule(problem: Problem, kernel_size: int) -> Schedule:
     return Schedule("halo", HEADS, tuple(f for f, _ in found), tuple(b for _, b in found), ("kv",))
 
 
-def conv_rank_schedule(problem: Problem, kernel_size: int, rank: int) -> tuple[RankSchedule, RankSchedule]:
+def conv_rank_schedule(problem: Problem, kernel_size: int, rank: int) -> RankPasses:
     """One rank's forward and backward schedule, as in `conv_schedule`."""
     return _halos_of_rank(problem, document_fragments(problem), kernel_size, rank)
 
 
-def _halos_of_rank(
-    problem: Problem, fragments: DocumentFragments, kernel_size: int, rank: int
-) -> tuple[RankSchedule, RankSchedule]:
+def _halos_of_rank(problem: Problem, fragments: DocumentFragments, kernel_size: int, rank: int) -> RankPasses:
     a2a_size = problem.a2a_size if problem.cp_comm_type == "a2a+p2p" else 1
     reader, source, start, stop = _read(fragments, kernel_size, fragments.start)
     needs = Deliveries(fragments.rank[source], fragments.rank[reader], start, stop)

@@ -103,7 +103,7 @@ class Sequences(Seq[Sequence]):
         return self.slots_q if side == "q" else self.slots_kv
 
     @cached_property
-    def _made(self) -> tuple[Sequence, ...]:
+    def _sequences(self) -> tuple[Sequence, ...]:
         return tuple(map(Sequence, *self.columns))
 
     def __len__(self) -> int:
@@ -114,21 +114,21 @@ class Sequences(Seq[Sequence]):
     @overload
     def __getitem__(self, index: slice) -> tuple[Sequence, ...]: ...
     def __getitem__(self, index: int | slice) -> Sequence | tuple[Sequence, ...]:
-        return self._made[index]
+        return self._sequences[index]
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._made)
+        return iter(self._sequences)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Sequences):
             return self.columns == other.columns
-        return self._made == other
+        return self._sequences == other
 
     def __hash__(self) -> int:
-        return hash(self._made)  # equal to a tuple, so its hash too
+        return hash(self._sequences)  # equal to a tuple, so its hash too
 
     def __repr__(self) -> str:
-        return repr(self._made)
+        return repr(self._sequences)
 
 
 class ScoreSpec(NamedTuple):

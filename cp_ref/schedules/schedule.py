@@ -52,6 +52,7 @@ __all__ = [
     "Heads",
     "Message",
     "Pieces",
+    "RankPasses",
     "RankSchedule",
     "Scans",
     "Schedule",
@@ -207,6 +208,7 @@ class Step(NamedTuple):
 
 
 RankSchedule = tuple[Step, ...]
+RankPasses = tuple[RankSchedule, RankSchedule]  # One rank's forward and backward pass.
 
 
 @dataclass(frozen=True, repr=False)

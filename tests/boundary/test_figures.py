@@ -201,6 +201,22 @@ def test_what_head_chunks_are_worth() -> None:
     assert f"{found(turn, '()'):.3f} in place of {found(turn, 'model'):.3f} forward, in the same turns" in said
 
 
+def test_what_it_is_worth_to_hide_the_messages_of_a_window() -> None:
+    """The means of the turns, before and after."""
+    page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    rows = record("windows_hidden_2x_h200.csv")
+    before, after = dict.fromkeys(row["commit"] for row in rows)
+
+    def gain(layout: str, figure: str) -> str:
+        of = [[float(r[figure]) for r in rows if (r["commit"], r["layout"]) == (n, layout)] for n in (after, before)]
+        now, then = (sum(turns) / len(turns) + 1e-9 for turns in of)  # Halves are rounded up.
+        return f"{now:.3f} in place of {then:.3f}"
+
+    both = "forward_backward_efficiency"
+    assert f"has {gain('dual_chunk', 'forward_efficiency')} forward and {gain('dual_chunk', both)} for both" in page
+    assert f"`balanced` {gain('balanced', 'forward_efficiency')} and {gain('balanced', both)}." in page
+
+
 def test_each_compiler_pass_was_measured() -> None:
     files = "passes_1x_h200.csv", "passes_by_heads_1x_h200.csv"
     names = {row["without"] for file in files for row in record(file)}

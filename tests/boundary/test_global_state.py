@@ -203,7 +203,7 @@ def test_no_second_plan_gets_the_tables_of_one_that_is_updated() -> None:
         cp = cp_fast.ContextParallel(member)
         plan, other = plan_of(cp_fast, cp, max_sequences=2), plan_of(cp_fast, cp)
         with pytest.raises(TypeError, match=r"^a cp_fast.Plan that is updated in place cannot be copied"):
-            replaced(other, compiled=plan.compiled)
+            replaced(other, batch=plan.batch)
 
     alone(one)
 

@@ -20,13 +20,14 @@ from typer.testing import CliRunner
 from benchmarks.cost_model.predictions import FARTHER, compared, why_farther, write
 from benchmarks.cost_model.records import RESULTS, read_records
 from cp_fast import ContextParallel, make_plan
-from cp_fast.compile.chosen_schedule import choose_head_chunks
+from cp_fast.compile.chosen_head_chunks import choose_head_chunks
+from cp_fast.compile.chosen_schedule import choose, chosen_schedule
 from cp_fast.compile.machine import Kernel, Machine, read_machine
 from cp_fast.layers.layers import LayerTables
 from cp_fast.layers.linear_plan import linear_tables
 from cp_fast.layers.sparse_tables import sparse_tables
 from cp_fast.tools.cli import app
-from cp_fast.tools.cost.counts import ExchangedTensor, count_exchange, count_rank
+from cp_fast.tools.cost.counts import LIBRARY, ExchangedTensor, count_exchange, count_rank
 from cp_fast.tools.cost.measure_machine import measure
 from cp_fast.tools.cost.predict import (
     SAVED,
@@ -40,7 +41,6 @@ from cp_fast.tools.cost.predict import (
 from cp_ref import SimGroup
 from cp_ref.groups.group import Parcel, Pending
 from cp_ref.reference.simulator import SimMember
-from cp_ref.schedules.planners.make_schedule import make_schedule
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.verify.costs import message_bytes
 from cp_ref.schedules.words import LAYOUTS
@@ -105,7 +105,7 @@ def test_what_ranks_do_adds_up_to_the_problem(n: list[int], cp_size: int, window
     )
     taken = [one.problem for one in candidates(plain, 3, [data.draw(st.sampled_from(LAYOUTS))]) if not one.refused]
     problem = data.draw(st.sampled_from(taken))
-    schedule = make_schedule(problem)
+    schedule = chosen_schedule(problem, choose(problem, key_block=LIBRARY.key_block), {})
     ranks = [count_rank(problem, rank) for rank in range(cp_size)]
     for steps in ([one.forward for one in ranks], [one.backward for one in ranks]):
         launched = [launch for rank in steps for step in rank for launch in step.launches]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cp_fast.compile.program import OWN, Accumulate, Accumulations, BufferSpec, Copy, View
 from cp_fast.kernels.attention.backend_protocol import LaunchOptions
 from cp_fast.movers.mover_protocol import Rows
-from cp_fast.movers.select_movers import kernels
+from cp_fast.movers.select_movers import movers_for
 from cp_fast.movers.torch_movers import log_add_exp
 from cp_fast.runtime.operations import accumulate, copy
 from cp_fast.runtime.pass_buffers import PassBuffers, Shapes, State, Tensors
@@ -54,7 +54,7 @@ def result(
     dtypes = {kind: (final,) * len(dims) for kind, dims in DIMS.items()}
     axes = {kind: [(-1, d) for d in dims] for kind, dims in DIMS.items()}
     shapes = Shapes(dict.fromkeys(DIMS, ROWS), axes, dtypes, CPU, spare, frozenset({"res", "out"}))
-    buffers = PassBuffers(specs, shapes, kernels("cpu"), frozenset({RESULT}), frozenset())
+    buffers = PassBuffers(specs, shapes, movers_for("cpu"), frozenset({RESULT}), frozenset())
     state = State([None] * len(specs), PaperGroup(1, 0), LaunchOptions(ScoreSpec(1.0, 0.0)))
     every = list[Accumulate[Rows]]()
     for n, part in enumerate(parts):

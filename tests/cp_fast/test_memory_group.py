@@ -17,7 +17,7 @@ from hypothesis import given, settings
 
 import cp_fast
 from cp_fast.api import plan as plans
-from cp_fast.compile.chosen_schedule import choose_head_chunks
+from cp_fast.compile.chosen_head_chunks import choose_head_chunks
 from cp_fast.tools.cost.counts import count_rank
 from cp_fast.transport import memory_group
 from cp_fast.transport import peer_exchange as exchange

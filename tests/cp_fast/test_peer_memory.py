@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 
 import cp_fast
-from cp_fast.compile.chosen_schedule import choose_head_chunks
+from cp_fast.compile.chosen_head_chunks import choose_head_chunks
 from cp_fast.compile.packing import Packing
 from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.program import Recv, Send

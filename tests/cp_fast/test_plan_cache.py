@@ -239,8 +239,8 @@ def test_a_rank_that_refuses_what_the_others_find_says_why() -> None:
 def test_checkpointed_layers_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradients it is another agreement, but the same plan."""
     plans: list[Any] = []
-    monkeypatch.setattr(unplanned, "prepared", lambda *given, **how: plans.append(prepared(*given, **how)) or plans[-1])
-    prepared = cp_fast.api.plan.prepared  # pyright: ignore[reportAttributeAccessIssue]
+    made = cp_fast.api.plan.plan_of_rank  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(unplanned, "plan_of_rank", lambda *given, **how: plans.append(made(*given, **how)) or plans[-1])
 
     def one(member: SimMember) -> None:
         cp = cp_fast.ContextParallel(member)

@@ -159,7 +159,7 @@ def results(case: Case, cp: cp_fast.ContextParallel, plan: cp_fast.Plan) -> list
 
 
 def launches(plan: cp_fast.Plan) -> list[Launch[Any]]:
-    return [*plan.instructions.forward.of(Launch), *plan.instructions.backward.of(Launch)]
+    return [*plan.programs.forward.of(Launch), *plan.programs.backward.of(Launch)]
 
 
 def assert_same_bits(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -184,7 +184,7 @@ def assert_padding_is_harmless(plan: cp_fast.Plan) -> None:
     """What pads the rows of a launch that are read is one of them; of rows that are added to, the spare one; lengths
     end in empty segments.
     """
-    backward = plan.instructions.backward
+    backward = plan.programs.backward
     for launch in backward.of(Launch):
         q, kv = launch.operands[:2]
         sides = (
@@ -213,16 +213,16 @@ def test_an_updated_plan_is_a_fresh_plan(case: Case) -> None:
     def one(member: SimMember) -> str:
         cp = case.context(member)
         plan = case.plan(cp, case.first, **case.room)
-        before, memory, ids = results(case, cp, plan), list(walked(plan.instructions)), plan.position_ids.data_ptr()
+        before, memory, ids = results(case, cp, plan), list(walked(plan.programs)), plan.position_ids.data_ptr()
         assert len(memory) >= 2
-        tables = [*walked([plan.compiled.positions.of(one) for one in launches(plan)])]
+        tables = [*walked([plan.batch.positions.of(one) for one in launches(plan)])]
         try:
             plan.update(cp=cp, **case.second.arguments())
         except ValueError as error:
             assert_same_bits(results(case, cp, plan), before)
             return f"refused: {str(error).split(' (')[0]}"
-        assert list(walked(plan.instructions)) == memory
-        assert [*walked([plan.compiled.positions.of(one) for one in launches(plan)])] == tables
+        assert list(walked(plan.programs)) == memory
+        assert [*walked([plan.batch.positions.of(one) for one in launches(plan)])] == tables
         assert plan.position_ids.data_ptr() == ids
         assert_padding_is_harmless(plan)
         got, fresh = results(case, cp, plan), case.plan(cp, case.second, **case.room)
@@ -279,7 +279,7 @@ def test_messages_have_the_size_of_a_window(comm: str) -> None:
         case = Case(4, comm, "dual_chunk", problem, room, Lengths([256], [256], [256], [256]), two)
         cp = case.context(member)
         plan = case.plan(cp, case.first, **room)
-        sizes = {recv.size for recv in plan.instructions.backward.of(Recv)}
+        sizes = {recv.size for recv in plan.programs.backward.of(Recv)}
         assert sizes - ({256 // 4} if comm == "a2a+p2p" else set()) == {2 * 2 * 3}  # inside a group: all rows of a rank
         plan.update(cp=cp, **two.arguments())
         got = results(case, cp, plan)
@@ -306,9 +306,9 @@ def test_an_update_is_one_copy() -> None:
         case = typical()
         cp = case.context(member)
         plan = case.plan(cp, LONG, **ROOM)
-        fixed = plan.compiled.fixed
+        fixed = plan.batch.fixed
         assert fixed is not None
-        many = case.plan(cp, MANY).compiled
+        many = case.plan(cp, MANY).batch
         fitted = fixed.fitted(lowered(many.packing, cp.rank, many.steps, many.schedule.saved), many.problem)
         with Counted() as counted:
             fixed.overwrite(fitted)
@@ -343,11 +343,11 @@ def test_what_does_not_fit_is_named_and_changes_nothing(name: str, alone: bool) 
         case = typical(first=MANY, window_size=(3, 0) if name == "window" else (-1, -1))
         cp = case.context(member)
         plan = case.plan(cp, MANY, **ROOM)
-        before, memory, problem = results(case, cp, plan), list(walked(plan.instructions)), plan.problem
+        before, memory, problem = results(case, cp, plan), list(walked(plan.programs)), plan.problem
         with pytest.raises((ValueError, TypeError)) as caught:
             plan.update(cp=cp, **(arguments if member.rank == 2 or not alone else MANY.arguments()))
         assert plan.problem is problem
-        assert list(walked(plan.instructions)) == memory
+        assert list(walked(plan.programs)) == memory
         assert_same_bits(results(case, cp, plan), before)
         return told(caught.value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import runpy
 import sys
 import tempfile
@@ -67,9 +68,10 @@ def _main(rank: int, size: int, store: str, tasks: Any, results: Any) -> None:
     while (task := tasks.get()) is not None:
         fn, arguments = task
         try:
-            results.put((rank, fn(*arguments)))
+            found = fn(*arguments)
         except Exception as error:
-            results.put((rank, error))
+            found = error
+        results.put((rank, pickle.dumps(found)))  # As bytes: PyTorch would send an open file for each tensor.
     dist.destroy_process_group()
 
 
@@ -92,7 +94,8 @@ class Processes:
         """`fn(*arguments)` in every process; the results by rank, or the exceptions in their place."""
         for tasks in self._tasks:
             tasks.put((fn, arguments))
-        return [value for _, value in sorted((self._results.get() for _ in self._tasks), key=lambda item: item[0])]
+        found = dict(self._results.get() for _ in self._tasks)
+        return [pickle.loads(found[rank]) for rank in range(len(found))]
 
     def close(self) -> None:
         """End the processes."""

@@ -76,13 +76,13 @@ def full_disk() -> Exception:
 @contextmanager
 def operations(n: int) -> Iterator[Nth]:
     """Of making a plan; what an agreement itself needs is PyTorch's."""
-    nth, prepared = Nth(n, no_memory), cp_fast.api.plan.prepared  # pyright: ignore[reportAttributeAccessIssue]
+    nth, made = Nth(n, no_memory), cp_fast.api.plan.plan_of_rank  # pyright: ignore[reportAttributeAccessIssue]
 
     def counted(*arguments: Any, **options: Any) -> Any:
         with Operations(nth):
-            return prepared(*arguments, **options)
+            return made(*arguments, **options)
 
-    with mock.patch("cp_fast.api.plan.prepared", counted):
+    with mock.patch("cp_fast.api.plan.plan_of_rank", counted):
         yield nth
 
 
@@ -90,7 +90,7 @@ def operations(n: int) -> Iterator[Nth]:
 def uploads(n: int) -> Iterator[Nth]:
     nth = Nth(n, no_memory)
     with (
-        mock.patch("cp_fast.api.compiled_plan.upload", nth.before(cp_fast.api.compiled_plan.upload)),  # pyright: ignore
+        mock.patch("cp_fast.api.compiled_batch.upload", nth.before(cp_fast.api.compiled_batch.upload)),  # pyright: ignore
         mock.patch("cp_fast.compile.in_place.linked", nth.before(cp_fast.compile.in_place.linked)),  # pyright: ignore
     ):
         yield nth

@@ -22,7 +22,7 @@ from conformance.checks.probes import check_probes
 from conformance.checks.reference import UnsupportedCase
 from conformance.checks.values import check_budget, check_logic
 from cp_fast import masks
-from cp_fast.compile.chosen_schedule import choose_head_chunks
+from cp_fast.compile.chosen_head_chunks import choose_head_chunks
 from cp_fast.kernels.attention.choose_backend import by_name
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.words import CP_COMM_TYPES, Feature

@@ -13,17 +13,11 @@ import torch
 from cp_fast.kernels.attention import choose_backend as backends
 from cp_fast.kernels.attention import fa2
 from cp_fast.kernels.attention.backend_probe import probe, probe_segments
-from cp_fast.kernels.attention.backend_protocol import (
-    Backend,
-    BackwardOperands,
-    Cumulative,
-    Gradients,
-    LaunchOptions,
-    VarlenBatch,
-)
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions
 from cp_fast.kernels.attention.choose_backend import variants
 from cp_fast.kernels.attention.cudnn import backward_graph, forward_graph
 from cp_fast.kernels.attention.largest_logit import LargestLogit
+from cp_fast.kernels.attention.varlen_batch import Cumulative, VarlenBatch
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 from tests.cp_fast.backends.placed import both_ways
@@ -217,7 +211,7 @@ def run(
     assert part.lse.is_contiguous()
     assert part.out.is_contiguous()
     gradients = backend.backward(
-        BackwardOperands(dout, q, k, v, part.out.to(q.dtype), part.lse, dlse), segments, options
+        [BackwardOperands(dout, q, k, v, part.out.to(q.dtype), part.lse, dlse)], segments, options
     )
     assert all(x.is_contiguous() for x in gradients)
     return as_dict(part.out, part.lse, gradients)
@@ -340,7 +334,7 @@ def test_a_launch_over_part_of_the_columns_adds_up(name: str) -> None:
     merged = sum(p.out.float() * (p.lse - merged_lse).exp().T[:, :, None] for p in seen)
     assert isinstance(merged, torch.Tensor)
     got = [
-        backend.backward(BackwardOperands(dout, q, k[a:b], v[a:b], out, lse, None), s, options)
+        backend.backward([BackwardOperands(dout, q, k[a:b], v[a:b], out, lse, None)], s, options)
         for (a, b), s in zip(cuts, parts, strict=True)
     ]
     gradients = Gradients(

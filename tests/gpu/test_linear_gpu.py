@@ -10,7 +10,7 @@ import torch
 
 import cp_fast
 from conformance.implementation import Implementation
-from conformance.problems.linear import CausalConv1d
+from conformance.problems.linear import CausalConv1d, LinearAttention, batch_of
 from cp_fast.kernels.convolution import torch_convolution
 from cp_fast.layers.causal_conv1d import choose_convolution
 from cp_fast.layers.linear_attention import LIBRARIES, choose_kernels, features_of_call
@@ -18,7 +18,7 @@ from cp_ref import SimGroup
 from cp_ref.calls.linear_calls import LINEAR_KINDS
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.problem import Sequence as Lengths
-from tests.linear.problems import Layer, relative_errors
+from tests.linear.problems import relative_errors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LIMITS = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4, "float64": 1e-9}
@@ -43,7 +43,7 @@ def test_linear_attention(kind: str, dtype: str, name: str) -> None:
     reason = LIBRARIES[0].why_not()
     if dtype in ("bfloat16", "float16") and kind != "mamba" and reason is not None:
         pytest.skip(f"needs flash-linear-attention: {reason}")
-    layer = Layer(kind=kind, heads=2, shared=2, d_k=64, d_v=128, initial_state=True, output_final_state=True)
+    layer = LinearAttention(kind=kind, heads=2, shared=2, d_k=64, d_v=128, initial_state=True, output_final_state=True)
     found = relative_errors(cp_fast, PROBLEMS[name], layer, getattr(torch, dtype), "cuda")
     assert {name: error for name, error in found.items() if not error <= LIMITS[dtype]} == {}
 
@@ -55,7 +55,7 @@ def test_linear_attention(kind: str, dtype: str, name: str) -> None:
 def test_selective_scan(dtype: str, d_k: int, d_v: int, name: str) -> None:
     """By Triton; one channel, and channels that no block divides."""
     assert choose_kernels(features_of_call("cuda", dtype, d_k, d_v), "auto", "mamba").name == "triton"
-    layer = Layer(
+    layer = LinearAttention(
         kind="mamba", heads=2, shared=2, d_k=d_k, d_v=d_v, scale=0.7, initial_state=True, output_final_state=True
     )
     found = relative_errors(cp_fast, PROBLEMS[name], layer, getattr(torch, dtype), "cuda")
@@ -118,11 +118,12 @@ def test_causal_conv1d(dtype: str, kernel_size: int) -> None:
     plain = dtype == "float64" or kernel_size == 17
     assert (choose_convolution(x, kernel_size, "auto") is torch_convolution) == plain
     layouts = enumerate(("dual_chunk", "contiguous", "balanced"))
+    schedules: Any = {}, {"cp_comm_type": "a2a+p2p", "a2a_size": 2}
     for (number, layout), documents in product(layouts, DOCUMENTS.values()):
         case = CausalConv1d(
-            cp_size=4, documents=documents, layout=layout, channels=(200, 136, 31)[number], dtype=dtype, spoiled=0,
-            kernel_size=kernel_size, bias=number != 1, activation="silu" if number else None, tail=number,
-            cp_comm_type="a2a+p2p" if number else "p2p", a2a_size=2 if number else 1,
+            batch_of(documents, 4, layout=layout, tail=number, dtype=dtype, **schedules[number > 0]), spoiled=0,
+            channels=(200, 136, 31)[number], kernel_size=kernel_size, bias=number != 1,
+            activation="silu" if number else None,
         )  # fmt: skip
         assert case.check(Implementation(cp_fast), "cuda") == [], str(case)
 

@@ -19,7 +19,7 @@ import torch
 import cp_fast
 from benchmarks.parts.linear_layers.tuning import tune_only
 from conformance.implementation import Implementation, context
-from conformance.problems.linear import LinearAttention, build_linear, compare_linear, play_layer
+from conformance.problems.linear import LinearAttention, batch_of, build_linear, compare_linear, play_layer
 from cp_fast.kernels.linear.scan_kernels import ScanKernels
 from cp_fast.layers.linear_attention import choose_kernels, features_of_call
 from cp_ref import SimGroup
@@ -33,6 +33,7 @@ def main(dtype: str, *seeds: str) -> int:
     from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
 
     from cp_fast.kernels.convolution import triton_convolution
+    from cp_fast.kernels.linear import triton_scan
 
     def splat(self: Any, kind: Any, x: Any) -> Any:
         """A number in all places. Triton 3.9 gives the result of a comparison another dtype than its values have."""
@@ -40,6 +41,7 @@ def main(dtype: str, *seeds: str) -> int:
 
     setattr(interpreter.InterpreterBuilder, "create_splat", splat)  # noqa: B010
     triton_convolution.libdevice = SimpleNamespace(fast_dividef=lambda x, y: x / y)  # of the GPU's own library
+    triton_scan.CHANNELS = 32  # so that the channels of a problem are several blocks
     setattr(ScanKernels, "features", frozenset(Feature))  # noqa: B010  on tensors of the CPU too
     setattr(ScanKernels, "why_not", lambda _: None)  # noqa: B010
     assert choose_kernels(features_of_call("cpu", dtype, 16, 70), "auto", "mamba").name == "triton"
@@ -67,13 +69,13 @@ def spread_scan(seed: int, dtype: str) -> LinearAttention:
     rng = random.Random(seed)
     slots = [rng.choice([0, 1, 16, 19]) for _ in range(rng.randint(1, 3))] + [rng.choice([37, 70])]
     documents = tuple((n if rng.random() < 0.7 else rng.randint(0, n), n) for n in slots)
+    layout, how = rng.choice(["dual_chunk", "contiguous", "balanced"]), {"dtype": dtype, "seed": seed}
     return LinearAttention(
-        cp_size=rng.choice([1, 2, 3]), documents=documents, qkv_format="thd", tail=rng.choice([0, 2]),
-        layout=rng.choice(["dual_chunk", "contiguous", "balanced"]), dtype=dtype,
+        batch_of(documents, rng.choice([1, 2, 3]), layout=layout, tail=rng.choice([0, 2]), **how),
         wide=dtype == "float16" and rng.random() < 0.5,
         kind="mamba", heads=rng.choice([1, 2]), shared=rng.choice([1, 2]), d_k=(1, 16, 5)[seed // 2 % 3],
         d_v=rng.choice([1, 6, 70]), scale=rng.choice([None, -0.5]), initial_state=rng.random() < 0.5,
-        output_final_state=rng.random() < 0.5, spoiled=rng.choice([-1, 0]), seed=seed,
+        output_final_state=rng.random() < 0.5, spoiled=rng.choice([-1, 0]),
     )  # fmt: skip
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
+from conformance.case import Case
 from conformance.implementation import Implementation, context
 from conformance.problems.linear import (
     LinearAttention,
-    LinearCase,
     batches,
     build_linear,
     judged_results,
@@ -22,60 +22,31 @@ from cp_ref import SimGroup
 from cp_ref.schedules.problem import Problem
 
 __all__ = [
-    "Layer",
-    "case_of",
     "check_layer",
     "linear_problems",
     "relative_errors",
 ]
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Sizes and options of a linear attention."""
-
-    kind: str = "gated_delta_rule"
-    heads: int = 1
-    shared: int = 1  # value heads for each head
-    d_k: int = 3
-    d_v: int = 2
-    scale: float | None = None
-    initial_state: bool = False
-    output_final_state: bool = False
-    tail: int = 0  # rows of each rank's slice, thd alone
-
-
-def case_of(problem: Problem, layer: Layer, seed: int = 0) -> LinearAttention:
-    """The suite's problem of a batch and a layer."""
-    named = ("cp_size", "qkv_format", "layout", "cp_comm_type", "a2a_size", "dtype")
-    lengths = zip(problem.lengths.len_q, problem.lengths.slots_q, strict=True)
-    documents = tuple((int(tokens), int(slots)) for tokens, slots in lengths)
-    batch = {name: getattr(problem, name) for name in named}
-    return LinearAttention(
-        documents=documents, seed=seed, **batch, **{f.name: getattr(layer, f.name) for f in fields(layer)}
-    )
-
-
-def check_layer(package: Any, problem: Problem, layer: Layer, seed: int = 0) -> None:
-    """A layer over the simulated group meets the oracle."""
-    case = case_of(problem, layer, seed)
+def check_layer(package: Any, problem: Problem, layer: LinearAttention) -> None:
+    """A layer over the simulated group meets the oracle. layer: of any batch."""
+    case = replace(layer, case=Case(problem))
     assert case.check(Implementation(package)) == [], str(case)
 
 
 def linear_problems(cp_sizes: tuple[int, ...] = FEW_SIZES) -> st.SearchStrategy[Problem]:
     """Self-attention problems of at most four documents, of at most 24 slots each."""
-    return batches(cp_sizes, most=24, long=()).map(lambda fields: LinearCase(**fields).problem)
+    return batches(cp_sizes, most=24, long=()).map(lambda case: case.problem)
 
 
 def relative_errors(
     package: Any,
     problem: Problem,
-    layer: Layer,
+    layer: LinearAttention,
     dtype: torch.dtype,
     device: str,
     *,
     cp_size: int | None = None,
-    seed: int = 0,
 ) -> dict[str, float]:
     """Of every result and gradient, the root of the mean square of the error over that of the oracle's value.
 
@@ -85,8 +56,7 @@ def relative_errors(
     words: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
     if cp_size is not None:
         words |= {"cp_size": cp_size, "cp_comm_type": "p2p", "a2a_size": 1, "layout": "contiguous"}
-    case = case_of(replace(problem, **words), layer, seed)
-    case = replace(case, wide=dtype in (torch.bfloat16, torch.float16))
+    case = replace(layer, case=Case(replace(problem, **words)), wide=dtype in (torch.bfloat16, torch.float16))
     impl, tensors = Implementation(package), build_linear(case, device)
     ranks = SimGroup(case.cp_size).run(
         lambda member: play_layer(impl, case, tensors, context(impl, case.problem, member), member.rank)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cp_fast
+from conformance.problems.linear import LinearAttention
 from cp_fast.layers.linear_plan import LinearTables
 from cp_ref import SimGroup
 from cp_ref.calls.linear_calls import LINEAR_KINDS
@@ -15,7 +16,7 @@ from cp_ref.reference.linear.recurrence import dense_linear_attention
 from cp_ref.reference.simulator import SimMember
 from cp_ref.schedules.problem import Problem, Sequence
 from tests.layers.layer_table import LAYERS, local, made, whole
-from tests.linear.problems import Layer, check_layer
+from tests.linear.problems import check_layer
 
 
 @pytest.mark.parametrize("kind", LINEAR_KINDS)
@@ -56,4 +57,4 @@ def test_little_padding_is_not_cut_out(kind: str) -> None:
     plan = LinearTables(problem, 0, torch.device("cpu"))
     assert [int(x) for x in plan.sequences.fragments.document] == [0, 0, -1, 1, 1]
     assert len(plan.rows.fragments.document) == 4
-    check_layer(cp_fast, problem, Layer(kind=kind, initial_state=True, output_final_state=True))
+    check_layer(cp_fast, problem, LinearAttention(kind=kind, initial_state=True, output_final_state=True))

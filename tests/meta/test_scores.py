@@ -18,7 +18,7 @@ from conformance.problems.capabilities import probe
 from conformance.runner.tiers import TIERS
 from conformance.scores import dropout_seed, kept_pairs
 from conformance.tensors import build
-from cp_ref.calls.scores import kept
+from cp_ref.calls.scores import kept_by_dropout
 from cp_ref.schedules.problem import Problem, Sequence
 
 _TWO = (Sequence(7, 5, 8, 8), Sequence(3, 3, 4, 4))
@@ -37,7 +37,7 @@ def test_two_implementations_of_the_hash_keep_the_same_pairs(seed: int) -> None:
             torch.from_numpy(q_idx)[:, None],
             torch.from_numpy(kv_idx),
         )
-        assert np.array_equal(mine, kept(*places, torch.tensor(seed), p).numpy())
+        assert np.array_equal(mine, kept_by_dropout(*places, torch.tensor(seed), p).numpy())
 
 
 def test_seeds_differ_in_both_halves() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cp_fast.movers.select_movers import kernels
+from cp_fast.movers.select_movers import movers_for
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
-    kernels("cpu")
+    movers_for("cpu")

@@ -19,7 +19,7 @@ import cp_ref
 from conformance.case import Case
 from conformance.checks.values import check_logic
 from conformance.tensors import plan_arguments
-from cp_fast.compile.chosen_schedule import choose_head_chunks
+from cp_fast.compile.chosen_head_chunks import choose_head_chunks
 from cp_ref import ContextParallel, SimGroup, make_plan, supports
 from cp_ref.problems.read_problem import check_one_document
 from cp_ref.reference.simulator import SimMember
@@ -213,7 +213,7 @@ def test_an_updated_plan_keeps_its_head_chunks(comm: str) -> None:
     def one_rank(member: SimMember) -> None:
         cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)  # type: ignore[arg-type]
         made = cp_fast.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=torch.tensor([0, most]), **sizes, **room)
-        chunks, steps = made.head_chunks, len(made.compiled.steps[0])
+        chunks, steps = made.head_chunks, len(made.batch.steps[0])
         assert len(chunks) == 2
         assert f"steps forward, in head chunks of {chunks[0]}, {chunks[1]} kv heads; " in str(made)
         for lengths in ([8, 8, 8], [8], [0, 8, 0, 8]):

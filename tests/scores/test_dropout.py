@@ -14,7 +14,7 @@ import torch
 import cp_fast
 import cp_ref
 from cp_ref import SimGroup
-from cp_ref.calls.scores import kept, philox4x32, threshold
+from cp_ref.calls.scores import kept_by_dropout, philox4x32, threshold
 
 KNOWN = {  # rounds, counter, key, words: lines of Random123's kat_vectors
     "zeros": (7, [0] * 4, [0] * 2, "5f6fb709 0d893f64 4f121f81 4f730a48"),
@@ -62,7 +62,7 @@ def test_pairs_are_kept_by_their_word(seed: int, dropout_p: float) -> None:
     """The mask of a block that begins anywhere is the definition, pair by pair."""
     b, h = torch.tensor([[3]]), torch.tensor([[2]])
     i, j = torch.tensor([[5], [14], [2**31 - 1]]), torch.arange(6, 27)[None]
-    found = kept(b.int(), h.int(), i.int(), j.int(), torch.tensor(seed), dropout_p)
+    found = kept_by_dropout(b.int(), h.int(), i.int(), j.int(), torch.tensor(seed), dropout_p)
     for row, query in enumerate(i.flatten().tolist()):
         for column, key in enumerate(j.flatten().tolist()):
             counter = [key // 16 * 8 + key % 8, query // 16 * 8 + query % 8, 2, 3]
@@ -82,13 +82,13 @@ def test_four_pairs_share_a_counter_and_no_others() -> None:
 def test_keys_may_come_in_any_order() -> None:
     zero = torch.zeros(1, 1, dtype=torch.int32)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
-    whole = kept(zero, zero, zero, torch.arange(40)[None], torch.tensor(1), 0.4)
-    assert torch.equal(kept(zero, zero, zero, order[None], torch.tensor(1), 0.4), whole[:, order])
+    whole = kept_by_dropout(zero, zero, zero, torch.arange(40)[None], torch.tensor(1), 0.4)
+    assert torch.equal(kept_by_dropout(zero, zero, zero, order[None], torch.tensor(1), 0.4), whole[:, order])
 
 
 def test_the_share_that_is_dropped() -> None:
     i, j, zero = torch.arange(400)[:, None], torch.arange(500)[None], torch.zeros(1, 1, dtype=torch.int32)
-    share = 1 - kept(zero, zero, i, j, torch.tensor(11), 0.3).double().mean()
+    share = 1 - kept_by_dropout(zero, zero, i, j, torch.tensor(11), 0.3).double().mean()
     assert abs(share - 0.3) < 5 * (0.3 * 0.7 / 200_000) ** 0.5
 
 
@@ -121,7 +121,7 @@ def expected(lengths: tuple[int, ...]) -> torch.Tensor:
     for number, (start, length) in enumerate(zip(accumulate(lengths, initial=0), lengths, strict=False)):
         i = torch.arange(length, dtype=torch.int32)
         sequence = torch.full((1, 1, 1), number, dtype=torch.int32)
-        drawn = kept(sequence, head, i[:, None, None], i[None, None, :], torch.tensor(SEED), DROPOUT)
+        drawn = kept_by_dropout(sequence, head, i[:, None, None], i[None, None, :], torch.tensor(SEED), DROPOUT)
         found[start : start + length, :, start : start + length] = drawn & (i[:, None, None] >= i[None, None, :])
     return found
 

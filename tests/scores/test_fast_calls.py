@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import cp_fast
 import cp_ref
-from cp_fast.api import calls
+from cp_fast.api import call_scores, calls
 from cp_fast.checkpoint import save_attention
 from cp_fast.kernels.attention.backend_protocol import (
     Backend,
@@ -21,10 +21,10 @@ from cp_fast.kernels.attention.backend_protocol import (
     LaunchOptions,
     LaunchPositions,
     LaunchScores,
-    VarlenBatch,
 )
 from cp_fast.kernels.attention.choose_backend import by_name
 from cp_fast.kernels.attention.largest_logit import largest_logit
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref import SimGroup, Unsupported
 from cp_ref.calls.scores import ScoreTensors, read_scores
 from cp_ref.reference.simulator import SimMember
@@ -94,7 +94,8 @@ def test_a_seed_is_no_new_plan_and_no_new_graph() -> None:
         for how in hows:
             for seed in (1, 2, 3):
                 call: dict[str, Any] = {**OF_CALL, "dropout_seed": seed}
-                with patch.object(calls, "read_scores", wraps=read_scores) as read:
+                read = Mock(wraps=read_scores)
+                with patch.object(calls, "read_scores", read), patch.object(call_scores, "read_scores", read):
                     cp_fast.attention(q, k, v, cp=cp, **how, **call)
                 found.append(read.call_count)
         return found
@@ -187,8 +188,8 @@ class WithoutPlaces(Backend):
         assert options.score_inputs is None
         return self.library.forward(q, k, v, segments, options)
 
-    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
-        return self.library.backward(operands, segments, options)
+    def backward(self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions) -> Gradients:
+        return self.library.backward(given, segments, options)
 
 
 def test_a_library_without_them_is_never_asked() -> None:

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import cp_ref
 from conformance.case import SCORE_MODS, aux_tensors
 from cp_ref import SimGroup
-from cp_ref.calls.scores import kept
+from cp_ref.calls.scores import kept_by_dropout
 from cp_ref.schedules.problem import Problem, Sequence
 
 B, S, H, D = 2, 16, 4, 8
@@ -134,7 +134,7 @@ def test_score_mod_is_that_of_flex_attention(name: str, causal: bool) -> None:
 def test_dropout_is_that_of_dropped_probabilities() -> None:
     """softmax, then zeros and a factor, by PyTorch."""
     b, h, i, j = PLACES
-    mask = kept(b, h, i, j, torch.tensor(9), 0.25)
+    mask = kept_by_dropout(b, h, i, j, torch.tensor(9), 0.25)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         weights = (q @ k.transpose(-1, -2) * D**-0.5).softmax(-1)

@@ -29,9 +29,9 @@ from hypothesis import strategies as st
 
 from cp_ref.schedules.areas import UNBOUNDED, Areas, crop
 from cp_ref.schedules.ownership import Fragments, Ownership
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Problem, Workload
-from cp_ref.schedules.schedule import KINDS, Message, Pieces, RankSchedule, Schedule, Step, Tiles, tag
+from cp_ref.schedules.schedule import KINDS, Message, Pieces, RankPasses, RankSchedule, Schedule, Step, Tiles, tag
 from cp_ref.schedules.table import Spans
 from cp_ref.schedules.verify.costs import tile_pairs
 from cp_ref.schedules.verify.proof import verify_tables
@@ -320,7 +320,7 @@ def ring_of_rings(work: Workload, size: int) -> Schedule:
 
 def _visits(work: Workload, name: str, route: Route) -> Schedule:
     """Each block arrives while the one before it is computed on; gradients of keys go straight home, a step later."""
-    members, n, heads, ranks = RingMembers(work), work.cp_size, (0, work.heads_kv), range(work.cp_size)
+    visibility, n, heads, ranks = Visibility(work), work.cp_size, (0, work.heads_kv), range(work.cp_size)
     steps = [[[Step() for _ in range(n + 1)] for _ in ranks] for _ in ("forward", "backward")]
 
     def send(rank_schedules: list[list[Step]], step: int, kind: str, source: int, target: int, pieces: Pieces) -> None:
@@ -334,7 +334,7 @@ def _visits(work: Workload, name: str, route: Route) -> Schedule:
 
     for rank in ranks:
         turn = np.argsort([route(rank, step)[0] for step in range(n)])  # owner -> step
-        for step, sees in enumerate(members.sees(rank, turn)):
+        for step, sees in enumerate(visibility.sees(rank, turn)):
             owner, giver = route(rank, step)
             block, seen = work.ownership.kv.of(owner), sees.keys.merged()
             tiles = sees.tiles((0, work.heads_q))
@@ -348,14 +348,14 @@ def _visits(work: Workload, name: str, route: Route) -> Schedule:
     return Schedule(name, (work.heads_q, work.heads_kv), forward, backward)
 
 
-def plan_bidirectional_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
+def plan_bidirectional_rank(visibility: Visibility, rank: int) -> RankPasses:
     """Blocks travel both ways round the ring: at step h a rank has the blocks of rank - h and of rank + h. Gradients go
     straight home, a step later. So cp_size ranks need half the steps of a ring.
     """
-    n, work, others = members.member_count, members.workload, np.arange(members.member_count)
+    n, work, others = visibility.member_count, visibility.workload, np.arange(visibility.member_count)
     up, down = n // 2, (n - 1) // 2  # the furthest rank that a block visits, each way
-    sees = members.sees(rank, (rank - others) % n)  # by how far up a block came; n - h is h down
-    seen = members.seen(rank, (others - rank) % n)
+    sees = visibility.sees(rank, (rank - others) % n)  # by how far up a block came; n - h is h down
+    seen = visibility.seen(rank, (others - rank) % n)
 
     def messages(kind: str, step: int, hops: list[tuple[int, Spans]]) -> tuple[Message, ...]:
         found = ((peer % n, Pieces.of(rows, (0, work.heads_kv))) for peer, rows in hops)
@@ -364,7 +364,7 @@ def plan_bidirectional_rank(members: RingMembers, rank: int) -> tuple[RankSchedu
     def keys(visitor: int, way: int, h: int) -> Spans:
         """The rows of a block that the visitor and all later ones see."""
         later = (up if way == 1 else down) - h + 1
-        return members.rows_seen_by(visitor - way * h, range(visitor, visitor + way * later, way))
+        return visibility.rows_seen_by(visitor - way * h, range(visitor, visitor + way * later, way))
 
     def ways(h: int) -> list[int]:
         return [1] * (0 < h <= up) + [-1] * (0 < h <= down)

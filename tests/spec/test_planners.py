@@ -27,7 +27,7 @@ from cp_ref.schedules.areas import UNBOUNDED, Areas, WindowRow, areas_of_windows
 from cp_ref.schedules.balanced import balanced, pairs_before
 from cp_ref.schedules.ownership import Fragments, contiguous
 from cp_ref.schedules.planners.make_schedule import SCHEDULES, Planner, make_rank_schedule, make_schedule
-from cp_ref.schedules.planners.ring_members import ROW_PAIRS, RingMembers
+from cp_ref.schedules.planners.visibility import ROW_PAIRS, Visibility
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.problem import Sequence as Lengths
 from cp_ref.schedules.schedule import KINDS, Message, RankSchedule, Schedule
@@ -280,15 +280,15 @@ def test_a_document_that_would_be_all_the_work_of_one_rank_is_exchanged() -> Non
     lengths = tuple(Sequence(n, n, n, n) for n in (40_000, 8))
     packed: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "heads_q": 8, "heads_kv": 4}
     problem = Problem(2, lengths, "a2a", 2, ((0, 0, 0, 40_000), (1, 1, 0, 8)), **packed)
-    assert not len(RingMembers(problem.workload).at_home.areas)
+    assert not len(Visibility(problem.workload).at_home.areas)
 
 
 @settings(max_examples=examples(200))
 @given(problems())
 def test_slices_at_home_share_no_row_with_others_and_save_time(problem: Problem) -> None:
-    members = RingMembers(problem.workload)
+    visibility = Visibility(problem.workload)
     areas, owned = problem.workload.areas, problem.workload.ownership
-    numbers = [members.at_home.some, members.exchanged.some]
+    numbers = [visibility.at_home.some, visibility.exchanged.some]
     home, others = (set(range(len(areas))) if some is None else set(some.tolist()) for some in numbers)
     assert home | others == set(range(len(areas)))
     assert not home & others
@@ -308,7 +308,7 @@ def test_slices_at_home_share_no_row_with_others_and_save_time(problem: Problem)
     assert problem.areas is not None or time <= unshared
 
 
-# What `RingMembers` finds, by its definition: loops over areas, rows and keys.
+# What `Visibility` finds, by its definition: loops over areas, rows and keys.
 
 Pair = tuple[int, int, int]  # area, query row, key row
 
@@ -329,14 +329,14 @@ def owners(problem: Problem, side: str) -> dict[int, int]:
 @settings(max_examples=examples(60), deadline=None)
 @given(problems(cp_sizes=(2, 3, 4), most=2))
 def test_ring_members_see_what_loops_see(problem: Problem) -> None:
-    members = RingMembers(problem.workload)
+    visibility = Visibility(problem.workload)
     of_q, of_k, pairs = owners(problem, "q"), owners(problem, "kv"), list(visible_pairs(problem))
-    everybody = np.arange(members.member_count)
+    everybody = np.arange(visibility.member_count)
     for member in everybody.tolist():
-        for other, some in enumerate(members.sees(member, everybody)):
+        for other, some in enumerate(visibility.sees(member, everybody)):
             wanted = {pair for pair in pairs if of_q[pair[1]] == member and of_k[pair[2]] == other}
             assert wanted == {pair for pair in pairs if in_rectangles(pair, list(some.rows()))}
-        for other, some in enumerate(members.seen(member, everybody)):
+        for other, some in enumerate(visibility.seen(member, everybody)):
             wanted = {pair for pair in pairs if of_k[pair[2]] == member and of_q[pair[1]] == other}
             assert wanted == {pair for pair in pairs if in_rectangles(pair, list(some.rows()))}
 
@@ -345,19 +345,19 @@ def test_ring_members_see_what_loops_see(problem: Problem) -> None:
 @given(problems(cp_sizes=(2, 3, 4), most=2), st.integers(1, 5))
 def test_ring_members_gather_what_their_queries_see(problem: Problem, block: int) -> None:
     """Keys begin with a block of their area. What one gathers from another, the other is asked for."""
-    members, areas = RingMembers(problem.workload, key_block=block), problem.workload.areas
+    visibility, areas = Visibility(problem.workload, key_block=block), problem.workload.areas
     of_q, of_k, pairs = owners(problem, "q"), owners(problem, "kv"), list(visible_pairs(problem))
-    everybody, asked = range(members.member_count), set[tuple[int, int, int]]()
+    everybody, asked = range(visibility.member_count), set[tuple[int, int, int]]()
     for member in everybody:
-        tiles = members.whole_tiles(member, (0, 1))
+        tiles = visibility.whole_tiles(member, (0, 1))
         assert not ((tiles.k_start - areas.k_start[tiles.area]) % block).any()
         seen = [pair for pair in pairs if of_q[pair[1]] == member]
         assert all(in_rectangles(pair, [(0, *row[:5]) for row in tiles.rows()]) for pair in seen)
-        theirs, _ = members.gathers(member)
+        theirs, _ = visibility.gathers(member)
         asked |= {(member, peer, key) for peer, _, _, _, k0, k1 in theirs.rows() for key in range(k0, k1)}
         assert {(member, of_k[key], key) for _, _, key in seen if of_k[key] != member} <= asked
     for member in everybody:
-        ours = members.gathers(member)[1].rows()
+        ours = visibility.gathers(member)[1].rows()
         wanted = {(reader, key) for reader, owner, key in asked if owner == member}
         assert {(peer, key) for peer, _, _, _, k0, k1 in ours for key in range(k0, k1)} == wanted
 
@@ -390,17 +390,17 @@ def rings(owner: int, size: int) -> list[range]:
 @settings(max_examples=examples(60), deadline=None)
 @given(problems(cp_sizes=(2, 3, 4), most=2))
 def test_rows_that_travel_are_those_from_the_first_to_the_last_that_is_seen(problem: Problem) -> None:
-    members = RingMembers(problem.workload)
+    visibility = Visibility(problem.workload)
     of_q, of_k, areas = owners(problem, "q"), owners(problem, "kv"), list(problem.workload.areas.rows())
-    for owner in range(members.member_count):
-        for some in rings(owner, members.member_count):
-            readers, wanted = {n % members.member_count for n in some}, set[int]()
+    for owner in range(visibility.member_count):
+        for some in rings(owner, visibility.member_count):
+            readers, wanted = {n % visibility.member_count for n in some}, set[int]()
             for q_start, q_stop, k_start, k_stop, lo, hi in areas:
                 rows = [q for q in range(q_start, q_stop) if of_q[q] in readers]
                 first, stop = min(rows, default=0) + lo, max(rows, default=0) + hi + 1
                 span = range(max(k_start, first), min(k_stop, stop)) if rows else range(0)
                 wanted |= {k for k in span if of_k[k] == owner}
-            found = zip(*members.rows_seen_by(owner, some), strict=True)
+            found = zip(*visibility.rows_seen_by(owner, some), strict=True)
             assert wanted == {k for start, stop in found for k in range(start, stop)}
 
 

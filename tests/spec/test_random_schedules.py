@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
 from cp_ref.schedules.planners.p2p import plan_p2p_rank
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Problem, Workload
 from cp_ref.schedules.schedule import Message, Schedule, Step
 from cp_ref.schedules.verify.proof import verify, verify_tables
@@ -50,7 +50,7 @@ def test_there_are_some_for_any_tables(drawn: tuple[Workload, Schedule]) -> None
 def test_rings_take_any_tables(work: Workload) -> None:
     verify_tables(work, backward_ring(work))
     for plan in (plan_p2p_rank, plan_all_gather_rank):
-        rank_schedules = [plan(RingMembers(work), rank) for rank in range(work.cp_size)]
+        rank_schedules = [plan(Visibility(work), rank) for rank in range(work.cp_size)]
         forward, backward = (tuple(p[n] for p in rank_schedules) for n in (0, 1))
         verify_tables(work, Schedule("planned", (work.heads_q, work.heads_kv), forward, backward))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from cp_fast.integrations.hugging_face.module_states import put_state, state_of
+from cp_fast.integrations.hugging_face.module_states import put_state
 
 __all__ = [
     "KINDS",
@@ -23,9 +23,9 @@ __all__ = [
     "BothWaysRule",
     "ImageModel",
     "Modality",
+    "Whole",
     "arguments_of",
     "find_images",
-    "is_whole",
     "mark_whole",
     "parts_of",
 ]
@@ -239,17 +239,12 @@ def parts_of(model: nn.Module, images: ImageModel) -> tuple[str, ...]:
     return tuple(f"{images.where}.{name}" if images.where else name for name in names)
 
 
-class _Whole:
-    """Of a module that runs on whole images."""
+class Whole:
+    """The state of a module that runs on whole images."""
 
 
 def mark_whole(model: nn.Module, parts: tuple[str, ...]) -> None:
     """Mark what runs on whole images, by the names of these parts of the model."""
     for part in parts:
         for module in model.get_submodule(part).modules():
-            put_state(module, _Whole())
-
-
-def is_whole(module: nn.Module) -> bool:
-    """Whether a module runs on whole images."""
-    return state_of(module, _Whole) is not None
+            put_state(module, Whole())

@@ -288,9 +288,9 @@ def _batch_of(model: nn.Module, holder: Any, images: ImageModel, trials: tuple[T
     device = next(model.parameters()).device
     rows = trial_rows(model, device)
     tokens = [one.token for one in images.modalities] + [one.modality.token for one in trials]
-    plain = int(rows.ids[0, rows.kept[-1]])
+    plain = int(rows.ids[0, rows.places[-1]])
     ids = torch.where(torch.isin(rows.ids, torch.tensor(tokens, device=device)), plain, rows.ids)
-    first = int(rows.kept[0]) - 1
+    first = int(rows.places[0]) - 1
     numbers = {one.modality.name: torch.full_like(ids, -1) for one in trials}
     kinds = torch.zeros_like(ids)
     for number, (row, start, stop) in enumerate(_RUNS):
@@ -312,8 +312,8 @@ def _batch_of(model: nn.Module, holder: Any, images: ImageModel, trials: tuple[T
         positions = torch.stack([positions + axis * (kinds > 0) for axis in range(images.axes)])
     types = {images.types: kinds} if images.types else {}
     of_tokens = {name: (kinds > 0).to(kinds.dtype) for name in images.of_tokens}
-    kept = TrialRows(ids, rows.kept, rows.poisoned)
-    return _Batch(kept, numbers, counts, outputs, inputs, types, of_tokens, positions)
+    shown = TrialRows(ids, rows.places, rows.poisoned)
+    return _Batch(shown, numbers, counts, outputs, inputs, types, of_tokens, positions)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from cp_fast.integrations.hugging_face.image_models import is_whole
+from cp_fast.integrations.hugging_face.image_models import Whole
 from cp_fast.integrations.hugging_face.module_states import hook_once, known_state, put_state, state_of
 
 __all__ = ["CountFrom", "far_position", "give_longest", "say_longest"]
@@ -42,7 +42,7 @@ class _Rotaries:
 
 def give_longest(model: nn.Module) -> None:
     """Have the model's rotary embeddings take the position that `say_longest` says."""
-    found: list[Any] = [m for m in model.modules() if _kinds(m) - _OF_ANY_LENGTH and not is_whole(m)]
+    found: list[Any] = [m for m in model.modules() if _kinds(m) - _OF_ANY_LENGTH and state_of(m, Whole) is None]
     for rotary in found:
         hook_once(rotary, _append, _cut_off, named=False)
         put_state(rotary, _Longest())

@@ -145,7 +145,7 @@ class TrialRows:
     """Rows of token ids [b, t], with the places of a rank's slice, and of the token whose value becomes NaN."""
 
     ids: torch.Tensor
-    kept: torch.Tensor
+    places: torch.Tensor
     poisoned: int
 
 
@@ -221,7 +221,7 @@ def look_over(model: nn.Module, covered: Mapping[str, nn.Module], *, numbered: b
     numbering, by_row = _numbering(model, rows, given, whole)
     if counting.used and numbered:
         _refuse_counting(model, rows, given, numbering, whole)
-    rows = TrialRows(rows.ids[:1], rows.kept, rows.poisoned)
+    rows = TrialRows(rows.ids[:1], rows.places, rows.poisoned)
     given["position_ids"] = numbering.of(rows.ids)
     return Seen(probe.callers, probe.sides, probe.linear, heard, numbering, by_row, rows, given)
 
@@ -285,8 +285,8 @@ def trial_rows(model: nn.Module, device: torch.device) -> TrialRows:
         for row, places in zip(ids, _PADDED, strict=True):
             for place in (*(first + place for place in places), -2):
                 row[place] = padding
-    kept = torch.tensor([first + i for i in _SLICE], device=device)
-    return TrialRows(torch.tensor(ids, device=device), kept, first + _POISONED)
+    places = torch.tensor([first + i for i in _SLICE], device=device)
+    return TrialRows(torch.tensor(ids, device=device), places, first + _POISONED)
 
 
 def outputs_of(out: Any) -> dict[str, torch.Tensor]:
@@ -430,7 +430,7 @@ def slice_of(x: torch.Tensor, rows: TrialRows, axis: int, mixed: bool) -> torch.
     """The slice of a tensor of the whole rows. mixed: the rows change places, and each token's neighbour in the other
     row is another, as in slices of layout "balanced".
     """
-    x = x.index_select(axis, rows.kept)
+    x = x.index_select(axis, rows.places)
     if not mixed or axis == 0 or x.shape[axis - 1] > 2:
         return x
     first, second = (x.select(axis - 1, row % x.shape[axis - 1]) for row in range(2))

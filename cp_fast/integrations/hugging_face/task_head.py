@@ -111,12 +111,12 @@ def part_of_the_mean(logits: torch.Tensor, targets: torch.Tensor, count: torch.T
 
 
 def _is_native(model: nn.Module, seen: Seen, targets: torch.Tensor) -> bool:
-    kept = seen.rows.kept
-    mine = targets[:, kept]
+    places = seen.rows.places
+    mine = targets[:, places]
     count = (targets != IGNORED).sum()
-    arguments = {**seen.arguments, "position_ids": seen.arguments["position_ids"][:, kept]}
+    arguments = {**seen.arguments, "position_ids": seen.arguments["position_ids"][:, places]}
     given = {"labels": mine, "shift_labels": mine, "num_items_in_batch": count}
-    out = model(input_ids=seen.rows.ids[:, kept], **arguments, **given)
+    out = model(input_ids=seen.rows.ids[:, places], **arguments, **given)
     return same_loss(out["loss"], part_of_the_mean(out["logits"], mine, count))
 
 

@@ -12,7 +12,8 @@ from itertools import pairwise
 
 import torch
 
-from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 
@@ -86,7 +87,7 @@ def probe_segments(
     if problem is not None:
         return problem
     operands = BackwardOperands(mark_dout.to(dtype), q, k, mark_v.to(dtype), out.to(dtype), lse, None)
-    dq, dk, dv = backend.backward(operands, segments, options)
+    dq, dk, dv = backend.backward([operands], segments, options)
     saw = torch.einsum("nm,nhd->mhd", share, mark_dout.double())
     problem = _compare(dv, saw.view(m, h_kv, group, d_v).sum(2), f"{what}: dv")
     problem = problem or _compare(dk, torch.zeros_like(k).double(), f"{what}: dk")

@@ -28,7 +28,6 @@ from cp_fast.kernels.attention.backend_protocol import (
     LaunchOptions,
     Outs,
     Partial,
-    VarlenBatch,
 )
 from cp_fast.kernels.attention.kernel_operands import aligned, aligned_view
 from cp_fast.kernels.attention.score_blocks import (
@@ -45,6 +44,7 @@ from cp_fast.kernels.attention.score_blocks import (
     score_blocks,
     size_of,
 )
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.batches.tensors import wide_dtype
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
@@ -156,9 +156,9 @@ class BlockwiseBackend(Backend):
         return Partial(out, lse, max_logit)
 
     @torch.no_grad()
-    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
+    def backward(self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients come in the compute dtype, and always deterministic."""
-        scores, (dout, q, k, v, out, lse, dlse, *_) = options.scores, operands
+        scores, (dout, q, k, v, out, lse, dlse, *_) = options.scores, given.pop()
         dtype, d_qk = wide_dtype(q.dtype), q.shape[2]
         dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
         keys, values = _HeadMajor(k, dtype, self.size), _HeadMajor(v, dtype, self.size)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from cp_fast.kernels.attention import fa2
-from cp_fast.kernels.attention.backend_protocol import (
-    Backend,
-)
+from cp_fast.kernels.attention.backend_protocol import Backend
 from cp_fast.kernels.attention.blockwise import BlockwiseBackend
 from cp_fast.kernels.attention.cudnn import CudnnBackend
 from cp_fast.kernels.attention.fa2 import BUILT_IN, Fa2Backend

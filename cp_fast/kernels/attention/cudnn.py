@@ -42,14 +42,13 @@ from cp_fast.kernels.attention.backend_protocol import (
     FUSED_KERNELS,
     Backend,
     BackwardOperands,
-    Cumulative,
     Gradients,
     LaunchOptions,
     Partial,
-    VarlenBatch,
     check_scores,
 )
 from cp_fast.kernels.attention.kernel_operands import copied_if_unaligned, round_up, trim, widen, with_lse_gradient
+from cp_fast.kernels.attention.varlen_batch import Cumulative, VarlenBatch
 from cp_fast.kernels.this_gpu import NotInstalled, hopper_why_not
 from cp_ref.schedules.words import Feature
 
@@ -389,6 +388,8 @@ class CudnnBackend(Backend):
 
     name: str = "cudnn"
     features: frozenset[Feature] = FUSED_KERNELS
+    key_block = 128
+    bits_of = ("out", "lse")  # Its backward pass is not deterministic.
 
     def why_not(self) -> str | None:
         """None where the library is installed and the GPU is a Hopper, else the reason."""
@@ -413,18 +414,19 @@ class CudnnBackend(Backend):
         return Partial(trim(out, d_v), stats.T.contiguous(), None)
 
     @torch.no_grad()
-    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
+    def backward(self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients have q's dtype, float32 where dlse is given."""
         check_scores(self, options)
         if options.deterministic:
             raise ValueError("backend 'cudnn' has no deterministic backward: choose by Feature.DETERMINISTIC")
+        operands = given.pop()
         d_qk, d_v = operands.q.shape[2], operands.v.shape[2]
         dout, q, k, v, out = map(_operand, operands[:5])
-        given = BackwardOperands(dout, q, k, v, out, operands.lse, None)
+        aligned = BackwardOperands(dout, q, k, v, out, operands.lse, None)
         stats = operands.lse.T.contiguous()
         with torch.cuda.device(q.device):
             launch = partial(_gradients, stats=stats, segments=segments, scale=options.scores.scale)
-            dq, dk, dv = with_lse_gradient(launch, given, operands.dlse, _STEP)
+            dq, dk, dv = with_lse_gradient(launch, aligned, operands.dlse, _STEP)
         return Gradients(trim(dq, d_qk), trim(dk, d_qk), trim(dv, d_v))
 
 

@@ -28,10 +28,10 @@ from cp_fast.kernels.attention.backend_protocol import (
     Gradients,
     LaunchOptions,
     Partial,
-    VarlenBatch,
     check_scores,
 )
 from cp_fast.kernels.attention.kernel_operands import copied_if_unaligned, round_up, trim, widen, with_lse_gradient
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_fast.kernels.this_gpu import ampere_why_not
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature, Unsupported, describe
@@ -178,16 +178,17 @@ class Fa2Backend(Backend):
         return Partial(trim(out, d_v), lse, None)
 
     @torch.no_grad()
-    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
+    def backward(self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients have q's dtype, float32 where dlse is given."""
         check_scores(self, options)
+        operands = given.pop()
         d_qk, d_v = operands.q.shape[2], operands.v.shape[2]
         d = _dim(operands.q, operands.v)
         dout, q, k, v, out = (copied_if_unaligned(widen(x, d)) for x in operands[:5])
-        given = BackwardOperands(dout, q, k, v, out, operands.lse.contiguous(), None)
+        aligned = BackwardOperands(dout, q, k, v, out, operands.lse.contiguous(), None)
         gradients = self._each_segment if options.deterministic else self._all_segments
         launch = partial(gradients, segments=segments, options=options)
-        dq, dk, dv = with_lse_gradient(launch, given, operands.dlse, d)
+        dq, dk, dv = with_lse_gradient(launch, aligned, operands.dlse, d)
         return Gradients(trim(dq, d_qk), trim(dk, d_qk), trim(dv, d_v))
 
     def _all_segments(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
@@ -236,6 +237,8 @@ class BuiltIn(Fa2Backend):
     """Fa2 on PyTorch's built-in kernels."""
 
     origin: str = "PyTorch's built-in kernels"
+    key_block = 128  # Blocks have 64 or 128 rows.
+    bits_of = ("out", "lse", "dk", "dv")  # The sums of dq depend on how many heads are in the launch.
 
     def why_not(self) -> str | None:
         """None where this PyTorch has the kernels and the GPU runs them, else the reason."""

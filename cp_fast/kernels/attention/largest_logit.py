@@ -10,14 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from cp_fast.kernels.attention.backend_protocol import (
-    Backend,
-    BackwardOperands,
-    Gradients,
-    LaunchOptions,
-    Partial,
-    VarlenBatch,
-)
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Partial
 from cp_fast.kernels.attention.score_blocks import (
     ScoreBlockSize,
     fold,
@@ -28,6 +21,7 @@ from cp_fast.kernels.attention.score_blocks import (
     score_blocks,
     size_of,
 )
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.calls.scores import ScoreTensors
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
@@ -45,7 +39,7 @@ class LargestLogit(Backend):
         self.name: str = library.name
         self.features: frozenset[Feature] = library.features | {Feature.MAX_LOGIT}
         self.rounded_gradients, self.shared_keys_tile = library.rounded_gradients, library.shared_keys_tile
-        self.key_block = library.key_block
+        self.key_block, self.bits_of = library.key_block, library.bits_of
         self._library = library
 
     def why_not(self) -> str | None:
@@ -64,15 +58,9 @@ class LargestLogit(Backend):
         part = self._library.forward(q, k, v, segments, options)
         return part._replace(max_logit=largest_logit(q, k, segments, options))
 
-    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
+    def backward(self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`: the library's."""
-        return self._library.backward(operands, segments, options)
-
-    def backward_freeing(
-        self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions
-    ) -> Gradients:
-        """The library's."""
-        return self._library.backward_freeing(given, segments, options)
+        return self._library.backward(given, segments, options)
 
 
 def largest_logit(

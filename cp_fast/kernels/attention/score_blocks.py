@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.kernels.attention.backend_protocol import LaunchScores, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import LaunchScores
 from cp_fast.kernels.attention.kernel_operands import aligned
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.calls.scores import PairScores, ScorePlaces
 
 __all__ = [

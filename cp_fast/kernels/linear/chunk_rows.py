@@ -57,7 +57,7 @@ def chunk_rows(fragments: FragmentRows, size: int) -> ChunkRows:
     >>> made.rows.tolist(), [(chunks.tolist(), which.tolist()) for chunks, which in made.waves]
     ([[0, 1], [2, 5], [3, 4]], [([0, 2], [0, 1]), ([1], [0])])
     """
-    if (known := fragments.kept.get(("chunks", size))) is not None:
+    if (known := fragments.tables.get(("chunks", size))) is not None:
         return known
     cu = np.array(fragments.cu, dtype=np.int64)
     n, counts = int(cu[-1]), -(-np.diff(cu) // size)
@@ -67,7 +67,7 @@ def chunk_rows(fragments: FragmentRows, size: int) -> ChunkRows:
     rows = np.where(rows < cu[1:][fragment][:, None], rows, n)
     places = np.flatnonzero(rows.ravel() < n)
     there = [torch.from_numpy(x).to(fragments.device) for x in (rows, places)]
-    made = fragments.kept["chunks", size] = ChunkRows(there[0], there[1], counts)
+    made = fragments.tables["chunks", size] = ChunkRows(there[0], there[1], counts)
     return made
 
 

@@ -96,8 +96,8 @@ def _product(m: torch.Tensor, state: torch.Tensor, *, transposed: bool) -> torch
 class FragmentRows:
     """The fragments of a rank's rows: fragment i is rows `cu[i]:cu[i + 1]`. None is empty.
 
-    >>> FragmentRows((0, 3, 5), torch.device("cpu")).device_cu
-    tensor([0, 3, 5])
+    >>> len(FragmentRows((0, 3, 5), torch.device("cpu")))
+    2
     """
 
     cu: tuple[int, ...]
@@ -108,13 +108,8 @@ class FragmentRows:
         return len(self.cu) - 1
 
     @cached_property
-    def device_cu(self) -> torch.Tensor:
-        """`cu` on the device, int64 [f + 1]."""
-        return torch.tensor(self.cu, dtype=torch.int64, device=self.device)
-
-    @cached_property
-    def kept(self) -> dict[Any, Any]:
-        """Libraries keep here, by their own keys, tables that they derive from `cu`: made once for all layers."""
+    def tables(self) -> dict[Any, Any]:
+        """The tables that libraries derive from `cu`, by keys of their own: made once for all layers."""
         return {}
 
 

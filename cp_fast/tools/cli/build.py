@@ -16,10 +16,11 @@ from cp_fast.build import builder as native
 from cp_fast.build.recipe import DEVICES, VARIABLE, BuildError, Unavailable, read_archs
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Launch
-from cp_fast.kernels.attention.backend_protocol import VarlenBatch
 from cp_fast.kernels.attention.choose_backend import by_name
 from cp_fast.kernels.attention.fa4 import fa4_recorded
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_fast.tools.cli.plan import Request, problem_of
+from cp_fast.tools.cost.counts import LIBRARY
 from cp_fast.tools.cost.measure_machine import launch_calls
 from cp_fast.tools.cost.predict import candidates
 from cp_ref.schedules.problem import Problem
@@ -190,7 +191,7 @@ def _classes(problem: Problem) -> Iterator[LaunchClass]:
     kv, own = problem.heads_kv, problem.window_size
     for one in candidates(problem, domain=8):
         for rank in range(problem.cp_size) if not one.refused else ():
-            for launch in compiled(one.problem, rank).programs.forward.of(Launch):
+            for launch in compiled(one.problem, rank, LIBRARY).programs.forward.of(Launch):
                 of_q, of_kv = (view.heads[1] - view.heads[0] for view in launch.operands[:2])
                 heads = of_q * kv // of_kv, kv
                 sides = launch.batch.left, launch.batch.right

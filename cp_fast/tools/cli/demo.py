@@ -31,7 +31,7 @@ from typer import Option
 import cp_fast
 from conformance.runner.processes import run_together
 from cp_fast.build.recipe import BuildError, Unavailable
-from cp_fast.compile.chosen_schedule import choose_head_chunks
+from cp_fast.compile.chosen_schedule import choose
 from cp_fast.kernels.attention.choose_backend import BACKENDS
 from cp_ref.problems.read_problem import DTYPES
 from cp_ref.schedules.problem import Problem, Sequence
@@ -452,7 +452,7 @@ def demo(
     with console.status("checking every result with the oracle"):
         rows = checks(job, measured)
     console.print()
-    show_picture(console, problem, schedule, job.head, choose_head_chunks(problem))
+    show_picture(console, problem, schedule, job.head, choose(problem).head_chunks)
     ring = f" (a2a in groups of {job.exchanging})" if job.cp_comm_type == "a2a+p2p" else ""
     title = f"{job.where[0]} ranks, {job.cp_comm_type}{ring}, {job.layout}, {job.mask}"
     forward, backward = ([f"{1e3 * s:,.1f} ms" for s in of] for of in zip(*measured.seconds, strict=True))

@@ -10,7 +10,7 @@ from rich.console import Console
 from typer import Option
 
 import cp_fast
-from cp_fast.compile.chosen_schedule import choose_head_chunks
+from cp_fast.compile.chosen_schedule import choose
 from cp_fast.compile.machine import built_in, read_machine
 from cp_ref.groups.group import PaperGroup
 from cp_ref.schedules.problem import Problem
@@ -48,7 +48,7 @@ class Request(ProblemOptions):
         return plan.problem, plan.schedule
 
     def head_chunks(self, problem: Problem) -> tuple[int, ...]:
-        return choose_head_chunks(problem)
+        return choose(problem).head_chunks
 
     @property
     def length(self) -> int:

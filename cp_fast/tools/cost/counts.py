@@ -26,6 +26,7 @@ from cp_fast.compile.instruction_passes import in_input_dtype, may_have_low_prec
 from cp_fast.compile.lower import Draft
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Accumulate, Copy, Free, Launch, Program, Recv, Send, View
+from cp_fast.kernels.attention.fa4.fa4_backend import Fa4Backend
 from cp_ref.schedules.areas import UNBOUNDED, pairs
 from cp_ref.schedules.problem import Problem, slice_rows
 from cp_ref.schedules.schedule import side_of
@@ -33,6 +34,7 @@ from cp_ref.schedules.table import Column
 from cp_ref.schedules.verify.costs import ITEM_BYTES
 
 __all__ = [
+    "LIBRARY",
     "ExchangedTensor",
     "LaunchCounts",
     "PassBytes",
@@ -44,6 +46,9 @@ __all__ = [
     "is_gathered",
     "most_bytes",
 ]
+
+LIBRARY = Fa4Backend()  # The kernel library whose work is counted.
+
 
 # ---- sizes of buffers
 #
@@ -208,7 +213,7 @@ def count_rank(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None 
     (LaunchCounts(heads=2, heads_kv=1, rows=4, keys=4, pairs=10),) {1: 64}
     (LaunchCounts(heads=2, heads_kv=1, rows=2, keys=4, pairs=8),) {}
     """
-    draft = compiled(problem, rank, head_chunks)
+    draft = compiled(problem, rank, LIBRARY, head_chunks)
     if may_have_low_precision(problem):
         draft = replace(draft, programs=replace(draft.programs, backward=_low_precision(draft.programs.backward)))
     passes = draft.programs.forward, draft.programs.backward
@@ -356,7 +361,7 @@ def most_bytes(problem: Problem, counts: RankCounts) -> int:
     forward.run()
     out = forward.size_of(programs.forward.results["out"])
     backward = _Memory(PassBytes(problem, programs.backward, tables))
-    for number, other in programs.kept:
+    for number, other in programs.kept_buffers:
         backward.hold(other, forward.size_of(number), shared=True)  # Autograd keeps it until the end of the pass.
     backward.run()
     return max(forward.peak, out + backward.peak)

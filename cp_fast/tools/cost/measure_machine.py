@@ -31,7 +31,8 @@ from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan import Plan, make_plan
 from cp_fast.compile.machine import Host, Kernel, Link, Machine, Rates
-from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, LaunchOptions
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_fast.tools.cost.counts import LaunchCounts, count_alone
 from cp_fast.tools.cost.predict import predict
 from cp_ref.groups.group import Group, Parcel
@@ -170,7 +171,7 @@ def launch_calls(
     forward = partial(backend.forward, q, k, v, segments, options)
     part = forward()
     operands = BackwardOperands(dout, q, k, v, part.out.to(dtype), part.lse, None)
-    return forward, partial(backend.backward, operands, segments, options)
+    return forward, lambda: backend.backward([operands], segments, options)
 
 
 def _copy(device: torch.device) -> float:

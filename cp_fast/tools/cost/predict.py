@@ -210,17 +210,11 @@ def priced(counts: Counts, machine: Machine, messages: str) -> Prediction:
     return Prediction(problem, _slowest(forward), _slowest(backward), alone[0], sum(alone), counts.peak_bytes)
 
 
-def exchange_times(
-    counts: RankCounts, rank: int, cp_size: int, machine: Machine, messages: str = "peer_memory"
-) -> tuple[float, float]:
+def exchange_times(counts: RankCounts, rank: int, cp_size: int, machine: Machine) -> tuple[float, float]:
     """Seconds on the GPU of a layer's exchange on a rank (`count_exchange`): of gathering rows, and of giving results
-    back. Nothing hides its messages: the layer's kernels come after them.
-
-    Args:
-        messages: see `predict`.
+    back, by peer memory. Nothing hides its messages: the layer's kernels come after them.
     """
-    check_choice("messages", messages, MESSAGES)
-    prices = _PassPrices(machine, _inside(machine, messages, cp_size))
+    prices = _PassPrices(machine, _inside(machine, "peer_memory", cp_size))
     return prices.time(rank, counts.forward).gpu, prices.time(rank, counts.backward).gpu
 
 

@@ -13,7 +13,7 @@ and the ranks with equal a2a_rank form a ring across the groups.
 
 A document that one rank has whole needs no exchange: the rank attends to it with all heads, while the rows of the other
 documents travel. All ranks attend to an equal share of what is exchanged, and not of what stays at home. So a document
-stays only where that takes less time (`RingMembers.at_home`).
+stays only where that takes less time (`Visibility.at_home`).
 
 Heads are exchanged all at once, or in head chunks (`head_chunks.py`): one chunk attends while the next chunk's rows
 arrive and the previous chunk's results return to their owners.
@@ -37,9 +37,9 @@ import numpy as np
 
 from cp_ref.schedules.ownership import Fragments
 from cp_ref.schedules.planners.p2p import RingRole, ring_schedules
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Workload
-from cp_ref.schedules.schedule import Heads, Message, Pieces, RankSchedule, Step, Tiles, side_of, tag
+from cp_ref.schedules.schedule import Heads, Message, Pieces, RankPasses, Step, Tiles, side_of, tag
 from cp_ref.schedules.table import Spans
 
 __all__ = [
@@ -61,10 +61,10 @@ def head_ranges(work: Workload, a2a_rank: int) -> tuple[Heads, Heads]:
     return (start, stop), (start // work.heads_per_kv, -(-stop // work.heads_per_kv))
 
 
-def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
+def plan_a2a_rank(visibility: Visibility, rank: int) -> RankPasses:
     """One rank's forward and backward schedule: exchange, ring across the groups (one step in `a2a`), exchange back."""
-    size, work, home = members.a2a_size, members.workload, members.at_home
-    members = members.exchanged  # from here on: of the areas whose heads are exchanged
+    size, work, home = visibility.a2a_size, visibility.workload, visibility.at_home
+    visibility = visibility.exchanged  # from here on: of the areas whose heads are exchanged
     member, a2a_rank = divmod(rank, size)
     heads = [dict[str, Heads](zip(("q", "kv"), head_ranges(work, other), strict=True)) for other in range(size)]
 
@@ -73,8 +73,8 @@ def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSc
         return other * size + a2a_rank
 
     role = RingRole(member, rank_of, heads[a2a_rank]["q"], heads[a2a_rank]["kv"], first_step=1)
-    ring_forward, ring_backward = ring_schedules(members, role)
-    active = _active_rows(members, member)
+    ring_forward, ring_backward = ring_schedules(visibility, role)
+    active = _active_rows(visibility, member)
     replicated = sum(stop - start for start, stop in (own["kv"] for own in heads)) > work.heads_kv  # dK/dV are sums
     peers = [(a2a_rank + n) % size for n in range(1, size)]  # the next one first: not all begin with the same
 
@@ -113,16 +113,16 @@ def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSc
     return forward, backward
 
 
-def _active_rows(members: RingMembers, member: int) -> dict[str, list[Fragments]]:
+def _active_rows(visibility: Visibility, member: int) -> dict[str, list[Fragments]]:
     """The query rows of each rank of the group that see any key, and the key rows that any query sees."""
-    alike = np.zeros(members.member_count, dtype=int)
-    (sees,), (seen,) = members.sees(member, alike), members.seen(member, alike)
+    alike = np.zeros(visibility.member_count, dtype=int)
+    (sees,), (seen,) = visibility.sees(member, alike), visibility.seen(member, alike)
     queries, keys = sees.queries.merged(), seen.keys.merged()
-    ownership, first = members.workload.ownership, member * members.a2a_size
+    ownership, first = visibility.workload.ownership, member * visibility.a2a_size
 
     def active(rows: Fragments, spans: Spans) -> list[Fragments]:
-        inside = rows.of(first, members.a2a_size).within(*spans)
-        return [inside.of(rank) for rank in range(first, first + members.a2a_size)]
+        inside = rows.of(first, visibility.a2a_size).within(*spans)
+        return [inside.of(rank) for rank in range(first, first + visibility.a2a_size)]
 
     of_queries = active(ownership.q, queries)
     if ownership.kv is ownership.q and all(map(np.array_equal, queries, keys)):

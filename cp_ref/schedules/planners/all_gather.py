@@ -21,8 +21,8 @@ from dataclasses import replace
 import numpy as np
 
 from cp_ref.schedules.areas import UNBOUNDED
-from cp_ref.schedules.planners.ring_members import RingMembers, spans_by
-from cp_ref.schedules.schedule import Message, Pieces, RankSchedule, Step, Tiles, tag
+from cp_ref.schedules.planners.visibility import Visibility, spans_by
+from cp_ref.schedules.schedule import Message, Pieces, RankPasses, Step, Tiles, tag
 from cp_ref.schedules.table import Column, Spans
 
 __all__ = [
@@ -30,12 +30,12 @@ __all__ = [
 ]
 
 
-def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
+def plan_all_gather_rank(visibility: Visibility, rank: int) -> RankPasses:
     """One rank's forward and backward schedule."""
-    work, count = members.workload, members.member_count
+    work, count = visibility.workload, visibility.member_count
     peers = [(rank + n) % count for n in range(1, count)]  # the next one first: not all begin with the same
-    theirs, ours = members.gathers(rank)
-    whole = members.whole_tiles(rank, (0, work.heads_q))
+    theirs, ours = visibility.gathers(rank)
+    whole = visibility.whole_tiles(rank, (0, work.heads_q))
 
     def by_peer(rows: list[Spans]) -> dict[int, Pieces]:
         return {peer: Pieces.of(rows[peer], (0, work.heads_kv)) for peer in peers if len(rows[peer])}
@@ -52,12 +52,12 @@ def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule,
         at_once = behind | ~np.isin(tiles.area, theirs.area)
         return Step(*kv, tiles.take(at_once)), Step(tiles=tiles.take(~at_once))
 
-    forward = attend(*_by_window(members, rank, whole))
+    forward = attend(*_by_window(visibility, rank, whole))
     backward = attend(whole, np.zeros(len(whole), dtype=bool))
     return forward, (*backward, Step(messages("dkv", received, 2), messages("dkv", sent, 2)))
 
 
-def _by_window(members: RingMembers, rank: int, tiles: Tiles) -> tuple[Tiles, Column]:
+def _by_window(visibility: Visibility, rank: int, tiles: Tiles) -> tuple[Tiles, Column]:
     """The tiles, and which of them have all their keys on this rank though others of their area do not.
 
     A tile under a window is cut in two: the first rows of queries, whose windows reach beyond the rank's own keys, and
@@ -69,16 +69,17 @@ def _by_window(members: RingMembers, rank: int, tiles: Tiles) -> tuple[Tiles, Co
 
     Not in the backward pass: gradients of keys that both parts see would have to be added up.
     """
-    areas, own = members.workload.areas.take(tiles.area), members.keys.take(members.keys.rank == rank).spans.merged()
+    areas, keys = visibility.workload.areas.take(tiles.area), visibility.keys
+    own = keys.take(keys.rank == rank).spans.merged()
     if not len(own) or not bool((areas.lo > -UNBOUNDED).any()):
         return tiles, np.zeros(len(tiles), dtype=bool)
     n = np.maximum(np.searchsorted(own.start, tiles.k_stop, side="left") - 1, 0)
-    first = own.start[n] + (areas.k_start - own.start[n]) % members.key_block  # Of the keys here that begin a block.
+    first = own.start[n] + (areas.k_start - own.start[n]) % visibility.key_block  # Of the keys here that begin a block.
     row = np.where(own.start[n] <= tiles.k_start, tiles.q_start, first - areas.lo)
     row = np.where((areas.lo > -UNBOUNDED) & (own.stop[n] >= tiles.k_stop), row, tiles.q_stop)
     row = np.clip(row, tiles.q_start, tiles.q_stop)
     before = replace(tiles, q_stop=row, k_stop=np.minimum(tiles.k_stop, row + areas.hi))
     hidden = np.maximum(row + areas.lo - areas.k_start, 0)
-    behind = replace(tiles, q_start=row, k_start=areas.k_start + hidden - hidden % members.key_block)
+    behind = replace(tiles, q_start=row, k_start=areas.k_start + hidden - hidden % visibility.key_block)
     before, behind = before.take(before.q_start < before.q_stop), behind.take(behind.q_start < behind.q_stop)
     return Tiles.concat([before, behind]), np.arange(len(before) + len(behind)) >= len(before)

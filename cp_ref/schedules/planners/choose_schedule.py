@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_ref.schedules.areas import UNBOUNDED, pairs
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Problem
 from cp_ref.schedules.table import Column
 from cp_ref.schedules.verify.costs import ITEM_BYTES
@@ -116,7 +116,7 @@ def choose_schedule(problem: Problem, names: Sequence[str], at: Prices = PRICES)
     return _by(problem, min(found, key=lambda one: one.price(least, at)).name)
 
 
-def why_chosen(problem: Problem, names: Sequence[str], at: Prices = PRICES) -> str:
+def why_chosen(problem: Problem, names: Sequence[str]) -> str:
     """What was chosen, and the estimates, that of the problem's own schedule first.
 
     >>> from cp_ref.schedules.problem import Sequence
@@ -124,7 +124,7 @@ def why_chosen(problem: Problem, names: Sequence[str], at: Prices = PRICES) -> s
     >>> why_chosen(Problem(2, (Sequence(*[32_768] * 4),), "all_gather", **sizes), ["all_gather", "a2a"])
     "'auto' took all_gather by estimates for H200s, both passes: all_gather 27.1 ms, a2a 27.4 ms and 0.19 GiB more"
     """
-    found = sorted(estimates(problem, names, at), key=lambda one: one.name != problem.cp_comm_type)
+    found = sorted(estimates(problem, names), key=lambda one: one.name != problem.cp_comm_type)
     least = min(one.size for one in found)
     more = [f" and {(one.size - least) / 2**30:.2f} GiB more" if one.size > least else "" for one in found]
     said = ", ".join(f"{one.name} {one.us / 1000:,.1f} ms{words}" for one, words in zip(found, more, strict=True))
@@ -164,9 +164,9 @@ class _Share(NamedTuple):
     again: int
 
 
-def _shares(members: RingMembers) -> list[_Share]:
+def _shares(visibility: Visibility) -> list[_Share]:
     """The part of each ring member, in about the time of making its rows."""
-    areas, own, theirs, count = members.areas, members.query_rows, members.key_rows, members.member_count
+    areas, own, theirs, count = visibility.areas, visibility.query_rows, visibility.key_rows, visibility.member_count
     lo, hi, first, last = areas.lo[own.area], areas.hi[own.area], areas.k_start[own.area], areas.k_stop[own.area]
     visible = _sums(own.member, pairs(own.start, own.stop, first, last, lo, hi), count)
     keys = np.maximum(np.minimum(last, own.stop + hi) - np.maximum(first, own.start + lo), 0)
@@ -198,7 +198,7 @@ class _Work:
 
     def __init__(self, problem: Problem, at: Prices) -> None:
         self.at, self.ranks, self.tables = at, problem.cp_size, problem.workload
-        self.shares = _shares(RingMembers(replace(self.tables, a2a_size=1)))
+        self.shares = _shares(Visibility(replace(self.tables, a2a_size=1)))
         item = ITEM_BYTES[problem.dtype]
         self.heads_kv, self.wider = problem.heads_kv, max(item, 4) / item  # Sums are in float32 at least.
         self.q, self.out = (problem.heads_q * d * item for d in (problem.d_qk, problem.d_v))  # Bytes of a row.
@@ -264,14 +264,14 @@ class _Work:
 
     def exchanged(self) -> Estimate:
         """a2a: all heads at once or in three head chunks. The faster one counts."""
-        members = RingMembers(replace(self.tables, a2a_size=self.ranks))
-        home = _shares(members.at_home) if len(members.at_home.areas) else [_Share(0, 0, 0, 0)] * self.ranks
+        visibility = Visibility(replace(self.tables, a2a_size=self.ranks))
+        home = _shares(visibility.at_home) if len(visibility.at_home.areas) else [_Share(0, 0, 0, 0)] * self.ranks
         alone = max(one.pairs + self.at.edge * one.rows for one in home)
         rows = [whole.rows - own.rows for whole, own in zip(self.shares, home, strict=True)]
         if not any(rows):
             us = sum(self.at.launch_us + a_pair * alone for a_pair in self.a_pair)
             return Estimate("a2a", max(us, 2 * self.at.host_us), 0.0)
-        work = int(members.exchanged.areas.pairs.sum()) + self.at.edge * sum(rows)
+        work = int(visibility.exchanged.areas.pairs.sum()) + self.at.edge * sum(rows)
         heads = self.heads_kv // self.ranks
         chunks = [(1, 1.0), *([(3, 1 / heads)] if heads >= 3 else [])]
         us = min(self._exchange(*some, alone, work, max(rows), sum(rows)) for some in chunks)

@@ -21,7 +21,7 @@ in the first step, with all heads. In a ring of a2a groups a chunk attends in on
 rows arrive in the last of these steps.
 
 The sizes of the chunks are a parameter of `make_schedule`. All heads at once is the default, which the reference takes:
-skip this on a first reading. The fast package chooses sizes for speed (`cp_fast/compile/chosen_schedule.py`).
+skip this on a first reading. The fast package chooses sizes for speed (`cp_fast/compile/chosen_head_chunks.py`).
 """
 
 from __future__ import annotations

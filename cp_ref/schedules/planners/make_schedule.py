@@ -10,9 +10,9 @@ from cp_ref.schedules.planners.a2a import plan_a2a_rank
 from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
 from cp_ref.schedules.planners.head_chunks import check_head_chunks, in_head_chunks
 from cp_ref.schedules.planners.p2p import plan_p2p_rank
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Problem
-from cp_ref.schedules.schedule import RankSchedule, Schedule
+from cp_ref.schedules.schedule import RankPasses, Schedule
 
 __all__ = [
     "SCHEDULES",
@@ -39,7 +39,7 @@ class Planner:
         chunked: whether the heads of its messages may be cut into head chunks.
     """
 
-    plan_rank: Callable[[RingMembers, int], tuple[RankSchedule, RankSchedule]]
+    plan_rank: Callable[[Visibility, int], RankPasses]
     text: str
     saved: tuple[str, ...] = ()
     exchanging: Literal["none", "all", "inner"] = "none"
@@ -81,7 +81,7 @@ SCHEDULES: dict[str, Planner] = {
 
 def make_schedule(
     problem: Problem,
-    known: Mapping[int, tuple[RankSchedule, RankSchedule]] | None = None,
+    known: Mapping[int, RankPasses] | None = None,
     head_chunks: tuple[int, ...] = (),
 ) -> Schedule:
     """The schedule of all ranks.
@@ -109,9 +109,9 @@ def make_schedule(
         tile 0 q[3:4] k[2:3]
     """
     check_head_chunks(chunked_heads(problem), head_chunks)
-    members, known = RingMembers(problem.workload), known or {}
+    visibility, known = Visibility(problem.workload), known or {}
     rank_schedules = [
-        known.get(rank) or plan_rank(problem, members, rank, head_chunks) for rank in range(problem.cp_size)
+        known.get(rank) or plan_rank(problem, visibility, rank, head_chunks) for rank in range(problem.cp_size)
     ]
     heads = problem.heads_q, problem.heads_kv
     forward, backward = tuple(f for f, _ in rank_schedules), tuple(b for _, b in rank_schedules)
@@ -131,20 +131,16 @@ def chunked_heads(problem: Problem) -> int:
     return heads_kv // size if SCHEDULES[problem.cp_comm_type].chunked and heads_kv % size == 0 else 0
 
 
-def make_rank_schedule(
-    problem: Problem, rank: int, head_chunks: tuple[int, ...] = ()
-) -> tuple[RankSchedule, RankSchedule]:
+def make_rank_schedule(problem: Problem, rank: int, head_chunks: tuple[int, ...] = ()) -> RankPasses:
     """One rank's forward and backward schedule, as in `make_schedule`, without planning the other ranks."""
     check_head_chunks(chunked_heads(problem), head_chunks)
-    return plan_rank(problem, RingMembers(problem.workload), rank, head_chunks)
+    return plan_rank(problem, Visibility(problem.workload), rank, head_chunks)
 
 
-def plan_rank(
-    problem: Problem, members: RingMembers, rank: int, head_chunks: tuple[int, ...] = ()
-) -> tuple[RankSchedule, RankSchedule]:
+def plan_rank(problem: Problem, visibility: Visibility, rank: int, head_chunks: tuple[int, ...] = ()) -> RankPasses:
     """As `make_rank_schedule`, for several ranks with the same ring members of the problem. Checks nothing."""
     planner = SCHEDULES[problem.cp_comm_type]
-    forward, backward = planner.plan_rank(members, rank)
-    every = 1 if planner.exchanging == "none" else members.member_count  # steps: one for each tile of a chunk
+    forward, backward = planner.plan_rank(visibility, rank)
+    every = 1 if planner.exchanging == "none" else visibility.member_count  # steps: one for each tile of a chunk
     chunks = every, problem.heads_per_kv, head_chunks
     return in_head_chunks(forward, *chunks), in_head_chunks(backward, *chunks)

@@ -34,8 +34,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.schedules.planners.ring_members import RingMembers, SeenTiles
-from cp_ref.schedules.schedule import Heads, Message, Pieces, RankSchedule, Step, tag
+from cp_ref.schedules.planners.visibility import SeenTiles, Visibility
+from cp_ref.schedules.schedule import Heads, Message, Pieces, RankPasses, Step, tag
 from cp_ref.schedules.table import Spans
 
 __all__ = [
@@ -77,21 +77,21 @@ class Route(NamedTuple):
     grads_received: dict[int, Hop]  # of what the other ring member has met
 
 
-def plan_p2p_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
+def plan_p2p_rank(visibility: Visibility, rank: int) -> RankPasses:
     """One rank's forward and backward schedule."""
-    work = members.workload
+    work = visibility.workload
     role = RingRole(rank, int, (0, work.heads_q), (0, work.heads_kv))  # A ring member is a rank.
-    return ring_schedules(members, role)
+    return ring_schedules(visibility, role)
 
 
-def ring_schedules(members: RingMembers, role: RingRole) -> tuple[RankSchedule, RankSchedule]:
+def ring_schedules(visibility: Visibility, role: RingRole) -> RankPasses:
     """The forward and backward steps of one rank: at step s it computes with the block of ring member - s."""
-    count = members.member_count
-    sees = members.sees(role.member, (role.member - np.arange(count)) % count)  # by distance
+    count = visibility.member_count
+    sees = visibility.sees(role.member, (role.member - np.arange(count)) % count)  # by distance
     tiles = [some.tiles(role.q_heads) for some in sees]
     if count == 1:
         return (Step(tiles=tiles[0]),), (Step(tiles=tiles[0]),)
-    route = _straight(members, role.member, sees) if members.sends_directly else _around(members, role.member)
+    route = _straight(visibility, role.member, sees) if visibility.sends_directly else _around(visibility, role.member)
 
     def message(kind: str, step: int, hop: Hop | None) -> tuple[Message, ...]:
         """The message of a hop; none where there is no hop or no row."""
@@ -116,28 +116,28 @@ def ring_schedules(members: RingMembers, role: RingRole) -> tuple[RankSchedule, 
     return tuple(forward), tuple(backward)
 
 
-def _straight(members: RingMembers, member: int, sees: list[SeenTiles]) -> Route:
+def _straight(visibility: Visibility, member: int, sees: list[SeenTiles]) -> Route:
     """The rows that a ring member sees come straight from their owner, and their gradients go straight back."""
-    count = members.member_count
-    seen = members.seen(member, (np.arange(count) - member) % count)  # by distance
+    count = visibility.member_count
+    seen = visibility.seen(member, (np.arange(count) - member) % count)  # by distance
     met = {h: Hop(member - h, sees[h].keys.merged()) for h in range(1, count)}  # of others' blocks
     lent = {h: Hop(member + h, seen[h].keys.merged()) for h in range(1, count)}  # of the own block
     return Route(keys_sent=lent, keys_received=met, grads_sent=met, grads_received=lent)
 
 
-def _around(members: RingMembers, member: int) -> Route:
+def _around(visibility: Visibility, member: int) -> Route:
     """Blocks travel from each ring member to the next one, and their gradients behind them. Behind the last ring member
     that meets a block comes its owner, so there the gradients are home.
     """
-    count, before, after = members.member_count, member - 1, member + 1
+    count, before, after = visibility.member_count, member - 1, member + 1
 
     def keys(reader: int, h: int) -> Spans:
         """The rows of the block at distance h that the reader and the count - h - 1 ring members ahead of it see."""
-        return members.rows_seen_by(reader - h, range(reader, reader + count - h))
+        return visibility.rows_seen_by(reader - h, range(reader, reader + count - h))
 
     def grads(reader: int, h: int) -> Spans:
         """The rows of the block at distance h that the reader and the h - 1 ring members behind it have seen."""
-        return members.rows_seen_by(reader - h, range(reader, reader - h, -1))
+        return visibility.rows_seen_by(reader - h, range(reader, reader - h, -1))
 
     return Route(
         keys_sent={h: Hop(after, keys(after, h)) for h in range(1, count)},

@@ -8,7 +8,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from cp_fast.kernels.attention.backend_protocol import Backend, LaunchOptions, Partial, SegmentStarts, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import Backend, LaunchOptions, Partial
+from cp_fast.kernels.attention.varlen_batch import SegmentStarts, VarlenBatch
 
 __all__ = ["both_ways", "placed"]
 

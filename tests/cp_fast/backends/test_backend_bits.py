@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.schedules.problem import ScoreSpec
 from tests.cp_fast.backends.test_backends import CPU, tensors
 from tests.marks import examples
@@ -32,7 +33,7 @@ def test_a_row_has_the_same_bits_in_any_launch_whose_keys_begin_at_a_block_of_it
         segments = VarlenBatch.pack([rows.stop - rows.start], [columns.stop - columns.start], left, right)
         part = CPU.forward(q[rows], k[columns], v[columns], segments, options)
         operands = BackwardOperands(dout[rows], q[rows], k[columns], v[columns], part.out, part.lse, dlse[:, rows])
-        return [part.out, part.lse.T, CPU.backward(operands, segments, options).dq]
+        return [part.out, part.lse.T, CPU.backward([operands], segments, options).dq]
 
     first = 0 if left is None else max(0, start - left) // 128 * 128
     some = results(slice(start, stop), slice(first, length if right is None else stop))

@@ -16,18 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_fast.kernels.attention import choose_backend as backends
 from cp_fast.kernels.attention.backend_probe import probe
-from cp_fast.kernels.attention.backend_protocol import (
-    Backend,
-    BackwardOperands,
-    Cumulative,
-    Gradients,
-    LaunchOptions,
-    Partial,
-    VarlenBatch,
-)
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Partial
 from cp_fast.kernels.attention.blockwise import BlockwiseBackend
 from cp_fast.kernels.attention.largest_logit import LargestLogit, largest_logit
 from cp_fast.kernels.attention.score_blocks import ScoreBlockSize, score_blocks_on_device
+from cp_fast.kernels.attention.varlen_batch import Cumulative, VarlenBatch
 from cp_fast.kernels.this_gpu import NotInstalled
 from cp_fast.log import log_once
 from cp_ref.schedules.problem import ScoreSpec
@@ -64,9 +57,9 @@ def dense(
     return torch.cat(outs), torch.cat(lses, 1), torch.stack(logits).amax(0)
 
 
-def random_case(seed: int, *, longest: int = 40) -> tuple[VarlenBatch, tuple[int, int, int, int]]:
+def random_case(seed: int) -> tuple[VarlenBatch, tuple[int, int, int, int]]:
     """Segments and (h_q, h_kv, d_qk, d_v)."""
-    r = random.Random(seed)
+    r, longest = random.Random(seed), 40
     lengths_q = [r.choice([1, r.randint(1, longest)]) for _ in range(r.randint(1, 4))]
     lengths_kv = [r.choice([1, n, r.randint(1, longest)]) for n in lengths_q]
     left = r.choice([None, 0, r.randint(1, longest), -r.randint(1, 4)])
@@ -129,7 +122,7 @@ def test_blocks_equal_dense_in_float64(seed: int, backend: Backend) -> None:
     for a, b in ((got.out, out), (got.lse, lse), (got.max_logit, max_logit)):
         close(a, b, 1e-10)
     computed = backend.backward(
-        BackwardOperands(dout, q, k, v, got.out, got.lse, given),
+        [BackwardOperands(dout, q, k, v, got.out, got.lse, given)],
         segments,
         LaunchOptions(ScoreSpec(scale, softcap=softcap)),
     )
@@ -151,7 +144,7 @@ def test_cpu_computes_in_float32(dtype: torch.dtype, rounding: float) -> None:
     for a, b in ((got.out, out), (got.lse, lse), (got.max_logit, max_logit)):
         close(a, b, 3e-6)
     computed = CPU.backward(
-        BackwardOperands(dout, q, k, v, got.out.to(dtype), got.lse, dlse),
+        [BackwardOperands(dout, q, k, v, got.out.to(dtype), got.lse, dlse)],
         segments,
         LaunchOptions(ScoreSpec(0.2), deterministic=True),
     )
@@ -170,7 +163,9 @@ def test_a_launch_over_part_of_the_columns_adds_up() -> None:
         part = CPU.forward(q, k[a:b], v[a:b], half, LaunchOptions(ScoreSpec(0.5)))
         total += part.lse.exp()
         parts.append(
-            CPU.backward(BackwardOperands(dout, q, k[a:b], v[a:b], out, lse, dlse), half, LaunchOptions(ScoreSpec(0.5)))
+            CPU.backward(
+                [BackwardOperands(dout, q, k[a:b], v[a:b], out, lse, dlse)], half, LaunchOptions(ScoreSpec(0.5))
+            )
         )
     close(total.log(), lse, 1e-10)
     close(parts[0].dq + parts[1].dq, gradients.dq, 1e-10)
@@ -196,10 +191,9 @@ def test_a_library_without_max_logit_is_given_it(seed: int, size: ScoreBlockSize
         BackwardOperands(dout, q, k, v, got.out, got.lse, None),
         LaunchOptions(ScoreSpec(scale, softcap), deterministic=True),
     )
-    torch.testing.assert_close(*(b.backward(operands, segments, options) for b in (backend, library)))
     handed_over = [operands]
-    part = backend.backward_freeing(handed_over, segments, options)
-    torch.testing.assert_close(part, library.backward(operands, segments, options))
+    part = backend.backward(handed_over, segments, options)
+    torch.testing.assert_close(part, library.backward([operands], segments, options))
     assert not handed_over
 
 
@@ -208,9 +202,9 @@ def test_max_logit_of_a_library_keeps_how_it_rounds_and_lets_go() -> None:
         rounded_gradients = True
         taken: BackwardOperands | None = None
 
-        def backward_freeing(self, given: list[BackwardOperands], *rest: Any) -> Gradients:
+        def backward(self, given: list[BackwardOperands], *rest: Any) -> Gradients:
             self.taken = given.pop()
-            return self.backward(self.taken, *rest)
+            return super().backward([self.taken], *rest)
 
     segments, heads = random_case(0)
     q, k, v, dout, _ = tensors(0, segments, heads, torch.float32)
@@ -220,7 +214,7 @@ def test_max_logit_of_a_library_keeps_how_it_rounds_and_lets_go() -> None:
     backend = LargestLogit(library)
     assert backend.rounded_gradients
     assert not LargestLogit(CPU).rounded_gradients
-    backend.backward_freeing([operands], segments, options)
+    backend.backward([operands], segments, options)
     assert library.taken is operands
 
 
@@ -237,7 +231,7 @@ def test_blocks_that_follow_the_lengths_on_the_device(
     q, k, v, dout, dlse = tensors(seed, segments, heads)
     want = CPU.forward(q, k, v, segments, case)
     wanted = CPU.backward(
-        BackwardOperands(dout, q, k, v, want.out, want.lse, dlse), segments, case._replace(deterministic=True)
+        [BackwardOperands(dout, q, k, v, want.out, want.lse, dlse)], segments, case._replace(deterministic=True)
     )
     none = torch.zeros(seed % 3, dtype=torch.int32)
     on_device = [torch.cat([cu, none + cu[-1]]) for cu in (segments.device_cu_q, segments.device_cu_kv)]
@@ -255,7 +249,7 @@ def test_blocks_that_follow_the_lengths_on_the_device(
     assert want.max_logit is not None
     torch.testing.assert_close(largest, want.max_logit.float())
     gradients = backend.backward(
-        BackwardOperands(dout, q, k, v, got.out, got.lse, dlse), roomy, case._replace(deterministic=True)
+        [BackwardOperands(dout, q, k, v, got.out, got.lse, dlse)], roomy, case._replace(deterministic=True)
     )
     for x, y in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(x[: len(y)], y)
@@ -293,7 +287,7 @@ def test_cpu_ignores_the_default_device() -> None:
     with torch.device("meta"):
         got = CPU.forward(q, k, v, segments, LaunchOptions(ScoreSpec(1.0, softcap=2.0)))
         args = BackwardOperands(dout, q, k, v, got.out, got.lse, None)
-        gradients = CPU.backward(args, segments, LaunchOptions(ScoreSpec(1.0, softcap=2.0)))
+        gradients = CPU.backward([args], segments, LaunchOptions(ScoreSpec(1.0, softcap=2.0)))
         assert probe(CPU, "cpu") is None
     assert {x.device.type for x in (got.out, got.lse, *gradients)} == {"cpu"}
 
@@ -320,7 +314,7 @@ def test_a_segment_has_the_same_bits_whatever_stands_before_and_behind_it(data: 
         options = LaunchOptions(ScoreSpec(0.5), deterministic=True)
         part = CPU.forward(qs, ks, vs, segments, options)
         operands = BackwardOperands(dout[rows_q, of_q], qs, ks, vs, part.out, part.lse, dlse[of_q, rows_q])
-        return [part.out, part.lse, *CPU.backward(operands, segments, options)]
+        return [part.out, part.lse, *CPU.backward([operands], segments, options)]
 
     whole = results(many, slice(None), slice(None), slice(None), slice(None))
     alone = results(VarlenBatch.pack([rows], [columns], left, right), rows_q, rows_kv, of_q, of_kv)
@@ -352,7 +346,7 @@ def test_cpu_memory_is_linear_in_the_tile() -> None:
     q, k, v, dout, _ = tensors(5, segments, (h_q, 1, d, d), torch.float32)
     with LargestTensor() as seen:
         got = CPU.forward(q, k, v, segments, LaunchOptions(ScoreSpec(0.5)))
-        CPU.backward(BackwardOperands(dout, q, k, v, got.out, got.lse, None), segments, LaunchOptions(ScoreSpec(0.5)))
+        CPU.backward([BackwardOperands(dout, q, k, v, got.out, got.lse, None)], segments, LaunchOptions(ScoreSpec(0.5)))
     assert seen.elements <= max(rows * h_q * d, 2**18)  # the scores have 2**29
 
 

@@ -13,8 +13,9 @@ import torch
 
 from cp_fast.kernels.attention import cudnn as cudnn
 from cp_fast.kernels.attention.backend_probe import probe
-from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions
 from cp_fast.kernels.attention.choose_backend import by_name
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 
@@ -105,7 +106,7 @@ class FakeGraph:
                 continue
             out, dout, stats = (self.rows(g[name], s, lq) for name in ("o", "dO", "stats"))
             args = BackwardOperands(dout, q, k, v, out, stats[:, :, 0].T, None)
-            gradients = CPU.backward(args, segments, LaunchOptions(ScoreSpec(scale)))
+            gradients = CPU.backward([args], segments, LaunchOptions(ScoreSpec(scale)))
             for made, x, length in zip(self.made, gradients, (lq, lk, lk), strict=True):
                 self.rows(made, s, length).copy_(x)
         assert forward or (used_q <= g["max_total_seq_len_q"] and used_kv <= g["max_total_seq_len_kv"])
@@ -190,7 +191,7 @@ def test_every_band_and_head_dim(
     assert got.lse.is_contiguous()
     for dlse in (None, torch.randn(h_q, q.shape[0])):
         args, options = BackwardOperands(dout, q, k, v, want.out, want.lse, dlse), LaunchOptions(ScoreSpec(0.1))
-        right_ones, computed = (b.backward(args, segments, options) for b in (CPU, CUDNN))
+        right_ones, computed = (b.backward([args], segments, options) for b in (CPU, CUDNN))
         torch.testing.assert_close(computed, right_ones, rtol=1e-4, atol=1e-5)
         assert all(x.is_contiguous() for x in computed)
 
@@ -252,9 +253,9 @@ def test_what_its_features_exclude_is_refused() -> None:
     with pytest.raises(ValueError, match="softcap"):
         CUDNN.forward(q, k, v, segments, LaunchOptions(ScoreSpec(1.0, softcap=2.0)))
     with pytest.raises(ValueError, match="softcap"):
-        CUDNN.backward(args, segments, options._replace(scores=ScoreSpec(1.0, softcap=2.0)))
+        CUDNN.backward([args], segments, options._replace(scores=ScoreSpec(1.0, softcap=2.0)))
     with pytest.raises(ValueError, match="DETERMINISTIC"):
-        CUDNN.backward(args, segments, options._replace(deterministic=True))
+        CUDNN.backward([args], segments, options._replace(deterministic=True))
     wide = torch.zeros(4, 1, 260)
     with pytest.raises(ValueError, match="up to 256, got d_qk=272"):
         CUDNN.forward(wide, wide, v, segments, LaunchOptions(ScoreSpec(1.0)))

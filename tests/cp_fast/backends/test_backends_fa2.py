@@ -22,9 +22,10 @@ from cp_fast.kernels.attention import fa2 as fa2_backend
 from cp_fast.kernels.attention import fa2 as flash_attn_adapter
 from cp_fast.kernels.attention import fa2 as varlen
 from cp_fast.kernels.attention.backend_probe import probe
-from cp_fast.kernels.attention.backend_protocol import BackwardOperands, Cumulative, LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import BackwardOperands, LaunchOptions
 from cp_fast.kernels.attention.choose_backend import by_name, missing_in, variants
 from cp_fast.kernels.attention.fa2 import BUILT_IN, PACKAGE, Fa2Backend
+from cp_fast.kernels.attention.varlen_batch import Cumulative, VarlenBatch
 from cp_fast.tools.cli import app
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature, Unsupported
@@ -112,7 +113,7 @@ def test_what_the_features_exclude_is_refused() -> None:
         BUILT_IN.forward(x, x, x, segments, LaunchOptions(ScoreSpec(1.0, softcap=2.0)))
     operands = BackwardOperands(x, x, x, x, x, torch.zeros(1, 4), None)
     with pytest.raises(ValueError, match="softcap"):
-        BUILT_IN.backward(operands, segments, LaunchOptions(ScoreSpec(1.0, softcap=2.0)))
+        BUILT_IN.backward([operands], segments, LaunchOptions(ScoreSpec(1.0, softcap=2.0)))
     wide = torch.zeros(4, 1, 264, dtype=torch.float16)
     for backend in (BUILT_IN, PACKAGE):
         with pytest.raises(ValueError, match="up to 256, got d_qk=264"):
@@ -141,7 +142,7 @@ def test_both_passes(
     torch.testing.assert_close((got.out, got.lse), (want.out, want.lse), rtol=1e-5, atol=1e-5)
     args, options = (dout, q, k, v, want.out, want.lse), numbers._replace(deterministic=deterministic)
     for dlse in (None, torch.randn(4, 14)):
-        right, computed = (b.backward(BackwardOperands(*args, dlse), segments, options) for b in (CPU, backend))
+        right, computed = (b.backward([BackwardOperands(*args, dlse)], segments, options) for b in (CPU, backend))
         torch.testing.assert_close(computed, right, rtol=1e-5, atol=1e-5)
         assert all(x.is_contiguous() for x in computed)
     assert [c.deterministic for c in calls] == ([True] * 6 if deterministic else [False] * 3)
@@ -158,7 +159,8 @@ def test_segments_of_one_row(name: str, monkeypatch: Any, install: Any) -> None:
     want, got = (b.forward(q, k, v, segments, numbers) for b in (CPU, backend))
     torch.testing.assert_close((got.out, got.lse), (want.out, want.lse), rtol=1e-5, atol=1e-5)
     right, computed = (
-        b.backward(BackwardOperands(dout, q, k, v, want.out, want.lse, None), segments, numbers) for b in (CPU, backend)
+        b.backward([BackwardOperands(dout, q, k, v, want.out, want.lse, None)], segments, numbers)
+        for b in (CPU, backend)
     )
     torch.testing.assert_close(computed, right, rtol=1e-5, atol=1e-5)
     assert calls[0].max_q == 2
@@ -174,7 +176,7 @@ def test_determinism_of_the_built_in_kernels_is_a_flag_that_is_put_back(
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     try:
         args = BackwardOperands(x, x, x, x, x, torch.zeros(1, 4), None)
-        BUILT_IN.backward(args, segments, LaunchOptions(ScoreSpec(1.0), deterministic=True))
+        BUILT_IN.backward([args], segments, LaunchOptions(ScoreSpec(1.0), deterministic=True))
         assert [c.deterministic for c in calls] == [True]
         flags = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         assert flags == before
@@ -228,13 +230,13 @@ def test_segments_of_length_zero_and_rows_behind_the_last(
     dlse = torch.randn(2, 40)
     for d in (None, dlse):
         some = BackwardOperands(dout[:n], q[:n], k[:m], v[:m], want.out, want.lse, None if d is None else d[:, :n])
-        right_ones = CPU.backward(some, short, numbers)
-        all_of_it = backend.backward(BackwardOperands(dout, q, k, v, out, lse, d), long, numbers)
+        right_ones = CPU.backward([some], short, numbers)
+        all_of_it = backend.backward([BackwardOperands(dout, q, k, v, out, lse, d)], long, numbers)
         for x, y, rows in zip(all_of_it, right_ones, (n, m, m), strict=True):
             torch.testing.assert_close(x[:rows], y, rtol=1e-5, atol=1e-5)
     assert {c.segments for c in calls} == {4}
     with pytest.raises(Unsupported, match=r"max_sequences.*\n.*lacks deterministic"):
-        backend.backward(BackwardOperands(dout, q, k, v, out, lse, None), long, numbers._replace(deterministic=True))
+        backend.backward([BackwardOperands(dout, q, k, v, out, lse, None)], long, numbers._replace(deterministic=True))
 
 
 def test_plans_in_place_have_no_determinism() -> None:
@@ -391,7 +393,7 @@ def test_the_stand_ins_find_a_wrong_backward(monkeypatch: Any, install: Any) -> 
     q, k, v, dout = torch.randn(4, 6, 1, 8).unbind()
     part = CPU.forward(q, k, v, segments, LaunchOptions(ScoreSpec(1.0, softcap=0.7)))
     operands = BackwardOperands(dout, q, k, v, part.out, part.lse, None)
-    right = CPU.backward(operands, segments, LaunchOptions(ScoreSpec(1.0, softcap=0.7)))
-    wrong = backend.backward(operands, segments, LaunchOptions(ScoreSpec(1.0)))
+    right = CPU.backward([operands], segments, LaunchOptions(ScoreSpec(1.0, softcap=0.7)))
+    wrong = backend.backward([operands], segments, LaunchOptions(ScoreSpec(1.0)))
     assert not torch.allclose(right.dq, wrong.dq, atol=1e-3)
     assert [b - a for a, b in pairwise(segments.cu_q)] == [6]

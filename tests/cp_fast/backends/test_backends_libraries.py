@@ -14,17 +14,11 @@ import torch
 
 from cp_fast.kernels.attention import kernel_operands as dims
 from cp_fast.kernels.attention.backend_probe import probe
-from cp_fast.kernels.attention.backend_protocol import (
-    Backend,
-    BackwardOperands,
-    Gradients,
-    LaunchOptions,
-    Partial,
-    VarlenBatch,
-)
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Partial
 from cp_fast.kernels.attention.choose_backend import by_name
 from cp_fast.kernels.attention.fa4 import fa4_backend as fa4
 from cp_fast.kernels.attention.kernel_operands import lse_launch
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.schedules.problem import ScoreSpec
 from cp_ref.schedules.words import Feature
 from tests.cp_fast.backends.placed import both_ways
@@ -72,7 +66,7 @@ def fake_interface(dims: list[tuple[int, int]]) -> ModuleType:
         assert q.shape[1] == k.shape[1] or q.shape[2] == v.shape[2], "GQA backward requires head_dim == head_dim_v"
         assert min(o["max_seqlen_q"], o["max_seqlen_k"]) > 256  # one class of kernels, for few rows too
         options = LaunchOptions(ScoreSpec(o["softmax_scale"], o["softcap"]), deterministic=True)
-        return CPU.backward(BackwardOperands(dout, q, k, v, out, lse, o["dlse"]), band(o), options)
+        return CPU.backward([BackwardOperands(dout, q, k, v, out, lse, o["dlse"])], band(o), options)
 
     library = ModuleType("flash_attn.cute.interface")
     vars(library).update(_flash_attn_fwd=fwd, _flash_attn_bwd=bwd)
@@ -113,7 +107,7 @@ def test_fa4_pads_head_dims_exactly(
     torch.testing.assert_close((got.out, got.lse), (want.out, want.lse))
     args = BackwardOperands(dout, q, k, v, want.out, want.lse, torch.randn(h_q, 14))
     options = LaunchOptions(ScoreSpec(0.1, softcap=4.0), deterministic=True)
-    right, computed = (b.backward(args, segments, options) for b in (CPU, backend))
+    right, computed = (b.backward([args], segments, options) for b in (CPU, backend))
     torch.testing.assert_close(computed, right)
     assert all(x.is_contiguous() for x in computed)
     assert dims == [forward_dims, backward_dims]
@@ -159,7 +153,7 @@ def test_fa4_holds_no_operand_that_its_launch_lets_go(monkeypatch: pytest.Monkey
         return (torch.zeros(11, 2, 32),) * 3
 
     monkeypatch.setattr(fa4, "_launch", launch)
-    assert fa4.Fa4Backend().backward_freeing(given, segments, options).dq.shape == (11, 2, 32)
+    assert fa4.Fa4Backend().backward(given, segments, options).dq.shape == (11, 2, 32)
 
 
 ON_CPU = by_name("cpu")
@@ -185,8 +179,8 @@ class Mutant(Backend):
     def forward(self, q: Any, k: Any, v: Any, segments: VarlenBatch, options: LaunchOptions) -> Partial:
         return self._partial(ON_CPU.forward(q, k, v, self._segments(segments), options))
 
-    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
-        return self._gradients(ON_CPU.backward(operands, self._segments(segments), options))
+    def backward(self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions) -> Gradients:
+        return self._gradients(ON_CPU.backward(given, self._segments(segments), options))
 
 
 def top_left(s: VarlenBatch) -> VarlenBatch:

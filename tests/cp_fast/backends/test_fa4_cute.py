@@ -12,7 +12,7 @@ import torch
 from cp_fast.kernels.attention.fa4.scores.launch_program import PlaceTables, ScoreProgram
 from cp_fast.kernels.attention.fa4.scores.score_tiles import ScoreTile, Values, library
 from cp_fast.kernels.attention.fa4.scores.trace_scores import trace_scores
-from cp_ref.calls.scores import kept
+from cp_ref.calls.scores import kept_by_dropout
 from tests.cp_fast.backends.test_fa4_scores import FUNCTIONS, places
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
@@ -110,7 +110,7 @@ def test_a_tile_keeps_the_pairs_of_the_definition(*, aligned: bool, apart: bool)
         aux = SimpleNamespace(tensors=given, scalars=(5,))
         heads = [(one, cutlass.Int32(2)) for one in queries]
         tile = ScoreTile(program, heads, columns, cutlass.Int32(1), seqlen, aux, rows_apart=apart)
-        for (r, c), bit in tile.kept().items():
+        for (r, c), bit in tile.kept_by_dropout().items():
             out[queries[r], columns[c]] = cutlass.Float32(bit)
 
     @cute.jit
@@ -122,7 +122,7 @@ def test_a_tile_keeps_the_pairs_of_the_definition(*, aligned: bool, apart: bool)
     arguments = tuple(map(host_tensor, tensors)), host_tensor(out)
     cute.compile(run, *arguments)(*arguments)
     b, h = torch.tensor([[3]]), torch.tensor([[7]])
-    expected = kept(b, h, rows[:, None], keys[None], seed, 0.3).float()
+    expected = kept_by_dropout(b, h, rows[:, None], keys[None], seed, 0.3).float()
     seen = (slice(16), slice(None)) if apart else (slice(None), slice(16))
     torch.testing.assert_close(out[seen], expected[seen])
     assert 0.2 < 1 - expected.mean() < 0.4

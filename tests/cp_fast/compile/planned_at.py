@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
-from cp_fast.compile import chosen_schedule
+from cp_fast.compile import chosen_head_chunks, own_keys
 from cp_fast.compile.machine import Costs, costs
 
 __all__ = [
@@ -19,7 +20,7 @@ __all__ = [
 
 _COSTS = costs()
 # Much to hide behind, and chunks for nothing.
-ALWAYS_CHUNKS = Costs(1e-3, 1.0, exchange_us=1.0, launch_us=0.0, idle_rows=0.0, host_us=0.0, least_gain=0.0)
+ALWAYS_CHUNKS = Costs(1e-3, 1.0, exchange_us=1.0, launch_us=0.0, idle_rows=0.0, host_us=0.0, least_saved=0.0)
 NEVER_CHUNKS = replace(_COSTS, launch_us=1e9)
 ALWAYS_WAIT = replace(_COSTS, flops_per_us=1e-9, exchange_us=0.0)  # Any computation hides every message.
 NEVER_WAIT = replace(_COSTS, flops_per_us=1e30)
@@ -28,9 +29,5 @@ NEVER_WAIT = replace(_COSTS, flops_per_us=1e30)
 @contextmanager
 def planned_at(other: Costs) -> Iterator[None]:
     """Inside, plans are made as if a machine had these costs."""
-    before = chosen_schedule.costs
-    chosen_schedule.costs = lambda: other  # type: ignore[assignment]
-    try:
+    with patch.object(chosen_head_chunks, "costs", lambda: other), patch.object(own_keys, "costs", lambda: other):
         yield
-    finally:
-        chosen_schedule.costs = before

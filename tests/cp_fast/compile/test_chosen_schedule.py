@@ -12,18 +12,15 @@ from hypothesis import strategies as st
 import cp_fast
 from conformance.case import Case
 from conformance.checks.values import check_logic
-from cp_fast.compile.chosen_schedule import (
-    choose_head_chunks,
-    choose_own_first,
-    chosen_rank_schedule,
-    chosen_schedule,
-    ways_to_cut,
-)
+from cp_fast.compile.chosen_head_chunks import choose_head_chunks, ways_to_cut
+from cp_fast.compile.chosen_schedule import Choices, choose, chosen_rank_schedule, chosen_schedule
+from cp_fast.compile.own_keys import choose_own_first
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.program import Launch
+from cp_fast.tools.cost.counts import LIBRARY
 from cp_ref import masks
 from cp_ref.schedules.planners.make_schedule import make_schedule
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Problem, Sequence
 from cp_ref.schedules.schedule import Schedule, Tiles
 from cp_ref.schedules.verify.proof import verify
@@ -43,9 +40,9 @@ def test_a_chosen_cut_is_a_cut_of_the_heads(drawn: tuple[Problem, tuple[int, ...
     with planned_at(ALWAYS_CHUNKS):
         chosen = choose_head_chunks(problem)
         assert sum(chosen) in (0, sum(any_cut))
-        exchanged = RingMembers(problem.workload).exchanged.areas.pairs.sum()
+        exchanged = Visibility(problem.workload).exchanged.areas.pairs.sum()
         assert exchanged == 0 or sum(any_cut) == 1 or len(chosen) > 1
-        verify(problem, chosen_schedule(problem, chosen, {}))
+        verify(problem, chosen_schedule(problem, choose(problem), {}))
     with planned_at(NEVER_CHUNKS):
         assert choose_head_chunks(problem) == ()
 
@@ -53,7 +50,7 @@ def test_a_chosen_cut_is_a_cut_of_the_heads(drawn: tuple[Problem, tuple[int, ...
 @settings(max_examples=examples(60))
 @given(problems((1, 2, 4)))
 def test_a_rank_schedule_is_a_part_of_the_schedule(problem: Problem) -> None:
-    chosen = choose_head_chunks(problem)
+    chosen = choose(problem)
     rank_schedules = {rank: chosen_rank_schedule(problem, rank, chosen) for rank in range(problem.cp_size)}
     schedule = chosen_schedule(problem, chosen, {})
     assert schedule == chosen_schedule(problem, chosen, rank_schedules)
@@ -128,7 +125,7 @@ def test_the_cuts_to_choose_from() -> None:
 
 def planned(problem: Problem) -> Schedule:
     """Without head chunks."""
-    return chosen_schedule(problem, (), {})
+    return chosen_schedule(problem, Choices(choose_own_first(problem)), {})
 
 
 @st.composite
@@ -156,7 +153,7 @@ def test_no_launch_more_and_none_with_more_rows(problem: Problem) -> None:
         with planned_at(costs):
             schedule = planned(problem)
             verify(problem, schedule)
-            passes = [compiled(problem, rank).programs.forward for rank in range(problem.cp_size)]
+            passes = [compiled(problem, rank, LIBRARY).programs.forward for rank in range(problem.cp_size)]
             launches = [list(program.of(Launch)) for program in passes]
             found.append([(len(some), sum(one.q_rows.total for one in some)) for some in launches])
     for before, after in zip(*found, strict=True):

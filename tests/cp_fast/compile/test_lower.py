@@ -257,7 +257,7 @@ def test_a_head_chunk_of_a2a_has_its_own_buffers_and_one_launch() -> None:
                 if program is whole.backward:
                     assert isinstance(after, Free)
                     assert {view.buffer for view in launch.operands} <= set(after.buffers)
-        kept = [whole.forward.buffers[here].kind for here, _ in whole.kept]
+        kept = [whole.forward.buffers[here].kind for here, _ in whole.kept_buffers]
         assert sorted(kept) == ["kv"] * 3 + ["out"] * 3 + ["q"] * 3
         backward = whole.backward
         operands = [recv.buffer for recv in backward.of(Recv) if recv.part is None]
@@ -370,7 +370,7 @@ def plans(comm: Any, *lengths: int) -> list[Plan]:
 
 @pytest.mark.parametrize(("comm", "lengths"), [("p2p", (16,)), ("a2a", (16, 8))])
 def test_golden(comm: Any, lengths: tuple[int, ...]) -> None:
-    text = "".join(f"rank {plan.rank}\n{plan.instructions}\n" for plan in plans(comm, *lengths))
+    text = "".join(f"rank {plan.rank}\n{plan.programs}\n" for plan in plans(comm, *lengths))
     path = FOLDER / f"{comm}_cp2.txt"
     if os.environ.get("CP_GOLDEN") == "write":
         FOLDER.mkdir(exist_ok=True)

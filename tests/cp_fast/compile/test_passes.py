@@ -30,7 +30,7 @@ from conformance.problems.strategies import cases
 from conformance.runner.tiers import TIERS
 from cp_fast import masks
 from cp_fast.compile import chosen_schedule
-from cp_fast.compile.chosen_schedule import choose_head_chunks
+from cp_fast.compile.chosen_head_chunks import choose_head_chunks
 from cp_fast.compile.instruction_passes import low_precision_grads, of_one_launch
 from cp_fast.compile.lower import Draft
 from cp_fast.compile.pipeline import compiled
@@ -39,6 +39,7 @@ from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands
 from cp_fast.movers.mover_protocol import Rows
 from cp_fast.movers.select_movers import use
 from cp_fast.passes import PASSES, switched_off
+from cp_fast.tools.cost.counts import LIBRARY
 from cp_ref import SimGroup
 from cp_ref.calls.declared import replaced
 from cp_ref.reference.simulator import SimMember
@@ -77,7 +78,7 @@ def programs_of(problem: Problem, off: tuple[str, ...] = ()) -> Iterator[Any]:
     """The ranks' programs and tables without these passes, but for what programs say of passes."""
     for rank in range(problem.cp_size):
         with switched_off(*off):
-            draft = compiled(problem, rank)
+            draft = compiled(problem, rank, LIBRARY)
         yield (
             str(replace(draft.programs, skipped={})),
             draft.programs.saved,
@@ -125,7 +126,7 @@ EXAMPLES = (  # Every pass on tiles or instructions has something to do in one o
 
 
 def drafts() -> list[Draft]:
-    return [compiled(example, rank) for example in EXAMPLES for rank in range(example.cp_size)]
+    return [compiled(example, rank, LIBRARY) for example in EXAMPLES for rank in range(example.cp_size)]
 
 
 def makers(off: tuple[str, ...] = ()) -> set[str]:
@@ -174,11 +175,11 @@ def test_heads_are_split_by_a_pass() -> None:
 
 
 def test_keys_are_delayed_by_a_pass() -> None:
-    ring = of_areas(masks.block_causal(24, 4), 24, 2)
+    ring, choices = of_areas(masks.block_causal(24, 4), 24, 2), chosen_schedule.Choices()
     with patch.object(chosen_schedule, "own_keys_wait", lambda *_: "delayed"):
-        assert chosen_schedule.chosen_rank_schedule(ring, 0, ()) == "delayed"
+        assert chosen_schedule.chosen_rank_schedule(ring, 0, choices) == "delayed"
         with switched_off("delay_keys"):
-            assert str(chosen_schedule.chosen_rank_schedule(ring, 0, ())) == str(make_rank_schedule(ring, 0, ()))
+            assert str(chosen_schedule.chosen_rank_schedule(ring, 0, choices)) == str(make_rank_schedule(ring, 0, ()))
 
 
 def test_a_batch_is_folded_into_heads_by_a_pass() -> None:
@@ -186,17 +187,17 @@ def test_a_batch_is_folded_into_heads_by_a_pass() -> None:
     heads = {}
     for off in ((), ("fold_batch",)):
         with switched_off(*off):
-            heads[off] = compiled(batch, 0).programs.forward.buffers[OWN["q"]].heads
+            heads[off] = compiled(batch, 0, LIBRARY).programs.forward.buffers[OWN["q"]].heads
     assert heads == {(): (0, 8), ("fold_batch",): (0, 4)}
 
 
 def test_a_plan_says_which_passes_were_skipped_and_why() -> None:
     with switched_off("free_early"), patch.object(Problem, "position_free_scores", new=False):
-        programs = compiled(EXAMPLES[0], 0).programs
+        programs = compiled(EXAMPLES[0], 0, LIBRARY).programs
     reasons = {one.name: "scores depend on positions" for one in PASSES if one.needs_position_free_scores}
     assert programs.skipped == reasons | {"free_early": "it is switched off"}
     assert "skipped fold_batch: scores depend on positions\n" in str(programs)
-    assert "skipped" not in str(compiled(EXAMPLES[0], 0).programs)
+    assert "skipped" not in str(compiled(EXAMPLES[0], 0, LIBRARY).programs)
 
 
 @settings(max_examples=examples(60, fast=4))
@@ -232,7 +233,7 @@ def play_in_place(member: SimMember, comm: Any, lengths: list[int], layout: Any)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = cp_fast.attention(*leaves, cp=cp, plan=plan, return_lse=True)
     dlse = torch.randn(lse.shape, generator=draw, dtype=torch.float64)
-    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))], plan.instructions
+    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))], plan.programs
 
 
 def in_place(programs: Programs[Rows]) -> int:
@@ -277,8 +278,9 @@ class Rounded(Backend):
     def forward(self, *args: Any) -> Any:
         return self._backend.forward(*args)
 
-    def backward(self, operands: BackwardOperands, *args: Any) -> Gradients:
-        return Gradients(*(x.to(operands.dout.dtype) for x in self._backend.backward(operands, *args)))
+    def backward(self, given: list[BackwardOperands], *args: Any) -> Gradients:
+        dtype = given[0].dout.dtype
+        return Gradients(*(x.to(dtype) for x in self._backend.backward(given, *args)))
 
 
 def play_rounded(
@@ -290,19 +292,19 @@ def play_rounded(
     cu = torch.tensor([0, 16 * cp.size, 24 * cp.size], dtype=torch.int32)
     how: dict[str, Any] = {"qkv_format": "thd", "window_size": (window, 0), "cu_seqlens_q": cu}
     plan = cp_fast.make_plan(cp=cp, device="cpu", **how, **sizes)
-    single, wide = of_one_launch(plan.instructions.backward), plan.instructions.backward.buffers
-    sent = {send.source.buffer for send in plan.instructions.backward.of(Send)}
-    instructions = low_precision_grads(plan.instructions, cp.comm, rounded=rounded[cp.rank])
-    made = [one for one in instructions.backward.instructions if one.made_by == "low_precision_grads"]
+    single, wide = of_one_launch(plan.programs.backward), plan.programs.backward.buffers
+    sent = {send.source.buffer for send in plan.programs.backward.of(Send)}
+    programs = low_precision_grads(plan.programs, cp.comm, rounded=rounded[cp.rank])
+    made = [one for one in programs.backward.instructions if one.made_by == "low_precision_grads"]
     assert all(isinstance(one, Send | Recv) for one in made)
-    compiled = replace(plan.compiled, backend=Rounded(plan.backend), instructions=instructions)
-    plan = replaced(plan, compiled=compiled)
+    batch = replace(plan.batch, backend=Rounded(plan.backend), programs=programs)
+    plan = replaced(plan, batch=batch)
     draw = torch.Generator().manual_seed(cp.rank)
     q, k, v, dout = (torch.randn(24, h, 8, generator=draw).bfloat16() for h in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = cp_fast.attention(*leaves, cp=cp, plan=plan)
     assert {one.source.buffer for one in made if isinstance(one, Send)} == (single if rounded[cp.rank] else set())
-    low = sum(wide[number].dtype != instructions.backward.buffers[number].dtype for number in sent)
+    low = sum(wide[number].dtype != programs.backward.buffers[number].dtype for number in sent)
     assert low == (len(single) if rounded[cp.rank] else 0)
     results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     return results, low

@@ -13,9 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cp_fast.compile.chosen_schedule import choose_own_first, chosen_rank_schedule
+from cp_fast.compile.chosen_schedule import Choices, chosen_rank_schedule
 from cp_fast.compile.in_place import Shape, fit
 from cp_fast.compile.lower import Draft, lower
+from cp_fast.compile.own_keys import choose_own_first
 from cp_fast.compile.packing import Packing, fold_batch
 from cp_fast.compile.pipeline import linked, lowered, optimized, upload
 from cp_fast.compile.program import Launch, Programs
@@ -54,7 +55,7 @@ def check(problem: Problem, *, fits: bool = True) -> None:
 
     def drafted(first: tuple[str, ...], **how: Any) -> list[Draft]:
         ranks = range(problem.cp_size)
-        steps = [chosen_rank_schedule(problem, rank, (), first) for rank in ranks]
+        steps = [chosen_rank_schedule(problem, rank, Choices(first)) for rank in ranks]
         return [lowered(packing, rank, steps[rank], saved_kinds(problem), **how) for rank in ranks]
 
     uploads = [uploaded(draft) for draft in drafted(())]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from cp_fast.compile.chosen_schedule import own_keys_first
 from cp_fast.compile.lower import lower
+from cp_fast.compile.own_keys import own_keys_first
 from cp_fast.compile.pipeline import optimized
 from cp_fast.compile.program import Launch
 from cp_fast.tiles.launches import tile_launches
@@ -22,7 +22,7 @@ from cp_ref.schedules.areas import UNBOUNDED, Areas
 from cp_ref.schedules.ownership import Fragments, Ownership
 from cp_ref.schedules.planners.all_gather import plan_all_gather_rank
 from cp_ref.schedules.planners.p2p import plan_p2p_rank
-from cp_ref.schedules.planners.ring_members import RingMembers
+from cp_ref.schedules.planners.visibility import Visibility
 from cp_ref.schedules.problem import Workload
 from cp_ref.schedules.schedule import Tiles
 from tests.cp_fast.compile.brute_force import (
@@ -289,7 +289,7 @@ def test_the_work_for_stripes_does_not_grow_with_them(comm: str, window: int, mo
         areas = Areas.of_rows([(0, tokens, 0, tokens, -window, 0)])
         work = Workload(areas, Ownership(8, rows, rows))
         planners = {"p2p": plan_p2p_rank, "all_gather": plan_all_gather_rank}
-        members = RingMembers(work)
+        visibility = Visibility(work)
         calls = 0
 
         def count(*event: Any) -> None:
@@ -298,9 +298,9 @@ def test_the_work_for_stripes_does_not_grow_with_them(comm: str, window: int, mo
 
         sys.setprofile(count)
         try:
-            forward, backward = planners[comm](members, 3)
+            forward, backward = planners[comm](visibility, 3)
             if comm == "all_gather":  # a rank has many pieces of the document
-                forward, backward = (own_keys_first(members, 3, steps) for steps in (forward, backward))
+                forward, backward = (own_keys_first(visibility, 3, steps) for steps in (forward, backward))
             draft = lower(work, 3, forward, backward, (), WindowRule((-1, 0), 2048))
         finally:
             sys.setprofile(None)

@@ -9,7 +9,7 @@ import torch
 
 from cp_fast import thd
 from cp_fast.movers.mover_protocol import RowRule
-from cp_fast.movers.select_movers import kernels
+from cp_fast.movers.select_movers import movers_for
 
 
 def other_values(t: dict[str, torch.Tensor]) -> None:
@@ -80,37 +80,37 @@ HELPERS: dict[str, Helper] = {
 
 def _merge(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     out, lse = t["out"].clone(), t["lse"].clone()
-    kernels(out.device.type).merge_(out, lse, t["half_step"], t["half_lse"], t["rows"])
+    movers_for(out.device.type).merge_(out, lse, t["half_step"], t["half_lse"], t["rows"])
     return out, lse
 
 
 def _put(t: dict[str, torch.Tensor]) -> torch.Tensor:
     out = t["out"].clone()
-    kernels(out.device.type).scatter_([out], [t["half_step"].float()], t["rows"])
+    movers_for(out.device.type).scatter_([out], [t["half_step"].float()], t["rows"])
     return out
 
 
 def _add(t: dict[str, torch.Tensor]) -> torch.Tensor:
     out = t["out"].clone()
-    kernels(out.device.type).scatter_([out], [t["half_step"]], t["rows"], add=True)
+    movers_for(out.device.type).scatter_([out], [t["half_step"]], t["rows"], add=True)
     return out
 
 
 def _back(t: dict[str, torch.Tensor]) -> torch.Tensor:
     out = t["out"].clone()
-    use = kernels(out.device.type)
+    use = movers_for(out.device.type)
     use.scatter_heads_([out], [t["half_step"].float()[None]], t["rows"], [0])
     use.scatter_heads_([out], [t["half_step"].float()[None, :, :1]], slice(0, 4), [1])
     return out
 
 
 KERNELS: dict[str, Helper] = {  # what no helper is made of
-    "take": lambda t: tuple(kernels(t["x"].device.type).gather([t["x"], t["y"]], t["rows"])),
+    "take": lambda t: tuple(movers_for(t["x"].device.type).gather([t["x"], t["y"]], t["rows"])),
     "partition": lambda t: tuple(
-        kernels(t["x"].device.type).gather([t["x"], t["y"]], RowRule("partition", "slice", t["cu"], a=2, b=1))
+        movers_for(t["x"].device.type).gather([t["x"], t["y"]], RowRule("partition", "slice", t["cu"], a=2, b=1))
     ),
     "heads to front": lambda t: tuple(
-        kernels(t["x"].device.type).gather_heads([t["out"]] * 2, t["rows"], [0, 1, 1, 1, 0, 0], [1, 1])
+        movers_for(t["x"].device.type).gather_heads([t["out"]] * 2, t["rows"], [0, 1, 1, 1, 0, 0], [1, 1])
     ),
     "heads to back": _back,
     "put": _put,

@@ -10,7 +10,7 @@ import torch
 import cp_fast.build.builder
 from cp_fast.log import log_once
 from cp_fast.movers import select_movers as select
-from cp_fast.movers.select_movers import chosen, kernels, use, why_not
+from cp_fast.movers.select_movers import chosen, movers_for, use, why_not
 from cp_fast.movers.torch_movers import TorchMovers
 
 
@@ -28,11 +28,11 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_a_compiler_pytorch_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cp_fast.build.builder, "why_not", lambda device_type: "no C++ compiler")
     assert chosen("cpu") == ("torch", "not native: no C++ compiler; not numba: numba is for 'cuda', not 'cpu'")
-    assert isinstance(kernels("cpu"), TorchMovers)
+    assert isinstance(movers_for("cpu"), TorchMovers)
     with pytest.raises(RuntimeError, match=r"'native' cannot be had: no C\+\+ compiler"):
-        kernels("cpu", "native")
+        movers_for("cpu", "native")
     with use("native"), pytest.raises(RuntimeError, match=r"use\('native'\) asks for .* no C\+\+ compiler"):
-        kernels("cpu")
+        movers_for("cpu")
 
 
 def test_the_first_use_of_a_slower_one_says_so_once(
@@ -41,7 +41,7 @@ def test_the_first_use_of_a_slower_one_says_so_once(
     monkeypatch.setattr(cp_fast.build.builder, "why_not", lambda device_type: "no C++ compiler")
     log_once.cache_clear()
     for _ in range(2):
-        kernels("cpu")
+        movers_for("cpu")
         select._choice.cache_clear()
     assert capfd.readouterr().err == (
         "cp-attention: on 'cpu' the kernels 'torch' move and merge, slower than 'native' ones (not native: no C++ "
@@ -49,11 +49,11 @@ def test_the_first_use_of_a_slower_one_says_so_once(
     )
     log_once.cache_clear()
     monkeypatch.setenv("LOCAL_RANK", "1")  # the first process of a node speaks for all
-    kernels("cpu")
+    movers_for("cpu")
     monkeypatch.delenv("LOCAL_RANK")
     log_once.cache_clear()
     monkeypatch.setenv(select.VARIABLE, "torch")
-    kernels("cpu")
+    movers_for("cpu")
     assert capfd.readouterr().err == ""
 
 
@@ -61,9 +61,9 @@ def test_a_compiler_that_is_not_there_is_no_reason_to_take_another(monkeypatch: 
     monkeypatch.setenv("CXX", "no-such-compiler")
     cp_fast.build.builder.why_not.cache_clear()
     with pytest.raises(ValueError, match="CXX is 'no-such-compiler'; it must name a C"):
-        kernels("cpu")
+        movers_for("cpu")
     with use("torch"):
-        kernels("cpu")
+        movers_for("cpu")
 
 
 def test_a_build_that_fails_is_no_reason_to_take_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_a_build_that_fails_is_no_reason_to_take_another(monkeypatch: pytest.Mon
     monkeypatch.setattr(cp_fast.build.builder, "why_not", lambda device_type: None)
     monkeypatch.setattr("cp_fast.movers.native_movers.load", load)
     with pytest.raises(RuntimeError, match="the build failed"):
-        kernels("cpu")
+        movers_for("cpu")
 
 
 def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,19 +81,19 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen("cpu") == ("torch", "CP_FAST_KERNELS=torch")
     monkeypatch.setenv(select.VARIABLE, "numba")
     with pytest.raises(RuntimeError, match=r"CP_FAST_KERNELS=numba asks for .* numba is for 'cuda'"):
-        kernels("cpu")
+        movers_for("cpu")
     with use("torch"):
-        assert kernels("cpu").name == "torch"
+        assert movers_for("cpu").name == "torch"
     monkeypatch.setenv(select.VARIABLE, "cutlass")
     with pytest.raises(ValueError, match="CP_FAST_KERNELS is 'cutlass'; it must be one of 'native', 'numba', 'torch'"):
-        kernels("cpu")
+        movers_for("cpu")
 
 
 def test_names() -> None:
     with pytest.raises(ValueError, match="name is 'cutlass'"), use("cutlass"):
         pass
     with pytest.raises(ValueError, match="name is 'cutlass'"):
-        kernels("cpu", "cutlass")
+        movers_for("cpu", "cutlass")
     assert why_not("torch", "meta") is None
     assert set(select.NAMES) == {"native", "numba", "torch"}
 

@@ -17,14 +17,7 @@ from torch.utils._pytree import tree_leaves
 import cp_fast
 from cp_fast.compile.instruction_passes import low_precision_grads, of_one_launch
 from cp_fast.compile.program import Send
-from cp_fast.kernels.attention.backend_protocol import (
-    Backend,
-    BackwardOperands,
-    Gradients,
-    LaunchOptions,
-    Partial,
-    VarlenBatch,
-)
+from cp_fast.kernels.attention.backend_protocol import Backend, BackwardOperands, Gradients, Partial
 from cp_fast.transport.peer_exchange import PeerMessages, SharedMemory
 from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup
@@ -49,10 +42,7 @@ class Allocates(Backend):
         out = q.new_empty(*q.shape[:2], v.shape[2])
         return Partial(out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), None)
 
-    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
-        return self.backward_freeing([operands])
-
-    def backward_freeing(self, given: list[BackwardOperands], *rest: Any) -> Gradients:
+    def backward(self, given: list[BackwardOperands], *rest: Any) -> Gradients:
         dtype, (q, k, v) = given[0].q.dtype, [torch.empty_like(x, dtype=torch.float32) for x in given[0][1:4]]
         given.clear()  # the large kernel has read them; then each accumulator is rounded, and goes
         dk = torch.empty_like(k, dtype=dtype)
@@ -147,13 +137,13 @@ def arguments_of(
         lambda member: cp_fast.make_plan(cp=cp_fast.ContextParallel(member, comm, layout=layout), **how)
     )
     messages = _messages(rank, size)
-    instructions, backend = plans[rank].instructions, Allocates(plans[rank].backend.features)
+    programs, backend = plans[rank].programs, Allocates(plans[rank].backend.features)
     if comm == "p2p":
-        backward = [(plan.instructions.backward, of_one_launch(plan.instructions.backward)) for plan in plans]
+        backward = [(plan.programs.backward, of_one_launch(plan.programs.backward)) for plan in plans]
         said = [[(x.peer, x.tag) for x in its.of(Send) if x.source.buffer in single] for its, single in backward]
-        instructions = low_precision_grads(instructions, _Said(size, rank, tuple(said)), rounded=True)
-    compiled = replace(plans[rank].compiled, backend=backend, messages=messages, instructions=instructions)
-    plan = replaced(plans[rank], compiled=compiled)
+        programs = low_precision_grads(programs, _Said(size, rank, tuple(said)), rounded=True)
+    batch = replace(plans[rank].batch, backend=backend, messages=messages, programs=programs)
+    plan = replaced(plans[rank], batch=batch)
     rows = sum(lengths) // size
     q, k, v, dout = (torch.zeros(rows, n, dim, dtype=torch.bfloat16) for n in (*heads, heads[1], heads[0]))
     qkv = [x.requires_grad_() for x in (q, k, v)]

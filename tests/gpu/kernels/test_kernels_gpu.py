@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 
 from cp_fast.movers.mover_protocol import RowRule
-from cp_fast.movers.select_movers import kernels, why_not
+from cp_fast.movers.select_movers import movers_for, why_not
 from tests.cp_fast.kernels.checks.suite import (
     CHECKS,
     MERGED_SHAPES,
@@ -126,8 +126,8 @@ FAULTS = {
 }
 SCRIPT = """
 import torch, cp_fast.thd
-from cp_fast.movers.select_movers import kernels
-rows, ops, x = kernels("cuda", "native"), torch.ops.cp_attention, torch.ones(16, 64, device="cuda")
+from cp_fast.movers.select_movers import movers_for
+rows, ops, x = movers_for("cuda", "native"), torch.ops.cp_attention, torch.ones(16, 64, device="cuda")
 ids = torch.arange(16, device="cuda")
 try:
     {call}
@@ -142,7 +142,7 @@ def test_a_broken_rule_ends_in_an_assertion(rule: str) -> None:
     """In a process of its own: the GPU's context is lost."""
     if (reason := why_not("native", "cuda")) is not None:
         pytest.skip(f"needs the native kernels: {reason}")
-    kernels("cuda", "native")  # built once, here
+    movers_for("cuda", "native")  # built once, here
     command = [sys.executable, "-c", SCRIPT.format(call=FAULTS[rule])]
     environment = {**os.environ, "CP_FAST_KERNELS": "native"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

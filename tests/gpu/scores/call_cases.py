@@ -26,8 +26,8 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def wrong_call(name: str, size: int = 2) -> list[str]:
-    """What is wrong with a call on `size` ranks: nothing, or lines of text."""
+def wrong_call(name: str) -> list[str]:
+    """What is wrong with a call on two ranks: nothing, or lines of text."""
     given = dict(CALLS[name])
     how, lengths = (
         {name: given.pop(name) for name in ("cp_comm_type", "layout") if name in given},
@@ -70,7 +70,7 @@ def wrong_call(name: str, size: int = 2) -> list[str]:
         return [cp_fast.unshard(x, cp=cp, **cut) for x in (out.detach(), *grads)]
 
     wide, wrong = exact(), list[str]()
-    for rank, results in enumerate(SimGroup(size).run(ranks)):
+    for rank, results in enumerate(SimGroup(2).run(ranks)):
         for what, found, right in zip(("out", "dq", "dk", "dv"), results, wide, strict=True):
             error, most = float((found - right).abs().max()), float(right.abs().max())
             if rank == 0:

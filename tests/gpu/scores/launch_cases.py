@@ -20,10 +20,10 @@ from cp_fast.kernels.attention.backend_protocol import (
     LaunchOptions,
     LaunchPositions,
     LaunchScores,
-    VarlenBatch,
 )
 from cp_fast.kernels.attention.choose_backend import by_name
-from cp_ref.calls.scores import ScoreTensors, kept
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
+from cp_ref.calls.scores import ScoreTensors, kept_by_dropout
 from cp_ref.schedules.problem import ScoreSpec
 from tests.gpu.scores.launch_oracle import LaunchResults, Operands, dense
 
@@ -154,13 +154,13 @@ def launched(backend: Backend, problem: Problem) -> LaunchResults:
     """Both passes of a launch, by a kernel library."""
     (q, k, v, dout, dlse), batch, options = problem
     out, lse, *_ = backend.forward(q, k, v, batch, options)
-    grads = backend.backward(BackwardOperands(dout, q, k, v, out, lse, dlse), batch, options)
+    grads = backend.backward([BackwardOperands(dout, q, k, v, out, lse, dlse)], batch, options)
     return LaunchResults(out, lse, *grads)
 
 
-def run_case(case: Case, backend: Backend | None = None) -> list[str]:
+def run_case(case: Case) -> list[str]:
     """What is wrong with a case: nothing, or lines of text."""
-    backend = by_name("fa4") if backend is None else backend
+    backend = by_name("fa4")
     problem = problem_of(case)
     wide, plain = (
         dense(problem.operands.to(dtype), problem.batch, problem.options) for dtype in (torch.float64, torch.bfloat16)
@@ -203,7 +203,7 @@ def wrong_masks(case: Case, backend: Backend) -> list[str]:
     q, wrong, d = torch.zeros_like(q), list[str](), v.shape[2]
     for s in range(len(case.lengths)):
         rows, columns = (slice(cu[s], cu[s + 1]) for cu in (batch.cu_q, batch.cu_kv))
-        expected = kept(
+        expected = kept_by_dropout(
             positions.q_sequences[rows][None, :, None],
             heads[:, None, None],
             positions.q_positions[rows][None, :, None],
@@ -227,7 +227,7 @@ def wrong_masks(case: Case, backend: Backend) -> list[str]:
                 dout.zero_()
                 dout[rows][start : start + size, :, :size] = torch.eye(size, device=v.device, dtype=v.dtype)[:, None]
                 given = BackwardOperands(dout, q, k, v, torch.zeros_like(dout), lse, None)
-                dv = backend.backward(given, batch, options).dv[columns]
+                dv = backend.backward([given], batch, options).dv[columns]
                 backward[:, start : start + size] = (dv[:, :, :size] > 0).permute(1, 2, 0)
         else:  # The queries of a group share dv: give each head its turn.
             _, lse, *_ = backend.forward(q, k, v, batch, options)
@@ -238,7 +238,7 @@ def wrong_masks(case: Case, backend: Backend) -> list[str]:
                     one = torch.eye(size, device=v.device, dtype=v.dtype)[:, None]
                     dout[rows][start : start + size, head::group, :size] = one
                     given = BackwardOperands(dout, q, k, v, torch.zeros_like(dout), lse, None)
-                    dv = backend.backward(given, batch, options).dv[columns]
+                    dv = backend.backward([given], batch, options).dv[columns]
                     backward[head::group, start : start + size] = (dv[:, :, :size] > 0).permute(1, 2, 0)
         for name, found in (("forward", forward), ("backward", backward)):
             if not torch.equal(found, expected):

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.kernels.attention.backend_protocol import LaunchOptions, VarlenBatch
+from cp_fast.kernels.attention.backend_protocol import LaunchOptions
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_ref.calls.scores import PairScores, ScorePlaces
 
 __all__ = ["LaunchResults", "Operands", "dense", "visible"]

@@ -72,7 +72,7 @@ def ours(problem: Problem) -> tuple[Step, Step]:
     (q, k, v, dout, _), batch, options = problem
     out, lse, *_ = backend.forward(q, k, v, batch, options)
     operands = BackwardOperands(dout, q, k, v, out, lse, None)
-    return lambda: backend.forward(q, k, v, batch, options), lambda: backend.backward(operands, batch, options)
+    return lambda: backend.forward(q, k, v, batch, options), lambda: backend.backward([operands], batch, options)
 
 
 def theirs(problem: Problem, mods: tuple[Any, Any], aux: list[torch.Tensor]) -> tuple[Step, Step]:

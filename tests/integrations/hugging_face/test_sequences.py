@@ -75,6 +75,26 @@ def test_log_probabilities_of_documents_are_those_of_one_rank(name: str, monkeyp
         torch.testing.assert_close(sum(grads[n] for _, grads in found), weight.grad, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("layout", ["dual_chunk", "balanced"])
+def test_values_at_last_tokens(layout: Any) -> None:
+    """Of each packed document; the gradient of one goes to its last token alone."""
+    batch, spans = packed()
+    values = torch.randn(1, 32, 2, generator=torch.Generator().manual_seed(3))
+
+    def one(member: Any) -> None:
+        context = cp_fast.ContextParallel(member, layout=layout)
+        own = ours.shard_batch(batch, cp=context)["cp_batch"]
+        mine = own.shard(values, 0.0).requires_grad_()
+        found = own.at_last_tokens(mine)
+        assert torch.equal(found, values[0, [b - 1 for _, b in spans]])
+        (found[1].sum() / context.size).backward()
+        wanted = torch.zeros_like(values)
+        wanted[0, spans[1][1] - 1] = 1.0
+        assert torch.equal(mine.grad, own.shard(wanted, 0.0))
+
+    SimGroup(2).run(one)
+
+
 def peak_bytes(run: Callable[[], object]) -> int:
     """The memory that a function takes at most, beside what it leaves behind."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:

@@ -326,9 +326,9 @@ def test_layers_of_a_kind_share_a_plan_and_later_calls_find_it(monkeypatch: pyte
     """Four layers of two kinds; another batch of equal lengths needs no new plan either."""
     made: list[Any] = []
     found: list[Any] = []
-    plan_for, prepared = cp_batch.plan_for, calls.prepared
+    plan_for, plan_of_rank = cp_batch.plan_for, calls.plan_of_rank
     monkeypatch.setattr(cp_batch, "plan_for", lambda *given, **named: found.append(0) or plan_for(*given, **named))
-    monkeypatch.setattr(calls, "prepared", lambda *given, **named: made.append(0) or prepared(*given, **named))
+    monkeypatch.setattr(calls, "plan_of_rank", lambda *given, **named: made.append(0) or plan_of_rank(*given, **named))
 
     def one(member: Any) -> list[tuple[int, int]]:
         cp = cp_fast.ContextParallel(member)

@@ -12,7 +12,6 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -293,8 +292,8 @@ class StepProcesses:
         return report_of(Runs(job, world, lambda *_: None, run), loss, bits=bits)
 
     def found_alone(self, job: Job) -> Any:
-        """What the one process finds; copied, since who keeps tensors of other processes keeps their open files."""
-        return deepcopy(self._group(1).run(found_in, [job])[0])
+        """What the one process finds."""
+        return self._group(1).run(found_in, [job])[0]
 
     def _group(self, size: int) -> Processes:
         if size not in self._groups:

@@ -42,12 +42,12 @@ from cp_fast.kernels.attention.backend_protocol import (
     LaunchOptions,
     Outs,
     Partial,
-    VarlenBatch,
 )
 from cp_fast.kernels.attention.fa4.fa4_recorded import Launches, keep_on_disk
 from cp_fast.kernels.attention.fa4.scores.launch_program import launch_program, traced_scores
 from cp_fast.kernels.attention.fa4.scores.score_kernels import score_arguments, score_call
 from cp_fast.kernels.attention.kernel_operands import round_up, trim, widen
+from cp_fast.kernels.attention.varlen_batch import VarlenBatch
 from cp_fast.kernels.this_gpu import NotInstalled, hopper_why_not
 from cp_ref.calls.scores import ScoreTensors
 from cp_ref.schedules.problem import ScoreSpec
@@ -167,14 +167,8 @@ class Fa4Backend(Backend):
         out, lse = _launch("_flash_attn_fwd", tensors, numbers, options)
         return Partial(out if outs else trim(out, d), lse, None)
 
-    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
+    def backward(self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients have q's dtype."""
-        return self.backward_freeing([operands], segments, options)
-
-    def backward_freeing(
-        self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions
-    ) -> Gradients:
-        """See `Backend.backward_freeing`: operands without another reference are freed early."""
         dout, q, k, v, out, lse, dlse = given.pop()
         dims = q.shape[2], v.shape[2]
         d_qk, d_v = _backward_dims(*dims, gqa=q.shape[1] != k.shape[1])

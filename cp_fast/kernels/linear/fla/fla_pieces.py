@@ -65,10 +65,10 @@ class _Pieces:
     def of(self, chosen: Sequence[int], *, reverse: bool) -> ScanTable:
         """The pieces of the chosen fragments; scan i begins with state i."""
         key = "chosen", tuple(chosen), reverse
-        if (known := self.rows.kept.get(key)) is None:
+        if (known := self.rows.tables.get(key)) is None:
             spans = [range(self.first[f], self.first[f + 1])[:: -1 if reverse else 1] for f in chosen]
             scans = [(i, [(p, -1) for p in span]) for i, span in enumerate(spans)]
-            known = self.rows.kept[key] = scan_table(scans, self.rows.device)
+            known = self.rows.tables[key] = scan_table(scans, self.rows.device)
         return known
 
 
@@ -77,7 +77,7 @@ def _cut(inputs: LinearInputs, fragments: FragmentRows) -> _Pieces | None:
     if inputs.q.shape[-1] > LARGEST:
         return None
     heads = inputs.v.shape[1]
-    if ("pieces", heads) not in fragments.kept:
+    if ("pieces", heads) not in fragments.tables:
         chunks = [-(-(stop - start) // CHUNK) for start, stop in pairwise(fragments.cu)]
         target = max(LEAST, sum(chunks) * heads // PROGRAMS)
         found = None
@@ -85,8 +85,8 @@ def _cut(inputs: LinearInputs, fragments: FragmentRows) -> _Pieces | None:
             cuts = [_even(start, stop, target) for start, stop in pairwise(fragments.cu)]
             rows = FragmentRows((0, *(stop for cut in cuts for stop in cut)), fragments.device)
             found = _Pieces(rows, (0, *accumulate(map(len, cuts))))
-        fragments.kept["pieces", heads] = found
-    return fragments.kept["pieces", heads]
+        fragments.tables["pieces", heads] = found
+    return fragments.tables["pieces", heads]
 
 
 def _worth_cutting(chunks: Sequence[int], heads: int, mapped: Sequence[Sequence[int]], target: int) -> bool:

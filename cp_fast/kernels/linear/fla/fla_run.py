@@ -88,19 +88,19 @@ class _Rows(NamedTuple):
 
 
 def _rows(fragments: FragmentRows) -> _Rows:
-    if (known := fragments.kept.get("fla")) is None:
+    if (known := fragments.tables.get("fla")) is None:
         on_host = torch.tensor(fragments.cu, device="cpu")
         made = (on_host, prepare_chunk_indices(on_host, CHUNK), prepare_chunk_offsets(on_host, CHUNK))
-        known = fragments.kept["fla"] = _Rows(*(x.to(fragments.device) for x in made))
+        known = fragments.tables["fla"] = _Rows(*(x.to(fragments.device) for x in made))
     return known
 
 
 def _spans(fragments: FragmentRows, chosen: Sequence[int]) -> torch.Tensor:
     """The rows of the chosen fragments, int64 [c, 2]."""
     key = "spans", tuple(chosen)
-    if (known := fragments.kept.get(key)) is None:
+    if (known := fragments.tables.get(key)) is None:
         rows = [fragments.cu[i : i + 2] for i in chosen]
-        known = fragments.kept[key] = torch.tensor(rows, dtype=torch.int64, device=fragments.device).view(-1, 2)
+        known = fragments.tables[key] = torch.tensor(rows, dtype=torch.int64, device=fragments.device).view(-1, 2)
     return known
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from cp_fast.movers.mover_protocol import Movers
-from cp_fast.movers.select_movers import kernels, use
+from cp_fast.movers.select_movers import movers_for, use
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -97,7 +97,7 @@ class Where:
 
     @property
     def kernels(self) -> Movers:
-        return kernels(self.device, self.name)
+        return movers_for(self.device, self.name)
 
     def use(self) -> Any:
         return use(self.name)

@@ -252,7 +252,7 @@ class _Dropped:
     def keep(self, tile: ScoreTile) -> None:
         uint32 = library("cutlass").Uint32
         self.order = tile.order
-        kept = tile.kept()
+        kept = tile.kept_by_dropout()
         for number, pair in enumerate(self.order):
             if number % _BITS == 0:
                 self._words.append(uint32(0))

@@ -278,7 +278,7 @@ class ScoreTile:
         inside = smaller(self._rows[number][0], self._seqlen.seqlen_q - 1)
         return int32(self._tensors[name][self._seqlen.offset_q + inside])
 
-    def kept(self) -> dict[tuple[int, int], Any]:
+    def kept_by_dropout(self) -> dict[tuple[int, int], Any]:
         """Which pairs dropout keeps: Boolean scalars."""
         uint32 = library("cutlass").Uint32
         seed = self._tensors["seed"]

@@ -1,6 +1,6 @@
-"""Which keys of each ring member every other ring member sees: every schedule is planned from this.
+"""Who sees which keys of whom, by ring member: every schedule is planned from this.
 
-Planners ask `RingMembers` for
+Planners ask `Visibility` for
 
     sees, seen          the rectangles in which one ring member's queries see keys, or its keys are seen
     whole_tiles         the tiles of one ring member's queries with all keys that they see, whoever has them
@@ -37,8 +37,8 @@ from cp_ref.schedules.table import Column, Spans, Table, constant, in_blocks, or
 
 __all__ = [
     "ROW_PAIRS",
-    "RingMembers",
     "SeenTiles",
+    "Visibility",
     "spans_by",
 ]
 
@@ -89,9 +89,9 @@ class OwnedRows(Table):
 
 
 ROW_PAIRS = 1000  # Attention to this number of keys takes about the time of a row's exchange (two H100s, both passes).
-_LEAST_GAIN = 0.03  # Of the time. A launch of documents at home takes some time, too.
+_LEAST_SAVED_AT_HOME = 0.03  # Of the time, by areas that stay at home: their launch takes some time, too.
 _MOST_LIMITS = 256  # Of those compared. Each limits the pairs that ranks keep at home.
-_KEPT = 4  # One rank of a ring asks for this many tables of `KeyBounds`. They are large.
+_MOST_BOUNDS = 4  # One rank of a ring asks for this many tables of `KeyBounds`. They are large.
 
 
 class KeyBounds(NamedTuple):
@@ -103,8 +103,8 @@ class KeyBounds(NamedTuple):
     stop: Column
 
 
-class RingMembers:
-    """The ring members of a workload, their rows, and the keys that they see of each other.
+class Visibility:
+    """Which keys the ring members of a workload see of each other, and the rows that each one has.
 
     Args:
         some: the numbers of the areas that count, sorted; all of them if left out.
@@ -208,14 +208,14 @@ class RingMembers:
         return (all_rows - own).sum(axis=1), np.where(all_rows == own, computed, 0).sum(axis=1)
 
     @cached_property
-    def at_home(self) -> RingMembers:
+    def at_home(self) -> Visibility:
         """The ranks as ring members, for the areas that need no exchange of heads."""
-        return RingMembers(replace(self.workload, a2a_size=1), np.flatnonzero(self._stays_home))
+        return Visibility(replace(self.workload, a2a_size=1), np.flatnonzero(self._stays_home))
 
     @cached_property
-    def exchanged(self) -> RingMembers:
-        """These ring members for all other areas."""
-        return RingMembers(self.workload, np.flatnonzero(~self._stays_home)) if self._stays_home.any() else self
+    def exchanged(self) -> Visibility:
+        """The same ring members, for all other areas."""
+        return Visibility(self.workload, np.flatnonzero(~self._stays_home)) if self._stays_home.any() else self
 
     # ---- how it is found: whole columns at a time
 
@@ -230,7 +230,7 @@ class RingMembers:
         if owned.kv is not owned.q or not all(map(np.array_equal, areas.queries, areas.keys)):
             other, too = _only_owner(areas.keys, owned.kv)
             stays &= too & (rank == other)
-        stays = _apart(areas, stays)
+        stays = _separate(areas, stays)
         if not stays.any():
             return stays
         work, rows = areas.pairs, np.bincount(owned.q.rank, owned.q.stop - owned.q.start, minlength=len(ranks))
@@ -240,15 +240,15 @@ class RingMembers:
         limits = np.unique(np.concatenate(sums))
         limits = limits[:: -(-len(limits) // _MOST_LIMITS)]
         counts = [np.searchsorted(total, limits, side="right") - 1 for total in sums]  # [limits], of each rank
-        kept = np.stack([total[n] for total, n in zip(sums, counts, strict=True)])
+        home_work = np.stack([total[n] for total, n in zip(sums, counts, strict=True)])
         left = np.stack([rows[r] - starts_of(areas.queries.size[of_rank[r]])[counts[r]] for r in ranks])
-        times = kept.max(0) + (work.sum() - kept.sum(0)) / len(ranks) + ROW_PAIRS * left.max(0)
+        times = home_work.max(0) + (work.sum() - home_work.sum(0)) / len(ranks) + ROW_PAIRS * left.max(0)
         best = int(times.argmin())
-        if times[best] > (1 - _LEAST_GAIN) * times[0]:
+        if times[best] > (1 - _LEAST_SAVED_AT_HOME) * times[0]:
             return np.zeros_like(stays)
         for some, n in zip(of_rank, counts, strict=True):
             stays[some[n[best] :]] = False
-        return _apart(areas, stays)
+        return _separate(areas, stays)
 
     @cached_property
     def _whole_tiles(self) -> SeenTiles:
@@ -315,7 +315,7 @@ class RingMembers:
         if (first, way) not in self._bounds:
             start, stop = self._bounds_of_each
             members = np.arange(first, first + way * self.member_count, way) % self.member_count
-            if len(self._bounds) == _KEPT:
+            if len(self._bounds) == _MOST_BOUNDS:
                 del self._bounds[next(iter(self._bounds))]
             self._bounds[first, way] = KeyBounds(
                 None if start is None else np.minimum.accumulate(start[members]), np.maximum.accumulate(stop[members])
@@ -344,7 +344,7 @@ def _only_owner(spans: Spans, rows: Fragments) -> tuple[Column, Column]:
     return rows.rank[first], changes[first] == changes[last]
 
 
-def _apart(areas: Areas, some: Column) -> Column:
+def _separate(areas: Areas, some: Column) -> Column:
     """Which of some areas share no row with one of the others."""
     while some.any():
         others = areas.take(~some)
