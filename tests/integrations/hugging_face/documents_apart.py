@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -12,10 +12,12 @@ import torch.distributed as dist
 from cp_fast.integrations import token_batches
 from cp_fast.integrations import transformers as ours
 
-__all__ = ["Part", "alone", "batches", "check", "grads_of", "part_of", "parts_of", "step_of"]
+__all__ = ["KINDS", "Part", "alone", "batches", "check", "grads_of", "part_of", "parts_of", "step_of"]
 
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 """A rank's logits with the numbers of their tokens in the batch (-100: padding), its loss, and its gradients."""
+
+KINDS = ("packed", "padded", "one")  # of `batches`
 
 
 def batches() -> dict[str, dict[str, torch.Tensor]]:
@@ -62,10 +64,10 @@ def part_of(model: Any, kind: str, cp: Any) -> Part:
     return _part(ours.prepare(model, cp), batches()[kind], cp)
 
 
-def parts_of(model: Any, cp: Any) -> dict[str, Part]:
-    """A rank's parts of each of `batches`, of a model that is prepared once."""
+def parts_of(model: Any, cp: Any, kinds: Iterable[str] = KINDS) -> dict[str, Part]:
+    """A rank's parts of several of `batches`, of a model that is prepared once."""
     model = ours.prepare(model, cp)
-    return {kind: _part(model, batch, cp) for kind, batch in batches().items()}
+    return {kind: _part(model, batches()[kind], cp) for kind in kinds}
 
 
 def _part(model: Any, batch: dict[str, torch.Tensor], cp: Any) -> Part:

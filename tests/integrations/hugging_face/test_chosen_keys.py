@@ -22,7 +22,7 @@ from cp_fast.layers import sparse_attention as sparse
 from cp_ref import SimGroup
 from cp_ref.schedules.words import Unsupported
 from tests.dist.workers import Processes
-from tests.integrations.hugging_face.documents_apart import Part, alone, batches, check, part_of, parts_of
+from tests.integrations.hugging_face.documents_apart import KINDS, Part, alone, batches, check, part_of, parts_of
 from tests.integrations.hugging_face.families import EXPERTS, LATENT, SIZES
 
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
@@ -55,24 +55,24 @@ def tiny(name: str, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "comm", "layout"),
+    ("name", "kinds", "size", "comm", "layout"),
     [
-        ("DeepseekV32ForCausalLM", 2, "all_gather", "balanced"),
-        ("GlmMoeDsaForCausalLM", 2, "a2a", "dual_chunk"),
-        pytest.param("GlmMoeDsaForCausalLM", 1, "all_gather", "dual_chunk", marks=pytest.mark.thorough),
+        ("DeepseekV32ForCausalLM", ("packed",), 2, "all_gather", "balanced"),
+        ("GlmMoeDsaForCausalLM", ("packed",), 2, "a2a", "dual_chunk"),
+        pytest.param("GlmMoeDsaForCausalLM", KINDS, 1, "all_gather", "dual_chunk", marks=pytest.mark.thorough),
         *(
-            pytest.param(name, size, comm, layout, marks=pytest.mark.thorough)
+            pytest.param(name, KINDS, size, comm, layout, marks=pytest.mark.thorough)
             for name in MODELS
             for size, comm, layout in ((3, "all_gather", "contiguous"), (4, "a2a", "balanced"))
         ),
     ],
 )
-def test_a_model_is_the_same_over_ranks(name: str, size: int, comm: Any, layout: Any) -> None:
+def test_a_model_is_the_same_over_ranks(name: str, kinds: tuple[str, ...], size: int, comm: Any, layout: Any) -> None:
     def one(member: Any) -> dict[str, Part]:
-        return parts_of(tiny(name), cp_fast.ContextParallel(member, comm, layout=layout))
+        return parts_of(tiny(name), cp_fast.ContextParallel(member, comm, layout=layout), kinds)
 
     found, whole = SimGroup(size).run(one), tiny(name)
-    for kind in batches():
+    for kind in kinds:
         check(whole, kind, [part[kind] for part in found])
 
 

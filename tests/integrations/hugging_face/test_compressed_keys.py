@@ -20,6 +20,7 @@ from cp_ref.schedules.words import Unsupported
 from tests.dist.workers import Processes
 from tests.integrations.hugging_face.compressed_model import with_compressed_keys as tiny
 from tests.integrations.hugging_face.documents_apart import (
+    KINDS,
     Part,
     alone,
     batches,
@@ -35,23 +36,23 @@ pytest.importorskip("transformers", reason="needs transformers: pip install '.[t
 
 
 @pytest.mark.parametrize(
-    ("size", "comm", "layout"),
+    ("kinds", "size", "comm", "layout"),
     [
-        (2, "all_gather", "dual_chunk"),
+        (("packed",), 2, "all_gather", "dual_chunk"),
         *(
-            pytest.param(*case, marks=pytest.mark.thorough)
+            pytest.param(KINDS, *case, marks=pytest.mark.thorough)
             for case in ((1, "all_gather", "dual_chunk"), (3, "all_gather", "contiguous"), (4, "a2a", "balanced"))
         ),
     ],
 )
-def test_a_model_is_the_same_over_ranks(size: int, comm: Any, layout: Any) -> None:
+def test_a_model_is_the_same_over_ranks(kinds: tuple[str, ...], size: int, comm: Any, layout: Any) -> None:
     """Logits, losses and all gradients, document by document. Hyper-connections and hash routers take slices."""
 
     def one(member: Any) -> dict[str, Part]:
-        return parts_of(tiny(), cp_fast.ContextParallel(member, comm, layout=layout))
+        return parts_of(tiny(), cp_fast.ContextParallel(member, comm, layout=layout), kinds)
 
     found, whole = SimGroup(size).run(one), tiny()
-    for kind in batches():
+    for kind in kinds:
         check(whole, kind, [part[kind] for part in found])
 
 
