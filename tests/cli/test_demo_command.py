@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from cp_fast.tools.cli import app
 from cp_fast.tools.cli import demo as module
 from cp_fast.tools.cli.demo import Job, Measured, spawn
+from tests.dist.workers import run_program
 from tests.marks import HANGS_S
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})
@@ -28,8 +29,8 @@ def demo(*options: str) -> str:
     return result.output
 
 
-def demo_process(*options: str, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *launcher, "-m", "cp_fast", "demo", *options]
+def demo_process(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cp_fast", "demo", *options]
     env = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, check=False, env=env)
 
@@ -144,22 +145,22 @@ def test_two_dimensions_of_ranks() -> None:
     assert "4 ranks, a2a+p2p (a2a in groups of 2), dual_chunk" in said
 
 
-@pytest.mark.thorough
-def test_what_the_ranks_refuse_is_one_line() -> None:
-    done = demo_process(*SMALL, "--backend", "fa4", "--device", "cpu")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: rank ")
-    assert "attention with backend 'fa4' is not supported: fa4 lacks device cpu, float32" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_what_the_ranks_refuse_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    result = runner.invoke(app, ["demo", *SMALL, "--backend", "fa4"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: rank ")
+    assert "attention with backend 'fa4' is not supported: fa4 lacks device cpu, float32" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert capfd.readouterr().err == ""  # of the ranks
 
 
 @pytest.mark.thorough
-def test_torchrun() -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = demo_process(*SMALL[:4], "--device", "cpu", launcher=torchrun)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("All results are right.") == 1
-    assert "2 processes started by torchrun over gloo on the CPU" in done.stdout
+def test_torchrun(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("from cp_fast.tools.cli import app\n\napp()\n")
+    said = run_program(program, 2, "demo", *SMALL[:4], "--device", "cpu")
+    assert said.count("All results are right.") == 1
+    assert "2 processes started by torchrun over gloo on the CPU" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.step import compare_step
 from cp_fast.integrations.sampler import DocumentSampler, pack, share_out
 from tests.dist.workers import run_program
+from tests.meta.step.detection import StepProcesses
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "document_sampler.py"
 
@@ -194,10 +194,10 @@ def test_what_a_packed_row_refuses(odd: Any, said: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_step_of_groups_of_all_sizes_is_that_of_one_process() -> None:
+def test_a_step_of_groups_of_all_sizes_is_that_of_one_process(steps: StepProcesses) -> None:
     pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
     one, four = (run_program(EXAMPLE, processes) for processes in (1, 4))
     losses = [[float(word) for word in said.split()[1:]] for said in (one, four)]
     assert losses[1] == pytest.approx(losses[0], abs=2e-4)
-    report = compare_step("examples.document_sampler:build", "examples.document_sampler:batch", 2, loss="sum")
+    report = steps.compare("examples.document_sampler:build", "examples.document_sampler:batch", 2, loss="sum")
     assert report.right, str(report)

@@ -33,6 +33,7 @@ def main(dtype: str, *seeds: str) -> int:
     from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
 
     from cp_fast.kernels.convolution import triton_convolution
+    from cp_fast.kernels.linear import triton_scan
 
     def splat(self: Any, kind: Any, x: Any) -> Any:
         """A number in all places. Triton 3.9 gives the result of a comparison another dtype than its values have."""
@@ -40,6 +41,7 @@ def main(dtype: str, *seeds: str) -> int:
 
     setattr(interpreter.InterpreterBuilder, "create_splat", splat)  # noqa: B010
     triton_convolution.libdevice = SimpleNamespace(fast_dividef=lambda x, y: x / y)  # of the GPU's own library
+    triton_scan.CHANNELS = 32  # so that the channels of a problem are several blocks
     setattr(ScanKernels, "features", frozenset(Feature))  # noqa: B010  on tensors of the CPU too
     setattr(ScanKernels, "why_not", lambda _: None)  # noqa: B010
     assert choose_kernels(features_of_call("cpu", dtype, 16, 70), "auto", "mamba").name == "triton"

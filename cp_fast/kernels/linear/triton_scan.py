@@ -1,5 +1,5 @@
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 """Mamba's selective scan in Triton: see `selective_scan.py` for what it computes.
 
 A tile is up to 16 rows of a fragment. A program has the rows of one tile and a block of channels in registers, and goes
@@ -9,9 +9,9 @@ through the numbers of a state, one after the other: any count of them is right.
     _carry      tile after tile: the state before each, from the state that enters the fragment
     _outputs    the rows of each tile, from the state before it
 
-In a backward pass the gradients of states go through the first two the other way round. `_gradients` computes the
-states of a tile again, and meets them there. So states are in memory at the borders of tiles alone: of states with 16
-numbers, 4 bytes for a row and a channel. A sum over channels has a part for each block of them, and a fixed order.
+In a backward pass the gradients of states go through the first two as well, the other way round. `_gradients` computes
+the states of a tile again, and meets them there. So states are in memory at the borders of tiles alone: 4 bytes for a
+row and a channel whose state has 16 numbers. A sum over channels has a part for each block of them, and a fixed order.
 
     legend   n = rows, t = tiles, f = fragments, c = chosen fragments, h = heads of q and k, C = channels (columns of
              states), N = numbers of a state (d_k)
@@ -64,6 +64,16 @@ def _zeros(BR: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
+def _store_sums(place, rows, BR: tl.constexpr, first: tl.constexpr, by: tl.constexpr):
+    """The sum of each row. All sums come before all stores: so they do not wait for one another."""
+    found = ()
+    for j in tl.static_range(BR):
+        found += (tl.sum(rows[j], 0),)
+    for j in tl.static_range(BR):
+        tl.store(place + first + by * j, found[j])
+
+
+@triton.jit
 def _place(tiles, H: tl.constexpr, G: tl.constexpr, BC: tl.constexpr):
     """The tile of a program, its first row and how many it has; the head, the block of its channels, and these."""
     blocks: tl.constexpr = (G + BC - 1) // BC
@@ -78,29 +88,38 @@ def _place(tiles, H: tl.constexpr, G: tl.constexpr, BC: tl.constexpr):
 @_one_warp
 @triton.jit
 def _shifts(
-    x, y, g, rates, tiles, shifts, sums,
+    q, k, v, g, dout, rates, tiles, shifts, sums, reverse,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """The states [t, N, C] after each tile of k and v, from zero, and the sums of g [t, C]. REVERSE: of q and dout, the
-    gradients of the states before each tile.
+    """The states [t, N, C] after each tile, from zero, and the sums of g [t, C]. REVERSE: also the gradients of the
+    states before each tile, from zero behind it.
     """
     C: tl.constexpr = H * G
     i_t, start, rows, head, _, o_c, m_c = _place(tiles, H, G, BC)
-    steps, values = _rows(g, start, rows, o_c, m_c, C, BR), _rows(y, start, rows, o_c, m_c, C, BR)
-    if not REVERSE:
-        total = tl.zeros([BC], dtype=tl.float32)
-        for j in tl.static_range(BR):
-            total += steps[j]
-        tl.store(sums + i_t * C + o_c, total, mask=m_c)
-    x += (i_t * H + head) * N * BR
+    steps, values = _rows(g, start, rows, o_c, m_c, C, BR), _rows(v, start, rows, o_c, m_c, C, BR)
+    total = tl.zeros([BC], dtype=tl.float32)
+    for j in tl.static_range(BR):
+        total += steps[j]
+    tl.store(sums + i_t * C + o_c, total, mask=m_c)
+    k += (i_t * H + head) * N * BR
     shifts += i_t * N * C + o_c
+    if REVERSE:
+        grads = _rows(dout, start, rows, o_c, m_c, C, BR)
+        q += (i_t * H + head) * N * BR
+        reverse += i_t * N * C + o_c
     for i_n in range(N):
         rate = tl.load(rates + i_n * C + o_c, mask=m_c, other=0.0)
         state = tl.zeros([BC], dtype=tl.float32)
-        for j in tl.static_range(BR - 1 if REVERSE else 0, -1 if REVERSE else BR, -1 if REVERSE else 1):
-            decay, more = tl.exp2(rate * steps[j]), tl.load(x + i_n * BR + j) * values[j]
-            state = decay * (state + more) if REVERSE else decay * state + more
+        decays = ()
+        for j in tl.static_range(BR):
+            decays += (tl.exp2(rate * steps[j]),)
+            state = decays[j] * state + tl.load(k + i_n * BR + j) * values[j]
         tl.store(shifts + i_n * C, state, mask=m_c)
+        if REVERSE:
+            dstate = tl.zeros([BC], dtype=tl.float32)
+            for j in tl.static_range(BR - 1, -1, -1):
+                dstate = decays[j] * (dstate + tl.load(q + i_n * BR + j) * grads[j])
+            tl.store(reverse + i_n * C, dstate, mask=m_c)
 
 
 @DirectLaunch
@@ -198,24 +217,25 @@ def _gradients(
     for i_n in range(N):
         rate = tl.load(rates + i_n * C + o_c, mask=m_c, other=0.0)
         state = tl.load(before + i_n * C, mask=m_c, other=0.0)
-        decays, decayed = (), ()  # of each row: exp(A g), and that times the state before it
+        decays, decayed, sums = (), (), ()  # of each row: exp(A g), that times the state before it, dq
         for j in tl.static_range(BR):
-            decay = tl.exp2(rate * steps[j])
-            decays += (decay,)
-            decayed += (decay * state,)
+            decays += (tl.exp2(rate * steps[j]),)
+            decayed += (decays[j] * state,)
             state = decayed[j] + tl.load(k + i_n * BR + j) * values[j]
-            tl.store(dq + i_n * BR + j, tl.sum(state * grads[j], 0))
+            sums += (state * grads[j],)
+        _store_sums(dq + i_n * BR, sums, BR, 0, 1)
         dstate = tl.load(behind + i_n * C, mask=m_c, other=0.0)
         of_rate = tl.zeros([BC], dtype=tl.float32)
-        values_now, steps_now = (), ()
+        values_now, steps_now, sums = (), (), ()
         for j in tl.static_range(BR - 1, -1, -1):
             dstate += tl.load(q + i_n * BR + j) * grads[j]
-            tl.store(dk + i_n * BR + j, tl.sum(dstate * values[j], 0))
+            sums += (dstate * values[j],)
             values_now += (of_values[BR - 1 - j] + dstate * tl.load(k + i_n * BR + j),)
             dlog = dstate * decayed[j]  # the gradient of A g
             steps_now += (of_steps[BR - 1 - j] + dlog * rate,)
             of_rate += dlog * steps[j]
             dstate *= decays[j]
+        _store_sums(dk + i_n * BR, sums, BR, BR - 1, -1)
         of_values, of_steps = values_now, steps_now
         tl.store(behind + i_n * C, of_rate, mask=m_c)
     for j in tl.static_range(BR):
@@ -228,8 +248,8 @@ def _gradients(
 # ---- launches
 
 ROWS = 16  # of a tile
-CHANNELS = {"shifts": 128, "outputs": 64, "gradients": 64}  # of a program, which has one warp: its sums need no other
-CARRY = 128, 8  # numbers of states of a program, and tiles that it loads at once
+CHANNELS = 128  # of a program, which has one warp: its sums need no other
+CARRY = 128, 32  # numbers of states of a program, and tiles that it loads at once
 
 
 class _Scan:
@@ -244,6 +264,7 @@ class _Scan:
         self.count = len(self.tiles)
         self.rates = (inputs.A.float() * math.log2(math.e)).t().contiguous()  # [N, C]
         self.q, self.k = self.cut(inputs.q.float() * inputs.scale), self.cut(inputs.k.float())
+        self.sums = self.new(self.count, self.channels)
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         """Rows [n, h, N] as tiles [t, h, N, ROWS]."""
@@ -253,22 +274,24 @@ class _Scan:
         """Parts of tiles [blocks, t, h, N, ROWS] as rows [n, h, N]."""
         return self.rows.joined(parts.sum(0).permute(0, 3, 1, 2))
 
-    def blocks(self, channels: int) -> int:
+    @property
+    def blocks(self) -> int:
         """Of channels of a head."""
-        return triton.cdiv(self.channels // self.h, channels)
+        return triton.cdiv(self.channels // self.h, CHANNELS)
 
     def new(self, *shape: int) -> torch.Tensor:
         """An empty tensor of float32."""
         return self.inputs.v.new_empty(shape, dtype=torch.float32)
 
-    def shifts(self, dout: torch.Tensor | None = None) -> torch.Tensor:
-        """What each tile adds to the state [t, N, C]; with dout, to the gradient of the state."""
-        found, (_, _, v, g, *_) = self.new(self.count, self.numbers, self.channels), self.inputs
-        if dout is None:
-            self.sums = self.new(self.count, self.channels)
-        x, y = (self.k, v) if dout is None else (self.q, dout)
-        self._launch(_shifts, "shifts", x, y, g, self.rates, self.tiles, found, self.sums, REVERSE=dout is not None)
-        return found
+    def shifts(self, dout: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """What each tile adds to the state [t, N, C] and, with dout, to the gradient of the state before it."""
+        made = [self.new(self.count, self.numbers, self.channels) for _ in range(1 if dout is None else 2)]
+        _, _, v, g, *_ = self.inputs
+        self._launch(
+            _shifts, self.q, self.k, v, g, dout, self.rates, self.tiles, made[0], self.sums, made[-1],
+            REVERSE=dout is not None,
+        )  # fmt: skip
+        return made
 
     def carry(
         self,
@@ -304,27 +327,24 @@ class _Scan:
         """Out [n, C, 1]."""
         _, _, v, g, *_ = self.inputs
         out = torch.empty_like(v)
-        self._launch(_outputs, "outputs", self.q, self.k, v, g, self.rates, self.tiles, before, out)
+        self._launch(_outputs, self.q, self.k, v, g, self.rates, self.tiles, before, out)
         return out
 
     def gradients(self, dout: torch.Tensor, before: torch.Tensor, behind: torch.Tensor) -> LinearGradients:
         """All but those of initial states. `behind` is used up."""
         _, _, v, g, *_ = self.inputs
-        dq, dk = (
-            self.new(self.blocks(CHANNELS["gradients"]), self.count, self.h, self.numbers, ROWS) for _ in range(2)
-        )
+        dq, dk = (self.new(self.blocks, self.count, self.h, self.numbers, ROWS) for _ in range(2))
         dv, dg = torch.empty_like(v), self.new(*g.shape)
         self._launch(
-            _gradients, "gradients", self.q, self.k, v, g, dout, self.rates, self.tiles, before, behind, dq, dk, dv, dg,
+            _gradients, self.q, self.k, v, g, dout, self.rates, self.tiles, before, behind, dq, dk, dv, dg,
             self.count,
         )  # fmt: skip
         dq, dk = self.joined(dq) * self.inputs.scale, self.joined(dk)
         return LinearGradients(dq, dk, dv, dg, None, None, behind.sum(0).t())
 
-    def _launch(self, kernel: DirectLaunch, name: str, *given: object, **named: object) -> None:
-        block = CHANNELS[name]
-        kernel[(self.count * self.h * self.blocks(block),)](
-            *given, H=self.h, G=self.channels // self.h, N=self.numbers, BR=ROWS, BC=block, **named
+    def _launch(self, kernel: DirectLaunch, *given: object, **named: object) -> None:
+        kernel[(self.count * self.h * self.blocks,)](
+            *given, H=self.h, G=self.channels // self.h, N=self.numbers, BR=ROWS, BC=CHANNELS, **named
         )
 
 
@@ -362,7 +382,7 @@ class ScanForward:
     def __init__(self, inputs: LinearInputs, fragments: FragmentRows) -> None:
         with torch.cuda.device_of(inputs.v):
             self._scan = _Scan(inputs, fragments)
-            self._shifts = self._scan.shifts()
+            (self._shifts,) = self._scan.shifts()
 
     def maps(self, chosen: Sequence[int]) -> Maps:
         """Decays of rows, and states from zero."""
@@ -388,9 +408,8 @@ class ScanBackward:
         self._dout, self._has_initial = dout, initial is not None
         with torch.cuda.device_of(dout):
             self._scan = scan = _Scan(inputs, fragments)
-            self._before = scan.shifts()
+            self._before, self._shifts = scan.shifts(dout)
             scan.carry(self._before, None if initial is None else _turned(initial), final=False)
-            self._shifts = scan.shifts(dout)
 
     def reverse_maps(self, chosen: Sequence[int], dfinal: torch.Tensor | None) -> torch.Tensor:
         """D, and M dfinal besides."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -254,8 +255,17 @@ def grads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def alone(family: str, *batches: Batch) -> Found:
     """Outputs and gradients of one process, of several batches before one backward pass."""
+    return _alone(family, batches) if batches else _alone_of_its_batch(family)
+
+
+@cache
+def _alone_of_its_batch(family: str) -> Found:
+    return _alone(family, (batch_of(family),))
+
+
+def _alone(family: str, batches: tuple[Batch, ...]) -> Found:
     model = tiny(family)
-    outs = [out for batch in batches or [batch_of(family)] for out in outputs(model, batch)]
+    outs = [out for batch in batches for out in outputs(model, batch)]
     loss_of(outs).backward()
     return [out.detach() for out in outs], grads_of(model)
 

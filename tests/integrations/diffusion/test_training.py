@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_fast
-from conformance.step import compare_step
 from cp_fast.integrations import diffusers as ours
 from cp_ref import SimGroup
 from tests.dist.workers import Processes
@@ -35,6 +34,7 @@ from tests.integrations.diffusion.families import (
     outputs,
     tiny,
 )
+from tests.meta.step.detection import StepProcesses
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[test-integrations]'")
 
@@ -64,7 +64,12 @@ def checkpointed(model: Any) -> nn.Module:
     return model
 
 
+def all_changes(model: Any) -> nn.Module:
+    return copy.deepcopy(checkpointed(with_adapter(model)))
+
+
 CHANGES = {"PeftModel": adapted, "adapter": with_adapter, "checkpointing": checkpointed, "copied": copy.deepcopy}
+CHANGES |= {"all": all_changes}
 
 
 def changed(change: str, family: str, batches: list[Batch], member: Any = None) -> Found:
@@ -79,12 +84,15 @@ def changed(change: str, family: str, batches: list[Batch], member: Any = None) 
     return [out.detach() for out in outs], grads_of(model)
 
 
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in FAMILIES]
+    ("family", "change"),
+    [
+        *((family, change) for family in QUICK for change in CHANGES if change != "all"),
+        *(pytest.param(family, "all", marks=pytest.mark.thorough) for family in FAMILIES if family not in QUICK),
+    ],
 )
 @pytest.mark.one_in(5)
-def test_a_changed_model(change: str, family: str) -> None:
+def test_a_changed_model(family: str, change: str) -> None:
     """Of Flux also two calls before one backward pass, whose slices have the same rows and other tokens."""
     batches = [batch_of(family), flux(1, 12, 6)] if family == "flux" else [batch_of(family)]
     found = SimGroup(2).run(lambda member: changed(change, family, batches, member))
@@ -106,18 +114,16 @@ def test_adapters_that_came_before() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["wan", "flux"])
 def test_compiled_blocks(family: str) -> None:
-    def compiled(member: Any = None) -> Found:
-        model, size = tiny(family), 1
-        if member is not None:
-            cp = cp_fast.ContextParallel(member)
-            model, size = ours.use(model, cp), cp.size
+    def compiled(member: Any) -> Found:
+        cp = cp_fast.ContextParallel(member)
+        model = ours.use(tiny(family), cp)
         model.compile_repeated_blocks(backend="aot_eager")
         outs = outputs(model, batch_of(family))
-        (loss_of(outs) / size).backward()
+        (loss_of(outs) / cp.size).backward()
         return [out.detach() for out in outs], grads_of(model)
 
     torch.compiler.reset()
-    check(SimGroup(2).run(compiled), compiled())
+    check(SimGroup(2).run(compiled), alone(family))
 
 
 # ---- processes
@@ -170,9 +176,9 @@ def step_of(cp: Any, family: str) -> Any:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_is_that_of_one_process(family: str) -> None:
-    report = compare_step(partial(step_of, family=family), partial(batch_of, family), 2)
+@pytest.mark.parametrize("family", [*QUICK, "ltx2", "cosmos3"])
+def test_a_step_is_that_of_one_process(steps: StepProcesses, family: str) -> None:
+    report = steps.compare(partial(step_of, family=family), partial(batch_of, family), 2)
     assert report.right, str(report)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cp_fast.integrations import token_batches
 from cp_fast.integrations import transformers as ours
 
-__all__ = ["Part", "alone", "batches", "check", "grads_of", "part_of", "step_of"]
+__all__ = ["Part", "alone", "batches", "check", "grads_of", "part_of", "parts_of", "step_of"]
 
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 """A rank's logits with the numbers of their tokens in the batch (-100: padding), its loss, and its gradients."""
@@ -37,6 +37,7 @@ def alone(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, tor
 
     It runs the documents one by one, because without kernels for a GPU those functions cannot keep them apart.
     """
+    model.zero_grad()
     rows = [batch]
     if "position_ids" in batch:
         starts = [*(batch["position_ids"][0] == 0).nonzero()[:, 0].tolist(), batch["input_ids"].shape[1]]
@@ -58,7 +59,17 @@ def grads_of(model: Any) -> dict[str, torch.Tensor]:
 
 def part_of(model: Any, kind: str, cp: Any) -> Part:
     """A rank's part of a model's results of one of `batches`."""
-    batch, model = batches()[kind], ours.prepare(model, cp)
+    return _part(ours.prepare(model, cp), batches()[kind], cp)
+
+
+def parts_of(model: Any, cp: Any) -> dict[str, Part]:
+    """A rank's parts of each of `batches`, of a model that is prepared once."""
+    model = ours.prepare(model, cp)
+    return {kind: _part(model, batch, cp) for kind, batch in batches().items()}
+
+
+def _part(model: Any, batch: dict[str, torch.Tensor], cp: Any) -> Part:
+    model.zero_grad()
     out = model(**ours.shard_batch(batch, cp=cp, model=model))
     out.loss.backward()
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))

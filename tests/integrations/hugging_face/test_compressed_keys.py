@@ -13,41 +13,46 @@ import torch
 import torch.distributed as dist
 
 import cp_fast
-from conformance.step import compare_step
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.hugging_face import compressed_keys
 from cp_ref import SimGroup
 from cp_ref.schedules.words import Unsupported
 from tests.dist.workers import Processes
 from tests.integrations.hugging_face.compressed_model import with_compressed_keys as tiny
-from tests.integrations.hugging_face.documents_apart import Part, alone, batches, check, grads_of, part_of, step_of
+from tests.integrations.hugging_face.documents_apart import (
+    Part,
+    alone,
+    batches,
+    check,
+    grads_of,
+    part_of,
+    parts_of,
+    step_of,
+)
+from tests.meta.step.detection import StepProcesses
 
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "comm", "layout"),
+    ("size", "comm", "layout"),
     [
-        ("packed", 2, "all_gather", "dual_chunk"),
+        (2, "all_gather", "dual_chunk"),
         *(
-            pytest.param(kind, size, comm, layout, marks=pytest.mark.thorough)
-            for kind in batches()
-            for size, comm, layout in (
-                (1, "all_gather", "dual_chunk"),
-                (2, "all_gather", "balanced"),
-                (3, "all_gather", "contiguous"),
-                (4, "a2a", "balanced"),
-            )
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in ((1, "all_gather", "dual_chunk"), (3, "all_gather", "contiguous"), (4, "a2a", "balanced"))
         ),
     ],
 )
-def test_a_model_is_the_same_over_ranks(kind: str, size: int, comm: Any, layout: Any) -> None:
+def test_a_model_is_the_same_over_ranks(size: int, comm: Any, layout: Any) -> None:
     """Logits, losses and all gradients, document by document. Hyper-connections and hash routers take slices."""
 
-    def one(member: Any) -> Part:
-        return part_of(tiny(), kind, cp_fast.ContextParallel(member, comm, layout=layout))
+    def one(member: Any) -> dict[str, Part]:
+        return parts_of(tiny(), cp_fast.ContextParallel(member, comm, layout=layout))
 
-    check(tiny(), kind, SimGroup(size).run(one))
+    found, whole = SimGroup(size).run(one), tiny()
+    for kind in batches():
+        check(whole, kind, [part[kind] for part in found])
 
 
 def over_gloo() -> Part:
@@ -80,10 +85,10 @@ def build(cp: Any, leaks: bool = False) -> Any:
 
 
 @pytest.mark.thorough
-def test_a_step_is_right_and_one_process_that_leaks_is_named() -> None:
-    report = compare_step(build, batches()["packed"], 2, cp_comm_type="all_gather")
+def test_a_step_is_right_and_one_process_that_leaks_is_named(steps: StepProcesses) -> None:
+    report = steps.compare(build, batches()["packed"], 2, cp_comm_type="all_gather")
     assert report.right, report
-    report = compare_step(partial(build, leaks=True), batches()["packed"], 2, cp_comm_type="all_gather")
+    report = steps.compare(partial(build, leaks=True), batches()["packed"], 2, cp_comm_type="all_gather")
     assert report.causes == ("leak",), report
     assert "by compress_keys" in report.findings[0].text, report
 
@@ -127,12 +132,12 @@ def test_adapters_of_linear_layers() -> None:
         loss.backward()
         return loss.detach(), grads_of(model)
 
-    parts_of = SimGroup(2).run(lambda member: step(cp_fast.ContextParallel(member, "all_gather")))
+    of_ranks = SimGroup(2).run(lambda member: step(cp_fast.ContextParallel(member, "all_gather")))
     ((loss, grads),) = SimGroup(1).run(lambda member: step(cp_fast.ContextParallel(member, "all_gather")))
     assert any("compressor" in name for name in grads)
-    torch.testing.assert_close(torch.stack([x for x, _ in parts_of]).sum(), loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.stack([x for x, _ in of_ranks]).sum(), loss, rtol=1e-5, atol=1e-5)
     for name, grad in grads.items():
-        found = torch.stack([x[name] for _, x in parts_of]).sum(0)
+        found = torch.stack([x[name] for _, x in of_ranks]).sum(0)
         assert float((found - grad).norm()) <= 1e-4 * float(grad.norm()) + 1e-6, name
 
 

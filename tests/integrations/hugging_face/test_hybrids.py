@@ -19,20 +19,29 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_fast
-from conformance.step import compare_step
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.loss import loss_for_backward
 from cp_ref import SimGroup
 from cp_ref.schedules.words import LAYOUTS
 from tests.dist.workers import Processes
 from tests.integrations.hugging_face import hybrid_processes
-from tests.integrations.hugging_face.documents_apart import Part, alone, batches, check, grads_of, part_of, step_of
+from tests.integrations.hugging_face.documents_apart import (
+    Part,
+    alone,
+    batches,
+    check,
+    grads_of,
+    part_of,
+    parts_of,
+    step_of,
+)
 from tests.integrations.hugging_face.hybrids import HYBRIDS, REFUSED_HYBRIDS, tiny_hybrid
+from tests.meta.step.detection import StepProcesses
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 
 NEXT = "Qwen3NextForCausalLM"
-QUICK = {(NEXT, "packed"), ("KimiLinearForCausalLM", "padded"), ("BambaForCausalLM", "one"), ("Lfm2ForCausalLM", "one")}
+QUICK = (NEXT, "KimiLinearForCausalLM", "BambaForCausalLM", "Lfm2ForCausalLM")
 
 
 def test_transformers_alone_lets_packed_documents_leak() -> None:
@@ -50,41 +59,39 @@ def test_transformers_alone_lets_packed_documents_leak() -> None:
     torch.testing.assert_close(torch.stack(SimGroup(2).run(one)).sum(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        pytest.param(name, kind, marks=() if (name, kind) in QUICK else pytest.mark.thorough)
-        for name in HYBRIDS
-        for kind in batches()
-    ],
-)
-def test_a_hybrid_is_the_same_over_ranks(name: str, kind: str) -> None:
-    parts = SimGroup(2).run(lambda member: part_of(tiny_hybrid(name), kind, cp_fast.ContextParallel(member)))
-    check(tiny_hybrid(name), kind, parts)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough) for n in HYBRIDS])
+def test_a_hybrid_is_the_same_over_ranks(name: str) -> None:
+    check_all(name, SimGroup(2).run(lambda member: parts_of(tiny_hybrid(name), cp_fast.ContextParallel(member))))
+
+
+def check_all(name: str, parts: list[dict[str, Part]]) -> None:
+    """The ranks' parts of each batch."""
+    whole = tiny_hybrid(name)
+    for kind in batches():
+        check(whole, kind, [part[kind] for part in parts])
 
 
 @pytest.mark.parametrize(
-    ("comm", "layout", "size", "kind"),
+    ("comm", "layout", "size"),
     [
-        ("p2p", "dual_chunk", 4, "packed"),
+        ("p2p", "dual_chunk", 4),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
-                *(("p2p", "dual_chunk", 4, kind) for kind in ("one", "padded")),
-                *(("all_gather", "contiguous", size, kind) for size in (2, 4) for kind in batches()),
-                *(("p2p", "balanced", size, kind) for size in (2, 4) for kind in batches()),
-                ("a2a", "balanced", 2, "packed"),
-                ("a2a+p2p", "dual_chunk", 4, "packed"),
+                ("all_gather", "contiguous", 4),
+                ("p2p", "balanced", 2),
+                ("a2a", "balanced", 4),
+                ("a2a+p2p", "dual_chunk", 4),
             )
         ),
     ],
 )
-def test_layouts_and_schedules(comm: Any, layout: Any, size: int, kind: str) -> None:
-    def one(member: Any) -> Part:
+def test_layouts_and_schedules(comm: Any, layout: Any, size: int) -> None:
+    def one(member: Any) -> dict[str, Part]:
         group = member.split(2) if comm == "a2a+p2p" else member
-        return part_of(tiny_hybrid(NEXT), kind, cp_fast.ContextParallel(group, comm, layout=layout))
+        return parts_of(tiny_hybrid(NEXT), cp_fast.ContextParallel(group, comm, layout=layout))
 
-    check(tiny_hybrid(NEXT), kind, SimGroup(size).run(one))
+    check_all(NEXT, SimGroup(size).run(one))
 
 
 def over_gloo(names: list[str], kind: str) -> dict[str, Part]:
@@ -94,8 +101,10 @@ def over_gloo(names: list[str], kind: str) -> dict[str, Part]:
 
 @pytest.mark.thorough
 def test_hybrids_over_gloo(four: Processes) -> None:
-    found = four.run(over_gloo, list(HYBRIDS), "packed")
-    for name in HYBRIDS:
+    """One of each kind of layer."""
+    names = [*QUICK, "MambaForCausalLM", "MiniMaxForCausalLM"]
+    found = four.run(over_gloo, names, "packed")
+    for name in names:
         check(tiny_hybrid(name), "packed", [part[name] for part in found])
 
 
@@ -250,14 +259,14 @@ def test_a_convolution_that_adapters_copy() -> None:
 
 
 @pytest.mark.thorough
-def test_a_hybrid_s_step_is_right() -> None:
-    report = compare_step(build, batches()["packed"], 4, layout="balanced")
+def test_a_hybrid_s_step_is_right(steps: StepProcesses) -> None:
+    report = steps.compare(build, batches()["packed"], 4, layout="balanced")
     assert report.right, report
 
 
 @pytest.mark.thorough
-def test_a_hybrid_s_one_process_that_leaks_is_named() -> None:
-    report = compare_step(partial(build, leaks=True), batches()["packed"], 2)
+def test_a_hybrid_s_one_process_that_leaks_is_named(steps: StepProcesses) -> None:
+    report = steps.compare(partial(build, leaks=True), batches()["packed"], 2)
     assert report.causes == ("leak",), report
     assert "model.layers.0.linear_attn" in report.first, report
     assert "by causal_conv1d" in report.findings[0].text, report

@@ -27,15 +27,10 @@ IDS = {"input_ids": batch_of("LlamaForCausalLM")["input_ids"]}
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        pytest.param(name, ranks, marks=() if ranks == 3 and name in CLASSES[:3] else pytest.mark.thorough)
-        for name in CLASSES
-        for ranks in (2, 3)
-    ],
+    "name", [pytest.param(name, marks=pytest.mark.thorough if n > 2 else ()) for n, name in enumerate(CLASSES)]
 )
-def test_a_class_is_right_over_ranks(name: str, ranks: int) -> None:
-    found = sweep_cases.play(name, "causal", ranks=ranks)
+def test_a_class_is_right_over_ranks(name: str) -> None:
+    found = sweep_cases.play(name, "causal", ranks=3)
     assert found["verdict"] == "right", found
     assert found.get("refused in", {}) == {}
 

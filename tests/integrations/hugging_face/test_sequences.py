@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import cp_fast
-from conformance.step import compare_step
 from cp_fast.integrations import sequences
 from cp_fast.integrations import transformers as ours
 from cp_fast.integrations.hugging_face.built_masks import without_blocks
 from cp_fast.integrations.sequences import sequence_sum, token_log_probs, token_log_probs_and_entropy
 from cp_ref import SimGroup
 from tests.integrations.hugging_face.test_transformers import SIZES, batches, model_of
+from tests.meta.step.detection import StepProcesses
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 
@@ -428,6 +428,7 @@ def test_adapters_that_add_tokens_or_mix_them_are_refused(when: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo", "distillation"])
-def test_losses_of_preference_are_those_of_one_process(loss: str) -> None:
-    report = compare_step(f"examples.preference:{loss}", "examples.preference:batch", 2, layout="balanced", loss="sum")
+def test_losses_of_preference_are_those_of_one_process(steps: StepProcesses, loss: str) -> None:
+    build, batch = f"examples.preference:{loss}", "examples.preference:batch"
+    report = steps.compare(build, batch, 2, layout="balanced", loss="sum")
     assert report.right, str(report)

@@ -235,7 +235,8 @@ def test_losses_are_those_of_trainer_alone(alone: int, processes: int) -> None:
 
     Norms of gradients and counts of tokens too. Over ranks the program checks dropout as well.
     """
-    expected, found = losses(alone, "--alone"), losses(processes, "--cp-size", "2")
+    more = ["--dp"] if alone > 1 else []
+    expected, found = losses(alone, "--alone", *more), losses(processes, *more)
     assert expected.keys() == found.keys()
     for name, values in expected.items():
         assert found[name] == pytest.approx(values, abs=1e-4), name

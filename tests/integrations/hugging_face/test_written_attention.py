@@ -39,15 +39,10 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        pytest.param(name, ranks, marks=() if ranks == 3 and task == "causal" else pytest.mark.thorough)
-        for name, task in OTHERS.items()
-        for ranks in (2, 3)
-    ],
+    "name", [pytest.param(n, marks=() if task == "causal" else pytest.mark.thorough) for n, task in OTHERS.items()]
 )
-def test_a_class_is_right_over_ranks(name: str, ranks: int) -> None:
-    found = sweep_cases.play(name, OTHERS[name], ranks=ranks)
+def test_a_class_is_right_over_ranks(name: str) -> None:
+    found = sweep_cases.play(name, OTHERS[name], ranks=3)
     assert found["verdict"] == "right", found
     assert found.get("refused in", {}) == {}
 
@@ -63,15 +58,10 @@ COUNT_PADDING = {
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        pytest.param(name, ranks, marks=() if ranks == 3 and "LMHead" in name else pytest.mark.thorough)
-        for name in COUNT_PADDING
-        for ranks in (2, 3)
-    ],
+    "name", [pytest.param(n, marks=() if "LMHead" in n else pytest.mark.thorough) for n in COUNT_PADDING]
 )
-def test_a_class_that_counts_ids_of_padding_is_right_or_says_so(name: str, ranks: int) -> None:
-    found = sweep_cases.play(name, COUNT_PADDING[name], ranks=ranks)
+def test_a_class_that_counts_ids_of_padding_is_right_or_says_so(name: str) -> None:
+    found = sweep_cases.play(name, COUNT_PADDING[name], ranks=3)
     assert found["verdict"] == "right", found
     assert all("the id of padding, among tokens" in said for said in found["refused in"].values())
     assert not any(case.startswith("padded") for case in found["refused in"])

@@ -79,6 +79,8 @@ CASES: dict[str, dict[str, Any]] = {
     "images, accumulated": {"images": "Qwen2_5_VLForConditionalGeneration", "remove_unused_columns": False}
     | {"gradient_accumulation_steps": 2},
 }
+# how rows are dealt out, and what is divided by the tokens of all contexts
+OF_TWO_CONTEXTS = ("two epochs", "drop_last", "group_by_length", "streamed", "smoothed, packed", "experts")
 
 
 def with_images(name: str, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -114,7 +116,7 @@ def losses(group: Any, options: dict[str, Any]) -> list[float]:
         model = {"model": tiny_with_images(images) if group is None else tiny_images(images)}
         collator = partial(with_images, images)
     common: dict[str, Any] = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 3e-3}
-    common |= {"include_num_input_tokens_seen": "all"}
+    common |= {"include_num_input_tokens_seen": "all", "num_train_epochs": 1}
     quiet: dict[str, Any] = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(folder, use_cpu=True, **common | quiet | options)
@@ -185,16 +187,16 @@ def with_experts() -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--alone", action="store_true")
-    parser.add_argument("--cp-size", type=int, default=1)
+    parser.add_argument("--dp", action="store_true", help="two data parallel ranks, and the cases that see them")
     given = parser.parse_args()
     group = None
     if not given.alone:
         dist.init_process_group("gloo")
         mesh = init_device_mesh(
-            "cpu", (dist.get_world_size() // given.cp_size, given.cp_size), mesh_dim_names=("dp", "cp")
+            "cpu", (1 + given.dp, dist.get_world_size() // (1 + given.dp)), mesh_dim_names=("dp", "cp")
         )
         group = mesh["cp"]
-    found = {name: losses(group, options) for name, options in CASES.items()}
+    found = {name: losses(group, CASES[name]) for name in (OF_TWO_CONTEXTS if given.dp else CASES)}
     if group is not None:
         check_dropout(group)
     if not dist.is_initialized() or dist.get_rank() == 0:
