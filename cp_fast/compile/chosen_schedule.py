@@ -1,8 +1,8 @@
 """The schedule that `cp_fast` runs: the planner's, by choices that are the same on all ranks.
 
-    1. own keys first     the passes in which own keys attend while the others travel (`own_keys`)
-    2. head chunks        how many heads are exchanged at a time (`chosen_head_chunks`)
-    3. own keys that wait tiles of own keys that attend together with keys that arrive (`own_keys`)
+    1. own keys first       the passes in which own keys attend while the others travel (`own_keys`)
+    2. head chunks          how many heads are exchanged at a time (`chosen_head_chunks`)
+    3. own keys that wait   tiles of own keys that attend together with keys that arrive (`own_keys`)
 
 The planner itself is the problem's: `cp_comm_type="auto"` has become a name where the arguments were read
 (`cp_ref.schedules.planners.choose_schedule`).
