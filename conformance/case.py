@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, get_args, get_type_hints
 
 import torch
 
@@ -25,6 +26,7 @@ __all__ = [
     "Case",
     "aux_tensors",
     "check_counts",
+    "check_types",
     "dtype_of",
     "score_features",
     "score_mod_of",
@@ -50,6 +52,23 @@ def text_of(record: Any, *first: object) -> str:
     rest = fields(record)[len(first) :]
     words = [*map(str, first), *(f"{f.name}={v!r}" for f in rest if (v := getattr(record, f.name)) != f.default)]
     return f"{type(record).__name__}({', '.join(words)})".replace("'", '"')  # A shell's '...' holds it.
+
+
+def check_types(record: Any) -> None:
+    """Raise ValueError for a field that is not of its type, so that a mistyped text does not replay something else. A
+    float may be an integer.
+    """
+    for name, kind in _types(type(record)).items():
+        value = getattr(record, name)
+        if not isinstance(value, kind) and not (type(value) is int and float in (kind, *get_args(kind))):
+            words = getattr(kind, "__name__", str(kind))
+            raise ValueError(f"{name} is {value!r}; it must be of type {words}")
+
+
+@cache
+def _types(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {f.name: hints[f.name] for f in fields(kind)}
 
 
 def check_counts(record: Any, names: Iterable[str]) -> None:
@@ -221,10 +240,7 @@ class Case:
     def __post_init__(self) -> None:
         """Refuse what no call can mean, so that a mistyped text does not replay something else."""
         _check_meaning(self.problem)
-        for f in fields(self)[1:]:
-            value, kind = getattr(self, f.name), type(f.default)
-            if not isinstance(value, kind) and not (kind is float and type(value) is int):
-                raise ValueError(f"{f.name} is {value!r}; it must be of type {kind.__name__}")
+        check_types(self)
         cp_size = self.problem.cp_size
         for side in ("q", "kv"):
             name, tail = f"tail_{side}", self.tail(side)

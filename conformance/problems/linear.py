@@ -80,6 +80,7 @@ class LinearCase(CaseProblem):
 
     def __post_init__(self) -> None:
         """Refuse a mistyped text."""
+        super().__post_init__()
         check_counts(self, self.counts)
         if type(self.spoiled) is not int or not -1 <= self.spoiled < len(self.problem.sequences):
             raise ValueError(f"spoiled is {self.spoiled!r}; it must be the number of a document, or -1")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
-from conformance.case import Case, text_of
+from conformance.case import Case, check_types, text_of
 from conformance.checks.budgets import same_bytes
 from conformance.checks.reference import UnsupportedCase, describe_error, is_out_of_memory
 from conformance.implementation import Implementation, Missing
@@ -136,6 +136,10 @@ class CaseProblem(LevelProblem):
     """Base of the problems that are a case of attention and a few fields more: it has the batch and the values."""
 
     case: Case
+
+    def __post_init__(self) -> None:
+        """Refuse a mistyped text."""
+        check_types(self)
 
     def __str__(self) -> str:
         """One line that `parse` reads back."""

@@ -89,6 +89,7 @@ dtype="float64"), use_plan=True), top_k=2)
 
     def __post_init__(self) -> None:
         """Refuse a mistyped text."""
+        super().__post_init__()
         check_one_document(self.problem, "top_k")
         check_counts(self, self.counts)
 
@@ -188,6 +189,11 @@ class IndexerCase(SparseCase):
     d_index: int = 4
     scale: float | None = None
     rate: int | None = None  # Of compressed keys.
+
+    def __post_init__(self) -> None:
+        """Refuse a mistyped text."""
+        super().__post_init__()
+        check_counts(self, () if self.rate is None else ("rate",))
 
     def given(self, device: str, *, whole: bool) -> Tensors:
         """The indexer's tensors, see `indexer_of`."""
