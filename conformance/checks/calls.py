@@ -251,7 +251,8 @@ def _half(call: RankCall) -> list[str]:
 # between.
 #
 # Each rank plays the case three times: plainly, again after another call has shuffled the memory, and with a plan; and
-# once more with that plan, which a second layer would use too. A plan holds no state of a call.
+# once more with that plan, which a second layer uses too, before the case and between its passes. A plan holds no state
+# of a call.
 
 
 def check_determinism(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
@@ -274,7 +275,11 @@ def _repeated(call: RankCall) -> list[str]:
     planned = call.both(call.leaves(), plan)
     found += same_bits("of a call with a plan", first, planned)
     found += same_bits("of other values with the same plan", other, _other_values(call, plan))
-    return found + same_bits("of a second call with the same plan", planned, call.both(call.leaves(), plan))
+    leaves = call.leaves()
+    results = call.attend(leaves, plan)
+    _other_values(call, plan)
+    again = {name: x.detach() for name, x in (results | call.backward(results, leaves)).items()}
+    return found + same_bits("of a second call with the same plan", planned, again)
 
 
 def _other_values(call: RankCall, plan: object = None) -> Tensors:

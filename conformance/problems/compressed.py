@@ -22,7 +22,7 @@ from conformance.checks.reference import (
     documents_of,
 )
 from conformance.implementation import Implementation
-from conformance.problems.problem import shape_findings
+from conformance.problems.problem import in_company, shape_findings
 from conformance.problems.sparse import (
     IndexLoss,
     SelectKeys,
@@ -118,7 +118,8 @@ dtype="float64"), use_plan=True), rate=7, overlap=True)
             leaves |= {n: x.clone() for n, x in given.items() if n == "bias"}
             leaves = {n: x.requires_grad_() for n, x in leaves.items()}
             own = own_entries(self.case, self.rate, rank)
-            got = impl.compress_keys(**leaves, cp=cp, plan=plan, rate=self.rate, overlap=self.overlap)
+            how = {"rate": self.rate, "overlap": self.overlap}
+            got = in_company(impl.compress_keys)(**leaves, cp=cp, plan=plan, **how)
             wrong = shape_findings("compress_keys", got, (int(own.sum()), self.width), [leaves["values"].dtype])
             mine = plan.entries(self.rate)
             for name in ("documents", "numbers"):
@@ -277,7 +278,7 @@ class CompressedAttention(SparseCase):
             operands = self._with_values(leaves)
             how: dict[str, Any] = {"softmax_offset": operands.pop("softmax_offset", None), "return_lse": True}
             how |= self.of_scale
-            call = impl.compressed_attention if self.tokens else impl.sparse_attention
+            call = in_company(impl.compressed_attention if self.tokens else impl.sparse_attention)
             out, lse = call(*operands.values(), mine, cp=cp, plan=plan, rate=self.rate, **how)
             found = {"out": out.detach(), "lse": lse.detach()}
             if upstream is None:

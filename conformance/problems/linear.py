@@ -15,7 +15,7 @@ from conformance.case import Case, check_counts, dtype_of, wide_dtype
 from conformance.checks.budgets import worst
 from conformance.checks.reference import dense_causal_conv1d, dense_linear_attention, values_of_ranks
 from conformance.implementation import Implementation, context
-from conformance.problems.problem import CaseProblem, shape_findings
+from conformance.problems.problem import CaseProblem, in_company, shape_findings
 from conformance.problems.strategies import FEW_SIZES, OFTEN_EXACT, tables
 from conformance.tensors import assemble, cumulative, marked_slots, plan_arguments, real_tokens, take_slice
 from cp_ref.schedules.problem import Problem, Sequence
@@ -360,10 +360,10 @@ def play_layer(impl: Implementation, case: LinearCase, tensors: LinearTensors, c
     with torch.enable_grad():
         if isinstance(case, LinearAttention):
             final = {"output_final_state": tensors.dfinal is not None}
-            got = impl.linear_attention(**leaves, cp=cp, plan=plan, **case.options, **final)
+            got = in_company(impl.linear_attention)(**leaves, cp=cp, plan=plan, **case.options, **final)
             roots += got if tensors.dfinal is not None else [got]
         else:
-            roots.append(impl.causal_conv1d(**leaves, cp=cp, plan=plan, **case.options))
+            roots.append(in_company(impl.causal_conv1d)(**leaves, cp=cp, plan=plan, **case.options))
     if tensors.dfinal is not None:
         seeds.append(tensors.dfinal[rank].clone())
         if case.spoiled >= 0:

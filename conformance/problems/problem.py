@@ -23,6 +23,7 @@ __all__ = [
     "Raised",
     "SuiteProblem",
     "call",
+    "in_company",
     "parts_of",
     "shape_findings",
 ]
@@ -109,6 +110,25 @@ class LevelProblem:
     def generator(self) -> torch.Generator:
         """The generator of the problem's random values, at its beginning."""
         return torch.Generator().manual_seed(self.seed)  # type: ignore[attr-defined]  # pyright: ignore
+
+
+def in_company(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a layer's function as a model of several layers does: calls of the same plan with other values come before
+    it, and between its passes. A plan holds no state of a call.
+    """
+
+    def other(x: Any) -> Any:
+        of_values = isinstance(x, torch.Tensor) and x.is_floating_point()
+        return (x.detach() * 0.5).requires_grad_(x.requires_grad) if of_values else x
+
+    def called(*tensors: Any, **more: Any) -> Any:
+        others, of_others = [other(x) for x in tensors], {name: other(x) for name, x in more.items()}
+        layer(*others, **of_others)
+        found = layer(*tensors, **more)
+        layer(*others, **of_others)
+        return found
+
+    return called
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from conformance.checks.values import compare_result
 from conformance.implementation import Implementation
 from conformance.problems.capabilities import EVERYTHING, Capabilities
 from conformance.problems.features import SCORE_AXES
-from conformance.problems.problem import CaseProblem, shape_findings
+from conformance.problems.problem import CaseProblem, in_company, shape_findings
 from conformance.problems.sparse_values import (
     NAMINGS,
     as_lse,
@@ -241,7 +241,8 @@ class SelectKeys(IndexerCase):
     def _play(self, impl: Implementation, device: str, given: Tensors) -> tuple[list[str], torch.Tensor]:
         def one(cp: Any, plan: Any, rank: int) -> torch.Tensor:
             mine = self.slices(given, rank)
-            got = impl.select_keys(**mine, cp=cp, plan=plan, top_k=self.top_k, scale=self.scale, **self.of_rate)
+            how = {"top_k": self.top_k, "scale": self.scale, **self.of_rate}
+            got = in_company(impl.select_keys)(**mine, cp=cp, plan=plan, **how)
             wanted = (*mine["weights"].shape[:-1], self.top_k)
             if wrong := shape_findings("select_keys", got, wanted, [torch.int32]):
                 raise AssertionError(wrong[0])
@@ -288,7 +289,7 @@ class IndexLoss(IndexerCase):
             of_q, of_k = take_slice(case, tensors.q, "q", rank), self.keys_of_rank(keys[0], self.rate, rank)
             others = take_slice(case, lse, "q", rank, lse=True), of_q, of_k, take_slice(case, indices, "q", rank)
             how = {"scale": self.scale, **self.of_rate, **self.of_scale}
-            loss = impl.index_loss(*leaves.values(), *others, cp=cp, plan=plan, **how)
+            loss = in_company(impl.index_loss)(*leaves.values(), *others, cp=cp, plan=plan, **how)
             mine = take_slice(case, dloss, "q", rank)
             wrong = shape_findings("index_loss", loss, mine.shape, [mine.dtype])
             grads = () if wrong else torch.autograd.grad(loss, list(leaves.values()), mine)
@@ -456,4 +457,4 @@ class AsAttention:
         v = k[..., : self._problem.problem.d_v] if self._problem.latent else v
         mine = take_slice(self._problem.case, self._indices, "q", cp.rank)
         options = {"softmax_offset": softmax_offset, "return_lse": return_lse, **self._problem.of_scale}
-        return self._impl.sparse_attention(q, k, v, mine, cp=cp, plan=plan, **options)
+        return in_company(self._impl.sparse_attention)(q, k, v, mine, cp=cp, plan=plan, **options)

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks import long_context
-from tests.dist.workers import run_module, run_program
+from examples import train_gpt
+from tests.dist.workers import CONTEXT, run_program
 from tests.marks import HANGS_S
 from tests.meta.step.detection import StepProcesses
 
@@ -23,10 +24,24 @@ pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_gpt_is_trained_alike_by_two_processes_and_one() -> None:
+def test_a_gpt_is_trained_alike_by_two_processes_and_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its processes are forked, as those of other programs here."""
+
+    def forked(train: Any, given: tuple[Any, ...], nprocs: int) -> None:
+        started = [CONTEXT.Process(target=train, args=(rank, *given)) for rank in range(nprocs)]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(HANGS_S)
+        assert [process.exitcode for process in started] == [0] * nprocs
+
+    monkeypatch.setattr(train_gpt, "spawn", forked)
     given = ["--processes", "2", "--steps", "4", "--tokens", "256", "--check"]
-    code, said = run_module(ROOT, "examples.train_gpt", *given)
-    assert code == 0, said
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *given])
+    train_gpt.main()
+    said = capsys.readouterr().out
     assert "2 processes and one: losses at most" in said
     assert "after 4 steps" in said
 
@@ -85,6 +100,14 @@ def test_long_context_runs_each_length_in_processes_of_its_own(monkeypatch: pyte
     given = Namespace(tiny=True, no_offload=False, documents=1, layers=1, steps=1, processes=1, optimizer="adamw")
     given.cp_comm_type, given.peak_tflops = "p2p", 1.0
     run_alone: Any = program["run_alone"]
+
+    def launched(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        """What torchrun would start."""
+        at = command.index(program["__file__"])
+        assert command[1:at] == ["-m", "torch.distributed.run", "--nproc-per-node", "1"]
+        return subprocess.CompletedProcess(command, 0, run_program(Path(command[at]), 1, *command[at + 1 :]), "")
+
+    monkeypatch.setattr(subprocess, "run", launched)
     assert run_alone(given, 64)
 
     def ends_with(said: str) -> None:

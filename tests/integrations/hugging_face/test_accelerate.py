@@ -33,9 +33,8 @@ HERE = Path(__file__).parent
 STEPS = "tests.integrations.hugging_face.accelerate_steps"
 CASES = [
     ("hand_written", "dual_chunk", "p2p", 1),
-    ("hand_written", "contiguous", "all_gather", 1),
     ("compressed_keys", "dual_chunk", "all_gather", 1),
-    ("by_trainer", "dual_chunk", "p2p", 2),
+    ("by_trainer", "contiguous", "all_gather", 2),
     ("by_sft_trainer", "balanced", "p2p", 1),
 ]
 

@@ -47,6 +47,7 @@ __all__ = [
     "pieces_reversed",
     "spoiled",
     "the_first",
+    "the_last",
     "threading",
     "tiles_of_the_first_heads",
     "waiting_lost",
@@ -224,6 +225,13 @@ def the_first(owner: Any, rank: int, x: Tensor) -> Tensor:
     """The tensor that the owner was first called with on this rank, where it has the same shape."""
     _, first = _kept.setdefault((id(owner), rank), (owner, x.detach().clone()))
     return first if first.shape == x.shape else x
+
+
+def the_last(owner: Any, x: Tensor | None = None) -> Tensor:
+    """The tensor that the owner has kept last. x: one to keep."""
+    if x is not None:
+        _kept[id(owner), -1] = owner, x.detach()
+    return _kept[id(owner), -1][1]
 
 
 def one_scale(x: Tensor) -> Tensor:
