@@ -66,7 +66,7 @@ class ContextParallel:
 
     Raises:
         TypeError: `group` is none of the above. ValueError: a name that does not exist. AttributeError: one of its
-            arguments is set later; make another context.
+            arguments, or what follows from them, is set or deleted later; make another context.
 
     >>> from cp_ref import SimGroup
     >>> SimGroup(2).run(lambda member: str(ContextParallel(member)))[1]
@@ -97,9 +97,16 @@ class ContextParallel:
         self.a2a_size = SCHEDULES[self.schedules[0]].a2a_size(self.size, row.size)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _ARGUMENTS and "a2a_size" in vars(self):  # The last attribute that is made.
-            raise AttributeError(f"{name} of a context is set when it is made; make another ContextParallel")
+        self._check_not_made(name)
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._check_not_made(name)
+        super().__delattr__(name)
+
+    def _check_not_made(self, name: str) -> None:
+        if name in _MADE_ONCE and "a2a_size" in vars(self):  # The last attribute that is made.
+            raise AttributeError(f"{name} of a context is set when it is made; make another ContextParallel")
 
     def _schedules(self) -> tuple[ScheduleName, ...]:
         if self.cp_comm_type != "auto":
@@ -135,6 +142,7 @@ class ContextParallel:
 
 
 _ARGUMENTS = ("group", "cp_comm_type", "layout", "backend", "softmax_offset_grad")
+_MADE_ONCE = (*_ARGUMENTS, "rank", "size", "schedules", "uneven", "a2a_size")
 
 # Freed with its group.
 _uneven: WeakKeyDictionary[Any, dict[tuple[int, Layout], dict[int, int]]] = WeakKeyDictionary()

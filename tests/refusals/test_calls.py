@@ -233,10 +233,14 @@ def test_areas_cannot_be_updated(package: Any) -> None:
 
 
 @PACKAGES
-@pytest.mark.parametrize(("name", "value"), [("layout", "contiguous"), ("backend", "auto"), ("cp_comm_type", "a2a")])
-def test_a_context_stays_as_it_was_made(package: Any, name: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("layout", "contiguous"), ("backend", "auto"), ("cp_comm_type", "a2a"), ("size", 3)]
+)
+def test_a_context_stays_as_it_was_made(package: Any, name: str, value: Any) -> None:
     """What it was asked for is in plans and known calls."""
     cp = SimGroup(2).run(package.ContextParallel)[0]
     with pytest.raises(AttributeError, match=f"{name} of a context is set when it is made"):
         setattr(cp, name, value)
+    with pytest.raises(AttributeError, match=f"{name} of a context is set when it is made"):
+        delattr(cp, name)
     cp.note = "other attributes are the user's"
