@@ -310,6 +310,10 @@ def test_the_speed_of_scans() -> None:
     rows = (ROOT / "benchmarks" / "results" / "README.md").read_text()
     ours, plain = (record["mamba"]["ms"][f"cp_fast, contiguous{name}"] for name in ("", ", torch"))
     assert f"**{plain[0] / ours[0]:.0f} and {plain[1] / ours[1]:.0f} times**" in rows
+    turns = (ROOT / "benchmarks" / "results" / "selective_scan_turns_1x_h200.txt").read_text()
+    lru, mamba = (tuple(map(float, times)) for times in re.findall(r"^after +([\d.]+) ([\d.]+) ", turns, re.M))
+    said = "Mamba's scan takes {:.2f} and {:.2f} ms, the RG-LRU's {:.2f} and {:.2f}."
+    assert said.format(*mamba, *(x + 1e-9 for x in lru)) in page  # Halves are rounded up.
 
 
 def test_documents_that_stay_at_home() -> None:
