@@ -107,12 +107,12 @@ def case_bits(case: Case, backend: str) -> frozenset[str]:
         first = choose_own_first(p, deterministic=case.deterministic)
         if "forward" in first or (p.window_size[0] >= 0 and not p.causal):  # Partial results; segments that are cut.
             return frozenset()
-        gradients = ("dq",) if case.deterministic and "backward" not in first else ()
-        return frozenset(("out", "lse", *gradients)).intersection(library.bits_of)
-    together = p.heads_kv % p.a2a_size == 0  # A rank has all query heads that share a kv head.
-    if backend != "cpu" and not together:  # Nobody has measured it.
-        return frozenset()
-    gradients = ("dq", "dk", "dv") if together and (p.cp_size == 1 or p.cp_comm_type == "a2a") else ("dq",)
+        gradients = () if "backward" in first else ("dq",)
+    else:
+        together = p.heads_kv % p.a2a_size == 0  # A rank has all query heads that share a kv head.
+        if backend != "cpu" and not together:  # Nobody has measured it.
+            return frozenset()
+        gradients = ("dq", "dk", "dv") if together else ("dq",)
     return frozenset(("out", "lse", *(gradients if case.deterministic else ()))).intersection(library.bits_of)
 
 

@@ -123,9 +123,8 @@ def compare(
     draw = torch.Generator(device="cuda").manual_seed(cp_size)
     shapes = {"q": (h_q, dims[0]), "k": (h_kv, dims[0]), "v": (h_kv, dims[1]), "dout": (h_q, dims[1])}
     x = {n: torch.randn(sum(lengths), *s, generator=draw, device="cuda").bfloat16() for n, s in shapes.items()}
-    wanted = {"all_gather": ("out", "lse") + ("dq",) * deterministic}
-    wanted["a2a"] = ("out", "lse") + ("dq", "dk", "dv") * deterministic
-    wanted = {comm: set(results).intersection(backend.bits_of) for comm, results in wanted.items()}
+    gradients = {"all_gather": ("dq",) * deterministic, "a2a": ("dq", "dk", "dv") * deterministic}
+    wanted = {comm: {"out", "lse", *some}.intersection(backend.bits_of) for comm, some in gradients.items()}
     for window in windows:
         whole = alone(backend, x, lengths, window, deterministic=deterministic)
         for comm, results in wanted.items():
