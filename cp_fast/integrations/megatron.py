@@ -96,8 +96,8 @@ class CoreAttention(torch.nn.Module):
     attention.
 
     Raises:
-        NotImplementedError: dropout. ValueError: "a2a+p2p" without hierarchical groups; config.context_parallel_size is
-        not the size of the group.
+        NotImplementedError: dropout, attention in FP8. ValueError: "a2a+p2p" without hierarchical groups;
+        config.context_parallel_size is not the size of the group.
     """
 
     def __init__(
@@ -123,6 +123,8 @@ class CoreAttention(torch.nn.Module):
                 f"attention_dropout is {dropout}, and CoreAttention has no seed that all ranks share; set "
                 "attention_dropout=0.0 in the TransformerConfig"
             )
+        narrow = ("fp8_dot_product_attention", "fp8_multi_head_attention")
+        refuse("CoreAttention", **{name: getattr(config, name, None) for name in narrow})
         self.config, self.layer_number, self.attn_mask_type = config, layer_number, attn_mask_type
         self.cp_comm_type = cp_comm_type or "p2p"
         self.groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])

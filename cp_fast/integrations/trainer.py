@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -38,7 +39,8 @@ __all__ = ["ContextParallelMixin"]
 _Trainer: Any = object  # Its methods come behind those of the mixin.
 _OWN_LOSS = (
     'Write a compute_loss that calls super().compute_loss, or that takes inputs["shift_labels"], the label that each '
-    "token learns, and divides the sum of its losses by num_items_in_batch, which is of all ranks"
+    "token learns, and returns the sum of its losses times self.accelerator.num_processes / num_items_in_batch: the "
+    "count is of all ranks, and gradients are averaged over processes"
 )
 
 
@@ -86,7 +88,9 @@ class ContextParallelMixin(_Trainer):
         check_context(cp, ContextParallel)
         if fill is not None and not isinstance(fill, Mapping):
             raise TypeError(f"fill is {kind_of(fill)}; it must be a dict from an entry's name to its value on padding")
-        args = others["args"] if "args" in others else given[1]
+        args = others["args"] if "args" in others else next(iter(given[1:]), None)
+        if args is None:
+            raise TypeError("args is None; give TrainingArguments, which makes the process group that cp is of")
         _refuse_arguments(args, others)
         _refuse_methods(type(self))
         self.cp, self._fill = cp, fill
@@ -121,9 +125,13 @@ class ContextParallelMixin(_Trainer):
         return self.cp.size
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Trainer's, with the same batches on all ranks of the context."""
+        """Trainer's, with the same batches on all ranks of the context. Its workers draw by the context's number."""
         with self._same_batches():
-            return super().get_train_dataloader()
+            loader = super().get_train_dataloader()
+        inner: Any = getattr(loader, "base_dataloader", loader)
+        if (seeds := getattr(inner, "worker_init_fn", None)) is not None:  # of Trainer: by the process's number
+            inner.worker_init_fn = partial(seeds, rank=self.args.process_index // self.cp.size)
+        return loader
 
     def get_eval_dataloader(self, *given: Any, **named: Any) -> DataLoader[Any]:
         """The same for the evaluation."""
@@ -217,6 +225,10 @@ class ContextParallelMixin(_Trainer):
         rows = {name: x for name, x in batch.items() if name not in of_rows}
         fill = {name: value for name, value in fill.items() if name in rows}
         part = shard_batch(rows, cp=self.cp, model=self.model, fill=fill) | of_rows
+        # A compute_loss of the user's may hand on no count. The mean of the ranks' losses is then that of the batch.
+        count, routing = part.pop("num_items_in_batch", None), prepared_model(self.model).task.routing
+        if count is not None and routing_asked_for(routing, {}, self.model.config) is None:
+            part["num_items_in_batch"] = count / self.cp.size
         if not _is_of_trl(type(self)):
             return part
         tokens = part["cp_batch"].documents >= 0  # TRL counts them.
@@ -254,6 +266,11 @@ class _SmootherOfParts:
         self.theirs = theirs
 
     def __call__(self, outputs: Any, labels: Any, shift_labels: bool = False, num_items_in_batch: Any = None) -> Any:
+        if num_items_in_batch is None:
+            raise ValueError(
+                "num_items_in_batch is None with label_smoothing_factor, and a rank's mean is not the batch's: have "
+                "your compute_loss, or training_step, hand num_items_in_batch on"
+            )
         return self.theirs(outputs, labels, num_items_in_batch=num_items_in_batch)
 
 
@@ -336,7 +353,8 @@ def _refuse_parallelism(trainer: Any, args: Any) -> None:
             "leave both at 1 and give ContextParallelMixin cp=ContextParallel(...), or leave the mixin away and call "
             "cp_fast.integrations.accelerate.use(trainer.accelerator)"
         )
-    refuse("ContextParallelMixin", n_gpu=max(0, args.n_gpu - 1), tp_size=trainer.get_tp_size() - 1)
+    sizes = {"n_gpu": args.n_gpu, "tp_size": trainer.get_tp_size()}
+    refuse("ContextParallelMixin", **{name: size for name, size in sizes.items() if size > 1})
 
 
 def _mesh(trainer: Any, cp: ContextParallel) -> Any:

@@ -89,7 +89,10 @@ class Task:
                 "shard_batch(batch, cp=..., model=model)"
             )
         if given.get("num_items_in_batch") is None:
-            raise ValueError(f"{name} is given labels without num_items_in_batch; shard_batch returns both")
+            raise ValueError(
+                f"{name} is given labels without num_items_in_batch; shard_batch returns both, and Trainer gives the "
+                "number to compute_loss, which hands it on"
+            )
         if head.native:
             return given
         call.targets = shifted if head.shifts else given["labels"]

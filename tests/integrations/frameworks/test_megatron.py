@@ -281,6 +281,9 @@ def refused() -> list[str]:
     with pytest.raises(NotImplementedError, match=r"attention_dropout=0\.0 in the TransformerConfig") as caught:
         CoreAttention(config, 1, AttnMaskType.causal, "self")
     said.append(str(caught.value).partition(",")[0])
+    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):  # sizes and p2p are right
+        with pytest.raises(NotImplementedError, match=f"{name} is True, which CoreAttention does not support"):
+            CoreAttention(SimpleNamespace(**vars(layer.config) | {name: True}), 1, AttnMaskType.causal, "self")
     switched_off = SimpleNamespace(**vars(layer.config) | {"context_parallel_size": 1})  # TransformerEngine looks at it
     with pytest.raises(ValueError, match="context_parallel_size is 1, but the context parallel group has 4 ranks"):
         CoreAttention(switched_off, 1, AttnMaskType.causal, "self")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from datasets import Dataset, IterableDataset
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
@@ -38,6 +39,27 @@ class CpTrainer(ContextParallelMixin, Trainer):
     """Trainer, whose batches are cut."""
 
 
+class WithoutCount(Trainer):
+    """Trainer of a user whose method hands no count of tokens on: a batch's loss is its own mean."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+class OwnLoss(Trainer):
+    """Trainer of a user with a loss of his own, as the error of the mixin describes it."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels, shifted = inputs.pop("labels"), inputs.pop("shift_labels", None)
+        shifted = F.pad(labels[:, 1:], (0, 1), value=-100) if shifted is None else shifted
+        out = model(**inputs)
+        total = F.cross_entropy(out.logits.flatten(0, 1), shifted.flatten(), reduction="sum")
+        loss = total * self.accelerator.num_processes / num_items_in_batch
+        return (loss, out) if return_outputs else loss
+
+
 def rows_of(count: int) -> list[dict[str, Any]]:
     """Rows of 8 to 23 tokens."""
     lengths = [8 + 5 * i % 16 for i in range(count)]
@@ -60,11 +82,20 @@ def streamed() -> Any:
     yield from rows_of(40)
 
 
+def noised(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Rows of one length with tokens that are drawn anew each time, as a collator for masked language models draws."""
+    ids = torch.tensor([row["input_ids"][:8] for row in rows])
+    ids = torch.where(torch.rand(ids.shape) < 0.3, torch.randint(1, 48, ids.shape), ids)
+    return {"input_ids": ids, "labels": ids}
+
+
 CASES: dict[str, dict[str, Any]] = {
     "two epochs": {"num_train_epochs": 2},
     "drop_last": {"num_train_epochs": 2, "dataloader_drop_last": True, "per_device_train_batch_size": 4},
     "group_by_length": {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2},
-    "workers, accumulated": {"dataloader_num_workers": 1, "gradient_accumulation_steps": 2},
+    "workers, accumulated": {"dataloader_num_workers": 1, "gradient_accumulation_steps": 2, "collator": noised},
+    "no count": {"base": WithoutCount, "gradient_accumulation_steps": 2, "max_steps": 2},
+    "own loss": {"base": OwnLoss, "gradient_accumulation_steps": 2, "max_steps": 2},
     "streamed": {"streamed": True, "max_steps": 5, "accelerator_config": {"dispatch_batches": False}},
     "packed": {"collator": DataCollatorWithFlattening(return_flash_attn_kwargs=True)},
     "packed, balanced": {"collator": DataCollatorWithFlattening(), "layout": "balanced"},
@@ -105,6 +136,7 @@ def losses(group: Any, options: dict[str, Any]) -> list[float]:
     rows: Any = (
         IterableDataset.from_generator(streamed) if options.pop("streamed", False) else Dataset.from_list(rows_of(9))
     )
+    base = options.pop("base", Trainer)
     collator, layout = options.pop("collator", padded), options.pop("layout", "dual_chunk")
     model: Any = {"model_init": tiny} if options.pop("model_init", False) else {"model": tiny()}
     if options.pop("experts", False):
@@ -122,9 +154,10 @@ def losses(group: Any, options: dict[str, Any]) -> list[float]:
         args = TrainingArguments(folder, use_cpu=True, **common | quiet | options)
         given = {"train_dataset": rows, "eval_dataset": Dataset.from_list(rows_of(5)), "data_collator": collator}
         if group is None:
-            trainer: Any = Trainer(args=args, **model, **given)
+            trainer: Any = base(args=args, **model, **given)
         else:
-            trainer = CpTrainer(args=args, **model, **given, cp=cp.ContextParallel(group, comm, layout=layout))
+            kind: Any = type("CpOfUser", (ContextParallelMixin, base), {})
+            trainer = kind(args=args, **model, **given, cp=cp.ContextParallel(group, comm, layout=layout))
         # Trainer alone, on several processes, would not train them together after this.
         if evaluated_first and group is not None:
             trainer.evaluate()
@@ -132,13 +165,6 @@ def losses(group: Any, options: dict[str, Any]) -> list[float]:
         evaluated = trainer.evaluate()["eval_loss"]
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     return [entry[name] for entry in logged for name in ("loss", "grad_norm", "num_input_tokens_seen")] + [evaluated]
-
-
-def noised(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Rows of one length with tokens that are drawn anew each time, as a collator for masked language models draws."""
-    ids = torch.tensor([row["input_ids"][:8] for row in rows])
-    ids = torch.where(torch.rand(ids.shape) < 0.3, torch.randint(1, 48, ids.shape), ids)
-    return {"input_ids": ids, "labels": ids}
 
 
 def dropped(group: Any) -> list[list[bool]]:
