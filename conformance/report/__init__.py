@@ -90,6 +90,8 @@ def read_record(path: Path) -> RunRecord | StepRecord:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict) or "meta" not in data:
+            raise ValueError("it is JSON, but no record: it has no 'meta'")
         return (StepRecord if "steps" in data else RunRecord).from_json(data)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"cannot read a record from {path}: {type(error).__name__}: {error}") from error

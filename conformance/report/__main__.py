@@ -19,9 +19,13 @@ def main(
 ) -> None:
     """Render the report of a run again."""
     try:
-        files = write_report(read_record(record), output)
+        read = read_record(record)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(str(error), param_hint="RECORD") from error
+    try:
+        files = write_report(read, output)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--output") from error
     for file in files:
         typer.echo(str(file))
 

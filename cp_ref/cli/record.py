@@ -198,7 +198,17 @@ def compare(
     console = Console(highlight=False, soft_wrap=True)
     with readable_errors():
         with console.status("comparing"):
-            found = compare_traces(Trace.load(a), Trace.load(b), rtol=rtol, atol=atol)
+            found = compare_traces(_loaded("A", a), _loaded("B", b), rtol=rtol, atol=atol)
         console.print(str(found), markup=False, style="green" if found else None)
     if not found:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _loaded(argument: str, path: str) -> Trace:
+    """The trace of a command's argument; its errors name the argument."""
+    try:
+        return Trace.load(path)
+    except OSError as error:
+        raise ValueError(f"{argument} is {path!r}; it must be a saved trace: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{argument} is {path!r}; it must be a saved trace: {error}") from error

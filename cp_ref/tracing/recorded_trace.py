@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import glob
 import os
-import pickle
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -170,15 +169,25 @@ def read_content(path: str) -> Content:
         raise ValueError(f"{path} is no plain file; a trace is saved in one")
     with open(path, "rb") as file:
         try:
-            return _checked(torch.load(file, map_location="cpu", weights_only=True))
-        except pickle.UnpicklingError as error:  # whose words advise the reader to load code
-            raise ValueError(f"{path} holds no trace: it is no file of torch.save with plain values alone") from error
-        except Exception as error:  # torch and pickle have many ways to say it
-            raise ValueError(f"{path} holds no trace: {error or type(error).__name__}") from error
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # of torch and pickle: they advise the reader to load code, or name their own lists
+            raise ValueError(f"{path} holds no trace: {_UNREADABLE}") from error
+    try:
+        return _checked(content)
+    except Exception as error:  # values of any kind, in any place
+        raise ValueError(f"{path} holds no trace: {error or type(error).__name__}") from error
+
+
+_UNREADABLE = "it is no file of torch.save with plain values alone, or it is cut off; make one by record or Trace.save"
 
 
 def _checked(content: Any) -> Content:
     """The content, once everything in it has been looked at."""
+    if not isinstance(content, dict) or set(cast(Any, content)) != set(Content._fields):
+        raise ValueError(f"its values are not {', '.join(Content._fields)}; make one by record or Trace.save")
+    content = cast(dict[str, Any], content)
+    if not content["problem"]:
+        raise ValueError("no attention call was recorded in it")
     problem = Problem.parse(content["problem"])
     _check_sizes(problem)
     schedule = Schedule.parse(content["schedule"])

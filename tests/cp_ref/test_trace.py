@@ -346,7 +346,7 @@ def test_a_planted_bug_in_three_commands(tmp_path: Path) -> None:
         (["record", "--plant", "lost-half", "--plant-rank", "4"], "--plant-rank is 4; it must be 0 to 3"),
         (["record", "--plant-rank", "2"], "--plant-rank is 2, but --plant names no bug; leave it out"),
         (["record", "--save", "no/such/folder/t.pt"], "no/such/folder/t.pt"),
-        (["compare", "no.pt", "no.pt"], "no.pt"),
+        (["compare", "no.pt", "no.pt"], "A is 'no.pt'; it must be a saved trace: No such file"),
         (["compare", __file__, __file__], "holds no trace: it is no file of torch.save with plain values alone"),
         (["explain", "--seqlens", ""], "--seqlens is ''; give it a value, or leave it out"),
         (["explain", "--seqlens="], "--seqlens is ''; give it a value, or leave it out"),
@@ -448,8 +448,15 @@ def test_what_is_no_plain_file(good: Path, tmp_path: Path) -> None:
     assert "fifo is no plain file; a trace is saved in one" in refused(good, tmp_path / "fifo")
     assert "is no plain file" in refused(good, tmp_path)
     assert "/dev/zero is no plain file" in refused(good, Path("/dev/zero"))
-    (tmp_path / "half.pt").write_bytes(good.read_bytes()[: good.stat().st_size // 2])
-    assert "half.pt holds no trace: " in refused(good, tmp_path / "half.pt")
+    half = good.read_bytes()[: good.stat().st_size // 2]
+    for name, content in {"half.pt": half, "empty": b"", "a.json": b'{"a": 1}', "a.md": b"# Design\n"}.items():
+        (tmp_path / name).write_bytes(content)
+        said = refused(good, tmp_path / name)
+        assert f"B is '{tmp_path / name}'; it must be a saved trace: " in said
+        assert "it is no file of torch.save with plain values alone, or it is cut off" in said
+    assert "B is 'no.pt'; it must be a saved trace: No such file" in refused(good, Path("no.pt"))
+    Trace().save(tmp_path / "none.pt")
+    assert "none.pt holds no trace: no attention call was recorded in it" in refused(good, tmp_path / "none.pt")
 
 
 def test_what_is_saved_is_read(good: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from benchmarks import long_context
 from examples import train_gpt
 from tests.dist.workers import CONTEXT, run_program
 from tests.marks import HANGS_S
-from tests.meta.step.detection import StepProcesses
+from tests.meta.step.step_processes import StepProcesses
 
 pytestmark = pytest.mark.thorough
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cp_fast.integrations.sampler import DocumentSampler, pack, share_out
 from tests.dist.workers import run_program
-from tests.meta.step.detection import StepProcesses
+from tests.meta.step.step_processes import StepProcesses
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "document_sampler.py"
 

@@ -34,7 +34,7 @@ from tests.integrations.diffusion.families import (
     outputs,
     tiny,
 )
-from tests.meta.step.detection import StepProcesses
+from tests.meta.step.step_processes import StepProcesses
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[test-integrations]'")
 

@@ -30,7 +30,7 @@ from tests.integrations.hugging_face.documents_apart import (
     parts_of,
     step_of,
 )
-from tests.meta.step.detection import StepProcesses
+from tests.meta.step.step_processes import StepProcesses
 
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 

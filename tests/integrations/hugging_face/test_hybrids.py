@@ -36,7 +36,7 @@ from tests.integrations.hugging_face.documents_apart import (
     step_of,
 )
 from tests.integrations.hugging_face.hybrids import HYBRIDS, REFUSED_HYBRIDS, tiny_hybrid
-from tests.meta.step.detection import StepProcesses
+from tests.meta.step.step_processes import StepProcesses
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 

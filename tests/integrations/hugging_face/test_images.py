@@ -32,7 +32,7 @@ from cp_ref.schedules.words import LAYOUTS
 from tests.dist.workers import Processes, run_program
 from tests.integrations.hugging_face.image_families import IMAGES, Batch, batch_of, images_batch, tiny_images
 from tests.integrations.hugging_face.test_prepare import Part, check, dist_of_one, grads_of, part_of, part_of_prepared
-from tests.meta.step.detection import StepProcesses
+from tests.meta.step.step_processes import StepProcesses
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 

@@ -20,7 +20,7 @@ from cp_fast.integrations.hugging_face.built_masks import without_blocks
 from cp_fast.integrations.sequences import sequence_sum, token_log_probs, token_log_probs_and_entropy
 from cp_ref import SimGroup
 from tests.integrations.hugging_face.test_transformers import SIZES, batches, model_of
-from tests.meta.step.detection import StepProcesses
+from tests.meta.step.step_processes import StepProcesses
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 

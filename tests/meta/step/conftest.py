@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.meta.step.detection import StepProcesses
+from tests.meta.step.step_processes import StepProcesses
 
 
 @pytest.fixture(scope="module")

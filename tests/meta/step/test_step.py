@@ -23,8 +23,9 @@ from conformance.step.report import StepRecord
 from conformance.step.step_record import Job
 from conformance.step_command import app
 from tests.dist.workers import run_module
-from tests.meta.step.detection import MISTAKES, REASONS, WAYS, Cells, StepProcesses
+from tests.meta.step.detection import MISTAKES, REASONS, WAYS, Cells
 from tests.meta.step.step_mutants import IN_ONE_PROCESS_TOO, MUTANTS, Mutant, Shape, batch_of, build_of
+from tests.meta.step.step_processes import StepProcesses
 
 NAN, INF = float("nan"), float("inf")
 ROOT = Path(__file__).parents[3]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import cp_fast
 from conformance.step.report import Bits, StepRecord, StepReport
 from cp_fast.integrations.loss import token_mean
-from tests.meta.step.detection import StepProcesses
+from tests.meta.step.step_processes import StepProcesses
 
 WIDTH = 32
 

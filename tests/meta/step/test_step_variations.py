@@ -11,8 +11,8 @@ import torch
 
 from conformance.step import StepReport, compare_step
 from tests.meta.step import step_variations as of
-from tests.meta.step.detection import StepProcesses
 from tests.meta.step.step_mutants import Shape, batch_of, build_of
+from tests.meta.step.step_processes import StepProcesses
 
 WIDE = torch.float32
 SHAPES: dict[str, tuple[Shape, dict[str, Any]]] = {

@@ -11,8 +11,8 @@ import torch
 
 import cp_fast
 from conformance.step import StepError, StepReport, compare_step
-from tests.meta.step.detection import StepProcesses
 from tests.meta.step.step_habits import HABITS, batch_of, build_of
+from tests.meta.step.step_processes import StepProcesses
 
 QUICK = ("GradScaler that skips", "autocast")  # in the default run
 
