@@ -296,7 +296,11 @@ class _Switch:
         return theirs(self.accelerator, self._whole(tensor), *given, **named)
 
     def gather(self, tensor: Any) -> Any:
-        """accelerate's. Called by `gather_for_metrics`, each context gives its rows once: its ranks have the same."""
+        """accelerate's. Called by `gather_for_metrics`, each context gives its rows once: its ranks have the same.
+
+        Raises:
+            ValueError: they have other values, on all ranks.
+        """
         accelerator = self.accelerator
         theirs = type(accelerator)
         # Trainer keeps the method gather_for_metrics that it found before `use`, so its own code is recognised.
@@ -305,7 +309,14 @@ class _Switch:
         contexts = accelerator.num_processes // self.cp.size
 
         def once(found: torch.Tensor) -> torch.Tensor:
-            return found.unflatten(0, (contexts, self.cp.size, -1))[:, 0].flatten(0, 1)
+            ranks = found.unflatten(0, (contexts, self.cp.size, -1))
+            if not all(_same(mine, ranks[:, 0]) for mine in ranks.unbind(1)):
+                raise ValueError(
+                    f"gather_for_metrics is given a tensor {list(ranks.shape[2:])} whose values differ between the "
+                    "ranks of a context, such as losses of their slices; give it accelerator.reduce(loss.detach(), "
+                    '"mean"), which is of the whole batch'
+                )
+            return ranks[:, 0].flatten(0, 1)
 
         return tree_map(once, theirs.gather(accelerator, self._whole(tensor)))
 
@@ -330,6 +341,11 @@ class _Switch:
             return batch.sequences.unshard(x) if cut and x.shape[:2] != batch.shape else x
 
         return tree_map(whole, data)
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two ranks have the same values, up to rounding."""
+    return torch.equal(x, y) or (x.is_floating_point() and torch.allclose(x, y, rtol=1e-4, atol=1e-6, equal_nan=True))
 
 
 # ---- what a model is given

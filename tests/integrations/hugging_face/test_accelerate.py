@@ -403,6 +403,8 @@ def seen_by_a_loop() -> None:
     assert accelerator.gather_for_metrics(given["labels"]).shape == (2, 8)
     assert accelerator.gather_for_metrics(["a"], use_gather_object=True) == ["a"]
     assert accelerator.gather(torch.ones(1)).shape == (2,)
+    with pytest.raises(ValueError, match=r"gather_for_metrics .* differ between the ranks .* accelerator\.reduce"):
+        accelerator.gather_for_metrics(torch.full((2,), float(dist.get_rank())))
 
 
 def test_a_loop_of_ones_own(two: Processes) -> None:
