@@ -233,10 +233,16 @@ def _compare(group: Group, mine: Agreed) -> None:
                     f"the ranks call different functions: rank {group.rank} calls {here}; rank {rank} calls {there}"
                 )
             here, there = _difference(texts[group.rank], text)
+            cure = next((cure for name, cure in _CURES.items() if here.startswith(f"{name}=")), "")
             raise ValueError(
-                f"the ranks have different problems: rank {group.rank} has {here} where rank {rank} has {there}"
+                f"the ranks have different problems: rank {group.rank} has {here} where rank {rank} has {there}{cure}"
             )
 
+
+_CURES = {
+    "requires_grad": "; all ranks must need gradients, or none. A linear or sparse layer under "
+    "torch.compile has requires_grad=False here: compile it on all ranks, or on none"
+}
 
 _LISTS = ("sequences", "areas")
 

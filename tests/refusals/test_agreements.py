@@ -106,6 +106,26 @@ def test_requires_grad_on_one_rank_without_a_plan(four: Processes) -> None:
         assert "requires_grad=False" in text
 
 
+def compiled_on_one() -> None:
+    """Rank 1 calls a linear layer under torch.compile."""
+    cp, x, weight = cp_fast.ContextParallel(dist.group.WORLD), torch.ones(4, 3, requires_grad=True), torch.ones(3, 2)
+    lengths = {"qkv_format": "thd", "cu_seqlens_q": torch.tensor([0, 4 * cp.size])}
+    plan = cp_fast.make_plan(cp=cp, linear=True, **lengths, **SIZES)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return cp_fast.causal_conv1d(x, weight, cp=cp, plan=plan)
+
+    (torch.compile(layer, fullgraph=True, backend="eager") if cp.rank == 1 else layer)(x)
+
+
+@pytest.mark.thorough
+def test_a_layer_that_one_rank_compiles(four: Processes) -> None:
+    for rank, error in enumerate(four.run(compiled_on_one)):
+        assert isinstance(error, ValueError), (rank, error)
+        assert "requires_grad=False" in str(error)
+        assert str(error).endswith("compile it on all ranks, or on none")
+
+
 FUNCTIONS = [
     "select_keys",
     "sparse_attention",
