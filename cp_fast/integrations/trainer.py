@@ -129,7 +129,8 @@ class ContextParallelMixin(_Trainer):
         with self._same_batches():
             loader = super().get_train_dataloader()
         inner: Any = getattr(loader, "base_dataloader", loader)
-        if (seeds := getattr(inner, "worker_init_fn", None)) is not None:  # of Trainer: by the process's number
+        seeds = getattr(inner, "worker_init_fn", None)
+        if isinstance(seeds, partial) and "rank" in seeds.keywords:  # Trainer's: by the process's number
             inner.worker_init_fn = partial(seeds, rank=self.args.process_index // self.cp.size)
         return loader
 
