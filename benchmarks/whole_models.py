@@ -49,7 +49,15 @@ from cp_fast.kernels.attention.choose_backend import by_name
 CASE_S = 180.0  # of one case, with the start of its processes and the compilation of its kernels
 TRAINER_SLACK = 5e-3  # of a loss, beside 1.5 times the error of one process
 GRACE_S = 20.0  # for what is under way when the time is up
-PACKAGES = ("transformers", "accelerate", "triton", "flash-attn-4", "flash-linear-attention", "megatron-core")
+PACKAGES = (
+    "transformers",
+    "accelerate",
+    "triton",
+    "flash-attn-4",
+    "flash-linear-attention",
+    "megatron-core",
+    "liger-kernel",
+)
 PRELOADED = ("benchmarks.parts.model_ranks", "conformance.step.process", "torch._dynamo")
 ON_CPU = ("torch.distributed.fsdp", "transformers.trainer")  # which a process without a GPU may import before it forks
 LACKING = {model_ranks.TRITON: "triton", "ALiBi": "lacks alibi_slopes"}  # What is refused where a library lacks it.
@@ -59,6 +67,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "gradient checkpointing": {"gradient_checkpointing": True},
     "torch_compile": {"torch_compile": True},
     "gradient checkpointing, torch_compile": {"gradient_checkpointing": True, "torch_compile": True},
+    "Liger's kernels": {"use_liger_kernel": True},
 }
 for _options in TRAINERS.values():
     if "gradient_checkpointing" in _options:
@@ -240,9 +249,18 @@ class Run:
         figures = {key: said[key] for key in ("loss", "worst gradient", "gradients") if key in said}
         self.record.add(str(case), "wrong" if wrong else "right", "; ".join(wrong), seconds=seconds, **figures)
 
+    def lacks(self, module: str, name: str) -> bool:
+        """Whether a module is not installed; the case that needs it is then skipped."""
+        missing = importlib.util.find_spec(module.partition(".")[0]) is None
+        if missing:
+            self.record.add(name, "skipped", f"needs {module}")
+        return missing
+
     def trainer(self, name: str) -> None:
         """Trainer's losses over ranks, and in one process in float32 and in bfloat16."""
         options, began = TRAINERS[name], time.monotonic()
+        if "use_liger_kernel" in options and self.lacks("liger_kernel", f"Trainer, bf16, {name}"):
+            return
         with tempfile.TemporaryDirectory() as folder:
             alone = TrainerRun({}, self.size, self.device, torch.float32, folder)
             jobs = {"one process": alone, "one process in bfloat16": replace(alone, dtype=torch.bfloat16)}
@@ -261,8 +279,7 @@ class Run:
     def step(self, step: Step) -> None:
         """One comparison of `conformance step`."""
         name, began = f"step: {step.name}", time.monotonic()
-        if importlib.util.find_spec(step.needs.partition(".")[0]) is None:
-            self.record.add(name, "skipped", f"needs {step.needs}")
+        if self.lacks(step.needs, name):
             return
         limit = max(1.0, min(CASE_S, self.until + GRACE_S - time.time()))
         how: dict[str, Any] = {"device": self.device, "timeout_s": limit} | step.more
